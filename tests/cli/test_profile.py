@@ -72,7 +72,7 @@ def test_hostile_profiles(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "which profile"),
+        ([], "no profile is named"),
         (["."], "no profile found"),
         ([".", "--steps", "3"], "--steps goes with --capture"),
         ([".", "--capture", "localhost:1"], "chooses the directory"),

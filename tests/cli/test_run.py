@@ -239,8 +239,8 @@ def test_record(engine_directory: Path, tmp_path: Path, capsys: pytest.CaptureFi
     ("arguments", "message"),
     [
         (["{out}", "--input-text", "a"], "unknown engine directory"),
-        (["--input-text", "a"], "give one engine"),
-        (["{engine}", "--engine_dir", "{engine}", "--input-text", "a"], "give one engine"),
+        (["--input-text", "a"], "no engine is named"),
+        (["{engine}", "--engine_dir", "{engine}", "--input-text", "a"], "more than one engine is named"),
         (["{engine}"], "nothing to generate from"),
         (["{engine}", "--input-text", "a", "--input-ids", "x.json"], "both given"),
         (["{engine}", "--input-ids", "{out}.json"], "no such file of token ids"),

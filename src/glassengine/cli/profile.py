@@ -58,7 +58,7 @@ def command(
         flag, value = ("--steps", steps) if steps is not None else ("--token-file", token_file)
         raise UsageError(f"{flag} goes with --capture", got=f"{value}")
     if directory is None:
-        raise UsageError("which profile?", expected="a directory, or --capture ADDRESS", hint="glass profile DIR")
+        raise UsageError("no profile is named", expected="a directory, or --capture ADDRESS", hint="glass profile DIR")
     found, earlier = glass.profiler.read(directory, against=against)
     before = earlier.data if earlier else None
 

@@ -161,7 +161,7 @@ def _steps(text: str | None) -> frozenset[int] | None:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
         if match is None or (match[2] and int(match[2]) - int(match[1]) > 1_000_000):
-            raise UsageError("not a list of steps", got=f"--steps {text}", expected="numbers and ranges, as in 0-3,7")
+            raise UsageError("invalid list of steps", got=f"--steps {text}", expected="numbers and ranges, as in 0-3,7")
         found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
     return frozenset(found)
 
@@ -171,5 +171,5 @@ def _size(text: str | None) -> int | None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)b?", text.strip().lower())
     if match is None:
-        raise UsageError("not a size", got=f"--byte-budget {text}", expected="bytes, or as in 500M, 2G")
+        raise UsageError("invalid size", got=f"--byte-budget {text}", expected="bytes, or as in 500M, 2G")
     return int(float(match[1]) * _UNITS[match[2]])

@@ -90,10 +90,12 @@ def command(
     del use_py_session, streaming
     if engine is not None and engine_dir is not None:
         raise UsageError(
-            "give one engine", got=f"{engine} and {engine_dir}", hint="each prompt has a flag of its own: --input-text"
+            "more than one engine is named",
+            got=f"{engine} and {engine_dir}",
+            hint="each prompt has a flag of its own: --input-text",
         )
     if engine is None and engine_dir is None:
-        raise UsageError("give one engine", hint="glass run ENGINE --input-text TEXT")
+        raise UsageError("no engine is named", hint="glass run ENGINE --input-text TEXT")
     files = _step_files(debugging)
     patterns = list(debugging.debug or ())
     names = debugging.print_tensors or (debugging.debug_mode and files is None)

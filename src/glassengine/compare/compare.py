@@ -94,7 +94,7 @@ def compare(
     Raises:
         IncomparableError: The sides hold different token ids, or nothing can be compared.
         UnknownNameError: A pattern names nothing.
-        UsageError: A side does not exist, or an argument or the map makes no sense.
+        UsageError: A side does not exist, or an argument or the map is invalid.
         CorruptError: A side is damaged.
     """
     check_arguments(rtol, atol, fail_on or "wrong", min_coverage, device)

@@ -82,11 +82,11 @@ def check_arguments(rtol: float | None, atol: float | None, fail_on: str, min_co
     """Raise a `UsageError` that names the flag where an argument of `compare` makes no sense."""
     for name, value in (("rtol", rtol), ("atol", atol)):
         if value is not None and not value >= 0:
-            raise UsageError(f"--{name} makes no sense", got=str(value), expected="a number from 0 on")
+            raise UsageError(f"invalid --{name}", got=str(value), expected="a number from 0 on")
     if not 0 <= min_coverage <= 1:
-        raise UsageError("--min-coverage makes no sense", got=str(min_coverage), expected="a share from 0 to 1")
+        raise UsageError("invalid --min-coverage", got=str(min_coverage), expected="a share from 0 to 1")
     if fail_on not in VERDICTS[1:]:
-        raise UsageError("--fail-on makes no sense", got=fail_on, expected=VERDICTS[1:])
+        raise UsageError("invalid --fail-on", got=fail_on, expected=VERDICTS[1:])
     try:
         torch.zeros(1, dtype=torch.float64, device=device) + 1
     except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:

@@ -331,4 +331,4 @@ class BackgroundWriter:
             raise self._died()
 
     def _died(self) -> GlassError:
-        return GlassError("the recording cannot go on", got="its thread has ended")
+        return GlassError("the recording cannot continue", got="its thread has ended")

@@ -1019,7 +1019,7 @@ def test_misuse(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not a list of patterns"):
         record(Model(), tmp_path / "r", sites=[3])  # type: ignore[list-item]
     for budget in (-1, "5G", float("nan")):
-        with pytest.raises(UsageError, match="not a byte budget"):
+        with pytest.raises(UsageError, match="invalid byte budget"):
             record(Model(), tmp_path / "r", byte_budget=budget)
     for steps in (5, "0-3", [0.5], ["1"]):
         with pytest.raises(UsageError, match=r"(?s)steps is not a collection.*range\(5\)"):

@@ -241,7 +241,7 @@ def test_a_long_run_shows_the_worst_step(release: Path, few_floors: None) -> Non
 
 def test_refusals(release: Path, tmp_path: Path) -> None:
     for engines, options, message in (
-        ([release], {}, "two engines or more"),
+        ([release], {}, "too few engines"),
         ([release, release], {"input_ids": [[1]]}, "both given"),
         ([release, release], {"max_new_tokens": 0}, "nothing would be run"),
         ([release, release], {"max_new_tokens": 500}, "--max-seq-len"),

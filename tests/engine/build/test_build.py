@@ -283,7 +283,7 @@ def test_a_batch_beyond_any_memory(checkpoint: Path, tmp_path: Path, batch: int)
 
 
 def test_batch_of_none(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--max-batch-size 0"):
+    with pytest.raises(UsageError, match="invalid --max-batch-size"):
         glass.build(checkpoint, tmp_path / "e", backend="eager", max_batch_size=0)
 
 

@@ -208,7 +208,7 @@ def test_order_of_calls(engine: Engine) -> None:
     with pytest.raises(UsageError, match="decode comes after prefill"):
         session.decode(torch.tensor([1]))
     session.prefill(torch.tensor([[3, 4]]))
-    with pytest.raises(UsageError, match="prefilled once"):
+    with pytest.raises(UsageError, match="prefilled already"):
         session.prefill(torch.tensor([[3, 4]]))
     session.decode(torch.tensor([5]))
     with pytest.raises(UsageError, match="cache of the session is full"):

@@ -88,7 +88,7 @@ def test_s1_what_an_engine_names_is_a_plain_checkpoint_or_not_loaded(
     make, mark = evil
     monkeypatch.syspath_prepend(str(mark.parent))
     hostile = glass.load(make(kind))  # the eager back-end has its weights, and is safe to read
-    with pytest.raises(UsageError, match="not loaded on its word") as caught:
+    with pytest.raises(UsageError, match="not loaded without trust") as caught:
         _ = hostile.program
     assert "--model" in str(caught.value)
     assert not mark.exists()

@@ -488,7 +488,7 @@ def test_nothing_can_be_written_after_a_failure(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("glassengine.recording.write.shard.write_all", full)
     with pytest.raises(GlassError, match=r"No space left(.|\n)*1 completed steps are safe"):
         w.write("a", 1, torch.ones(1))
-    with pytest.raises(GlassError, match="cannot go on"):
+    with pytest.raises(GlassError, match="cannot continue"):
         w.commit(1)
     w.close()
     assert Recording.open(tmp_path / "r").steps == [0]

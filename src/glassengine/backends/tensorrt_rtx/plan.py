@@ -70,7 +70,7 @@ class Plan:
                 context.set_tensor_address(name, tensor.data_ptr())
             results = {name: self._bind(graph_name) for name, graph_name in self._results.items()}
             if not context.execute_async_v3(stream.cuda_stream):
-                raise BackendError("TensorRT-RTX could not run the plan", got=self._logger.text())
+                raise BackendError("TensorRT-RTX cannot run the plan", got=self._logger.text())
         # What was allocated on this stream may be used and freed on any other from here on.
         stream.synchronize()
         for past, present in self._order.caches.items():

@@ -57,7 +57,7 @@ def side_by_side(
         BackendError: An engine cannot run here.
     """
     if len(engines) < 2:
-        raise UsageError("side by side are two engines or more", got=f"{len(engines)}")
+        raise UsageError("too few engines to compare", got=f"{len(engines)}")
     if max_new_tokens < 1 or rounds < 1:
         raise UsageError("nothing would be run", got=f"{max_new_tokens} tokens, {rounds} rounds", expected="at least 1")
     if prompts and input_ids is not None:

@@ -125,7 +125,7 @@ def _sources(model: LoadedModel, inputs: Inputs, steps: int) -> list[tuple[str, 
     for name, source in found:
         begun = source.pop(DECODER_IDS, None)
         if main not in source:
-            raise UsageError("the inputs lack that of the encoder", got=", ".join(source), expected=main)
+            raise UsageError("the input of the encoder is missing", got=", ".join(source), expected=main)
         first = source[main]
         if takes_mask(model.module):
             source.setdefault("attention_mask", torch.ones_like(first))

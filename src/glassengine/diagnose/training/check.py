@@ -94,8 +94,8 @@ def check_training(
         min_coverage: Least share of the float-valued ops of forward and backward that must have been judged.
 
     Raises:
-        UsageError: A step cannot be traced, or an argument makes no sense.
-        IncomparableError: The two sides have other parameters, or other values of them.
+        UsageError: A step cannot be traced, or an argument is invalid.
+        IncomparableError: The two sides have different parameters, or other values of them.
     """
     batches, measure, made_by = batches_of(inputs), loss_of(loss), optimizer_of(optimizer)
     options = {
@@ -248,12 +248,12 @@ def _require_one_model(baseline: nn.Module, candidate: nn.Module) -> None:
     if set(ours) != set(theirs):
         alone = sorted(set(ours) ^ set(theirs))
         raise IncomparableError(
-            "the two sides have other parameters", got=", ".join(alone[:5]), expected="the same names on both sides"
+            "the two sides have different parameters", got=", ".join(alone[:5]), expected="the same names on both sides"
         )
     different = compare_weights(ours, theirs).different
     if different:
         raise IncomparableError(
-            "the two sides begin with other parameters",
+            "the two sides begin with different parameters",
             got=", ".join(different[:5]),
             expected="the same values: candidate.load_state_dict(baseline.state_dict())",
         )

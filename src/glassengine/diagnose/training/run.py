@@ -87,7 +87,7 @@ def split(made: Any) -> tuple[torch.optim.Optimizer, Any]:
     optimizer, scheduler = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(
-            "the optimizer factory made something else",
+            "the optimizer factory did not return an optimizer",
             got=type(optimizer).__name__,
             expected="a torch.optim.Optimizer, or (optimizer, scheduler)",
         )

@@ -37,7 +37,7 @@ def check_sizes(model: LoadedModel, batch: int, length: int | None) -> int | Non
         return None
     limit = model.metadata.get("max_position_embeddings")
     if batch < 1:
-        raise UsageError("the largest batch must be at least 1", got=f"--max-batch-size {batch}")
+        raise UsageError("invalid --max-batch-size", got=str(batch), expected="at least 1")
     if batch > _MAX_BATCH or (length or 0) > _MAX_LENGTH:
         raise UsageError(
             "no cache can be so large",

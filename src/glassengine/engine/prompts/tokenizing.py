@@ -115,5 +115,5 @@ def _growth(pattern: dict[str, str], content: str, where: str) -> int:
     num_repeats = adapter_patterns.num_repeats(pattern.get("Regex", ""))
     if num_repeats is None or num_repeats > _MOST_REPEATS:
         got = f"{shown(where)}: {shown(pattern.get('Regex', ''))[:400]}"
-        raise CorruptError("a pattern of the tokenizer's decoder could take for ever", got=got)
+        raise CorruptError("a pattern of the tokenizer's decoder may never finish", got=got)
     return len(content) + 1  # of nothing, between all characters

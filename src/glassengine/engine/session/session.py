@@ -77,7 +77,7 @@ class Session:
         refuse(manifest.name, [*size_rows(manifest, batch_size, length), *rows])
         if keep_steps < 0 or (keep_steps and debug is False):
             raise UsageError(
-                "steps can be kept only of tensors that are looked at",
+                "steps can be kept only of tensors that are observed",
                 got=f"keep_steps={keep_steps}, debug={debug}",
                 hint="debug=True, or names or patterns of tensors (--debug PATTERN)",
             )
@@ -129,9 +129,7 @@ class Session:
                 second prefill.
         """
         if chunk is not None and chunk < 1:
-            raise UsageError(
-                "a piece of the prefill has at least 1 token", got=f"{chunk}", hint="--prefill-chunk N, or leave it out"
-            )
+            raise UsageError("invalid --prefill-chunk", got=str(chunk), expected="at least 1 token")
         if chunk is not None and self.in_one_piece:
             raise UsageError(
                 "tokens of an image see each other, and cannot run in pieces",
@@ -172,7 +170,7 @@ class Session:
     def _begin(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
         """Check the prompts; lay out mask and positions. Return the mask of the prompts, [B, S]."""
         if self.step >= 0:
-            raise UsageError("a session is prefilled once", got=f"step {self.step}", hint="make a new session")
+            raise UsageError("the session is prefilled already", got=f"step {self.step}", hint="make a new session")
         rows = [self._token_row(input_ids, None)]
         if attention_mask is not None and not rows[0].problem:
             rows.append(mask_row(attention_mask, input_ids))

@@ -93,7 +93,7 @@ def load_recorded(
         reason = f"a custom attention implementation: {attention}"
     if reason is not None:
         raise UsageError(
-            "the weights are not in the engine, and the model that it names is not loaded on its word",
+            "the weights are not in the engine, and the model that it names is not loaded without trust",
             got=shown(f"{named}: {reason}"),
             expected="a directory with a configuration and weights in safetensors",
             hint=_HINT,

@@ -145,7 +145,7 @@ def _run(command: list[str], given: bytes) -> tuple[bool, str]:
             command, input=given, capture_output=True, timeout=_VERIFY_S, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise UsageError("ssh-keygen does not end", got=f"{_VERIFY_S} s") from error
+        raise UsageError("ssh-keygen did not finish in time", got=f"{_VERIFY_S} s") from error
     said = done.stdout or done.stderr
     lines = said.decode("utf-8", "replace").splitlines()
     return done.returncode == 0, "\n".join(shown(line) for line in lines)

@@ -107,7 +107,7 @@ def add_step_closure(closure: Callable[..., Any], args: Sequence[Any] = (), run_
         UsageError: `args` is a tensor, which would be taken apart.
     """
     if isinstance(args, torch.Tensor):
-        raise UsageError("args of a step closure is not a sequence", got="a tensor", hint="args=(tensor,)")
+        raise UsageError("the arguments of a step closure are not a sequence", got="a tensor", hint="args=(tensor,)")
     with _steps.lock:
         _steps.closures.append(_Closure(closure, args, run_async, _steps.number))
 

@@ -46,7 +46,7 @@ def check(steps: int, timeout_s: float) -> Asked:
     """
     if not 1 <= steps <= MAX_STEPS:
         raise UsageError(
-            "a profile covers at least one step, and not any number of them",
+            "invalid number of steps of a profile",
             got=f"{steps} steps",
             expected=f"1 to {MAX_STEPS}",
             hint="--steps N",

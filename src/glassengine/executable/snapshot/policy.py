@@ -72,7 +72,7 @@ def make_policy(
     for word in occasions:
         _require("occasion of a snapshot", word, OCCASIONS, 'on="every", "nonfinite", "error"')
     if not occasions:
-        raise UsageError("no occasion for a snapshot", got="on=()", expected=OCCASIONS, hint='on="every"')
+        raise UsageError("no occasion for a snapshot is named", got="on=()", expected=OCCASIONS, hint='on="every"')
     words = " ".join(sorted(set(contents.split())))
     _require("content of a snapshot", words, CONTENTS, 'contents="inputs outputs"')
     _require("way to keep inputs", keep_inputs, KEEP_INPUTS, 'keep_inputs="host"')

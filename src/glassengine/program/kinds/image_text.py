@@ -168,7 +168,7 @@ def as_arguments(features: torch.Tensor, *, is_list: bool) -> dict[str, Any]:
 def _pooled(model: Any, pixel_values: torch.Tensor) -> Any:
     pooled = model.get_image_features(pixel_values=pixel_values, return_dict=True).pooler_output
     if pooled is None:
-        raise UsageError("features of images come in an unknown form", got="no pooler_output", expected="one")
+        raise UsageError("the features of images have an unknown form", got="no pooler_output", expected="one")
     return pooled
 
 

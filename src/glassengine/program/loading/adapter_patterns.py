@@ -24,7 +24,7 @@ def matches(pattern: str, path: str) -> bool:
     """Whether a pattern of an adapter is for a module, as in peft: a regular expression for the end of its path.
 
     Raises:
-        CorruptError: It is not a regular expression, or one that could take for ever.
+        CorruptError: It is not a regular expression, or one that may never finish.
     """
     expression, num_repeats, num_choices = _parsed(pattern)
     if math.comb(len(path) + num_repeats, num_repeats) * num_choices > _MOST_COMBINATIONS:

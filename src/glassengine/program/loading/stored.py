@@ -73,7 +73,7 @@ def read_stored(
     if attn_implementation is not None or dtype not in ("auto", own):
         flag = f"--attn-implementation {attn_implementation}" if attn_implementation else f"--dtype {dtype}"
         raise UsageError(
-            "a stored program is what it is: dtype and attention were chosen when it was made",
+            "dtype and attention of a stored program were chosen when it was made",
             got=f"{flag}, for {path.name} with {own} weights",
             hint="remove the flag, or give the model that the program was made of",
         )

@@ -52,7 +52,7 @@ class Policy:
         byte_budget: int | None = None,
     ) -> None:
         if byte_budget is not None and not (isinstance(byte_budget, int | float) and byte_budget >= 0):
-            raise UsageError("not a byte budget", got=repr(byte_budget), expected="a number of bytes, from 0 on")
+            raise UsageError("invalid byte budget", got=repr(byte_budget), expected="a number of bytes, from 0 on")
         self._sites = None if sites is None else _patterns("sites", sites)
         self._values = values if isinstance(values, bool) else _patterns("values", values)
         self._steps = None if steps is None else _step_numbers(steps)

@@ -322,7 +322,7 @@ class RecordingWriter:
         if self._closed:
             raise UsageError("the recording is closed", got=str(self.path))
         if self.failure is not None:
-            raise UsageError("the recording cannot go on", got=self.failure)
+            raise UsageError("the recording cannot continue", got=self.failure)
 
     def _failed(self, error: OSError) -> UsageError:
         self.failure = reason_of(error, self.path)
