@@ -1,1 +1,1 @@
-"""What an op should have made of the inputs that the candidate really had."""
+"""What the ops between a candidate's tensors should have made of the tensors that it really had."""

@@ -33,9 +33,9 @@ from glassengine.program.representation.program import Program
 class Cut(Enum):
     """Where pieces begin.
 
-    OP: at the inputs of each op; what reads a tensor that was not observed is not replayed.
-    REGION: the same, and where a tensor was not observed at those from which the ops above it go out.
-    SEGMENT: at the tensors that were observed above, for sides that have few of them.
+    OP: at the inputs of each op; an op that reads a tensor that was not observed is not replayed.
+    REGION: at the inputs of each op, and where one of these was not observed, at the observed tensors above it.
+    SEGMENT: at the observed tensors above, for sides that have few of them.
     """
 
     OP = "op"
