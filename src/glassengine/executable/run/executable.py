@@ -44,7 +44,6 @@ class Executable:
         input_names: Names of the inputs in order; needed where they come as a list.
         output_names: Names of the outputs in order; needed where they come as a sequence.
         graph: What was compiled, or a function that reads it from where it is stored; None if unknown.
-        cache_key: Of the compiled code in the persistent cache; "" where it is not kept there.
         backend: Name of the back-end that compiled it; "" if unknown.
         synchronous: Whether a run ends when its devices have finished. An accelerator reports an error when it is next
             waited for, by default in a later execution, perhaps of another executable. Costs the overlap of host and
@@ -59,7 +58,6 @@ class Executable:
     input_names: tuple[str, ...] = ()
     output_names: tuple[str, ...] = ()
     graph: CapturedGraph | Callable[[], CapturedGraph] | None = None
-    cache_key: str = ""
     backend: str = ""
     synchronous: bool = field(default_factory=environment.synchronous)
     number: int = field(default_factory=lambda: next(_numbers))
@@ -192,7 +190,7 @@ def compile_graph(
     elapsed = time.perf_counter_ns() - start
     note_compilation(name, graph, occasion, elapsed, from_cache=made.outcome == "hit")
     input_names = tuple(spec.name for spec in graph.inputs)
-    return Executable(name, made.function, input_names, graph.output_names, graph, made.key)
+    return Executable(name, made.function, input_names, graph.output_names, graph)
 
 
 def load_executable(name: str, loader: Callable[[Path], Function], directory: Path) -> Executable:

@@ -50,15 +50,6 @@ class _Manifest(msgspec.Struct):
     fingerprint: str | None = None
 
 
-def is_artifacts(directory: Path) -> bool:
-    """Whether `directory` holds the artifacts of a build."""
-    try:
-        read_manifest(directory)
-    except CorruptError:
-        return False
-    return True
-
-
 def read_manifest(directory: Path) -> dict[str, Any]:
     """Return the manifest of build artifacts.
 
