@@ -47,7 +47,7 @@ REASONS: dict[str, dict[str, str]] = {
     "program/store/archive.py": {"zipfile.ZipFile": "on a file that the room opened, and to write"},
     "program/store/inert.py": {"json.loads": "text in a document that the room parsed"},
     "program/onnx/stored/file.py": {"ParseFromString": "bytes that the room read; protobuf bounds depth by itself"},
-    "program/onnx/translate.py": {"ParseFromString": "definitions of operators that the package onnx holds"},
+    "program/onnx/definitions.py": {"ParseFromString": "definitions of operators that the package onnx holds"},
     "executable/cache/store.py": {
         "os.open": "as the room does; one that another process has just removed is told apart from a damaged one",
         "open": "the descriptor of that",

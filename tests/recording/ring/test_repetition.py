@@ -112,9 +112,9 @@ def test_large_ones_are_expected_too(tmp_path: Path, monkeypatch: pytest.MonkeyP
     looked: list[str] = []
     look = SeenTensors.look
 
-    def counting(self: SeenTensors, site: str, *args: Any) -> Any:
+    def counting(self: SeenTensors, site: str, *args: Any, **facts: Any) -> Any:
         looked.append(site)
-        return look(self, site, *args)
+        return look(self, site, *args, **facts)
 
     monkeypatch.setattr(SeenTensors, "look", counting)
     writer = BackgroundWriter(tmp_path / "r", metadata={})
