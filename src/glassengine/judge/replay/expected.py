@@ -95,8 +95,7 @@ def expected_of(piece: Piece) -> list[Expected]:
     """Run a piece that stands by itself in every way that is legal, and return what each of its outputs should be."""
     with_values(piece.module, piece.arguments())
     exact, native = piece.exact(), piece.run()
-    doubles = [retarget(tensor) for tensor in piece.arguments()]
-    runs = [_Noisy(piece, torch.Generator().manual_seed(seed)).run(*doubles) for seed in range(NUM_NOISE_RUNS)]
+    runs = [_Noisy(piece, torch.Generator().manual_seed(seed)).results() for seed in range(NUM_NOISE_RUNS)]
     return [
         Expected(Reference(exact[index], value, [run[index] for run in runs], dtype=_float(value), valid=None))
         for index, value in enumerate(native)
@@ -108,7 +107,13 @@ class _Noisy(Interpreter):
 
     def __init__(self, piece: Piece, generator: torch.Generator) -> None:
         super().__init__(piece.module)
+        self._piece = piece
         self._rounded = sampled(generator, lambda node, _: _float(pytree.tree_leaves(node.meta["val"])[0]))
+
+    def results(self) -> tuple[Tensor, ...]:
+        # A piece may write to what it is given: each run has copies of its own.
+        found: tuple[Tensor, ...] = self.run(*map(retarget, self._piece.arguments()))
+        return found
 
     def run_node(self, n: Node) -> Any:
         if n.op != "call_function":
