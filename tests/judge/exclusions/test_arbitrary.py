@@ -54,6 +54,32 @@ def test_arithmetic_on_unwritten_memory_is_no_mistake_and_hides_none(tmp_path: P
     assert not check(Buffer(ends=3).eval(), candidate=Buffer(factor=2.1, ends=3).eval(), inputs=inputs).ok
 
 
+class Filled(nn.Module):
+    """Fills a buffer in two halves, and goes on with it."""
+
+    def __init__(self, *, factor: float = 2.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.last, self.factor = nn.Linear(4, 3), factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = torch.empty(3, 4)
+        memory[:, :2] = x.sin()
+        memory[:, 2:] = x.cos()
+        return self.last(memory.exp() * self.factor)
+
+
+def test_a_buffer_that_is_written_counts_in_full(tmp_path: Path) -> None:
+    torch.save({"x": torch.tensor([[0.1, 0.2], [0.3, 0.7], [1.1, 2.3]])}, tmp_path / "x.pt")
+    inputs = str(tmp_path / "x.pt")
+    right = check(Filled().eval(), candidate=Filled().eval(), inputs=inputs)
+    assert right.ok
+    memory, part = 3 * 4, 3 * 2
+    assert [one.num_elements for one in right.exemptions] == [memory + 3 * part], "allocated, and written in part"
+    wrong = check(Filled().eval(), candidate=Filled(factor=2.1).eval(), inputs=inputs)
+    assert not wrong.ok and {found.site for found in wrong.origins} == {"./mul.0"}
+
+
 class Noisy(nn.Module):
     """Scales random numbers, which every run draws anew."""
 

@@ -224,7 +224,9 @@ class ReferenceRun:
         """Compute the exact lane of a node once more, from other values of what it reads."""
         written = self._in_double[node]
         args, kwargs = torch.fx.node.map_arg(
-            written, lambda source: others[source] if source in others else pytree.tree_map(retarget, env[source][0])
+            # An allocation keeps the program's dtype in this lane; what is written to it must not be rounded to that.
+            written,
+            lambda source: pytree.tree_map(retarget, others[source] if source in others else env[source][0]),
         )
         return target_of(node)(*args, **kwargs)
 
