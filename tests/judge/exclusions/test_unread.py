@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from glassengine.diagnose import check
 from glassengine.judge.exclusions.unread import differing, unread, unread_nodes
 from glassengine.judge.sides.countable import float_nodes
+from glassengine.numerics.judgement import Judgement
 from glassengine.program import export_program, load_model
 
 G = torch.Generator().manual_seed(3)
@@ -124,14 +125,47 @@ def test_ops_that_nothing_reads_are_no_part_of_what_is_judged() -> None:
     assert not dead & float_nodes(program, ("op",))
 
 
+def right(_: Tensor) -> Judgement:
+    return Judgement("rounding", 0.0, 0.0)
+
+
+def where(candidate: Tensor, predicted: Tensor, *exempt: Tensor) -> list[bool] | None:
+    found = differing(candidate, predicted, right, exempt)
+    return None if found is None else found.where.tolist()
+
+
 def test_only_what_differs_by_more_than_rounding_is_asked_about() -> None:
-    right = torch.tensor([1.0, 2.0, torch.nan, 1e-9])
-    found = differing(torch.tensor([1.0 + 1e-7, 2.1, torch.nan, 0.0]), right.double())
-    assert found is not None and found.tolist() == [False, True, False, False]
-    assert differing(torch.zeros(2), torch.zeros(3)) is None
-    hidden = differing(torch.tensor([0.0, 1.0]), torch.tensor([-torch.inf, 1.0]))
-    assert hidden is not None and hidden.tolist() == [True, False]
-    assert differing(torch.ones(3), torch.ones(3)) is None
+    predicted = torch.tensor([1.0, 2.0, torch.nan, 1e-9])
+    assert where(torch.tensor([1.0 + 1e-7, 2.1, torch.nan, 0.0]), predicted.double()) == [False, True, False, False]
+    assert where(torch.zeros(2), torch.zeros(3)) is None
+    assert where(torch.tensor([0.0, 1.0]), torch.tensor([-torch.inf, 1.0])) == [True, False]
+    assert where(torch.ones(3), torch.ones(3)) is None
+
+
+def test_exempt_elements_are_not_asked_about_and_hide_no_others() -> None:
+    candidate, predicted = torch.tensor([1.1, 2e30]), torch.tensor([1.0, 1e30])
+    assert where(candidate, predicted) == [False, True]
+    assert where(candidate, predicted, torch.tensor([False, True])) == [True, False]
+    assert where(candidate, predicted, torch.tensor([False, True]), torch.tensor([True, False])) is None
+
+
+class Scaled(nn.Module):
+    """Scales rows, and returns the first, where these inputs hide by how much."""
+
+    def __init__(self, first: float = 1.0, others: float = 1e7) -> None:
+        super().__init__()
+        self.first, self.others = first, others
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.arange(5)[:, None]
+        return torch.tanh((x * torch.where(rows == 0, self.first, self.others))[:, 0])
+
+
+def test_a_mistake_beside_large_elements_that_nothing_reads_is_one(tmp_path: Path) -> None:
+    inputs = {"x": X + 30}
+    assert checked(Scaled(), Scaled(others=2e7), inputs, tmp_path) == (True, [])
+    ok, sites = checked(Scaled(), Scaled(first=1.01, others=2e7), inputs, tmp_path)
+    assert not ok and sites
 
 
 class Shares(nn.Module):

@@ -7,12 +7,14 @@ without leaving it out (a comparison, a ranking), or if what is given decides wh
 length): another input would leave out something else, and a mistake that these inputs hide is one.
 
 This is not a `Source`: nothing marks these elements before they are compared. It is asked after a step, for elements
-that were found to differ, whether all that reads them drops any value at all.
+that were found to differ, whether all that reads them drops any value at all. The rest of the tensor must be right by
+itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from glassengine.judge.exclusions.other_values import WHOLE, OtherValues, call_with
 from glassengine.numerics.float64 import target_of
-from glassengine.numerics.judgement import unit_roundoff
+from glassengine.numerics.judgement import Judgement, unit_roundoff
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.outputs import last_uses
 from glassengine.program.representation.program import Program
@@ -31,18 +33,50 @@ _MOST = 16
 _ROUNDINGS = 16
 
 
-def differing(candidate: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor | None:
-    """Return a bool mask of the elements that differ by more than rounding; None if there are none."""
+@dataclass(frozen=True)
+class Differing:
+    """The elements of a tensor that differ, and a judgement of the others.
+
+    Attributes:
+        where: Bool mask of the elements.
+        rest: Judges the tensor with these elements put right.
+    """
+
+    where: torch.Tensor
+    rest: Callable[[], Judgement]
+
+
+def differing(
+    candidate: torch.Tensor,
+    predicted: torch.Tensor,
+    again: Callable[[torch.Tensor], Judgement],
+    exempt: Iterable[torch.Tensor] = (),
+) -> Differing | None:
+    """Return the elements that differ by more than rounding; None if there are none.
+
+    Beside large elements a small one may differ by less than that and still be wrong, so the rest has to be judged.
+
+    Args:
+        candidate: A tensor of a candidate.
+        predicted: What it should be.
+        again: Judges another tensor in its place.
+        exempt: Bool masks of the elements that do not count.
+    """
     if candidate.shape != predicted.shape or not candidate.is_floating_point() or not predicted.is_floating_point():
         return None
     ours, theirs = predicted.double(), candidate.double()
+    counts = torch.ones_like(ours, dtype=torch.bool)
+    for mask in exempt:
+        counts = counts & ~mask
     same = (theirs == ours) | (theirs.isnan() & ours.isnan())
     both = ours.isfinite() & theirs.isfinite()
-    numbers = torch.where(both, ours, 0.0)
-    size = torch.maximum(numbers.abs(), numbers.square().mean().sqrt())
+    numbers = torch.where(both & counts, ours, 0.0)
+    size = torch.maximum(numbers.abs(), (numbers.square().sum() / counts.sum()).sqrt())
     near = both & ((theirs - ours).abs() <= _ROUNDINGS * unit_roundoff(candidate.dtype) * size)
-    found: torch.Tensor = ~(same | near)
-    return found if bool(found.any()) else None
+    found = counts & ~(same | near)
+    if not bool(found.any()):
+        return None
+    return Differing(found, lambda: again(torch.where(found, predicted.to(candidate.dtype), candidate)))
 
 
 def unread_nodes(program: Program) -> set[str]:

@@ -55,11 +55,14 @@ class Claim:
 class Replayed:
     """What a replay found: the judgement, P, and the name of the explanation that it rests on.
 
-    `exempt` are the elements that it left out, see `Expected`.
+    Attributes:
+        again: Judges another result of the same piece, in the same step.
+        exempt: The elements that it left out, see `Expected`.
     """
 
     judgement: Judgement
     predicted: Tensor
+    again: Callable[[Tensor], Judgement]
     exempt: Masks | None = None
     explanation: str = "as read"
 
@@ -82,7 +85,7 @@ class Expected:
 
     def replayed(self, result: Tensor) -> Replayed:
         """Return what the replay found of a result as it was read."""
-        return Replayed(self.judge(result), self.reference.exact, self.exempt)
+        return Replayed(self.judge(result), self.reference.exact, self.judge, self.exempt)
 
 
 def judged(expected: Sequence[Expected], results: Sequence[Tensor]) -> list[Judgement]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def in_any_order(one: OneOp, first: Replayed | None) -> Iterator[Replayed]:
     found = one.read(ordered, ours.values).judge(theirs.values)
     if found.verdict not in FLAGGED and not torch.equal(ours.indices, theirs.indices):
         found = dataclasses.replace(found, verdict="rounding", reason=TIE, is_tie=True)
-    yield Replayed(found, operation.exact)
+    yield Replayed(found, operation.exact, one.judge)
 
 
 def another_choice(one: OneOp, first: Replayed | None) -> Iterator[Replayed]:
@@ -69,7 +70,7 @@ def another_choice(one: OneOp, first: Replayed | None) -> Iterator[Replayed]:
         return
     differs = (claim.candidate != exact.to(claim.candidate.dtype)) & ~tied
     if not bool((differs if claim.valid is None else differs & claim.valid).any()):
-        yield Replayed(Judgement("rounding", None, None, TIE, is_tie=True), exact)
+        yield Replayed(Judgement("rounding", None, None, TIE, is_tie=True), exact, one.judge)
 
 
 def computed_again(one: OneOp, first: Replayed | None) -> Iterator[Replayed]:
@@ -169,7 +170,14 @@ def explained(one: OneOp) -> Replayed | None:
     first = None
     for explanation in EXPLANATIONS:
         for found in explanation.replays(one, first):
+            found = dataclasses.replace(found, explanation=explanation.name, again=partial(_explained_again, one))
             if found.judgement.verdict not in FLAGGED:
-                return dataclasses.replace(found, explanation=explanation.name)
-            first = first or dataclasses.replace(found, explanation=explanation.name)
+                return found
+            first = first or found
     return first
+
+
+def _explained_again(one: OneOp, result: torch.Tensor) -> Judgement:
+    found = explained(dataclasses.replace(one, claim=dataclasses.replace(one.claim, candidate=result)))
+    assert found is not None  # the same explanations are tried
+    return found.judgement

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from glassengine.judge.exclusions.in_step import CHOICES
+from glassengine.judge.exclusions.unread import Differing
 from glassengine.numerics.exemptions import PADDING, TIES, Masks
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.metrics.measure import measure
@@ -33,7 +34,7 @@ class Judged:
     is_clean: bool = False
     contradicts: bool = False
     exempt: Masks = field(default_factory=dict)
-    differing: torch.Tensor | None = None
+    differing: Differing | None = None
 
 
 def figures_of(baseline: torch.Tensor, candidate: torch.Tensor) -> Figures | None:

@@ -14,7 +14,7 @@ from glassengine.judge.cases import Case
 from glassengine.judge.end_to_end import EndToEnd
 from glassengine.judge.exclusions.in_step import TEXTS
 from glassengine.judge.exclusions.padding import completed
-from glassengine.judge.exclusions.unread import differing, unread
+from glassengine.judge.exclusions.unread import Differing, differing, unread
 from glassengine.judge.hypotheses.guesses import Guesses
 from glassengine.judge.pairing.mispaired import walled_off
 from glassengine.judge.sides.protocol import Observed, Side
@@ -70,7 +70,7 @@ class Score:
     _contradicting: set[str] = field(default_factory=set)
     _flagged: list[Node] = field(default_factory=list)
     _first_of_step: int = 0
-    _differing: dict[str, torch.Tensor] = field(default_factory=dict)
+    _differing: dict[str, Differing] = field(default_factory=dict)
 
     def begin(self, case: Case) -> None:
         """Start a case: neither caches nor blame outlive one."""
@@ -210,7 +210,7 @@ class Score:
                 local, verdict="wrong", reason="written differently, and too large for rounding"
             )
         worse = VERDICTS.index(local.verdict) >= VERDICTS.index(accumulated.verdict)
-        apart = differing(observed.tensor, replayed.predicted)
+        apart = differing(observed.tensor, replayed.predicted, replayed.again, exempt.values())
         judgement = local if worse else accumulated
         return Judged(tensor, judgement, True, inherited, is_clean=is_clean, exempt=exempt, differing=apart)
 
@@ -265,11 +265,13 @@ class Score:
 
     def end_step(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Leave out what no result reads of the tensors that are wrong by themselves in this step of these `inputs`."""
-        known = unread(self.program, inputs, self._differing) if self._differing else set()
+        marked = {name: one.where for name, one in self._differing.items()}
+        known = unread(self.program, inputs, marked) if marked else set()
+        known = {name for name in known if self._differing[name].rest().verdict not in FLAGGED}
         own = {node.name for node in self._flagged} & self.divergences.keys()
         for name in known:
             del self.divergences[name]
-            self.ledger.leave_out(UNREAD, self.program.sites.by_node[name][0].name, int(self._differing[name].sum()))
+            self.ledger.leave_out(UNREAD, self.program.sites.by_node[name][0].name, int(marked[name].sum()))
         if own and own <= known:  # what is inherited, from them
             for at, pair in enumerate(self.pairs[self._first_of_step :], self._first_of_step):
                 if pair.verdict in FLAGGED:
