@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import of_any_layout, op_name
@@ -40,16 +40,6 @@ def target_of(node: Node) -> Any:
     if op_name(node) == "_grouped_mm":
         return partial(_grouped, node.target)
     return partial(_unwritten, node.target) if traits_of(node).is_unwritten else of_any_layout(node.target)
-
-
-def unwritten_nodes(graph: Graph) -> set[str]:
-    """Return the nodes whose values may have elements that nothing has written, which are NaN in the reference."""
-    found: set[str] = set()
-    for node in graph.nodes:
-        moves = traits_of(node).moves and any(source.name in found for source in node.all_input_nodes)
-        if moves or traits_of(node).is_unwritten:
-            found.add(node.name)
-    return found
 
 
 def _grouped(target: Any, rows: torch.Tensor, matrices: torch.Tensor, ends: Any = None, *rest: Any) -> torch.Tensor:

@@ -20,7 +20,7 @@ def is_broken(value: Any) -> bool:
 
 
 def num_newly_broken(
-    operation: Operation, candidate: torch.Tensor, written: torch.Tensor | None, hidden: torch.Tensor | None = None
+    operation: Operation, candidate: torch.Tensor, unwritten: torch.Tensor | None, hidden: torch.Tensor | None = None
 ) -> int:
     """Return how many NaN and infinities the op made of finite inputs; padding counts: what comes later reads it.
 
@@ -30,7 +30,7 @@ def num_newly_broken(
     Args:
         operation: On finite inputs.
         candidate: What the candidate made of them.
-        written: Bool mask of the written elements; None if all are.
+        unwritten: Bool mask of the elements that depend on memory that nothing has written; None if there are none.
         hidden: Bool mask of those that hide a place, where minus infinity equals any number.
     """
     traits = operation.traits
@@ -41,4 +41,4 @@ def num_newly_broken(
     broken = ~candidate.isfinite() & operation.exact.isfinite() & (operation.exact.abs() < largest)
     if hidden is not None:
         broken = broken & ~(hidden & (candidate < 0))
-    return int((broken if written is None else broken & written).sum())
+    return int((broken if unwritten is None else broken & ~unwritten).sum())

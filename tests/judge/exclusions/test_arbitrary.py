@@ -31,7 +31,7 @@ def test_a_check_counts_what_it_left_out(tmp_path: Path) -> None:
 
 
 class Buffer(nn.Module):
-    """Doubles a buffer of which it has written the first half, and returns that half, or one element more."""
+    """Doubles a buffer of which it has written the first half, and returns powers of that half, or one element more."""
 
     def __init__(self, *, factor: float = 2.0, ends: int = 2) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Buffer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         memory = torch.empty(4)
         memory[:2] = x
-        return (memory * self.factor)[: self.ends]
+        return (memory * self.factor).exp()[: self.ends]
 
 
 def test_arithmetic_on_unwritten_memory_is_no_mistake_and_hides_none(tmp_path: Path) -> None:

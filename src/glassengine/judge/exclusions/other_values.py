@@ -21,6 +21,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.blocks import agree
+from glassengine.numerics.judgement import unit_roundoff
 from glassengine.ops.row import OpTraits
 from glassengine.ops.traits import traits_of
 from glassengine.results import ExemptionReason
@@ -42,15 +43,15 @@ class OtherValues:
 
     Args:
         again: Computes a node from other values.
-        lost: Takes the program's value of a node that cannot be computed from other values (an index that is out of
-            range, say) and returns what stands for its other value.
+        is_lost_as_a_whole: What stands for the other value of a node that cannot be computed from other values (an
+            index out of range): `WHOLE` if true, else values that differ in every element, from which others are made.
 
     Attributes:
         others: Node -> other value, in the shape and dtype of the node's own, or `WHOLE`.
     """
 
-    def __init__(self, again: Again, lost: Callable[[Any], Any] = lambda value: WHOLE) -> None:
-        self._again, self._lost = again, lost
+    def __init__(self, again: Again, *, is_lost_as_a_whole: bool = True) -> None:
+        self._again, self._is_lost_as_a_whole = again, is_lost_as_a_whole
         self.others: dict[Node, Any] = {}
 
     def below(self, node: Node, value: Any) -> Any:
@@ -63,7 +64,7 @@ class OtherValues:
         try:
             return self._again(node, self.others)
         except (RuntimeError, IndexError, ValueError):  # a number that is not an index
-            return self._lost(value)
+            return WHOLE if self._is_lost_as_a_whole else far_from(value)
 
     def keep(self, node: Node, other: Any, value: Any) -> bool:
         """Keep another value of a node if it differs from `value`, the node's own; return whether it does."""
@@ -99,6 +100,8 @@ class Source:
         kind: Reason by which the elements are counted.
         reason: Text for the list of skipped tensors; "" if the elements are only counted.
         lane: `EXACT` or `NATIVE`: the values that are marked and followed.
+        negligible: Differences up to so many times what rounding does to an element do not count.
+        is_lost_as_a_whole: As for `OtherValues`.
         is_choice: Whether a candidate's own value settles the matter: what it made of that value is judged by replay,
             and after it other values are no longer legal.
     """
@@ -106,6 +109,8 @@ class Source:
     kind: ExemptionReason
     reason = ""
     lane = NATIVE
+    negligible = 0.0
+    is_lost_as_a_whole = False
     is_choice = False
 
     def concerns(self, traits: OpTraits) -> bool:
@@ -137,14 +142,6 @@ class Source:
         """Return whether one other value of what `node` reads does not tell which of its elements depend on it."""
         return False
 
-    def lost(self, value: Any) -> Any:
-        """Return what stands for the other value of a node that cannot be computed; `value` is its own."""
-        return far_from(value)
-
-    def negligible(self, dtype: torch.dtype) -> float:
-        """Return the share of an element, rounded to `dtype`, up to which a difference does not count."""
-        return 0.0
-
     def excludes(self, mask: Tensor) -> bool:
         """Return whether the elements of `mask`, all that were found in a tensor, are excluded."""
         return True
@@ -160,7 +157,7 @@ class Followed:
 
     def __init__(self, source: Source, again: Again | None = None) -> None:
         self.source = source
-        self._lane = OtherValues(again or self._computed_again, source.lost)
+        self._lane = OtherValues(again or self._computed_again, is_lost_as_a_whole=source.is_lost_as_a_whole)
         self.others = self._lane.others
         self._dropped: dict[Node, Tensor] = {}
         self._values: Values = {}
@@ -196,7 +193,7 @@ class Followed:
         if node not in self.others and node not in self._dropped:
             return None
         value: Tensor = values[node][self.source.lane]
-        share = self.source.negligible(dtype or value.dtype) if value.is_floating_point() else 0.0
+        share = self.source.negligible * unit_roundoff(dtype or value.dtype) if value.is_floating_point() else 0.0
         found = self._lane.of(node, value, share)
         if found is None:
             self._lane.settle(node)

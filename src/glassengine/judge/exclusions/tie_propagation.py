@@ -41,6 +41,8 @@ class Ties(Source):
 
     kind: ExemptionReason = "ties"
     lane = EXACT
+    negligible = _SAME
+    is_lost_as_a_whole = True
     is_choice = True
 
     def other(self, node: Node, below: Any, values: Values, others: Mapping[Node, Any]) -> Any:
@@ -58,14 +60,6 @@ class Ties(Source):
             return False
         leaves = [leaf for source in node.all_input_nodes for leaf in pytree.tree_leaves(others.get(source))]
         return any(isinstance(leaf, Tensor) and not leaf.is_floating_point() for leaf in leaves)
-
-    def lost(self, value: Any) -> Any:
-        """Return an unknown value."""
-        return WHOLE
-
-    def negligible(self, dtype: torch.dtype) -> float:
-        """Return a small part of what rounding to `dtype` does."""
-        return _SAME * unit_roundoff(dtype)
 
 
 def settled_sources(node: Node, values: Values) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from glassengine.judge.pairing.known import Known
 from glassengine.judge.pairing.predictions import Unknown
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of
-from glassengine.program.representation.naming import is_tensor_node, op_name
+from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.outputs import is_view
 
 _AHEAD = 12
@@ -252,4 +252,4 @@ class Search:
 
 def _keeps(node: Node) -> bool:
     """Whether an op moves or casts values, and computes none."""
-    return traits_of(node).moves or is_view(node) or op_name(node) == "_to_copy"
+    return traits_of(node).moves or traits_of(node).casts or is_view(node)

@@ -28,7 +28,8 @@ from glassengine.judge.replay.reference import NUM_NOISE_RUNS
 from glassengine.judge.replay.sampling import NUM_RUNS, bound_of, sampled
 from glassengine.judge.replay.values import DOES_NOT_FIT, Values, called, part_of
 from glassengine.numerics.bounds import rounding_bound
-from glassengine.numerics.float64 import retarget, unwritten_nodes
+from glassengine.numerics.exemptions import UNWRITTEN
+from glassengine.numerics.float64 import retarget
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.known import Known
 from glassengine.numerics.noise import disturbed, noisy, other_kernel, rounds
@@ -58,7 +59,6 @@ class Ops:
         self.generator = torch.Generator().manual_seed(seed)
         self.folded = Folded(program, values, self.generator)
         self.computed_again = ComputedAgain(values)
-        self.unwritten = unwritten_nodes(program.graph)
         self.relative_floors: dict[str, float] = {}
 
     def expected(self, claim: Claim) -> OneOp | None:
@@ -143,8 +143,8 @@ class OneOp(Expected):
         if not self.is_float:
             return self.reference.judge(result)
         claim, name = self.claim, self.claim.node.name
-        written = claim.valid if name in self.ops.unwritten else None
-        broken = num_newly_broken(self.operation, result, written, claim.known.hidden)
+        unwritten = claim.known.exempt.get(UNWRITTEN)
+        broken = num_newly_broken(self.operation, result, unwritten, claim.known.hidden)
         if broken:
             return Judgement("wrong", None, None, f"{broken} values are not finite though all inputs are")
         # Most ops are within the floor of one run; the rest is worth the other runs, and the bound.

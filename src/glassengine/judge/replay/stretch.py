@@ -23,9 +23,9 @@ from torch.fx import Node
 
 from glassengine.judge.replay.expected import Expected, Valid
 from glassengine.judge.replay.reference import ReferenceRun
+from glassengine.numerics.exemptions import DRAWN
 from glassengine.numerics.ops import Accumulation
 from glassengine.numerics.verdict import Reference
-from glassengine.ops.traits import traits_of
 from glassengine.program.representation.program import Program
 
 
@@ -90,7 +90,7 @@ class Stretches:
                 return None
         reference = self._current[1]
         value = _completed(candidate, reference)
-        if value is None or self._is_unknown(node):
+        if value is None or self._is_unknown(node) or DRAWN in reference.known.exempt:
             return None
         return Expected(reference, reference.known.exempt), value
 
@@ -105,16 +105,13 @@ class Stretches:
             is_lost = value is not None and forced is None
             if forced is not None:
                 self.values[node.name] = forced
-            # What was observed is what comes after is computed from: no random numbers above it matter any more.
+            # What comes after is computed from what was observed.
             self._unknown[node.name] = forced is None and (is_lost or self._is_unknown(node))
         try:
             self._current = next(self._walk) if self._current is None else self._walk.send(forced)
         except StopIteration:
             self._walk, self._current = None, None
             return False
-        node, reference = self._current
-        if traits_of(node).is_random:
-            self._unknown[node.name] = True
         return True
 
     def _finish(self) -> None:
