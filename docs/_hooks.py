@@ -31,7 +31,7 @@ REFERENCE = {
     "glassengine": "api/index.md",
     **{
         f"glassengine.{name}": f"api/{name}.md"
-        for name in ("metrics", "profiler", "snapshots", "compat", "commands", "results", "errors")
+        for name in ("lazy", "metrics", "profiler", "snapshots", "compat", "commands", "results", "errors")
     },
 }
 

@@ -19,7 +19,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / PACKAGE
 
 # From the ground up; a unit (file or folder directly under the package) imports only from floors below its own.
 FLOORS = (
-    {"errors", "lazy", "plugins", "progress"},
+    {"deferred", "errors", "plugins", "progress"},
     {"environment", "reading", "torch_versions", "writing"},
     {"accelerators", "sites", "taps", "results", "blocks", "spans", "ops"},
     {"recording", "program", "schemas"},
@@ -29,7 +29,7 @@ FLOORS = (
     {"frontends", "engine"},
     {"judge"},
     {"diagnose"},
-    {"commands", "compat", "metrics", "profiler", "snapshots"},
+    {"commands", "compat", "lazy", "metrics", "profiler", "snapshots"},
     {"testing", "cli", "pytest_plugin", "auto", "eager_debug"},
     {"__main__"},
 )

@@ -48,14 +48,14 @@ def test_import_changes_no_setting() -> None:
     fresh(code)
 
 
-NAMESPACES = ("compat", "metrics", "profiler", "snapshots")
+NAMESPACES = ("compat", "lazy", "metrics", "profiler", "snapshots")
 LAZY = [glass, commands, *(getattr(glass, name) for name in NAMESPACES)]
 
 
 def test_what_the_public_sees() -> None:
     assert set(glass.__all__) - {"__version__"} == {
         *("build", "check", "check_training", "compare", "export", "list_backends", "load", "open", "record"),
-        *("replay", "sites", "tap"),
+        *("mark_step", "replay", "sites", "tap"),
         *("Comparison", "Divergence", "Engine", "GlassError", "Recording", "Session"),
         *NAMESPACES,
     }

@@ -1,8 +1,8 @@
 """Glass Engine: compile a Hugging Face model into an engine you can see through.
 
 The public names below are imported when they are first used, so that `import glassengine` costs nothing and changes
-nothing. Beside them there are four modules for one purpose each: `metrics`, `profiler`, `snapshots`, and `compat` for
-what other tools call by name. Three more are to be imported: `glassengine.results` has the type of every result,
+nothing. Beside them there are five modules for one purpose each: `lazy`, `metrics`, `profiler`, `snapshots`, and `compat`
+for what other tools call by name. Three more are to be imported: `glassengine.results` has the type of every result,
 `glassengine.errors` every error, and `glassengine.commands` the other commands of `glass` as functions.
 
 Two of the names, `compare` and `sites`, are also names of submodules: `glassengine.compare` is always the public
@@ -16,10 +16,10 @@ import sys
 import types
 from typing import TYPE_CHECKING
 
-from glassengine.lazy import lazy
+from glassengine.deferred import deferred
 
 if TYPE_CHECKING:
-    from glassengine import compat, metrics, profiler, snapshots
+    from glassengine import compat, lazy, metrics, profiler, snapshots
     from glassengine.backends.registry import list_backends
     from glassengine.capture.runs.record import record
     from glassengine.compare.compare import compare
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from glassengine.engine.run.engine import Engine, load
     from glassengine.engine.session.session import Session
     from glassengine.errors import GlassError
+    from glassengine.executable.metrics.steps import mark_step
     from glassengine.program import sites
     from glassengine.recording.read.dump import open_dump as open
     from glassengine.recording.read.export import export
@@ -53,8 +54,10 @@ __all__ = [
     "compare",
     "compat",
     "export",
+    "lazy",
     "list_backends",
     "load",
+    "mark_step",
     "metrics",
     "open",
     "profiler",
@@ -79,8 +82,10 @@ _PUBLIC = {
     "compare": "glassengine.compare.compare",
     "compat": "glassengine.compat",
     "export": "glassengine.recording.read.export",
+    "lazy": "glassengine.lazy",
     "list_backends": "glassengine.backends.registry",
     "load": "glassengine.engine.run.engine",
+    "mark_step": "glassengine.executable.metrics.steps",
     "metrics": "glassengine.metrics",
     "open": "glassengine.recording.read.dump:open_dump",
     "profiler": "glassengine.profiler",
@@ -102,7 +107,7 @@ class _Package(types.ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
-__getattr__, __dir__ = lazy(__name__, _PUBLIC)
+__getattr__, __dir__ = deferred(__name__, _PUBLIC)
 
 
 def _tell_of_nothing() -> None:

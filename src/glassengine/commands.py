@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from glassengine.lazy import lazy
+from glassengine.deferred import deferred
 
 if TYPE_CHECKING:
     from glassengine.backends.accuracy.calibration import calibrate
@@ -42,4 +42,4 @@ _PUBLIC = {
     "side_by_side": "glassengine.diagnose.engines.side_by_side",
     "verify_engine": "glassengine.engine.store.signing",
 }
-__getattr__, __dir__ = lazy(__name__, _PUBLIC)
+__getattr__, __dir__ = deferred(__name__, _PUBLIC)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from glassengine.lazy import lazy
+from glassengine.deferred import deferred
 
 if TYPE_CHECKING:
     from glassengine.capture.observers.hooks import NetworkOutputs, named_network_outputs
@@ -60,4 +60,4 @@ _PUBLIC = {
     "register_hlo_snapshot_callback": "glassengine.executable.snapshot.callback",
     "register_network_output": "glassengine.taps",
 }
-__getattr__, __dir__ = lazy(__name__, _PUBLIC)
+__getattr__, __dir__ = deferred(__name__, _PUBLIC)

@@ -1,29 +1,52 @@
-"""Modules whose public names are imported when they are first used, so that importing them costs nothing."""
+"""Lazy tensors: operations are recorded, and run as ONE graph when a value is needed.
+
+A tensor or a module becomes lazy when it is moved to `device()`, or by `tensor(x)` and `module(m)`. Forward, backward
+and the step of an optimizer are recorded, and `mark_step()` compiles and runs all of it. Printing a tensor,
+`.item()` and whatever else needs a value run the graph of that tensor alone, which is counted and logged with its line.
+`text(x)` and `graph(x)` show what is pending, `fallbacks()` lists the operations that were not recorded, and
+`mode(...)` chooses the back-end, or lets each operation run by itself.
+"""
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
+from glassengine.deferred import deferred
 
-def lazy(module: str, public: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the `__getattr__` and the `__dir__` of a module that only gives names to what others define.
+if TYPE_CHECKING:
+    from glassengine.executable.metrics.steps import add_step_closure, mark_step
+    from glassengine.frontends.lazy.surface import device, fallbacks, graph, is_lazy, mode, module, tensor, text
+    from glassengine.frontends.lazy.surface import pending_tensors as pending
+    from glassengine.frontends.lazy.tensor import LazyTensor
 
-    Args:
-        module: Its `__name__`.
-        public: Name -> "package.module" that defines it, "package.module:name" where it has another name there, or the
-            submodule of that name.
-    """
-    namespace = vars(sys.modules[module])
+__all__ = [
+    "LazyTensor",
+    "add_step_closure",
+    "device",
+    "fallbacks",
+    "graph",
+    "is_lazy",
+    "mark_step",
+    "mode",
+    "module",
+    "pending",
+    "tensor",
+    "text",
+]
 
-    def get(name: str) -> Any:
-        if name not in public:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        origin, _, attribute = public[name].partition(":")
-        found = importlib.import_module(origin)
-        namespace[name] = found if origin == f"{module}.{name}" else getattr(found, attribute or name)
-        return namespace[name]
-
-    return get, lambda: sorted({*namespace, *public})
+_SURFACE = "glassengine.frontends.lazy.surface"
+_PUBLIC = {
+    "LazyTensor": "glassengine.frontends.lazy.tensor",
+    "add_step_closure": "glassengine.executable.metrics.steps",
+    "device": _SURFACE,
+    "fallbacks": _SURFACE,
+    "graph": _SURFACE,
+    "is_lazy": _SURFACE,
+    "mark_step": "glassengine.executable.metrics.steps",
+    "mode": _SURFACE,
+    "module": _SURFACE,
+    "pending": f"{_SURFACE}:pending_tensors",
+    "tensor": _SURFACE,
+    "text": _SURFACE,
+}
+__getattr__, __dir__ = deferred(__name__, _PUBLIC)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from glassengine.lazy import lazy
+from glassengine.deferred import deferred
 
 if TYPE_CHECKING:
     from glassengine.executable.cache.report import examine_cache as cache
@@ -34,4 +34,4 @@ _PUBLIC = {
     "report": "glassengine.executable.metrics.metrics:metrics_report",
     "reset": "glassengine.executable.metrics.metrics:reset_metrics",
 }
-__getattr__, __dir__ = lazy(__name__, _PUBLIC)
+__getattr__, __dir__ = deferred(__name__, _PUBLIC)

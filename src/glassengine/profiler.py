@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from glassengine.lazy import lazy
+from glassengine.deferred import deferred
 
 if TYPE_CHECKING:
     from glassengine.executable.profile.client import request_profile as request
@@ -31,4 +31,4 @@ _PUBLIC = {
     "request": "glassengine.executable.profile.client:request_profile",
     "start_server": "glassengine.executable.profile.server",
 }
-__getattr__, __dir__ = lazy(__name__, _PUBLIC)
+__getattr__, __dir__ = deferred(__name__, _PUBLIC)

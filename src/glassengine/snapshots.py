@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from glassengine.lazy import lazy
+from glassengine.deferred import deferred
 
 if TYPE_CHECKING:
     from glassengine.executable.snapshot.callback import register_snapshot_callback as register_callback
@@ -31,4 +31,4 @@ _PUBLIC = {
     "register_callback": "glassengine.executable.snapshot.callback:register_snapshot_callback",
     "take": "glassengine.executable.snapshot.snapshots:snapshots",
 }
-__getattr__, __dir__ = lazy(__name__, _PUBLIC)
+__getattr__, __dir__ = deferred(__name__, _PUBLIC)

@@ -75,6 +75,7 @@ class _Steps:
 
 
 _steps = _Steps()
+_before_end: list[Callable[[], object]] = []
 
 
 def current_step() -> int:
@@ -112,8 +113,17 @@ def add_step_closure(closure: Callable[..., Any], args: Sequence[Any] = (), run_
         _steps.closures.append(_Closure(closure, args, run_async, _steps.number))
 
 
-def mark_step() -> None:
-    """End a step: count it, and run the closures that were added in it.
+def before_end_of_step(function: Callable[[], object]) -> None:
+    """Let `function` run whenever a step ends, before its closures; one that is known already is not added again."""
+    if function not in _before_end:
+        _before_end.append(function)
+
+
+def mark_step(wait: bool = False) -> None:
+    """End a step: run all lazy tensors that are pending as one graph, count the step, and run its closures.
+
+    Args:
+        wait: Return only when accelerators have finished and asynchronous closures have run.
 
     Raises:
         Exception: What a closure raised, or an asynchronous closure of an earlier step, once the step is counted and
@@ -123,12 +133,18 @@ def mark_step() -> None:
         closures, _steps.closures = _steps.closures, []
     errors = []
     try:
+        closures = [_with_copies(closure) if closure.run_async else closure for closure in closures]
+        for function in _before_end:
+            function()
         for closure in closures:
             if closure.run_async:
-                args = pytree.tree_map_only(torch.Tensor, lambda value: value.detach().clone(), list(closure.args))
-                _steps.enqueue(dataclasses.replace(closure, args=args))
+                _steps.enqueue(closure)
             elif (error := closure.run()) is not None:
                 errors.append(error)
+        if wait:
+            _steps.waiting.join()
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()
     finally:
         with _steps.lock:
             _steps.number += 1
@@ -136,6 +152,12 @@ def mark_step() -> None:
         registry.count("MarkStep")
         spans.step_ended()
     _raise([*earlier, *errors])
+
+
+def _with_copies(closure: _Closure) -> _Closure:
+    """Return a closure with copies of its tensors; those of lazy tensors are recorded with what is pending."""
+    args = pytree.tree_map_only(torch.Tensor, lambda value: value.detach().clone(), list(closure.args))
+    return dataclasses.replace(closure, args=args)
 
 
 def _raise(errors: Sequence[Exception]) -> None:

@@ -1,0 +1,102 @@
+"""What is not recorded: ATen computes it at once, after the graphs of its arguments have run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from glassengine.frontends.lazy.foresight import UnforeseenError
+from glassengine.frontends.lazy.memory import View
+from glassengine.frontends.lazy.recording import fitted, held, lazy_tensor, write
+from glassengine.frontends.lazy.running import Reason, fetch, note_fallback
+from glassengine.frontends.lazy.tensor import DEVICE, LazyTensor
+from glassengine.frontends.lazy.values import Spec
+
+
+def computed(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], reason: str) -> Any:
+    """Return what ATen computes at once, after the graphs of the arguments have run."""
+    tensors: dict[int, LazyTensor] = {}
+    tree_map(lambda value: tensors.setdefault(id(value), value) if type(value) is LazyTensor else None, (args, kwargs))
+    fetched = fetch([tensor._lazy.get() for tensor in tensors.values()], Reason("fallback", str(target)))
+    writes = not isinstance(target, OpOverload) or target._schema.is_mutable
+    real: dict[int, torch.Tensor] = {}
+    with _disable_current_modes(), torch.no_grad():
+        for (key, tensor), data in zip(tensors.items(), fetched, strict=True):
+            kind = tensor._lazy.spec
+            own = kind.empty().copy_(data) if writes and not _overlaps(kind) else data
+            real[key] = own.clone() if writes and own is data else own
+
+        def put(value: Any) -> Any:
+            if type(value) is LazyTensor:
+                return real[id(value)]
+            return torch.device("cpu") if isinstance(value, torch.device) and value.type == DEVICE.type else value
+
+        given, options = tree_map(put, (tuple(args), dict(kwargs)))
+        outcome = target(*given, **options)
+    note_fallback(target, reason)
+    origins = {id(data): tensors[key] for key, data in real.items()}
+    for tensor in _written(target, args, kwargs):
+        _write_back(tensor, real[id(tensor)])
+
+    def taken(result: Any) -> Any:
+        if not isinstance(result, torch.Tensor):
+            return result
+        if id(result) in origins:
+            return origins[id(result)]
+        if type(result) is not torch.Tensor or result.layout is not torch.strided or result.is_quantized:
+            return result
+        return lazy_tensor(held(result.resolve_conj().resolve_neg().clone()))
+
+    return tree_map(taken, outcome)
+
+
+def _written(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[LazyTensor]:
+    """Return the lazy tensors that a call writes to."""
+    if not isinstance(target, OpOverload):
+        return []
+    found: list[Any] = []
+    for place, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            found += value if isinstance(value, (list, tuple)) else [value]
+    return [value for value in found if type(value) is LazyTensor]
+
+
+def _overlaps(kind: Spec) -> bool:
+    return any(not step and size > 1 for step, size in zip(kind.stride, kind.shape, strict=True))
+
+
+def _write_back(tensor: LazyTensor, data: torch.Tensor) -> None:
+    """Let a lazy tensor hold what ATen has written to its copy."""
+    if data.shape != tensor.shape and not tensor.numel():
+        made = lazy_tensor(held(data.detach().clone()))
+        with no_dispatch():
+            torch.Tensor.data.__set__(tensor, made)  # type: ignore[attr-defined]
+        tensor._lazy = made._lazy
+        return
+    if data.shape != tensor.shape:
+        raise RuntimeError(
+            f"a lazy tensor cannot be given another shape: it was {list(tensor.shape)}, and {list(data.shape)} was"
+            " asked for; make a new one"
+        )
+    handle = tensor._lazy
+    value = fitted(held(data.detach().clone()), handle.spec)
+    try:
+        write(handle, value)
+    except UnforeseenError:
+        # The memory is computed and written with the views of ATen itself.
+        assert isinstance(handle, View)
+        memory = fetch([handle.memory.get()], Reason("fallback", "a write to a view"))[0].clone()
+        part: Any = memory
+        for view in handle.chain():
+            args, kwargs = view.operation.arguments([part].__getitem__, lambda _: None)
+            made = view.operation.target(*args, **kwargs)
+            part = made[view.index] if isinstance(made, (list, tuple)) else made
+        part.copy_(data)
+        handle.memory.set(held(memory))

@@ -1,0 +1,324 @@
+"""Runs what is pending: all of it at the end of a step, or the graph of one tensor when its data is asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import struct
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._guards import TracingContext, tracing
+from torch.utils._python_dispatch import _disable_current_modes
+
+from glassengine import environment
+from glassengine.backends.protocol.backend import CachingGraphs, CompilingGraphs, DecomposingGraphs
+from glassengine.backends.registry import choose_graph_backend
+from glassengine.errors import BackendError
+from glassengine.executable.metrics.compilation import FIRST, Occasion
+from glassengine.executable.metrics.metrics import registry
+from glassengine.executable.run.executable import Executable, compile_graph
+from glassengine.frontends.lazy.foresight import takes_any_number
+from glassengine.frontends.lazy.graphs import Pending, captured, pending
+from glassengine.frontends.lazy.tensor import LazyTensor
+from glassengine.frontends.lazy.values import NUMBER_DTYPES, Memory, Value, counts, pending_memories
+from glassengine.results.compilation import Cause
+from glassengine.results.lazy import Fallback
+
+logger = logging.getLogger("glassengine.lazy")
+
+_MOST_VARIANTS = 3
+"""Of a graph with other numbers as constants, before all its numbers are inputs."""
+_NOT_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<frozen")
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a graph runs.
+
+    Attributes:
+        kind: "step" at its end, "read" of a tensor, "fallback" for an operation that is not recorded, "debug" where
+            each runs by itself.
+        text: What asked for it.
+    """
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """One executable of a graph.
+
+    Attributes:
+        executable: Takes the leaves, and the numbers that are inputs.
+        hoisted: Which numbers these are.
+        constants: All others, by number, as bytes: 0.0 and -0.0 differ.
+    """
+
+    executable: Executable
+    hoisted: tuple[int, ...]
+    constants: tuple[tuple[int, bytes], ...]
+
+    def fits(self, numbers: Sequence[float]) -> bool:
+        """Return whether its constants are those among `numbers`."""
+        return all(_bytes(numbers[index]) == value for index, value in self.constants)
+
+
+@dataclass
+class Settings:
+    """How graphs are compiled and run.
+
+    Attributes:
+        backend: Compiles them.
+        each_op: Whether each operation runs by itself as soon as it is called.
+        graphs: (Back-end, key of what is pending) -> its executables.
+    """
+
+    backend: CompilingGraphs | None = None
+    each_op: bool = field(default_factory=environment.eager_debug)
+    graphs: dict[tuple[str, tuple[int, ...]], list[_Variant]] = field(default_factory=dict)
+
+    def compiler(self) -> CompilingGraphs:
+        """Return the back-end, the default one unless another is set."""
+        if self.backend is None:
+            self.backend = choose_graph_backend(None)
+        return self.backend
+
+
+settings = Settings()
+_lock = threading.RLock()
+_numbers = itertools.count()
+_fallbacks: Counter[tuple[str, str, str]] = Counter()
+
+
+def run_pending() -> int:
+    """Run everything that is pending as one graph, and return how many tensors that were."""
+    with _lock:
+        values = {id(memory.value): memory.value for memory in pending_memories()}
+        _run(list(values.values()), Reason("step", "mark_step"))
+        return len(values)
+
+
+def fetch(values: Sequence[Value], reason: Reason) -> list[torch.Tensor]:
+    """Return the data of values; one graph computes those of them that are pending.
+
+    What views alone make of data is read without a graph.
+    """
+    with _lock:
+        wanted: dict[int, Value] = {}
+        for value in values:
+            if value.data is None and not _viewed(value):
+                wanted[id(value)] = value
+        if wanted:
+            where = user_line()
+            if reason.kind != "debug":
+                registry.count("TensorRead")
+                registry.count(f"TensorRead::{reason.text} at {where}")
+                logger.info("the graph of %s ran for %s at %s", _spelled(wanted), reason.text, where)
+            _run(list(wanted.values()), reason)
+        start = time.perf_counter_ns()
+        found = [value.data for value in values]
+        if reason.kind == "read":
+            registry.sample("TransferFromDeviceTime", time.perf_counter_ns() - start, "ns")
+        return found  # type: ignore[return-value]
+
+
+def _spelled(values: Mapping[int, Value]) -> str:
+    first = next(iter(values.values()))
+    return str(first.spec) if len(values) == 1 else f"{len(values)} tensors"
+
+
+def _viewed(value: Value) -> bool:
+    """Give a value its data if views alone make it of data that is there; return whether they do."""
+    chain: list[Value] = []
+    current = value
+    while current.data is None:
+        call = current.call
+        assert call is not None
+        if not call.operation.target.is_view or len(call.reads) != 1:
+            return False
+        chain.append(current)
+        current = call.reads[0]
+    data = current.data
+    with _disable_current_modes(), torch.no_grad():
+        for one in reversed(chain):
+            call = one.call
+            assert call is not None
+            args, kwargs = call.operation.arguments([data].__getitem__, call.numbers.__getitem__)
+            made: Any = call.operation.target(*args, **kwargs)
+            data = made[one.index] if isinstance(made, (list, tuple)) else made
+    value.data = data
+    value.call = None
+    return True
+
+
+def _run(values: list[Value], reason: Reason) -> None:
+    if not values:
+        return
+    made_by = pending(values)
+    compiler = settings.compiler()
+    variants = settings.graphs.setdefault((compiler.name, made_by.key), [])
+    variant = next((variant for variant in variants if variant.fits(made_by.numbers)), None)
+    if variant is None:
+        variant = _compiled(made_by, variants, compiler, reason)
+        variants.append(variant)
+    inputs: list[Any] = [value.data for value in made_by.leaves]
+    inputs += [_number(made_by.numbers[index]) for index in variant.hoisted]
+    with _alone():
+        results = variant.executable.run(inputs)
+    for value, result in zip(made_by.outputs, results, strict=True):
+        value.data = _kept(value, result)
+    for value in made_by.outputs:
+        value.call = None
+
+
+def _kept(value: Value, result: torch.Tensor) -> torch.Tensor:
+    """Return a result with the strides that were foreseen."""
+    if value.spec.fits(result):
+        return result
+    if result.shape != value.spec.shape or result.dtype is not value.spec.dtype:
+        raise BackendError(
+            "a back-end returned another kind of tensor than its graph does",
+            got=f"{str(result.dtype).removeprefix('torch.')}{list(result.shape)}",
+            expected=str(value.spec),
+        )
+    with _alone():
+        return value.spec.empty().copy_(result)
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Run a graph as it was recorded: nothing that is in effect now changes its operations."""
+    with _disable_current_modes(), torch.no_grad(), torch._C._DisableAutocast():
+        yield
+
+
+def _compiled(made_by: Pending, variants: Sequence[_Variant], compiler: CompilingGraphs, reason: Reason) -> _Variant:
+    everything = frozenset(range(len(made_by.numbers)))
+    hoisted = frozenset(_operands(made_by))
+    cause = FIRST if not settings.graphs.keys() - {(compiler.name, made_by.key)} else _NEW
+    if variants:
+        cause = _NUMBER
+        latest = variants[-1]
+        changed = {index for index, value in latest.constants if _bytes(made_by.numbers[index]) != value}
+        hoisted = everything if len(variants) >= _MOST_VARIANTS else frozenset((*latest.hoisted, *changed))
+    attempts = (lambda: hoisted, lambda: hoisted - set(_constants(made_by, compiler)), lambda: frozenset[int]())
+    for number, attempt in enumerate(attempts):
+        try:
+            return _variant(made_by, attempt(), compiler, cause)
+        except BackendError as error:
+            if number == len(attempts) - 1:
+                raise
+            logger.info("some numbers of a graph cannot be inputs of it: %s", error)
+    raise AssertionError
+
+
+def _constants(made_by: Pending, compiler: CompilingGraphs) -> Iterator[int]:
+    """Yield the numbers that the back-end needs to know when it compiles, as the weight of `torch.lerp`."""
+    table = compiler.decompositions() if isinstance(compiler, DecomposingGraphs) else {}
+    known: dict[int, bool] = {}
+    start = 0
+    for call in made_by.calls:
+        operation = call.operation
+        if call.numbers:
+            if operation.number not in known:
+                known[operation.number] = takes_any_number(call, table)
+            if not known[operation.number]:
+                yield from range(start, start + len(call.numbers))
+        start += len(call.numbers)
+
+
+_NEW = Cause("operations", "other operations were recorded than before")
+_NUMBER = Cause("argument", "a number changed")
+
+
+def _variant(made_by: Pending, hoisted: frozenset[int], compiler: CompilingGraphs, cause: Cause) -> _Variant:
+    graph, fakes, mode = captured(made_by, hoisted, _names(made_by))
+    cache = compiler.graph_cache() if isinstance(compiler, CachingGraphs) else None
+    with _alone(), tracing(TracingContext(mode)):
+        executable = compile_graph(
+            f"lazy/{next(_numbers)}", graph, lambda: compiler.compile_graph(graph.module, fakes), cache,
+            Occasion((("", cause),)),
+        )  # fmt: skip
+    executable.backend = compiler.name
+    constants = tuple((index, _bytes(number)) for index, number in enumerate(made_by.numbers) if index not in hoisted)
+    return _Variant(executable, tuple(sorted(hoisted)), constants)
+
+
+def _operands(made_by: Pending) -> Iterator[int]:
+    """Yield the numbers that are computed with: those of an optimizer change from step to step."""
+    start = 0
+    for call in made_by.calls:
+        # A float among integers is one that is rounded to them, as the label that stands for none.
+        if any(value.spec.dtype.is_floating_point or value.spec.dtype.is_complex for value in call.reads):
+            yield from (start + index for index, is_operand in enumerate(call.operation.operands) if is_operand)
+        start += len(call.numbers)
+
+
+def _names(made_by: Pending) -> dict[int, tuple[str, str]]:
+    """Return the names of parameters and buffers among the leaves, as the modules of the user's code call them."""
+    wanted = {id(value) for value in made_by.leaves}
+    found: dict[int, tuple[str, str]] = {}
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_filename.startswith(_NOT_USERS):
+            continue
+        places = {**frame.f_globals, **frame.f_locals} if frame.f_code.co_name == "<module>" else frame.f_locals
+        for variable, module in list(places.items()):
+            if not isinstance(module, torch.nn.Module):
+                continue
+            for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
+                for name, tensor in tensors:
+                    if type(tensor) is LazyTensor and type(tensor._lazy) is Memory:
+                        value = tensor._lazy.value
+                        if id(value) in wanted:
+                            found.setdefault(id(value), (f"{variable}.{name}", kind))
+    return found
+
+
+def user_line() -> str:
+    """Return "file:line" of the innermost code outside of torch and of this package; "" where there is none."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if not frame.f_code.co_filename.startswith(_NOT_USERS):
+            return f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return ""
+
+
+def note_fallback(target: Any, reason: str) -> None:
+    """Count an operation that ATen computes at once, by the name that PyTorch/XLA gives it, with the user's line."""
+    packet = getattr(target, "_overloadpacket", target)
+    name = str(packet).replace(".", "::", 1)
+    registry.count(name)
+    key = (name, reason, user_line())
+    _fallbacks[key] += 1
+    if _fallbacks[key] == 1:
+        logger.info("%s runs on ATen: %s, at %s", *key)
+
+
+def fallbacks() -> tuple[Fallback, ...]:
+    """Return what was not recorded, the most frequent first."""
+    return tuple(Fallback(*key, count) for key, count in _fallbacks.most_common())
+
+
+def _bytes(number: float) -> bytes:
+    return struct.pack("d", number) if type(number) is float else repr(number).encode()
+
+
+def _number(number: float) -> torch.Tensor:
+    return torch.tensor(number, dtype=NUMBER_DTYPES[type(number)])
+
+
+registry.add_source(counts)
