@@ -1,8 +1,8 @@
 """Glass Engine: compile a Hugging Face model into an engine you can see through.
 
 The public names below are imported when they are first used, so that `import glassengine` costs nothing and changes
-nothing. Beside them there are five modules for one purpose each: `lazy`, `metrics`, `profiler`, `snapshots`, and `compat`
-for what other tools call by name. Three more are to be imported: `glassengine.results` has the type of every result,
+nothing. Beside them there are five modules for one purpose each: `lazy`, `metrics`, `profiler`, `snapshots`, and
+`compat` for what other tools call by name. Three more are to be imported: `glassengine.results` has the type of every result,
 `glassengine.errors` every error, and `glassengine.commands` the other commands of `glass` as functions.
 
 Two of the names, `compare` and `sites`, are also names of submodules: `glassengine.compare` is always the public
