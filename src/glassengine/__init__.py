@@ -2,8 +2,8 @@
 
 The public names below are imported when they are first used, so that `import glassengine` costs nothing and changes
 nothing. Beside them there are five modules for one purpose each: `lazy`, `metrics`, `profiler`, `snapshots`, and
-`compat` for what other tools call by name. Three more are to be imported: `glassengine.results` has the type of every result,
-`glassengine.errors` every error, and `glassengine.commands` the other commands of `glass` as functions.
+`compat` for what other tools call by name. Three more are to be imported: `glassengine.results` has the type of every
+result, `glassengine.errors` every error, and `glassengine.commands` the other commands of `glass` as functions.
 
 Two of the names, `compare` and `sites`, are also names of submodules: `glassengine.compare` is always the public
 function, and what the submodule defines is imported with `from glassengine.compare... import ...`.
