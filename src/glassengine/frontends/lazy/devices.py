@@ -52,7 +52,7 @@ def register() -> None:
     _autocast()
     torch._C._group_tensors_by_device_and_dtype = _grouped(torch._C._group_tensors_by_device_and_dtype)
     if not hasattr(torch, DEVICE.type):
-        torch._register_device_module(DEVICE.type, _DeviceModule(DEVICE.type))
+        torch._register_device_module(DEVICE.type, _DeviceModule(DEVICE.type))  # type: ignore[no-untyped-call]
     before_end_of_step(run_pending)
     _library = library
 

@@ -212,15 +212,13 @@ def _compiled(made_by: Pending, variants: Sequence[_Variant], compiler: Compilin
         latest = variants[-1]
         changed = {index for index, value in latest.constants if _bytes(made_by.numbers[index]) != value}
         hoisted = everything if len(variants) >= _MOST_VARIANTS else frozenset((*latest.hoisted, *changed))
-    attempts = (lambda: hoisted, lambda: hoisted - set(_constants(made_by, compiler)), lambda: frozenset[int]())
-    for number, attempt in enumerate(attempts):
-        try:
-            return _variant(made_by, attempt(), compiler, cause)
-        except BackendError as error:
-            if number == len(attempts) - 1:
-                raise
-            logger.info("some numbers of a graph cannot be inputs of it: %s", error)
-    raise AssertionError
+    try:
+        return _variant(made_by, hoisted, compiler, cause)
+    except BackendError as error:
+        logger.info("some numbers of a graph cannot be inputs of it: %s", error)
+    with contextlib.suppress(BackendError):
+        return _variant(made_by, hoisted - set(_constants(made_by, compiler)), compiler, cause)
+    return _variant(made_by, frozenset(), compiler, cause)
 
 
 def _constants(made_by: Pending, compiler: CompilingGraphs) -> Iterator[int]:

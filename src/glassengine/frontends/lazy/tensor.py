@@ -86,7 +86,7 @@ class LazyTensor(torch.Tensor):
             return
         with torch.no_grad():
             torch.Tensor.data.__set__(self, other.detach())  # type: ignore[attr-defined]
-        self._lazy = other._lazy  # type: ignore[attr-defined]
+        self._lazy = other._lazy
 
     def _leave(self, other: torch.Tensor) -> None:
         """Become a tensor like any other, as a module does that is moved to another device."""
@@ -94,7 +94,7 @@ class LazyTensor(torch.Tensor):
         plain = torch.nn.Parameter(data) if isinstance(self, torch.nn.Parameter) else data
         plain.requires_grad_(self.requires_grad)
         plain.grad = None if self.grad is None else self.grad.to(data.device)
-        torch.utils.swap_tensors(self, plain)
+        torch.utils.swap_tensors(self, plain)  # type: ignore[no-untyped-call]
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return it with another dtype or memory format, or on another device; there it is a tensor like any other."""
