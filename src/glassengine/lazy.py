@@ -15,7 +15,17 @@ from glassengine.deferred import deferred
 
 if TYPE_CHECKING:
     from glassengine.executable.metrics.steps import add_step_closure, mark_step
-    from glassengine.frontends.lazy.surface import device, fallbacks, graph, is_lazy, mode, module, tensor, text
+    from glassengine.frontends.lazy.surface import (
+        device,
+        fallbacks,
+        graph,
+        is_lazy,
+        mark_dynamic,
+        mode,
+        module,
+        tensor,
+        text,
+    )
     from glassengine.frontends.lazy.surface import pending_tensors as pending
     from glassengine.frontends.lazy.tensor import LazyTensor
 
@@ -26,6 +36,7 @@ __all__ = [
     "fallbacks",
     "graph",
     "is_lazy",
+    "mark_dynamic",
     "mark_step",
     "mode",
     "module",
@@ -42,6 +53,7 @@ _PUBLIC = {
     "fallbacks": _SURFACE,
     "graph": _SURFACE,
     "is_lazy": _SURFACE,
+    "mark_dynamic": _SURFACE,
     "mark_step": "glassengine.executable.metrics.steps",
     "mode": _SURFACE,
     "module": _SURFACE,

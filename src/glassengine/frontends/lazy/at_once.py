@@ -11,10 +11,11 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from glassengine.frontends.lazy.fallbacks import note_fallback
 from glassengine.frontends.lazy.foresight import UnforeseenError
 from glassengine.frontends.lazy.memory import View
 from glassengine.frontends.lazy.recording import fitted, held, lazy_tensor, write
-from glassengine.frontends.lazy.running import Reason, fetch, note_fallback
+from glassengine.frontends.lazy.running import Reason, fetch
 from glassengine.frontends.lazy.tensor import DEVICE, LazyTensor
 from glassengine.frontends.lazy.values import Spec
 

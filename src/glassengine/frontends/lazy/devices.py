@@ -58,7 +58,7 @@ def register() -> None:
 
 
 def _makes(target: OpOverload) -> bool:
-    """Return whether an operation makes a tensor of no other one, on a device that it is told."""
+    """Return whether an operation makes a tensor of no other one, on a device among its arguments."""
     arguments = target._schema.arguments
     names = {argument.name for argument in arguments}
     tensors = any("Tensor" in str(argument.type) or "Dimname" in str(argument.type) for argument in arguments)

@@ -15,7 +15,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from glassengine.executable.graph.graph import CapturedGraph, input_spec
-from glassengine.frontends.lazy.values import NUMBER_DTYPES, Call, Value
+from glassengine.frontends.lazy.symbols import Pattern, Sample, SymbolicSizes
+from glassengine.frontends.lazy.values import NUMBER_DTYPES, Call, Value, filled
 
 aten = torch.ops.aten
 
@@ -77,16 +78,23 @@ def pending(outputs: Sequence[Value]) -> Pending:
 
 
 def captured(
-    made_by: Pending, hoisted: frozenset[int], names: dict[int, tuple[str, str]]
-) -> tuple[CapturedGraph, list[Any], FakeTensorMode]:
-    """Return the graph of pending values, its inputs without data, and the mode that these belong to.
+    made_by: Pending,
+    hoisted: frozenset[int],
+    names: dict[int, tuple[str, str]],
+    sizes: tuple[Pattern, Sample] | None = None,
+) -> tuple[CapturedGraph, list[Any], FakeTensorMode, Pattern | None]:
+    """Return the graph of pending values, its inputs without data, the mode that these belong to, and its sizes.
 
     Args:
         made_by: The calls.
         hoisted: Which of their numbers are inputs; the others are constants.
         names: Id of a value -> (name, kind) of a parameter or buffer.
+        sizes: What sizes follow from those that are symbols, and all sizes at hand; None for a graph without symbols.
+            The pattern that is returned has the symbols of the graph.
     """
-    mode = FakeTensorMode(shape_env=ShapeEnv())
+    env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=env)
+    symbols = None if sizes is None else SymbolicSizes(*sizes, env)
     graph = torch.fx.Graph()
     fakes: list[Any] = []
     specs = []
@@ -94,8 +102,7 @@ def captured(
     leaves: dict[int, torch.fx.Node] = {}
     taken: set[str] = set()
 
-    def placeholder(example: torch.Tensor, name: str, kind: str) -> torch.fx.Node:
-        fake = mode.from_tensor(example, static_shapes=True)
+    def placeholder(fake: torch.Tensor, name: str, kind: str) -> torch.fx.Node:
         node = graph.placeholder(f"arg{len(fakes)}")
         node.meta["val"] = fake
         fakes.append(fake)
@@ -107,13 +114,21 @@ def captured(
     for index, value in enumerate(made_by.leaves):
         assert value.data is not None
         name, kind = names.get(id(value), (f"input{index}", "input"))
-        leaves[id(value)] = placeholder(value.data, name, kind)
+        if symbols is None:
+            fake: torch.Tensor = mode.from_tensor(value.data, static_shapes=True)
+        else:
+            with mode:
+                fake = symbols.empty(value.spec)
+        leaves[id(value)] = placeholder(fake, name, kind)
     numbers: dict[int, torch.fx.Node] = {}
     for index in sorted(hoisted):
         number = made_by.numbers[index]
-        numbers[index] = placeholder(torch.tensor(number, dtype=NUMBER_DTYPES[type(number)]), f"number{index}", "input")
+        example = torch.tensor(number, dtype=NUMBER_DTYPES[type(number)])
+        numbers[index] = placeholder(mode.from_tensor(example, static_shapes=True), f"number{index}", "input")
     for index, node in list(numbers.items()):
         numbers[index] = graph.call_function(aten._local_scalar_dense.default, (node,))
+    if symbols is not None:
+        symbols.read(graph, [(leaves[id(value)], value.spec) for value in made_by.leaves])
     start = 0
     for call in made_by.calls:
 
@@ -125,7 +140,8 @@ def captured(
             return numbers.get(start + index, call.numbers[index])
 
         operation = call.operation
-        args, kwargs = operation.arguments(tensor, number_of)
+        placed = (operation.args, operation.kwargs) if symbols is None else symbols.arguments(graph, operation)
+        args, kwargs = filled(*placed, tensor, number_of)
         node = graph.call_function(operation.target, args, kwargs)
         where = source_of(call)
         if where:
@@ -144,7 +160,8 @@ def captured(
     outputs = []
     for number, node in enumerate(results):
         outputs.append(node.name if node not in results[:number] else f"{node.name}.{number}")
-    return CapturedGraph(module, tuple(specs), tuple(outputs), "inference"), fakes, mode
+    graph_of = CapturedGraph(module, tuple(specs), tuple(outputs), "inference")
+    return graph_of, fakes, mode, None if symbols is None else symbols.pattern
 
 
 def source_of(call: Call) -> str:

@@ -1,6 +1,6 @@
 """Views: tensors that read and write a part of the memory of another, in whatever way it was written since.
 
-A view keeps how it is read from its parent. After a write to the memory it is read anew; a write to a view is carried
+A view keeps how it is read from its parent. After a write to the memory it is read again; a write to a view is carried
 up to the memory by the inverse of each view in between.
 """
 

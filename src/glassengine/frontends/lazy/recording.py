@@ -161,16 +161,20 @@ def _operands(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tup
 
 
 def brought_in(tensor: torch.Tensor) -> Value:
-    """Return the value of a tensor like any other: a copy, since whoever holds it may write to it."""
+    """Return the value of a tensor like any other: a copy, since its owner may write to it."""
     start = time.perf_counter_ns()
     with _disable_current_modes(), torch.no_grad(), torch._C._DisableAutocast():
         data = tensor.detach().clone()
     registry.sample("TransferToDeviceTime", time.perf_counter_ns() - start, "ns")
-    return held(data)
+    value = held(data)
+    marked = getattr(tensor, "_dynamo_dynamic_indices", None)
+    if marked:
+        value.dynamic = frozenset(marked)
+    return value
 
 
 def held(data: torch.Tensor) -> Value:
-    """Return the value of data that nobody else writes to."""
+    """Return the value of data that nothing else writes to."""
     if data.storage_offset() or not _is_dense(data):
         data = data.contiguous().clone()
     return Value(spec_of(data), data=data)

@@ -5,19 +5,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
 import struct
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch._guards import TracingContext, tracing
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
 from glassengine import environment
@@ -27,18 +25,21 @@ from glassengine.errors import BackendError
 from glassengine.executable.metrics.compilation import FIRST, Occasion
 from glassengine.executable.metrics.metrics import registry
 from glassengine.executable.run.executable import Executable, compile_graph
+from glassengine.frontends.lazy.fallbacks import NOT_USERS, user_line
 from glassengine.frontends.lazy.foresight import takes_any_number
 from glassengine.frontends.lazy.graphs import Pending, captured, pending
+from glassengine.frontends.lazy.sizes import constant, fitted, foreseen, sample_of, skeleton
+from glassengine.frontends.lazy.symbols import Pattern, Sample
 from glassengine.frontends.lazy.tensor import LazyTensor
 from glassengine.frontends.lazy.values import NUMBER_DTYPES, Memory, Value, counts, pending_memories
 from glassengine.results.compilation import Cause
-from glassengine.results.lazy import Fallback
 
 logger = logging.getLogger("glassengine.lazy")
 
 _MOST_VARIANTS = 3
 """Of a graph with other numbers as constants, before all its numbers are inputs."""
-_NOT_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<frozen")
+_MOST_SAMPLES = 8
+"""Of the sizes of one graph that are kept: two tell what follows from one size, more what follows from several."""
 
 
 @dataclass(frozen=True)
@@ -63,15 +64,32 @@ class _Variant:
         executable: Takes the leaves, and the numbers that are inputs.
         hoisted: Which numbers these are.
         constants: All others, by number, as bytes: 0.0 and -0.0 differ.
+        sizes: What it was compiled for, of a graph with sizes that are marked as changing; None of any other.
     """
 
     executable: Executable
     hoisted: tuple[int, ...]
     constants: tuple[tuple[int, bytes], ...]
+    sizes: Pattern | None = None
 
-    def fits(self, numbers: Sequence[float]) -> bool:
-        """Return whether its constants are those among `numbers`."""
-        return all(_bytes(numbers[index]) == value for index, value in self.constants)
+    def fits(self, numbers: Sequence[float], sample: Sample | None) -> bool:
+        """Return whether its constants are those among `numbers`, and its sizes those of a recording."""
+        if any(_bytes(numbers[index]) != value for index, value in self.constants):
+            return False
+        return sample is None or self.sizes is None or self.sizes.fits(sample)
+
+
+@dataclass
+class _Graph:
+    """What is known of one graph.
+
+    Attributes:
+        variants: Its executables.
+        samples: The sizes that it was compiled for, where some are marked as changing.
+    """
+
+    variants: list[_Variant] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
 
 
 @dataclass
@@ -81,12 +99,14 @@ class Settings:
     Attributes:
         backend: Compiles them.
         each_op: Whether each operation runs by itself as soon as it is called.
-        graphs: (Back-end, key of what is pending) -> its executables.
+        graphs: (Back-end, key of what is pending) -> what is known of it.
+        constant: Back-end -> operation -> whether its numbers are constants there, once a graph did not compile.
     """
 
     backend: CompilingGraphs | None = None
     each_op: bool = field(default_factory=environment.eager_debug)
-    graphs: dict[tuple[str, tuple[int, ...]], list[_Variant]] = field(default_factory=dict)
+    graphs: dict[tuple[str, tuple[Any, ...]], _Graph] = field(default_factory=dict)
+    constant: dict[str, dict[OpOverload, bool]] = field(default_factory=dict)
 
     def compiler(self) -> CompilingGraphs:
         """Return the back-end, the default one unless another is set."""
@@ -98,7 +118,6 @@ class Settings:
 settings = Settings()
 _lock = threading.RLock()
 _numbers = itertools.count()
-_fallbacks: Counter[tuple[str, str, str]] = Counter()
 
 
 def run_pending() -> int:
@@ -167,11 +186,14 @@ def _run(values: list[Value], reason: Reason) -> None:
         return
     made_by = pending(values)
     compiler = settings.compiler()
-    variants = settings.graphs.setdefault((compiler.name, made_by.key), [])
-    variant = next((variant for variant in variants if variant.fits(made_by.numbers)), None)
+    form = skeleton(made_by)
+    sample = None if form is None else sample_of(made_by)
+    key = compiler.name, form or made_by.key
+    graph = settings.graphs.setdefault(key, _Graph())
+    variant = next((variant for variant in graph.variants if variant.fits(made_by.numbers, sample)), None)
     if variant is None:
-        variant = _compiled(made_by, variants, compiler, reason)
-        variants.append(variant)
+        variant = _compiled(made_by, graph, sample, compiler)
+        graph.variants.append(variant)
     inputs: list[Any] = [value.data for value in made_by.leaves]
     inputs += [_number(made_by.numbers[index]) for index in variant.hoisted]
     with _alone():
@@ -203,45 +225,77 @@ def _alone() -> Iterator[None]:
         yield
 
 
-def _compiled(made_by: Pending, variants: Sequence[_Variant], compiler: CompilingGraphs, reason: Reason) -> _Variant:
+def _compiled(made_by: Pending, graph: _Graph, sample: Sample | None, compiler: CompilingGraphs) -> _Variant:
     everything = frozenset(range(len(made_by.numbers)))
     hoisted = frozenset(_operands(made_by))
-    cause = FIRST if not settings.graphs.keys() - {(compiler.name, made_by.key)} else _NEW
-    if variants:
-        cause = _NUMBER
-        latest = variants[-1]
+    cause = FIRST if len(settings.graphs) == 1 else _NEW
+    if graph.variants:
+        latest = graph.variants[-1]
         changed = {index for index, value in latest.constants if _bytes(made_by.numbers[index]) != value}
-        hoisted = everything if len(variants) >= _MOST_VARIANTS else frozenset((*latest.hoisted, *changed))
+        cause = _NUMBER if changed else _SIZE
+        many = changed and len(graph.variants) >= _MOST_VARIANTS
+        hoisted = everything if many else frozenset((*latest.hoisted, *changed))
+    if sample is None:
+        return _with_inputs(made_by, hoisted, compiler, cause, None)
+    own = constant(sample)
+    earlier = [known for known in graph.samples if known != sample]
+    guess = None if earlier else foreseen(made_by)
+    samples = (sample, *earlier, *([guess] if guess else ()))
+    graph.samples = [sample, *earlier][:_MOST_SAMPLES]
+    pattern = fitted(samples)
+    if pattern is not None and pattern.symbols and not {sample.inputs[place] for place in pattern.symbols} & {0, 1}:
+        try:
+            return _with_inputs(made_by, hoisted, compiler, cause, (pattern, sample))
+        except Exception as error:  # a compiler may take no symbols: sizes that are known are always right
+            logger.info("a graph is compiled for one size alone: %s", error)
+    return _with_inputs(made_by, hoisted, compiler, cause, (own, sample))
+
+
+def _with_inputs(
+    made_by: Pending,
+    hoisted: frozenset[int],
+    compiler: CompilingGraphs,
+    cause: Cause,
+    sizes: tuple[Pattern, Sample] | None,
+) -> _Variant:
+    known = settings.constant.setdefault(compiler.name, {})
     try:
-        return _variant(made_by, hoisted, compiler, cause)
+        return _variant(made_by, hoisted - _constants(made_by, known), compiler, cause, sizes)
     except BackendError as error:
         logger.info("some numbers of a graph cannot be inputs of it: %s", error)
-    with contextlib.suppress(BackendError):
-        return _variant(made_by, hoisted - set(_constants(made_by, compiler)), compiler, cause)
-    return _variant(made_by, frozenset(), compiler, cause)
-
-
-def _constants(made_by: Pending, compiler: CompilingGraphs) -> Iterator[int]:
-    """Yield the numbers that the back-end needs to know when it compiles, as the weight of `torch.lerp`."""
     table = compiler.decompositions() if isinstance(compiler, DecomposingGraphs) else {}
-    known: dict[int, bool] = {}
+    for call in made_by.calls:
+        if call.numbers and call.operation.target not in known:
+            known[call.operation.target] = not takes_any_number(call, table)
+    with contextlib.suppress(BackendError):
+        return _variant(made_by, hoisted - _constants(made_by, known), compiler, cause, sizes)
+    return _variant(made_by, frozenset(), compiler, cause, sizes)
+
+
+def _constants(made_by: Pending, known: Mapping[OpOverload, bool]) -> frozenset[int]:
+    """Return the numbers that the back-end needs to know when it compiles, as the weight of `torch.lerp`."""
+    found: list[int] = []
     start = 0
     for call in made_by.calls:
-        operation = call.operation
-        if call.numbers:
-            if operation.number not in known:
-                known[operation.number] = takes_any_number(call, table)
-            if not known[operation.number]:
-                yield from range(start, start + len(call.numbers))
+        if known.get(call.operation.target):
+            found += range(start, start + len(call.numbers))
         start += len(call.numbers)
+    return frozenset(found)
 
 
 _NEW = Cause("operations", "other operations were recorded than before")
 _NUMBER = Cause("argument", "a number changed")
+_SIZE = Cause("size", "a size changed, and others with it in another way than was foreseen")
 
 
-def _variant(made_by: Pending, hoisted: frozenset[int], compiler: CompilingGraphs, cause: Cause) -> _Variant:
-    graph, fakes, mode = captured(made_by, hoisted, _names(made_by))
+def _variant(
+    made_by: Pending,
+    hoisted: frozenset[int],
+    compiler: CompilingGraphs,
+    cause: Cause,
+    sizes: tuple[Pattern, Sample] | None,
+) -> _Variant:
+    graph, fakes, mode, pattern = captured(made_by, hoisted, _names(made_by), sizes)
     cache = compiler.graph_cache() if isinstance(compiler, CachingGraphs) else None
     with _alone(), tracing(TracingContext(mode)):
         executable = compile_graph(
@@ -250,7 +304,7 @@ def _variant(made_by: Pending, hoisted: frozenset[int], compiler: CompilingGraph
         )  # fmt: skip
     executable.backend = compiler.name
     constants = tuple((index, _bytes(number)) for index, number in enumerate(made_by.numbers) if index not in hoisted)
-    return _Variant(executable, tuple(sorted(hoisted)), constants)
+    return _Variant(executable, tuple(sorted(hoisted)), constants, pattern)
 
 
 def _operands(made_by: Pending) -> Iterator[int]:
@@ -270,7 +324,7 @@ def _names(made_by: Pending) -> dict[int, tuple[str, str]]:
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
-        if frame.f_code.co_filename.startswith(_NOT_USERS):
+        if frame.f_code.co_filename.startswith(NOT_USERS):
             continue
         places = {**frame.f_globals, **frame.f_locals} if frame.f_code.co_name == "<module>" else frame.f_locals
         for variable, module in list(places.items()):
@@ -283,32 +337,6 @@ def _names(made_by: Pending) -> dict[int, tuple[str, str]]:
                         if id(value) in wanted:
                             found.setdefault(id(value), (f"{variable}.{name}", kind))
     return found
-
-
-def user_line() -> str:
-    """Return "file:line" of the innermost code outside of torch and of this package; "" where there is none."""
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if not frame.f_code.co_filename.startswith(_NOT_USERS):
-            return f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno}"
-    return ""
-
-
-def note_fallback(target: Any, reason: str) -> None:
-    """Count an operation that ATen computes at once, by the name that PyTorch/XLA gives it, with the user's line."""
-    packet = getattr(target, "_overloadpacket", target)
-    name = str(packet).replace(".", "::", 1)
-    registry.count(name)
-    key = (name, reason, user_line())
-    _fallbacks[key] += 1
-    if _fallbacks[key] == 1:
-        logger.info("%s runs on ATen: %s, at %s", *key)
-
-
-def fallbacks() -> tuple[Fallback, ...]:
-    """Return what was not recorded, the most frequent first."""
-    return tuple(Fallback(*key, count) for key, count in _fallbacks.most_common())
 
 
 def _bytes(number: float) -> bytes:

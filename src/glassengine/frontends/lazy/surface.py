@@ -11,8 +11,9 @@ import torch
 from glassengine.backends.registry import choose_graph_backend
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.frontends.lazy.devices import register
+from glassengine.frontends.lazy.fallbacks import fallbacks
 from glassengine.frontends.lazy.graphs import captured, pending, place_of
-from glassengine.frontends.lazy.running import fallbacks, settings
+from glassengine.frontends.lazy.running import settings
 from glassengine.frontends.lazy.tensor import DEVICE, LazyTensor
 from glassengine.frontends.lazy.values import Value, pending_memories
 from glassengine.results.lazy import PendingTensor
@@ -22,7 +23,8 @@ Mode = Literal["lazy", "eager_debug"]
 _MODES: tuple[Mode, ...] = ("lazy", "eager_debug")
 
 __all__ = [
-    "LazyTensor", "device", "fallbacks", "graph", "is_lazy", "mode", "module", "pending_tensors", "tensor", "text",
+    "LazyTensor", "device", "fallbacks", "graph", "is_lazy", "mark_dynamic", "mode", "module", "pending_tensors",
+    "tensor", "text",
 ]  # fmt: skip
 
 
@@ -53,6 +55,32 @@ def module(target: M) -> M:
     """Move the parameters and buffers of a module to the lazy device, in place, and return it."""
     register()
     return target.to(DEVICE)
+
+
+def mark_dynamic(tensor: torch.Tensor, *dims: int) -> torch.Tensor:
+    """Say that sizes of a tensor change from step to step, and return it: its graphs are compiled for all sizes.
+
+    Sizes of 0 and 1 are compiled by themselves. `torch._dynamo.mark_dynamic`, called before the tensor is moved to the
+    lazy device, does the same.
+
+    Args:
+        tensor: A lazy tensor that holds data, as one that was moved to the lazy device.
+        dims: The dimensions; none for all of them.
+
+    Raises:
+        UsageError: It is no lazy tensor, or its value is computed.
+        IndexError: It has no such dimension.
+    """
+    (value,) = _values(tensor)
+    if value.data is None:
+        raise UsageError("the sizes of this tensor follow from others", got="a tensor that is computed",
+            hint="mark the tensors that are moved to the lazy device")  # fmt: skip
+    rank = len(value.spec.shape)
+    for dim in dims:
+        if not -rank <= dim < rank:
+            raise IndexError(f"dimension {dim} of a tensor with {rank}")
+    value.dynamic |= {dim % rank for dim in dims or range(rank)}
+    return tensor
 
 
 def is_lazy(value: object) -> bool:
@@ -126,7 +154,7 @@ def text(tensors: torch.Tensor | Sequence[torch.Tensor]) -> str:
     values = [value for value in _values(tensors) if value.data is None]
     if not values:
         return "nothing is pending"
-    made, _, _ = captured(pending(values), frozenset(), {})
+    made, *_ = captured(pending(values), frozenset(), {})
     lines = []
     for line, node in zip(made.lines, made.nodes, strict=True):
         where = made.describe(node)

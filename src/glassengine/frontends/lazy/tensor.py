@@ -28,7 +28,7 @@ class Recorder(Protocol):
         """Return the result of an operation one of whose arguments is a lazy tensor."""
 
     def data(self, tensor: LazyTensor, why: str) -> torch.Tensor:
-        """Return the data of a tensor, computed now if it is pending; nobody may write to it."""
+        """Return the data of a tensor, computed now if it is pending; it must not be written to."""
 
 
 class LazyTensor(torch.Tensor):

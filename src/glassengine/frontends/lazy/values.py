@@ -24,13 +24,13 @@ NUMBER_DTYPES = {float: torch.float64, int: torch.int64}
 
 
 class Spec:
-    """What shapes a value: there is one object for each kind, so that kinds are compared by identity.
+    """The kind of a value: there is one object for each, so that kinds are compared by identity.
 
     Attributes:
         dtype: Of the elements.
         shape: Sizes.
         stride: In elements.
-        offset: Of the first element in its memory; 0 for what is no view.
+        offset: Of the first element in its memory; 0 where it has memory of its own.
         device: Where the data is, or will be.
         flat: The same without an offset.
     """
@@ -140,17 +140,31 @@ class Operation:
             tensor: Returns what stands for the n-th value.
             number: Returns what stands for the n-th number.
         """
+        return filled(self.args, self.kwargs, tensor, number)
 
-        def put(value: Any) -> Any:
-            if type(value) is TensorPlace:
-                return tensor(value.index)
-            if type(value) is NumberPlace:
-                return number(value.index)
-            if type(value) in (list, tuple):
-                return type(value)(map(put, value))
-            return value
 
-        return put(self.args), {name: put(value) for name, value in self.kwargs.items()}
+def filled(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], tensor: Callable[[int], Any], number: Callable[[int], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments with something for their places.
+
+    Args:
+        args: By position.
+        kwargs: By keyword.
+        tensor: Returns what stands for the n-th value.
+        number: Returns what stands for the n-th number.
+    """
+
+    def put(value: Any) -> Any:
+        if type(value) is TensorPlace:
+            return tensor(value.index)
+        if type(value) is NumberPlace:
+            return number(value.index)
+        if type(value) in (list, tuple):
+            return type(value)(map(put, value))
+        return value
+
+    return put(args), {name: put(value) for name, value in kwargs.items()}
 
 
 class Call:
@@ -191,19 +205,17 @@ class Value:
         call: What makes it; None once there is data.
         index: Which result of the call it is.
         data: None while it is pending.
-        kind: "parameter", "buffer" or "input", for what was brought in.
-        name: Of a parameter or buffer in its module; "" for anything else.
+        dynamic: Dimensions of data that are marked as changing from step to step.
     """
 
-    __slots__ = ("call", "data", "index", "kind", "name", "spec")
+    __slots__ = ("call", "data", "dynamic", "index", "spec")
 
     def __init__(self, spec: Spec, call: Call | None = None, index: int = 0, data: torch.Tensor | None = None) -> None:
         self.spec = spec
         self.call = call
         self.index = index
         self.data = data
-        self.kind = "input"
-        self.name = ""
+        self.dynamic: frozenset[int] = frozenset()
 
 
 class Memory:
