@@ -100,7 +100,7 @@ class SymbolicSizes:
 
     Args:
         pattern: What follows from the symbols.
-        sample: The sizes at hand, which a compiler takes as an example.
+        sample: The sizes of one recording, which a compiler takes as an example.
         env: What the symbols belong to.
     """
 
