@@ -23,7 +23,8 @@ def linears() -> tuple[nn.Linear, nn.Linear]:
 
 
 def executions() -> int:
-    return sum(variant.executable.num_executions for variants in settings.graphs.values() for variant in variants)
+    variants = [variant for graph in settings.graphs.values() for variant in graph.variants]
+    return sum(variant.executable.num_executions for variant in variants)
 
 
 def compilations() -> int:

@@ -89,7 +89,8 @@ def captured(
         made_by: The calls.
         hoisted: Which of their numbers are inputs; the others are constants.
         names: Id of a value -> (name, kind) of a parameter or buffer.
-        sizes: What sizes follow from those that are symbols, and all sizes of this recording; None for a graph without symbols.
+        sizes: What sizes follow from those that are symbols, and all sizes of this recording; None for a graph without
+            symbols.
             The pattern that is returned has the symbols of the graph.
     """
     env = ShapeEnv()

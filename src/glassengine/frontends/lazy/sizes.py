@@ -1,8 +1,8 @@
 """Sizes that change: how the sizes among the arguments of recorded calls follow from those of a graph's inputs.
 
-A call is recorded with the sizes of its moment, so nothing says that the 8 of a `view` is twice the batch. It is worked out
-from two recordings of the same calls with other sizes: what differs is fitted as a multiple of a size, or of a product
-of two. After the first recording the second is foreseen (`foreseen`). No fit is believed: each later recording is
+A call is recorded with the sizes of its moment, so nothing says that the 8 of a `view` is twice the batch. It is
+worked out from two recordings of the same calls with other sizes: what differs is fitted as a multiple of a size, or of
+a product of two. After the first recording the second is foreseen (`foreseen`). No fit is believed: each later recording is
 compared with what it says, argument by argument, and one that differs is compiled again.
 """
 
@@ -116,8 +116,8 @@ def _fit(values: tuple[int, ...], terms: Sequence[_Term]) -> Size | None:
 def foreseen(made_by: Pending) -> Sample | None:
     """Return what would be recorded with other sizes in the dimensions that are marked; None where nothing fits.
 
-    Each call is foreseen with sizes in its arguments that come from those of its inputs as the recorded ones do, or else
-    from those of any tensor before it.
+    Each call is foreseen with sizes in its arguments that come from those of its inputs as the recorded ones do, or
+    else from those of any tensor before it.
     """
     leaves = {id(value): _enlarged(value) for value in made_by.leaves}
     seen = _Changes()
