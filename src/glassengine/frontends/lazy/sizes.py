@@ -1,9 +1,9 @@
 """Sizes that change: how the sizes among the arguments of recorded calls follow from those of a graph's inputs.
 
 A call is recorded with the sizes of its moment, so nothing says that the 8 of a `view` is twice the batch. It is
-worked out from two recordings of the same calls with other sizes: what differs is fitted as a multiple of a size, or of
-a product of two. After the first recording the second is foreseen (`foreseen`). No fit is believed: each later recording is
-compared with what it says, argument by argument, and one that differs is compiled again.
+worked out from two recordings of the same calls with other sizes: what differs is fitted as a multiple of a size, or
+of a product of two. After the first recording the second is foreseen (`foreseen`). No fit is believed: each later
+recording is compared with what it says, argument by argument, and one that differs is compiled again.
 """
 
 from __future__ import annotations
