@@ -85,6 +85,7 @@ def tied_choices(
         if any(side.is_floating_point() for side in both):
             each = [error(leaf, v) for leaf, v in zip(op.args[:2], both, strict=True)]
             return _within_reach(*zip(both, each, strict=True)).expand(exact.shape)
+    # Each of these chooses in a way of its own, by arguments that no other op has.
     if name == "max_pool2d_with_indices":
         return _same_in_plane(op, args[0], exact, candidate, error)
     if name == "quantize":

@@ -60,8 +60,9 @@ def kind_of(question: Question, literal: Literal) -> str:
         return "scale"
     if name in _MASKS:
         return "mask"
-    if name == "approximate" or op in ("leaky_relu", "elu", "hardtanh", "softplus", "celu"):
+    if name == "approximate" or named(op).kind == "activation":
         return "activation"
+    # What an argument means is the op's own: no trait says it, and only a hint depends on it.
     if op in ("permute", "transpose", "view", "reshape"):
         return "transposed"
     if op in ("arange", "roll") or (op == "pow" and name == "self"):
@@ -79,7 +80,7 @@ def is_epsilon(question: Question, literal: Literal) -> bool:
     if (
         not isinstance(value, float)
         or not 0 < value <= 1e-2
-        or op_name(literal.node) not in ("add", "clamp", "clamp_min")
+        or op_name(literal.node) not in ("add", "clamp", "clamp_min")  # how people write it
     ):
         return False
     return literal.name in ("other", "min") and any(traits_of(user).domain for user in question.users(literal.node))

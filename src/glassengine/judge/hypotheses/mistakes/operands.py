@@ -70,30 +70,32 @@ def left_out(question: Question) -> Iterator[Hypothesis]:
         made = trial.values[node]
         if not isinstance(made, torch.Tensor) or not made.is_floating_point():
             continue
-        name = op_name(node)
+        name, traits = op_name(node), traits_of(node)
         tensors = tensors_of(trial, node)
         names = argument_names(node.target)
         for place, source in tensors:
             label = names[place] if place < len(names) else ""
             value = trial.values[source]
-            if label == "bias" or (name == "addmm" and place == 0):
+            if label == "bias" or place == traits.addend:
                 text = f"the bias of {name} is missing: {question.label(source)}"
                 yield Hypothesis("bias missing", text, {node: _with({place: torch.zeros_like(value)})})
-            elif traits_of(node).kind == "norm" and label == "weight":
+            elif traits.kind == "norm" and label == "weight":
                 text = f"the weight of {name} is missing: {question.label(source)}"
                 yield Hypothesis("scale", text, {node: _with({place: torch.ones_like(value)})})
-        if name in ("add", "sub", "mul", "div") and len(tensors) == 2:
-            yield from _of_two(question, node, name, tensors)
-        elif tensors and trial.values[tensors[0][1]].shape == made.shape and name not in ("add", "sub", "mul", "div"):
+        # What a reversed subtraction is without its second operand is no value of the first.
+        if traits.kind in ("term", "factor") and name != "rsub":
+            if len(tensors) == 2:
+                yield from _of_two(question, node, tensors)
+        elif tensors and trial.values[tensors[0][1]].shape == made.shape:
             first = trial.values[tensors[0][1]]
             if first.is_floating_point() and not torch.equal(first, made):
-                kind = "activation" if traits_of(node).kind == "activation" else "other"
+                kind = "activation" if traits.kind == "activation" else "other"
                 yield Hypothesis(kind, f"{article(node)} is missing", {node: _value(first)})
 
 
-def _of_two(question: Question, node: Node, name: str, tensors: list[tuple[int, Node]]) -> Iterator[Hypothesis]:
+def _of_two(question: Question, node: Node, tensors: list[tuple[int, Node]]) -> Iterator[Hypothesis]:
     trial = question.trial
-    made = trial.values[node]
+    name, made = op_name(node), trial.values[node]
     (_, a), (_, b) = tensors
     for kept, lost in ((a, b), (b, a)):
         one, other = trial.values[kept], trial.values[lost]
@@ -102,7 +104,7 @@ def _of_two(question: Question, node: Node, name: str, tensors: list[tuple[int, 
             continue
         what = question.label(lost)
         is_bias = name == "add" and (lost.name in question.weights or other.dim() < made.dim())
-        if name in ("add", "sub"):
+        if traits_of(node).kind == "term":
             verb = "added" if name == "add" else "subtracted"
             yield Hypothesis("bias missing" if is_bias else "other", f"{what} is not {verb}", {node: _value(one)})
             yield Hypothesis(
@@ -209,11 +211,13 @@ def _operands(question: Question) -> list[Node]:
 
 def _of_op(question: Question, node: Node, i: int, a: Node, j: int, b: Node) -> str:
     names = argument_names(node.target)
-    if op_name(node) in ("cat", "stack"):
+    if names[:1] == ["tensors"]:
         return f"parts {i} and {j} of {op_name(node)}"
-    if op_name(node) in ("sub", "div", "where", "matmul", "bmm", "mm", "pow", "lt", "le", "gt", "ge"):
-        return f"the operands {question.label(a)} and {question.label(b)} of {op_name(node)}"
-    return f"{names[i]} and {names[j]}" if max(i, j) < len(names) else f"{question.label(a)} and {question.label(b)}"
+    own = [names[place] for place in (i, j) if place < len(names)]
+    if len(own) == 2 and "self" not in own:
+        return " and ".join(own)
+    # The schema has no word for it.
+    return f"the operands {question.label(a)} and {question.label(b)} of {op_name(node)}"
 
 
 def _are_alike(a: Any, b: Any) -> bool:

@@ -1,4 +1,7 @@
-"""Other ops instead of an op, or of several that together are one: activations, sums, trigonometry, norms."""
+"""Other ops instead of an op, or of several that together are one: activations, sums, trigonometry, norms.
+
+Ops are named here, as nowhere else in the judge: which op people take for which is no trait of either.
+"""
 
 from __future__ import annotations
 
