@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import glassengine as glass
-from glassengine.backends.protocol import Capabilities, MemoryUse
+from glassengine.backends.protocol.backend import Capabilities, MemoryUse
 from glassengine.backends.registry import find_backend
 from glassengine.engine.build.memory import LIBRARIES_BYTES, RUNTIME_BYTES, expected_peaks, weights_bytes
 from glassengine.program import Program
