@@ -49,7 +49,10 @@ def test_import_changes_no_setting() -> None:
 
 
 NAMESPACES = ("compat", "lazy", "metrics", "profiler", "snapshots")
-LAZY = [glass, commands, *(getattr(glass, name) for name in NAMESPACES)]
+LAZY = [
+    *(glass, commands, glass.compat.torch_xla, glass.compat.libneuronxla),
+    *(getattr(glass, name) for name in NAMESPACES),
+]
 
 
 def test_what_the_public_sees() -> None:
@@ -82,7 +85,7 @@ def test_type_checkers_see_the_same_names(module: types.ModuleType) -> None:
         for alias in node.names
     }
     assert {name: f"{origin}.{known}" for name, (origin, known) in seen.items()} == {
-        name: where.replace(":", ".") if ":" in where or where == f"glassengine.{name}" else f"{where}.{name}"
+        name: where.replace(":", ".") if ":" in where or where == f"{module.__name__}.{name}" else f"{where}.{name}"
         for name, where in module._PUBLIC.items()
     }
 
@@ -91,7 +94,7 @@ def test_type_checkers_see_the_same_names(module: types.ModuleType) -> None:
 def test_public_name_resolves(module: types.ModuleType, name: str) -> None:
     origin, _, known = module._PUBLIC[name].partition(":")
     value = getattr(module, name)
-    if module is glass and name in NAMESPACES:
+    if origin == f"{module.__name__}.{name}":
         assert value is importlib.import_module(origin)
         return
     assert callable(value)

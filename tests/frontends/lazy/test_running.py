@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 import glassengine as glass
-from glassengine.frontends.lazy.running import settings
+from glassengine.frontends.lazy.settings import settings
 
 Count = Callable[[str], int]
 
@@ -179,6 +180,19 @@ def test_pending_graphs_are_freed_with_their_tensors(device: torch.device) -> No
     assert glass.lazy.pending() == ()
     glass.mark_step()
     assert executions() == 0
+
+
+def test_compiling_keeps_no_variable_of_the_code_that_runs(device: torch.device) -> None:
+    """Planted: looking at the variables of a frame keeps them, before Python 3.13, as long as its function runs."""
+    value = torch.ones(2).to(device) + 1
+    gone = weakref.ref(value)
+    glass.mark_step()
+    del value
+    gc.collect()
+    assert gone() is None
+    value, mine = torch.ones(3).to(device) + 1, locals()
+    glass.mark_step()
+    assert mine["gone"] is gone and value.tolist() == [2.0] * 3
 
 
 def test_closures_see_values_and_cost_no_graph(device: torch.device) -> None:

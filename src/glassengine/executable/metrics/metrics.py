@@ -84,12 +84,14 @@ class Registry:
         counted = {name: value for name, value in sorted(counters.items()) if value}
         return MetricsReport(metrics, counted, (environment.rank(),))
 
-    def reset(self) -> None:
-        """Forget everything."""
+    def reset(self, *, metrics: bool = True, counters: bool = True) -> None:
+        """Forget everything, or only one of both."""
         with self._lock:
-            self._metrics.clear()
-            self._counters.clear()
-            self._sources = [(source, dict(source())) for source, _ in self._sources]
+            if metrics:
+                self._metrics.clear()
+            if counters:
+                self._counters.clear()
+                self._sources = [(source, dict(source())) for source, _ in self._sources]
 
 
 registry = Registry()

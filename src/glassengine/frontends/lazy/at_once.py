@@ -15,7 +15,8 @@ from glassengine.frontends.lazy.fallbacks import note_fallback
 from glassengine.frontends.lazy.foresight import UnforeseenError
 from glassengine.frontends.lazy.memory import View
 from glassengine.frontends.lazy.recording import fitted, held, lazy_tensor, write
-from glassengine.frontends.lazy.running import Reason, fetch
+from glassengine.frontends.lazy.running import fetch
+from glassengine.frontends.lazy.settings import Reason
 from glassengine.frontends.lazy.tensor import DEVICE, LazyTensor
 from glassengine.frontends.lazy.values import Spec
 

@@ -31,7 +31,8 @@ from glassengine.frontends.lazy.recording import (
     write,
 )  # fmt: skip
 from glassengine.frontends.lazy.rules import Kind, Rule, rule_of
-from glassengine.frontends.lazy.running import Reason, fetch, settings
+from glassengine.frontends.lazy.running import fetch
+from glassengine.frontends.lazy.settings import Reason, settings
 from glassengine.frontends.lazy.tensor import DEVICE, LazyTensor
 from glassengine.frontends.lazy.values import Memory, Value
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import CodeType
@@ -267,3 +268,14 @@ def write(handle: Handle, value: Value) -> None:
             whole = fitted(whole, handle.spec)
         value = whole
     handle.set(value)
+
+
+def _recorded_ops() -> Mapping[str, int]:
+    """Return how often each operation was recorded, as PyTorch/XLA counts `xla::<op>`."""
+    found: Counter[str] = Counter()
+    for operation in list(_operations.values()):
+        found[f"lazy::{operation.target._schema.name.partition('::')[2]}"] += operation.calls
+    return found
+
+
+registry.add_source(_recorded_ops)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import struct
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,20 +15,19 @@ from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
-from glassengine import environment
 from glassengine.backends.protocol.backend import CachingGraphs, CompilingGraphs, DecomposingGraphs
-from glassengine.backends.registry import choose_graph_backend
-from glassengine.errors import BackendError
+from glassengine.errors import BackendError, UsageError
 from glassengine.executable.metrics.compilation import FIRST, Occasion
 from glassengine.executable.metrics.metrics import registry
-from glassengine.executable.run.executable import Executable, compile_graph
-from glassengine.frontends.lazy.fallbacks import NOT_USERS, user_line
+from glassengine.executable.run.executable import compile_graph
+from glassengine.frontends.lazy.fallbacks import user_line
 from glassengine.frontends.lazy.foresight import takes_any_number
 from glassengine.frontends.lazy.graphs import Pending, captured, pending
+from glassengine.frontends.lazy.names import names_of
+from glassengine.frontends.lazy.settings import Graph, Reason, Variant, bytes_of, settings
 from glassengine.frontends.lazy.sizes import constant, fitted, foreseen, sample_of, skeleton
 from glassengine.frontends.lazy.symbols import Pattern, Sample
-from glassengine.frontends.lazy.tensor import LazyTensor
-from glassengine.frontends.lazy.values import NUMBER_DTYPES, Memory, Value, counts, pending_memories
+from glassengine.frontends.lazy.values import NUMBER_DTYPES, Value, counts, pending_memories
 from glassengine.results.compilation import Cause
 
 logger = logging.getLogger("glassengine.lazy")
@@ -42,80 +38,6 @@ _MOST_SAMPLES = 8
 """Of the sizes of one graph that are kept: two tell what follows from one size, more what follows from several."""
 
 
-@dataclass(frozen=True)
-class Reason:
-    """Why a graph runs.
-
-    Attributes:
-        kind: "step" at its end, "read" of a tensor, "fallback" for an operation that is not recorded, "debug" where
-            each runs by itself.
-        text: What asked for it.
-    """
-
-    kind: str
-    text: str
-
-
-@dataclass(frozen=True)
-class _Variant:
-    """One executable of a graph.
-
-    Attributes:
-        executable: Takes the leaves, and the numbers that are inputs.
-        hoisted: Which numbers these are.
-        constants: All others, by number, as bytes: 0.0 and -0.0 differ.
-        sizes: What it was compiled for, of a graph with sizes that are marked as changing; None of any other.
-    """
-
-    executable: Executable
-    hoisted: tuple[int, ...]
-    constants: tuple[tuple[int, bytes], ...]
-    sizes: Pattern | None = None
-
-    def fits(self, numbers: Sequence[float], sample: Sample | None) -> bool:
-        """Return whether its constants are those among `numbers`, and its sizes those of a recording."""
-        if any(_bytes(numbers[index]) != value for index, value in self.constants):
-            return False
-        return sample is None or self.sizes is None or self.sizes.fits(sample)
-
-
-@dataclass
-class _Graph:
-    """What is known of one graph.
-
-    Attributes:
-        variants: Its executables.
-        samples: The sizes that it was compiled for, where some are marked as changing.
-    """
-
-    variants: list[_Variant] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
-
-
-@dataclass
-class Settings:
-    """How graphs are compiled and run.
-
-    Attributes:
-        backend: Compiles them.
-        each_op: Whether each operation runs by itself as soon as it is called.
-        graphs: (Back-end, key of what is pending) -> what is known of it.
-        constant: Back-end -> operation -> whether its numbers are constants there, once a graph did not compile.
-    """
-
-    backend: CompilingGraphs | None = None
-    each_op: bool = field(default_factory=environment.eager_debug)
-    graphs: dict[tuple[str, tuple[Any, ...]], _Graph] = field(default_factory=dict)
-    constant: dict[str, dict[OpOverload, bool]] = field(default_factory=dict)
-
-    def compiler(self) -> CompilingGraphs:
-        """Return the back-end, the default one unless another is set."""
-        if self.backend is None:
-            self.backend = choose_graph_backend(None)
-        return self.backend
-
-
-settings = Settings()
 _lock = threading.RLock()
 _numbers = itertools.count()
 
@@ -140,6 +62,12 @@ def fetch(values: Sequence[Value], reason: Reason) -> list[torch.Tensor]:
                 wanted[id(value)] = value
         if wanted:
             where = user_line()
+            if settings.unread:
+                raise UsageError(
+                    f"a value is needed inside of {settings.unread}, which would cut its graph in two",
+                    got=f"{reason.text} at {where}",
+                    hint="return the tensor and read it after the call, or in a step closure",
+                )
             if reason.kind != "debug":
                 registry.count("TensorRead")
                 registry.count(f"TensorRead::{reason.text} at {where}")
@@ -189,7 +117,7 @@ def _run(values: list[Value], reason: Reason) -> None:
     form = skeleton(made_by)
     sample = None if form is None else sample_of(made_by)
     key = compiler.name, form or made_by.key
-    graph = settings.graphs.setdefault(key, _Graph())
+    graph = settings.graphs.setdefault(key, Graph())
     variant = next((variant for variant in graph.variants if variant.fits(made_by.numbers, sample)), None)
     if variant is None:
         variant = _compiled(made_by, graph, sample, compiler)
@@ -225,13 +153,13 @@ def _alone() -> Iterator[None]:
         yield
 
 
-def _compiled(made_by: Pending, graph: _Graph, sample: Sample | None, compiler: CompilingGraphs) -> _Variant:
+def _compiled(made_by: Pending, graph: Graph, sample: Sample | None, compiler: CompilingGraphs) -> Variant:
     everything = frozenset(range(len(made_by.numbers)))
     hoisted = frozenset(_operands(made_by))
     cause = FIRST if len(settings.graphs) == 1 else _NEW
     if graph.variants:
         latest = graph.variants[-1]
-        changed = {index for index, value in latest.constants if _bytes(made_by.numbers[index]) != value}
+        changed = {index for index, value in latest.constants if bytes_of(made_by.numbers[index]) != value}
         cause = _NUMBER if changed else _SIZE
         many = changed and len(graph.variants) >= _MOST_VARIANTS
         hoisted = everything if many else frozenset((*latest.hoisted, *changed))
@@ -257,7 +185,7 @@ def _with_inputs(
     compiler: CompilingGraphs,
     cause: Cause,
     sizes: tuple[Pattern, Sample] | None,
-) -> _Variant:
+) -> Variant:
     known = settings.constant.setdefault(compiler.name, {})
     try:
         return _variant(made_by, hoisted - _constants(made_by, known), compiler, cause, sizes)
@@ -294,8 +222,8 @@ def _variant(
     compiler: CompilingGraphs,
     cause: Cause,
     sizes: tuple[Pattern, Sample] | None,
-) -> _Variant:
-    graph, fakes, mode, pattern = captured(made_by, hoisted, _names(made_by), sizes)
+) -> Variant:
+    graph, fakes, mode, pattern = captured(made_by, hoisted, names_of(made_by), sizes)
     cache = compiler.graph_cache() if isinstance(compiler, CachingGraphs) else None
     with _alone(), tracing(TracingContext(mode)):
         executable = compile_graph(
@@ -303,8 +231,8 @@ def _variant(
             Occasion((("", cause),)),
         )  # fmt: skip
     executable.backend = compiler.name
-    constants = tuple((index, _bytes(number)) for index, number in enumerate(made_by.numbers) if index not in hoisted)
-    return _Variant(executable, tuple(sorted(hoisted)), constants, pattern)
+    constants = tuple((index, bytes_of(number)) for index, number in enumerate(made_by.numbers) if index not in hoisted)
+    return Variant(executable, tuple(sorted(hoisted)), constants, pattern)
 
 
 def _operands(made_by: Pending) -> Iterator[int]:
@@ -315,32 +243,6 @@ def _operands(made_by: Pending) -> Iterator[int]:
         if any(value.spec.dtype.is_floating_point or value.spec.dtype.is_complex for value in call.reads):
             yield from (start + index for index, is_operand in enumerate(call.operation.operands) if is_operand)
         start += len(call.numbers)
-
-
-def _names(made_by: Pending) -> dict[int, tuple[str, str]]:
-    """Return the names of parameters and buffers among the leaves, as the modules of the user's code call them."""
-    wanted = {id(value) for value in made_by.leaves}
-    found: dict[int, tuple[str, str]] = {}
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code.co_filename.startswith(NOT_USERS):
-            continue
-        places = {**frame.f_globals, **frame.f_locals} if frame.f_code.co_name == "<module>" else frame.f_locals
-        for variable, module in list(places.items()):
-            if not isinstance(module, torch.nn.Module):
-                continue
-            for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
-                for name, tensor in tensors:
-                    if type(tensor) is LazyTensor and type(tensor._lazy) is Memory:
-                        value = tensor._lazy.value
-                        if id(value) in wanted:
-                            found.setdefault(id(value), (f"{variable}.{name}", kind))
-    return found
-
-
-def _bytes(number: float) -> bytes:
-    return struct.pack("d", number) if type(number) is float else repr(number).encode()
 
 
 def _number(number: float) -> torch.Tensor:

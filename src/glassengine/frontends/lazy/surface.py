@@ -13,7 +13,7 @@ from glassengine.errors import UnknownNameError, UsageError
 from glassengine.frontends.lazy.devices import register
 from glassengine.frontends.lazy.fallbacks import fallbacks
 from glassengine.frontends.lazy.graphs import captured, pending, place_of
-from glassengine.frontends.lazy.running import settings
+from glassengine.frontends.lazy.settings import settings
 from glassengine.frontends.lazy.tensor import DEVICE, LazyTensor
 from glassengine.frontends.lazy.values import Value, pending_memories
 from glassengine.results.lazy import PendingTensor

@@ -6,6 +6,7 @@
 | Ditto | `StepFiles`: the `step<i>.pt` and `step<i>.txt` of a run |
 | PyTorch NeuronX, torch-xla | `mark_step`, `add_step_closure`, `is_master_ordinal`, `metrics_report` |
 | | `register_hlo_snapshot_callback`; `eager_debug` is their eager debug mode, `current_step` counts the steps |
+| | `torch_xla` and `libneuronxla`: their modules by name, for scripts whose imports alone are changed |
 | transformers | `model_addition_debugger_context` |
 
 `torch_xla.debug.profiler` is `glassengine.profiler`. `Dump` is a record of tensors that any other tool wrote, as
@@ -21,6 +22,7 @@ from glassengine.deferred import deferred
 if TYPE_CHECKING:
     from glassengine.capture.observers.hooks import NetworkOutputs, named_network_outputs
     from glassengine.capture.runs.model_debugger import model_addition_debugger_context
+    from glassengine.compat import libneuronxla, torch_xla
     from glassengine.engine.run.step_files import StepFiles
     from glassengine.executable.metrics.metrics import metrics_report
     from glassengine.executable.metrics.steps import add_step_closure, current_step, is_master_ordinal, mark_step
@@ -37,12 +39,14 @@ __all__ = [
     "current_step",
     "eager_debug",
     "is_master_ordinal",
+    "libneuronxla",
     "mark_step",
     "metrics_report",
     "model_addition_debugger_context",
     "named_network_outputs",
     "register_hlo_snapshot_callback",
     "register_network_output",
+    "torch_xla",
 ]
 
 _PUBLIC = {
@@ -53,11 +57,13 @@ _PUBLIC = {
     "current_step": "glassengine.executable.metrics.steps",
     "eager_debug": "glassengine.frontends.eager_debug",
     "is_master_ordinal": "glassengine.executable.metrics.steps",
+    "libneuronxla": "glassengine.compat.libneuronxla",
     "mark_step": "glassengine.executable.metrics.steps",
     "metrics_report": "glassengine.executable.metrics.metrics",
     "model_addition_debugger_context": "glassengine.capture.runs.model_debugger",
     "named_network_outputs": "glassengine.capture.observers.hooks",
     "register_hlo_snapshot_callback": "glassengine.executable.snapshot.callback",
     "register_network_output": "glassengine.taps",
+    "torch_xla": "glassengine.compat.torch_xla",
 }
 __getattr__, __dir__ = deferred(__name__, _PUBLIC)

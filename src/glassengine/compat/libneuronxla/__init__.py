@@ -1,0 +1,23 @@
+"""`libneuronxla`: which executions PyTorch NeuronX takes a snapshot of.
+
+    from glassengine.compat import libneuronxla
+
+    old_callback = libneuronxla.register_hlo_snapshot_callback(callback)
+
+The callback is asked before each execution, of lazy tensors, of `torch.compile(backend="glass")` and of engines, while
+snapshots are taken: by `XLA_FLAGS`, or in `glassengine.snapshots.take`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from glassengine.deferred import deferred
+
+if TYPE_CHECKING:
+    from glassengine.executable.snapshot.callback import register_hlo_snapshot_callback
+
+__all__ = ["register_hlo_snapshot_callback"]
+
+_PUBLIC = {"register_hlo_snapshot_callback": "glassengine.executable.snapshot.callback"}
+__getattr__, __dir__ = deferred(__name__, _PUBLIC)

@@ -1,0 +1,8 @@
+"""`torch_xla.amp`: autocast on the lazy device."""
+
+from __future__ import annotations
+
+from glassengine.compat.torch_xla.refusals import refusing
+from glassengine.compat.torch_xla.torch_xla import autocast as autocast
+
+__getattr__ = refusing(__name__, {"GradScaler": "autocast computes in bfloat16, which needs no scaled gradients"})

@@ -1,0 +1,6 @@
+"""`torch_xla.distributed`: `parallel_loader`, imported as `pl`, and `xla_multiprocessing`, imported as `xmp`."""
+
+from __future__ import annotations
+
+from glassengine.compat.torch_xla.distributed import parallel_loader as parallel_loader
+from glassengine.compat.torch_xla.distributed import xla_multiprocessing as xla_multiprocessing

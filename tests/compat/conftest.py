@@ -1,0 +1,7 @@
+"""Lazy tensors on the back-end that computes as eager code does."""
+
+from __future__ import annotations
+
+from tests.frontends.lazy.conftest import counters, device
+
+__all__ = ["counters", "device"]
