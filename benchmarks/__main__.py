@@ -15,6 +15,7 @@ SUITES = {
     "debug": "decode time against the number of tensors looked at",
     "measure": "bytes per second of measuring two tensors against each other",
     "executable": "microseconds that running a graph through an executable costs, beside torch.compile",
+    "lazy": "microseconds that recording an operation on lazy tensors costs, beside eager code",
     "judge": "time of judging a forward, against the forward",
     "recording": "what glass.record costs: burst, sustained, small models, light statistics",
     "reading": "a million steps opened, a hundred thousand tensors shown, thousands of steps compared",
