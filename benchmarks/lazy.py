@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch._subclasses import FakeTensorMode
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import glassengine as glass
