@@ -15,6 +15,7 @@ from torch.fx import Graph
 from torch.utils import _pytree as pytree
 
 from glassengine.numerics.mask_values import HIDDEN
+from glassengine.ops import table
 from glassengine.ops.arguments import argument
 from glassengine.ops.row import NOTHING, OpTraits, Rounding
 from glassengine.ops.table import TABLE
@@ -160,6 +161,12 @@ def test_the_vocabulary_has_rows_and_no_op_has_two() -> None:
     assert len(TABLE) > 250 and all(isinstance(row, OpTraits) for row in TABLE.values())
     tried = {name for name in TABLE if calls_of(name)}
     assert len(tried) > 0.8 * len(TABLE), sorted(TABLE.keys() - tried)
+
+
+def test_an_op_with_two_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "_rows", lambda: iter([("add sub", OpTraits()), ("mul sub", OpTraits())]))
+    with pytest.raises(ValueError, match="sub has two rows"):
+        table._table()
 
 
 def test_of_what_has_no_row_torch_says_whether_it_is_random_and_in_place() -> None:
