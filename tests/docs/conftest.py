@@ -12,6 +12,7 @@ Any other block is a mistake, so nothing on a page goes unchecked. In expected o
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import re
@@ -27,6 +28,7 @@ import pytest
 import torch
 
 from glassengine.cli.main import main
+from tests import children
 
 FENCE = re.compile(
     r"(?:<!-- (?P<mark>[^\n]*?) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$|^<!-- check\n(?P<check>.*?)^-->$",
@@ -99,8 +101,11 @@ class Runner:
             status, self.status = self.status, 0
             return f"{status}\n"
         if words[0] != "glass":
-            command = ["bash", "-c", text]
-            done = subprocess.run(command, capture_output=True, text=True, check=False, env=self.environ | variables)
+            # A script of the page is an example of what it does, not of its start.
+            python = words[0] == "python" and not set(words) & {"|", ">", "&&"}
+            command = [sys.executable, *words[1:]] if python else ["bash", "-c", text]
+            start = functools.partial(children.run, imports=children.COMPILING) if python else subprocess.run
+            done = start(command, capture_output=True, text=True, check=False, env=self.environ | variables)
             self.status = done.returncode
             return done.stdout + OF_THE_MACHINE.sub("", done.stderr)
         stream = io.StringIO()
