@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -51,9 +53,14 @@ def engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, exporting
 def inductor_engine(
     checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, exporting_once: ExportingOnce
 ) -> Engine:
-    """Return an engine of the default back-end; do not change its directory."""
-    directory = tmp_path_factory.mktemp("inductor") / "tiny"
-    with exporting_once():
+    """Return an engine of the default back-end, compiled once for all workers; do not change its directory."""
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    directory = shared / "inductor" / "tiny"
+    with (shared / "inductor.lock").open("w") as lock, exporting_once():
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if directory.is_dir():
+            return glass.load(directory)
         return glass.build(checkpoint, directory, backend="inductor", add_output=OUTPUTS)
 
 
