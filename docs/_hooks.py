@@ -139,7 +139,7 @@ def public_names(module: str) -> dict[str, str]:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_PUBLIC":
             table: dict[str, str] = ast.literal_eval(node.value)
             places = {name: (*where.split(":"), name)[:2] for name, where in table.items()}
-            return {name: ".".join(place) for name, place in places.items() if place[0] != f"glassengine.{name}"}
+            return {name: ".".join(place) for name, place in places.items() if place[0] != f"{module}.{name}"}
     return {
         node.name: f"{path.relative_to(ROOT / 'src').with_suffix('').as_posix().replace('/', '.')}.{node.name}"
         for path in _files(module)

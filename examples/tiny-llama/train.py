@@ -1,4 +1,4 @@
-"""Train, save and measure the tiny Llama that lives in this directory.
+"""Train, save and measure the tiny Llama in this directory.
 
 Pipeline: topics of ``pydoc_data`` -> unique paragraphs in sections -> training and held-out split -> byte-level
 BPE -> Llama -> files beside this script. All random numbers come from ``SEED``: a second run on the same CPU with

@@ -45,20 +45,19 @@ __all__ = [
     "text",
 ]
 
-_SURFACE = "glassengine.frontends.lazy.surface"
 _PUBLIC = {
     "LazyTensor": "glassengine.frontends.lazy.tensor",
     "add_step_closure": "glassengine.executable.metrics.steps",
-    "device": _SURFACE,
-    "fallbacks": _SURFACE,
-    "graph": _SURFACE,
-    "is_lazy": _SURFACE,
-    "mark_dynamic": _SURFACE,
+    "device": "glassengine.frontends.lazy.surface",
+    "fallbacks": "glassengine.frontends.lazy.surface",
+    "graph": "glassengine.frontends.lazy.surface",
+    "is_lazy": "glassengine.frontends.lazy.surface",
+    "mark_dynamic": "glassengine.frontends.lazy.surface",
     "mark_step": "glassengine.executable.metrics.steps",
-    "mode": _SURFACE,
-    "module": _SURFACE,
-    "pending": f"{_SURFACE}:pending_tensors",
-    "tensor": _SURFACE,
-    "text": _SURFACE,
+    "mode": "glassengine.frontends.lazy.surface",
+    "module": "glassengine.frontends.lazy.surface",
+    "pending": "glassengine.frontends.lazy.surface:pending_tensors",
+    "tensor": "glassengine.frontends.lazy.surface",
+    "text": "glassengine.frontends.lazy.surface",
 }
 __getattr__, __dir__ = deferred(__name__, _PUBLIC)

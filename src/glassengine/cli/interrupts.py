@@ -14,7 +14,7 @@ _AGAIN_S = 0.2
 
 @contextlib.contextmanager
 def heard() -> Iterator[None]:
-    """Raise KeyboardInterrupt again where an import swallowed it; elsewhere Ctrl-C is what it always is.
+    """Raise KeyboardInterrupt again where an import suppressed it; elsewhere Ctrl-C is unchanged.
 
     A handler outside of an import is intended: a training loop that saves and ends, say. And while something
     cleans up behind it, it does not come again.

@@ -8,7 +8,7 @@ rounding runs):
 
 P is the reference, D the error of a noise run, r the largest rms(D) / rms(P) of this site so far, u the unit
 roundoff and tiny the largest error of rounding near zero (`smallest_precise`). The two terms with r keep a short slice
-(one element, in a decode step) from a floor that is small by luck; the one per slice matters where a few large elements
+(one element, in a decode step) from an underestimated floor; the one per slice matters where a few large elements
 hold nearly all of the power.
 """
 

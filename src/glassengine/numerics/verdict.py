@@ -1,7 +1,7 @@
 """Rounding or mistake: the error of a tensor against a float64 reference, over a measured noise floor.
 
-The test is slice-wise, over every index of every axis, because a mistake in one channel or token drowns in a
-whole-tensor mean:
+The test is slice-wise, over every index of every axis, because the mean of a whole tensor hides a mistake in one
+channel or token:
 
     noise_ratio  = max over slices of rms_s(candidate - P) / floor_s          (floor_s, P and D: see `floor`)
 
@@ -14,7 +14,7 @@ An error that one op introduced is beyond rounding where floor and rounding boun
     uneven_ratio = rms((candidate - P) / B) / max( rms(D / B) over the runs, 0.15 )       counts where bound_ratio > 2
     suspicious: max(noise_ratio, uneven_ratio) > 2 (wrong: >= 10) and bound_ratio > 1
 
-uneven_ratio sees what drowns in noise_ratio: errors of small elements beside large ones (half-precision gelu by tanh).
+uneven_ratio shows what noise_ratio hides: errors of small elements beside large ones (half-precision gelu by tanh).
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from glassengine.numerics.mask_values import HIDDEN, is_below, kind_of, sentinel
 from glassengine.numerics.slice_means import slice_means
 from glassengine.results import Verdict
 
-# An error of small elements drowns beside large ones. It counts where it is this far beyond the bound of some element
+# Large elements hide an error of small ones in a mean. It counts where it is this far beyond the bound of some element
 # and, over all of them, that much larger in units of the bound than rounding is.
 UNEVEN = 2.0
 _LEAST_SHARE = 0.15
-"""Of the bound: rounding is never taken to be less, or a lucky floor would make the bound the only judge."""
+"""Of the bound: rounding is never taken to be less, or after an underestimated floor the bound alone would decide."""
 
 TIE = "a tie: the values differ by less than rounding"
 
@@ -65,7 +65,8 @@ class Reference:
         tied: Bool mask in the shape of the tensor: elements of which another value is legal, as something above chose
             among values that differ by less than rounding. None if there are none.
         known: What the graph says of it; `known.exempt` are the elements that `valid` and `tied` leave out, by reason.
-        relative_floor: Largest rms(D) / rms(P) seen for this site so far; keeps short decode rows from a lucky floor.
+        relative_floor: Largest rms(D) / rms(P) seen for this site so far: that of a short decode row may be too
+            small.
         remember: Called when the floor is measured, which is when it is first needed.
 
     Attributes:

@@ -231,7 +231,8 @@ def _without_rewrites(
 ) -> tuple[list[Divergence], list[Pair]]:
     """Cap at suspicious what was found in a module that is written with other ops, where loss and gradients agree.
 
-    In such a module an op may have been paired with one that computes something else, or its error may drown.
+    In such a module an op may have been paired with one that computes something else, or its error may be
+    below the noise.
     """
     if any(pair.verdict in FLAGGED for pair in results):
         return list(origins), list(ops)

@@ -2,7 +2,7 @@
 
 A call is recorded with the sizes of its moment, so nothing says that the 8 of a `view` is twice the batch. It is
 worked out from two recordings of the same calls with other sizes: what differs is fitted as a multiple of a size, or
-of a product of two. After the first recording the second is foreseen (`foreseen`). No fit is believed: each later
+of a product of two. After the first recording the second is foreseen (`foreseen`). No fit is trusted: each later
 recording is compared with what it says, argument by argument, and one that differs is compiled again.
 """
 

@@ -92,8 +92,8 @@ def _chosen_otherwise(node: Node, env: Values, other: Any, others: Mapping[Node,
             return other
         gaps = [a - b for a, b in zip(*sides, strict=True)]
         noise = _spread(gaps)
-        # Where no run is elsewhere, rounding has no part in it (0 where nothing is seen); where one is, its noise may
-        # be small by luck.
+        # Where no run is elsewhere, rounding has no part in it (0 where nothing is seen); where one is, two
+        # runs may underestimate the noise.
         margin = SUSPICIOUS * torch.where(noise > 0, _noise(gaps, -1) if gaps[0].dim() else noise, 0.0)
         return other ^ ((gaps[0].abs() <= margin) & (margin > 0) & (other == env[node][0]))
     is_integer = isinstance(other, Tensor) and not _is_float(other) and other.dtype is not torch.bool

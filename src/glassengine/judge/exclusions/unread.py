@@ -2,9 +2,9 @@
 
 A port computes all rows where the baseline computes the first one alone and takes it afterwards: the other rows are no
 mistake. The baseline's own program is run with NaN in their place (see `other_values`); if no result holds a NaN, they
-are not read. The proof must hold for other inputs as well, so an op counts as reading an element if it swallows a NaN
-without leaving it out (a comparison, a ranking), or if what is given decides what it leaves out (an index, a mask, a
-length): another input would leave out something else, and a mistake that these inputs hide is one.
+are not read. The proof must hold for other inputs as well, so an op counts as reading an element if it makes a number
+of a NaN without leaving it out (a comparison, a ranking), or if what is given decides what it leaves out (an index, a
+mask, a length): another input would leave out something else, and a mistake that these inputs hide is one.
 
 This is not a `Source`: nothing marks these elements before they are compared. It is asked after a step, for elements
 that were found to differ, whether all that reads them drops any value at all. The rest of the tensor must be right by

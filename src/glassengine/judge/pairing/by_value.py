@@ -11,8 +11,7 @@
 
 A node without a counterpart keeps its prediction, so that what is below it is predicted from the last tensors that both
 sides have: a region, judged where it ends (see `regions`). Results of the programs are counterparts by name or order,
-whatever they hold. Names are no evidence: of two tensors that are equal otherwise, the one in the same place is
-taken.
+for any values. Names are no evidence: of two tensors that are equal otherwise, the one in the same place is taken.
 
 Predictions are compared loosely, as far as rounding within a region goes; the verdict has a finer measure.
 """
@@ -41,7 +40,7 @@ _TELLING = 2
 _AHEAD = 12
 """How many ops below a node are asked whether they follow from it."""
 _TIGHT = 4
-"""Unit roundoffs by which tensors differ below a region that is right; a mistake that drowns leaves more."""
+"""Unit roundoffs by which tensors differ below a region that is right; a mistake below the noise leaves more."""
 _MOST_LOOKS = 24
 """How often the tensors ahead are examined again, once after each wrong tensor."""
 
@@ -92,7 +91,7 @@ class Counterparts:
                 continue
             found = self._search.wrong(node, predicted, self._known.proposal(node), meets=apart is not None)
             if apart is not None and apart <= _TIGHT:
-                # It drowns: what is below is right as it is.
+                # The error is below the noise: what reads the tensor is right as it is.
                 for other, seen in found:
                     self._known.settle(other, seen)
                 continue

@@ -88,7 +88,7 @@ class Search:
             followed, by = next(found, (None, None))
             if followed is None or by is None:
                 continue
-            # An op that reads the same on both sides and makes something else is wrong, even if it drowns below.
+            # An op that reads the same on both sides and makes something else is wrong, even if noise hides it below.
             if without is None or seen == same:
                 return [(node, seen)]
             # What follows from the prediction as well (of three terms, added in another order) does not contradict it.

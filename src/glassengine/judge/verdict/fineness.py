@@ -1,8 +1,8 @@
 """How finely the inside was judged: op by op, in regions and how large ones, or by the results alone.
 
 A region is judged where it ends, from the candidate's own inputs of it. A mistake in a small one is nearly located;
-one in a region of eighty ops is only known to be somewhere in it, and may drown in the rounding of all of them. So a
-region of more than `MOST_OPS` ops counts as judged only where the results agree end to end.
+one in a region of eighty ops is only known to be somewhere in it, and may be less than the rounding of all of them. So
+a region of more than `MOST_OPS` ops counts as judged only where the results agree end to end.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def region_nodes(score: Score, program: Program) -> dict[str, set[str]]:
 def _sizes(program: Program, inside: Mapping[str, set[str]]) -> Counter[str]:
     """Return how many ops each region has that compute something, its end among them.
 
-    What only makes positions or a mask for it is exact: nothing drowns there.
+    What only makes positions or a mask for it is exact: rounding hides nothing there.
     """
     sizes: Counter[str] = Counter()
     for node in program.graph.nodes:

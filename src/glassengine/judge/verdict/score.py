@@ -47,7 +47,7 @@ class Score:
         empty_nodes: Nodes of which every element was left out in some step.
         left_out: What was not judged, or not all of it, by site and reason; the first step counts.
         ledger: Counts elements that did not count.
-        drift: What is lost where, if anybody wants to know.
+        drift: What is lost where; None where it is not asked for.
         sums: Of each product that introduced an error, whether coarse sums are why; None where its values do not tell.
         may_tie: Whether in this case the side chose otherwise at a tie, or may have where it was not observed.
     """

@@ -71,7 +71,7 @@ class NoiseFloor:
         return self._floors.get((entry.site, entry.step, entry.rank))
 
     def relative(self, entry: Entry) -> float:
-        """Return the largest noise of this site in any step, relative to the tensor: one lucky step is not a floor."""
+        """Return the largest noise of this site in any step, relative to the tensor; one step may underestimate it."""
         return self._relative.get((entry.site, entry.rank), 0.0)
 
 

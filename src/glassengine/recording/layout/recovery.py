@@ -1,4 +1,4 @@
-"""Reads `index.log` up to its last good record, believing nothing that the bytes do not prove.
+"""Reads `index.log` up to its last good record; what the bytes do not prove is not used.
 
 What the index says is gathered in columns, a row for each block of tensors and for each commit, and then checked as
 columns: which record is the first that is impossible. What is before it counts.

@@ -1,4 +1,4 @@
-"""Reads the journal that was left in a ring, believing nothing that the bytes do not prove."""
+"""Reads the journal that was left in a ring; what the bytes do not prove is not used."""
 
 from __future__ import annotations
 

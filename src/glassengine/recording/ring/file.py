@@ -2,7 +2,7 @@
 
 Its first page says whose it is and where the ring's records are; the ring follows. Positions only grow, as in the ring.
 The bytes of a position that is not below `tail` are in the ring still. Nothing guards the bytes of tensors against a
-machine that stops: the pages of a file reach the disk in any order. So a ring is believed only while the machine that
+machine that stops: the pages of a file reach the disk in any order. So a ring is used only while the machine that
 wrote it runs, which its boot id says; and only when its process has ended, which its number and start time say.
 """
 

@@ -1,5 +1,5 @@
-"""The mistakes that are tried, in the order in which they are believed: what the candidate's program shows comes first,
-then common mistakes, then anything that fits.
+"""The mistakes that are tried, the most credible first: what the candidate's program shows, then common mistakes,
+then anything that fits.
 """
 
 from __future__ import annotations

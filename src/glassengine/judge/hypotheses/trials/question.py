@@ -100,7 +100,7 @@ class Question:
             return False  # nothing that rounding does not explain
         if left > _ROUNDINGS * self.noise * size or left * _BETTER > of_right:
             return False
-        # One element that is not explained drowns in a mean of many.
+        # A mean over many elements does not show one that is not explained.
         return _largest(value, self.actual, self.valid) <= 0.25 * max(
             _largest(self.right, self.actual, self.valid), 4 * _ROUNDINGS * self.noise * size
         )
