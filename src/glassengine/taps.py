@@ -3,7 +3,7 @@
 A tap returns its argument itself. It does something only while a sink is installed: the exporter installs one that
 inserts a marking op (erased again after functionalisation, so no executable ever contains it), a recorder one that
 writes the tensor down. Without a sink a tap costs a function call, and a user's own export or compile sees nothing;
-`torch.compile(..., backend="glass")` keeps taps, as results of its graphs.
+`torch.compile(..., backend="glass")` keeps taps, as results of its graphs, and so do the graphs of lazy tensors.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ def tap(name: str, value: T) -> T:
 
         comptime(_tell_compiler)
         return value
+    if type(value) is _lazy:
+        _require_tensor(name, value)
+        _mark(name, value)
     if not _installed:
         return value
     sinks = _sinks.get()
@@ -66,6 +69,16 @@ def set_compiler(compiler: Callable[[Any], None]) -> None:
 def _tell_compiler(context: Any) -> None:
     if _compiler is not None:
         _compiler(context)
+
+
+_lazy: type | None = None
+_mark: Callable[[str, Any], None] = lambda name, value: None
+
+
+def set_lazy(kind: type, mark: Callable[[str, Any], None]) -> None:
+    """Let `mark` see each tap of a tensor of type `kind`, whether or not anything listens."""
+    global _lazy, _mark
+    _lazy, _mark = kind, mark
 
 
 def is_heard() -> bool:

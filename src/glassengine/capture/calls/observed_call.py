@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType, NoneType
 from typing import Any, TypeGuard
 
@@ -139,6 +139,15 @@ def num_running(module: nn.Module) -> int:
             count += 1
         frame = frame.f_back
     return count
+
+
+def modules_being_called() -> Iterator[nn.Module]:
+    """Yield the modules whose calls are open in this thread, the innermost first; those of compiled code are not."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__:
+            yield frame.f_locals["self"]
+        frame = frame.f_back
 
 
 def has_compiled_call(module: nn.Module) -> bool:

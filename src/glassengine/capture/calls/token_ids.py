@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from glassengine.capture.calls.promises import is_computed_later, values_now
+
 
 def first_argument(root: nn.Module) -> str | None:
     """Return the name of the first argument of a model's forward, where it has one."""
@@ -30,7 +32,11 @@ def token_ids(args: Any, kwargs: Any, first: str | None) -> list[list[int]]:
     ids = kwargs.get("input_ids")
     if ids is None and args and first == "input_ids":
         ids = args[0]
-    if not isinstance(ids, Tensor) or ids.is_floating_point() or type(ids) is not Tensor:
+    if not isinstance(ids, Tensor) or ids.is_floating_point():
+        return []
+    if is_computed_later(ids):
+        ids = values_now(ids, "the token ids of a recording")
+    if type(ids) is not Tensor:
         return []
     if ids.dim() == 1 and _is_one_row(ids, kwargs.get("positions", args[1] if len(args) > 1 else None)):
         return [ids.tolist()]

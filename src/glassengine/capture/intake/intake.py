@@ -17,7 +17,9 @@ from torch._C import _DisableFuncTorch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from glassengine.capture.calls.interruption import is_interruption
+from glassengine.capture.calls.promises import is_computed_later
 from glassengine.capture.intake.parts import parts_of, port_of_part, sharding_of, untransformed, waited
+from glassengine.capture.intake.patience import PatientWriter
 from glassengine.recording.layout.description import Facts
 from glassengine.recording.layout.layout import LeftOut, Sharding
 from glassengine.recording.layout.statistics import light
@@ -118,6 +120,10 @@ class Intake:
             if is_functorch_wrapped_tensor(tensor):
                 with _DisableFuncTorch():
                     self._take(site, step, untransformed(tensor), keeps, None)
+            elif is_computed_later(tensor):
+                self._wait()
+                if self._enter(site, step):
+                    self._take_plain(site, step, tensor, keeps, axes)
             elif not _is_plain(tensor):
                 self._take_parts(site, step, tensor, keeps, axes)
             elif self._enter(site, step):
@@ -127,6 +133,16 @@ class Intake:
                 raise
             _log.debug("%s is not recorded", site, exc_info=True)
             self._leave_out(site, step, f"{type(error).__name__}: {error}"[:500], None)
+
+    def _wait(self) -> None:
+        if not isinstance(self._writer, PatientWriter):
+            self._writer = PatientWriter(self._writer)
+            self._again = self._writer.again
+
+    def finish(self, why: str) -> None:
+        """Hand over what waits for values that are not computed yet, and compute these now, for `why`."""
+        if isinstance(self._writer, PatientWriter):
+            self._writer.finish(why)
 
     def has_ended(self, step: int) -> bool:
         """Return whether `step` is complete: what comes for it is too late."""

@@ -96,6 +96,7 @@ class Recorder:
         problem: GlassError | None = None
         try:
             self._hooks.finish(stopped)
+            self._intake.finish("the end of glass.record")
             if self._hooks.steps.num_begun == 0 and reason is None:
                 reason = "the model was not called"
                 _log.warning(
@@ -159,6 +160,7 @@ class Recorder:
     def wait(self) -> None:
         """Wait until all that was recorded so far is in the file."""
         if self._writer is not None:
+            self._intake.finish("Recorder.wait()")
             self._writer.wait()
 
     def _detach(self) -> None:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from glassengine.executable.metrics.steps import before_end_of_step
 from glassengine.frontends.lazy.dispatching import Recorder
+from glassengine.frontends.lazy.observed import mark_taps
 from glassengine.frontends.lazy.recording import held, lazy_tensor, recorded
 from glassengine.frontends.lazy.running import run_pending
 from glassengine.frontends.lazy.tensor import DEVICE, LazyTensor
@@ -53,6 +54,7 @@ def register() -> None:
     torch._C._group_tensors_by_device_and_dtype = _grouped(torch._C._group_tensors_by_device_and_dtype)
     if not hasattr(torch, DEVICE.type):
         torch._register_device_module(DEVICE.type, _DeviceModule(DEVICE.type))  # type: ignore[no-untyped-call]
+    mark_taps()
     before_end_of_step(run_pending)
     _library = library
 

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from glassengine.frontends.lazy.at_once import computed
 from glassengine.frontends.lazy.foresight import UnforeseenError
 from glassengine.frontends.lazy.memory import View
+from glassengine.frontends.lazy.observed import Awaited
 from glassengine.frontends.lazy.recording import (
     PLAIN,
     apply,
@@ -31,7 +32,7 @@ from glassengine.frontends.lazy.recording import (
     write,
 )  # fmt: skip
 from glassengine.frontends.lazy.rules import Kind, Rule, rule_of
-from glassengine.frontends.lazy.running import fetch
+from glassengine.frontends.lazy.running import fetch, run_pending
 from glassengine.frontends.lazy.settings import Reason, settings
 from glassengine.frontends.lazy.tensor import DEVICE, LazyTensor
 from glassengine.frontends.lazy.values import Memory, Value
@@ -65,6 +66,14 @@ class Recorder:
     def data(self, tensor: LazyTensor, why: str) -> torch.Tensor:
         """Return the data of a tensor."""
         return fetch([tensor._lazy.get()], Reason("read", why))[0]
+
+    def promised(self, tensor: LazyTensor, site: str, told: Callable[[], None]) -> Awaited:
+        """Return what has the data of a tensor, as it is now, as soon as a graph has made it."""
+        return Awaited(tensor._lazy.get(), site, told)
+
+    def keep_promises(self, why: str) -> None:
+        """Run everything that is pending."""
+        run_pending(Reason("read", why))
 
 
 def _compute(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

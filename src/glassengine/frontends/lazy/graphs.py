@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from glassengine.executable.graph.graph import CapturedGraph, input_spec
+from glassengine.frontends.lazy.observed import observed
 from glassengine.frontends.lazy.symbols import Pattern, Sample, SymbolicSizes
 from glassengine.frontends.lazy.values import NUMBER_DTYPES, Call, Value, filled
 
@@ -28,7 +29,7 @@ class Pending:
     Attributes:
         calls: In the order in which they were recorded.
         leaves: The values with data that they read, in the order in which they are first read.
-        outputs: The values.
+        outputs: The values, and after them those of the calls that someone looks at.
         numbers: All numbers among the arguments of the calls.
         key: Equal for equal calls, wired the same way, whatever the data and the numbers.
     """
@@ -41,7 +42,7 @@ class Pending:
 
 
 def pending(outputs: Sequence[Value]) -> Pending:
-    """Return the calls that make `outputs`, which are pending, each once."""
+    """Return the calls that make `outputs`, which are pending, each once, and what else someone looks at of them."""
     waiting = [value.call for value in outputs if value.call is not None]
     seen: dict[int, Call] = {}
     while waiting:
@@ -53,6 +54,7 @@ def pending(outputs: Sequence[Value]) -> Pending:
             if value.data is None and value.call.number not in seen:  # type: ignore[union-attr]
                 waiting.append(value.call)  # type: ignore[arg-type]
     calls = tuple(seen[number] for number in sorted(seen))
+    outputs = (*outputs, *observed(seen, outputs))
     first: dict[int, int] = {}
     leaf_numbers: dict[int, int] = {}
     leaves: list[Value] = []
@@ -158,9 +160,10 @@ def captured(
     results = [nodes[value.call.number, value.index] for value in made_by.outputs]  # type: ignore[union-attr]
     graph.output(tuple(results))
     module = torch.fx.GraphModule({}, graph)
-    outputs = []
-    for number, node in enumerate(results):
-        outputs.append(node.name if node not in results[:number] else f"{node.name}.{number}")
+    outputs: list[str] = []
+    for number, (node, value) in enumerate(zip(results, made_by.outputs, strict=True)):
+        name = value.site or node.name
+        outputs.append(name if name not in outputs else f"{name}.{number}")
     graph_of = CapturedGraph(module, tuple(specs), tuple(outputs), "inference")
     return graph_of, fakes, mode, None if symbols is None else symbols.pattern
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import _disable_current_modes
 
 from glassengine.frontends.lazy.values import Call, Memory, Operation, Spec, Value
 
@@ -66,6 +67,30 @@ class View:
 
 
 Handle = Memory | View
+
+
+def viewed(value: Value) -> bool:
+    """Give a value its data if views alone make it of data that is there; return whether they do."""
+    chain: list[Value] = []
+    current = value
+    while current.data is None:
+        call = current.call
+        assert call is not None
+        if not call.operation.target.is_view or len(call.reads) != 1:
+            return False
+        chain.append(current)
+        current = call.reads[0]
+    data = current.data
+    with _disable_current_modes(), torch.no_grad():
+        for one in reversed(chain):
+            call = one.call
+            assert call is not None
+            args, kwargs = call.operation.arguments([data].__getitem__, call.numbers.__getitem__)
+            made: Any = call.operation.target(*args, **kwargs)
+            data = made[one.index] if isinstance(made, (list, tuple)) else made
+    value.data = data
+    value.call = None
+    return True
 
 
 def with_part(view: View, written: Value, apply: Apply) -> Value | None:

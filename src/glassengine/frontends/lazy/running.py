@@ -23,7 +23,9 @@ from glassengine.executable.run.executable import compile_graph
 from glassengine.frontends.lazy.fallbacks import user_line
 from glassengine.frontends.lazy.foresight import takes_any_number
 from glassengine.frontends.lazy.graphs import Pending, captured, pending
+from glassengine.frontends.lazy.memory import viewed
 from glassengine.frontends.lazy.names import names_of
+from glassengine.frontends.lazy.observed import awaited
 from glassengine.frontends.lazy.settings import Graph, Reason, Variant, bytes_of, settings
 from glassengine.frontends.lazy.sizes import constant, fitted, foreseen, sample_of, skeleton
 from glassengine.frontends.lazy.symbols import Pattern, Sample
@@ -42,11 +44,16 @@ _lock = threading.RLock()
 _numbers = itertools.count()
 
 
-def run_pending() -> int:
+def run_pending(reason: Reason = Reason("step", "mark_step")) -> int:  # noqa: B008  it does not change
     """Run everything that is pending as one graph, and return how many tensors that were."""
     with _lock:
         values = {id(memory.value): memory.value for memory in pending_memories()}
-        _run(list(values.values()), Reason("step", "mark_step"))
+        for one in awaited():
+            if one.value.data is None and not viewed(one.value):
+                values[id(one.value)] = one.value
+        if reason.kind == "read" and values:
+            _note_read(values, reason)
+        _run(list(values.values()), reason)
         return len(values)
 
 
@@ -58,20 +65,17 @@ def fetch(values: Sequence[Value], reason: Reason) -> list[torch.Tensor]:
     with _lock:
         wanted: dict[int, Value] = {}
         for value in values:
-            if value.data is None and not _viewed(value):
+            if value.data is None and not viewed(value):
                 wanted[id(value)] = value
         if wanted:
-            where = user_line()
             if settings.unread:
                 raise UsageError(
                     f"a value is needed inside of {settings.unread}, which would cut its graph in two",
-                    got=f"{reason.text} at {where}",
+                    got=f"{reason.text} at {user_line()}",
                     hint="return the tensor and read it after the call, or in a step closure",
                 )
             if reason.kind != "debug":
-                registry.count("TensorRead")
-                registry.count(f"TensorRead::{reason.text} at {where}")
-                logger.info("the graph of %s ran for %s at %s", _spelled(wanted), reason.text, where)
+                _note_read(wanted, reason)
             _run(list(wanted.values()), reason)
         start = time.perf_counter_ns()
         found = [value.data for value in values]
@@ -80,33 +84,16 @@ def fetch(values: Sequence[Value], reason: Reason) -> list[torch.Tensor]:
         return found  # type: ignore[return-value]
 
 
+def _note_read(values: Mapping[int, Value], reason: Reason) -> None:
+    where = user_line()
+    registry.count("TensorRead")
+    registry.count(f"TensorRead::{reason.text} at {where}")
+    logger.info("the graph of %s ran for %s at %s", _spelled(values), reason.text, where)
+
+
 def _spelled(values: Mapping[int, Value]) -> str:
     first = next(iter(values.values()))
     return str(first.spec) if len(values) == 1 else f"{len(values)} tensors"
-
-
-def _viewed(value: Value) -> bool:
-    """Give a value its data if views alone make it of data that is there; return whether they do."""
-    chain: list[Value] = []
-    current = value
-    while current.data is None:
-        call = current.call
-        assert call is not None
-        if not call.operation.target.is_view or len(call.reads) != 1:
-            return False
-        chain.append(current)
-        current = call.reads[0]
-    data = current.data
-    with _disable_current_modes(), torch.no_grad():
-        for one in reversed(chain):
-            call = one.call
-            assert call is not None
-            args, kwargs = call.operation.arguments([data].__getitem__, call.numbers.__getitem__)
-            made: Any = call.operation.target(*args, **kwargs)
-            data = made[one.index] if isinstance(made, (list, tuple)) else made
-    value.data = data
-    value.call = None
-    return True
 
 
 def _run(values: list[Value], reason: Reason) -> None:
@@ -130,6 +117,8 @@ def _run(values: list[Value], reason: Reason) -> None:
         value.data = _kept(value, result)
     for value in made_by.outputs:
         value.call = None
+    for told in dict.fromkeys(one.told for one in awaited()):
+        told()
 
 
 def _kept(value: Value, result: torch.Tensor) -> torch.Tensor:

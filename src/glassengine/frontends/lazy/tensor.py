@@ -8,7 +8,7 @@ What needs data, as printing does, asks for it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -29,6 +29,12 @@ class Recorder(Protocol):
 
     def data(self, tensor: LazyTensor, why: str) -> torch.Tensor:
         """Return the data of a tensor, computed now if it is pending; it must not be written to."""
+
+    def promised(self, tensor: LazyTensor, site: str, told: Callable[[], None]) -> Any:
+        """Return what has the data of a tensor, as it is now, as soon as a graph has made it."""
+
+    def keep_promises(self, why: str) -> None:
+        """Run everything that is pending."""
 
 
 class LazyTensor(torch.Tensor):
@@ -63,6 +69,14 @@ class LazyTensor(torch.Tensor):
 
     def _data(self, why: str) -> torch.Tensor:
         return self.recorder.data(self, why)
+
+    def promised(self, site: str, told: Callable[[], None]) -> Any:
+        """Return what has its data as soon as a graph has made it; `told` is called after each run."""
+        return self.recorder.promised(self, site, told)
+
+    def keep_promises(self, why: str) -> None:
+        """Run everything that is pending."""
+        self.recorder.keep_promises(why)
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]

@@ -206,9 +206,10 @@ class Value:
         index: Which result of the call it is.
         data: None while it is pending.
         dynamic: Dimensions of data that are marked as changing from step to step.
+        site: Under which name someone looks at it; "" where nobody does.
     """
 
-    __slots__ = ("call", "data", "dynamic", "index", "spec")
+    __slots__ = ("call", "data", "dynamic", "index", "site", "spec")
 
     def __init__(self, spec: Spec, call: Call | None = None, index: int = 0, data: torch.Tensor | None = None) -> None:
         self.spec = spec
@@ -216,6 +217,7 @@ class Value:
         self.index = index
         self.data = data
         self.dynamic: frozenset[int] = frozenset()
+        self.site = ""
 
 
 class Memory:
