@@ -26,7 +26,7 @@ from glassengine.program.representation.program import OnnxGraph, Program, copie
 GraphKind = Literal["inference", "forward", "backward", "engine"]
 InputKind = Literal["parameter", "buffer", "input", "size", "saved", "tangent", "other"]
 
-_SYMBOL = re.compile(r"\b[suz]+\d+\b")
+_SYMBOL = re.compile(r"\b[suz]+f?\d+\b")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+|0x[0-9a-f]{6,}")
 
 

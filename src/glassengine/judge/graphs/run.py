@@ -95,6 +95,8 @@ def _build_run(name: str, program: Program, values: Sequence[Any], backend: Back
 def without_numbers(graph: CapturedGraph, values: Sequence[Any]) -> tuple[CapturedGraph, list[torch.Tensor]]:
     """Return a graph into which its numbers are written, with sizes of these inputs, and the inputs that remain.
 
+    Tensors that are nothing but numbers of it, as the scalars of lazy code, are numbers, too.
+
     Args:
         graph: The graph; is not changed.
         values: Of its inputs, in order.
@@ -104,15 +106,22 @@ def without_numbers(graph: CapturedGraph, values: Sequence[Any]) -> tuple[Captur
     copy = copied_graph(graph.module.graph)
     specs, kept = [], []
     for node, spec, value in zip(list(copy.find_nodes(op="placeholder")), graph.inputs, values, strict=True):
+        numbers = [node]
         if isinstance(value, torch.Tensor):
-            specs.append(spec)
-            kept.append(value)
-            continue
-        written = partial(_in_place_of, {node: value})
-        for user in list(node.users):
-            user.args = torch.fx.node.map_arg(user.args, written)
-            user.kwargs = torch.fx.node.map_arg(user.kwargs, written)
-        copy.erase_node(node)
+            numbers = [user for user in node.users if user.target is torch.ops.aten._local_scalar_dense.default]
+            if not numbers or len(numbers) < len(node.users):
+                specs.append(spec)
+                kept.append(value)
+                continue
+            value = value.item()
+        for number in numbers:
+            written = partial(_in_place_of, {number: value})
+            for user in list(number.users):
+                user.args = torch.fx.node.map_arg(user.args, written)
+                user.kwargs = torch.fx.node.map_arg(user.kwargs, written)
+            copy.erase_node(number)
+        if numbers[0] is not node:
+            copy.erase_node(node)
     module = GraphModule(graph.module, copy)
     with_values(module, kept)
     return replace(graph, module=module, inputs=tuple(specs)), kept

@@ -52,7 +52,7 @@ _OF_TORCH = re.compile(
     r"|_c10d_functional(_autograd)?|_dtensor"
 )
 _NAMES = re.compile(
-    r"[A-Z][A-Za-z]*|[suz]+\d+|floor|ceiling|positive|nonnegative|integer|real|precision|True|False|None|and|or|not|evaluate"
+    r"[A-Z][A-Za-z]*|[suz]+f?\d+|floor|ceiling|positive|nonnegative|integer|real|precision|True|False|None|and|or|not|evaluate"
 )
 _VALUE = re.compile(r"([A-Za-z_]\w*)?", re.ASCII)
 _EXPRESSION = re.compile(r"[\w\s+\-*/%(),.<>=!&|~]*")
@@ -188,7 +188,7 @@ def _is_factory(value: dict[str, Any]) -> bool:
 
 def is_expression(text: str) -> bool:
     """Whether `text` is arithmetic on sizes: no strings but symbols and numbers, no attributes, no other names."""
-    unquoted = re.sub(r"'([suz]+\d+)'", r"\1", text)
+    unquoted = re.sub(r"'([suz]+f?\d+)'", r"\1", text)
     unquoted = re.sub(r"'-?\d+(\.\d+)?(e[+-]?\d+)?'", "0", unquoted)
     return (
         _EXPRESSION.fullmatch(unquoted) is not None
