@@ -21,6 +21,10 @@ from glassengine.frontends.lazy.tensor import DEVICE, LazyTensor
 from glassengine.frontends.lazy.values import Spec
 
 
+_FIRST_ALONE = (torch.ops.aten._pack_padded_sequence.default,)
+"""Only the first result is on the device of the arguments: lengths of sequences are always on the host."""
+
+
 def computed(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], reason: str) -> Any:
     """Return what ATen computes at once, after the graphs of the arguments have run."""
     tensors: dict[int, LazyTensor] = {}
@@ -55,6 +59,8 @@ def computed(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], reason
             return result
         return lazy_tensor(held(result.resolve_conj().resolve_neg().clone()))
 
+    if target in _FIRST_ALONE:
+        return (taken(outcome[0]), *outcome[1:])
     return tree_map(taken, outcome)
 
 

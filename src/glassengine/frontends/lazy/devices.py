@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import types
 import warnings
 from collections.abc import Callable
@@ -31,6 +32,9 @@ _MAKERS = (
     "arange", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "normal", "ones", "rand", "randint",
     "randn", "randperm", "scalar_tensor", "tril_indices", "triu_indices", "zeros",
 )  # fmt: skip
+_ORDER = 15
+"""Of what loads storages: after that of the CPU."""
+
 _library: torch.library.Library | None = None
 
 
@@ -52,6 +56,13 @@ def register() -> None:
                     library.impl(name, functools.partial(_made, target), "Lazy")  # type: ignore[no-untyped-call]
     _autocast()
     torch._C._group_tensors_by_device_and_dtype = _grouped(torch._C._group_tensors_by_device_and_dtype)
+    for owner, name in (
+        (torch.utils._foreach_utils, "_get_foreach_kernels_supported_devices"),
+        (sys.modules[torch.optim.Optimizer.__module__], "_get_fused_kernels_supported_devices"),
+    ):
+        setattr(owner, name, _with_lazy(getattr(owner, name)))
+    # What was saved from a lazy device is a tensor like any other when it is loaded for one.
+    torch.serialization.register_package(_ORDER, lambda storage: None, _loaded)
     if not hasattr(torch, DEVICE.type):
         torch._register_device_module(DEVICE.type, _DeviceModule(DEVICE.type))  # type: ignore[no-untyped-call]
     mark_taps()
@@ -143,6 +154,14 @@ class _DeviceModule(types.ModuleType):
     @staticmethod
     def get_amp_supported_dtype() -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
+
+
+def _with_lazy(devices: Callable[[], list[str]]) -> Callable[[], list[str]]:
+    return lambda: [*devices(), DEVICE.type]
+
+
+def _loaded(storage: Any, location: str) -> Any:
+    return storage if torch.device(location).type == DEVICE.type else None
 
 
 def _grouped(group: Callable[..., Any]) -> Callable[..., Any]:

@@ -34,6 +34,8 @@ from glassengine.results.compilation import Cause
 
 logger = logging.getLogger("glassengine.lazy")
 
+_MOST_CALLS_AGAIN = 256
+"""In the graph of a tensor that is read; of a larger one all that other tensors hold is kept."""
 _MOST_VARIANTS = 3
 """Of a graph with other numbers as constants, before all its numbers are inputs."""
 _MOST_SAMPLES = 8
@@ -100,6 +102,14 @@ def _run(values: list[Value], reason: Reason) -> None:
     if not values:
         return
     made_by = pending(values)
+    if reason.kind != "step" and len(made_by.calls) > _MOST_CALLS_AGAIN:
+        # Else each read of code without steps would compute all of it once more.
+        calls = {call.number for call in made_by.calls}
+        kept = {id(value): value for value in values}
+        for memory in pending_memories():
+            if memory.value.call.number in calls:  # type: ignore[union-attr]
+                kept[id(memory.value)] = memory.value
+        made_by = pending(list(kept.values()))
     compiler = settings.compiler()
     form = skeleton(made_by)
     sample = None if form is None else sample_of(made_by)

@@ -164,6 +164,8 @@ class LazyTensor(torch.Tensor):
         text = repr(self._data("print").detach())[:-1]
         if torch.get_default_dtype() is self.dtype:
             text = text.replace(f", dtype={self.dtype}", "")
+        if isinstance(self, torch.nn.Parameter):
+            text = f"Parameter containing:\n{text}"
         text += f", device='{DEVICE}'"
         if self.grad_fn is not None:
             return f"{text}, grad_fn=<{type(self.grad_fn).__name__}>)"
@@ -186,6 +188,10 @@ class LazyTensor(torch.Tensor):
         with torch.no_grad():
             made = self.detach().clone()
         made.requires_grad_(self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            # As torch does it: without a gradient, and without attributes.
+            memo[id(self)] = made = torch.nn.Parameter(made, self.requires_grad)
+            return made
         for name, value in self.__dict__.items():
             if name != "_lazy":
                 made.__dict__[name] = copy.deepcopy(value, memo)
