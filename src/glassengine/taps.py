@@ -44,7 +44,7 @@ def tap(name: str, value: T) -> T:
 
         comptime(_tell_compiler)
         return value
-    if type(value) is _lazy:
+    if _mark is not None and type(value) is _lazy:
         _require_tensor(name, value)
         _mark(name, value)
     if not _installed:
@@ -72,7 +72,7 @@ def _tell_compiler(context: Any) -> None:
 
 
 _lazy: type | None = None
-_mark: Callable[[str, Any], None] = lambda name, value: None
+_mark: Callable[[str, Any], None] | None = None
 
 
 def set_lazy(kind: type, mark: Callable[[str, Any], None]) -> None:

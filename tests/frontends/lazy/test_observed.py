@@ -71,7 +71,7 @@ def require_equal(one: Path, other: Path) -> list[str]:
 
 
 def executions() -> int:
-    return sum(variant.executable.num_executions for variants in settings.graphs.values() for variant in variants)
+    return sum(variant.executable.num_executions for graph in settings.graphs.values() for variant in graph.variants)
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -90,9 +90,7 @@ def test_training_is_recorded_as_that_of_eager_code_in_its_own_graphs(
     assert executions() == 3 and counters("TensorRead") == 0 and counters("UncachedCompile") == 2
 
 
-def test_what_nothing_runs_is_run_at_the_end_and_counted(
-    device: torch.device, tmp_path: Path, counters: Count
-) -> None:
+def test_what_nothing_runs_is_run_at_the_end_and_counted(device: torch.device, tmp_path: Path, counters: Count) -> None:
     net = Net().eval()
     given = torch.ones(2, 8)
     with glass.record(net, tmp_path / "eager"):

@@ -73,7 +73,7 @@ def test_copies_and_files(device: torch.device) -> None:
     assert all(glass.lazy.is_lazy(value) for value in twin.state_dict().values())
     with torch.no_grad():
         net[0].weight.zero_()
-    assert twin[0].weight.abs().sum() > 0 and torch.equal(twin[0].bias.grad, net[0].bias.grad)
+    assert twin[0].weight.abs().sum() > 0 and twin[0].bias.grad is None
     file = io.BytesIO()
     torch.save(twin.state_dict(), file)
     file.seek(0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, Unpack
+from typing import Any, Protocol, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -123,7 +123,7 @@ class Intake:
             elif is_computed_later(tensor):
                 self._wait()
                 if self._enter(site, step):
-                    self._take_plain(site, step, tensor, keeps, axes)
+                    self._take_plain(site, step, cast(Tensor, tensor), keeps, axes)
             elif not _is_plain(tensor):
                 self._take_parts(site, step, tensor, keeps, axes)
             elif self._enter(site, step):

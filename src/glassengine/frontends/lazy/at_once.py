@@ -20,7 +20,6 @@ from glassengine.frontends.lazy.settings import Reason
 from glassengine.frontends.lazy.tensor import DEVICE, LazyTensor
 from glassengine.frontends.lazy.values import Spec
 
-
 _FIRST_ALONE = (torch.ops.aten._pack_padded_sequence.default,)
 """Only the first result is on the device of the arguments: lengths of sequences are always on the host."""
 

@@ -41,6 +41,10 @@ class Pending:
     key: tuple[int, ...]
 
 
+_sites: dict[str, int] = {}
+"""Names of outputs -> what stands for them in a key."""
+
+
 def pending(outputs: Sequence[Value]) -> Pending:
     """Return the calls that make `outputs`, which are pending, each once, and what else someone looks at of them."""
     waiting = [value.call for value in outputs if value.call is not None]
@@ -76,6 +80,7 @@ def pending(outputs: Sequence[Value]) -> Pending:
             key.append(-1 - number)
         numbers += call.numbers
     key += [first[value.call.number] + value.index for value in outputs]  # type: ignore[union-attr]
+    key += [_sites.setdefault(value.site, len(_sites)) for value in outputs if value.site]
     return Pending(calls, tuple(leaves), tuple(outputs), tuple(numbers), tuple(key))
 
 

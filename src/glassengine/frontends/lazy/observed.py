@@ -85,7 +85,7 @@ def _mark(name: str, tensor: LazyTensor) -> None:
 
 
 def called_path() -> str:
-    """Return the path of the module that is being called in the outermost one; "" outside of calls, and for that one."""
+    """Return the path in the outermost module that is being called of the innermost; "" where there is only one."""
     called: nn.Module | None = None
     root: nn.Module | None = None
     for module in modules_being_called():
