@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, Unpack, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,8 +19,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from glassengine.capture.calls.interruption import is_interruption
 from glassengine.capture.calls.promises import is_computed_later
 from glassengine.capture.intake.parts import parts_of, port_of_part, sharding_of, untransformed, waited
-from glassengine.capture.intake.patience import PatientWriter
-from glassengine.recording.layout.description import Facts
+from glassengine.capture.intake.patience import PatientWriter, Writer
 from glassengine.recording.layout.layout import LeftOut, Sharding
 from glassengine.recording.layout.statistics import light
 from glassengine.recording.layout.values import dtype_name, why_not
@@ -29,28 +28,6 @@ from glassengine.recording.write.policy import NO_VALUES, OVER_BUDGET, Policy
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 _log = logging.getLogger(__name__)
-
-
-class Writer(Protocol):
-    """What takes the tensors: a `BackgroundWriter`, or something that merely counts."""
-
-    def again(self, site: str, step: int, tensor: Tensor, rank: int) -> bool:
-        """Take a tensor that comes as it did in an earlier step, if the writer remembers that."""
-
-    def write(self, site: str, step: int, tensor: Tensor, *, rank: int = 0, **facts: Unpack[Facts]) -> None:
-        """Take values."""
-
-    def measure(self, site: str, step: int, tensor: Tensor, *, rank: int, reason: str) -> bool:
-        """Take note of a tensor whose values are not wanted, if the writer measures it."""
-
-    def leave_out(self, item: LeftOut) -> None:
-        """Take note of a tensor without values."""
-
-    def hold(self, step: int, *, token_ids: Sequence[Sequence[int]] = ()) -> None:
-        """Take note that the forward of a step has ended, and that the step goes on."""
-
-    def commit(self, step: int, *, token_ids: Sequence[Sequence[int]] = (), stopped: str | None = None) -> None:
-        """Complete a step."""
 
 
 class Intake:

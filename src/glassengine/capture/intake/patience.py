@@ -10,18 +10,37 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Protocol, Unpack
 
 import torch
 from torch import Tensor
 
 from glassengine.capture.calls.promises import ComputedLater, Promise, is_computed_later
+from glassengine.recording.layout.description import Facts
 from glassengine.recording.layout.layout import LeftOut
 from glassengine.recording.layout.statistics import light
 
-if TYPE_CHECKING:
-    from glassengine.capture.intake.intake import Writer
-    from glassengine.recording.layout.description import Facts
+
+class Writer(Protocol):
+    """What takes the tensors: a `BackgroundWriter`, or something that merely counts."""
+
+    def again(self, site: str, step: int, tensor: Tensor, rank: int) -> bool:
+        """Take a tensor that comes as it did in an earlier step, if the writer remembers that."""
+
+    def write(self, site: str, step: int, tensor: Tensor, *, rank: int = 0, **facts: Unpack[Facts]) -> None:
+        """Take values."""
+
+    def measure(self, site: str, step: int, tensor: Tensor, *, rank: int, reason: str) -> bool:
+        """Take note of a tensor whose values are not wanted, if the writer measures it."""
+
+    def leave_out(self, item: LeftOut) -> None:
+        """Take note of a tensor without values."""
+
+    def hold(self, step: int, *, token_ids: Sequence[Sequence[int]] = ()) -> None:
+        """Take note that the forward of a step has ended, and that the step goes on."""
+
+    def commit(self, step: int, *, token_ids: Sequence[Sequence[int]] = (), stopped: str | None = None) -> None:
+        """Complete a step."""
 
 
 class PatientWriter:
