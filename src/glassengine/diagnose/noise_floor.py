@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from glassengine.capture.intake.intake import Writer
+from glassengine.capture.intake.patience import Writer
 from glassengine.compare.matching.padding import Padding
 from glassengine.errors import GlassError
 from glassengine.numerics.float64 import retarget
