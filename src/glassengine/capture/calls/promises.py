@@ -17,7 +17,7 @@ class Promise(Protocol):
 
     @property
     def data(self) -> Tensor | None:
-        """A plain tensor, to which nobody writes; None while it is not computed."""
+        """A plain tensor, which is never written to; None while it is not computed."""
 
 
 class ComputedLater(Protocol):
@@ -27,7 +27,7 @@ class ComputedLater(Protocol):
         """Return the promise of its values under the name `site`; `told` is called when promises were kept."""
 
     def keep_promises(self, why: str) -> None:
-        """Compute everything that was promised, now."""
+        """Compute all promised values, now."""
 
 
 def is_computed_later(tensor: Tensor) -> TypeGuard[ComputedLater]:
@@ -36,7 +36,7 @@ def is_computed_later(tensor: Tensor) -> TypeGuard[ComputedLater]:
 
 
 def values_now(tensor: ComputedLater, why: str) -> Tensor | None:
-    """Return the values of such a tensor; everything that was promised is computed for it where need be."""
+    """Return the values of such a tensor; all promised values is computed for it where need be."""
     promise = tensor.promised("", _nothing)
     if promise.data is None:
         tensor.keep_promises(why)

@@ -206,7 +206,7 @@ class Value:
         index: Which result of the call it is.
         data: None while it is pending.
         dynamic: Dimensions of data that are marked as changing from step to step.
-        site: Under which name someone looks at it; "" where nobody does.
+        site: Name of the output that it is where it is observed; "" elsewhere.
     """
 
     __slots__ = ("call", "data", "dynamic", "index", "site", "spec")
