@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from glassengine.torch_versions import compiling, donated
+from glassengine.torch_versions import compiling, donated, tracing_real_tensors
 
 
 def test_a_graph_is_donated_where_torch_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,3 +25,20 @@ def test_code_that_asks_is_told_that_it_is_compiled() -> None:
         assert torch.compiler.is_compiling()
         raise ZeroDivisionError
     assert torch.compiler.is_compiling() is before is False
+
+
+def test_nodes_of_a_trace_with_real_tensors_have_values_of_one_mode() -> None:
+    def sums(x: torch.Tensor) -> torch.Tensor:
+        return (x * 2).sum(0) + x[0]
+
+    x = torch.arange(6.0).reshape(3, 2)
+    apart = make_fx(sums)(x)
+    with tracing_real_tensors():
+        together = make_fx(sums)(x)
+    assert together.code == apart.code and torch.equal(together(x), apart(x))
+    alone, one = (
+        {id(node.meta["val"].fake_mode) for node in each.graph.nodes if "val" in node.meta}
+        for each in (apart, together)
+    )
+    assert len(alone) > 1 and len(one) == 1
+    assert torch._guards.TracingContext.try_get() is None

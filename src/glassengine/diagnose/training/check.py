@@ -182,7 +182,7 @@ def _judge_gradients(
     """Judge forward and backward of one step of the candidate, from its own parameters."""
     with torch.enable_grad():
         program = gradient_program(baseline, batch, loss, taken.state)
-        theirs = gradient_program(candidate, batch, loss, taken.state)
+        theirs = program if candidate is baseline else gradient_program(candidate, batch, loss, taken.state)
     given = step_inputs(taken.state, batch)
     case = Case(f"step {number}", 1, steps=(given,))
 

@@ -27,7 +27,7 @@ from glassengine.judge.graphs.flat import flat_program, with_values
 from glassengine.program.representation.outputs import is_view
 from glassengine.program.representation.program import Program
 from glassengine.sites import ROOT
-from glassengine.torch_versions import compiling
+from glassengine.torch_versions import compiling, tracing_real_tensors
 
 BACKWARD = ":backward"
 LOSS = "loss"
@@ -95,7 +95,7 @@ def gradient_program(
         return [value.detach(), *gradients.values()]
 
     try:
-        with fx_traceback.preserve_node_meta(), sdpa_kernel(SDPBackend.MATH), compiling():
+        with fx_traceback.preserve_node_meta(), sdpa_kernel(SDPBackend.MATH), compiling(), tracing_real_tensors():
             table: Any = get_decompositions(_DECOMPOSED)
             traced = make_fx(step, table, record_stack_traces=True)(
                 [tensor.detach() for tensor in named.values()], list(tensors.values())
@@ -110,7 +110,7 @@ def gradient_program(
     constants = _lift_constants(traced)
     _without_writes(traced)
     traced.recompile()
-    # Traced with real tensors, every node has a fake value of a mode of its own; a program has one.
+    # A program has values of a fake mode that knows its inputs.
     with_values(traced, [*reversed([value for _, value in constants.values()]), *named.values(), *tensors.values()])
     return flat_program(traced, weights=constants, output_names=made)
 

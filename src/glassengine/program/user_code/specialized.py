@@ -20,6 +20,8 @@ from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from glassengine.torch_versions import tracing_real_tensors
+
 SPECIALIZED = "specialized"
 """Key of the metadata: how a program was traced that holds for the inputs of one step."""
 WITH_VALUES = "exported with the values of its inputs"
@@ -112,7 +114,8 @@ def written_down(module: nn.Module, inputs: Mapping[str, Any]) -> nn.Module:
         return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, torch.Tensor) else None, results)
 
     trace = make_fx(run, tracing_mode="real", _error_on_data_dependent_ops=False)
-    graph_module = trace(weights, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+    with tracing_real_tensors():
+        graph_module = trace(weights, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
     return _Repeated(module, graph_module)
 
 
