@@ -90,6 +90,7 @@ def test_autocast_and_seeds(device: torch.device) -> None:
             assert (torch.ones(2, 2).to(device) @ torch.ones(2, 2).to(device)).dtype == torch.bfloat16
     with pytest.raises(glass.GlassError, match="needs no scaled gradients"):
         torch_xla.amp.GradScaler()
+    assert torch_xla.amp.syncfree.AdamW is torch.optim.AdamW
     torch_xla.manual_seed(7)
     first = torch.rand(3, device=device)
     torch.manual_seed(7)

@@ -8,6 +8,7 @@ holds its data and refers to no operation.
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -238,9 +239,11 @@ class Memory:
         if value.data is None:
             _pending[id(self)] = weakref.ref(self)
 
-    def __del__(self) -> None:
-        """Count it, as PyTorch/XLA does, and forget it."""
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Count it, as PyTorch/XLA does, and forget it; not at the end of the process, where this module is gone."""
         global _destroyed
+        if is_finalizing():
+            return
         _destroyed += 1
         _pending.pop(id(self), None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from glassengine.compat.torch_xla.amp import syncfree as syncfree
 from glassengine.compat.torch_xla.refusals import refusing
 from glassengine.compat.torch_xla.torch_xla import autocast as autocast
 
