@@ -14,6 +14,7 @@ from glassengine.results.compilation import Change, What
 
 _WINDOW = 200  # operations looked ahead, to tell one that was put in or left out from one that was replaced
 
+_NUMBERED = re.compile(r"input\d+")
 _VALUE = re.compile(r"%(\d+)")
 _FIELDS: tuple[What, ...] = ("dtype", "shape", "stride", "device", "requires_grad")
 
@@ -87,19 +88,24 @@ def _op_change(before: Outline, after: Outline, number: int) -> Change:
 
 
 def _input_changes(before: Outline, after: Outline) -> Iterator[Change]:
+    def named(name: str, side: Outline) -> str:
+        """Return the name of an input; of one that has only a number also where it is first read."""
+        place = next((place for op, place in zip(side.ops, side.places, strict=True) if f"<{name}>" in op), "")
+        return f"{name} ({place})" if place and _NUMBERED.fullmatch(name) else name
+
     # What the caller passes before what belongs to the model, which may be a lot.
     for name, new in sorted(after.inputs.items(), key=lambda item: item[1].kind in ("parameter", "buffer")):
         old = before.inputs.get(name)
         if old is None:
-            yield Change("input", name, "", str(new))
+            yield Change("input", named(name, after), "", str(new))
             continue
         for field in _FIELDS:
             was, is_now = getattr(old, field), getattr(new, field)
             if was != is_now:
-                yield Change(field, name, _spell(was), _spell(is_now))
+                yield Change(field, named(name, after), _spell(was), _spell(is_now))
     for name, old in before.inputs.items():
         if name not in after.inputs:
-            yield Change("input", name, str(old), "")
+            yield Change("input", named(name, before), str(old), "")
 
 
 def _spell(value: object) -> str:

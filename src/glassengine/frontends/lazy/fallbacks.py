@@ -37,6 +37,7 @@ def note_fallback(target: Any, reason: str) -> None:
     name = str(packet).replace(".", "::", 1)
     registry.count(name)
     key = (name, reason, user_line())
+    registry.count(f"Fallback::{name} at {key[2]}")
     _fallbacks[key] += 1
     if _fallbacks[key] == 1:
         logger.info("%s runs on ATen: %s, at %s", *key)

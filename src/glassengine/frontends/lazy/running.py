@@ -186,17 +186,26 @@ def _with_inputs(
     sizes: tuple[Pattern, Sample] | None,
 ) -> Variant:
     known = settings.constant.setdefault(compiler.name, {})
+    if isinstance(compiler, DecomposingGraphs):
+        _learn_constants(made_by, known, compiler)
     try:
         return _variant(made_by, hoisted - _constants(made_by, known), compiler, cause, sizes)
     except BackendError as error:
         logger.info("some numbers of a graph cannot be inputs of it: %s", error)
-    table = compiler.decompositions() if isinstance(compiler, DecomposingGraphs) else {}
-    for call in made_by.calls:
-        if call.numbers and call.operation.target not in known:
-            known[call.operation.target] = not takes_any_number(call, table)
+    _learn_constants(made_by, known, compiler)
     with contextlib.suppress(BackendError):
         return _variant(made_by, hoisted - _constants(made_by, known), compiler, cause, sizes)
     return _variant(made_by, frozenset(), compiler, cause, sizes)
+
+
+def _learn_constants(made_by: Pending, known: dict[OpOverload, bool], compiler: CompilingGraphs) -> None:
+    """Find out of which operations a back-end needs to know the numbers, of those that are not known yet."""
+    table: Mapping[Any, Any] | None = None
+    for call in made_by.calls:
+        if call.numbers and call.operation.target not in known:
+            if table is None:
+                table = compiler.decompositions() if isinstance(compiler, DecomposingGraphs) else {}
+            known[call.operation.target] = not takes_any_number(call, table)
 
 
 def _constants(made_by: Pending, known: Mapping[OpOverload, bool]) -> frozenset[int]:
