@@ -31,7 +31,9 @@ def computed(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], reason
     fetched = fetch([tensor._lazy.get() for tensor in tensors.values()], Reason("fallback", str(target)))
     writes = not isinstance(target, OpOverload) or target._schema.is_mutable
     real: dict[int, torch.Tensor] = {}
-    with _disable_current_modes(), torch.no_grad():
+    # A recurrent layer keeps what its backward needs only where gradients are wanted.
+    gradients = torch.is_grad_enabled() and target is torch.ops.aten.mkldnn_rnn_layer.default
+    with _disable_current_modes(), torch.set_grad_enabled(gradients):
         for (key, tensor), data in zip(tensors.items(), fetched, strict=True):
             kind = tensor._lazy.spec
             own = kind.empty().copy_(data) if writes and not _overlaps(kind) else data

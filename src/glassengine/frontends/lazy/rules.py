@@ -81,6 +81,8 @@ def rule_of(target: OpOverload) -> Rule:
         return rule(Kind.COPY, written=("self", 0))
     if target is aten.native_batch_norm.default:
         return rule(Kind.NORMALIZE)
+    if target is aten.mkldnn_rnn_layer.default:
+        return rule(Kind.ATEN, reason="its result depends on whether gradients are wanted")
     if target is aten._conj.default:
         return rule(Kind.COMPUTE)
     if torch.Tag.nondeterministic_seeded in target.tags and schema.dropout is None:
