@@ -175,10 +175,10 @@ def counts_of_integers(where: torch.device) -> Any:
 
 @way
 def threads(where: torch.device) -> Any:
-    found: dict[int, Any] = {}
+    models = [net().eval() for _ in range(3)]
 
     def run(number: int) -> None:
-        model = net().to(where).eval()
+        model = models[number].to(where)
         for _ in range(3):
             model.zero_grad()
             loss = loss_of(model, where, number)
@@ -187,7 +187,6 @@ def threads(where: torch.device) -> Any:
                 for parameter in model.parameters():
                     parameter -= 0.1 * parameter.grad  # type: ignore[operator]
             loss.item()
-        found[number] = model.state_dict()
 
     started = [threading.Thread(target=run, args=(number,)) for number in range(3)]
     for thread in started:
@@ -196,7 +195,7 @@ def threads(where: torch.device) -> Any:
             thread.join()
     for thread in started:
         thread.join()
-    return [found[number] for number in range(3)]
+    return [model.state_dict() for model in models]
 
 
 def plain(value: Any) -> Any:
