@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import nn
 
 import glassengine as glass
 
@@ -89,3 +93,23 @@ def test_what_is_pending_is_shown_with_its_lines(device: torch.device) -> None:
     assert glass.lazy.text(total) == "nothing is pending" and glass.lazy.pending() == ()
     with pytest.raises(glass.GlassError, match="no lazy tensor"):
         glass.lazy.text(torch.ones(1))
+
+
+@pytest.mark.parametrize("make", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_modules_train_as_in_eager_code(make: Callable[..., nn.Module]) -> None:
+    """An LSTM's kernel asks whether gradients are recorded; a GRU writes to parts of one tensor, in its layout."""
+    torch.manual_seed(0)
+    module = make(8, 4, num_layers=2, batch_first=True, bidirectional=True)
+    x = torch.randn(8, 8, 8)
+    found = []
+    for given, one in ((x, copy.deepcopy(module)), (glass.lazy.tensor(x), glass.lazy.module(copy.deepcopy(module)))):
+        result = one(given)[0]
+        result.square().sum().backward()
+        found.append([result.detach().cpu(), *(parameter.grad.cpu() for parameter in one.parameters())])
+    assert all(torch.equal(wanted, got) for wanted, got in zip(*found, strict=True))
+
+
+def test_a_write_to_an_unsafe_chunk_is_one_to_the_whole() -> None:
+    x = glass.lazy.tensor(torch.zeros(2, 6))
+    x.unsafe_chunk(3, 1)[1].fill_(1.0)
+    assert x.cpu().tolist() == [[0, 0, 1, 1, 0, 0]] * 2
