@@ -65,7 +65,7 @@ _SHARING = {
     aten.unsafe_split.Tensor: aten.split.Tensor,
     aten.unsafe_split_with_sizes.default: aten.split_with_sizes.default,
 }
-"""Operations whose results share memory with their argument, though their schema does not say so: the view each is."""
+"""Operations whose results share memory with their argument, which their schema leaves out: the view each is."""
 
 _NO_DRAWS = frozenset({"normal.Tensor_float", "normal.float_Tensor", "normal.Tensor_Tensor", "bernoulli_.Tensor"})
 
