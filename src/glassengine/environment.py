@@ -253,6 +253,11 @@ def cache_dirs() -> dict[str, Path]:
     }
 
 
+def set_cache_directory(directory: Path) -> None:
+    """Keep compiled graphs in a directory from now on, in this process and those that it starts."""
+    os.environ["GLASS_CACHE_DIR"] = str(directory)
+
+
 def inductor_directory() -> Path | None:
     """Return the cache directory of Inductor set by the user or by torch itself; None for its default."""
     named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")

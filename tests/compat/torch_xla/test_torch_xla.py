@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 import glassengine as glass
+from glassengine import environment
 from glassengine.compat import torch_xla
 
 
@@ -108,5 +110,10 @@ def test_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "2")
     assert (xr.world_size(), xr.global_ordinal()) == (4, 2)
+    monkeypatch.setenv("GLASS_CACHE_DIR", "before")
+    xr.initialize_cache("kept")
+    assert environment.cache_dirs()["glassengine"] == Path("kept")
+    with pytest.raises(glass.GlassError, match="does not take readonly"):
+        xr.initialize_cache("kept", readonly=True)
     with pytest.raises(glass.GlassError, match=r"runtime\.use_spmd is not available"):
         xr.use_spmd()

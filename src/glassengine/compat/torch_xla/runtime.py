@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 
 from glassengine import environment
-from glassengine.compat.torch_xla.refusals import refusing
+from glassengine.compat.torch_xla.refusals import refusing, require_default
 from glassengine.errors import UsageError
+from glassengine.writing.locations import local
 
 _ONE_DEVICE = "each process has one lazy device, and a tensor is on it as a whole"
 
@@ -17,7 +18,6 @@ __getattr__ = refusing(
     __name__,
     {
         "get_master_ip": "torch.distributed sets up processes: MASTER_ADDR",
-        "initialize_cache": "GLASS_CACHE_DIR names the directory of the persistent cache",
         "set_device_type": "graphs run on the CPU; glass.lazy.mode(backend=...) says which back-end compiles them",
         "use_spmd": _ONE_DEVICE,
     },
@@ -77,6 +77,20 @@ def addressable_runtime_device_count() -> int:
 def device_type() -> str:
     """Return what graphs run on."""
     return "CPU"
+
+
+def initialize_cache(path: str, readonly: bool = False) -> None:
+    """Keep compiled graphs in a directory from now on, as GLASS_CACHE_DIR does.
+
+    Args:
+        path: Of the directory; it need not exist.
+        readonly: Refused: what is compiled is kept.
+
+    Raises:
+        UsageError: The cache is to be read only, or the path is no place on this machine.
+    """
+    require_default("initialize_cache", {"readonly": readonly}, "GLASS_CACHE_MAX_BYTES=0 turns the cache off")
+    environment.set_cache_directory(local(path))
 
 
 def using_pjrt() -> bool:

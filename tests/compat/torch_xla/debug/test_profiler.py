@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -43,5 +44,26 @@ def test_a_server_is_for_the_first_process(tmp_path: Path, monkeypatch: pytest.M
     server.stop()
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert xp.start_server(0) is None
-    with pytest.raises(glass.GlassError, match=r"profiler\.trace_detached is not available\n.*glass profile --capture"):
-        xp.trace_detached("localhost:9012", "logs")
+
+
+def test_a_profile_is_asked_of_a_server(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    server = xp.start_server(0)
+    assert server is not None
+    address = f"localhost:{server.port}"
+    xp.trace_detached(address, "logs", duration_ms=300)
+    (thread,) = [one for one in threading.enumerate() if one.name == "glass-trace-detached"]
+    while thread.is_alive():
+        with xp.StepTrace("train"):
+            torch.ones(2).to(device) + 1
+        thread.join(0.01)
+    assert glass.profiler.read(tmp_path / "logs")[0].data["num_steps"] > 1
+    server.stop()
+    with pytest.raises(glass.GlassError, match="profile server"):
+        xp.trace(address, "logs")
+    xp.trace_detached(address, "logs")
+    for thread in [one for one in threading.enumerate() if one.name == "glass-trace-detached"]:
+        thread.join()
+    assert "no profile was taken: no program of this user" in caplog.text

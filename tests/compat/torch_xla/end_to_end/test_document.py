@@ -6,7 +6,10 @@ The scripts of the document are word for word on the page docs/guide/coming-from
 from __future__ import annotations
 
 import gc
+import importlib
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -112,3 +115,14 @@ def test_a_loop_compiles_its_first_steps_and_then_nothing() -> None:
         # The first step makes the momentum, the second one reads it.
         assert numbers() == (min(step + 1, 2), step + 1)
     assert loss.item() > 0 and met.counter_value("MarkStep") == 6
+
+
+def test_the_names_that_the_page_lists_are_there(root: Path) -> None:
+    page = (root / "docs/guide/coming-from-pytorch-neuronx.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(torch_xla[.\w]*)` \| (.*) \|$", page, re.MULTILINE)
+    assert len(rows) == 9
+    for module, names in rows:
+        found = importlib.import_module(f"glassengine.compat.{module}")
+        for name in re.findall(r"`(\w+)`", names):
+            # A refusal is made anew each time it is asked for.
+            assert callable(getattr(found, name)) and getattr(found, name) is getattr(found, name), name

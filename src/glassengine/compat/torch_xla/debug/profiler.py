@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
+import threading
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from glassengine.compat.torch_xla.refusals import refusing
-from glassengine.errors import UsageError
+from glassengine.errors import GlassError, UsageError
 from glassengine.executable.metrics.steps import is_master_ordinal, mark_step
+from glassengine.executable.profile.client import request_profile
 from glassengine.executable.profile.profile import Profile
 from glassengine.executable.profile.server import ProfileServer
 from glassengine.executable.profile.server import start_server as start_glass_server
+from glassengine.executable.profile.taker import MAX_STEPS
 from glassengine.spans import Trace as Span
+from glassengine.writing.files import next_directory
 
-_ASK = "glass profile --capture localhost:PORT --steps N, or xp.start_trace(logdir) and xp.stop_trace()"
-
-__getattr__ = refusing(__name__, {"trace": _ASK, "trace_detached": _ASK})
+logger = logging.getLogger("glassengine")
 
 _profiles: list[Profile] = []
 
@@ -56,6 +60,43 @@ def stop_trace() -> None:
     if not _profiles:
         raise UsageError("no profile is being taken", hint="xp.start_trace(logdir)")
     _profiles.pop().stop()
+
+
+def trace(
+    service_addr: str, logdir: str | Path, duration_ms: float = 1000, delay_ms: float = 0, **options: Any
+) -> None:
+    """Take a profile of the program behind a server, and copy it into a directory.
+
+    Args:
+        service_addr: "localhost:PORT" of a `start_server` on this machine, in this program or another one.
+        logdir: Where a directory is made for it.
+        duration_ms: How long at most, and for 10 000 steps at most.
+        delay_ms: How long to wait before it begins.
+        options: Without effect: how often to try, and in how much detail XLA is looked at.
+
+    Raises:
+        UsageError: No server answers, or it takes no profile.
+        OSError: It cannot be copied.
+    """
+    time.sleep(delay_ms / 1000)
+    taken = request_profile(service_addr, steps=MAX_STEPS, timeout_s=duration_ms / 1000)
+    target = Path(logdir)
+    target.mkdir(parents=True, exist_ok=True)
+    place = next_directory(target, "profile", digits=6)
+    shutil.copytree(taken["directory"], place, dirs_exist_ok=True)
+    logger.info("a profile of %d steps is in %s", taken["num_steps"], place)
+
+
+def trace_detached(*args: Any, **kwargs: Any) -> None:
+    """Do what `trace` does in a thread, for which the program waits at its end; an error of it is logged."""
+
+    def run() -> None:
+        try:
+            trace(*args, **kwargs)
+        except (GlassError, OSError) as error:
+            logger.error("no profile was taken: %s", error)
+
+    threading.Thread(target=run, name="glass-trace-detached").start()
 
 
 class Trace(Span):
