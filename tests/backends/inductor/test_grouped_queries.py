@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention as attention
 from glassengine import environment
 from glassengine.backends.inductor.backend import InductorBackend
 from glassengine.backends.inductor.grouped_queries import MARK, with_grouped_queries
+from glassengine.judge.graphs.flat import with_values
 from glassengine.program.export.export import export_causal_lm, export_module
 from glassengine.program.representation.program import Program
 
@@ -158,3 +159,27 @@ def test_an_engine_computes_and_lists_it(tmp_path: Path) -> None:
     told = {node for layer in backend.network(program, tmp_path).layers for node in layer.nodes}
     assert "scaled_dot_product_attention" in told
     assert "_unsafe_view" not in told, "keys and values are not repeated"
+
+
+class BoolMask(torch.nn.Module):
+    """Attention whose heads share keys and values, with a mask of bools."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        each = [side[:, :, None].expand(-1, -1, 2, -1, -1).reshape(1, 4, 3, 8) for side in (key, value)]
+        return attention(query, *each, attn_mask=mask)
+
+
+def test_a_mask_of_bools_in_a_graph_of_a_snapshot() -> None:
+    torch.manual_seed(0)
+    given = {
+        "query": torch.randn(1, 4, 1, 8),
+        "key": torch.randn(1, 2, 3, 8),
+        "value": torch.randn(1, 2, 3, 8),
+        "mask": torch.tensor([True, True, False]).reshape(1, 1, 1, 3),
+    }
+    program = export_module(BoolMask(), given)
+    right = run(program, program.exported, given)
+    with_values(program.exported.graph_module, [given[port.name] for port in program.inputs])
+    grouped = with_grouped_queries(program.exported)
+    assert grouped is not program.exported
+    torch.testing.assert_close(run(program, grouped, given), right)

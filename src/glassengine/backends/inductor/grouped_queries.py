@@ -7,12 +7,14 @@ queries of such heads can be rows of one head instead, which changes no number: 
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import SymInt
+from torch._guards import detect_fake_mode
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
@@ -165,7 +167,9 @@ def _call(graph: Graph, part_of: Node, name: str, target: Any, *args: Any, **kwa
     node = graph.create_node("call_function", target, args, kwargs, f"{part_of.name}{MARK}_{name}")
     node.meta = dict(part_of.meta)
     values = torch.fx.map_arg(args, lambda argument: argument.meta["val"])
-    node.meta["val"] = target(*values, **kwargs)
+    # Attention makes numbers of its own for a mask of bools; they have no data either.
+    with detect_fake_mode(values) or contextlib.nullcontext():
+        node.meta["val"] = target(*values, **kwargs)
     return node
 
 
