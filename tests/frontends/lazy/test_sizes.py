@@ -179,3 +179,22 @@ def test_only_what_holds_data_is_marked() -> None:
         glass.lazy.mark_dynamic(torch.ones(2), 0)
     with pytest.raises(IndexError, match="dimension 2"):
         glass.lazy.mark_dynamic(x, 2)
+
+
+@pytest.mark.slow
+def test_what_a_compiler_assumes_of_a_size_holds_for_code_from_its_cache() -> None:
+    """Inductor chooses the layout of a convolution by its sizes; its cache asks for the sizes that are inputs."""
+
+    def gradient(x: Tensor, weight: Tensor) -> Tensor:
+        given = x.detach().requires_grad_()
+        nn.functional.conv1d(given.transpose(1, 2), weight, padding=1).square().sum().backward()
+        assert given.grad is not None
+        return given.grad
+
+    weight = torch.randn(5, 8, 3, generator=torch.Generator().manual_seed(0))
+    with glass.lazy.mode(backend="inductor"):
+        for shape in ((2, 4), (3, 6), (4, 8), (5, 10), (3, 4)):
+            x = torch.randn(*shape, 8)
+            lazy = glass.lazy.mark_dynamic(glass.lazy.tensor(x), 0, 1)
+            got = gradient(lazy, glass.lazy.tensor(weight)).cpu()
+            torch.testing.assert_close(got, gradient(x, weight), rtol=1e-4, atol=1e-4)

@@ -110,7 +110,7 @@ def captured(
     leaves: dict[int, torch.fx.Node] = {}
     taken: set[str] = set()
 
-    def placeholder(fake: torch.Tensor, name: str, kind: str) -> torch.fx.Node:
+    def placeholder(fake: Any, name: str, kind: str) -> torch.fx.Node:
         node = graph.placeholder(f"arg{len(fakes)}")
         node.meta["val"] = fake
         fakes.append(fake)
@@ -119,6 +119,8 @@ def captured(
         specs.append(input_spec(fake, unique, kind))  # type: ignore[arg-type]
         return node
 
+    if symbols is not None:
+        symbols.placeholders(placeholder)
     for index, value in enumerate(made_by.leaves):
         assert value.data is not None
         name, kind = names.get(id(value), (f"input{index}", "input"))
@@ -135,8 +137,6 @@ def captured(
         numbers[index] = placeholder(mode.from_tensor(example, static_shapes=True), f"number{index}", "input")
     for index, node in list(numbers.items()):
         numbers[index] = graph.call_function(aten._local_scalar_dense.default, (node,))
-    if symbols is not None:
-        symbols.read(graph, [(leaves[id(value)], value.spec) for value in made_by.leaves])
     start = 0
     for call in made_by.calls:
 

@@ -119,7 +119,10 @@ def _run(values: list[Value], reason: Reason) -> None:
     if variant is None:
         variant = _compiled(made_by, graph, sample, compiler)
         graph.variants.append(variant)
-    inputs: list[Any] = [value.data for value in made_by.leaves]
+    inputs: list[Any] = []
+    if variant.sizes is not None and sample is not None:
+        inputs += [sample.inputs[place] for place in variant.sizes.symbols]
+    inputs += [value.data for value in made_by.leaves]
     inputs += [_number(made_by.numbers[index]) for index in variant.hoisted]
     with _alone():
         results = variant.executable.run(inputs)

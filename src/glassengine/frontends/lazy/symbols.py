@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -112,8 +112,7 @@ class SymbolicSizes:
             self._values.append(env.create_symintnode(symbol, hint=sample.inputs[place], source=source))
         names = tuple(value.node.expr for value in self._values)
         self.pattern = Pattern(pattern.symbols, pattern.inputs, pattern.arguments, env, names)
-        self._nodes: dict[int, torch.fx.Node] = {}
-        self._places = {place: number for number, place in enumerate(pattern.symbols)}
+        self._nodes: list[torch.fx.Node] = []
         self._inputs = iter(pattern.inputs)
         self._arguments = iter(pattern.arguments)
 
@@ -125,12 +124,9 @@ class SymbolicSizes:
             shape, strides(shape, order_of(kind.stride, kind.shape)), dtype=kind.dtype, device=kind.device
         )
 
-    def read(self, graph: torch.fx.Graph, leaves: Sequence[tuple[torch.fx.Node, Spec]]) -> None:
-        """Add what reads the symbols from the leaves to a graph."""
-        places = ((node, dim) for node, kind in leaves for dim in range(len(kind.shape)))
-        for place, (node, dim) in enumerate(places):
-            if place in self._places:
-                self._nodes[self._places[place]] = graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
+    def placeholders(self, add: Callable[[Any, str, str], torch.fx.Node]) -> None:
+        """Add an input for each symbol, of which a cache of compiled code asks whether it fits."""
+        self._nodes = [add(value, f"size{number}", "input") for number, value in enumerate(self._values)]
 
     def arguments(self, graph: torch.fx.Graph, operation: Operation) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of the next call, with what stands for its sizes."""
