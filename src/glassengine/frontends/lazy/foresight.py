@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
 from glassengine.frontends.lazy.values import NUMBER_DTYPES, Call, Operation, Spec, spec_of
+
+
+_lock = threading.RLock()
+"""Of the mode, in which tensors change their device while an operation runs: threads that foresee wait for each other."""
 
 
 class UnforeseenError(Exception):
@@ -41,15 +46,16 @@ def foresee(
     """
     args, kwargs = template
     operation = Operation(target, args, kwargs, (), is_list=False, is_tuple=False)
-    mode = _mode()
     try:
-        with _quiet(), _disable_current_modes(), torch._C._DisableAutocast(), torch.no_grad(), mode:
+        with _lock, _quiet(), _disable_current_modes(), torch._C._DisableAutocast(), torch.no_grad(), _mode():
             fakes = [_fake(kind) for kind in kinds]
             outcome = target(*(made := operation.arguments(fakes.__getitem__, numbers.__getitem__))[0], **made[1])
+            several = isinstance(outcome, (list, tuple))
+            results = tuple(map(_kind, outcome if several else (outcome,)))
+    except UnforeseenError:
+        raise
     except Exception as error:
         raise UnforeseenError(f"{type(error).__name__}: {error}".partition("\n")[0]) from error
-    several = isinstance(outcome, (list, tuple))
-    results = tuple(map(_kind, outcome if several else (outcome,)))
     operation.results = results
     operation.is_list = isinstance(outcome, list)
     operation.is_tuple = isinstance(outcome, tuple)
@@ -98,6 +104,8 @@ def _kind(result: Any) -> Spec | None:
         raise UnforeseenError("its result is a plain value")
     if result.layout is not torch.strided or result.is_quantized or result.is_conj() or result.is_neg():
         raise UnforeseenError("its result is no plain tensor")
+    if result.is_meta:
+        raise UnforeseenError("its result has no values")
     return spec_of(result)
 
 
