@@ -18,9 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from glassengine.frontends.lazy.values import NUMBER_DTYPES, Call, Operation, Spec, spec_of
 
-
 _lock = threading.RLock()
-"""Of the mode, in which tensors change their device while an operation runs: threads that foresee wait for each other."""
+"""Of the mode, in which tensors change their device while an operation runs: threads wait for each other."""
 
 
 class UnforeseenError(Exception):
