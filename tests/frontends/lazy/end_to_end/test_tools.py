@@ -69,8 +69,7 @@ def test_why_it_compiled_again_names_the_line(device: torch.device) -> None:
         part = given.reshape(-1)[start:] * 2.5
         glass.mark_step()
     assert part.shape == (37,)
-    first, constant, size = map(str, glass.metrics.compilations())
-    assert "first time" in first
+    *_, constant, size = map(str, glass.metrics.compilations())  # of the whole process
     assert "part = given.reshape(-1)[start:] * 2.5" in constant and "aten.slice.Tensor(" in constant
     assert "shape of input0" in size and "test_tools.py:" in size and "(4, 8) -> (5, 8)" in size
 
