@@ -28,6 +28,7 @@ import pytest
 import torch
 
 from glassengine.cli.main import main
+from glassengine.executable.snapshot import callback
 from tests import children
 
 FENCE = re.compile(
@@ -186,6 +187,14 @@ def run_page(path: Path, directory: Path, update: bool = False) -> list[str]:
     if update and not problems:
         path.write_text("".join([*pieces, page[end:]]), encoding="utf-8")
     return problems
+
+
+@pytest.fixture(autouse=True)
+def snapshot_callback() -> Iterator[None]:
+    """Leave no callback of a page to the tests that follow."""
+    before = callback._registered
+    yield
+    callback._registered = before
 
 
 @pytest.fixture
