@@ -173,7 +173,7 @@ def _finish() -> None:
     for error in _steps.errors:
         logger.error("a step closure failed after the last step", exc_info=error)
     if _steps.closures:
-        logger.warning("%d step closures never ran: no mark_step came after them", len(_steps.closures))
+        logger.warning("step closures that never ran, since no mark_step came after them: %d", len(_steps.closures))
 
 
 def _begin_anew() -> None:
