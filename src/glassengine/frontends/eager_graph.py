@@ -6,8 +6,6 @@ made inputs. Results that are arguments written to are not results of the graph:
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +23,7 @@ from glassengine.errors import BackendError
 from glassengine.executable.graph.graph import CapturedGraph, input_spec
 from glassengine.executable.metrics.compilation import Occasion
 from glassengine.executable.run.executable import Executable, compile_graph
-from glassengine.frontends.eager_schema import Operation, argument
+from glassengine.frontends.eager_schema import Operation, argument, is_input_number, silent
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _ORIGIN = ("stack_trace", "nn_module_stack")
@@ -108,7 +106,7 @@ class Call:
                 shape.append(TensorSpec(value.dtype, value.shape, value.stride(), value.device))
             else:
                 shape.append(index)
-        elif is_numeric and _fits(value):
+        elif is_numeric and is_input_number(value):
             self.numbers.append(value)
             shape.append(type(value))
         elif isinstance(value, (list, tuple)):
@@ -177,7 +175,7 @@ def compile_call(
         # Below autograd a graph is one of plain values.
         fakes = [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in call.tensors]
         args, kwargs = tree_map(lambda value: _exchange(call, value, fakes), (tuple(call.args), dict(call.kwargs)))
-        with mode, _silent():
+        with mode, silent():
             outcome = operation.op(*args, **kwargs)
     except Exception as error:
         raise UnforeseenError(f"the results of {operation.op} cannot be foreseen") from error
@@ -199,7 +197,7 @@ def compile_call(
     def convert(value: Any, is_numeric: bool) -> Any:
         if isinstance(value, (list, tuple)):
             return [convert(item, is_numeric) for item in value]
-        if with_numbers and is_numeric and _fits(value):
+        if with_numbers and is_numeric and is_input_number(value):
             return next(values)
         return _exchange(call, value, nodes)
 
@@ -252,23 +250,6 @@ def _named(call: Call) -> Iterator[tuple[str, torch.Tensor, bool]]:
 def _written(call: Call) -> set[int]:
     """Return which of the tensors of a call it writes to."""
     return {call.index(tensor) for _, tensor, is_written in _named(call) if is_written}
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Let torch not log that arguments do not fit: ATen reports it."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
-def _fits(value: Any) -> bool:
-    """Whether a value is a number that an input can hold."""
-    return type(value) is float or (type(value) is int and -(2**63) <= value < 2**63)
 
 
 def _exchange(call: Call, value: Any, others: Sequence[Any]) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,3 +120,20 @@ def _obstacle(op: OpOverload, *, has_dropout: bool, has_indices: bool) -> str:
     if any(given.kwarg_only and given.alias_info is not None for given in op._schema.arguments):
         return "it writes to out="
     return ""
+
+
+def is_input_number(value: Any) -> bool:
+    """Return whether a value is a number that an input of a graph, a tensor, can hold."""
+    return type(value) is float or (type(value) is int and -(2**63) <= value < 2**63)
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Let torch not log, while the block foresees results, that arguments do not fit: ATen reports it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

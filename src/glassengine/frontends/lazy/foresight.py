@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
+from glassengine.frontends.eager_schema import silent
 from glassengine.frontends.lazy.values import NUMBER_DTYPES, Call, Operation, Spec, spec_of
 
 _lock = threading.RLock()
@@ -46,7 +45,7 @@ def foresee(
     args, kwargs = template
     operation = Operation(target, args, kwargs, (), is_list=False, is_tuple=False)
     try:
-        with _lock, _quiet(), _disable_current_modes(), torch._C._DisableAutocast(), torch.no_grad(), _mode():
+        with _lock, silent(), _disable_current_modes(), torch._C._DisableAutocast(), torch.no_grad(), _mode():
             fakes = [_fake(kind) for kind in kinds]
             outcome = target(*(made := operation.arguments(fakes.__getitem__, numbers.__getitem__))[0], **made[1])
             several = isinstance(outcome, (list, tuple))
@@ -59,18 +58,6 @@ def foresee(
     operation.is_list = isinstance(outcome, list)
     operation.is_tuple = isinstance(outcome, tuple)
     return operation
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Let torch not log what does not fit: ATen says it itself."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def takes_any_number(call: Call, decompositions: Mapping[Any, Callable[..., Any]]) -> bool:
@@ -88,7 +75,7 @@ def takes_any_number(call: Call, decompositions: Mapping[Any, Callable[..., Any]
         tensors = [value.spec.flat.empty() for value in call.reads]
         tensors += [torch.tensor(number, dtype=NUMBER_DTYPES[type(number)]) for number in call.numbers]
         try:
-            with _quiet(), mode:
+            with silent(), mode:
                 fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in tensors]
                 make_fx(compute, dict(decompositions))(*fakes)
         except Exception:  # whatever it is, the number is a constant then, which is always right

@@ -49,6 +49,11 @@ def sizes_of(operation: Operation) -> tuple[int, ...]:
     return form_of(operation).sizes
 
 
+def ranks_of(operation: Operation) -> list[tuple[torch.dtype, int] | None]:
+    """Return the dtype and the number of dimensions of each result of a call."""
+    return [None if kind is None else (kind.dtype, len(kind.shape)) for kind in operation.results]
+
+
 def with_sizes(operation: Operation, size: Callable[[int], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a call with other sizes, places for tensors and numbers left in."""
     form = form_of(operation)
@@ -79,8 +84,7 @@ def form_of(operation: Operation) -> Form:
         names = [argument.name for argument in operation.target._schema.arguments]
         args = tuple(put(value, names[index] in sized) for index, value in enumerate(operation.args))
         kwargs = {name: put(value, name in sized) for name, value in operation.kwargs.items()}
-        results = [None if kind is None else (kind.dtype, len(kind.shape)) for kind in operation.results]
-        key = repr((str(operation.target), args, kwargs, results))
+        key = repr((str(operation.target), args, kwargs, ranks_of(operation)))
         found = _forms[operation.number] = Form(key, tuple(sizes), args, kwargs)
     return found
 

@@ -20,6 +20,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
 from glassengine.executable.metrics.metrics import registry
+from glassengine.frontends.eager_schema import is_input_number
 from glassengine.frontends.lazy.foresight import UnforeseenError, foresee
 from glassengine.frontends.lazy.memory import Handle, View, order_of, with_part
 from glassengine.frontends.lazy.rules import Rule, rule_of
@@ -92,7 +93,7 @@ def _take(taken: Taken, value: Any, is_numeric: bool) -> None:
         key.append(held.spec.flat)
     elif kind is float or (kind is int and is_numeric):
         # A number too large for a tensor is a part of the key.
-        if is_numeric and (kind is float or -(2**63) <= value < 2**63):
+        if is_numeric and is_input_number(value):
             numbers.append(value)
             key.append(kind)
         else:
@@ -124,7 +125,7 @@ def _template(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tup
         if isinstance(value, torch.Tensor) or kind is Value:
             tensors += 1
             return TensorPlace(tensors - 1)
-        if is_numeric and (kind is float or (kind is int and -(2**63) <= value < 2**63)):
+        if is_numeric and is_input_number(value):
             numbers += 1
             return NumberPlace(numbers - 1)
         if kind in (list, tuple):

@@ -7,7 +7,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -165,9 +165,14 @@ def _compiled(made_by: Pending, graph: Graph, sample: Sample | None, compiler: C
         cause = _NUMBER if changed else _SIZE
         many = changed and len(graph.variants) >= _MOST_VARIANTS
         hoisted = everything if many else frozenset((*latest.hoisted, *changed))
+
+    def made(sizes: tuple[Pattern, Sample] | None) -> Variant:
+        return _with_inputs(
+            made_by, hoisted, compiler, lambda numbers: _variant(made_by, numbers, compiler, cause, sizes)
+        )
+
     if sample is None:
-        return _with_inputs(made_by, hoisted, compiler, cause, None)
-    own = constant(sample)
+        return made(None)
     earlier = [known for known in graph.samples if known != sample]
     guess = None if earlier else foreseen(made_by)
     samples = (sample, *earlier, *([guess] if guess else ()))
@@ -175,30 +180,33 @@ def _compiled(made_by: Pending, graph: Graph, sample: Sample | None, compiler: C
     pattern = fitted(samples)
     if pattern is not None and pattern.symbols and not {sample.inputs[place] for place in pattern.symbols} & {0, 1}:
         try:
-            return _with_inputs(made_by, hoisted, compiler, cause, (pattern, sample))
+            return made((pattern, sample))
         except Exception as error:  # a compiler may take no symbols: sizes that are known are always right
             logger.info("a graph is compiled for one size alone: %s", error)
-    return _with_inputs(made_by, hoisted, compiler, cause, (own, sample))
+    return made((constant(sample), sample))
 
 
 def _with_inputs(
     made_by: Pending,
     hoisted: frozenset[int],
     compiler: CompilingGraphs,
-    cause: Cause,
-    sizes: tuple[Pattern, Sample] | None,
+    compiled: Callable[[frozenset[int]], Variant],
 ) -> Variant:
+    """Compile a graph with as many of its numbers as inputs as the back-end takes."""
     known = settings.constant.setdefault(compiler.name, {})
     if isinstance(compiler, DecomposingGraphs):
         _learn_constants(made_by, known, compiler)
-    try:
-        return _variant(made_by, hoisted - _constants(made_by, known), compiler, cause, sizes)
-    except BackendError as error:
-        logger.info("some numbers of a graph cannot be inputs of it: %s", error)
-    _learn_constants(made_by, known, compiler)
-    with contextlib.suppress(BackendError):
-        return _variant(made_by, hoisted - _constants(made_by, known), compiler, cause, sizes)
-    return _variant(made_by, frozenset(), compiler, cause, sizes)
+    numbers = hoisted - _constants(made_by, known)
+    while True:
+        try:
+            return compiled(numbers)
+        except BackendError as error:
+            if not numbers:
+                raise
+            logger.info("some numbers of a graph cannot be inputs of it: %s", error)
+        _learn_constants(made_by, known, compiler)
+        fewer = numbers - _constants(made_by, known)
+        numbers = fewer if fewer != numbers else frozenset()
 
 
 def _learn_constants(made_by: Pending, known: dict[OpOverload, bool], compiler: CompilingGraphs) -> None:

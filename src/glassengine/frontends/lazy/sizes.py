@@ -16,7 +16,7 @@ from fractions import Fraction
 from typing import Any
 
 from glassengine.frontends.lazy.foresight import UnforeseenError, foresee
-from glassengine.frontends.lazy.forms import form_of, sizes_of, with_sizes
+from glassengine.frontends.lazy.forms import form_of, ranks_of, sizes_of, with_sizes
 from glassengine.frontends.lazy.graphs import Pending
 from glassengine.frontends.lazy.memory import order_of
 from glassengine.frontends.lazy.symbols import Pattern, Sample, Size, strides
@@ -191,8 +191,4 @@ def _outcome(
         made = foresee(operation.target, kinds, numbers, (args, kwargs))
     except UnforeseenError:
         return None
-    ranks = [
-        (None if kind is None else (kind.dtype, len(kind.shape))) for kind in (*made.results, None, *operation.results)
-    ]
-    half = len(made.results)
-    return made if ranks[:half] == ranks[half + 1 :] else None
+    return made if ranks_of(made) == ranks_of(operation) else None
