@@ -28,8 +28,8 @@ from glassengine.ops.traits import traits_of
 from glassengine.program.representation.outputs import last_uses
 from glassengine.program.representation.program import Program
 
-_MOST = 16
-"""Tensors that are followed at once."""
+MOST_MARKED = 16
+"""Tensors of a step that are followed at once; of others nothing has to be kept."""
 _ROUNDINGS = 16
 
 
@@ -101,7 +101,7 @@ def unread(program: Program, inputs: Mapping[str, torch.Tensor], marked: Mapping
     if any(node.users and given.get(node.name) is None for node in program.graph.find_nodes(op="placeholder")):
         return set()  # the caches of a later step are not available: nothing is left out
     values: dict[Node, Any] = {}
-    waiting = {name: _Lane(mask, values) for name, mask in list(marked.items())[:_MOST]}
+    waiting = {name: _Lane(mask, values) for name, mask in list(marked.items())[:MOST_MARKED]}
     last_use, varying = last_uses(program), _of_inputs(program)
     for node in program.graph.nodes:
         if node.op == "placeholder":

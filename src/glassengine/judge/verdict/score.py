@@ -14,7 +14,7 @@ from glassengine.judge.cases import Case
 from glassengine.judge.end_to_end import EndToEnd
 from glassengine.judge.exclusions.in_step import TEXTS
 from glassengine.judge.exclusions.padding import completed
-from glassengine.judge.exclusions.unread import Differing, differing, unread
+from glassengine.judge.exclusions.unread import MOST_MARKED, Differing, differing, unread
 from glassengine.judge.hypotheses.guesses import Guesses
 from glassengine.judge.pairing.mispaired import walled_off
 from glassengine.judge.sides.protocol import Observed, Side
@@ -166,7 +166,11 @@ class Score:
         if node.name in self._tracker.origins and flagged and not visited.inherited:
             if self.evidence is not None and node.name not in self.divergences:
                 self.evidence.keep(self.side, node, observed, reference, step)
-            if node.name not in self.divergences and judged.differing is not None:
+            if (
+                judged.differing is not None
+                and node.name not in self.divergences
+                and len(self._differing) < MOST_MARKED
+            ):
                 self._differing[node.name] = judged.differing
             self.divergences.setdefault(node.name, self._divergence(node, observed, judged, reference, step))
             if traits_of(node).reads_memory and self.sums.get(node.name) is None:
