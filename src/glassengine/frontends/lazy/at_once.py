@@ -11,6 +11,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from glassengine.frontends.eager_schema import argument
 from glassengine.frontends.lazy.fallbacks import note_fallback
 from glassengine.frontends.lazy.foresight import UnforeseenError
 from glassengine.frontends.lazy.memory import View
@@ -70,9 +71,9 @@ def _written(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
     if not isinstance(target, OpOverload):
         return []
     found: list[Any] = []
-    for place, argument in enumerate(target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
+    for place, described in enumerate(target._schema.arguments):
+        if described.alias_info is not None and described.alias_info.is_write:
+            value = argument((described.name, place), args, kwargs)
             found += value if isinstance(value, (list, tuple)) else [value]
     return [value for value in found if type(value) is LazyTensor]
 

@@ -15,6 +15,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from glassengine.frontends.eager_schema import argument
 from glassengine.frontends.lazy.at_once import computed
 from glassengine.frontends.lazy.foresight import UnforeseenError
 from glassengine.frontends.lazy.memory import View
@@ -95,13 +96,10 @@ def _compute(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _require_static(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    def given(place: tuple[str, int]) -> Any:
-        return args[place[1]] if place[1] < len(args) else kwargs.get(place[0])
-
-    if rule.dropout is not None and given(rule.dropout):
+    if rule.dropout is not None and argument(rule.dropout, args, kwargs):
         raise UnforeseenError("what it draws depends on values")
     if rule.indices is not None:
-        for index in given(rule.indices) or ():
+        for index in argument(rule.indices, args, kwargs) or ():
             if isinstance(index, torch.Tensor) and index.dtype in _MASKS:
                 raise UnforeseenError("the shape of its result depends on values")
 
@@ -148,7 +146,7 @@ def _reshape(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def _write(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     assert rule.twin is not None and rule.written is not None
     name, place = rule.written
-    written = args[place] if place < len(args) else kwargs.get(name)
+    written = argument(rule.written, args, kwargs)
     targets: list[Any] = list(written) if isinstance(written, (list, tuple)) else [written]
     if not all(type(tensor) is LazyTensor for tensor in targets):
         raise UnforeseenError("it writes to a tensor that is not lazy")
