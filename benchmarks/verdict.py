@@ -290,6 +290,8 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", type=Path, help="keeps every row; programs that it has already are not run again")
     options = parser.parse_args(arguments)
+    for name in options.backends or ():
+        find_backend(name)  # an unknown one is an error before anything runs
     rows: list[dict[str, Any]] = []
     if options.json and options.json.exists():
         rows = json.loads(options.json.read_text())
