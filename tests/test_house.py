@@ -89,9 +89,9 @@ def pins(root: Path) -> dict[str, str]:
     return found
 
 
-# What the installation for the tests leaves out: a hundred megabytes that need nothing else, and what only a model that
-# is loaded in parts of several ranks needs, with psutil and what is there anyway.
-NOT_INSTALLED = {"accelerate", "tensorrt-rtx-cu13-bindings", "tensorrt-rtx-cu13-libs"}
+# What the installation for the tests leaves out: a hundred megabytes that need nothing else, what only a model that
+# is loaded in parts of several ranks needs, with psutil and what is there anyway, and the stores of two clouds.
+NOT_INSTALLED = {"accelerate", "adlfs", "gcsfs", "tensorrt-rtx-cu13-bindings", "tensorrt-rtx-cu13-libs"}
 
 
 def direct(project: dict[str, Any]) -> list[Requirement]:
