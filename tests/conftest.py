@@ -427,3 +427,20 @@ def llama() -> Any:
     from glassengine.testing import models
 
     return models.llama()
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[dict[str, str]]:
+    """An S3 server of this machine, started for the first test that wants it: the variables that lead to it."""
+    from tests.s3_server import serving
+
+    with serving() as variables:
+        yield variables
+
+
+@pytest.fixture
+def bucket(s3_server: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of a new bucket, `s3://test-...`."""
+    from tests.s3_server import new_bucket
+
+    return new_bucket(s3_server, monkeypatch)

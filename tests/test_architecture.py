@@ -20,7 +20,9 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / PACKAGE
 # From the ground up; a unit (file or folder directly under the package) imports only from floors below its own.
 FLOORS = (
     {"deferred", "errors", "plugins", "progress"},
-    {"environment", "reading", "torch_versions", "writing"},
+    {"environment"},
+    {"stores"},
+    {"reading", "torch_versions", "writing"},
     {"accelerators", "sites", "taps", "results", "blocks", "spans", "ops"},
     {"recording", "program", "schemas"},
     {"numerics"},

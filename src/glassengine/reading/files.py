@@ -12,6 +12,7 @@ from typing import BinaryIO
 
 from glassengine.errors import CorruptError, GlassError, UsageError
 from glassengine.reading.printable import printable
+from glassengine.stores.places import Remote, remote
 
 _READ = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 # A pipe without a writer would block the opening for ever; for a plain file the flag means nothing.
@@ -36,7 +37,7 @@ _KINDS = (
 
 
 def open_regular(path: str | Path, *, inside: str | Path | None = None) -> io.BufferedReader:
-    """Open a plain file for reading; a pipe, a device, a directory are refused at once.
+    """Open a plain file, or an object of a store, for reading; a pipe, a device, a directory are refused at once.
 
     Args:
         path: The file. Without `inside` the user named it, and it may be a link.
@@ -46,6 +47,9 @@ def open_regular(path: str | Path, *, inside: str | Path | None = None) -> io.Bu
         UsageError: Without `inside`: there is no such file, or it cannot be read.
         CorruptError: With `inside`: the same, or the way leads out of the directory.
     """
+    there = remote(path)
+    if there is not None:
+        return _open_remote(there, inside)
     place = Path(path)
     try:
         if inside is None:
@@ -82,6 +86,10 @@ def require_directory(path: Path) -> None:
     Raises:
         CorruptError: It is none, or not there.
     """
+    if isinstance(path, Remote):
+        if not path.is_dir():
+            raise CorruptError("not a directory", got=shown(path))
+        return
     try:
         mode = path.lstat().st_mode
     except (OSError, ValueError) as error:
@@ -121,7 +129,7 @@ def read_open(file: BinaryIO, path: str | Path, *, most: int) -> bytes:
         CorruptError: It holds more, or cannot be read.
     """
     try:
-        size = os.fstat(file.fileno()).st_size - file.tell()
+        size = _size(file) - file.tell()
         # A file can grow while it is read, and those of the kernel say that they are empty.
         data = file.read(most + 1) if size <= most else b""
     except OSError as error:
@@ -199,6 +207,19 @@ def _open_inside(path: Path, directory: Path) -> int:
         return os.open(parts[-1], _READ | _NONBLOCK | _NOFOLLOW, dir_fd=here)
     finally:
         os.close(here)
+
+
+def _open_remote(there: Remote, inside: str | Path | None) -> io.BufferedReader:
+    if inside is not None and (".." in there.parts or not there.is_relative_to(str(inside))):
+        raise CorruptError("a file is outside of its directory", got=shown(there), expected=f"below {shown(inside)}")
+    from glassengine.stores.ranges import open_object
+
+    return open_object(str(there), owned=inside is not None)
+
+
+def _size(file: BinaryIO) -> int:
+    size: int | None = getattr(getattr(file, "raw", None), "size", None)  # of an object
+    return os.fstat(file.fileno()).st_size if size is None else size
 
 
 def _regular(mode: int, path: Path, *, owned: bool) -> None:

@@ -209,6 +209,13 @@ def shard_name(number: int, *, sealed: bool) -> str:
     return f"shard-{number:05d}.{'safetensors' if sealed else 'part'}"
 
 
+def shard_number(name: str, *, sealed: bool) -> int | None:
+    """Return the number of the shard with this file name; None for any other name."""
+    digits = name.partition(".")[0].removeprefix("shard-")
+    is_ours = digits.isdecimal() and digits.isascii() and name == shard_name(int(digits), sealed=sealed)
+    return int(digits) if is_ours else None
+
+
 def aligned(size: int) -> int:
     """Return the next multiple of `ALIGNMENT` that is at least `size`."""
     return -(-size // ALIGNMENT) * ALIGNMENT

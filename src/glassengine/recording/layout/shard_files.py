@@ -10,14 +10,14 @@ import stat
 import threading
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from glassengine.errors import CorruptError
 from glassengine.reading.files import open_regular
 from glassengine.recording.layout import layout
-from glassengine.recording.layout.layout import shard_name
+from glassengine.recording.layout.layout import shard_name, shard_number
 
 # Smaller ranges are copied. Who cuts a file under a mapping ends the process that reads it with a signal; what has no
 # bound must be mapped all the same, for it may be larger than the memory.
@@ -33,8 +33,28 @@ _MUNMAP.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _FAILED = ctypes.c_void_p(-1).value
 
 
-class ShardFiles:
+class Shards(Protocol):
     """The shards of one recording.
+
+    Attributes:
+        data_bytes: Bytes of tensors in each shard, by number, when this was made.
+    """
+
+    data_bytes: dict[int, int]
+
+    def read(self, shard: int, offset: int, num_bytes: int) -> Any:
+        """Return a writable buffer with bytes of a shard; as `ShardFiles.read`."""
+
+    def damage(self, shard: int) -> str | None:
+        """Return what became of a shard whose bytes are wrong, as far as that is known."""
+
+    @property
+    def keeps_still(self) -> bool:
+        """Whether bytes that were right once are right the next time."""
+
+
+class ShardFiles:
+    """The shards of a recording on this machine.
 
     Args:
         directory: Of the recording.
@@ -42,7 +62,10 @@ class ShardFiles:
 
     Attributes:
         data_bytes: Bytes of tensors in each shard, by number, when this was made.
+        keeps_still: True.
     """
+
+    keeps_still = True
 
     def __init__(self, directory: Path, more: Path | None = None) -> None:
         self._open: dict[int, int] = {}
@@ -74,6 +97,10 @@ class ShardFiles:
             if num_bytes >= MIN_MAPPED_BYTES:
                 return _mapped(descriptor, start, num_bytes)
             return _copied(descriptor, start, num_bytes, self._paths[shard])
+
+    def damage(self, shard: int) -> str | None:
+        """Return None: a file says nothing of its changes."""
+        return None
 
     def _descriptor(self, shard: int) -> int:
         found = self._open.get(shard)
@@ -133,10 +160,9 @@ def _find_shards(directory: Path) -> dict[int, Path]:
     for sealed in (False, True):
         suffix = Path(shard_name(0, sealed=sealed)).suffix
         for file in directory.glob(f"shard-*{suffix}"):
-            digits = file.stem.removeprefix("shard-")
-            is_ours = digits.isdecimal() and file.name == shard_name(int(digits), sealed=sealed)
-            if is_ours and stat.S_ISREG(os.lstat(file).st_mode):
-                found[int(digits)] = file
+            number = shard_number(file.name, sealed=sealed)
+            if number is not None and stat.S_ISREG(os.lstat(file).st_mode):
+                found[number] = file
     return found
 
 

@@ -14,6 +14,7 @@ from glassengine.recording.read.reader import Recording
 from glassengine.recording.read.source import TensorSource, open_source
 from glassengine.results import Summary
 from glassengine.sites import matches
+from glassengine.stores.places import place
 
 
 class Dump:
@@ -77,6 +78,7 @@ def open_dump(path: str | Path) -> Recording | Dump:
         UsageError: It does not exist or is of no known kind.
         CorruptError: It is damaged, would run code, or is written by a newer version.
     """
-    if (Path(path) / MANIFEST).exists():
-        return Recording.open(path)
-    return Dump(open_source(path))
+    there = place(path)
+    if (there / MANIFEST).exists():
+        return Recording.open(there)
+    return Dump(open_source(there))

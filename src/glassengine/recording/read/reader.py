@@ -21,13 +21,15 @@ from glassengine.recording.layout import layout
 from glassengine.recording.layout.entries import Entries, Mapped
 from glassengine.recording.layout.layout import Entry, LeftOut, Location
 from glassengine.recording.layout.recovery import IndexContents, read_index
-from glassengine.recording.layout.shard_files import ShardFiles
+from glassengine.recording.layout.shard_files import ShardFiles, Shards
+from glassengine.recording.layout.shard_objects import ShardObjects
 from glassengine.recording.layout.sketch import Sketch, sketch
 from glassengine.recording.layout.statistics import summarize
 from glassengine.recording.read.statistics_cache import StatisticsCache
 from glassengine.recording.rescue.rescue import Recovered, recovered
 from glassengine.results import Skipped, Summary
 from glassengine.sites import matches
+from glassengine.stores.places import Remote, place, remote
 from glassengine.writing.checksums import crc32
 
 
@@ -51,7 +53,7 @@ class Recording:
         path: Path,
         manifest: dict[str, Any],
         contents: IndexContents,
-        shards: ShardFiles,
+        shards: Shards,
         more: Recovered | None = None,
     ) -> None:
         self.path = path
@@ -67,18 +69,20 @@ class Recording:
         self.skipped: Sequence[Skipped] = Mapped(_skipped, self.left_out)
         self._shards = shards
         self._recovered = more  # which may be gone with this
-        self._statistics = StatisticsCache(path, writable=manifest["state"] != "writing")
+        is_here = not isinstance(path, Remote)
+        self._statistics = StatisticsCache(path, writable=is_here and manifest["state"] != "writing")
         self._verified: set[tuple[int, int]] = set()
+        self._kept: tuple[tuple[int, int], Any] | None = None
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """Open the recording directory `path`, or the only one in it.
+        """Open the recording directory `path`, here or in a store, or the only one in it.
 
         Raises:
             UsageError: No recording exists.
             CorruptError: It is damaged, or written by a newer version.
         """
-        directory = Path(path)
+        directory = place(path)
         if not (directory / layout.MANIFEST).exists():
             of_ranks = sorted(directory.glob(f"rank*/{layout.MANIFEST}"))
             inside = [] if of_ranks else sorted(directory.glob(f"*/{layout.MANIFEST}"))
@@ -93,7 +97,7 @@ class Recording:
         manifest = _read_manifest(directory / layout.MANIFEST)
         # First: what a writer brings to the index meanwhile leaves its ring.
         more = recovered(directory)
-        shards = ShardFiles(directory, more.path if more is not None else None)
+        shards = _shards(directory, more)
         with open_regular(directory / layout.INDEX, inside=directory) as index:
             contents = read_index(index, shards.data_bytes)
         if more is not None:
@@ -196,16 +200,26 @@ class Recording:
     def _bytes(self, entry: Entry, location: Location) -> Any:
         """Return the bytes of a tensor that has some; the first time they, or the block they are in, are verified."""
         offset, size = location.block or (location.offset, entry.nbytes)
-        if (location.shard, offset) in self._verified:
+        key, start = (location.shard, offset), location.offset - offset
+        if self._shards.keeps_still and key in self._verified:
             return self._shards.read(location.shard, location.offset, entry.nbytes)
+        kept = self._kept
+        if kept is not None and kept[0] == key:
+            return kept[1][start : start + entry.nbytes].copy()
         data = self._shards.read(location.shard, offset, size)
         if crc32(data) != location.checksum:
+            why = self._shards.damage(location.shard) or "the checksum does not match"
             raise CorruptError(
-                "recorded values are damaged",
-                got=f"{entry.site!r}, step {entry.step}, rank {entry.rank}: the checksum does not match",
+                "recorded values are damaged", got=f"{entry.site!r}, step {entry.step}, rank {entry.rank}: {why}"
             )
-        self._verified.add((location.shard, offset))
-        return data if size == entry.nbytes else self._shards.read(location.shard, location.offset, entry.nbytes)
+        if size == entry.nbytes:
+            self._verified.add(key)
+            return data
+        if self._shards.keeps_still:
+            self._verified.add(key)
+            return self._shards.read(location.shard, location.offset, entry.nbytes)
+        self._kept = (key, data)  # the next tensor of this block is read from here
+        return data[start : start + entry.nbytes].copy()
 
     def _only_step(self, site: str, rank: int) -> int:
         steps = self.entries.steps_of(site, rank)
@@ -214,6 +228,12 @@ class Recording:
         if len(steps) > 1:
             raise UsageError(f"several steps have the site {site!r}", got="no step", expected=list(map(str, steps)))
         return steps[0]
+
+
+def _shards(directory: Path, more: Recovered | None) -> Shards:
+    if isinstance(directory, Remote):
+        return ShardObjects(directory, remote(more.path) if more is not None else None)
+    return ShardFiles(directory, more.path if more is not None else None)
 
 
 def _skipped(item: LeftOut) -> Skipped:

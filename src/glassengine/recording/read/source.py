@@ -27,6 +27,7 @@ from glassengine.recording.layout.layout import MANIFEST, Entry
 from glassengine.recording.read.ranks import RankRecordings, rank_directories
 from glassengine.recording.read.reader import Recording
 from glassengine.results import Skipped
+from glassengine.stores.places import place
 
 
 class TensorSource(Protocol):
@@ -120,7 +121,7 @@ def open_source(path: str | Path) -> TensorSource:
         UsageError: It does not exist or is of no known kind.
         CorruptError: It is damaged, would run code, or is written by a newer version.
     """
-    source = Path(path)
+    source = place(path)
     if not source.exists():
         there = [item.name for item in source.parent.iterdir()] if source.parent.is_dir() else []
         close = nearest(source.name, there)

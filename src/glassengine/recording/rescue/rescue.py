@@ -19,7 +19,7 @@ from glassengine.errors import GlassError, UsageError
 from glassengine.reading.files import open_regular, read_open
 from glassengine.recording.layout import layout
 from glassengine.recording.layout.recovery import IndexContents, read_index
-from glassengine.recording.layout.shard_files import ShardFiles
+from glassengine.recording.layout.shard_files import ShardFiles, Shards
 from glassengine.recording.layout.tokens import append_tokens
 from glassengine.recording.rescue.journaled import Journaled, JournaledStep
 from glassengine.recording.rescue.replayed import Replay
@@ -49,7 +49,7 @@ class Recovered:
 
     path: Path
 
-    def added_to(self, contents: IndexContents, shards: ShardFiles) -> IndexContents:
+    def added_to(self, contents: IndexContents, shards: Shards) -> IndexContents:
         """Return what an index says together with the recovered steps that it has not."""
         with open_regular(self.path / layout.INDEX, inside=self.path) as file:
             found = read_index(file, shards.data_bytes)

@@ -1,0 +1,123 @@
+"""Paths of files here and of objects in a store: `s3://bucket/run` is a path like any other.
+
+A URL that went through `Path` has lost a slash (`s3:/bucket/run`) and is recognized all the same.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import urllib.parse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from glassengine.errors import UsageError, nearest
+from glassengine.stores import objects
+
+# Two letters at least: one is a drive of Windows. A path keeps one of the two slashes.
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
+_HERE = ("file", "local")
+_MAX_DEPTH = 64
+
+
+class Remote(type(Path())):  # type: ignore[misc]  # the class of this system's paths
+    """A path in a store; as text it is its URL, and asks its store what a path asks its disk.
+
+    Everything that needs a descriptor (`os.open`, a mapping) fails: `reading.files` and `stores` read it.
+    """
+
+    def __str__(self) -> str:
+        return _URL.sub(lambda found: f"{found[1].lower()}://{found[2]}", super().__str__(), count=1)
+
+    def __fspath__(self) -> str:
+        return str(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Remote, (str(self),)
+
+    def exists(self, **_: Any) -> bool:
+        """Return whether there is an object, or one below it."""
+        return objects.find(str(self)) is not None
+
+    def is_file(self, **_: Any) -> bool:
+        """Return whether there is an object."""
+        found = objects.find(str(self))
+        return found is not None and not found.is_directory
+
+    def is_dir(self, **_: Any) -> bool:
+        """Return whether there are objects below it."""
+        found = objects.find(str(self))
+        return found is not None and found.is_directory
+
+    def is_symlink(self) -> bool:
+        """Return False: a store has none."""
+        return False
+
+    def iterdir(self) -> Iterator[Remote]:
+        """Yield what is directly below it, by name."""
+        yield from (self / name for name in objects.names(str(self)))
+
+    def glob(self, pattern: str, **_: Any) -> Iterator[Remote]:
+        """Yield what is there for a relative pattern without `**`, by name."""
+        first, _slash, rest = str(pattern).partition("/")
+        if "*" not in first:
+            found = iter([self / first])
+        else:
+            found = (item for item in self.iterdir() if fnmatch.fnmatchcase(item.name, first))
+        for item in found:
+            if rest:
+                yield from item.glob(rest)
+            elif "*" in first or item.exists():
+                yield item
+
+    def absolute(self) -> Remote:
+        """Return itself."""
+        return self
+
+    def resolve(self, strict: bool = False) -> Remote:
+        """Return itself."""
+        return self
+
+    def is_absolute(self) -> bool:
+        """Return True: it depends on no working directory."""
+        return True
+
+
+def place(path: str | Path) -> Path:
+    """Return a path of this machine, or a `Remote`.
+
+    A directory that is called like a URL is `./s3:/...`, as a string.
+
+    Raises:
+        UsageError: It is the address of something that is neither, as `https://host/x`, or leads out of its bucket.
+    """
+    if isinstance(path, Remote):
+        return path
+    found = _URL.fullmatch(str(path))
+    if found is None:
+        return Path(path)
+    scheme, rest = found[1].lower(), found[2]
+    if scheme in _HERE:
+        return Path("/" + urllib.parse.unquote(rest).lstrip("/"))
+    known = (*objects.EXTRAS, *_HERE)
+    if scheme not in objects.EXTRAS:
+        raise UsageError(
+            "not a path, and not in a store that can be used",
+            got=f"{scheme}://{rest}",
+            expected=[f"{name}://" for name in [*nearest(scheme, known), *known][: len(known)]],
+            hint="copy or mount it; a directory that is called so is ./" + f"{scheme}:/{rest}",
+        )
+    parts = rest.split("/")
+    if "::" in rest or ".." in parts or "\0" in rest or len(parts) > _MAX_DEPTH or not parts[0]:
+        raise UsageError("not a place in a store", got=f"{scheme}://{rest}", expected=f"{scheme}://BUCKET/PATH")
+    return Remote(f"{scheme}://{rest}".rstrip("/"))
+
+
+def remote(path: str | Path) -> Remote | None:
+    """Return the place in a store that a path names, or None for any other path."""
+    if isinstance(path, Remote):
+        return path
+    found = _URL.fullmatch(str(path))
+    is_ours = found is not None and found[1].lower() in objects.EXTRAS
+    return place(path) if is_ours else None  # type: ignore[return-value]

@@ -1,0 +1,93 @@
+"""Recordings in a store: the index says what there is, and of the shards only ranges are read."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+
+import glassengine as glass
+from glassengine.errors import CorruptError, UsageError
+from glassengine.recording.read.source import open_source
+from glassengine.recording.write.writer import RecordingWriter
+from glassengine.stores import objects
+
+
+def recorded(directory: Path, *, wrong: bool = False) -> Path:
+    with RecordingWriter(directory, metadata={"x": 1}) as writer:
+        for step in range(2):
+            for number in range(12):
+                values = torch.randn(100, number + 1, generator=torch.Generator().manual_seed(99 * step + number))
+                writer.write(f"layer.{number}", step, values * (1.5 if wrong and (step, number) == (1, 7) else 1))
+            writer.write("large", step, torch.full((2_100_000 if step else 3,), float(step)))
+            writer.commit(step)
+    return directory
+
+
+@pytest.fixture
+def url(bucket: str, tmp_path: Path) -> str:
+    store = fsspec.filesystem("s3")
+    for name in ("a", "b", "c"):
+        store.put(f"{recorded(tmp_path / name, wrong=name == 'c')}/", f"{bucket}/{name}/", recursive=True)
+    return bucket
+
+
+def _first(path: str) -> tuple[str, list[float]]:
+    opened = open_source(path)
+    return str(opened.path), opened.tensor(opened.entries[0])[0].tolist()
+
+
+def test_a_recording_in_s3(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = glass.Recording.open(tmp_path / "a"), glass.Recording.open(f"{url}/a")
+    assert there.complete and str(there.path) == f"{url}/a" and there.entries[0].site == "layer.0"
+    for entry in there.entries:
+        assert torch.equal(there.tensor(entry), here.tensor(here.entry(entry.site, entry.step)))
+    # What another process needs is the text of the path.
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply(_first, (str(there.path),)) == (
+            f"{url}/a",
+            here.tensor(here.entries[0])[0].tolist(),
+        )
+    # Compared as those on the disk are.
+    monkeypatch.chdir(tmp_path)
+    for other, ok in (("b", True), ("c", False)):
+        found, wanted = (glass.compare(f"{at}/a", f"{at}/{other}").to_dict() for at in (url, tmp_path))
+        assert found["ok"] is wanted["ok"] is ok
+        assert str(found).replace(url, str(tmp_path)) == str(wanted)
+
+
+def test_only_ranges_are_read(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = glass.Recording.open(f"{url}/a")
+    asked: list[int] = []
+    read = objects.read
+    monkeypatch.setattr(objects, "read", lambda url, start, stop: asked.append(stop - start) or read(url, start, stop))
+    opened.tensor("layer.3", 0)
+    assert sum(asked) == 4 << 20, "one block"
+    opened.tensor("large", 1)
+    assert sum(asked) == (4 << 20) + 8_400_000
+
+
+def test_a_shard_that_is_replaced_is_named(url: str, tmp_path: Path) -> None:
+    opened = glass.Recording.open(f"{url}/a")
+    shard = "shard-00000.safetensors"
+    data = bytearray((tmp_path / "a" / shard).read_bytes())
+    data[-5:] = b"12345"
+    objects.write(bytes(data), f"{url}/a/{shard}")
+    with pytest.raises(CorruptError, match="has changed since it was opened: it was replaced"):
+        opened.tensor("large", 1)
+    with pytest.raises(CorruptError, match="the checksum does not match"):
+        glass.Recording.open(f"{url}/a").tensor("large", 1)
+    objects.remove([f"{url}/a/{shard}"])
+    with pytest.raises(CorruptError, match="no such object"):
+        opened.tensor("large", 1)
+    with pytest.raises(CorruptError, match="damaged"):
+        glass.Recording.open(f"{url}/a")
+    # And what never was there.
+    with pytest.raises(UsageError, match="no recording found") as raised:
+        glass.Recording.open(f"{url}/z")
+    assert f"{url}/z" in str(raised.value)
+    with pytest.raises(UsageError, match="no such file"):
+        glass.compare(f"{url}/z", f"{url}/a")
