@@ -1,6 +1,6 @@
 """Bytes of objects by ranges: several requests at a time, and blocks of which a bounded number is kept in memory.
 
-A range of some size is fetched as it is asked for; of small ones, whose neighbours are usually asked for next, the
+A range of some size is fetched as it is asked for; of small ones, whose neighbors are usually asked for next, the
 whole block is. Blocks that are read one after the other are fetched ahead.
 """
 
