@@ -38,11 +38,15 @@ class Order:
         stages = _stages(by_rank)
         for stage, ranks in enumerate(stages):
             merged = _merged([[entry.site for entry in by_rank[rank]] for rank in ranks])
+            last = _last_results(merged)
             for rank in ranks:
                 for entry in by_rank[rank]:
                     phase = PHASES.index(phase_of(entry.site))
                     number = -stage if phase == 1 else stage
-                    self._place[step, rank, entry.site] = (phase, number, merged[entry.site])
+                    # What a module sums up in one number, a loss, is made of its other results.
+                    is_sum = not entry.shape and entry.site in last
+                    at = last[entry.site] if is_sum else merged[entry.site]
+                    self._place[step, rank, entry.site] = (phase, number, at, is_sum)
 
 
 def _stages(by_rank: Mapping[int, Sequence[Entry]]) -> list[list[int]]:
@@ -73,6 +77,16 @@ def _goes_on(entries: Sequence[Entry], common: set[str], everywhere: set[str]) -
     forward = [_path(entry.site) for entry in entries if phase_of(entry.site) == "forward"]
     last = max((i for i, path in enumerate(forward) if path not in everywhere), default=-1)
     return any(path in common for path in forward[last + 1 :])
+
+
+def _last_results(positions: Mapping[str, int]) -> dict[str, int]:
+    """Return for each result of a module the position of the last one of the same call."""
+    calls: dict[str, int] = {}
+    for site, at in positions.items():
+        call, _, port = site.partition(":")
+        if port.startswith("out"):
+            calls[call] = max(at, calls.get(call, at))
+    return {site: calls[site.partition(":")[0]] for site in positions if site.partition(":")[2].startswith("out")}
 
 
 def _path(site: str) -> str:

@@ -16,11 +16,12 @@ from glassengine.numerics.metrics.measure import measure
 EXPLAINED = 0.02
 """Another reading of the parts is right when it leaves at most this fraction of the error."""
 
-COPIES, SUM, MEAN, NUMBERS = "copies", "sum", "mean", "numbers"
+COPIES, SUM, MEAN, MEAN_OF_SUMS, NUMBERS = "copies", "sum", "mean", "mean of sums", "numbers"
 
 HOW = {
     SUM: "added up: shares of a sum",
     MEAN: "averaged over the ranks that have data of their own",
+    MEAN_OF_SUMS: "added up over the ranks that have the same data, averaged over the others",
     NUMBERS: "counted from the first row of each rank's table",
 }
 
@@ -36,6 +37,7 @@ class Assembly:
         differ: Whether parts in one place are different.
         is_open: Whether `kind` stands only if what follows in the run is right: a share of a sum is right if it is
             added to the others later.
+        num_groups: How many groups of ranks have data of their own, in a mean of sums.
     """
 
     parts: tuple[Part, ...]
@@ -43,6 +45,7 @@ class Assembly:
     kind: str = COPIES
     differ: bool = False
     is_open: bool = False
+    num_groups: int = 1
 
     @property
     def how(self) -> str:
@@ -63,9 +66,9 @@ class Assembly:
             return _numbered(self.parts, reference)
         chosen: list[tuple[Part, int]] = []
         for members in self.cells():
-            if self.kind in (SUM, MEAN):
+            if self.kind in (SUM, MEAN, MEAN_OF_SUMS):
                 total = torch.stack([self.parts[i].tensor.double() for i in members]).sum(0)
-                total = total / len(members) if self.kind == MEAN else total
+                total = total / {SUM: 1, MEAN: len(members)}.get(self.kind, self.num_groups)
                 first = self.parts[members[0]]
                 chosen.append((Part(first.ranks, total.to(first.tensor.dtype)), members[0]))
             elif self.differ:
@@ -104,14 +107,14 @@ class Assembly:
 
 
 def settled(
-    assembly: Assembly, reference: Tensor, *, has_own_data: bool | None, is_of_parameter: bool, is_updated: bool = False
+    assembly: Assembly, reference: Tensor, *, num_groups: int | None, is_of_parameter: bool, is_updated: bool = False
 ) -> Assembly:
     """Return what parts in one place are to each other.
 
     Args:
         assembly: Parts in their places.
         reference: The counterpart of the whole.
-        has_own_data: Whether groups of ranks were given different data; None where that is not known.
+        num_groups: How many groups of ranks were given different data; None where that is not known.
         is_of_parameter: Whether the tensor belongs to a parameter, which is the same for all data.
         is_updated: Whether it is what an update made.
     """
@@ -129,13 +132,15 @@ def settled(
         return assembly
     error = error_of(assembly.whole(reference), reference)
     # Results of what each rank was given are its own; of a parameter there is one for all.
-    is_local = has_own_data is not False and not assembly.way.by_data and not is_of_parameter
-    is_local = is_local and (has_own_data is True or reference.numel() == 1)
+    is_local = num_groups != 1 and not assembly.way.by_data and not is_of_parameter
+    is_local = is_local and (num_groups is not None or reference.numel() == 1)
     # The result of an update is the same in all ranks, for any gradients.
-    for kind in (SUM, MEAN) if not is_updated else ():
+    for kind in (SUM, MEAN, MEAN_OF_SUMS) if not is_updated else ():
         if kind == MEAN and not is_of_parameter and not is_local:
             continue
-        other = Assembly(parts, assembly.way, kind, differ=True, is_open=not is_local)
+        if kind == MEAN_OF_SUMS and not (is_of_parameter and 1 < (num_groups or 1) < len(cells[0])):
+            continue
+        other = Assembly(parts, assembly.way, kind, differ=True, is_open=not is_local, num_groups=num_groups or 1)
         if error_of(other.whole(reference), reference) <= EXPLAINED * error:
             return other
     return assembly

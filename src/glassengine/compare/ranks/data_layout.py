@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -74,6 +74,17 @@ def data_layout(inputs: Sequence[tuple[Tensor, Mapping[int, Tensor]]]) -> DataLa
                     {rank: numbers[place] for rank, place in zip(ranks, spread, strict=True)},
                 )
     return _by_content(usable, sizes) if math.prod(counts) == counts[0] else None
+
+
+def with_other_stages(layout: DataLayout, ranks: Iterable[int]) -> DataLayout:
+    """Return the layout with all ranks of a run: other stages of a pipeline have the same rows in the same order."""
+    first = sorted(layout.groups)
+    of_rank, groups = dict(layout.of_rank), dict(layout.groups)
+    others = sorted(set(ranks) - set(first))
+    if first and len(others) % len(first) == 0:
+        for i, rank in enumerate(others):
+            of_rank[rank], groups[rank] = of_rank[first[i % len(first)]], groups[first[i % len(first)]]
+    return DataLayout(layout.sizes, of_rank, groups)
 
 
 def _by_content(usable: Sequence[tuple[Tensor, Mapping[int, Tensor]]], sizes: tuple[int, ...]) -> DataLayout | None:

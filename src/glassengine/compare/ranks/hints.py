@@ -46,9 +46,12 @@ def rank_hints(source: PutTogether, entry: Entry, whole: Tensor) -> tuple[Hint, 
     num_groups = 1 if layout is None else layout.num_groups
     found = [
         *_of_sums(assembly, entry.site, whole, error),
+        *_of_doubled(assembly, entry.site, judged, whole, error),
+        *_of_updates(source, entry, judged, whole, error, num_groups),
         *_of_unequal_rows(source, entry, whole, error),
         *_of_data(judged, entry.site, whole, error, num_groups),
         *_of_order(assembly, whole, error),
+        *_of_gathered(assembly, judged, whole, error),
     ]
     if not found:
         found += _of_ranks(source, entry, whole, error)
@@ -103,6 +106,36 @@ def _of_sums(assembly: Assembly, site: str, whole: Tensor, error: float) -> Iter
         if error_of(mean, whole) <= EXPLAINED * error:
             text = f"those of ranks {ranks} average to the baseline: they are never averaged, or after the backward"
             yield Hint("reduction", f"{text}; with optimizer=... what is made of them is recorded, too", 0.95)
+
+
+def _of_doubled(assembly: Assembly, site: str, judged: Tensor, whole: Tensor, error: float) -> Iterator[Hint]:
+    """Yield that what all ranks have in common was added up more than once."""
+    count = len(assembly.ranks)
+    if assembly.differ or is_of_parameter(site) or len(assembly.ranks) < 2 or whole.dim() < 2:
+        return
+    rows, theirs = (_centered(x.double()) for x in (judged, whole))
+    power = float(theirs.square().sum())
+    factor = round(float((rows * theirs).sum()) / power) if power else 0
+    if factor < 2 or count % factor or error_of(rows, factor * theirs) > EXPLAINED * error:
+        return
+    is_all = error_of(judged.double(), factor * whole.double()) <= EXPLAINED * error
+    but = "" if is_all else " but for the same vector in every row (a bias, added later)"
+    yield Hint("reduction", f"{factor} times the baseline{but}: is a reduction (all-reduce) done twice?", 0.9)
+
+
+def _of_updates(
+    source: PutTogether, entry: Entry, judged: Tensor, whole: Tensor, error: float, num_groups: int
+) -> Iterator[Hint]:
+    """Yield that an update is off by a multiple of the gradient."""
+    path, _, port = entry.site.partition(":")
+    gradient = source.counterpart(entry.step, f"{path}:grad") if port == "param" and num_groups > 1 else None
+    if gradient is None or gradient.shape != whole.shape or not (power := float(gradient.double().square().sum())):
+        return
+    difference = judged.double() - whole.double()
+    factor = float((difference * gradient.double()).sum()) / power
+    if error_of(difference, factor * gradient.double()) <= EXPLAINED * error:
+        text = f"the update is off by {factor:.3g} times the gradient: another learning rate"
+        yield Hint("average", f"{text}, or gradients of {num_groups} ranks are added up and not averaged", 0.8)
 
 
 def _of_twins(assembly: Assembly, whole: Tensor) -> Iterator[Hint]:
@@ -173,6 +206,24 @@ def _of_order(assembly: Assembly, whole: Tensor, error: float) -> Iterator[Hint]
         else:
             yield Hint("order", f"{agrees}: shards are exchanged", 0.95)
         return
+
+
+def _of_gathered(assembly: Assembly, judged: Tensor, whole: Tensor, error: float) -> Iterator[Hint]:
+    """Yield that all ranks have the same, put side by side from parts in another order."""
+    count = len(assembly.ranks)
+    if assembly.differ or assembly.way.dims or count < 2:
+        return
+    for dim, size in enumerate(whole.shape):
+        if size % count:
+            continue
+        ours, theirs = (torch.stack(x.double().chunk(count, dim)) for x in (judged, whole))
+        wanted, found = (torch.stack(list(map(sample_of, x))) for x in (theirs, ours))
+        order = torch.cdist(wanted, found).argmin(1)
+        if sorted(order.tolist()) == list(range(count)) and error_of(ours[order], theirs) <= EXPLAINED * error:
+            named = ", ".join(map(str, order.tolist()[:_MAX_NAMED]))
+            text = f"the {count} parts along dimension {dim} agree in the order {named}"
+            yield Hint("order", f"{text}: they are gathered in another order", 0.95)
+            return
 
 
 def _of_ranks(source: PutTogether, entry: Entry, whole: Tensor, error: float) -> Iterator[Hint]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from glassengine.compare.matching.phases import paths_above
+from glassengine.compare.matching.phases import is_of_parameter, paths_above
 from glassengine.compare.ranks.samples import agreement, share_of_sample
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource
@@ -166,7 +166,7 @@ def _of_stages(source: TensorSource, whole: TensorSource, names: LocalNames) -> 
         alike[entry.step, entry.dtype, entry.shape].append(entry)
         if path in containers:
             parts[entry.step, site].append(entry)
-        elif site in order:
+        elif site in order and not is_of_parameter(site):
             for above in containers.intersection(paths_above(path)):
                 extent[above][entry.rank].append(order[site])
     found = set()

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from glassengine.compare.matching.matching import Match
 from glassengine.compare.matching.padding import CACHES
 from glassengine.compare.matching.phases import is_of_parameter, phase_of
+from glassengine.compare.ranks.assembly import EXPLAINED
 from glassengine.compare.ranks.ranks import PutTogether
 from glassengine.numerics.metrics.tolerance import is_inexact
 from glassengine.recording.layout.layout import Entry
@@ -68,8 +69,12 @@ def _is_used(
     path = entry.site.partition(":")[0].partition("@")[0]
     updates = [k for k in of_site.get(f"{path}:param", ()) if judged[k].baseline.step >= entry.step]
     if updates:
-        # All ranks made the same of them: what is wrong then came after.
-        return pairs[updates[0]].verdict not in FLAGGED or _is_same_in_all(side, own[updates[0]])
+        # All ranks made the same of them, or one of them what is right: what is wrong then came after.
+        update = updates[0]
+        if pairs[update].verdict not in FLAGGED or _is_same_in_all(side, own[update]):
+            return True
+        errors = side.errors_of_expected(own[update])
+        return errors is not None and min(errors.values()) <= EXPLAINED * max(errors.values())
     later = [k for k in of_site[entry.site] if judged[k].baseline.step > entry.step and not is_open[k]]
     return bool(later) and pairs[later[0]].verdict not in FLAGGED
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from glassengine.compare.matching.matching import Match
 from glassengine.compare.ranks.hints import hints_of_copies, rank_hints, wrong_ranks
 from glassengine.compare.ranks.ranks import PutTogether
 from glassengine.compare.ranks.spread import Part
+from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource
 from glassengine.results import FLAGGED, Hint, Pair
+from glassengine.sites import ROOT
 
 
 def rank_and_hints(
@@ -32,11 +35,9 @@ def rank_and_hints(
             return None, ()
         ours, theirs = match.baseline, match.candidates[0]
         if isinstance(right, PutTogether):
-            whole = left.tensor(ours)
-            return next(iter(wrong_ranks(right, theirs, whole)), None), rank_hints(right, theirs, whole)
+            return _of_parts(right, theirs, left.tensor(ours))
         assert isinstance(left, PutTogether)
-        whole = right.tensor(theirs)
-        return next(iter(wrong_ranks(left, ours, whole)), None), rank_hints(left, ours, whole)
+        return _of_parts(left, ours, right.tensor(theirs))
     if all(entry.rank == match.baseline.rank for entry in left.entries):
         return None, ()
     place = (match.baseline.step, match.baseline.site)
@@ -52,3 +53,43 @@ def rank_and_hints(
         return None, ()
     parts = [Part((pairs[i].rank,), right.tensor(judged[i].candidates[0])) for i in there]
     return None, hints_of_copies(parts, match.baseline.site, baselines[0])
+
+
+def _of_parts(side: PutTogether, entry: Entry, whole: Tensor) -> tuple[int | None, tuple[Hint, ...]]:
+    absent = _absent(side, entry)
+    if absent and side.tensor(entry).shape != whole.shape:
+        named, around = ", ".join(map(str, absent)), _around(entry.site)
+        text = f"rank {named} has none, though it ran {around}: a call was left out there"
+        return absent[0] if len(absent) == 1 else None, (Hint("rank", text, 0.9),)
+    ranks = side.ranks_of(entry.step, entry.site)
+    wrong = wrong_ranks(side, entry, whole) or (ranks if len(ranks) == 1 else ())
+    rank = next(iter(wrong), None)
+    return rank, (*_without_update(side, entry, rank), *rank_hints(side, entry, whole))
+
+
+def _without_update(side: PutTogether, entry: Entry, rank: int | None) -> tuple[Hint, ...]:
+    """Return that the one rank which is wrong left an update out that the others made."""
+    if rank is None:
+        return ()
+    steps = {}
+    for before in side.entries:
+        if before.step < entry.step and before.site.endswith(":param"):
+            there = side.ranks_of(before.step, before.site)
+            module = before.site.partition(":")[0].rpartition(".")[0]
+            if rank not in there and rank in side.ranks_of(before.step, module or ROOT):
+                steps[before.step] = there
+    if not steps:
+        return ()
+    step, there = min(steps.items())
+    named = ", ".join(map(str, there))
+    return (Hint("rank", f"rank {rank} updated no parameters in step {step}, rank {named} did", 0.95),)
+
+
+def _absent(side: PutTogether, entry: Entry) -> list[int]:
+    """Return the ranks that recorded the module around that of `entry`, and not `entry`."""
+    found = side.ranks_of(entry.step, _around(entry.site))
+    return sorted(set(found) - set(side.ranks_of(entry.step, entry.site)))
+
+
+def _around(site: str) -> str:
+    return site.partition(":")[0].partition("@")[0].rpartition(".")[0] or ROOT

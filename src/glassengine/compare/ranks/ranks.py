@@ -9,7 +9,6 @@ which factor its gradients differ where its loss is a mean over them.
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,9 +19,10 @@ from torch import Tensor
 from glassengine.compare.matching.padding import CACHES
 from glassengine.compare.matching.phases import is_of_activation, is_of_parameter
 from glassengine.compare.ranks.assembly import COPIES, Assembly, error_of, settled
-from glassengine.compare.ranks.data_layout import data_layout
+from glassengine.compare.ranks.data_layout import data_layout, with_other_stages
+from glassengine.compare.ranks.factors import factor_of_rows, lies_in_rows
+from glassengine.compare.ranks.fitting import can_be_arranged
 from glassengine.compare.ranks.local_names import LocalNames, local_names
-from glassengine.compare.ranks.samples import factor_of
 from glassengine.compare.ranks.shards import Local, assembled, is_spread, meshes, owners, why_not_assembled
 from glassengine.compare.ranks.spread import Arrangement, DataLayout, Part, arrangements, choose, shape_of_whole, uneven
 from glassengine.recording.layout.layout import Entry
@@ -31,8 +31,6 @@ from glassengine.results import Skipped
 
 _NUM_FACTORS = 48
 """Gradients of a step from which their common factor is derived."""
-
-_SAME_FACTOR = 0.02
 
 _Key = tuple[int, str]
 
@@ -125,7 +123,7 @@ class PutTogether:
         else:
             shapes = [part.shape for part in parts]
         count = len(of_meshes) if is_distributed else len(parts)
-        if _can_be_arranged(shapes, count, whole, entry.site):
+        if can_be_arranged(shapes, count, whole, entry.site):
             return None
         named = ", ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
         return f"the parts of {len(parts)} ranks, {named}, do not make up {list(whole)}"
@@ -167,6 +165,8 @@ class PutTogether:
                 found = self._settled(key, found, reference)
         else:
             found = self._settled(key, Assembly(parts, self._way(key, parts, reference)), reference)
+            if found.differ and found.kind == COPIES and found.way.dims and is_of_parameter(key[1]):
+                found = self._as_shares(key, parts, reference) or found
         self._ways[key] = dataclasses.replace(found, parts=())
         return found, reference
 
@@ -196,6 +196,20 @@ class PutTogether:
                 return None
             found |= {rank: error_of(tensor[by == rank], there[by == rank]) for rank in part.ranks}
         return found
+
+    def errors_of_expected(self, entry: Entry) -> dict[int, float] | None:
+        """Return `errors` against the counterpart; None where there is none."""
+        _, reference = self.assembly(entry)
+        return None if reference is None else self.errors(entry, reference)
+
+    def counterpart(self, step: int, site: str) -> Tensor | None:
+        """Return what the other side has of a site."""
+        expected = self._expected.get((step, site))
+        return None if expected is None else expected[0].tensor(expected[1])
+
+    def ranks_of(self, step: int, site: str) -> list[int]:
+        """Return the ranks that recorded a site."""
+        return [part.rank for part in self._parts.get((step, site), ())]
 
     def num_rows(self, step: int) -> dict[int, int]:
         """Return how many rows each rank was given of the first input of a step."""
@@ -227,16 +241,9 @@ class PutTogether:
         found_layout = data_layout(inputs)
         if found_layout is None:
             return None
-        # Other stages of a pipeline have the same rows in the same order.
-        first = sorted(found_layout.groups)
-        of_rank, groups = dict(found_layout.of_rank), dict(found_layout.groups)
-        others = sorted(
-            {part.rank for (at, _), parts in self._parts.items() if at == step for part in parts} - set(first)
+        return with_other_stages(
+            found_layout, {part.rank for (at, _), own in self._parts.items() if at == step for part in own}
         )
-        if first and len(others) % len(first) == 0:
-            for i, rank in enumerate(others):
-                of_rank[rank], groups[rank] = of_rank[first[i % len(first)]], groups[first[i % len(first)]]
-        return DataLayout(found_layout.sizes, of_rank, groups)
 
     def _joined(self, key: _Key) -> tuple[Part, ...]:
         """Return the parts, distributed tensors put together."""
@@ -273,12 +280,24 @@ class PutTogether:
                 return way
         return Arrangement(shape, ((None,) * len(shape),) * len(parts), ((),) * len(parts), ())
 
+    def _as_shares(self, key: _Key, parts: tuple[Part, ...], reference: Tensor) -> Assembly | None:
+        """Return the places in which parts that agree with nothing alone add up to it: gradients of own data."""
+        shape, whole = tuple(parts[0].tensor.shape), tuple(reference.shape)
+        if any(tuple(part.tensor.shape) != shape for part in parts):
+            return None
+        for way in arrangements(parts, whole, None):
+            if way.num_pieces == 1:
+                found = self._settled(key, Assembly(parts, way), reference)
+                if found.kind != COPIES:
+                    return found
+        return None
+
     def _settled(self, key: _Key, assembly: Assembly, reference: Tensor) -> Assembly:
         layout = self.layout(key[0])
         found = settled(
             assembly,
             reference,
-            has_own_data=None if layout is None else layout.num_groups > 1,
+            num_groups=None if layout is None else layout.num_groups,
             is_of_parameter=is_of_parameter(key[1]),
             is_updated=is_of_parameter(key[1]) and not key[1].endswith(":grad"),
         )
@@ -300,47 +319,20 @@ class PutTogether:
         """
         layout = self.layout(step)
         keys = [key for key in self._expected if key[0] == step and is_of_activation(key[1]) and key in self._parts]
-        found: list[float] = []
-        counts: Counter[int] = Counter()
+        known: list[tuple[Assembly, Tensor]] = []
         for key in keys[:: max(1, len(keys) // _NUM_FACTORS)]:
             assembly, reference = self.assembly(self._parts_as_entry(key))
-            if reference is None or not self._has_own_rows(step, assembly) or assembly.differ:
-                continue
-            counts[assembly.way.whole[0] // assembly.parts[0].tensor.shape[0]] += 1
-            factors = [factor_of(part.tensor, assembly.place(i, reference)) for i, part in enumerate(assembly.parts)]
-            found += [factor for factor in factors if factor is not None]
-        if not found:
-            return 1
-        middle = statistics.median(found)
-        count = counts.most_common(1)[0][0] if layout is None else layout.num_groups
-        return count if abs(middle - count) <= _SAME_FACTOR * count else 1
+            if reference is not None and self._has_own_rows(step, assembly):
+                known.append((assembly, reference))
+        return factor_of_rows(known, None if layout is None else layout.num_groups)
 
     def _has_own_rows(self, step: int, assembly: Assembly) -> bool:
         """Whether the parts are those of different rows; the first dimension, where the inputs do not tell."""
-        return bool(assembly.way.by_data) if self.layout(step) is not None else 0 in assembly.way.dims
+        layout = self.layout(step)
+        return lies_in_rows(assembly, layout) if layout is not None else 0 in assembly.way.dims
 
     def _parts_as_entry(self, key: _Key) -> Entry:
         return dataclasses.replace(self._parts[key][0], rank=0, site=key[1])
-
-
-def _can_be_arranged(shapes: Sequence[tuple[int, ...]], count: int, whole: tuple[int, ...], site: str) -> bool:
-    if len(set(shapes)) > 1:
-        sizes = [Part((i,), _Shape(shape)) for i, shape in enumerate(shapes)]  # type: ignore[arg-type]
-        return uneven(sizes, whole) is not None
-    made = shape_of_whole(shapes[0], whole, is_cache=site.endswith(CACHES))
-    if made is None:
-        return True  # a shape that has nothing to do with parts is a shape that differs
-    num_places = 1
-    for part, size in zip(shapes[0], made, strict=True):
-        num_places *= size // part if part else 1
-    return count % num_places == 0
-
-
-@dataclasses.dataclass(frozen=True)
-class _Shape:
-    """What `uneven` asks of a tensor."""
-
-    shape: tuple[int, ...]
 
 
 def _key(entry: Entry) -> _Key:

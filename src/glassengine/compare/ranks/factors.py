@@ -1,0 +1,57 @@
+"""By which factor gradients differ that ranks have of rows of their own."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from glassengine.compare.ranks.assembly import Assembly
+from glassengine.compare.ranks.samples import factor_of
+from glassengine.compare.ranks.spread import DataLayout
+
+_SAME_FACTOR = 0.02
+
+
+def factor_of_rows(known: Sequence[tuple[Assembly, Tensor]], num_groups: int | None) -> int:
+    """Return the number of ranks with rows of their own, if gradients are that many times the whole's; else 1.
+
+    Args:
+        known: Gradients of activations of such ranks, and their counterparts.
+        num_groups: How many groups of ranks were given different data; None where the inputs do not tell.
+    """
+    found: list[float] = []
+    counts: Counter[int] = Counter()
+    for assembly, reference in known:
+        if assembly.differ:
+            continue
+        counts[assembly.way.whole[0] // assembly.parts[0].tensor.shape[0]] += 1
+        factors = [factor_of(part.tensor, assembly.place(i, reference)) for i, part in enumerate(assembly.parts)]
+        found += [factor for factor in factors if factor is not None]
+    if not found:
+        return 1
+    middle = statistics.median(found)
+    count = counts.most_common(1)[0][0] if num_groups is None else num_groups
+    return count if abs(middle - count) <= _SAME_FACTOR * count else 1
+
+
+def lies_in_rows(assembly: Assembly, layout: DataLayout) -> bool:
+    """Whether each part is of rows or positions that its ranks were given, or of some of these: others share them."""
+    way = assembly.way
+    if way.by_data:
+        return True
+    given = [layout.positions(part.ranks) for part in assembly.parts]
+    for dim in way.dims:
+        for axis, size in enumerate(layout.sizes):
+            there = [None if at is None else at[axis] for at in given]
+            if way.whole[dim] != size or any(at is None for at in there):
+                continue
+            places = [index[dim] for index in way.index]
+            if all(
+                own is not None and at is not None and set(own.tolist()) <= set(at.tolist())
+                for own, at in zip(places, there, strict=True)
+            ):
+                return True
+    return False

@@ -1,0 +1,30 @@
+"""Whether parts of some shapes can make up a whole, as far as shapes alone tell."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from glassengine.compare.matching.padding import CACHES
+from glassengine.compare.ranks.spread import Part, shape_of_whole, uneven
+
+
+def can_be_arranged(shapes: Sequence[tuple[int, ...]], count: int, whole: tuple[int, ...], site: str) -> bool:
+    """Return whether `count` parts of these shapes may be the whole of a site."""
+    if len(set(shapes)) > 1:
+        sizes = [Part((i,), _Shape(shape)) for i, shape in enumerate(shapes)]  # type: ignore[arg-type]
+        return uneven(sizes, whole) is not None
+    made = shape_of_whole(shapes[0], whole, is_cache=site.endswith(CACHES))
+    if made is None:
+        return True  # a shape that has nothing to do with parts is a shape that differs
+    num_places = 1
+    for part, size in zip(shapes[0], made, strict=True):
+        num_places *= size // part if part else 1
+    return count % num_places == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    """What `uneven` asks of a tensor."""
+
+    shape: tuple[int, ...]
