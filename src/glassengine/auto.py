@@ -53,8 +53,8 @@ def _start() -> ScriptRecorder:
         error.append(value)
         before(kind, value, trace)
 
-    def end() -> None:
-        finish(recorder, error[0] if error else sys.exception())
+    def end(raised: BaseException | None = None) -> None:
+        finish(recorder, error[0] if error else raised)
         if is_main and not error and recorder.why_nothing is not None:
             _log.warning("%s", recorder.why_nothing)
 

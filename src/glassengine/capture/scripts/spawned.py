@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from multiprocessing import spawn, util
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -103,12 +104,12 @@ def _finish_with_process(recorder: ScriptRecorder, spawned: SpawnedRecordings) -
     signals: list[int] = []
     process = os.getpid()
 
-    def end() -> None:
+    def end(error: BaseException | None = None) -> None:
         nonlocal begun, done
         if begun:
             return
         begun = True
-        finish(recorder, sys.exception())
+        finish(recorder, error)
         spawned.__exit__()
         done = True
         if signals:
@@ -128,17 +129,40 @@ def _finish_with_process(recorder: ScriptRecorder, spawned: SpawnedRecordings) -
         signal.signal(signal.SIGTERM, terminated)
 
 
-def call_at_end(recorder: ScriptRecorder, end: Callable[[], None]) -> None:
-    """Call `end` when this process, which multiprocessing has started, ends; atexit does nothing there."""
+def call_at_end(recorder: ScriptRecorder, end: Callable[[BaseException | None], None]) -> None:
+    """Call `end` with what has ended this process, which multiprocessing has started; atexit does nothing there."""
     process = os.getpid()
+    errors = _errors_of_the_work()
 
     def register(_: object) -> None:
         if os.getpid() == process:
-            util.Finalize(None, end, exitpriority=0)
+            util.Finalize(None, lambda: end(errors[0] if errors else sys.exception()), exitpriority=0)
 
     register(recorder)
     # What comes from a fork server has prepared itself before it forgets what was registered.
     util.register_after_fork(recorder, register)
+
+
+def _errors_of_the_work() -> list[BaseException]:
+    """Return a list that will hold what the work of this process raised: at its end, Python 3.12 has forgotten it."""
+    errors: list[BaseException] = []
+    original = BaseProcess._bootstrap  # type: ignore[attr-defined]
+
+    def bootstrap(process: Any, *args: Any, **kwargs: Any) -> Any:
+        run = process.run
+
+        def work() -> None:
+            try:
+                run()
+            except BaseException as error:
+                errors.append(error)
+                raise
+
+        process.run = work
+        return original(process, *args, **kwargs)
+
+    BaseProcess._bootstrap = bootstrap  # type: ignore[attr-defined]
+    return errors
 
 
 def finish(recorder: ScriptRecorder, error: BaseException | None) -> None:
