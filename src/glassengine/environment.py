@@ -46,8 +46,14 @@ _SECRET_VALUE = re.compile(r"hf_[A-Za-z0-9]{16,}|(?<=://)[^/@\s]+(?=@)")
 
 def versions() -> dict[str, str | None]:
     """Return the version of Python and of every package that matters; None for one that is not installed."""
+    return dict(_versions_on(tuple(sys.path), PACKAGES))
+
+
+@lru_cache(maxsize=1)
+def _versions_on(_path: tuple[str, ...], packages: tuple[str, ...]) -> Mapping[str, str | None]:
+    """Look them up in the files of the packages, which are many, and asked for with every engine."""
     found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in PACKAGES:
+    for name in packages:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

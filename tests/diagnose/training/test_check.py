@@ -76,7 +76,7 @@ def net(kind: type[Net] = Net) -> Net:
     return made.train()  # type: ignore[return-value]
 
 
-def batches(number: int = 3) -> list[dict[str, torch.Tensor]]:
+def batches(number: int = 1) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(5)
     return [
         {
@@ -164,7 +164,7 @@ def test_a_wrong_hyperparameter_is_named(options: dict[str, Any], site: str, hin
 
 
 def test_a_schedule_that_is_off_by_one_parts_in_the_step_where_it_does() -> None:
-    result = check(None, optimizer=decaying(0), candidate_optimizer=decaying(1))
+    result = check(None, inputs=batches(3), optimizer=decaying(0), candidate_optimizer=decaying(1))
     step, phase, site = where(result)
     assert (step, phase) == (1, "update")
     assert site.endswith(":param")
@@ -186,7 +186,7 @@ def test_legal_variants_part_nowhere(variant: str) -> None:
     candidate = net(Otherwise) if variant == "written otherwise" else net()
     options = {"foreach": {"foreach": True}, "for-loop": {"foreach": False}, "fused": {"fused": True}}.get(variant, {})
     baseline = net()
-    inputs: list[dict[str, torch.Tensor]] = batches()
+    inputs: list[dict[str, torch.Tensor]] = batches(2)
     if variant == "bfloat16":
         baseline, candidate = baseline.bfloat16(), candidate.bfloat16()
         inputs = [{**batch, "x": batch["x"].bfloat16()} for batch in inputs]
@@ -228,7 +228,7 @@ def test_batch_normalization_and_dropout_are_judged_op_by_op(kind: type[Net]) ->
     for side in sides:
         side.register_buffer("mean", torch.zeros(64))
         side.register_buffer("variance", torch.ones(64))
-    result = glass.check_training(*sides, inputs=batches(2), optimizer=adamw())
+    result = glass.check_training(*sides, inputs=batches(), optimizer=adamw())
     assert result.ok == (kind is Normalized), result.not_ok_because
     assert torch.equal(sides[1].mean, torch.zeros(64)), "what a run wrote is put back"
     if kind is OtherEpsilon:
@@ -345,7 +345,7 @@ def test_buffers_that_a_forward_writes_are_listed() -> None:
 def test_memory_that_an_optimizer_writes_to_stays_that_of_the_run() -> None:
     """Momentum matters from the second step on; the floor of rounding is not that of the first."""
     optimizers = [lambda module, m=m: torch.optim.SGD(module.parameters(), lr=0.1, momentum=m) for m in (0.9, 0.95)]
-    result = check(None, optimizer=optimizers[0], candidate_optimizer=optimizers[1])
+    result = check(None, inputs=batches(2), optimizer=optimizers[0], candidate_optimizer=optimizers[1])
     step, rung, site = where(result)
     assert (result.ok, step, rung) == (False, 1, "update") and site.endswith(":state.momentum_buffer")
     assert result.verdict == "wrong"
