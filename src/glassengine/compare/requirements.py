@@ -23,9 +23,7 @@ def require_same_tokens(left: TensorSource, right: TensorSource) -> None:
     rows_x, rows_y = (side if isinstance(side, list) else [side] for side in (x, y))
     # In which order ranks have the rows of a batch, or which positions of them, their inputs tell, which are judged.
     num_ranks = [side.metadata.get("num_ranks", 1) for side in (left, right)]
-    if (num_ranks[0] > 1) != (num_ranks[1] > 1) and (
-        _are_shares(rows_x, rows_y) or all(map(_has_inputs, (left, right)))
-    ):
+    if max(num_ranks) > 1 and (_are_shares(rows_x, rows_y) or all(map(_has_inputs, (left, right)))):
         return
     where = next((i for i, (a, b) in enumerate(zip(rows_x, rows_y, strict=False)) if a != b), None)
     got = f"{len(rows_x)} and {len(rows_y)} rows" if where is None else f"the first difference is in row {where}"

@@ -76,6 +76,25 @@ def data_layout(inputs: Sequence[tuple[Tensor, Mapping[int, Tensor]]]) -> DataLa
     return _by_content(usable, sizes) if math.prod(counts) == counts[0] else None
 
 
+def spreads_of_inputs(
+    ranks: Sequence[int], shape: Sequence[int], whole: Sequence[int]
+) -> Iterator[dict[int, tuple[Tensor | None, ...]]]:
+    """Yield which rows and positions each rank may have of inputs of a shape; None where it has all."""
+    sizes = tuple(whole[:_NUM_AXES])
+    counts = [size // own if own else 1 for size, own in zip(sizes, shape, strict=False)]
+    if len(ranks) % math.prod(counts):
+        return
+    for ways in itertools.product(*(_WAYS if count > 1 else _WAYS[:1] for count in counts)):
+        for spread in _spreads(len(ranks), counts):
+            yield {
+                rank: tuple(
+                    None if count == 1 else way(at, count, size)
+                    for way, at, count, size in zip(ways, place, counts, sizes, strict=True)
+                )
+                for rank, place in zip(ranks, spread, strict=True)
+            }
+
+
 def with_other_stages(layout: DataLayout, ranks: Iterable[int]) -> DataLayout:
     """Return the layout with all ranks of a run: other stages of a pipeline have the same rows in the same order."""
     first = sorted(layout.groups)

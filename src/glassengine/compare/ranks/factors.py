@@ -15,25 +15,27 @@ from glassengine.compare.ranks.spread import DataLayout
 _SAME_FACTOR = 0.02
 
 
-def factor_of_rows(known: Sequence[tuple[Assembly, Tensor]], num_groups: int | None) -> int:
+def factor_of_rows(known: Sequence[tuple[Assembly, Tensor]], num_groups: int | None, of_whole: int = 1) -> float:
     """Return the number of ranks with rows of their own, if gradients are that many times the whole's; else 1.
 
     Args:
         known: Gradients of activations of such ranks, and their counterparts.
         num_groups: How many groups of ranks were given different data; None where the inputs do not tell.
+        of_whole: Of how many such groups the counterparts are.
     """
     found: list[float] = []
     counts: Counter[int] = Counter()
     for assembly, reference in known:
         if assembly.differ:
             continue
-        counts[assembly.way.whole[0] // assembly.parts[0].tensor.shape[0]] += 1
+        if assembly.way.whole:
+            counts[assembly.way.whole[0] // assembly.parts[0].tensor.shape[0]] += 1
         factors = [factor_of(part.tensor, assembly.place(i, reference)) for i, part in enumerate(assembly.parts)]
         found += [factor for factor in factors if factor is not None]
-    if not found:
+    if not found or not counts:
         return 1
     middle = statistics.median(found)
-    count = counts.most_common(1)[0][0] if num_groups is None else num_groups
+    count = (counts.most_common(1)[0][0] if num_groups is None else num_groups) / of_whole
     return count if abs(middle - count) <= _SAME_FACTOR * count else 1
 
 

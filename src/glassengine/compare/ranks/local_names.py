@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from glassengine.compare.matching.phases import is_of_parameter, paths_above
+from glassengine.compare.matching.phases import paths_above, phase_of
 from glassengine.compare.ranks.samples import agreement, share_of_sample
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource
@@ -72,6 +72,30 @@ def local_names(source: TensorSource, whole: TensorSource) -> LocalNames:
             names.offsets |= {(rank, pattern): offset for rank, offset in offsets.items()}
     names.of_stages = _of_stages(source, whole, names)
     return names
+
+
+def numbers_of_shares(source: TensorSource, other: TensorSource) -> dict[tuple[int, str], int]:
+    """Return what to add to the numbers of modules that each rank counts anew, on two sides with unequal shares.
+
+    Two experts in each of two ranks, and one in each of four: the shares are consecutive, in the order of the ranks.
+    """
+    sides = []
+    for side in (source, other):
+        by_rank: dict[int, dict[str, None]] = defaultdict(dict)
+        for entry in side.entries:
+            by_rank[entry.rank][entry.site] = None
+        sides.append({rank: _numbers(sites) for rank, sites in by_rank.items()})
+    found: dict[tuple[int, str], int] = {}
+    for pattern in {pattern for lists in sides[0].values() for pattern in lists}:
+        own, theirs = ({rank: lists[pattern] for rank, lists in side.items() if pattern in lists} for side in sides)
+        counts = [{len(numbers) for numbers in shares.values()} for shares in (own, theirs)]
+        starts = {min(numbers) for shares in (own, theirs) for numbers in shares.values()}
+        total = sum(map(len, own.values()))
+        if len(own) < 2 or not theirs or counts[0] == counts[1] or len(starts) > 1:
+            continue
+        if max(map(len, counts)) == 1 and total == sum(map(len, theirs.values())):
+            found |= {(rank, pattern): offset for rank, offset in _in_order(own, total).items()}
+    return found
 
 
 def _numbers(sites: Iterable[str]) -> dict[str, set[int]]:
@@ -166,7 +190,7 @@ def _of_stages(source: TensorSource, whole: TensorSource, names: LocalNames) -> 
         alike[entry.step, entry.dtype, entry.shape].append(entry)
         if path in containers:
             parts[entry.step, site].append(entry)
-        elif site in order and not is_of_parameter(site):
+        elif site in order and phase_of(site) == "forward":
             for above in containers.intersection(paths_above(path)):
                 extent[above][entry.rank].append(order[site])
     found = set()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,14 @@ class PutTogether:
     Args:
         source: Of several ranks.
         whole: The other side.
+        num_groups: Of each step, how many ranks with data of their own made the whole.
     """
 
-    def __init__(self, source: TensorSource, whole: TensorSource | None = None) -> None:
+    def __init__(
+        self, source: TensorSource, whole: TensorSource | None = None, *, num_groups: Callable[..., int] | None = None
+    ) -> None:
         self._source = source
+        self._groups_of_whole = num_groups
         self._names = local_names(source, whole) if whole is not None else LocalNames()
         self._parts: dict[_Key, list[Entry]] = {}
         for entry in source.entries:
@@ -62,7 +66,7 @@ class PutTogether:
         self._ways: dict[_Key, Assembly] = {}
         self._rejected: set[_Key] = set()
         self._layouts: dict[int, DataLayout | None] = {}
-        self._factors: dict[int, int] = {}
+        self._factors: dict[int, float] = {}
         self._styles: Counter[str] = Counter()
 
     @property
@@ -143,7 +147,7 @@ class PutTogether:
         whole = assembly.whole(reference) if reference is not None else assembly.parts[0].tensor
         factor = self._factor_of(entry, assembly)
         if factor != 1:
-            how += f", divided by {factor}: gradients of a mean over the rows of each rank"
+            how += f", divided by {factor:g}: gradients of a mean over the rows of each rank"
             whole = whole / factor
         self._arranged[key] = how
         return whole
@@ -303,28 +307,34 @@ class PutTogether:
         )
         return dataclasses.replace(found, kind=COPIES, is_open=False) if key in self._rejected else found
 
-    def _factor_of(self, entry: Entry, assembly: Assembly) -> int:
+    def _factor_of(self, entry: Entry, assembly: Assembly) -> float:
         """Return how many times the whole's the gradients of an activation are."""
-        if not is_of_activation(entry.site) or not self._has_own_rows(entry.step, assembly):
+        is_whole = self._num_groups_of_whole(entry.step, entry.site) == 1 and not self._has_own_rows(
+            entry.step, assembly
+        )
+        if not is_of_activation(entry.site) or is_whole:
             return 1
         if entry.step not in self._factors:
             self._factors[entry.step] = self._told_factor(entry.step)
         return self._factors[entry.step]
 
-    def _told_factor(self, step: int) -> int:
+    def _told_factor(self, step: int) -> float:
         """Return the number of ranks with data of their own, if that is the factor of the gradients; else 1.
 
         Where the loss of each is a mean over its own rows, and gradients of parameters are averaged, all gradients of
         activations are that many times those of a mean over all rows. Those of the parameters prove the average.
         """
-        layout = self.layout(step)
+        layout, of_whole = self.layout(step), self._num_groups_of_whole(step)
         keys = [key for key in self._expected if key[0] == step and is_of_activation(key[1]) and key in self._parts]
         known: list[tuple[Assembly, Tensor]] = []
         for key in keys[:: max(1, len(keys) // _NUM_FACTORS)]:
             assembly, reference = self.assembly(self._parts_as_entry(key))
-            if reference is not None and self._has_own_rows(step, assembly):
+            if reference is not None and (self._num_groups_of_whole(*key) > 1 or self._has_own_rows(step, assembly)):
                 known.append((assembly, reference))
-        return factor_of_rows(known, None if layout is None else layout.num_groups)
+        return factor_of_rows(known, None if layout is None else layout.num_groups, of_whole)
+
+    def _num_groups_of_whole(self, step: int, site: str | None = None) -> int:
+        return 1 if self._groups_of_whole is None else self._groups_of_whole(step, site)
 
     def _has_own_rows(self, step: int, assembly: Assembly) -> bool:
         """Whether the parts are those of different rows; the first dimension, where the inputs do not tell."""

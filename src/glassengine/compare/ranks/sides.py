@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from glassengine.compare.matching.matching import Match, Matching
 from glassengine.compare.ranks.ranks import PutTogether
+from glassengine.compare.ranks.two_layouts import Joined, is_spread_alike
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource
 
@@ -11,9 +12,13 @@ from glassengine.recording.read.source import TensorSource
 def sides_of_one_rank(left: TensorSource, right: TensorSource) -> tuple[TensorSource, TensorSource]:
     """Return both sides, that of several ranks put together where the other one has a single rank.
 
-    Sides that both have several are compared rank by rank.
+    Sides that both have several are compared rank by rank where they are spread alike. Else the baseline is put
+    together first, where the parts of the candidate agree with it, and then the candidate.
     """
     several = [len({entry.rank for entry in side.entries}) > 1 for side in (left, right)]
+    if all(several) and not is_spread_alike(left, right):
+        joined = Joined(left, right)
+        return joined, PutTogether(right, joined, num_groups=joined.num_groups)
     if several[0] == several[1]:
         return left, right
     return (PutTogether(left, right), right) if several[0] else (left, PutTogether(right, left))

@@ -291,6 +291,25 @@ WRONG: dict[str, Run] = {
         "one", {"dp": 2}, rank=1, own="layer skipped", site="layers.1.norm1:in[0]", blamed=1, hint="rank"
     ),
 }
+PAIRS = {
+    "tp2|dp2": None,
+    "dp2|tp2": None,
+    "tp2|tp2sp": None,
+    "cp2zigzag|cp2": None,
+    "dp2tp2|tp2dp2": None,
+    "tp2-train|dp2-train": None,
+    "dp2-train|dp4-train": None,
+    "cp2tp2sp-train|dp2-train": None,
+    "dp2cp2|cp2zigzag": None,
+    "dp2tp2-train|tp2-train": None,
+    "ep2|ep4": None,
+    "dp2|no all-reduce": ("layers.1.mlp.down", None),
+    "dp2|kv head off by one": ("layers.0.attn.k_proj", 1),
+    "dp2tp2|stale shard": ("layers.1.mlp.up", 1),
+    "ep2|an expert of one rank": ("layers.1.mlp.experts.2", 2),
+    "tp2-train|loss scale of a rank": (".:grad_out.loss", 2),
+}
+"""Two layouts of the same run, and what is to be named."""
 ALL = {**ONE, **RIGHT, **WRONG}
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from glassengine.compare import compare
 from tests import children
-from tests.compare.ranks.end_to_end.spread_runs import ALL, RIGHT, WRONG
+from tests.compare.ranks.end_to_end.spread_runs import ALL, PAIRS, RIGHT, WRONG
 
 pytest.importorskip("torch.distributed.tensor")
 
@@ -84,3 +84,26 @@ def test_right_runs_are_right(name: str, many: Path) -> None:
 @pytest.mark.parametrize("name", WRONG)
 def test_planted_mistakes_are_named(name: str, many: Path) -> None:
     check(many, name)
+
+
+def check_pair(path: Path, name: str) -> None:
+    """Judge a run of one layout against the same one in another layout."""
+    result = compare(*(path / side for side in name.split("|")))
+    found = result.first_divergence
+    if PAIRS[name] is None:
+        assert (result.ok, result.coverage, found) == (True, 1.0, None)
+    else:
+        assert found is not None and (found.site, found.rank) == PAIRS[name]
+
+
+def test_some_layouts_against_others(few: Path) -> None:
+    result = compare(few / "tp2", few / "cp2zigzag")
+    assert (result.ok, result.coverage) == (True, 1.0)
+    found = compare(few / "cp2zigzag", few / "double all-reduce").first_divergence
+    assert found is not None and (found.site, found.hints[0].kind) == ("layers.0.attn.o_proj", "reduction")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAIRS)
+def test_layouts_against_layouts(name: str, many: Path) -> None:
+    check_pair(many, name)
