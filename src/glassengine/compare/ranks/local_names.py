@@ -75,7 +75,7 @@ def local_names(source: TensorSource, whole: TensorSource) -> LocalNames:
 
 
 def numbers_of_shares(source: TensorSource, other: TensorSource) -> dict[tuple[int, str], int]:
-    """Return what to add to the numbers of modules that each rank counts anew, on two sides with unequal shares.
+    """Return what to add to the numbers of modules that each rank counts from 0, on two sides with unequal shares.
 
     Two experts in each of two ranks, and one in each of four: the shares are consecutive, in the order of the ranks.
     """
