@@ -216,8 +216,8 @@ def _loud() -> None:
 def exporting_once() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """Return a context in which what is equal is exported, stored and read back once in this process.
 
-    Equal models have modules of the same classes with the same settings and the same code, and the same weights; equal
-    programs the same nodes; equal files the same bytes.
+    Equal models have modules of the same classes with the same settings and the same code, and weights of the same
+    shapes: each program has those of its own model. Equal programs have the same nodes, equal files the same bytes.
     """
 
     @contextlib.contextmanager
@@ -230,6 +230,7 @@ def exporting_once() -> Callable[[], contextlib.AbstractContextManager[None]]:
         _real.setdefault("load", stored.load_graph)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(generation, "export_causal_lm", _export_once)
+            patch.setattr(generation, "export_module", _export_module_once)
             for name, stand_in in _TWO.items():
                 patch.setattr(kinds, name, stand_in)
             patch.setattr(stored, "_save_graph", _save_once)
@@ -277,14 +278,29 @@ _APART = ("_parameters", "_buffers", "_modules", "config", "name_or_path")
 def _export_once(model: Any, *, metadata: dict[str, Any] | None = None, on_stage: Any = None) -> Any:
     from glassengine.program.export.export import export_causal_lm
 
-    key, code = _identity(model)
+    def export(*observers: Any) -> tuple[Any, ...]:
+        return (export_causal_lm(model, on_stage=observers[0]),)
 
-    def make() -> Any:
-        stages: list[Any] = []
-        # The model and its code live on, or their addresses would be used again.
-        return (export_causal_lm(model, on_stage=stages.append),), [stages], (model, code)
+    return _once("causal", model, export, metadata, [on_stage])[0]
 
-    return _shown(_exported.latest(key, make, _state_of_programs), metadata, [on_stage])[0]
+
+def _export_module_once(
+    model: Any,
+    given: Any,
+    *,
+    metadata: dict[str, Any] | None = None,
+    on_stage: Any = None,
+    keeps_state: bool = False,
+) -> Any:
+    from glassengine.program.export.export import export_module
+
+    def export(*observers: Any) -> tuple[Any, ...]:
+        return (export_module(model, given, on_stage=observers[0], keeps_state=keeps_state),)
+
+    inputs = _given(given)
+    if keeps_state or inputs is None:
+        return export_module(model, given, metadata=metadata, on_stage=on_stage, keeps_state=keeps_state)
+    return _once(f"module {inputs}", model, export, metadata, [on_stage])[0]
 
 
 def _export_two_once(
@@ -296,36 +312,87 @@ def _export_two_once(
     on_stage: Any = None,
     on_encoder_stage: Any = None,
 ) -> Any:
-    from torch.utils import _pytree as pytree
-
     from glassengine.program.export import two as export_two
 
-    key, code = _identity(model)
-    leaves = {pytree.keystr(path): value for path, value in pytree.tree_flatten_with_path(given)[0]}
+    def export(*observers: Any) -> tuple[Any, ...]:
+        first, last = observers
+        made: tuple[Any, ...] = getattr(export_two, name)(model, given, on_encoder_stage=first, on_stage=last)
+        return made
+
+    return _once(f"{name} {_given(given)}", model, export, metadata, [on_encoder_stage, on_stage])
+
+
+def _given(inputs: Any) -> str | None:
+    """Return what a program depends on of inputs; None where that cannot be told."""
+    from torch.utils import _pytree as pytree
+
+    leaves = {pytree.keystr(path): value for path, value in pytree.tree_flatten_with_path(inputs)[0]}
     tensors = {path: value for path, value in leaves.items() if hasattr(value, "dtype")}
-    plain = repr({path: value for path, value in leaves.items() if path not in tensors})
+    plain = {path: value for path, value in leaves.items() if path not in tensors}
+    if not all(value is None or isinstance(value, bool | int | float | str) for value in plain.values()):
+        return None
+    return f"{_state(tensors)} {[value.stride() for value in tensors.values()]} {plain!r}"
+
+
+def _once(
+    what: str, model: Any, export: Callable[..., tuple[Any, ...]], metadata: dict[str, Any] | None, observers: list[Any]
+) -> tuple[Any, ...]:
+    """Return the programs of a model, with its own weights; they are traced for the first of its like.
+
+    Whoever observes sees the stages of the export that was, and those have weights: of equal ones only.
+    """
+    structure, code = _identity(model)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    weights = _state(tensors) if any(observers) else ""
 
     def make() -> Any:
-        first: list[Any] = []
-        last: list[Any] = []
-        observers = {"on_encoder_stage": first.append, "on_stage": last.append}
-        return getattr(export_two, name)(model, given, **observers), [first, last], (model, code)
+        stages: list[list[Any]] = [[] for _ in observers]
+        programs = export(*(seen.append for seen in stages))
+        places = {_place(value): name for name, value in tensors.items()}
+        names = [
+            {name: places[_place(value)] for name, value in _weights_of(program).items() if _place(value) in places}
+            for program in programs
+        ]
+        # The model and its code live on, or their addresses would be used again.
+        return programs, stages, names, (model, code)
 
-    made = _exported.latest((name, key, _state(tensors), plain), make, _state_of_programs)
-    return _shown(made, metadata, [on_encoder_stage, on_stage])
-
-
-def _shown(made: Any, metadata: dict[str, Any] | None, observers: list[Any]) -> tuple[Any, ...]:
-    """Return the programs with `metadata`; whoever observes sees the stages of the export that was."""
-    programs, stages, _ = made
+    programs, stages, names, _ = _exported.latest((what, structure, weights), make, _state_of_programs)
     for observer, seen in zip(observers, stages, strict=True):
         for stage in seen if observer is not None else ():
             observer(stage)
-    return tuple(dataclasses.replace(each, metadata={**(metadata or {}), **each.metadata}) for each in programs)
+    return tuple(
+        dataclasses.replace(
+            program,
+            exported=_with_weights(program.exported, tensors, own),
+            metadata={**(metadata or {}), **program.metadata},
+        )
+        for program, own in zip(programs, names, strict=True)
+    )
+
+
+def _weights_of(program: Any) -> dict[str, Any]:
+    stored = {**program.exported.state_dict, **program.exported.constants}
+    return {name: value for name, value in stored.items() if hasattr(value, "dtype")}
+
+
+def _place(tensor: Any) -> Any:
+    """Return where the values of a tensor are; on the meta device there are none."""
+    where = id(tensor) if tensor.is_meta or not tensor.numel() else tensor.data_ptr()
+    return where, tuple(tensor.shape), tensor.stride()
+
+
+def _with_weights(exported: Any, tensors: dict[str, Any], names: dict[str, str]) -> Any:
+    """Return the program with the tensors of a model; what is none of them is of its code."""
+    other = copy.copy(exported)
+    other._state_dict, other._constants = (
+        {name: tensors[names[name]] if name in names else value for name, value in stored.items()}
+        for stored in (exported.state_dict, exported.constants)
+    )
+    return other
 
 
 def _state_of_programs(made: Any) -> str:
-    return " ".join(f"{_state(program.exported.state_dict)} {_graph(program.exported)}" for program in made[0])
+    return " ".join(_graph(program.exported) for program in made[0])
 
 
 # What stands in is the same object each time, as `_identity` asks for.
@@ -339,7 +406,7 @@ def _save_once(program: Any, directory: Path) -> None:
         _real["save"](program, directory)
         return path.read_bytes(), exported
 
-    path.write_bytes(_stored.latest((id(exported), _graph(exported)), make, lambda made: "")[0])
+    path.write_bytes(_stored.latest((id(exported.graph_module), _graph(exported)), make, lambda made: "")[0])
 
 
 def _load_once(directory: Path) -> Any:
@@ -368,25 +435,51 @@ def _graph(exported: Any) -> str:
 
 
 def _identity(model: Any) -> tuple[str, list[Any]]:
-    """Return what a program depends on: structure, settings, hooks, code and weights of a model; and the code."""
+    """Return what a trace depends on: structure, settings, hooks and code of a model, and no values; and the code."""
     kinds = {type(module) for module in model.modules()}
     # A test may put another function in place of a method, or of one that the methods call.
-    spaces = [vars(owner) for kind in kinds for owner in kind.__mro__[:-1]]
-    spaces += [vars(sys.modules[kind.__module__]) for kind in kinds]
+    owners = [owner for kind in kinds for owner in kind.__mro__[:-1]]
+    around = [vars(sys.modules[name]) for name in sorted({kind.__module__ for kind in kinds} & sys.modules.keys())]
+    around += [getattr(owner.__dict__.get("forward"), "__globals__", {}) for owner in owners]
+    spaces = [*map(vars, owners), *around]
     ours = [vars(module) for name, module in sys.modules.items() if name.startswith("glassengine.program")]
     spaces += [*ours, *(vars(value) for space in ours for value in space.values() if isinstance(value, type))]
     code = [value for space in spaces for value in space.values() if callable(value)]
+    # And a number in place of another.
+    plain = [
+        sorted(
+            (name, repr(value))
+            for name, value in space.items()
+            if isinstance(value, bool | int | float | str) and not name.startswith("_")
+        )
+        for space in [*map(vars, owners), *around]
+    ]
     own = [
-        (name, {key: repr(value) for key, value in vars(module).items() if key not in _APART})
+        (name, {key: _said(value) for key, value in vars(module).items() if key not in _APART})
         for name, module in model.named_modules()
     ]
     config = getattr(model, "config", None)
     # Its dtype is that of the weights, or not filled in.
     others = {"dtype": None, "_name_or_path": None}
     settings = None if config is None else ({**config.to_dict(), **others}, config._attn_implementation)
-    state = _state({**dict(model.named_parameters()), **dict(model.named_buffers())})
-    described = f"{model} {own} {sorted(map(id, code))} {settings} {state}"
+    described = f"{model} {own} {sorted(map(id, code))} {sorted(plain)} {settings} {_shapes(model)}"
     return hashlib.sha256(described.encode()).hexdigest(), code
+
+
+def _said(value: Any) -> str:
+    return _state({"": value}) if hasattr(value, "is_meta") else repr(value)
+
+
+def _shapes(model: Any) -> list[Any]:
+    """Return everything of weights but their values: which are one tensor, too."""
+    first: dict[Any, str] = {}
+    found = []
+    for names in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, value in names:
+            shared = first.setdefault(_place(value), name)
+            found.append((name, shared, str(value.dtype), str(value.device), value.shape, value.stride()))
+            found[-1] += (value.requires_grad, type(value))
+    return found
 
 
 def _state(tensors: Any) -> str:

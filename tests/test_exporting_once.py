@@ -32,10 +32,20 @@ class Exported:
     metadata: dict[str, Any]
 
 
+class Graph:
+    """What of an exported program counts; `constants` is of the code."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._state_dict, self._constants = model.state_dict(), {"constant": torch.ones(2)}
+        self.graph_module, self.graph_signature, self.range_constraints = nn.Module(), "() -> ()", {"s0": 2}
+
+    state_dict = property(lambda self: self._state_dict)
+    constants = property(lambda self: self._constants)
+
+
 def exported_from(model: nn.Module) -> Exported:
     """Return what an export that takes no time makes of a model."""
-    parts = {"state_dict": model.state_dict(), "constants": {}, "graph_module": nn.Module()}
-    return Exported(SimpleNamespace(**parts, graph_signature="() -> ()", range_constraints={}), {"layout": "plain"})
+    return Exported(Graph(model), {"layout": "plain"})
 
 
 class Exports:
@@ -46,6 +56,7 @@ class Exports:
     """
 
     _sizes = itertools.count(3)
+    model: Any
 
     def __init__(self) -> None:
         self.made: list[Any] = []
@@ -60,6 +71,7 @@ class Exports:
     def again(self, change: Callable[[Any], object] = lambda _: None, **options: Any) -> Any:
         model = models.llama(vocab_size=self._size)
         change(model)
+        self.model = model
         return generation.export_causal_lm(model, **options)
 
 
@@ -77,14 +89,15 @@ def exports(
 
 def test_an_equal_model_is_not_exported_again(exports: Exports) -> None:
     first, second = exports.again(metadata={"model": "one"}), exports.again(metadata={"model": "two"})
-    assert len(exports.made) == 1 and first.exported is second.exported
+    assert len(exports.made) == 1 and first.exported.graph_module is second.exported.graph_module
     assert (first.metadata, second.metadata) == (
         {"model": "one", "layout": "plain"},
         {"model": "two", "layout": "plain"},
     )
     seen: list[str] = []
-    exports.again(on_stage=seen.append)
-    assert len(exports.made) == 1 and seen == ["stage of 0"]
+    for _ in range(2):
+        exports.again(on_stage=seen.append)
+    assert len(exports.made) == 2 and seen == ["stage of 1"] * 2
 
 
 def test_where_a_model_was_read_from_makes_no_difference(exports: Exports) -> None:
@@ -94,7 +107,9 @@ def test_where_a_model_was_read_from_makes_no_difference(exports: Exports) -> No
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {
-    "a weight": lambda model: model.lm_head.weight.data[0].mul_(1.001),
+    "one tensor in place of two": lambda model: setattr(model.lm_head, "weight", model.model.embed_tokens.weight),
+    "a gradient": lambda model: model.lm_head.weight.requires_grad_(not model.lm_head.weight.requires_grad),
+    "a tensor that is no weight": lambda model: setattr(model.model.norm, "shift", torch.ones(2000)),
     "a setting": lambda model: setattr(model.model.layers[1].self_attn, "scaling", 0.3),
     "a method of one module": lambda model: setattr(model.model.norm, "forward", torch.sin),
     "a hook": lambda model: model.model.norm.register_forward_hook(lambda *_: None),
@@ -122,15 +137,34 @@ def test_code_that_a_test_replaced(exports: Exports, owner: Any, name: str, monk
     assert len(exports.made) == 2
 
 
-def test_a_program_that_was_changed_since(exports: Exports) -> None:
-    exports.again().exported.graph_signature = "() -> (added)"
-    exports.again()
-    assert len(exports.made) == 2
+def test_one_with_other_weights_has_its_own(exports: Exports) -> None:
+    def other(model: Any) -> None:
+        model.lm_head.weight.data[0].mul_(1.001)
+        model.model.rotary_emb.inv_freq.mul_(2)
 
-
-def test_a_program_whose_weights_were_changed_since(exports: Exports) -> None:
+    found, model = exports.again(other), exports.model
+    assert len(exports.made) == 1
+    assert found.exported.state_dict["lm_head.weight"] is model.lm_head.weight
+    assert torch.equal(found.exported.constants["constant"], torch.ones(2))
     with torch.no_grad():
         exports.made[0].lm_head.weight.mul_(2)
+    assert torch.equal(found.exported.state_dict["lm_head.weight"], model.lm_head.weight)
+    # Whoever is shown the stages is shown those of this model.
+    stages: list[str] = []
+    exports.again(other, on_stage=stages.append)
+    assert len(exports.made) == 2 and stages == ["stage of 1"]
+
+
+def test_a_number_in_place_of_another(exports: Exports, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "factor", 2.0, raising=False)
+    exports.again()
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "factor", 3.0)
+    exports.again()
+    assert len(exports.made) == 3
+
+
+def test_a_program_that_was_changed_since(exports: Exports) -> None:
+    exports.again().exported.graph_module.graph = SimpleNamespace(nodes=[])
     exports.again()
     assert len(exports.made) == 2
 
@@ -191,7 +225,7 @@ def scaled(factor: float) -> Program:
 
 
 def value(program: Program) -> float:
-    return float(program.exported.module()(x=torch.ones(3))[0])
+    return float(program.exported.module()(x=torch.ones(3))[0].detach())
 
 
 def multiply_by(program: Program, factor: float) -> None:
@@ -234,6 +268,28 @@ def test_a_damaged_file_is_refused_however_often_its_like_was_read(disk: Disk) -
         stored.load_program(path, {"weight": torch.ones(3)})
 
 
+def test_plain_modules(
+    exporting_once: Callable[[], AbstractContextManager[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    really = export.export_module
+
+    def counted(*args: Any, **options: Any) -> Program:
+        made.append(args)
+        return really(*args, **options)
+
+    monkeypatch.setattr(export, "export_module", counted)
+    with exporting_once():
+        first, other = Scaled(), Scaled()
+        other.weight.data *= 3
+        programs = [generation.export_module(module, {"x": torch.ones(3)}) for module in (first, other, first)]
+        assert len(made) == 1 and [value(program) for program in programs] == [2.0, 6.0, 2.0]
+        generation.export_module(first, {"x": torch.zeros(3)})
+        generation.export_module(first, [{"x": torch.ones(3)}] * 2)
+        assert len(made) == 3
+        assert value(generation.export_module(Scaled(5.0), {"x": torch.ones(3)})) == 5.0
+
+
 @pytest.mark.parametrize("name", ["export_encoder_decoder", "export_image_text"])
 def test_both_programs_of_what_has_two(
     name: str, exporting_once: Callable[[], AbstractContextManager[None]], monkeypatch: pytest.MonkeyPatch
@@ -252,12 +308,14 @@ def test_both_programs_of_what_has_two(
         export_both = getattr(kinds, name)
         encoder, decoder = export_both(Scaled(), given, metadata={"model": "one"})
         again = export_both(Scaled(), given)
-        assert len(made) == 1 and again[0].exported is encoder.exported and again[1].exported is decoder.exported
+        assert len(made) == 1
+        pairs = zip(again, (encoder, decoder), strict=True)
+        assert all(one.exported.graph_module is other.exported.graph_module for one, other in pairs)
         assert decoder.metadata == {"model": "one", "layout": "plain"} and again[1].metadata == {"layout": "plain"}
         export_both(Scaled(), [{"input_ids": torch.zeros(1, 4, dtype=torch.int64)}])
         export_both(Scaled(3.0), given)
-        assert len(made) == 3
+        assert len(made) == 3, "other inputs, and another number"
         seen: list[str] = []
         export_both(Scaled(), given, on_encoder_stage=lambda stage: seen.append(f"encoder: {stage}"))
         export_both(Scaled(), given, on_stage=seen.append)
-        assert len(made) == 3 and seen == ["encoder: first", "last"]
+        assert seen == ["encoder: first", "last"]

@@ -35,7 +35,7 @@ def verdicts(result: Comparison) -> dict[str, str]:
     [
         ("llama", "float32", None),
         ("qwen3", "bfloat16", 1),
-        ("mixtral", "float32", 1),
+        pytest.param("mixtral", "float32", 1, marks=pytest.mark.slow),
         pytest.param("gpt2", "float16", None, marks=pytest.mark.slow),
         pytest.param("gemma3", "float32", None, marks=pytest.mark.slow),
     ],
@@ -100,8 +100,8 @@ MISTAKES = {
 }
 
 
-# Named as others are: by a literal that differs, and by an op that only the candidate has.
-ALIKE = (norm_epsilon, extra_factor)
+# Named as others are: by a literal that differs, by an op that only the candidate has, and by a stored tensor.
+ALIKE = (norm_epsilon, extra_factor, rotary_base)
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_plain_modules_are_checked_too(tmp_path: Path) -> None:
 def test_models_with_nothing_in_common_are_refused_or_not_ok(llama: nn.Module, token_ids: str) -> None:
     with pytest.raises(IncomparableError, match="other inputs than the baseline"):
         check(llama, candidate=models.vision(), inputs=token_ids)
-    result = check(llama, candidate=models.gpt2(), inputs=token_ids)
+    result = check(llama, candidate=models.gpt2(), inputs=token_ids, steps=0)
     assert not result.ok
 
 
@@ -393,8 +393,7 @@ def test_the_result_is_json_with_the_documented_keys(llama: nn.Module, token_ids
 def test_the_model_that_is_judged_is_left_as_it_was(token_ids: str) -> None:
     model = models.llama()
     before = copy.deepcopy(model.state_dict())
-    assert check(model, backend="eager", inputs=token_ids, dtype="bfloat16").ok
     hooks = sum(len(m._forward_hooks) for m in model.modules())
-    check(model, backend="eager", inputs=token_ids)
+    assert check(model, backend="eager", inputs=token_ids, dtype="bfloat16").ok
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
     assert sum(len(m._forward_hooks) for m in model.modules()) == hooks

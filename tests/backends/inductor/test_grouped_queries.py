@@ -124,15 +124,15 @@ KINDS: dict[str, tuple[bool, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]]
 }
 
 
+def given(rows: int, length: int) -> dict[str, Tensor]:
+    shapes = {"q": (2, 6, rows, 8), "k": (2, 2, length, 8), "v": (2, 2, length, 8), "mask": (2, 1, rows, length)}
+    torch.manual_seed(rows)
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_done_where_nothing_changes(kind: str) -> None:
     is_shared, compute = KINDS[kind]
-
-    def given(rows: int, length: int) -> dict[str, Tensor]:
-        shapes = {"q": (2, 6, rows, 8), "k": (2, 2, length, 8), "v": (2, 2, length, 8), "mask": (2, 1, rows, length)}
-        torch.manual_seed(rows)
-        return {name: torch.randn(shape) for name, shape in shapes.items()}
-
     program = export_module(Attention(compute).eval(), [given(4, 7), given(5, 9)])
     grouped = with_grouped_queries(program.exported)
     assert (grouped is not program.exported) == is_shared
@@ -143,18 +143,23 @@ def test_it_is_done_where_nothing_changes(kind: str) -> None:
 
 
 @pytest.mark.skipif(environment.cxx_compiler() is None, reason="needs a C++ compiler")
-def test_an_engine_computes_and_lists_it(tmp_path: Path) -> None:
-    program = exported(FAMILIES["qwen3"])
+@pytest.mark.parametrize("of", ["attention alone", pytest.param("qwen3", marks=pytest.mark.slow)])
+def test_an_engine_computes_and_lists_it(of: str, tmp_path: Path) -> None:
+    if of == "qwen3":
+        program = exported(FAMILIES["qwen3"])
+        steps = [
+            inputs(program, batch=2, sequence=5, start=0, length=12, pad=2),
+            inputs(program, batch=1, sequence=1, start=7, length=16, pad=3),
+        ]
+    else:
+        program = export_module(Attention(KINDS["as heads share"][1]).eval(), [given(4, 7), given(5, 9)])
+        steps = [given(4, 7), given(1, 6)]
     backend = InductorBackend()
     backend.build(program, tmp_path)
     run_engine = backend.load(tmp_path, None)
-    for step in (
-        {"batch": 2, "sequence": 5, "start": 0, "length": 12, "pad": 2},
-        {"batch": 1, "sequence": 1, "start": 7, "length": 16, "pad": 3},
-    ):
-        given = inputs(program, **step)
-        expected = run(program, program.exported, given)
-        results = run_engine({name: tensor.clone() for name, tensor in given.items()})
+    for step in steps:
+        expected = run(program, program.exported, step)
+        results = run_engine({name: tensor.clone() for name, tensor in step.items()})
         torch.testing.assert_close(next(iter(results.values())), expected[0], rtol=1e-4, atol=1e-5)
     told = {node for layer in backend.network(program, tmp_path).layers for node in layer.nodes}
     assert "scaled_dot_product_attention" in told

@@ -190,7 +190,6 @@ def test_recordings_of_an_earlier_run_are_not_told_of(tmp_path: Path) -> None:
     first = run_net(tmp_path, *RECORD, then=then)
     assert "recorded out/SpawnProcess-1/Net: " in first.stderr
     again = [*RECORD[:-1], "--overwrite", "--"]
-    assert "recorded out/SpawnProcess-1/Net: " in run_net(tmp_path, *again, then=then).stderr
     idle = run_net(tmp_path, *again, then=then.replace("False", "True"))
     assert idle.returncode == 4 and "recorded out/" not in idle.stderr
 

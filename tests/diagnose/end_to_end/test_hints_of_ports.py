@@ -51,7 +51,11 @@ def judged(name: str, mistake: str, tmp_path: Path) -> Found:
 
 @pytest.mark.parametrize(
     ("name", "mistake"),
-    [("llama", "keys in turn"), ("gpt2", "softmax over queries"), ("bert", "mask inverted")],
+    [
+        pytest.param("llama", "keys in turn", marks=pytest.mark.slow),
+        ("gpt2", "softmax over queries"),
+        ("bert", "mask inverted"),
+    ],
 )
 def test_f33_a_hint_of_a_port_by_hand(name: str, mistake: str, tmp_path: Path) -> None:
     assert judged(name, mistake, tmp_path).is_useful

@@ -16,7 +16,7 @@ from glassengine.numerics.verdict import TIED
 from glassengine.results import Comparison
 from glassengine.testing import models
 
-NUM_TOKENS, UNTOUCHED = 400, "candidate, untouched"
+NUM_TOKENS, UNTOUCHED = 120, "candidate, untouched"
 
 
 class Router(nn.Module):

@@ -17,16 +17,24 @@ from glassengine.testing.architectures import FAMILIES
     [
         ("llama", CAUSAL, ["causal_lm"]),
         ("mamba", RECURRENT, ["causal_lm"]),
-        ("t5", ENCODER_DECODER, ["module", "causal_lm"]),
-        ("llava", IMAGE_TEXT, ["module", "causal_lm"]),
+        # The tests of engines with two programs build both kinds.
+        pytest.param("t5", ENCODER_DECODER, ["module", "causal_lm"], marks=pytest.mark.slow),
+        pytest.param("llava", IMAGE_TEXT, ["module", "causal_lm"], marks=pytest.mark.slow),
     ],
 )
-def test_a_model_is_recognized_and_exported_by_its_kind(family: str, generation: Generation, kinds: list[str]) -> None:
+def test_a_model_is_exported_by_its_kind(family: str, generation: Generation, kinds: list[str]) -> None:
     model = load_model(FAMILIES[family]())
-    assert model.generation is generation
     programs = export_programs(model)
     assert [program.kind for program in programs] == kinds
     assert generation.has_encoder == (len(programs) == 2) and programs[-1].generates == generation.generates
+
+
+@pytest.mark.parametrize(
+    ("family", "generation"),
+    [("llama", CAUSAL), ("mamba", RECURRENT), ("t5", ENCODER_DECODER), ("llava", IMAGE_TEXT), ("bert", PLAIN)],
+)
+def test_a_model_is_recognized(family: str, generation: Generation) -> None:
+    assert load_model(FAMILIES[family]()).generation is generation
 
 
 def test_what_is_no_model_of_transformers_is_plain() -> None:
