@@ -73,6 +73,8 @@ def test_a_mistake_exits_1_and_json_is_one_document(
         f"{factories}:wrong",
         "--inputs",
         ids,
+        "--steps",
+        "0",
         "--json",
         "-",
         "-q",
@@ -95,6 +97,8 @@ def test_json_to_a_file_keeps_the_screen(
         f"{factories}:wrong",
         "--inputs",
         ids,
+        "--steps",
+        "0",
         "--json",
         str(target),
     ]

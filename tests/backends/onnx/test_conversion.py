@@ -85,7 +85,10 @@ def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     "make",
     [
         lambda: program_of(Other()),
-        lambda: export_module(models.vision().eval(), [models.vision_inputs(batch) for batch in (2, 3)]),
+        pytest.param(
+            lambda: export_module(models.vision().eval(), [models.vision_inputs(batch) for batch in (2, 3)]),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["others", "vision"],
 )

@@ -128,7 +128,9 @@ def of_stack(kind: str, tmp_path: Path) -> Comparison:
     return check(Stack().eval(), candidate=tmp_path / "record", inputs=str(tmp_path / "x.pt"), min_coverage=0.1)
 
 
-@pytest.mark.parametrize("kind", ["int8", "adapter", "bfloat16", "scaled"])
+@pytest.mark.parametrize(
+    "kind", ["int8", "adapter", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("bfloat16", "scaled"))]
+)
 def test_weights_that_are_all_slightly_off_are_no_way_to_sum(kind: str, tmp_path: Path) -> None:
     found = of_stack(kind, tmp_path)
     assert not found.ok and found.verdict == "wrong" and found.notes == ()

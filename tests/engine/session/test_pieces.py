@@ -21,7 +21,7 @@ from glassengine.testing import models
 ROWS = [list(range(5, 18)), [20, 21, 22]]
 
 
-@pytest.fixture(scope="module", params=["gpt2", "mixtral"])
+@pytest.fixture(scope="module", params=[pytest.param("gpt2", marks=pytest.mark.slow), "mixtral"])
 def all_outputs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     """Return an engine with every tensor of its program; its products have one axis for batch and tokens."""
     directory = tmp_path_factory.mktemp("all") / "engine"

@@ -111,7 +111,7 @@ def test_the_mark_of_torch_holds() -> None:
     assert len(compilations()) - before == 1
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_model_trains_on_batches_of_any_size(backend: str) -> None:
     def losses(is_lazy: bool) -> list[float]:
         torch.manual_seed(0)

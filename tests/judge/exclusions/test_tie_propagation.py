@@ -155,8 +155,15 @@ def test_a_router_that_rounds_otherwise_may_choose_otherwise(kind: type[Mixture]
     assert any("depend on a tie" in reason for reason in reasons.values())
 
 
-@pytest.mark.parametrize("kind", [Mixture, HiddenMixture])
-@pytest.mark.parametrize("route", [of_the_other_experts, not_normalized])
+@pytest.mark.parametrize(
+    ("kind", "route"),
+    [
+        (Mixture, not_normalized),
+        (HiddenMixture, of_the_other_experts),
+        pytest.param(Mixture, of_the_other_experts, marks=pytest.mark.slow),
+        pytest.param(HiddenMixture, not_normalized, marks=pytest.mark.slow),
+    ],
+)
 def test_a_wrong_router_is_named(kind: type[Mixture], route: Route, inputs: str) -> None:
     result, pairs = checked(kind, inputs, route)
     first = next(pair for pair in pairs if pair.verdict == "wrong")
