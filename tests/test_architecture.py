@@ -47,6 +47,7 @@ CLI_MAY_IMPORT = {
     "results",
     "schemas",
     "report",
+    "stores",
     "writing",
     "cli",
 }

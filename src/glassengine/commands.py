@@ -2,7 +2,8 @@
 
 `glass record MODEL` is `record_target`, `glass record -- SCRIPT` is `record_script`, and `--noise-floor` is
 `measure_noise_floor`. `glass compare` of more than two records is `compare_many`, of engines `side_by_side`, of the
-artifacts of two builds `compare_artifacts`. `glass verify` is `verify_engine`, `glass doctor --calibrate` `calibrate`.
+artifacts of two builds `compare_artifacts`. `glass upload` is `upload`, `glass verify` is `verify_engine`, and
+`glass doctor --calibrate` is `calibrate`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from glassengine.diagnose.noise_floor import measure_noise_floor
     from glassengine.engine.store.signing import verify_engine
     from glassengine.program.listing.artifacts import compare_artifacts
+    from glassengine.recording.read.upload import upload
 
 __all__ = [
     "calibrate",
@@ -29,6 +31,7 @@ __all__ = [
     "record_script",
     "record_target",
     "side_by_side",
+    "upload",
     "verify_engine",
 ]
 
@@ -40,6 +43,7 @@ _PUBLIC = {
     "record_script": "glassengine.capture.scripts.run_script",
     "record_target": "glassengine.capture.runs.target",
     "side_by_side": "glassengine.diagnose.engines.side_by_side",
+    "upload": "glassengine.recording.read.upload",
     "verify_engine": "glassengine.engine.store.signing",
 }
 __getattr__, __dir__ = deferred(__name__, _PUBLIC)

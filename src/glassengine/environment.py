@@ -138,6 +138,18 @@ def debug_artifacts_dir() -> Path | None:
     return Path(value) if value else None
 
 
+def spool_dir() -> Path:
+    """Return where recordings wait until a store has them: GLASS_SPOOL_DIR, or a directory of the cache."""
+    value = os.environ.get("GLASS_SPOOL_DIR")
+    return Path(value).expanduser() if value else cache_dirs()["glassengine"] / "spool"
+
+
+def store_cache_bytes(default: int) -> int:
+    """Return how large the copies of objects of stores may grow: GLASS_STORE_CACHE_BYTES, or `default`."""
+    value = os.environ.get("GLASS_STORE_CACHE_BYTES", "")
+    return int(value) if value.isdecimal() else default
+
+
 def record_dir() -> Path | None:
     """Return the directory named by GLASS_RECORD_DIR, or None."""
     value = os.environ.get("GLASS_RECORD_DIR")

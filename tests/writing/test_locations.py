@@ -43,8 +43,6 @@ URL = "s3://bucket/run"
 @pytest.mark.parametrize(
     "command",
     [
-        ["record", "-o", URL, "--", "script.py"],
-        ["record", "-o", URL, "net.py:model", "--inputs", "net.py:inputs"],
         ["build", "net.py:model", URL],
         ["build", "net.py:model", "--dry-run", "-o", URL],
         ["build", "net.py:model", "--artifacts", URL],
@@ -72,8 +70,6 @@ def test_f22_calls_that_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.chdir(tmp_path)
     net = nn.ReLU()
     for call in (
-        lambda: glass.record(net, URL).__enter__(),
-        lambda: glass.record(net, Path(URL)).__enter__(),
         lambda: glass.profiler.profile(URL).__enter__(),
         lambda: glass.snapshots.take(URL),
         lambda: glass.profiler.start_server(0, directory=URL),

@@ -28,6 +28,7 @@ COMMANDS = {
     "sites": "List the tensor names of a model, engine or recording, without building.",
     "run": "Generate text with an engine, or run one forward of it; print or record its tensors.",
     "record": "Record every tensor of a model or a script.",
+    "upload": "Bring a recording to an object store, or the rest of one that was cut off.",
     "show": "Show the tensors of a recording or dump, and their statistics.",
     "compare": "Compare recordings, tensor files, dumps, engines or build artifacts.",
     "check": "Find the first op that is wrong in a port, engine, pass or dump.",

@@ -18,6 +18,7 @@ from glassengine.cli.options import err, out, progress, settings
 from glassengine.cli.script_line import ScriptLine, read_script_line
 from glassengine.cli.shared import AdaptedCheckpoint, Dtype, ModuleInputs, Overwrite
 from glassengine.errors import IncomparableError, UsageError
+from glassengine.stores.places import place
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
@@ -64,6 +65,12 @@ def command(
     durable: Annotated[
         bool, typer.Option("--durable/--no-durable", help="Keep finished forwards if the process is killed.")
     ] = True,
+    spool: Annotated[
+        str | None, typer.Option("--spool", metavar="SIZE", help="With a URL: bytes that may wait to be uploaded.")
+    ] = None,
+    when_behind: Annotated[
+        str, typer.Option("--when-behind", metavar="WHAT", help="A store that is slow: wait for it, or cut values.")
+    ] = "wait",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Run the model, count bytes, write nothing.")] = False,
     *,
     checkpoint: AdaptedCheckpoint,
@@ -73,9 +80,11 @@ def command(
         "sites": list(sites) if sites else None,
         "values": values,
         "steps": _steps(steps),
-        "byte_budget": _size(byte_budget),
+        "byte_budget": _size("--byte-budget", byte_budget),
         "overwrite": overwrite,
         "durable": durable,
+        "spool_bytes": _size("--spool", spool),
+        "when_behind": when_behind,
     }
     line = read_script_line(target)
     if line is not None:
@@ -112,7 +121,8 @@ def command(
 
 
 def _script(line: ScriptLine, output_dir: str, policy: dict[str, Any]) -> int:
-    absolute = Path(output_dir).absolute()
+    directory = place(output_dir)
+    absolute = directory.absolute()
     result = commands.record_script(
         line.script,
         line.arguments,
@@ -127,13 +137,13 @@ def _script(line: ScriptLine, output_dir: str, policy: dict[str, Any]) -> int:
         # The script's own output is on stdout; what is ours goes beside it.
         for path in () if settings.quiet else result.recordings:
             # As it was named: the directory that the script has changed to is not the one of the shell.
-            named = Path(output_dir) / Path(path).relative_to(absolute)
+            named = directory / place(path).relative_to(absolute)
             err.print(f"recorded {named}: glass show {named}")
 
     answer(lambda: {"ok": result.ok, **result.to_dict()}, show)
     artifacts = environment.debug_artifacts_dir()
     if artifacts is not None:
-        for recording in map(Path, result.recordings):
+        for recording in map(place, result.recordings):
             _write_steps(recording, artifacts / recording.relative_to(absolute))
     if result.reason is not None and settings.json != "-":
         err.print(Text.assemble(("error:", "bold red"), " ", result.reason))
@@ -166,10 +176,10 @@ def _steps(text: str | None) -> frozenset[int] | None:
     return frozenset(found)
 
 
-def _size(text: str | None) -> int | None:
+def _size(flag: str, text: str | None) -> int | None:
     if text is None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)b?", text.strip().lower())
     if match is None:
-        raise UsageError("invalid size", got=f"--byte-budget {text}", expected="bytes, or as in 500M, 2G")
+        raise UsageError("invalid size", got=f"{flag} {text}", expected="bytes, or as in 500M, 2G")
     return int(float(match[1]) * _UNITS[match[2]])

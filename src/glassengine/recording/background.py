@@ -34,7 +34,7 @@ from glassengine.recording.ring.repetition import MIN_SHARED_BYTES, SeenTensors
 from glassengine.recording.ring.ring import Ring, lies_flat, pieces_of, require_memory
 from glassengine.recording.write import processes
 from glassengine.recording.write.consumer import Consumer
-from glassengine.recording.write.writer import RecordingWriter
+from glassengine.recording.write.stored_writer import new_writer
 
 RING_BYTES = 256 << 20
 
@@ -62,6 +62,7 @@ class BackgroundWriter:
         overwrite: Replace an existing recording.
         ring_bytes: Memory between the model and the disk, at least 512 KiB.
         durable: Keep that memory in a file, and note there what it has of each step that ends.
+        spool_bytes: What may wait on this machine where the recording goes to a store; 4 GiB where None.
 
     Raises:
         UsageError: The directory cannot be written, or exists and `overwrite` is false, or holds other files.
@@ -75,9 +76,10 @@ class BackgroundWriter:
         overwrite: bool = False,
         ring_bytes: int = RING_BYTES,
         durable: bool = True,
+        spool_bytes: int | None = None,
     ) -> None:
         assert ring_bytes >= 2 * _PIECES_OF_RING * MIN_SHARED_BYTES, "a block would not hold a small tensor"
-        self._writer = RecordingWriter(path, metadata=metadata, overwrite=overwrite)
+        self._writer = new_writer(path, metadata=metadata, overwrite=overwrite, spool_bytes=spool_bytes)
         try:
             # Takes longest, and is interrupted most: nothing is on disk yet.
             sizes = ring_bytes, ring_bytes // _JOURNALS_OF_RING
@@ -87,6 +89,7 @@ class BackgroundWriter:
         except BaseException:
             self._writer.close("it never began")
             (self._writer.path / layout.RING).unlink(missing_ok=True)
+            self._writer.deliver(0)
             raise
         self._pinned = PinnedCopies(ring_bytes)
         self._seen = SeenTensors()
@@ -108,6 +111,7 @@ class BackgroundWriter:
             self._wake.set()
             self._remove_ring()
             self._writer.close("it never began")
+            self._writer.deliver(0)
             raise
         self._was_forked = False
         # Steps whose forward has ended and that go on, and what they were given.
@@ -121,8 +125,13 @@ class BackgroundWriter:
 
     @property
     def path(self) -> Path:
-        """Directory of the recording."""
-        return self._writer.path
+        """Where the recording is to be read."""
+        return self._writer.target
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether a store takes less than is recorded."""
+        return self._writer.is_behind
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -231,11 +240,12 @@ class BackgroundWriter:
         while not done.wait(0.5) and self._thread.is_alive():
             pass
 
-    def close(self, reason: str | None = None) -> None:
-        """Write what is left and seal the recording.
+    def close(self, reason: str | None = None, *, patience_s: float | None = None) -> None:
+        """Write what is left and seal the recording; one that goes to a store is there then.
 
         Args:
             reason: Why it is incomplete, if it is.
+            patience_s: How long a store may not answer; ten minutes where None.
 
         Raises:
             GlassError: Something could not be written; the message says what is safe.
@@ -258,8 +268,13 @@ class BackgroundWriter:
         finally:
             left = self._leave_steps() if self._consumer.keeps else 0
             self._remove_ring(is_left=left != 0)
+            problem = self._writer.deliver(patience_s)
+            if problem is not None:
+                _log.warning("%s", problem)
         if self._consumer.failure is not None:
             raise with_left(self._consumer.failure, left)
+        if problem is not None:
+            raise problem
 
     def end(self, reason: str) -> None:
         """Close the recording, if that can be done now: a signal ends the process.
@@ -269,7 +284,7 @@ class BackgroundWriter:
         if self._lock.acquire(timeout=_END_S):
             for step, token_ids in sorted(self._held.items()):
                 self.commit(step, token_ids=token_ids, stopped=reason.removeprefix("stopped by "))
-            self.close(reason)
+            self.close(reason, patience_s=_END_S)
 
     def leave_to_parent(self) -> None:
         """Forget the files: this process was forked from the one that records."""
@@ -285,7 +300,7 @@ class BackgroundWriter:
         """Leave the steps that only the ring has to the next opening of the recording; return how many, if known."""
         assert self._ring.file is not None
         self._ring.file.leave()
-        return num_left(self.path)
+        return num_left(self._writer.path)
 
     def _remove_ring(self, *, is_left: bool = False) -> None:
         self._ring.give_back()

@@ -52,6 +52,23 @@ class RecordedTarget(Result):
 
 
 @dataclass(frozen=True)
+class Uploaded(Result):
+    """What was brought to a store.
+
+    Attributes:
+        url: Where the recording is.
+        num_files: Files that were uploaded; others were there.
+        num_steps: Steps of the recording that can be read there.
+        complete: Whether it was closed and every step that was begun was completed.
+    """
+
+    url: str
+    num_files: int
+    num_steps: int
+    complete: bool
+
+
+@dataclass(frozen=True)
 class ListedSnapshot(Result):
     """One snapshot of a directory.
 

@@ -23,7 +23,7 @@ from glassengine.capture.intake.patience import PatientWriter, Writer
 from glassengine.recording.layout.layout import LeftOut, Sharding
 from glassengine.recording.layout.statistics import light
 from glassengine.recording.layout.values import dtype_name, why_not
-from glassengine.recording.write.policy import NO_VALUES, OVER_BUDGET, Policy
+from glassengine.recording.write.policy import NO_VALUES, Policy
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
@@ -167,8 +167,8 @@ class Intake:
             self._leave_out(site, step, obstacle, tensor)
         elif not keeps:
             self._leave_out(site, step, NO_VALUES, tensor, measure=True)
-        elif not self._policy.charge(tensor.nbytes):
-            self._leave_out(site, step, OVER_BUDGET, tensor, measure=True)
+        elif (over := self._policy.obstacle(tensor.nbytes)) is not None:
+            self._leave_out(site, step, over, tensor, measure=True)
         else:
             self._writer.write(site, step, tensor, rank=self._rank, axes=axes, sharding=sharding)
 

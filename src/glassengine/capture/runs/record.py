@@ -21,9 +21,9 @@ from glassengine.capture.intake.intake import Intake
 from glassengine.capture.observers.module_hooks import ModuleHooks
 from glassengine.errors import GlassError, UnknownNameError, UsageError
 from glassengine.recording.background import BackgroundWriter
-from glassengine.recording.write.policy import Policy
+from glassengine.recording.write.policy import Policy, WhenBehind
 from glassengine.sites import ROOT
-from glassengine.writing.locations import local
+from glassengine.stores.places import place
 
 _log = logging.getLogger(__name__)
 
@@ -47,8 +47,9 @@ class Recorder:
         metadata: Mapping[str, Any],
         overwrite: bool,
         durable: bool,
+        spool_bytes: int | None,
     ) -> None:
-        self.path = Path(path)
+        self.path = place(path)
         self.model = model
         self._policy = policy
         self._gradients = gradients
@@ -56,14 +57,22 @@ class Recorder:
         self._metadata = metadata
         self._overwrite = overwrite
         self._durable = durable
+        self._spool_bytes = spool_bytes
         self._writer: BackgroundWriter | None = None
 
     def __enter__(self) -> Self:
         if self._writer is not None:
             raise UsageError("a recorder is entered twice", got=str(self.path), hint="call glass.record again")
         self.path = own_directory(self.path)
-        writer = BackgroundWriter(self.path, metadata=self._metadata, overwrite=self._overwrite, durable=self._durable)
+        writer = BackgroundWriter(
+            self.path,
+            metadata=self._metadata,
+            overwrite=self._overwrite,
+            durable=self._durable,
+            spool_bytes=self._spool_bytes,
+        )
         self._writer = writer
+        self._policy.watch(lambda: writer.is_behind)
         self._intake = Intake(writer, self._policy, _place()[0])
         holds = self._gradients or self._optimizer is not None
         self._hooks = ModuleHooks(self.model, self._intake, self._policy, gradients=self._gradients, holds_steps=holds)
@@ -180,6 +189,8 @@ def record(
     byte_budget: int | None = None,
     overwrite: bool = False,
     durable: bool = True,
+    spool_bytes: int | None = None,
+    when_behind: WhenBehind = "wait",
     metadata: Mapping[str, Any] | None = None,
 ) -> Recorder:
     """Record every forward of `model` that runs while the returned context manager is entered.
@@ -196,7 +207,8 @@ def record(
         model: Any module, compiled and wrapped ones included (modules inside of a compiled graph are not seen, and are
             listed as `not_seen` in the metadata); or something callable that holds exactly one: a pipeline, a method, a
             function.
-        path: New directory; one recording each. In a run of several ranks each writes to `rank<r>/` in it.
+        path: New directory, or a URL in a store; one recording each. In a run of several ranks each writes to
+            `rank<r>/` in it.
         sites: Patterns of the sites to record (globs and `re:`); all when None.
         values: False records shape, dtype, min, max, norm and the number of non-finite elements instead of values;
             patterns keep the values of the sites they match and such statistics of all others.
@@ -209,6 +221,9 @@ def record(
         durable: Keep every step that has ended when the process is killed. False loses the steps of the last 20 ms or
             so then, more while the disk is slow (at most 256 MiB of values), and makes recording a small model 3 %
             faster, a large one not; a process that ends in any other way loses nothing.
+        spool_bytes: For a store: how many bytes may wait on this machine to be uploaded; 4 GiB when None.
+        when_behind: For a store that takes less than is recorded: "wait" slows the model down to what it takes, "cut"
+            leaves values out, keeps their statistics and lists them.
         metadata: JSON-ready facts to keep with the recording.
 
     Raises:
@@ -220,7 +235,7 @@ def record(
     if isinstance(model, torch.jit.ScriptModule):
         what = "a scripted module runs no hooks"
         raise UsageError(what, got=type(model).__name__, hint="record the module it was made from")
-    policy = Policy(sites=sites, values=values, steps=steps, byte_budget=byte_budget)
+    policy = Policy(sites=sites, values=values, steps=steps, byte_budget=byte_budget, when_behind=when_behind)
     facts = {**describe_model(model), **(metadata or {}), "gradients": gradients, "byte_budget": byte_budget}
     return Recorder(
         model,
@@ -231,6 +246,7 @@ def record(
         metadata=facts,
         overwrite=overwrite,
         durable=durable,
+        spool_bytes=spool_bytes,
     )
 
 
@@ -285,7 +301,7 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
 def own_directory(path: Path) -> Path:
     """Return where this process writes what the ranks of its run write to `path`: `rank<r>/` in it, of several."""
     rank, count = _place()
-    path = local(path)
+    path = place(path)
     return path / f"rank{rank}" if count > 1 and path.name != f"rank{rank}" else path
 
 

@@ -27,8 +27,9 @@ from glassengine.program.loading.load import LoadedModel, load_model
 from glassengine.program.user_code.raised import forward_errors
 from glassengine.recording.layout.description import Facts
 from glassengine.recording.layout.layout import LeftOut
-from glassengine.recording.write.policy import Policy
+from glassengine.recording.write.policy import Policy, WhenBehind
 from glassengine.results.recorded import RecordedTarget
+from glassengine.stores.places import place
 
 logger = logging.getLogger("glassengine")
 
@@ -46,6 +47,8 @@ def record_target(
     byte_budget: int | None = None,
     overwrite: bool = False,
     durable: bool = True,
+    spool_bytes: int | None = None,
+    when_behind: WhenBehind = "wait",
     dtype: str = "auto",
     device: str | None = None,
     attn_implementation: str | None = None,
@@ -69,6 +72,8 @@ def record_target(
         byte_budget: As for `record`.
         overwrite: Replace an existing recording.
         durable: As for `record`.
+        spool_bytes: As for `record`.
+        when_behind: As for `record`.
         dtype: As for `build`.
         device: Where the model runs, e.g. "cuda": it and its inputs are moved there; None leaves it where it is.
         attn_implementation: As in transformers.
@@ -117,7 +122,7 @@ def record_target(
         counter = _Counter()
         observe(counter, forced)
         return counter.result(None)
-    path = own_directory(Path(path))
+    path = own_directory(place(path))
     buffers = {name: buffer.clone() for name, buffer in loaded.module.named_buffers()} if then is not None else {}
     with record(
         loaded.module,
@@ -128,6 +133,8 @@ def record_target(
         byte_budget=byte_budget,
         overwrite=overwrite,
         durable=durable,
+        spool_bytes=spool_bytes,
+        when_behind=when_behind,
         metadata={**loaded.metadata, "model_fingerprint": loaded.metadata["fingerprint"]},
     ):
         made = _run(loaded, batches, max_new_tokens, forced)

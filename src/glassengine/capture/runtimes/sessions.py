@@ -57,6 +57,7 @@ class SessionRecording:
         path: Directory of the recording.
         overwrite: Replace an existing recording.
         durable: As for `record`.
+        spool_bytes: As for `record`.
         wanted: As for `record`.
 
     Attributes:
@@ -70,6 +71,7 @@ class SessionRecording:
         *,
         overwrite: bool = False,
         durable: bool = True,
+        spool_bytes: int | None = None,
         **wanted: Unpack[Wanted],
     ) -> None:
         self.path = path
@@ -80,7 +82,10 @@ class SessionRecording:
             "command_line": environment.without_secrets(sys.argv),
         }
         self._policy = Policy(**wanted)
-        self._writer = BackgroundWriter(path, metadata=metadata, overwrite=overwrite, durable=durable)
+        self._writer = BackgroundWriter(
+            path, metadata=metadata, overwrite=overwrite, durable=durable, spool_bytes=spool_bytes
+        )
+        self._policy.watch(lambda: self._writer.is_behind)
         self._intake = Intake(self._writer, self._policy, 0)
         self._steps = Steps()
 

@@ -26,7 +26,7 @@ from glassengine.capture.runtimes.runtimes import Runtimes, unseen_runtimes
 from glassengine.capture.runtimes.sessions import Run, SessionRecording
 from glassengine.errors import GlassError, IncomparableError, UsageError
 from glassengine.recording.write.policy import RecordOptions
-from glassengine.writing.locations import local
+from glassengine.stores.places import Remote, place
 
 MAX_MODELS = 8
 
@@ -50,7 +50,7 @@ class ScriptRecorder:
 
     def __init__(self, directory: str | Path, **options: Unpack[RecordOptions]) -> None:
         # Scripts change the working directory.
-        self.directory = local(directory).absolute()
+        self.directory = place(directory).absolute()
         self.options = options
         self._overwrite = options.get("overwrite", False)
         self._lock = threading.RLock()
@@ -74,7 +74,8 @@ class ScriptRecorder:
             raise UsageError(
                 "the output directory is not empty", got=str(self.directory), hint="replace recordings with --overwrite"
             )
-        self.directory.mkdir(parents=True, exist_ok=True)
+        if not isinstance(self.directory, Remote):
+            self.directory.mkdir(parents=True, exist_ok=True)
         self._undo.enter_context(_module_calls(self._before_call, self._runtimes.scripted_call))
         self._undo.enter_context(self._runtimes)
         return self

@@ -37,7 +37,7 @@ def make_directory(path: Path, overwrite: bool) -> None:
         names = [item.name for item in path.iterdir()]
         if not names:
             return
-        if layout.MANIFEST not in names and not all(map(_is_ours, names)):
+        if layout.MANIFEST not in names and not all(map(is_ours, names)):
             raise UsageError("the output directory holds other files", got=str(path), hint="name a new or empty one")
         if not overwrite:
             raise UsageError("the recording exists already", got=str(path), hint="replace it with --overwrite")
@@ -45,7 +45,7 @@ def make_directory(path: Path, overwrite: bool) -> None:
             hint = "name another directory, or wait for the end of that recording"
             raise UsageError("a recording that is being written is not replaced", got=str(path), hint=hint)
         # The manifest goes last, so that a half-removed recording can still be overwritten.
-        for name in sorted(filter(_is_ours, names), key=lambda name: name == layout.MANIFEST):
+        for name in sorted(filter(is_ours, names), key=lambda name: name == layout.MANIFEST):
             item = path / name
             if item.is_dir() and not item.is_symlink():
                 shutil.rmtree(item)
@@ -172,7 +172,8 @@ def reason_of(error: OSError, path: Path) -> str:
     return f"{error.strerror or error} ({error.filename or path})"
 
 
-def _is_ours(name: str) -> bool:
+def is_ours(name: str) -> bool:
+    """Return whether a recording has files of this name."""
     own = {layout.MANIFEST, f"{layout.MANIFEST}.tmp", layout.INDEX, layout.STATISTICS, noise_floor.FILE}
     own |= {layout.RING, layout.MOVED, layout.RECOVERED, f"{layout.RECOVERED}.part"}
     return name in own or re.fullmatch(r"shard-\d{5}\.(part|safetensors)", name) is not None

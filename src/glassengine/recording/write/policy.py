@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Collection, Sequence
-from typing import TypedDict
+from collections.abc import Callable, Collection, Sequence
+from typing import Literal, TypedDict, get_args
 
 from glassengine.errors import UsageError
 from glassengine.sites import matches, patterns_of
 
 NO_VALUES = "values were not asked for"
 OVER_BUDGET = "the byte budget was used up"
+BEHIND = "the store did not keep up"
+
+
+WhenBehind = Literal["wait", "cut"]
+"""What is done while a store takes less than is recorded: the model waits, or values are left out."""
 
 
 class Wanted(TypedDict, total=False):
@@ -21,6 +26,7 @@ class Wanted(TypedDict, total=False):
     values: bool | Sequence[str]
     steps: Collection[int] | None
     byte_budget: int | None
+    when_behind: WhenBehind
 
 
 class RecordOptions(Wanted, total=False):
@@ -28,6 +34,7 @@ class RecordOptions(Wanted, total=False):
 
     overwrite: bool
     durable: bool
+    spool_bytes: int | None
 
 
 class Policy:
@@ -38,6 +45,7 @@ class Policy:
         values: Whether values are kept; or patterns of the sites whose values are. Of the others light statistics are.
         steps: The steps to record, e.g. range(3); all when None.
         byte_budget: Most bytes of values; None for no limit. A tensor that does not fit leaves its statistics.
+        when_behind: Whether a store that takes less than is recorded makes the model wait, or leaves values out.
 
     Raises:
         UsageError: A pattern is not a valid regular expression, the budget is negative, or an argument of another kind.
@@ -50,13 +58,19 @@ class Policy:
         values: bool | Sequence[str] = True,
         steps: Collection[int] | None = None,
         byte_budget: int | None = None,
+        when_behind: WhenBehind = "wait",
     ) -> None:
+        if when_behind not in get_args(WhenBehind):
+            expected = list(get_args(WhenBehind))
+            raise UsageError("invalid when_behind", got=repr(when_behind), expected=expected)
         if byte_budget is not None and not (isinstance(byte_budget, int | float) and byte_budget >= 0):
             raise UsageError("invalid byte budget", got=repr(byte_budget), expected="a number of bytes, from 0 on")
         self._sites = None if sites is None else _patterns("sites", sites)
         self._values = values if isinstance(values, bool) else _patterns("values", values)
         self._steps = None if steps is None else _step_numbers(steps)
         self._left = byte_budget
+        self._cuts = when_behind == "cut"
+        self._is_behind: Callable[[], bool] | None = None
         self._lock = threading.Lock()
         self._known: dict[str, tuple[bool, bool]] = {}
         self._matched: set[str] = set()
@@ -71,6 +85,16 @@ class Policy:
         if found is None:
             found = self._known[site] = self._look(site)
         return found
+
+    def watch(self, is_behind: Callable[[], bool]) -> None:
+        """Leave values out while a store is behind, if that was asked for."""
+        self._is_behind = is_behind if self._cuts else None
+
+    def obstacle(self, num_bytes: int) -> str | None:
+        """Return why `num_bytes` of values are left out; None where they are taken, and charged."""
+        if self._is_behind is not None and self._is_behind():
+            return BEHIND
+        return None if self.charge(num_bytes) else OVER_BUDGET
 
     def charge(self, num_bytes: int) -> bool:
         """Take `num_bytes` from the budget; false, and nothing taken, where they exceed it."""
@@ -90,7 +114,7 @@ class Policy:
     @property
     def has_budget(self) -> bool:
         """Whether bytes are limited."""
-        return self._left is not None
+        return self._left is not None or self._is_behind is not None
 
     @property
     def nothing_matched(self) -> bool:

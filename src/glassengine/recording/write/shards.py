@@ -7,6 +7,7 @@ from pathlib import Path
 from glassengine.recording.layout import layout
 from glassengine.recording.layout.description import Description, Group
 from glassengine.recording.write.shard import Shard
+from glassengine.recording.write.uploads import Uploads
 
 SHARD_BYTES = 1 << 31
 
@@ -17,9 +18,13 @@ class Shards:
     Args:
         path: The directory.
         first: Number of the first one.
+
+    Attributes:
+        uploads: Take each shard that is sealed, where the recording goes to a store.
     """
 
     def __init__(self, path: Path, first: int) -> None:
+        self.uploads: Uploads | None = None
         self._path = path
         self._next = first
         self._header_bytes = layout.HEADER_BYTES
@@ -32,13 +37,24 @@ class Shards:
         return (-1, 0) if self._open is None else (self._open.number, self._open.size)
 
     def for_next(self, *added: Description | Group) -> Shard:
-        """Return the shard that takes these tensors next; a full one is sealed."""
-        if self._open is not None and (self._open.size >= SHARD_BYTES or not self._open.has_room(*added)):
-            self.seal()
+        """Return the shard that takes these tensors next; a full one is sealed.
+
+        Raises:
+            OSError: It cannot be written.
+            UsageError: A store does not take what was written before.
+        """
+        if self._open is not None:
+            most = SHARD_BYTES if self.uploads is None else self.uploads.shard_bytes
+            has_room = self._open.has_room(*added)
+            if self._open.size >= most or not has_room:
+                self.seal()
+            if not has_room:
+                self._header_bytes = min(2 * self._header_bytes, layout.MAX_HEADER_BYTES)
         if self._open is None:
+            if self.uploads is not None:
+                self.uploads.wait_for_room()
             self._open = Shard(self._path, self._next, self._header_bytes)
             self._next += 1
-            self._header_bytes = min(2 * self._header_bytes, layout.MAX_HEADER_BYTES)
         return self._open
 
     def flush(self) -> None:
@@ -51,6 +67,8 @@ class Shards:
         if self._open is not None:
             self._open.seal()
             self._sealed.append(self._open)
+            if self.uploads is not None:
+                self.uploads.sealed(self._open.path)
             self._open = None
 
     def require(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Self, Unpack
 
 from torch import Tensor
 
-from glassengine.errors import UsageError
+from glassengine.errors import GlassError, UsageError
 from glassengine.recording.layout import layout, records
 from glassengine.recording.layout.description import Description, Facts, Group, Groups
 from glassengine.recording.layout.layout import LeftOut, LightTable, Location
@@ -36,6 +36,8 @@ class RecordingWriter:
     is copied when it is not contiguous or not on the CPU. Its shards are numbered from `first_shard` on.
 
     Attributes:
+        path: Its directory.
+        target: Where it is to be read.
         metadata: The same facts about the recording, stored now and once more by `close`. What changes from step to
             step belongs into the commit: the token ids are collected here from there.
         failure: Why a file could not be written, if one could not; nothing more is.
@@ -48,7 +50,7 @@ class RecordingWriter:
         self, path: str | Path, *, metadata: Mapping[str, Any], overwrite: bool = False, first_shard: int = 0
     ) -> None:
         # Files are opened later, too, and the program may change its working directory.
-        self.path = Path(path).absolute()
+        self.target = self.path = Path(path).absolute()
         self.metadata = dict(metadata)
         self._steps = Steps()
         self.open_steps: Set[int] = self._steps.open.keys()
@@ -295,6 +297,15 @@ class RecordingWriter:
                 raise problem from error
         finally:
             self.abandon()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether less is taken than is written; never of a directory, in which the writer waits."""
+        return False
+
+    def deliver(self, patience_s: float | None = None) -> GlassError | None:
+        """Bring the recording, which is closed, to its target, where that is not its directory; return why not."""
+        return None
 
     def abandon(self) -> None:
         """Close the files and write nothing: they belong to another process."""

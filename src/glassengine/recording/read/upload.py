@@ -1,0 +1,104 @@
+"""Brings to a store what a recording left on this machine: its process was killed, or the store did not answer."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from glassengine.errors import GlassError, UsageError
+from glassengine.reading.files import open_regular, read_open
+from glassengine.recording.layout import layout
+from glassengine.recording.read.reader import Recording
+from glassengine.recording.rescue.rescue import recovered
+from glassengine.recording.write import moved
+from glassengine.recording.write.spool import Spool
+from glassengine.recording.write.uploads import upload_rest, uploaded
+from glassengine.results.recorded import Uploaded
+from glassengine.stores import objects
+from glassengine.stores.places import Remote, place
+
+_MAX_MOVED_BYTES = 1 << 30
+
+_log = logging.getLogger(__name__)
+
+
+def upload(source: str | Path, target: str | Path | None = None) -> Uploaded:
+    """Bring a recording of this machine to a store, or the rest of one that was being recorded there.
+
+    What is there already is left as it is, `recording.json` is written last, and nothing is removed here but what
+    waited for that store.
+
+    Args:
+        source: The URL of a recording whose process was killed on this machine; or a directory, with `target`.
+        target: Where the recording in a directory goes: a URL that nothing is at.
+
+    Raises:
+        UsageError: Nothing waits for that place here, the process that records still runs, or the store cannot be used.
+    """
+    if target is not None:
+        there, directory = place(target), place(source)
+        if (
+            not isinstance(there, Remote)
+            or isinstance(directory, Remote)
+            or not (directory / layout.MANIFEST).is_file()
+        ):
+            got = f"{source} to {target}"
+            raise UsageError("a recording of this machine goes to a store", got=got, expected="DIR URL")
+        if objects.listed(str(there)):
+            raise UsageError("there is something already", got=str(there), hint="name a place that is empty")
+        recovered(directory)
+        return _uploaded(there, upload_rest(directory, there, _once))
+    there = place(source)
+    spool = Spool.left(there) if isinstance(there, Remote) else None
+    if spool is None:
+        raise UsageError(
+            "nothing waits here to be uploaded to that place",
+            got=str(there),
+            hint="a recording of this machine goes there by: glass upload DIR URL",
+        )
+    try:
+        _recover(spool.directory, spool.target)
+        num_files = upload_rest(spool.directory, spool.target, _once)
+    except BaseException:
+        spool.close(remove=False)
+        raise
+    is_left = (spool.directory / layout.RING).exists()
+    spool.close(remove=not is_left)
+    if is_left:
+        _log.warning("steps that only the ring in %s holds were not recovered", spool.directory)
+    return _uploaded(spool.target, num_files)
+
+
+def _uploaded(target: Remote, num_files: int) -> Uploaded:
+    opened = Recording.open(target)
+    return Uploaded(str(target), num_files, len(opened.steps), opened.complete)
+
+
+def _once(function: Callable[[], None]) -> None:
+    function()
+
+
+def _recover(directory: Path, target: Remote) -> None:
+    """Recover the steps that only the ring holds; bytes of theirs may be in shards that were uploaded."""
+    if not (directory / layout.RING).exists():
+        return
+    try:
+        for name in _shards_of_open_steps(directory) & uploaded(directory):
+            aside = directory / f"{name}.fetched"
+            objects.fetch(str(target / name), aside)
+            aside.replace(directory / name)
+    except (GlassError, OSError, ValueError) as error:
+        _log.warning("shards that steps in the ring of %s need cannot be fetched: %s", directory, error)
+    recovered(directory)
+
+
+def _shards_of_open_steps(directory: Path) -> set[str]:
+    path = directory / layout.MOVED
+    if not os.path.lexists(path):
+        return set()
+    with open_regular(path, inside=directory) as file:
+        frames = moved.frames(read_open(file, path, most=_MAX_MOVED_BYTES))
+        places = [moved.PLACE.unpack(said) for _, kind, said in frames if kind == moved.AT]
+    return {layout.shard_name(shard, sealed=True) for shard, *_ in places if shard <= layout.MAX_SHARD_NUMBER}

@@ -1,0 +1,258 @@
+"""Brings a recording to a store while it is written: sealed shards first, then the index, `recording.json` last.
+
+Beside the run, from a thread of its own. What waits to be uploaded is bounded: who writes waits for room. An uploaded
+shard leaves a hollow file of its size behind, so that the index still fits and the disk is free. A recording whose
+process was killed leaves what was not uploaded in its directory; `recording.read.upload` brings it to the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from glassengine.errors import GlassError, UsageError
+from glassengine.recording.layout import layout
+from glassengine.stores import objects
+from glassengine.stores.places import Remote
+
+SHARD_BYTES = 64 << 20
+SPOOL_BYTES = 4 << 30
+
+DONE = "uploaded.log"
+"""Names of the shards that are in the store, a line each."""
+
+# Of a store that does not answer: a recording waits so long for one success, and then stops; the model goes on.
+PATIENCE_S = 600.0
+_FIRST_DELAY_S, _MOST_DELAY_S = 0.5, 30.0
+# The index is brought to the store when nothing else is to be done, this often.
+_IDLE_S = 5.0
+_LAST = (layout.INDEX, layout.MANIFEST)
+
+_log = logging.getLogger(__name__)
+
+
+class Uploads:
+    """Uploads one recording, shard by shard, from a thread of its own.
+
+    Args:
+        directory: Of the recording, with `index.log` and `recording.json`.
+        target: Where it goes.
+        spool_bytes: What may wait.
+        patience_s: How long one success may take.
+
+    Attributes:
+        shard_bytes: After how many bytes a shard is to be sealed.
+        failure: Why nothing more is uploaded, if nothing is.
+
+    Raises:
+        UsageError: The store cannot be written.
+    """
+
+    def __init__(self, directory: Path, target: Remote, spool_bytes: int, patience_s: float | None = None) -> None:
+        self.shard_bytes = max(min(SHARD_BYTES, spool_bytes // 4), 1)
+        self.failure: GlassError | None = None
+        self._directory = directory
+        self._target = target
+        self._most = spool_bytes
+        self._patience_s = PATIENCE_S if patience_s is None else patience_s
+        self._changed = threading.Condition()
+        self._waiting: deque[Path] = deque()
+        self._waiting_bytes = 0
+        self._ends = False
+        self._since_index = 0
+        self._index_bytes = -1
+        self._checkpoint()
+        self._thread = threading.Thread(target=self._work, name="glassengine-upload", daemon=True)
+        self._thread.start()
+
+    def sealed(self, path: Path) -> None:
+        """Take a shard that is complete."""
+        with self._changed:
+            self._waiting.append(path)
+            self._waiting_bytes += path.stat().st_size
+            self._changed.notify_all()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether more than half of what may wait does."""
+        return self._waiting_bytes > self._most // 2
+
+    def wait_for_room(self) -> None:
+        """Wait until another shard may be written.
+
+        Raises:
+            UsageError: The store does not take any more.
+        """
+        with self._changed:
+            while self._waiting_bytes + self.shard_bytes > self._most and self._waiting and self.failure is None:
+                self._changed.wait(1.0)
+            if self.failure is not None:
+                raise self.failure
+
+    def finish(self, patience_s: float | None = None) -> None:
+        """Upload what is left once the recording is closed, and end.
+
+        Raises:
+            UsageError: The store does not take it; the message says where it is.
+        """
+        with self._changed:
+            self._ends = True
+            if patience_s is not None:
+                self._patience_s = patience_s
+            self._changed.notify_all()
+        self._thread.join()
+        if self.failure is None:
+            try:
+                with self._trying() as patience:
+                    upload_rest(self._directory, self._target, patience)
+            except GlassError as error:
+                self.failure = error
+        if self.failure is not None:
+            raise UsageError(
+                "not everything was uploaded",
+                got=f"{self._target}: {self.failure.got or self.failure.what}",
+                hint=f"the rest is in {self._directory}: glass upload {self._target}",
+            ) from self.failure
+
+    def abandon(self) -> None:
+        """Forget it: this process was forked from the one that records."""
+        self._ends = True
+        self._waiting.clear()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                if not self._waiting and not self._ends:
+                    self._changed.wait(_IDLE_S)
+                path = self._waiting[0] if self._waiting else None
+                if path is None and self._ends:
+                    return
+            try:
+                with self._trying() as patience:
+                    if path is None:
+                        patience(self._checkpoint)
+                        continue
+                    self._upload(path, patience)
+            except Exception as error:
+                with self._changed:
+                    self.failure = error if isinstance(error, GlassError) else UsageError(str(error))
+                    self._waiting.clear()
+                    self._changed.notify_all()
+                _log.warning("uploading %s has stopped: %s", self._target, error)
+                return
+
+    def _upload(self, path: Path, patience: Callable[[Callable[[], None]], None]) -> None:
+        size = path.stat().st_size
+        patience(lambda: objects.put(path, str(self._target / path.name)))
+        self._since_index += size
+        # An index that is larger than the shards would be most of what is uploaded.
+        if self._since_index >= (self._directory / layout.INDEX).stat().st_size:
+            patience(self._checkpoint)
+        with (self._directory / DONE).open("a", encoding="ascii") as done:
+            done.write(f"{path.name}\n")
+        hollow(path)
+        with self._changed:
+            self._waiting.popleft()
+            self._waiting_bytes -= size
+            self._changed.notify_all()
+
+    def _checkpoint(self) -> None:
+        """Bring index and manifest to the store, as they are now."""
+        size = (self._directory / layout.INDEX).stat().st_size
+        if size == self._index_bytes:
+            return
+        for name in _LAST:
+            put_copy(self._directory / name, self._target)
+        self._index_bytes, self._since_index = size, 0
+
+    @contextlib.contextmanager
+    def _trying(self) -> Iterator[Callable[[Callable[[], None]], None]]:
+        """Yield what calls a function again, after a while that grows, until it succeeds or patience ends."""
+
+        def call(function: Callable[[], None]) -> None:
+            delay, begun = _FIRST_DELAY_S, time.monotonic()
+            while True:
+                try:
+                    return function()
+                except GlassError as error:
+                    if time.monotonic() + delay - begun > self._patience_s:
+                        raise
+                    _log.info("uploading is tried again in %.1f s: %s", delay, error)
+                with self._changed:
+                    self._changed.wait_for(lambda: self._ends, delay)
+                if self._ends:
+                    time.sleep(min(delay, 1.0))
+                delay = min(2 * delay, _MOST_DELAY_S)
+
+        yield call
+
+
+def upload_rest(directory: Path, target: Remote, call: Callable[[Callable[[], None]], None]) -> int:
+    """Upload the files of a recording that are not in the store, index and manifest last; return how many.
+
+    Args:
+        directory: Of the recording.
+        target: Where it goes.
+        call: Calls a function, again if need be.
+
+    Raises:
+        UsageError: The store does not take one.
+    """
+    done = uploaded(directory)
+    files = [path for path in sorted(directory.rglob("*")) if path.is_file() and not path.is_symlink()]
+    names = [path.relative_to(directory).as_posix() for path in files]
+    names = [name for name in names if name not in done and name not in (DONE, layout.RING, layout.MOVED)]
+    ordered = [name for name in names if name not in _LAST] + [name for name in _LAST if name in names]
+    for name in ordered:
+        path, url = directory / name, str(target / name)
+        call(lambda path=path, url=url: objects.put(path, url))  # type: ignore[misc]
+    # What a shard was called before it was sealed.
+    parts = [layout.shard_name(number, sealed=False) for number in map(_number, [*done, *names]) if number is not None]
+    there = set(objects.names(str(target)))
+    objects.remove([str(target / name) for name in parts if name in there and name not in names])
+    return len(ordered)
+
+
+def _number(name: str) -> int | None:
+    return layout.shard_number(name, sealed=True)
+
+
+def uploaded(directory: Path) -> set[str]:
+    """Return the names of the shards of a recording that are in the store, of which hollow files are left."""
+    with contextlib.suppress(OSError):
+        return set((directory / DONE).read_text(encoding="ascii").splitlines())
+    return set()
+
+
+def put_copy(path: Path, target: Remote) -> None:
+    """Upload a file that grows, as it is now.
+
+    Raises:
+        UsageError: The store does not take it.
+    """
+    copy = path.with_name(f"{path.name}.copy")
+    try:
+        shutil.copyfile(path, copy)
+        objects.put(copy, str(target / path.name))
+    finally:
+        copy.unlink(missing_ok=True)
+
+
+def hollow(path: Path) -> None:
+    """Replace a shard by a file of its size that has the length of its header and takes no room."""
+    aside = path.with_name(f"{path.name}.hollow")
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file, aside.open("wb") as empty:
+            empty.write(file.read(8))
+            os.truncate(empty.fileno(), size)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
