@@ -17,6 +17,7 @@ from glassengine.cli.options import err, out
 from glassengine.cli.shared import Map, MinCoverage, MinSnr, TrustEngine, decibels
 from glassengine.errors import GlassError, UsageError
 from glassengine.reading.documents import read_document
+from glassengine.stores.places import place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -157,7 +158,8 @@ def _artifacts(sides: Sequence[str]) -> int:
     if len(sides) != 2:
         raise UsageError("build artifacts are compared two at a time", got=f"{len(sides)} sides")
     # The manifest stands for its directory, where that holds tensors as well.
-    directories = [Path(side).parent if Path(side).is_file() else Path(side) for side in sides]
+    places = [place(side) for side in sides]
+    directories = [side.parent if side.is_file() else side for side in places]
     result = commands.compare_artifacts(*directories)
 
     def show() -> None:
@@ -176,7 +178,7 @@ def _common_kind(sides: Sequence[str]) -> str:
     Raises:
         UsageError: They are of different kinds.
     """
-    kinds = [_kinds(Path(side)) for side in sides]
+    kinds = [_kinds(place(side)) for side in sides]
     common = [kind for kind in (_TENSORS, _ENGINES, _ARTIFACTS) if all(kind in found for found in kinds)]
     if not common:
         raise UsageError(

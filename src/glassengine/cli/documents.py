@@ -19,8 +19,9 @@ from glassengine.errors import UsageError
 from glassengine.reading.files import open_regular
 from glassengine.results.base import plain
 from glassengine.results.comparison import SCHEMA_VERSION
+from glassengine.stores import objects
+from glassengine.stores.places import Remote, place, remote
 from glassengine.writing.files import aside
-from glassengine.writing.locations import local
 
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 _FILE = re.compile(r"-|/dev/.*|.*\.json", re.DOTALL)
@@ -55,8 +56,11 @@ def require_place(destination: str) -> None:
         UsageError: It is on another machine, in a directory that is missing or cannot be written, a directory itself,
             or it exists and something else wrote it.
     """
-    target = local(destination)
     if destination == "-":
+        return
+    target = place(destination)
+    if isinstance(target, Remote):
+        _require_own(target, destination)
         return
     folder = target.resolve().parent
     if target.is_dir() or not (target.exists() or os.access(folder, os.W_OK)):
@@ -68,6 +72,10 @@ def require_place(destination: str) -> None:
             expected="a file in a directory that exists",
             hint="--json=FILE for another file, --json=- for stdout",
         )
+    _require_own(target, destination)
+
+
+def _require_own(target: Path, destination: str) -> None:
     if not target.is_file():
         return
     with open_regular(target) as file:
@@ -116,7 +124,10 @@ def write_text(text: str, destination: str) -> None:
         sys.stdout.write(text)
         return
     require_place(destination)
-    target = Path(local(destination)).resolve()
+    if (there := remote(destination)) is not None:
+        objects.write(text.encode("utf-8"), str(there))
+        return
+    target = place(destination).resolve()
     # What is no plain file (a pipe, a terminal), or in a directory of others, is written where it is.
     if target.exists() and not (target.is_file() and os.access(target.parent, os.W_OK)):
         target.write_text(text, encoding="utf-8")

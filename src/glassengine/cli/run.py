@@ -19,6 +19,7 @@ from glassengine.cli.run_options import Debugging, Sampling
 from glassengine.cli.shared import Overwrite, TrustEngine
 from glassengine.errors import UsageError
 from glassengine.reading.printable import printable
+from glassengine.stores.places import place
 
 CONTEXT_SETTINGS = foreign.CONTEXT_SETTINGS
 
@@ -224,7 +225,7 @@ def _kept(files: glass.compat.StepFiles | None, record: str | None) -> Iterator[
     except KeyboardInterrupt:
         if files is not None:
             err.print(f"wrote the tensors of {files.num_steps} steps to {files.directory}")
-        if record is not None and Path(record, "recording.json").is_file():
+        if record is not None and (place(record) / "recording.json").is_file():
             err.print(f"recorded the steps that were finished: glass show {record}")
         raise
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,6 +10,7 @@ import glassengine as glass
 from glassengine.cli.documents import answer
 from glassengine.cli.options import err, out, progress, settings
 from glassengine.cli.shared import Checkpoint, ModuleInputs
+from glassengine.stores.places import place
 
 
 def command(
@@ -26,7 +26,8 @@ def command(
     checkpoint: Checkpoint,
 ) -> int:
     """List the tensor names of a model, engine or recording, without building."""
-    if [*Path(target).glob("recording.json"), *Path(target).glob("*/recording.json")]:
+    directory = place(target)
+    if [*directory.glob("recording.json"), *directory.glob("*/recording.json")]:
         rows = _recorded(target, pattern)
     else:
         with progress(f"exporting {target}"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,6 +11,7 @@ from glassengine.cli.documents import answer
 from glassengine.cli.options import out
 from glassengine.cli.shared import Overwrite
 from glassengine.errors import UnknownNameError, UsageError
+from glassengine.stores.places import place, size_of
 
 ACTIONS = ("show", "pack")
 
@@ -43,14 +43,15 @@ def command(
             raise UsageError("--statistics goes with show", hint=f"glass snapshot show {snapshot} --statistics")
         found = glass.snapshots.Snapshot.open(snapshot)
         path = found.pack(output or f"{snapshot.rstrip('/')}.safetensors", overwrite=overwrite)
-        size = path.stat().st_size
+        size = size_of(path)
         answer(lambda: {"packed": str(path), "num_bytes": size}, lambda: out.print(f"packed {path}: {size:,} bytes"))
         return 0
     if output is not None or overwrite:
         raise UsageError("--output and --overwrite go with pack", hint=f"glass snapshot pack {snapshot} -o FILE")
     from glassengine.report import terminal_snapshot
 
-    if Path(snapshot).is_dir() and not Path(snapshot, "meta.json").exists():
+    directory = place(snapshot)
+    if directory.is_dir() and not (directory / "meta.json").exists():
         several = glass.snapshots.list(snapshot)
         answer(
             lambda: {"snapshots": [listed.to_dict() for listed in several]},

@@ -52,6 +52,7 @@ from glassengine.progress import Progress, Work, silent
 from glassengine.recording.read.source import file_suffixes, open_source
 from glassengine.results import Comparison, Skipped
 from glassengine.sites import patterns_of
+from glassengine.stores.places import place
 
 logger = logging.getLogger("glassengine")
 
@@ -121,7 +122,7 @@ def check(
     """
     passes = patterns_of(passes, "passes")
     if reproduction is not None:
-        require_free(Path(reproduction))
+        require_free(place(reproduction))
     options: dict[str, Any] = {
         "attn_implementation": attn_implementation,
         "trust_remote_code": trust_remote_code,
@@ -250,7 +251,7 @@ def check(
             return result
         progress(Work.WRITING.says("writing a reproduction"))
         at = next(number for number, one in enumerate(results) if result.first_divergence in one.origins)
-        return with_reproduction(result, Path(reproduction), climbs[at].scores, climbs[at].program)
+        return with_reproduction(result, place(reproduction), climbs[at].scores, climbs[at].program)
 
 
 def _parts(engine: Engine | None, number: int) -> list[Engine | None]:
@@ -276,13 +277,13 @@ def _accumulation(name: str | None) -> Accumulation:
 
 
 def _is_engine(candidate: Any) -> bool:
-    return isinstance(candidate, (str, Path)) and (Path(candidate) / "engine.json").is_file()
+    return isinstance(candidate, (str, Path)) and (place(candidate) / "engine.json").is_file()
 
 
 def _is_record(candidate: Any) -> bool:
-    if not isinstance(candidate, (str, Path)) or not Path(candidate).exists():
+    if not isinstance(candidate, (str, Path)) or not place(candidate).exists():
         return False
-    path = Path(candidate)
+    path = place(candidate)
     return not (path / "config.json").is_file() if path.is_dir() else path.suffix.lower() in file_suffixes()
 
 

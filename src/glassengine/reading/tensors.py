@@ -52,11 +52,19 @@ def open_safetensors(path: str | Path, *, inside: str | Path | None = None) -> A
     from safetensors import SafetensorError, safe_open
 
     open_regular(path, inside=inside).close()
+    path = _copied(path)
     try:
         return uninterrupted(lambda: safe_open(path, framework="pt"))
     # The last two: it cannot be mapped.
     except (SafetensorError, OSError, ValueError, RuntimeError, MemoryError) as error:
         raise CorruptError("not a safetensors file", got=f"{shown(path)}: {shown(str(error))[:400]}") from error
+
+
+def _copied(path: str | Path) -> Path:
+    """Return a path of this machine, for libraries that map a file."""
+    from glassengine.stores.mirror import here
+
+    return here(path)
 
 
 def uninterrupted(read: Callable[[], _T]) -> _T:
@@ -107,12 +115,13 @@ def read_torch(
             _check_archive(file, where)
             file.seek(0)
             return torch.load(file, map_location="cpu", weights_only=True)
-        with open_regular(file, inside=inside) as opened:
+        copy = _copied(file)
+        with open_regular(copy, inside=inside if copy == Path(file) else None) as opened:
             if old and opened.read(4) != b"PK\x03\x04":
                 return _read_old(opened, where)
             opened.seek(0)
             _check_archive(opened, where)
-        return uninterrupted(lambda: torch.load(file, map_location="cpu", weights_only=True, mmap=True))
+        return uninterrupted(lambda: torch.load(copy, map_location="cpu", weights_only=True, mmap=True))
     except zipfile.BadZipFile as error:
         raise CorruptError(
             "not a file that torch.save wrote",

@@ -17,13 +17,14 @@ from glassengine.stores.ranges import in_parallel
 
 
 @contextlib.contextmanager
-def delivered(target: str | Path, *, overwrite: bool = True, last: str = "") -> Iterator[Path]:
+def delivered(target: str | Path, *, overwrite: bool = True, last: str = "", replace: bool = False) -> Iterator[Path]:
     """Yield where to write a file or directory; where it goes to a store, it is uploaded when the block ends well.
 
     Args:
         target: A path of this machine, which is yielded, or a URL.
         overwrite: Replace objects that are there; otherwise one of the same name is an error, and nothing is uploaded.
         last: Name of the file that is uploaded last: what says that the others are there.
+        replace: Remove what else is there.
 
     Raises:
         UsageError: The store cannot be used, or has one of the objects.
@@ -38,7 +39,11 @@ def delivered(target: str | Path, *, overwrite: bool = True, last: str = "") -> 
     local = root / there.name
     try:
         yield local
+        if replace:
+            objects.remove([str(there / last)])
         deliver(local, there, overwrite=overwrite, last=last)
+        if replace:
+            objects.remove([str(path) for path in below(there) if not (local / path.relative_to(there)).exists()])
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
@@ -64,3 +69,12 @@ def deliver(local: Path, there: Remote, *, overwrite: bool = True, last: str = "
     for pair in pairs:
         if pair not in first:
             objects.put(*pair)
+
+
+def below(directory: Remote) -> Iterator[Remote]:
+    """Yield the objects below a place, at any depth."""
+    for item in objects.listed(str(directory)):
+        if item.is_directory:
+            yield from below(directory / item.name)
+        else:
+            yield directory / item.name

@@ -148,9 +148,10 @@ def _copy(base: Remote, files: dict[str, Found], root: Path, local: Path) -> Non
                 raise CorruptError("an object is a directory as well", got=url)
             objects.fetch(url, path)
             size = path.stat().st_size
-            now = objects.find(url)
-            if now is None or (now.size, now.version) != (files[name].size, files[name].version) or size != now.size:
-                raise CorruptError("an object changed while it was copied", got=url, hint="try again")
+            difference = files[name].difference(objects.find(url))
+            if difference is not None or size != files[name].size:
+                got = f"{url}: {difference or f'{size:,} bytes came'}"
+                raise CorruptError("an object changed while it was copied", got=got, hint="try again")
             return name, (size, _checksum(path))
 
         note = dict(in_parallel().map(fetch, files))

@@ -10,6 +10,7 @@ import errno
 import posixpath
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -50,7 +51,7 @@ class Found:
     Attributes:
         name: Last part of its path.
         size: Bytes; 0 of a directory.
-        version: What changes when the object does, as far as the store has it.
+        version: What changes when the object does, as far as the store has it: "etag=...".
         is_directory: Whether it is objects below a name.
     """
 
@@ -58,6 +59,16 @@ class Found:
     size: int
     version: str
     is_directory: bool
+
+    def difference(self, now: Found | None) -> str | None:
+        """Return how an object differs from what it was, or None."""
+        if now is None:
+            return "it is gone"
+        if now.size != self.size:
+            return f"it has {now.size:,} bytes, and had {self.size:,}"
+        # A list may say less than a question for one object.
+        is_same_kind = now.version.partition("=")[0] == self.version.partition("=")[0]
+        return "it was replaced" if is_same_kind and now.version != self.version else None
 
 
 def find(url: str) -> Found | None:
@@ -203,10 +214,15 @@ def _near(folder: str, name: str) -> list[str]:
 
 def _found(info: dict[str, Any]) -> Found:
     size = info.get("size")
-    version = next((str(info[key]) for key in _VERSIONS if info.get(key) is not None), "")
+    version = next((f"{key.lower()}={_text(info[key])}" for key in _VERSIONS if info.get(key) is not None), "")
     is_directory = info.get("type") == _DIRECTORY
     name = str(info["name"]).rstrip("/") if is_directory else str(info["name"])
     return Found(posixpath.basename(name), int(size or 0), version, is_directory)
+
+
+def _text(version: object) -> str:
+    """Return a version as text: a time is in seconds, which some lists have where a single answer has a date."""
+    return str(version.timestamp() if isinstance(version, datetime) else version)
 
 
 def _store(url: str) -> tuple[AbstractFileSystem, str]:

@@ -121,3 +121,8 @@ def remote(path: str | Path) -> Remote | None:
     found = _URL.fullmatch(str(path))
     is_ours = found is not None and found[1].lower() in objects.EXTRAS
     return place(path) if is_ours else None  # type: ignore[return-value]
+
+
+def size_of(path: Path) -> int:
+    """Return the bytes of a file or an object."""
+    return objects.require(str(path)).size if isinstance(path, Remote) else path.stat().st_size

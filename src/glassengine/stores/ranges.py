@@ -155,12 +155,7 @@ def _in_pieces(url: str, start: int, num_bytes: int) -> Any:
 
 def changed(url: str, found: Found) -> str | None:
     """Return how an object differs from what the store said of it, or None."""
-    now = objects.find(url)
-    if now is None:
-        return "it is gone"
-    if now.size != found.size:
-        return f"it has {now.size:,} bytes, and had {found.size:,}"
-    return "it was replaced" if now.version != found.version else None
+    return found.difference(objects.find(url))
 
 
 class ObjectFile(io.RawIOBase):

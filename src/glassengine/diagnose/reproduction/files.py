@@ -40,8 +40,9 @@ from glassengine.environment import versions
 from glassengine.errors import UsageError
 from glassengine.judge.graphs.cut import Piece
 from glassengine.program.representation.program import Program
+from glassengine.stores.delivery import delivered
+from glassengine.stores.places import Remote
 from glassengine.writing.files import ASIDE, aside, put_away
-from glassengine.writing.locations import local
 
 SCHEMA_VERSION = 1
 TEST = "test_repro.py"
@@ -89,7 +90,6 @@ def require_free(directory: Path) -> None:
     Raises:
         UsageError: There are other files, or it is not a directory.
     """
-    local(directory)
     if not directory.exists():
         return
     if not directory.is_dir():
@@ -113,6 +113,10 @@ def write_reproduction(directory: Path, found: Reproduction) -> None:
         OSError: It cannot be written.
     """
     require_free(directory)
+    if isinstance(directory, Remote):
+        with delivered(directory) as here:
+            write_reproduction(here, found)
+        return
     files = _files(found)
     directory.mkdir(parents=True, exist_ok=True)
     for left in [path for path in directory.iterdir() if _is_left(path)]:

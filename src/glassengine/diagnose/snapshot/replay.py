@@ -33,6 +33,7 @@ from glassengine.judge.graphs.run import GraphRun, compile_run, without_numbers
 from glassengine.progress import Progress, Work, silent
 from glassengine.recording.layout.values import bytes_of
 from glassengine.results.replay import Replayed, ReplayedOutput
+from glassengine.stores.places import place
 
 logger = logging.getLogger("glassengine")
 
@@ -71,7 +72,7 @@ def replay(
     if reproduction is not None:
         if not bisect:
             raise UsageError("only a bisection has something to reproduce", hint="--bisect --reproduction DIR")
-        require_free(Path(reproduction))
+        require_free(place(reproduction))
     found = Snapshot.open(snapshot)
     graph, arguments = captured_graph(found), found.arguments(device=device_of(found))
     recorded = str(found.meta.get("backend") or "")
@@ -105,7 +106,7 @@ def replay(
             bisection, piece = bisect_graph(graph, arguments, chosen, progress, found.path)
             if reproduction is not None and piece is not None:
                 progress(Work.WRITING.says("writing a reproduction"))
-                bisection = reproduce_bisection(Path(reproduction), bisection, piece)
+                bisection = reproduce_bisection(place(reproduction), bisection, piece)
             return Replayed(**told, ok=bisection.ok, bisection=bisection, notes=tuple(notes))
         if compare or (recorded and chosen.name != recorded):
             comparison = judge_snapshot(found, graph, arguments, chosen, progress)

@@ -37,8 +37,9 @@ from glassengine.program.representation.program import Program
 from glassengine.reading.printable import printable
 from glassengine.report.html_artifacts import index_page
 from glassengine.report.network import network_text, plugin_text
+from glassengine.stores.delivery import delivered
+from glassengine.stores.places import place
 from glassengine.writing.files import aside, held, put_away, remove_tree
-from glassengine.writing.locations import local
 
 _STAGE_FOLDER = re.compile(r"\.?\d\d-[\w.-]+")
 
@@ -56,7 +57,7 @@ class ArtifactWriter:
 
     def __init__(self, directory: Path, about: Mapping[str, Any]) -> None:
         rank = environment.rank()
-        directory = local(directory)
+        directory = place(directory)
         self.directory = directory / f"rank{rank}" if rank else directory
         self._lines: list[NodeLine] = []
         self._data: dict[str, Any] = {
@@ -140,6 +141,7 @@ class ArtifactWriter:
     def __enter__(self) -> None:
         """Put the artifacts of an earlier build away, and say that one goes on."""
         with contextlib.ExitStack() as undo, self._writing():
+            self.directory = undo.enter_context(delivered(self.directory, last=MANIFEST))
             self.directory.mkdir(parents=True, exist_ok=True)
             try:
                 undo.enter_context(held(self.directory))

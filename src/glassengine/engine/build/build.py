@@ -37,8 +37,8 @@ from glassengine.program.kinds.image_text import WITHOUT_IMAGES
 from glassengine.program.onnx.stored.file import is_onnx
 from glassengine.progress import Progress, Work, silent
 from glassengine.sites import patterns_of
+from glassengine.stores.places import Remote, place
 from glassengine.writing.files import remove_tree
-from glassengine.writing.locations import local
 
 logger = logging.getLogger("glassengine")
 
@@ -139,8 +139,7 @@ def build(
     chosen, note = choose_backend(backend, for_onnx=is_onnx(model))
     device = choose_device(chosen, device)
     is_object = isinstance(model, nn.Module)
-    target = local(output_dir) if output_dir is not None else None if is_object else default_directory(str(model))
-    local(artifacts or environment.debug_artifacts_dir() or ".")
+    target = place(output_dir) if output_dir is not None else None if is_object else default_directory(str(model))
     if target is not None and not dry_run:
         files.check_target(target, overwrite=overwrite)
     key = None if sign is None else signing.check_key(sign)
@@ -185,7 +184,8 @@ def build(
     )
     if note:
         logger.warning("%s", note)
-    where = Path(artifacts) if artifacts is not None else environment.debug_artifacts_dir()
+    named = artifacts if artifacts is not None else environment.debug_artifacts_dir()
+    where = None if named is None else place(named)
     if where is not None and target is not None and where.absolute().is_relative_to(target.absolute()):
         raise UsageError(
             "artifacts cannot be inside of the engine",
@@ -309,6 +309,8 @@ def _build(
             progress(Work.WRITING.says("signing"))
             signing.sign_engine(aside, settings.sign)
         made = aside.stat().st_ino
+    if isinstance(target, Remote):
+        return load(target, trust=True)
     return files.unless_replaced(target, made, lambda: load(target, trust=True))
 
 

@@ -33,6 +33,7 @@ from glassengine.program.kinds.image_text import FEATURES
 from glassengine.program.representation.stored import load_names
 from glassengine.results.engines import Forward, Generation
 from glassengine.sites import SiteTable
+from glassengine.stores.mirror import here
 
 
 class Engine(LoadedEngine):
@@ -223,7 +224,7 @@ def load(
         CorruptError: It is damaged, half written, edited, or of a newer schema.
         BackendError: It was built for another processor or other versions; says which.
     """
-    path = Path(directory)
+    path = here(directory)
     if not path.is_dir():
         model = str(path) if path.is_file() and path.suffix in (".onnx", ".pt2") else "MODEL"
         raise UsageError("unknown engine directory", got=str(path), hint=f"glass build {model} -o DIRECTORY")

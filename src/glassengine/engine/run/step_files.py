@@ -26,8 +26,9 @@ from glassengine.errors import UsageError
 from glassengine.recording.formats.torch_file import save_pt
 from glassengine.recording.layout.statistics import summarize
 from glassengine.sites import patterns_of
+from glassengine.stores.delivery import delivered
+from glassengine.stores.places import place
 from glassengine.writing.files import ASIDE, aside, held, put_away
-from glassengine.writing.locations import local
 
 if TYPE_CHECKING:
     from glassengine.engine.session.session import Session
@@ -77,7 +78,7 @@ class StepFiles:
                 hint="--debug-format pt",
             )
         rank = environment.rank()
-        self._root = local(directory)
+        self._root = place(directory)
         self.directory = self._root / f"rank{rank}" if rank else self._root
         self.num_steps = 0
         self._formats = tuple(dict.fromkeys(formats))
@@ -86,6 +87,7 @@ class StepFiles:
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
+        self.directory = self._undo.enter_context(delivered(self.directory))
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.directory):
@@ -106,6 +108,7 @@ class StepFiles:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._undo.close()
+        self.directory = self._root
         if self._error is not None and kind is None:
             raise self._error
 

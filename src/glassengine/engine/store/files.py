@@ -21,8 +21,9 @@ from glassengine.errors import CorruptError, GlassError, UsageError
 from glassengine.reading.documents import parsed
 from glassengine.reading.files import require_directory, shown
 from glassengine.reading.tensors import open_safetensors, read_safetensors
+from glassengine.stores.delivery import delivered
+from glassengine.stores.places import Remote
 from glassengine.writing.files import exchange, remove_tree, save_safetensors
-from glassengine.writing.locations import local
 
 WEIGHTS = "weights.safetensors"
 MAIN = "main"
@@ -67,7 +68,9 @@ def check_target(target: Path, *, overwrite: bool) -> None:
     Raises:
         UsageError: It exists and `overwrite` is false, it holds something else than an engine, or it lies under a file.
     """
-    local(target)
+    if isinstance(target, Remote):
+        _check_stored(target, overwrite=overwrite)
+        return
     above = next(path for path in target.absolute().parents if path.exists())
     if not above.is_dir():
         raise UsageError(
@@ -84,6 +87,14 @@ def check_target(target: Path, *, overwrite: bool) -> None:
         )
 
 
+def _check_stored(target: Remote, *, overwrite: bool) -> None:
+    there = [item.name for item in target.iterdir()]
+    if there and FILE not in there:
+        raise UsageError("the output directory holds other files", got=str(target), hint="name a new or empty one")
+    if there and not overwrite:
+        raise UsageError("the engine exists already", got=str(target), hint="replace it with --overwrite")
+
+
 @contextlib.contextmanager
 def written_aside(target: Path, *, overwrite: bool) -> Iterator[Path]:
     """Yield a new directory beside `target` that takes its place when the block ends well, and vanishes otherwise.
@@ -95,6 +106,10 @@ def written_aside(target: Path, *, overwrite: bool) -> Iterator[Path]:
     """
     target = target.absolute()
     check_target(target, overwrite=overwrite)
+    if isinstance(target, Remote):
+        with delivered(target, last=FILE, replace=overwrite) as here, written_aside(here, overwrite=False) as aside:
+            yield aside
+        return
     aside = target.parent / f".{target.name}.partial-{os.getpid()}"
     try:
         with _sigterm_interrupts():

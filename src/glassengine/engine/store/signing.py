@@ -24,6 +24,7 @@ from glassengine.engine.store.manifest import FILE
 from glassengine.errors import CorruptError, GlassError, UsageError
 from glassengine.reading.files import is_regular, open_regular, read_bytes, shown
 from glassengine.results.engines import Signature
+from glassengine.stores.mirror import here
 
 SUMS = "SHA256SUMS"
 SIGNATURE = "SHA256SUMS.sig"
@@ -93,7 +94,7 @@ def verify_engine(directory: str | Path, signers: str | Path) -> Signature:
         CorruptError: The signature is not one of this engine, or a file was changed, added or removed.
         UsageError: There is no such engine, no such file of signers, or no ssh-keygen.
     """
-    place, trusted = Path(directory), Path(signers)
+    place, trusted = here(directory), here(signers)
     program = _program()
     if not os.path.lexists(place / FILE):
         raise UsageError("no engine found", got=shown(place), expected=f"a directory with {FILE}")

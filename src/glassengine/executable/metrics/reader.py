@@ -15,6 +15,7 @@ from glassengine.errors import CorruptError, UsageError
 from glassengine.reading.documents import parsed
 from glassengine.reading.files import read_text
 from glassengine.results.metrics import TIME_PARTS, MetricsReport, MetricSummary, Unit
+from glassengine.stores.places import place
 
 MAX_BYTES = 64 << 20
 """A report is a few kilobytes; JSON with all samples of many metrics is a few megabytes."""
@@ -44,7 +45,7 @@ def read_metrics(source: str | Path) -> MetricsReport:
     """
     if isinstance(source, str) and ("\n" in source or source.lstrip().startswith("{")):
         return _read(source, "the report")
-    file = Path(source)
+    file = place(source)
     if not file.is_file():
         raise UsageError("unknown file of metrics", got=str(source))
     return _read(read_text(file, most=MAX_BYTES, errors="replace"), file.name)

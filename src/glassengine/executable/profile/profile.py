@@ -15,6 +15,7 @@ import gzip
 import json
 import logging
 import os
+import re
 import tempfile
 import threading
 import time
@@ -31,8 +32,9 @@ from glassengine.executable.graph import observers
 from glassengine.executable.profile import tensorboard as profile_events
 from glassengine.executable.profile.trace import FORMAT, SCHEMA_VERSION, annotate, sealed, summarize
 from glassengine.executable.profile.watching import Executions, watch_modules
+from glassengine.stores.delivery import deliver
+from glassengine.stores.places import Remote, place
 from glassengine.writing.files import aside, next_directory, remove_tree
-from glassengine.writing.locations import local
 
 logger = logging.getLogger("glassengine")
 
@@ -55,7 +57,7 @@ class Profile:
 
     def __init__(self, directory: str | Path) -> None:
         self._rank = environment.rank()
-        root = local(directory)
+        root = place(directory)
         self._root = root / f"rank{self._rank}" if self._rank else root
         self.directory = self._root
         self.num_steps = 0
@@ -115,6 +117,11 @@ class Profile:
         try:
             self._require_clock()
             self._write(wall_s)
+            if isinstance(self._root, Remote):
+                here, there = self.directory, self._root / self.directory.name
+                deliver(here, there, overwrite=False, last=SUMMARY)
+                self.directory = there
+                remove_tree(here.parent)
         except BaseException as error:
             with contextlib.suppress(OSError):
                 self.directory.rmdir()  # where nothing is in it
@@ -249,6 +256,10 @@ def profile(directory: str | Path, *, steps: int | None = None) -> Iterator[Prof
 
 
 def _make_directory(root: Path) -> Path:
+    if isinstance(root, Remote):
+        # Where it is written until it has ended; others may take the same number, and the first one to end has it.
+        there = [0, *(int(found[1]) for path in root.iterdir() if (found := _NAME.fullmatch(path.name)))]
+        return next_directory(Path(tempfile.mkdtemp(prefix="glassengine-")), "profile", digits=6, first=max(there) + 1)
     try:
         root.mkdir(parents=True, exist_ok=True)
         return next_directory(root, "profile", digits=6)
@@ -256,6 +267,9 @@ def _make_directory(root: Path) -> Path:
         raise UsageError(
             "the profile cannot be written there", got=f"{root}: {error.strerror or error}", hint="--profile DIR"
         ) from error
+
+
+_NAME = re.compile(r"profile-(\d{1,9})")
 
 
 def _begin_anew() -> None:

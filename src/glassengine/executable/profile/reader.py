@@ -14,6 +14,7 @@ from glassengine.executable.profile.profile import SUMMARY
 from glassengine.executable.profile.trace import SCHEMA_VERSION
 from glassengine.reading.documents import Size, parsed
 from glassengine.reading.files import read_bytes
+from glassengine.stores.mirror import here
 from glassengine.writing.checksums import document_checksum
 
 # Version from which on a profile has a checksum.
@@ -80,10 +81,10 @@ def read_profiles(
         UsageError: No profile exists.
         CorruptError: A profile is damaged or of a newer schema.
     """
-    given = Path(directory)
+    given = here(directory)
     path = _newest(given)
     if against is not None:
-        other = Path(against)
+        other = here(against)
         return _read(path, inside=given), _read(_newest(other), inside=other)
     numbered = _profiles(path.parent) if re.fullmatch(r"profile-\d+", path.name) else []
     before = [other for other in numbered if other.name < path.name]

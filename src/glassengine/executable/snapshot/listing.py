@@ -8,6 +8,7 @@ from glassengine.errors import CorruptError, UsageError
 from glassengine.executable.snapshot import layout
 from glassengine.executable.snapshot.reader import Snapshot
 from glassengine.results.recorded import ListedSnapshot
+from glassengine.stores.mirror import here
 
 
 def list_snapshots(directory: str | Path) -> tuple[ListedSnapshot, ...]:
@@ -16,7 +17,7 @@ def list_snapshots(directory: str | Path) -> tuple[ListedSnapshot, ...]:
     Raises:
         UsageError: There is none.
     """
-    root = Path(directory)
+    root = here(directory)
     try:
         found = sorted(path for path in root.iterdir() if path.is_dir())
     except OSError as error:

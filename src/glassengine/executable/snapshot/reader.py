@@ -25,9 +25,11 @@ from glassengine.program.store.archive import MAX_BYTES
 from glassengine.reading.files import is_regular, read_bytes
 from glassengine.recording.layout.statistics import summarize
 from glassengine.recording.layout.values import bytes_of
+from glassengine.stores.delivery import delivered
+from glassengine.stores.mirror import here
+from glassengine.stores.places import place
 from glassengine.writing.checksums import crc32
 from glassengine.writing.files import aside
-from glassengine.writing.locations import local
 
 _T = TypeVar("_T")
 
@@ -84,7 +86,7 @@ class Snapshot:
             UsageError: There is nothing there, or a directory of several snapshots.
             CorruptError: It is damaged, or of a newer schema.
         """
-        path = Path(path)
+        path = here(path)
         if is_regular(path):
             packed = TensorFile(path)
             if layout.META not in packed.metadata:
@@ -221,7 +223,7 @@ class Snapshot:
             UsageError: The file exists, or cannot be written.
             CorruptError: Something of the snapshot cannot be read.
         """
-        path = local(path)
+        path = place(path)
         if path.exists() and not overwrite:
             raise UsageError("the file exists already", got=str(path), hint="replace it with --overwrite")
         stored = {}
@@ -231,7 +233,7 @@ class Snapshot:
         if self.graph_hash is not None:
             stored[self._graph_file] = self._graph_bytes()
         try:
-            with aside(path) as new:
+            with delivered(path) as file, aside(file) as new:
                 write_tensors(new, stored, {layout.META: sealed(self.to_dict())})
         except OSError as error:
             raise UsageError("cannot write the packed snapshot", got=f"{error.strerror or error} ({path})") from error

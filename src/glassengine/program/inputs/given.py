@@ -13,6 +13,7 @@ from glassengine.program.user_code.factory import call_factory, is_factory
 from glassengine.reading.arrays import read_npz
 from glassengine.reading.documents import read_document
 from glassengine.reading.tensors import check_unfolded, read_safetensors, read_torch
+from glassengine.stores.places import place
 
 _MAX_JSON_BYTES = 256 << 20
 _MAX_JSON_ITEMS = 16_000_000
@@ -29,7 +30,7 @@ def load_inputs(spec: str) -> list[dict[str, Any]]:
     """
     if is_factory(spec):
         return _steps(call_factory(spec), spec)
-    path = Path(spec)
+    path = place(spec)
     if not path.is_file():
         siblings = [str(p) for p in path.parent.glob("*") if p.is_file()] if path.parent.is_dir() else []
         raise UnknownNameError("inputs file", spec, siblings, hint="--inputs FILE, or --inputs file.py:factory")

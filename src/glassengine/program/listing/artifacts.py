@@ -18,6 +18,7 @@ from glassengine.program.listing.listing import NodeLine, read_listing
 from glassengine.reading.documents import damaged, parsed
 from glassengine.reading.files import read_bytes
 from glassengine.results.artifacts import ArtifactComparison, Difference, StageComparison
+from glassengine.stores.mirror import here
 
 MANIFEST = "manifest.json"
 FORMAT = "glassengine artifacts"
@@ -87,7 +88,7 @@ def compare_artifacts(baseline: str | Path, candidate: str | Path) -> ArtifactCo
         CorruptError: A manifest or listing is missing or damaged.
         UsageError: A build wrote no stage.
     """
-    sides = [Path(baseline), Path(candidate)]
+    sides = [here(baseline), here(candidate)]
     manifests = [read_manifest(side) for side in sides]
     listings = [_listings(side, manifest) for side, manifest in zip(sides, manifests, strict=True)]
     stages = _compare_stages(*listings)

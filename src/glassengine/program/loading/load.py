@@ -23,6 +23,8 @@ from glassengine.program.representation.program import Program
 from glassengine.program.user_code.factory import call_factory, is_factory, without_bars
 from glassengine.program.user_code.module_state import ModuleState
 from glassengine.program.user_code.written_modules import as_written, called_by_name
+from glassengine.stores.mirror import here
+from glassengine.stores.places import remote
 
 _LIMITS = {
     "max_position_embeddings": ("max_position_embeddings", "max_target_positions"),
@@ -95,6 +97,8 @@ def load_model(
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise UnknownNameError("dtype", dtype, ["auto", *DTYPES])
+    if isinstance(spec, str | Path) and remote(spec) is not None:
+        spec = here(spec)
     name = type(spec).__name__ if isinstance(spec, nn.Module) else str(spec)
     if is_stored(spec):
         return _load_stored(name, dtype, attn_implementation, adapter)

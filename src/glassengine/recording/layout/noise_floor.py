@@ -25,6 +25,7 @@ from glassengine.reading.documents import parsed
 from glassengine.reading.files import open_regular
 from glassengine.reading.tensors import open_safetensors
 from glassengine.recording.layout.layout import INDEX, Entry
+from glassengine.stores.delivery import delivered
 from glassengine.writing.checksums import crc32
 from glassengine.writing.files import aside, save_safetensors
 
@@ -99,7 +100,7 @@ def write_noise_floor(directory: Path, floors: Mapping[Key, Floor], how: str) ->
         "tensors": json.dumps(index),
     }
     try:
-        with aside(directory / FILE) as path:
+        with delivered(directory / FILE) as target, aside(target) as path:
             save_safetensors(tensors, path, metadata)
     except OSError as error:
         raise GlassError(

@@ -17,8 +17,9 @@ from glassengine.recording.formats.torch_file import save_pt
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource, open_source
 from glassengine.sites import matches, patterns_of
+from glassengine.stores.delivery import delivered
+from glassengine.stores.places import Remote, place
 from glassengine.writing.files import aside
-from glassengine.writing.locations import local
 
 Format = Literal["pt", "npz", "debug-tree"]
 FORMATS: tuple[Format, ...] = ("pt", "npz", "debug-tree")
@@ -61,7 +62,11 @@ def export(
         CorruptError: The source is damaged.
     """
     opened = open_source(source) if isinstance(source, str | Path) else source
-    target = local(path)
+    target = place(path)
+    if isinstance(target, Remote):
+        with delivered(target, overwrite=overwrite) as aside_of_it:
+            made = export(opened, aside_of_it, format=format, sites=sites, step=step, overwrite=True)
+            return [target / file.relative_to(aside_of_it) for file in made]
     kind = format or _BY_SUFFIX.get(target.suffix.lower(), "debug-tree")
     if kind not in FORMATS:
         raise UsageError("unknown format", got=str(kind), expected=FORMATS)

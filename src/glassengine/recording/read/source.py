@@ -22,12 +22,14 @@ from glassengine.recording.formats.json_file import JsonFile
 from glassengine.recording.formats.npy_folder import NpyFolder, holds_arrays
 from glassengine.recording.formats.probe_dump import is_dump, open_dump, open_dumps
 from glassengine.recording.formats.run_results import RunResults, is_run_results
+from glassengine.recording.formats.safetensors_object import SafetensorsObject
 from glassengine.recording.formats.step_files import StepFiles, holds_step_files
 from glassengine.recording.layout.layout import MANIFEST, Entry
 from glassengine.recording.read.ranks import RankRecordings, rank_directories
 from glassengine.recording.read.reader import Recording
 from glassengine.results import Skipped
-from glassengine.stores.places import place
+from glassengine.stores.mirror import here
+from glassengine.stores.places import Remote, place
 
 
 class TensorSource(Protocol):
@@ -162,8 +164,23 @@ def _of_others() -> list[Format]:
     return found
 
 
+class _Copied:
+    """Tensors of a copy of what is in a store, which is what it is called after."""
+
+    def __init__(self, path: Remote, copy: TensorSource) -> None:
+        self.path = path
+        self.metadata, self.complete = copy.metadata, copy.complete
+        self.entries, self.skipped = copy.entries, copy.skipped
+        self.tensor = copy.tensor
+
+
 def _first(formats: Sequence[Format], path: Path) -> TensorSource | None:
     """Return what the first format that knows `path` makes of it."""
+    if isinstance(path, Remote):
+        if path.suffix.lower() == ".safetensors" and path.is_file():
+            return SafetensorsObject(path)
+        copy = _first(formats, here(path))
+        return None if copy is None else _Copied(path, copy)
     for one in formats:
         try:
             found = one.opens(path)
@@ -192,11 +209,12 @@ def _open_directory(path: Path) -> TensorSource:
         return Recording.open(path)
     if rank_directories(path):
         return RankRecordings(path)
-    formats = [found for found in _formats() if not found.suffixes]
+    recordings = [item for item in sorted(path.iterdir()) if item.is_dir() and _is_recorded(item)]
+    is_large = recordings and isinstance(path, Remote)  # of recordings no copies are made
+    formats = [found for found in _formats() if not found.suffixes and not is_large]
     if (foreign := _first(formats, path)) is not None:
         return foreign
     there = sorted(item.name for item in path.iterdir())
-    recordings = [item for item in sorted(path.iterdir()) if item.is_dir() and _is_recorded(item)]
     if len(recordings) == 1:  # what a recorded script that calls one model leaves
         return _open_directory(recordings[0])
     return _unknown(
