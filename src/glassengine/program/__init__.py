@@ -19,6 +19,8 @@ from glassengine.program.representation.stored import load_names
 from glassengine.program.user_code.raised import forward_errors
 from glassengine.program.user_code.written_modules import uncompiled
 from glassengine.sites import Site, SiteTable
+from glassengine.stores.mirror import here
+from glassengine.stores.places import remote
 
 __all__ = [
     "LoadedModel",
@@ -128,6 +130,8 @@ def sites(
     Raises:
         UnknownNameError: The pattern matches nothing; carries the nearest names.
     """
+    if remote(target) is not None:
+        target = str(here(target))
     if (Path(target) / "program.json").is_file():
         tables: list[SiteTable] = [load_names(Path(target))["sites"]]
     else:

@@ -140,6 +140,8 @@ def build(
     device = choose_device(chosen, device)
     is_object = isinstance(model, nn.Module)
     target = place(output_dir) if output_dir is not None else None if is_object else default_directory(str(model))
+    named = artifacts if artifacts is not None else environment.debug_artifacts_dir()
+    where = None if named is None else place(named)
     if target is not None and not dry_run:
         files.check_target(target, overwrite=overwrite)
     key = None if sign is None else signing.check_key(sign)
@@ -184,8 +186,6 @@ def build(
     )
     if note:
         logger.warning("%s", note)
-    named = artifacts if artifacts is not None else environment.debug_artifacts_dir()
-    where = None if named is None else place(named)
     if where is not None and target is not None and where.absolute().is_relative_to(target.absolute()):
         raise UsageError(
             "artifacts cannot be inside of the engine",

@@ -48,8 +48,8 @@ class Shards:
             has_room = self._open.has_room(*added)
             if self._open.size >= most or not has_room:
                 self.seal()
-            if not has_room:
-                self._header_bytes = min(2 * self._header_bytes, layout.MAX_HEADER_BYTES)
+                if self.uploads is None or not has_room:
+                    self._header_bytes = min(2 * self._header_bytes, layout.MAX_HEADER_BYTES)
         if self._open is None:
             if self.uploads is not None:
                 self.uploads.wait_for_room()
