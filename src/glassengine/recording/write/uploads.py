@@ -69,6 +69,8 @@ class Uploads:
         self._since_index = 0
         self._index_bytes = -1
         self._checkpoint()
+        # As it is now: once the recording is closed, it says that everything is there.
+        put_copy(directory / layout.MANIFEST, target)
         self._thread = threading.Thread(target=self._work, name="glassengine-upload", daemon=True)
         self._thread.start()
 
@@ -164,12 +166,11 @@ class Uploads:
             self._changed.notify_all()
 
     def _checkpoint(self) -> None:
-        """Bring index and manifest to the store, as they are now."""
+        """Bring the index to the store, as it is now: what it says of shards that are not there is not read."""
         size = (self._directory / layout.INDEX).stat().st_size
         if size == self._index_bytes:
             return
-        for name in _LAST:
-            put_copy(self._directory / name, self._target)
+        put_copy(self._directory / layout.INDEX, self._target)
         self._index_bytes, self._since_index = size, 0
 
     @contextlib.contextmanager
