@@ -19,6 +19,7 @@ SUITES = {
     "judge": "time of judging a forward, against the forward",
     "recording": "what glass.record costs: burst, sustained, small models, light statistics",
     "reading": "a million steps opened, a hundred thousand tensors shown, thousands of steps compared",
+    "uploading": "what recording into an object store costs, that keeps up and that does not",
     "snapshots": "what snapshots cost: armed and never firing, and writing beside the disk's own speed",
 }
 LONG = {

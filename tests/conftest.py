@@ -40,6 +40,8 @@ os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 os.environ["GLASS_CACHE_MAX_BYTES"] = "0"
 # Nobody's real key marks the engines of tests.
 os.environ["GLASS_CONFIG_DIR"] = str(ROOT / ".cache" / "config")
+# Nor does anything of theirs wait beside the user's own recordings.
+os.environ["GLASS_SPOOL_DIR"] = str(ROOT / ".cache" / "spool")
 # The surroundings of the person who runs the suite must not change what commands print.
 for _name in ("NO_COLOR", "FORCE_COLOR", "CI"):
     os.environ.pop(_name, None)

@@ -17,7 +17,7 @@ SOURCE = Path(glassengine.__file__).parent
 Run = Callable[[Path], list[str]]
 
 
-@pytest.mark.parametrize("page", ["numerics.md"])
+@pytest.mark.parametrize("page", ["numerics.md", "stores.md"])
 def test_every_block_runs_and_prints_what_is_shown(page: str, root: Path, run_guide: Run) -> None:
     problems = run_guide(root / "docs" / page)
     assert not problems, "\n".join(problems)
