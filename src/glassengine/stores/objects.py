@@ -6,7 +6,6 @@ fsspec's configuration. That library tries again what fails in passing; what the
 
 from __future__ import annotations
 
-import errno
 import posixpath
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,8 +37,7 @@ MAX_OBJECTS = 200_000
 _DIRECTORY = "directory"
 _VERSIONS = ("ETag", "etag", "generation", "blob_id", "md5", "content_md5", "last_commit", "LastModified", "created")
 # A try; the library makes several. Users have their own in fsspec's configuration.
-_TIMEOUTS = {"connect_timeout": 10, "read_timeout": 30, "retries": {"total_max_attempts": 2, "mode": "standard"}}
-_PERMISSIONS = {errno.EACCES, errno.EPERM}
+_TIMEOUTS = {"connect_timeout": 10, "read_timeout": 20, "retries": {"total_max_attempts": 3, "mode": "standard"}}
 
 Result = TypeVar("Result")
 
@@ -262,9 +260,8 @@ def _with_store(
 def failed(url: str, error: BaseException) -> UsageError:
     """Return the error for a store that cannot be asked."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
-    number = error.errno if isinstance(error, OSError) else None
     hint = None
-    if number in _PERMISSIONS or any("Credential" in kind or "Auth" in kind for kind in kinds):
+    if isinstance(error, PermissionError) or any("Credential" in kind or "Auth" in kind for kind in kinds):
         hint = "credentials are those of the store's own library, e.g. AWS_PROFILE; docs/stores.md lists them"
     elif kinds & {"EndpointConnectionError", "ConnectTimeoutError", "ReadTimeoutError", "TimeoutError"}:
         hint = "another endpoint: AWS_ENDPOINT_URL; longer timeouts: docs/stores.md"
