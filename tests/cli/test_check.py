@@ -16,10 +16,10 @@ from torch import nn
 from glassengine.testing import models
 
 def clean():
-    return models.llama()
+    return models.llama(num_hidden_layers=1)
 
 def wrong():
-    model = models.llama()
+    model = clean()
     model.model.layers[0].mlp.down_proj.weight.data[7] *= 1.5
     return model
 

@@ -17,11 +17,11 @@ MakeSubject = Callable[..., conformance.Subject]
 ALWAYS = {
     *((program, "eager") for program in ("llama", "t5 decoder", "vit")),
     ("gpt2", "onnxruntime"),
-    ("llama", "inductor"),
     ("llama", "openvino"),
 }
 """A program that generates, one beside an encoder, a plain one, and every back-end. The others are slow, but for one a
-day; tokens of every family are compared with transformers, always."""
+day; tokens of every family are compared with transformers, always. Inductor compiles a plain module here, and a decoder
+where every op of it is judged (`tests/diagnose/end_to_end/test_bundled_model.py`)."""
 
 TURNS = [cell for cell in CELLS if cell not in ALWAYS and cell[1] != "inductor"]
 TODAY = TURNS[dt.datetime.now(dt.UTC).date().toordinal() % len(TURNS)]
@@ -48,9 +48,13 @@ def test_every_op_site(subject_of: MakeSubject, table: dict[Cell, str], cell: Ce
 
 
 @pytest.mark.parametrize(
-    "backend", ["eager", "onnxruntime", "openvino", pytest.param("inductor", marks=pytest.mark.slow)]
+    ("model", "backend"),
+    [
+        ("vision", "inductor"),
+        pytest.param("audio", "inductor", marks=pytest.mark.slow),
+        *((model, backend) for model in ("vision", "audio") for backend in ("eager", "onnxruntime", "openvino")),
+    ],
 )
-@pytest.mark.parametrize("model", ["vision", "audio"])
 def test_plain_modules(subject_of: MakeSubject, model: str, backend: str) -> None:
     subject = subject_of(model, backend)
     for batch in (2, 5):

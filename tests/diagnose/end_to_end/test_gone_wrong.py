@@ -85,18 +85,18 @@ def test_f6_names_in_another_order_change_no_verdict(seed: int, leading: bool, t
 
 
 def test_f7_a_parallel_scan_is_right(tmp_path: Path) -> None:
-    result = judged(Scanned(), Scanned(parallel=True), tmp_path, 2, 23, 6)
+    result = judged(Scanned(), Scanned(parallel=True), tmp_path, 2, 11, 6)
     assert result.ok and not result.origins, result.not_ok_because
 
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_f7_a_wrong_gate_beside_a_parallel_scan_is_named_in_its_layer(layer: int, tmp_path: Path) -> None:
-    result = judged(Scanned(), Scanned(parallel=True, wrong_gate=layer), tmp_path, 2, 23, 6)
+    result = judged(Scanned(), Scanned(parallel=True, wrong_gate=layer), tmp_path, 2, 11, 6)
     assert named(result) == [f"./silu.{layer}"]
 
 
 def test_f31_cells_one_by_one_are_one_region_of_a_recurrence(tmp_path: Path) -> None:
-    result = judged(Recurrent(), Recurrent(by_hand=True), tmp_path, 2, 24, 6)
+    result = judged(Recurrent(), Recurrent(by_hand=True), tmp_path, 2, 12, 6)
     assert result.ok and result.coverage == 1.0, result.not_ok_because
 
 
@@ -104,7 +104,7 @@ def test_f31_cells_one_by_one_are_one_region_of_a_recurrence(tmp_path: Path) -> 
     ("mistake", "site"), [("gates", "lstm/getitem.0"), ("bias", "lstm/getitem.0"), ("head", "./tanh.0")]
 )
 def test_f31_a_mistake_in_or_below_cells_is_named_at_its_place(mistake: str, site: str, tmp_path: Path) -> None:
-    assert named(judged(Recurrent(), Recurrent(by_hand=True, mistake=mistake), tmp_path, 2, 24, 6)) == [site]
+    assert named(judged(Recurrent(), Recurrent(by_hand=True, mistake=mistake), tmp_path, 2, 12, 6)) == [site]
 
 
 class Embedded(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from glassengine.program import load_model
 from glassengine.program.representation.program import Program
 from glassengine.program.representation.stored import save_program
 from glassengine.testing import models
+from tests import children
 
 Exported = Callable[[str], tuple[nn.Module, Program]]
 Checkpoint = Callable[[str], Path]
@@ -73,7 +73,8 @@ def test_no_memory_is_taken_for_weights(tmp_path: Path) -> None:
         tmp_path
     )
     code = f"""
-        import resource, torch
+        import resource, torch, warnings
+        warnings.simplefilter("ignore")
         import glassengine as glass
         from glassengine.program import load_model
         torch.set_num_threads(2)
@@ -85,8 +86,8 @@ def test_no_memory_is_taken_for_weights(tmp_path: Path) -> None:
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         print(len(found), grown // 1024)
     """
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = children.run(command, imports=children.MODELS, capture_output=True, text=True, timeout=600, check=True)
     num_sites, grown_mib = map(int, done.stdout.split()[-2:])
     assert num_sites > 50
     assert grown_mib < 600
