@@ -96,6 +96,7 @@ def test_dry_run_and_budget(factories: Path, tmp_path: Path, capsys: pytest.Capt
     [
         (["--steps", "1-"], "0-3,7"),
         (["--byte-budget", "much"], "500M"),
+        (["--gradients"], "glass record --gradients --optimizer -o DIR -- train.py"),
         (["--sites", "nothing"], "unknown site 'nothing'"),
         (["--max-new-tokens", "3"], "only a model that generates"),
     ],

@@ -53,6 +53,12 @@ def command(
     byte_budget: Annotated[
         str | None, typer.Option("--byte-budget", metavar="SIZE", help="Maximum bytes of values, e.g. 500M.")
     ] = None,
+    gradients: Annotated[
+        bool, typer.Option("--gradients", help="Of a script: record the gradients of activations and parameters, too.")
+    ] = False,
+    optimizer: Annotated[
+        bool, typer.Option("--optimizer", help="Of a script: record parameters and state after each optimizer step.")
+    ] = False,
     noise_floor: Annotated[
         bool,
         typer.Option("--noise-floor", help="Measure the rounding noise of each tensor in two more runs."),
@@ -92,7 +98,12 @@ def command(
         if any(option is not None for option in given) or dry_run or noise_floor:
             got = "--inputs, --max-new-tokens, --tokens-of, --device, --noise-floor or --dry-run"
             raise UsageError("a script brings its own inputs, and is run once", got=got)
-        return _script(line, output_dir, policy)
+        return _script(line, output_dir, {**policy, "gradients": gradients, "optimizer": optimizer})
+    if gradients or optimizer:
+        got = "--gradients" if gradients else "--optimizer"
+        raise UsageError(
+            "only a script trains", got=got, hint="glass record --gradients --optimizer -o DIR -- train.py"
+        )
     if len(target) > 1:
         raise UsageError("more than one TARGET", got=" ".join(target), hint="glass record -o DIR -- script.py ARGS...")
     with progress(f"recording {target[0]}"):

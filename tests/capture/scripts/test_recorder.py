@@ -356,3 +356,20 @@ def test_f20_a_session_after_something_looked_up_its_package(tmp_path: Path, how
     assert done.returncode == 0, done.stderr
     opened = Recording.open(tmp_path / ("glass-recording" if how == "auto" else "out") / "double")
     assert opened.complete and opened.tensor(".:out.y").tolist() == [2, 2]
+
+
+def test_gradients_and_updates_of_the_models_of_a_script(tmp_path: Path) -> None:
+    first, second = nn.Sequential(nn.Linear(2, 3)), Net()
+    with ScriptRecorder(tmp_path / "r", gradients=True, optimizer=True) as recorder:
+        optimizers = [torch.optim.AdamW(net.parameters(), lr=0.1) for net in (first, second)]
+        for _ in range(2):
+            first(torch.ones(1, 2)).sum().backward()
+            second(torch.ones(1, 4)).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    opened = [Recording.open(path) for path in recorder.recordings]
+    assert [{entry.step for entry in one.entries} for one in opened] == [{0, 1}, {0, 1}]
+    for one, path in zip(opened, ("0.weight", "weight"), strict=True):
+        assert {f"{path}:grad", f"{path}:param", f"{path}:state.exp_avg", ".:grad_out"} <= set(one.sites())
+    last = next(e for e in reversed(opened[1].entries) if e.site == "weight:param")
+    assert torch.equal(opened[1].tensor(last), second.weight)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from glassengine.capture.calls.names import ModuleNames
 from glassengine.capture.intake.intake import Intake
@@ -46,7 +47,7 @@ class ParameterHooks:
         intake: Gets the tensors.
         current_step: Says which step a backward or an update belongs to; None when to none.
         gradients: Whether gradients are delivered.
-        optimizer: Whose updates are delivered.
+        optimizer: Whose updates are delivered; True for those of every optimizer.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class ParameterHooks:
         current_step: Callable[[], int | None],
         *,
         gradients: bool,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: torch.optim.Optimizer | bool | None,
     ) -> None:
         self._names = names.parameters()
         # What ranks exchange is in place when the backward ends, and not before.
@@ -80,7 +81,9 @@ class ParameterHooks:
                 if parameter.requires_grad:
                     handle = parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
                     self._handles.append(handle)
-        if self._optimizer is not None:
+        if self._optimizer is True:
+            self._handles.append(register_optimizer_step_post_hook(self._updated))
+        elif self._optimizer:
             self._handles.append(self._optimizer.register_step_post_hook(self._updated))
 
     def detach(self) -> None:
@@ -117,7 +120,7 @@ class ParameterHooks:
 
     def _updated(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         step = self._current_step()
-        if step is None:
+        if step is None or not any(p in self._names for group in optimizer.param_groups for p in group["params"]):
             return
         for group in optimizer.param_groups:
             for parameter in group["params"]:

@@ -43,7 +43,7 @@ class Recorder:
         policy: Policy,
         *,
         gradients: bool,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: torch.optim.Optimizer | bool | None,
         metadata: Mapping[str, Any],
         overwrite: bool,
         durable: bool,
@@ -74,7 +74,7 @@ class Recorder:
         self._writer = writer
         self._policy.watch(lambda: writer.is_behind)
         self._intake = Intake(writer, self._policy, _place()[0])
-        holds = self._gradients or self._optimizer is not None
+        holds = self._gradients or bool(self._optimizer)
         self._hooks = ModuleHooks(self.model, self._intake, self._policy, gradients=self._gradients, holds_steps=holds)
         self._parameters = ParameterHooks(
             self._hooks.names,
@@ -184,7 +184,7 @@ def record(
     sites: Sequence[str] | None = None,
     values: bool | Sequence[str] = True,
     gradients: bool = False,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | bool | None = None,
     steps: Collection[int] | None = None,
     byte_budget: int | None = None,
     overwrite: bool = False,
@@ -214,7 +214,8 @@ def record(
             patterns keep the values of the sites they match and such statistics of all others.
         gradients: Also record gradients of inputs (`:grad_in...`), results (`:grad_out...`) and parameters
             (`<parameter>:grad`); a step then ends when the next forward begins.
-        optimizer: Record the parameters (`:param`) and the state (`:state.exp_avg`) after each of its steps.
+        optimizer: Record the parameters (`:param`) and the state (`:state.exp_avg`) after each of its steps; True for
+            every optimizer that updates parameters of the model.
         steps: Record only these, e.g. range(3).
         byte_budget: Most bytes of values; tensors that do not fit leave their statistics and are listed.
         overwrite: Replace an existing recording.

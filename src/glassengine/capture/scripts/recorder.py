@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from glassengine.capture.runs.record import Recorder, own_directory, record
 from glassengine.capture.runtimes.runtimes import Runtimes, unseen_runtimes
 from glassengine.capture.runtimes.sessions import Run, SessionRecording
 from glassengine.errors import GlassError, IncomparableError, UsageError
-from glassengine.recording.write.policy import RecordOptions
+from glassengine.recording.write.policy import RecordOptions, ScriptOptions
 from glassengine.stores.places import Remote, place
 
 MAX_MODELS = 8
@@ -48,7 +48,7 @@ class ScriptRecorder:
         UsageError: (On entering) the directory exists and is not empty, and `overwrite` is false.
     """
 
-    def __init__(self, directory: str | Path, **options: Unpack[RecordOptions]) -> None:
+    def __init__(self, directory: str | Path, **options: Unpack[ScriptOptions]) -> None:
         # Scripts change the working directory.
         self.directory = place(directory).absolute()
         self.options = options
@@ -172,7 +172,8 @@ class ScriptRecorder:
         source = run.describe(run.owner)
         path = self._path(source.name)
         try:
-            return SessionRecording(source, path, **self.options)
+            options = {name: value for name, value in self.options.items() if name in RecordOptions.__annotations__}
+            return SessionRecording(source, path, **cast(RecordOptions, options))
         except GlassError as error:
             self._cannot_record(path, error)
             return None

@@ -20,7 +20,7 @@ from glassengine.capture.scripts.ending import script_ended
 from glassengine.capture.scripts.recorder import ScriptRecorder
 from glassengine.capture.scripts.spawned import SpawnedRecordings
 from glassengine.errors import UsageError
-from glassengine.recording.write.policy import RecordOptions
+from glassengine.recording.write.policy import ScriptOptions
 from glassengine.results.recorded import RecordedScript
 
 
@@ -31,7 +31,7 @@ def record_script(
     path: str | Path,
     is_module: bool = False,
     ends_process: bool = False,
-    **options: Unpack[RecordOptions],
+    **options: Unpack[ScriptOptions],
 ) -> RecordedScript:
     """Run a script in this process and record every model that it, or a process that it spawns, calls.
 

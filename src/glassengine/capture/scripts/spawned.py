@@ -20,7 +20,7 @@ from typing import Any
 from glassengine.capture.scripts.recorder import ScriptRecorder
 from glassengine.errors import GlassError
 from glassengine.recording.layout.layout import MANIFEST
-from glassengine.recording.write.policy import RecordOptions
+from glassengine.recording.write.policy import ScriptOptions
 
 _log = logging.getLogger(__name__)
 
@@ -77,14 +77,14 @@ def _manifests(directory: Path) -> list[tuple[Path, int]]:
 class _Start:
     """What begins the recordings of a process when it is read there."""
 
-    def __init__(self, directory: Path, options: RecordOptions) -> None:
+    def __init__(self, directory: Path, options: ScriptOptions) -> None:
         self._arguments = (directory, options)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _start, self._arguments
 
 
-def _start(directory: Path, options: RecordOptions) -> None:
+def _start(directory: Path, options: ScriptOptions) -> None:
     recorder = ScriptRecorder(directory, **options)
     try:
         recorder.__enter__()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,8 +19,10 @@ from glassengine.compare.matching.phases import paths_above, phase_of
 from glassengine.compare.ranks.samples import agreement, share_of_sample
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource
+from glassengine.sites import ROOT
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.:@])")
+_SECOND = f"{ROOT}@1"
 _MAX_EVIDENCE = 12
 """Tensors that are looked at to tell which modules a process has."""
 
@@ -32,19 +34,26 @@ class LocalNames:
     Attributes:
         offsets: (rank, list of modules) -> what is added to its numbers.
         of_stages: (rank, step, site) of what is judged under another name.
+        is_called_twice: Whether a wrapper calls the model for something that calls the model in its turn, as Lightning
+            does with a training step: the inner call is that of the whole.
     """
 
     offsets: dict[tuple[int, str], int] = field(default_factory=dict)
     of_stages: set[tuple[int, int, str]] = field(default_factory=set)
+    is_called_twice: bool = False
 
     def of(self, rank: int, site: str) -> str:
         """Return the whole's name for a site of a rank."""
+        if self.is_called_twice and site.startswith(_SECOND):
+            site = ROOT + site.removeprefix(_SECOND)
         return _renumbered(site, lambda pattern: self.offsets.get((rank, pattern), 0)) if self.offsets else site
 
 
 def local_names(source: TensorSource, whole: TensorSource) -> LocalNames:
     """Return what the ranks of `source` call otherwise than `whole`, which is of one process."""
     names = LocalNames()
+    second = [any(_is_of_second(entry.site) for entry in side.entries) for side in (source, whole)]
+    names.is_called_twice = second == [True, False]
     ours = _numbers(entry.site for entry in whole.entries)
     by_rank: dict[int, list[Entry]] = defaultdict(list)
     for entry in source.entries:
@@ -71,13 +80,17 @@ def local_names(source: TensorSource, whole: TensorSource) -> LocalNames:
         if covered == ours[pattern]:
             names.offsets |= {(rank, pattern): offset for rank, offset in offsets.items()}
     names.of_stages = _of_stages(source, whole, names)
+    if names.is_called_twice:
+        outer = (entry for entry in source.entries if entry.site.partition(":")[0] == ROOT)
+        names.of_stages |= {(entry.rank, entry.step, entry.site) for entry in outer}
     return names
 
 
-def numbers_of_shares(source: TensorSource, other: TensorSource) -> dict[tuple[int, str], int]:
+def numbers_of_shares(source: TensorSource, other: TensorSource) -> tuple[dict[tuple[int, str], int], set[str]]:
     """Return what to add to the numbers of modules that each rank counts from 0, on two sides with unequal shares.
 
     Two experts in each of two ranks, and one in each of four: the shares are consecutive, in the order of the ranks.
+    The lists of modules come second in which several ranks have the same share: nothing says which.
     """
     sides = []
     for side in (source, other):
@@ -86,6 +99,7 @@ def numbers_of_shares(source: TensorSource, other: TensorSource) -> dict[tuple[i
             by_rank[entry.rank][entry.site] = None
         sides.append({rank: _numbers(sites) for rank, sites in by_rank.items()})
     found: dict[tuple[int, str], int] = {}
+    undecided: set[str] = set()
     for pattern in {pattern for lists in sides[0].values() for pattern in lists}:
         own, theirs = ({rank: lists[pattern] for rank, lists in side.items() if pattern in lists} for side in sides)
         counts = [{len(numbers) for numbers in shares.values()} for shares in (own, theirs)]
@@ -95,7 +109,14 @@ def numbers_of_shares(source: TensorSource, other: TensorSource) -> dict[tuple[i
             continue
         if max(map(len, counts)) == 1 and total == sum(map(len, theirs.values())):
             found |= {(rank, pattern): offset for rank, offset in _in_order(own, total).items()}
-    return found
+        else:
+            undecided.add(pattern)
+    return found, undecided
+
+
+def is_in_lists(site: str, patterns: Collection[str]) -> bool:
+    """Return whether a site is inside of one of some numbered lists of modules."""
+    return bool(patterns) and not _numbers([site]).keys().isdisjoint(patterns)
 
 
 def _numbers(sites: Iterable[str]) -> dict[str, set[int]]:
@@ -115,6 +136,10 @@ def _renumbered(site: str, offset: Callable[[str], int]) -> str:
         return str(int(match[0]) + offset(_NUMBER.sub("#", path[: match.start()])))
 
     return _NUMBER.sub(moved, path) + colon + port
+
+
+def _is_of_second(site: str) -> bool:
+    return site.partition(":")[0] == _SECOND
 
 
 def _moved(site: str, pattern: str, offset: int) -> str:

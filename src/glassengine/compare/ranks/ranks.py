@@ -18,12 +18,13 @@ from torch import Tensor
 
 from glassengine.compare.matching.padding import CACHES
 from glassengine.compare.matching.phases import is_of_activation, is_of_parameter
-from glassengine.compare.ranks.assembly import COPIES, Assembly, error_of, settled
+from glassengine.compare.ranks.assembly import COPIES, SUM, Assembly, settled
 from glassengine.compare.ranks.data_layout import data_layout, with_other_stages
 from glassengine.compare.ranks.factors import factor_of_rows, lies_in_rows
 from glassengine.compare.ranks.fitting import can_be_arranged
 from glassengine.compare.ranks.local_names import LocalNames, local_names
-from glassengine.compare.ranks.shards import Local, assembled, is_spread, meshes, owners, why_not_assembled
+from glassengine.compare.ranks.rank_errors import errors_of_ranks
+from glassengine.compare.ranks.shards import Local, assembled, is_spread, meshes, why_not_assembled
 from glassengine.compare.ranks.spread import Arrangement, DataLayout, Part, arrangements, choose, shape_of_whole, uneven
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource
@@ -94,14 +95,18 @@ class PutTogether:
         """How the tensors that were read were put together -> how many, most frequent first."""
         found = Counter(self._arranged.values())
         if self._names.offsets:
-            moved = sum(1 for parts in self._parts.values() for part in parts if self._is_renumbered(part))
+            moved = sum(
+                1
+                for parts in self._parts.values()
+                for part in parts
+                if self._names.of(part.rank, part.site) != part.site
+            )
             found["under the numbers of the whole, which a rank counts from its own first module"] = moved
         if self._names.of_stages:
-            found["inputs and results of stages, judged as those of their modules"] = len(self._names.of_stages)
+            found["inputs and results of stages and wrappers, judged as those of their modules"] = len(
+                self._names.of_stages
+            )
         return dict(found.most_common())
-
-    def _is_renumbered(self, part: Entry) -> bool:
-        return self._names.of(part.rank, part.site) != part.site
 
     def expect(self, entry: Entry, source: TensorSource, counterpart: Entry) -> None:
         """Note that the whole of `entry` is judged against `counterpart`, of `source`."""
@@ -183,23 +188,7 @@ class PutTogether:
         assembly, _ = self.assembly(entry)
         if assembly.kind != COPIES:
             return None
-        factor = self._factor_of(entry, assembly)
-        found: dict[int, float] = {}
-        for i, part in enumerate(assembly.parts):
-            there, tensor = assembly.place(i, reference), part.tensor / factor if factor != 1 else part.tensor
-            if len(part.ranks) == 1:
-                found[part.ranks[0]] = error_of(tensor, there)
-                continue
-            local: list[Local] = [
-                (one.rank, tensor_of, one.sharding)
-                for rank, tensor_of, one in self.local_parts(entry)
-                if rank in part.ranks and one.sharding is not None
-            ]
-            by = owners(local)
-            if by is None or tensor.shape != there.shape:
-                return None
-            found |= {rank: error_of(tensor[by == rank], there[by == rank]) for rank in part.ranks}
-        return found
+        return errors_of_ranks(assembly, reference, self._factor_of(entry, assembly), self.local_parts(entry))
 
     def errors_of_expected(self, entry: Entry) -> dict[int, float] | None:
         """Return `errors` against the counterpart; None where there is none."""
@@ -312,11 +301,16 @@ class PutTogether:
         is_whole = self._num_groups_of_whole(entry.step, entry.site) == 1 and not self._has_own_rows(
             entry.step, assembly
         )
-        if not is_of_activation(entry.site) or is_whole:
+        if not is_of_activation(entry.site) or (is_whole and not self._is_of_sum(entry)):
             return 1
         if entry.step not in self._factors:
             self._factors[entry.step] = self._told_factor(entry.step)
         return self._factors[entry.step]
+
+    def _is_of_sum(self, entry: Entry) -> bool:
+        """Whether a gradient is that of a loss to which all ranks add up: the mean of gradients undoes a factor."""
+        known = self._ways.get((entry.step, entry.site.replace(":grad_out", ":out")))
+        return known is not None and known.kind == SUM and not known.is_open
 
     def _told_factor(self, step: int) -> float:
         """Return the number of ranks with data of their own, if that is the factor of the gradients; else 1.

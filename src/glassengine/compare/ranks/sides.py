@@ -38,7 +38,8 @@ def expect_counterparts(left: TensorSource, right: TensorSource, matching: Match
             reason = _reason(left, match.baseline, right, match.candidates[0], match)
         elif isinstance(right, PutTogether):
             found = (_reason(right, entry, left, match.baseline, match) for entry in match.candidates)
-            reason = next(filter(None, found), None)
+            why_not = left.why_not(match.baseline) if isinstance(left, Joined) else None
+            reason = why_not or next(filter(None, found), None)
         if reason is None:
             possible.append(match)
         else:

@@ -22,7 +22,7 @@ from glassengine.compare.matching.phases import is_of_activation, is_of_paramete
 from glassengine.compare.ranks.assembly import EXPLAINED, Assembly, error_of
 from glassengine.compare.ranks.data_layout import data_layout, spreads_of_inputs, with_other_stages
 from glassengine.compare.ranks.factors import lies_in_rows
-from glassengine.compare.ranks.local_names import local_names, numbers_of_shares
+from glassengine.compare.ranks.local_names import is_in_lists, local_names, numbers_of_shares
 from glassengine.compare.ranks.samples import Shape, agreement, moved_by, sampled, taken_at
 from glassengine.compare.ranks.shards import Local, assembled, is_spread, meshes, why_not_assembled
 from glassengine.compare.ranks.spread import Arrangement, DataLayout, Part, arrangements, put, uneven
@@ -30,7 +30,8 @@ from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource
 from glassengine.results import Skipped
 
-_MAX_WHOLES = 64
+_UNDECIDED = "both sides number these modules in each rank from 0, with unequal shares, and several ranks have the same"
+_MAX_WHOLES = 12
 
 _Key = tuple[int, str]
 
@@ -67,7 +68,9 @@ class Joined:
     def __init__(self, source: TensorSource, other: TensorSource) -> None:
         self._source, self._other = source, other
         names = local_names(source, source)
-        names.offsets |= numbers_of_shares(source, other)
+        offsets, undecided = numbers_of_shares(source, other)
+        names.offsets |= offsets
+        self._undecided = undecided
         self._parts: dict[_Key, list[Entry]] = {}
         for entry in source.entries:
             if (entry.rank, entry.step, entry.site) not in names.of_stages:
@@ -102,6 +105,10 @@ class Joined:
     def skipped(self) -> Sequence[Skipped]:
         """What the source has skipped."""
         return self._source.skipped
+
+    def why_not(self, entry: Entry) -> str | None:
+        """Return why one of `entries` cannot be judged; None if it can."""
+        return _UNDECIDED if is_in_lists(entry.site, self._undecided) else None
 
     @property
     def arrangements(self) -> Mapping[str, int]:
@@ -145,17 +152,14 @@ class Joined:
         there = {tuple(part.tensor.shape) for part in theirs}
         if len(there) > 1:
             whole = next((w for w in _wholes_of(shape, shape, len(ours), 1) if uneven(theirs, w) is not None), shape)
-            return self._first(ours, whole), "concatenated"
+            return next(arrangements(ours, whole, None), _in_place(ours)), "concatenated"
         other = there.pop()
         if len(other) != len(shape):
             return _in_place(ours), "in every rank"
         own_layout, their_layout = (None, None) if is_of_parameter(key[1]) else self._layout(key[0])
         best: tuple[tuple[int, int, int, int, int], Arrangement, str] | None = None
         sizes = () if own_layout is None else own_layout.sizes
-        wholes = sorted(
-            itertools.islice(_wholes_of(shape, other, len(ours), len(theirs)), _MAX_WHOLES),
-            key=lambda whole: sum(size != at for size, at in zip(sizes, whole, strict=False)),
-        )
+        wholes = _likely(_wholes_of(shape, other, len(ours), len(theirs)), ours, theirs, sizes)
         # In place of one another first: sums of other parts are equal, too, where parts are dealt out otherwise.
         for how in (
             _COPIES,
@@ -183,9 +187,6 @@ class Joined:
             if found is not None:
                 return found
         return _in_place(ours)
-
-    def _first(self, ours: Sequence[Part], whole: Shape) -> Arrangement:
-        return next(arrangements(ours, whole, None), _in_place(ours))
 
     def _joined(self, key: _Key) -> tuple[Part, ...]:
         return _parts(self._source, self._parts[key])
@@ -269,6 +270,24 @@ def _wholes_of(ours: Shape, theirs: Shape, num_ours: int, num_theirs: int) -> It
         if num_ours % cuts[0] == 0 and num_theirs % cuts[1] == 0:
             found.append(whole)
     yield from sorted(found, key=math.prod) or [ours]
+
+
+def _likely(wholes: Iterator[Shape], ours: Sequence[Part], theirs: Sequence[Part], sizes: Sequence[int]) -> list[Shape]:
+    """Return some wholes, first those of as many different parts as there are, and of all rows and positions."""
+    facts = [(side[0].tensor.shape, _num_different(side)) for side in (ours, theirs)]
+
+    def key(whole: Shape) -> tuple[int, int, int]:
+        num_cuts = [math.prod(w // s if s else 1 for w, s in zip(whole, shape, strict=True)) for shape, _ in facts]
+        odd = sum(cuts != number for cuts, (_, number) in zip(num_cuts, facts, strict=True))
+        other = sum(size != at for size, at in zip(sizes, whole, strict=False))
+        return odd, other, sum(w != s for w, s in zip(whole, facts[0][0], strict=True))
+
+    return sorted(wholes, key=key)[:_MAX_WHOLES]
+
+
+def _num_different(parts: Sequence[Part]) -> int:
+    sample = sampled(*(tuple(parts[0].tensor.shape),) * 2)
+    return len({tuple(taken_at(part.tensor, sample).tolist()) for part in parts})
 
 
 def _in_place(parts: Sequence[Part]) -> Arrangement:

@@ -37,6 +37,13 @@ class RecordOptions(Wanted, total=False):
     spool_bytes: int | None
 
 
+class ScriptOptions(RecordOptions, total=False):
+    """The same of all models that a script calls; a run of another runtime has no gradients."""
+
+    gradients: bool
+    optimizer: bool
+
+
 class Policy:
     """Answers for every tensor whether it, and its values, belong into the recording.
 
