@@ -146,7 +146,9 @@ def test_a_store_that_goes_away(spool: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert torch.equal(found.tensor("parts.3", step), x * step + 6)
 
 
-def test_a_store_that_does_not_answer_at_the_end(spool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_does_not_answer_at_the_end(
+    spool: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     put = objects.put
 
     def failing(path: Path, url: str) -> None:
@@ -158,11 +160,18 @@ def test_a_store_that_does_not_answer_at_the_end(spool: Path, monkeypatch: pytes
     problem = write(1 << 19).deliver()
     assert problem is not None and "planted" in str(problem) and f"glass upload {URL}" in str(problem.hint)
     assert not glass.Recording.open(URL).complete and len(glass.Recording.open(URL).steps) > 3
+    assert f"was not uploaded: glass upload {URL}" in caplog.text
+    # What was being made when a process was killed is not part of it.
+    (left,) = spool.iterdir()
+    for name in ("index.log.copy", "shard-00001.safetensors.hollow", "recording.json.tmp"):
+        (left / "recording" / name).write_bytes(b"x")
     with pytest.raises(UsageError, match="exists already"):
         write()
     monkeypatch.setattr(objects, "put", put)
     found = commands.upload(URL)
     assert (found.num_steps, found.complete) == (STEPS, True)
+    assert all(name.startswith(("shard-0", "index.log", "recording.json")) for name in objects.names(URL))
+    assert not any(name.endswith((".copy", ".hollow", ".tmp", ".part")) for name in objects.names(URL))
     require_all(glass.Recording.open(URL))
     assert not root_of(TARGET).exists()
     with pytest.raises(UsageError, match="nothing waits here"):
@@ -250,3 +259,22 @@ def test_a_recording_of_this_machine_is_uploaded_whole(tmp_path: Path) -> None:
         commands.upload(tmp_path / "run", URL)
     with pytest.raises(UsageError, match="DIR URL"):
         commands.upload(tmp_path / "none", "memory://other")
+
+
+def test_a_directory_of_a_process_that_was_killed_before_it_began() -> None:
+    root_of(TARGET).mkdir(parents=True)
+    assert write().deliver() is None
+    require_all(glass.Recording.open(URL))
+
+
+def test_the_ranks_of_a_run() -> None:
+    for rank in range(3):
+        writer = StoredWriter(Remote(f"{URL}/rank{rank}"), metadata={"rank": rank})
+        writer.write("x", 0, torch.full((5,), float(rank)), rank=rank)
+        writer.commit(0)
+        writer.close()
+        assert writer.deliver() is None
+    found = glass.open(URL)
+    assert found.complete and [entry.rank for entry in found.entries] == [0, 1, 2]
+    assert [found.tensor(entry)[0].item() for entry in found.entries] == [0.0, 1.0, 2.0]
+    assert glass.compare(URL, URL).ok

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from glassengine.recording.layout.entries import Entries, LeftOuts, Mapped
 from glassengine.recording.layout.layout import MANIFEST, Entry, LeftOut
 from glassengine.recording.read.reader import Recording
 from glassengine.results import Skipped
+from glassengine.stores.places import Remote
 
+_REQUESTS = 8
 _RANK = re.compile(r"rank(\d{1,9})")
 
 
@@ -38,7 +41,10 @@ class RankRecordings:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._recordings = {rank: Recording.open(directory) for rank, directory in sorted(rank_directories(path))}
+        directories = dict(sorted(rank_directories(path)))
+        # In a store each of them is several requests; on a disk more threads would only wait for each other.
+        with ThreadPoolExecutor(_REQUESTS if isinstance(path, Remote) else 1) as pool:
+            self._recordings = dict(zip(directories, pool.map(Recording.open, directories.values()), strict=True))
         each = list(self._recordings.values())
         self.metadata: dict[str, Any] = {**each[0].metadata, "num_ranks": len(each)}
         rows = [recording.metadata.get("token_ids") for recording in each]
@@ -64,5 +70,7 @@ def _skipped(item: LeftOut) -> Skipped:
 
 def rank_directories(path: Path) -> list[tuple[int, Path]]:
     """Return rank and directory of the recordings `rank<r>/` in `path`."""
-    numbered = ((_RANK.fullmatch(item.name), item) for item in path.iterdir())
-    return [(int(found[1]), item) for found, item in numbered if found and (item / MANIFEST).is_file()]
+    numbered = [(int(found[1]), item) for item in path.iterdir() if (found := _RANK.fullmatch(item.name))]
+    with ThreadPoolExecutor(_REQUESTS if isinstance(path, Remote) else 1) as pool:
+        are_there = list(pool.map(lambda item: (item[1] / MANIFEST).is_file(), numbered))
+    return [item for item, is_there in zip(numbered, are_there, strict=True) if is_there]

@@ -6,6 +6,7 @@ The directory may still be written to, or its writer may have been killed: what 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -27,10 +28,13 @@ from glassengine.recording.layout.sketch import Sketch, sketch
 from glassengine.recording.layout.statistics import summarize
 from glassengine.recording.read.statistics_cache import StatisticsCache
 from glassengine.recording.rescue.rescue import Recovered, recovered
+from glassengine.recording.write.spool import is_left
 from glassengine.results import Skipped, Summary
 from glassengine.sites import matches
 from glassengine.stores.places import Remote, place, remote
 from glassengine.writing.checksums import crc32
+
+_log = logging.getLogger(__name__)
 
 
 class Recording:
@@ -102,6 +106,8 @@ class Recording:
             contents = read_index(index, shards.data_bytes)
         if more is not None:
             contents = more.added_to(contents, shards)
+        if manifest["state"] == "writing" and isinstance(directory, Remote) and is_left(directory):
+            _log.warning("a part of %s is on this machine and was not uploaded: glass upload %s", directory, directory)
         if manifest["state"] == "complete":
             found = f"{len(contents.steps)} steps, {len(contents.entries)} tensors"
             expected = f"{manifest['num_steps']} steps, {manifest['num_tensors']} tensors"

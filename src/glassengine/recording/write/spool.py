@@ -53,6 +53,8 @@ class Spool:
         """
         root = root_of(target)
         _require_free(target, overwrite=overwrite)
+        if root.exists() and not (root / _NOTE).exists():
+            remove_tree(root)  # of one that was killed before it began
         if root.exists():
             with _opened(target, root) as lock:
                 if not overwrite:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from glassengine.errors import GlassError, UsageError
 from glassengine.recording.layout import layout
+from glassengine.recording.write.directory import is_ours
 from glassengine.stores import objects
 from glassengine.stores.places import Remote
 
@@ -209,7 +210,9 @@ def upload_rest(directory: Path, target: Remote, call: Callable[[Callable[[], No
     done = uploaded(directory)
     files = [path for path in sorted(directory.rglob("*")) if path.is_file() and not path.is_symlink()]
     names = [path.relative_to(directory).as_posix() for path in files]
-    names = [name for name in names if name not in done and name not in (DONE, layout.RING, layout.MOVED)]
+    # Nothing that was being made when a process was killed.
+    others = (layout.RING, layout.MOVED, f"{layout.MANIFEST}.tmp")
+    names = [name for name in names if name not in done and name not in others and is_ours(name.partition("/")[0])]
     ordered = [name for name in names if name not in _LAST] + [name for name in _LAST if name in names]
     for name in ordered:
         path, url = directory / name, str(target / name)
