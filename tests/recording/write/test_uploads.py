@@ -261,6 +261,26 @@ def test_a_recording_of_this_machine_is_uploaded_whole(tmp_path: Path) -> None:
         commands.upload(tmp_path / "none", "memory://other")
 
 
+def test_a_process_that_ends_does_not_wait_for_a_store_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    put, over = objects.put, threading.Event()
+
+    def hangs(path: Path, url: str) -> None:
+        if "shard" in url:
+            over.wait(60)
+        put(path, url)
+
+    monkeypatch.setattr(objects, "put", hangs)
+    monkeypatch.setattr(uploads, "_LAST_S", 0.2)
+    writer = write(1 << 24)
+    problem = writer.deliver(0.1)
+    over.set()
+    assert problem is None or "does not answer" in str(problem)
+    writer._uploads._thread.join()
+    if problem is not None:
+        assert commands.upload(URL).complete
+    require_all(glass.Recording.open(URL))
+
+
 def test_a_directory_of_a_process_that_was_killed_before_it_began() -> None:
     root_of(TARGET).mkdir(parents=True)
     assert write().deliver() is None

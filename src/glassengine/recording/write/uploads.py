@@ -14,7 +14,7 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from glassengine.errors import GlassError, UsageError
@@ -32,6 +32,8 @@ DONE = "uploaded.log"
 # Of a store that does not answer: a recording waits so long for one success, and then stops; the model goes on.
 PATIENCE_S = 600.0
 _FIRST_DELAY_S, _MOST_DELAY_S = 0.5, 30.0
+# Beside its patience, for one request that is under way.
+_LAST_S = 5.0
 # The index is brought to the store when nothing else is to be done, this often.
 _IDLE_S = 5.0
 _LAST = (layout.INDEX, layout.MANIFEST)
@@ -102,6 +104,9 @@ class Uploads:
     def finish(self, patience_s: float | None = None) -> None:
         """Upload what is left once the recording is closed, and end.
 
+        Args:
+            patience_s: How long the store may not answer from now on; as before where None.
+
         Raises:
             UsageError: The store does not take it; the message says where it is.
         """
@@ -110,13 +115,11 @@ class Uploads:
             if patience_s is not None:
                 self._patience_s = patience_s
             self._changed.notify_all()
-        self._thread.join()
-        if self.failure is None:
-            try:
-                with self._trying() as patience:
-                    upload_rest(self._directory, self._target, patience)
-            except GlassError as error:
-                self.failure = error
+            if self._waiting:
+                _log.info("%s: %s bytes are still to be uploaded", self._target, f"{self._waiting_bytes:,}")
+        self._thread.join(None if patience_s is None else patience_s + _LAST_S)
+        if self._thread.is_alive():
+            self.failure = UsageError("the store does not answer", got=f"it does not answer for {patience_s} s")
         if self.failure is not None:
             raise UsageError(
                 "not everything was uploaded",
@@ -130,34 +133,33 @@ class Uploads:
         self._waiting.clear()
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                if not self._waiting and not self._ends:
-                    self._changed.wait(_IDLE_S)
-                path = self._waiting[0] if self._waiting else None
-                if path is None and self._ends:
-                    return
-            try:
-                with self._trying() as patience:
-                    if path is None:
-                        patience(self._checkpoint)
-                        continue
-                    self._upload(path, patience)
-            except Exception as error:
+        try:
+            while True:
                 with self._changed:
-                    self.failure = error if isinstance(error, GlassError) else UsageError(str(error))
-                    self._waiting.clear()
-                    self._changed.notify_all()
-                _log.warning("uploading %s has stopped: %s", self._target, error)
-                return
+                    if not self._waiting and not self._ends:
+                        self._changed.wait(_IDLE_S)
+                    path = self._waiting[0] if self._waiting else None
+                if path is not None:
+                    self._upload(path)
+                elif self._ends:
+                    upload_rest(self._directory, self._target, self._patiently)
+                    return
+                else:
+                    self._patiently(self._checkpoint)
+        except Exception as error:
+            with self._changed:
+                self.failure = error if isinstance(error, GlassError) else UsageError(str(error))
+                self._waiting.clear()
+                self._changed.notify_all()
+            _log.warning("uploading %s has stopped: %s", self._target, error)
 
-    def _upload(self, path: Path, patience: Callable[[Callable[[], None]], None]) -> None:
+    def _upload(self, path: Path) -> None:
         size = path.stat().st_size
-        patience(lambda: objects.put(path, str(self._target / path.name)))
+        self._patiently(lambda: objects.put(path, str(self._target / path.name)))
         self._since_index += size
         # An index that is larger than the shards would be most of what is uploaded.
         if self._since_index >= (self._directory / layout.INDEX).stat().st_size:
-            patience(self._checkpoint)
+            self._patiently(self._checkpoint)
         with (self._directory / DONE).open("a", encoding="ascii") as done:
             done.write(f"{path.name}\n")
         hollow(path)
@@ -174,26 +176,22 @@ class Uploads:
         put_copy(self._directory / layout.INDEX, self._target)
         self._index_bytes, self._since_index = size, 0
 
-    @contextlib.contextmanager
-    def _trying(self) -> Iterator[Callable[[Callable[[], None]], None]]:
-        """Yield what calls a function again, after a while that grows, until it succeeds or patience ends."""
-
-        def call(function: Callable[[], None]) -> None:
-            delay, begun = _FIRST_DELAY_S, time.monotonic()
-            while True:
-                try:
-                    return function()
-                except GlassError as error:
-                    if time.monotonic() + delay - begun > self._patience_s:
-                        raise
-                    _log.info("uploading is tried again in %.1f s: %s", delay, error)
-                with self._changed:
-                    self._changed.wait_for(lambda: self._ends, delay)
-                if self._ends:
-                    time.sleep(min(delay, 1.0))
-                delay = min(2 * delay, _MOST_DELAY_S)
-
-        yield call
+    def _patiently(self, function: Callable[[], None]) -> None:
+        """Call a function again, after a while that grows, until it succeeds or patience ends."""
+        delay, begun = _FIRST_DELAY_S, time.monotonic()
+        while True:
+            try:
+                return function()
+            except GlassError as error:
+                if time.monotonic() + delay - begun > self._patience_s:
+                    raise
+                _log.info("uploading is tried again in %.1f s: %s", delay, error)
+            with self._changed:
+                ended = self._ends
+                self._changed.wait_for(lambda: self._ends, delay)  # whose end shortens one delay
+            if ended:
+                time.sleep(delay)
+            delay = min(2 * delay, _MOST_DELAY_S)
 
 
 def upload_rest(directory: Path, target: Remote, call: Callable[[Callable[[], None]], None]) -> int:
