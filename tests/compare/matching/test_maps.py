@@ -187,6 +187,25 @@ def pairs(rules: dict[str, Any], ours: list[str], theirs: list[str], **aliases: 
     return [(pair.baseline, *pair.candidates) for pair in found]
 
 
+def test_a_rule_of_one_rank(tmp_path: Path) -> None:
+    x, y, z = torch.randn(3), torch.randn(3), torch.randn(3)
+    sides = {"a": ({"p": x, "q": y}, {"p": y, "q": z}), "b": ({"p": x, "q": y}, {"q": y, "r": z})}
+    for name, each in sides.items():
+        for rank, tensors in enumerate(each):
+            with RecordingWriter(tmp_path / name / f"rank{rank}", metadata={}) as w:
+                for site, tensor in tensors.items():
+                    w.write(site, 0, tensor, rank=rank)
+                w.commit(0)
+    rules = [{"baseline": "p", "candidate": "q", "rank": 1}, {"baseline": "q", "candidate": "r", "rank": 1}]
+    result = compare(tmp_path / "a", tmp_path / "b", map={"rules": rules})
+    assert (result.verdict, result.coverage) == ("identical", 1.0)
+    assert {(pair.rank, pair.site, pair.candidate_site) for pair in result.pairs} == {
+        (0, "p", "p"), (0, "q", "q"), (1, "p", "q"), (1, "q", "r"),
+    }  # fmt: skip
+    with pytest.raises(UsageError, match="a rule of the map is of a rank that is not compared"):
+        compare(tmp_path / "a", tmp_path / "b", map={"rules": [{**rules[0], "rank": 2}]})
+
+
 def test_an_alias_file_is_a_map_in_either_direction() -> None:
     sites = ["model.layers.0.mlp", "model.layers.1.mlp", "logits"]
     aliased = ["mlp_0", "mlp_1", "logits"]
@@ -246,6 +265,7 @@ def test_aliases_that_a_recording_knows_pair_without_a_map(tmp_path: Path) -> No
         ),
         ('{"rules": [{"baseline": "a", "candidate": ["b", "c"]}]}', "'concat_dim' goes with several"),
         ('{"rules": [{"baseline": "a", "candidate": "b", "concat_dim": 0}]}', "'concat_dim' goes with several"),
+        ('{"rules": [{"baseline": "a", "candidate": "b", "rank": "1"}]}', "'rank' is not the number of a rank"),
         ('{"rules": [{"baseline": "a", "candidate": ["b", "c"], "concat_dim": "0"}]}', "is not an integer"),
         ('{"rules": [{"baseline": "a.*", "candidate": "b.*.*"}]}', "more wildcards"),
         ('{"rules": [{"baseline": "a.*", "candidate": "b.{2}"}]}', "more wildcards"),

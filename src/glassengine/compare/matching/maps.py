@@ -30,7 +30,7 @@ from glassengine.reading.documents import read_document
 SCHEMA_VERSION = 1
 
 _MAX_BYTES = 1 << 24
-_KEYS = ("baseline", "candidate", "baseline_ops", "candidate_ops", "concat_dim")
+_KEYS = ("baseline", "candidate", "baseline_ops", "candidate_ops", "concat_dim", "rank")
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Rule:
         candidate_ops: Done to each tensor of the candidate.
         concat_dim: Where several candidates are put together.
         is_alias: Whether it comes from an alias file.
+        rank: The only process whose tensors it names; None for all.
     """
 
     baseline: str
@@ -52,6 +53,7 @@ class Rule:
     candidate_ops: tuple[Operation, ...] = ()
     concat_dim: int | None = None
     is_alias: bool = False
+    rank: int | None = None
 
     def __str__(self) -> str:
         return f"{self.baseline!r} -> {', '.join(map(repr, self.candidates))}"
@@ -133,7 +135,11 @@ def _rule(data: object, where: str) -> Rule:
         raise UsageError(f"{where}: 'concat_dim' is not an integer", got=repr(concat_dim)[:200])
     if (len(names) > 1) != (concat_dim is not None):
         raise UsageError(f"{where}: 'concat_dim' goes with several candidates, and only with them")
-    rule = Rule(baseline, tuple(names), operations["baseline_ops"], operations["candidate_ops"], concat_dim)
+    rank = data.get("rank")
+    if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 0):
+        raise UsageError(f"{where}: 'rank' is not the number of a rank", got=repr(rank)[:200])
+    ops = operations["baseline_ops"], operations["candidate_ops"]
+    rule = Rule(baseline, tuple(names), *ops, concat_dim, rank=rank)
     _require_captures(rule, where)
     return rule
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from glassengine.compare.matching.maps import Rule, TensorMap
 from glassengine.compare.matching.rules import pair_names
+from glassengine.errors import UsageError
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource
 from glassengine.sites import other_spellings
@@ -54,7 +55,7 @@ def match(left: TensorSource, right: TensorSource, rules: TensorMap | None = Non
     theirs = {_place(entry): entry for entry in right.entries}
     by_map, missing = _by_map(left, right, rules)
     # The counterpart of one tensor is not that of its namesake as well.
-    mapped_away = {name for pairs in by_map.values() for _, names in pairs for name in names}
+    mapped_away = {(rule.rank, name) for pairs in by_map.values() for rule, names in pairs for name in names}
     aliases = _by_alias(left, right)
     matches: list[Match] = []
     baseline_only: list[Entry] = []
@@ -62,13 +63,14 @@ def match(left: TensorSource, right: TensorSource, rules: TensorMap | None = Non
     for place, entry in ours.items():
         step, rank, site = place
         found: list[Match] = []
-        for rule, names in by_map.get(site, ()):
+        rules_here = [(rule, names) for rule, names in by_map.get(site, ()) if rule.rank in (None, rank)]
+        for rule, names in rules_here:
             entries = [theirs.get((step, rank, name)) for name in names]
             whole = tuple(other for other in entries if other is not None)
             if len(whole) == len(names):
                 found.append(Match(entry, whole, "map", rule))
-        if not found and site not in by_map:
-            other = theirs.get(place) if site not in mapped_away else None
+        if not found and not rules_here:
+            other = theirs.get(place) if mapped_away.isdisjoint([(None, site), (rank, site)]) else None
             if other is not None:
                 found.append(Match(entry, (other,), "name"))
             elif (alias := aliases.get(site)) is not None and (step, rank, alias) in theirs:
@@ -100,6 +102,11 @@ def _by_map(
 ) -> tuple[dict[str, list[tuple[Rule, tuple[str, ...]]]], dict[str, str]]:
     if rules is None:
         return {}, {}
+    ranks = sorted({entry.rank for entry in left.entries})
+    for rule in rules.rules:
+        if rule.rank is not None and rule.rank not in ranks:
+            got, expected = f"rank {rule.rank} in {rule}", f"rank {', '.join(map(str, ranks))}"
+            raise UsageError("a rule of the map is of a rank that is not compared", got=got, expected=expected)
     pairs, missing = pair_names(
         rules.rules,
         _names(left),

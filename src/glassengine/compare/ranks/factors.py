@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -23,20 +23,23 @@ def factor_of_rows(known: Sequence[tuple[Assembly, Tensor]], num_groups: int | N
         num_groups: How many groups of ranks were given different data; None where the inputs do not tell.
         of_whole: Of how many such groups the counterparts are.
     """
-    found: list[float] = []
+    found: dict[tuple[int, ...], list[float]] = defaultdict(list)
     counts: Counter[int] = Counter()
     for assembly, reference in known:
         if assembly.differ:
             continue
         if assembly.way.whole:
             counts[assembly.way.whole[0] // assembly.parts[0].tensor.shape[0]] += 1
-        factors = [factor_of(part.tensor, assembly.place(i, reference)) for i, part in enumerate(assembly.parts)]
-        found += [factor for factor in factors if factor is not None]
+        for i, part in enumerate(assembly.parts):
+            factor = factor_of(part.tensor, assembly.place(i, reference))
+            if factor is not None:
+                found[part.ranks].append(factor)
     if not found or not counts:
         return 1
-    middle = statistics.median(found)
     count = (counts.most_common(1)[0][0] if num_groups is None else num_groups) / of_whole
-    return count if abs(middle - count) <= _SAME_FACTOR * count else 1
+    # One rank with such gradients shows what those of the others are to be.
+    middles = map(statistics.median, found.values())
+    return count if any(abs(middle - count) <= _SAME_FACTOR * count for middle in middles) else 1
 
 
 def lies_in_rows(assembly: Assembly, layout: DataLayout) -> bool:

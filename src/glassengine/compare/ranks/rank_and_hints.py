@@ -87,6 +87,8 @@ def _without_update(side: PutTogether, entry: Entry, rank: int | None) -> tuple[
 
 def _absent(side: PutTogether, entry: Entry) -> list[int]:
     """Return the ranks that recorded the module around that of `entry`, and not `entry`."""
+    if entry.site.partition(":")[0] == ROOT:
+        return []
     found = side.ranks_of(entry.step, _around(entry.site))
     return sorted(set(found) - set(side.ranks_of(entry.step, entry.site)))
 
