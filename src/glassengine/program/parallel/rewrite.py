@@ -1,0 +1,291 @@
+"""Writes the graph of one rank: each op on its parts, and collectives between them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind, TensorArgument
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from glassengine.program.kinds.causal_lm import KVLayout
+from glassengine.program.parallel.local import Local, name_of
+from glassengine.program.parallel.placements import TENSOR_GROUP, Placement, Shard, shard_of
+from glassengine.program.parallel.ranks import Layout
+from glassengine.program.representation.program import Port, Program
+from glassengine.sites import Site, SiteTable, op_site
+
+_aten = torch.ops.aten
+_c10d = torch.ops._c10d_functional
+
+ORIGIN = "glassengine_origin"
+"""Key of a node's meta: the node of the whole program that it belongs to."""
+
+
+def program_of(program: Program, layout: Layout, place: int) -> Program:
+    """Return the program of the rank at `place`, with its parts of the weights."""
+    return _Writer(program, layout, place).written()
+
+
+class _Writer:
+    def __init__(self, program: Program, layout: Layout, place: int) -> None:
+        self.program, self.layout, self.place, self.ranks = program, layout, place, layout.ranks
+        self.graph = Graph()
+        self.made: dict[Node, Node] = {}
+        self.moved: dict[tuple[Node, Placement], Node] = {}
+        self.origin: Node | None = None
+        values = (node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder")
+        self.mode = next(value.fake_mode for value in values if hasattr(value, "fake_mode"))
+
+    def written(self) -> Program:
+        outputs: dict[str, Node] = {}
+        for node in self.program.graph.nodes:
+            self.origin = node
+            if node.op == "placeholder":
+                self._placeholder(node)
+            elif node.op == "call_function":
+                self._op(node)
+            else:
+                specs = self.program.exported.graph_signature.output_specs
+                results = []
+                for spec, value in zip(specs, node.args[0], strict=True):
+                    self.origin = value
+                    kept = spec.kind is not OutputKind.USER_OUTPUT
+                    results.append(self.made[value] if kept else self._moved(value, None))
+                    outputs[spec.arg.name] = results[-1]
+                self.graph.output(tuple(results))
+        return self._program(outputs)
+
+    def _placeholder(self, node: Node) -> None:
+        made = self.graph.placeholder(node.name)
+        made.meta = dict(node.meta)
+        cut = self.layout.inputs.get(node.name)
+        if cut is not None:
+            whole = node.meta["val"]
+            shape = list(whole.shape)
+            shape[cut.axis] //= self.ranks
+            with self.mode:
+                part = torch.empty(shape, dtype=whole.dtype, device=whole.device)
+            made.meta["val"] = torch.nn.Parameter(part, False) if isinstance(whole, torch.nn.Parameter) else part
+        self._keep(node, made)
+
+    def _keep(self, node: Node, made: Node) -> None:
+        if made.name != node.name:
+            made.name = node.name
+            self.graph._graph_namespace._used_names.add(node.name)
+        made.meta[ORIGIN] = node.name
+        self.made[node] = made
+
+    def _call(self, target: Any, *args: Any, name: str | None = None, **kwargs: Any) -> Node:
+        """Add a node with the value that it has for this rank; no name takes the next one of the current op."""
+        assert self.origin is not None
+        name = name or f"{self.origin.name}_{name_of_target(target)}"
+        made = self.graph.create_node("call_function", target, args, kwargs, name=name)
+        made.meta = {k: v for k, v in self.origin.meta.items() if k not in ("val", "tensor_meta")}
+        with self.mode:
+            made.meta["val"] = target(*map_arg(args, _value), **map_arg(kwargs, _value))
+        return made
+
+    def _op(self, node: Node) -> None:
+        step = self.layout.locals.get(node.name)
+        wants: Mapping[Node, Placement] = {} if step is None else step.wants
+
+        def moved(item: Node) -> Node:
+            cut = self.layout.placed[item.name]
+            if isinstance(cut, tuple):
+                return self.made[item]
+            want = wants.get(item, cut) if step is not None else None
+            return self._moved(item, want)
+
+        if node.name not in self.layout.locals and all(self.made[i].meta.get("val") is i.meta.get("val") for i in node.all_input_nodes):
+            made = self.graph.node_copy(node, self.made.__getitem__)
+            self._keep(node, made)
+            return
+        if node.name not in self.layout.locals:
+            args, kwargs = map_arg((node.args, node.kwargs), lambda item: self.made[item])
+        else:
+            given = node.args if step is None or step.args is None else step.args
+            args, kwargs = map_arg((given, node.kwargs), moved)
+        if step is None or not step.partial:
+            made = self._call(node.target, *args, name=node.name, **kwargs)
+            made.meta = {**node.meta, "val": made.meta["val"]}
+        else:
+            made = self._summed(node, step, args, kwargs)
+        self._keep(node, made)
+
+    def _summed(self, node: Node, step: Local, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Node:
+        """Add the terms of all ranks, then what is added once."""
+        target: Any = node.target
+        if step.offset:
+            partial = self._rows(*args[:2])
+        elif step.addend is None:
+            partial = self._call(target, *args, name=f"{node.name}_partial", **kwargs)
+        else:
+            alone = tuple(arg for index, arg in enumerate(args) if index != step.addend)
+            target = _aten.mm.default if name_of(node) == "addmm" else target
+            partial = self._call(target, *alone, name=f"{node.name}_partial")
+        total = self._call(_c10d.all_reduce.default, partial, "sum", TENSOR_GROUP)
+        if step.addend is None:
+            return self._call(_c10d.wait_tensor.default, total, name=node.name)
+        waited = self._call(_c10d.wait_tensor.default, total)
+        return self._call(_aten.add.Tensor, waited, args[step.addend], name=node.name)
+
+    def _rows(self, table: Node, rows: Node) -> Node:
+        """Look up the rows that this rank has; zeros for others."""
+        count = int(table.meta["val"].shape[0])
+        here = self._call(_aten.sub.Tensor, rows, self.place * count)
+        near = self._call(_aten.clamp.default, here, 0, count - 1)
+        found = self._call(_aten.embedding.default, table, near)
+        outside = self._call(_aten.ne.Tensor, here, near)
+        mask = self._call(_aten.unsqueeze.default, outside, -1)
+        name = f"{self.origin.name}_partial" if self.origin is not None else None
+        return self._call(_aten.masked_fill.Scalar, found, mask, 0.0, name=name)
+
+    def _moved(self, node: Node, want: Placement) -> Node:
+        """Return the value of a node of the whole program as it is wanted."""
+        cut = self.layout.placed[node.name]
+        if cut == want:
+            return self.made[node]
+        if (node, want) not in self.moved:
+            before, self.origin = self.origin, node
+            whole = self.made[node] if cut is None else self._gathered(self.made[node], cut)
+            self.moved[node, None] = whole
+            if want is not None:
+                self.moved[node, want] = self._part(whole, want)
+            self.origin = before
+        return self.moved[node, want]
+
+    def _part(self, whole: Node, cut: Shard) -> Node:
+        spans = cut.spans(self.ranks, self.place)
+        parts = [self._call(_aten.slice.Tensor, whole, cut.axis, start, stop) for start, stop in spans]
+        return parts[0] if len(parts) == 1 else self._call(_aten.cat.default, parts, cut.axis)
+
+    def _gathered(self, part: Node, cut: Shard) -> Node:
+        """All parts, laid beside each other on a new first axis, then block by block where they belong."""
+        row = self._call(_aten.unsqueeze.default, part, 0)
+        dense = self._call(_aten.clone.default, row, memory_format=torch.contiguous_format)
+        asked = self._call(_c10d.all_gather_into_tensor.default, dense, self.ranks, TENSOR_GROUP)
+        every = self._call(_c10d.wait_tensor.default, asked)
+        order = list(range(1, len(part.meta["val"].shape) + 1))
+        order.insert(cut.axis, 0)
+        laid = self._call(_aten.permute.default, every, order)
+        pieces, start = [], 0
+        for block in cut.blocks:
+            size = block // self.ranks
+            piece = laid
+            if len(cut.blocks) > 1:
+                piece = self._call(_aten.slice.Tensor, laid, cut.axis + 1, start, start + size)
+            pieces.append(self._call(_aten.flatten.using_ints, piece, cut.axis, cut.axis + 1))
+            start += size
+        return pieces[0] if len(pieces) == 1 else self._call(_aten.cat.default, pieces, cut.axis)
+
+    def _program(self, outputs: Mapping[str, Node]) -> Program:
+        program, exported = self.program, self.program.exported
+        signature = copy.copy(exported.graph_signature)
+        signature.output_specs = [
+            dataclasses.replace(spec, arg=TensorArgument(outputs[spec.arg.name].name)) for spec in signature.output_specs
+        ]
+        targets = {
+            str(spec.target): self.layout.inputs[spec.arg.name]
+            for spec in signature.input_specs
+            if spec.target is not None and spec.arg.name in self.layout.inputs
+        }
+        calls = copy.copy(exported.module_call_graph)
+        if calls and calls[0].signature is not None:
+            calls[0] = copy.copy(calls[0])
+            calls[0].signature = called = copy.copy(calls[0].signature)
+            called.outputs = [s.arg for s in signature.output_specs if s.kind is OutputKind.USER_OUTPUT]
+        made = ExportedProgram(
+            root=torch.fx.GraphModule(exported.graph_module, self.graph),
+            graph=self.graph,
+            graph_signature=signature,
+            state_dict={name: self._weight(value, targets.get(name)) for name, value in exported.state_dict.items()},
+            range_constraints=exported.range_constraints,
+            module_call_graph=calls,
+            example_inputs=None,
+            constants={name: self._weight(value, targets.get(name)) for name, value in exported.constants.items()},
+            verifiers=exported.verifiers,
+        )
+        nodes = {name: outputs[node].name for name, node in program.output_nodes.items()}
+        return dataclasses.replace(
+            program,
+            exported=made,
+            sites=SiteTable(self._sites()),
+            inputs=tuple(self._port(port) for port in program.inputs),
+            output_nodes=nodes,
+            layout=self._layout(),
+        )
+
+    def _weight(self, value: Any, cut: Shard | None) -> Any:
+        if cut is None or not isinstance(value, torch.Tensor):
+            return value
+        part = shard_of(value.detach(), cut, self.ranks, self.place).clone()
+        return torch.nn.Parameter(part, requires_grad=False) if isinstance(value, torch.nn.Parameter) else part
+
+    def _port(self, port: Port) -> Port:
+        return dataclasses.replace(port, shape=self._shape(port.shape, self.layout.inputs.get(port.node)))
+
+    def _shape(self, shape: tuple[int | str, ...], cut: Placement) -> tuple[int | str, ...]:
+        if cut is None:
+            return shape
+        return tuple(s // self.ranks if i == cut.axis and isinstance(s, int) else s for i, s in enumerate(shape))
+
+    def _layout(self) -> KVLayout | None:
+        layout = self.program.layout
+        if layout is None:
+            return None
+        heads = {port.name: self._port(port).shape[1] for port in self.program.inputs if port.name in self.program.caches}
+        layers = [
+            (int(heads.get(f"past_key_{index}", own)), key, value) for index, (own, key, value) in enumerate(layout.layers)
+        ]
+        return KVLayout(tuple(layers), layout.states)
+
+    def _sites(self) -> list[Site]:
+        """Names of the whole program where a tensor is one of it, and names of what is between."""
+        table = self.program.sites.by_node
+        counts: Counter[tuple[str, str]] = Counter()
+        found: list[Site] = []
+        for node in self.graph.nodes:
+            if ORIGIN in node.meta:
+                cut = self.layout.placed.get(node.name)
+                cut = cut if isinstance(cut, Shard) else None
+                own = table.get(node.name, ())
+                found += [dataclasses.replace(site, shape=self._shape(site.shape, cut)) for site in own]
+        known = {site.node for site in found}
+        for node in self.graph.nodes:
+            value = node.meta.get("val")
+            if node.op != "call_function" or node.name in known or not isinstance(value, torch.Tensor):
+                continue
+            near = next((table[n] for n in _stems(node.name) if n in table), None)
+            if near is None or ORIGIN in node.meta:
+                continue
+            path = near[0].name.partition("/")[0].partition(":")[0]
+            name = node.name.rpartition("_")[2] if node.name.endswith("_partial") else name_of(node)
+            number = counts[path, name]
+            counts[path, name] += 1
+            shape = tuple(size if isinstance(size, int) else str(size) for size in value.shape)
+            site = op_site(path, f"rank_{name}", number)
+            dtype = str(value.dtype).removeprefix("torch.")
+            found.append(Site(site, "op", node.name, name, dtype, shape, {}, near[0].source, f"rank:{site}", (node.name,)))
+        order = {node.name: number for number, node in enumerate(self.graph.nodes)}
+        return sorted(found, key=lambda site: order[site.node])
+
+
+def _stems(name: str) -> list[str]:
+    parts = name.split("_")
+    return ["_".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
+
+
+def name_of_target(target: Any) -> str:
+    """Return what a new node that calls `target` is named after."""
+    return str(target._schema.name.rpartition("::")[2])
+
+
+def _value(node: Node) -> Any:
+    return node.meta["val"]

@@ -1,0 +1,345 @@
+"""What an op does to tensors that are cut: a rule for each kind of op, none where its inputs must be whole.
+
+A rule says how the inputs must lie so that each rank can run the op on its own part, and how the result lies then. An op
+without one reads whole inputs on every rank, which is right for any op and costs a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from glassengine.ops.table import TABLE
+from glassengine.program.parallel import products
+from glassengine.program.parallel.local import Local, Placed, Rule, name_of, shape_of
+from glassengine.program.parallel.placements import Placement, Shard
+
+
+def local(node: Node, placed: Placed, ranks: int) -> Local | None:
+    """Return how `node` runs on parts, as far as its inputs are cut; None where they must be whole.
+
+    Args:
+        node: Of the whole program.
+        placed: Where the value of a node lies.
+        ranks: Number of ranks.
+    """
+    rule = _RULES.get(name_of(node)) or (_pointwise if _is_pointwise(node) else None)
+    found = rule(node, placed, ranks) if rule else None
+    if found is None:
+        return None
+    outs = found.out if isinstance(found.out, tuple) else (found.out,)
+    cuts = [cut for cut in (*outs, *found.wants.values()) if cut is not None]
+    return found if all(cut.fits(ranks) for cut in cuts) else None
+
+
+def reads_sizes(node: Node) -> bool:
+    """Whether an op reads no more of its inputs than their sizes."""
+    return _RULES.get(name_of(node)) is _size
+
+
+def _is_pointwise(node: Node) -> bool:
+    tagged = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    traits = TABLE.get(name_of(node))
+    return tagged or (traits is not None and traits.in_place)
+
+
+def _axis(axis: int, rank: int) -> int:
+    return axis % rank if rank else 0
+
+
+def _with(node: Node, index: int, value: Any) -> tuple[Any, ...]:
+    args = list(node.args)
+    args[index] = value
+    return tuple(args)
+
+
+def _pointwise(node: Node, placed: Placed, ranks: int) -> Local | None:
+    """Elements in the same place: all inputs cut as the result is, those of size 1 there whole."""
+    rank = len(shape_of(node))
+    inputs = [item for item in node.all_input_nodes if isinstance(item.meta.get("val"), torch.Tensor)]
+    cuts = {placed(i).on(placed(i).axis + rank - len(shape_of(i))): None for i in inputs if placed(i) is not None}
+    out = next(iter(cuts))
+    wants: dict[Node, Placement] = {}
+    for item in inputs:
+        shape = shape_of(item)
+        axis = out.axis - rank + len(shape)
+        wants[item] = out.on(axis) if axis >= 0 and shape[axis] == sum(out.blocks) else None
+    return Local(out, wants)
+
+
+def _kept(*read: int, out_axis: Callable[[Node, int], int | None] | None = None, along: int | None = None) -> Rule:
+    """Ops that pass the first argument on, but read an axis (or several): any other may be cut.
+
+    Args:
+        *read: Index of the argument that names the axis; none where no axis is read.
+        out_axis: Axis of the input -> axis of the result; None where it is the same.
+        along: Axis that is read where the argument is not given.
+    """
+
+    def rule(node: Node, placed: Placed, ranks: int) -> Local | None:
+        source = node.args[0]
+        cut = placed(source)
+        if cut is None or any(placed(i) is not None for i in node.all_input_nodes if i is not source):
+            return None
+        rank = len(shape_of(source))
+        for index in read:
+            given = node.args[index] if len(node.args) > index else node.kwargs.get("dim", along)
+            axes = given if isinstance(given, (list, tuple)) else [given]
+            if given is None or any(_axis(int(axis), rank) == cut.axis for axis in axes):
+                return None
+        axis = cut.axis if out_axis is None else out_axis(node, cut.axis)
+        if axis is None:
+            return None
+        out: Any = cut.on(axis)
+        value = node.meta["val"]
+        if isinstance(value, (list, tuple)):
+            out = tuple(out for _ in value)
+        return Local(out, {source: cut})
+
+    return rule
+
+
+def _reduction(node: Node, placed: Placed, ranks: int) -> Local | None:
+    source = node.args[0]
+    cut = placed(source)
+    rank = len(shape_of(source))
+    given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    if given is None or given == []:
+        return None
+    read = {_axis(int(axis), rank) for axis in (given if isinstance(given, (list, tuple)) else [given])}
+    if cut.axis in read:
+        return Local(None, {source: cut}, partial=True) if name_of(node) == "sum" else None
+    keeps = len(shape_of(node)) == rank
+    return Local(cut.on(cut.axis if keeps else cut.axis - sum(axis < cut.axis for axis in read)), {source: cut})
+
+
+def _embedding(node: Node, placed: Placed, ranks: int) -> Local | None:
+    table, rows = node.args[:2]
+    cut = placed(table)
+    if cut is None or placed(rows) is not None:
+        return None
+    if cut.axis == 1:
+        return Local(cut.on(len(shape_of(node)) - 1), {table: cut, rows: None})
+    return Local(None, {table: cut, rows: None}, partial=True, offset=True) if len(cut.blocks) == 1 else None
+
+
+def _index(node: Node, placed: Placed, ranks: int) -> Local | None:
+    source, indices = node.args[:2]
+    cut = placed(source)
+    given = [(at, item) for at, item in enumerate(indices) if item is not None]  # type: ignore[arg-type, union-attr]
+    if cut is None or len(given) != 1 or placed(given[0][1]) is not None or given[0][0] == cut.axis:
+        return None
+    at, item = given[0]
+    axis = cut.axis if cut.axis < at else cut.axis + len(shape_of(item)) - 1
+    return Local(cut.on(axis), {source: cut, item: None})
+
+
+def _written(node: Node, placed: Placed, ranks: int) -> Local | None:
+    """`index_copy` and the like: what is written lies as what it is written into."""
+    source, axis, index, values = node.args[:4]
+    cut = placed(values) or placed(source)
+    if cut is None or _axis(int(axis), len(shape_of(source))) == cut.axis or placed(index) is not None:  # type: ignore[arg-type]
+        return None
+    return Local(cut, {source: cut, values: cut, index: None})  # type: ignore[dict-item]
+
+
+def _cat(node: Node, placed: Placed, ranks: int) -> Local | None:
+    tensors: Any = node.args[0]
+    axis = _axis(int(node.args[1]) if len(node.args) > 1 else 0, len(shape_of(node)))  # type: ignore[arg-type]
+    cuts = [placed(item) for item in tensors]
+    first = next(cut for cut in cuts if cut is not None)
+    if first.axis != axis:
+        return Local(first, dict.fromkeys(tensors, first))
+    if any(cut is None or cut.axis != axis for cut in cuts):
+        return None
+    return Local(Shard(axis, tuple(b for cut in cuts for b in cut.blocks)), dict(zip(tensors, cuts, strict=True)))
+
+
+def _slice(node: Node, placed: Placed, ranks: int) -> Local | None:
+    source = node.args[0]
+    cut = placed(source)
+    axis, start, stop = (*node.args[1:4], *(0, None, None)[len(node.args) - 1 :])
+    if _axis(int(axis), len(shape_of(source))) != cut.axis:  # type: ignore[arg-type]
+        return Local(cut, {source: cut})  # type: ignore[dict-item]
+    if isinstance(start, Node) or isinstance(stop, Node):
+        return None
+    size = sum(cut.blocks)
+    begin, end = start or 0, size if stop is None or stop > size else stop  # type: ignore[operator]
+    if len(node.args) > 4 and node.args[4] != 1:
+        return None
+    edges = [sum(cut.blocks[:number]) for number in range(len(cut.blocks) + 1)]
+    begin, end = (edge + size if edge < 0 else edge for edge in (begin, end))  # type: ignore[operator]
+    if begin not in edges or end not in edges or begin == end:
+        return None
+    out = Shard(cut.axis, cut.blocks[edges.index(begin) : edges.index(end)])
+    return Local(out, {source: cut}, args=(source, axis, begin // ranks, end // ranks))  # type: ignore[dict-item]
+
+
+def _split(node: Node, placed: Placed, ranks: int) -> Local | None:
+    source, sizes = node.args[:2]
+    cut = placed(source)
+    axis = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+    pieces = node.meta["val"]
+    if _axis(int(axis), len(shape_of(source))) != cut.axis:  # type: ignore[arg-type]
+        return Local(tuple(cut for _ in pieces), {source: cut})  # type: ignore[dict-item]
+    lengths = tuple(int(piece.shape[cut.axis]) for piece in pieces)
+    if lengths != cut.blocks:
+        return None
+    local_sizes = [size // ranks for size in lengths]
+    given = local_sizes if isinstance(sizes, (list, tuple)) else local_sizes[0]
+    outs = tuple(Shard(cut.axis, (length,)) for length in lengths)
+    return Local(outs, {source: cut}, args=(source, given, axis))  # type: ignore[dict-item]
+
+
+def _view(node: Node, placed: Placed, ranks: int) -> Local | None:
+    source, sizes = node.args[:2]
+    out = _viewed(placed(source), shape_of(source), shape_of(node))
+    if out is None:
+        return None
+    new: Any = list(sizes)  # type: ignore[arg-type]
+    if isinstance(new[out.axis], int) and new[out.axis] != -1:
+        new[out.axis] = sum(out.blocks) // ranks
+    return Local(out, {source: placed(source)}, args=(source, new))  # type: ignore[dict-item]
+
+
+def _viewed(cut: Shard, old: Sequence[Any], new: Sequence[Any]) -> Shard | None:
+    """Return how a reshaped tensor is cut; sizes may be symbols, which are compared as they are written."""
+    before, after = [str(size) for size in old], [str(size) for size in new]
+    tail = 0
+    while tail < min(len(old), len(new)) and before[-1 - tail] == after[-1 - tail]:
+        tail += 1
+    if cut.axis >= len(old) - tail:
+        return cut.on(cut.axis + len(new) - len(old))
+    head = 0
+    while head < min(len(old), len(new)) - tail and before[head] == after[head]:
+        head += 1
+    if cut.axis < head:
+        return cut
+    apart, together = list(old[cut.axis : len(old) - tail]), list(new[head : len(new) - tail])
+    if cut.axis != head or not together or not all(isinstance(size, int) for size in (*apart, *together)):
+        return None
+    first, size = together[0], sum(cut.blocks)
+    if len(together) == 1:
+        return cut.on(head, scale=first // size) if first % size == 0 else None
+    if len(apart) > 1 or first == 1:
+        return None
+    inner = size // first
+    if all(block % inner == 0 for block in cut.blocks):
+        return cut.on(head, inner=inner)
+    return None
+
+
+def _expand(node: Node, placed: Placed, ranks: int) -> Local | None:
+    source, sizes = node.args[:2]
+    cut = placed(source)
+    out = cut.on(cut.axis + len(shape_of(node)) - len(shape_of(source)))
+    new: Any = list(sizes)  # type: ignore[arg-type]
+    new[out.axis] = sum(out.blocks) // ranks
+    return Local(out, {source: cut}, args=(source, new, *node.args[2:]))  # type: ignore[dict-item]
+
+
+def _attention(node: Node, placed: Placed, ranks: int) -> Local | None:
+    """Heads are independent: query, keys and values cut by heads, the mask too where it differs between them."""
+    query, keys, values = node.args[:3]
+    cut = placed(query)
+    if cut is None or cut.axis != 1 or len(shape_of(query)) != 4 or len(cut.blocks) != 1:
+        return None
+    wants: dict[Node, Placement] = {query: cut}  # type: ignore[dict-item]
+    for item in (keys, values):
+        own = Shard(1, (shape_of(item)[1],))
+        if not own.fits(ranks):
+            return None
+        wants[item] = own  # type: ignore[index]
+    mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+    if isinstance(mask, Node):
+        shape = shape_of(mask)
+        wants[mask] = cut if len(shape) == 4 and shape[1] == shape_of(query)[1] else None
+    return Local(cut, wants)
+
+
+def _repeated(node: Node, placed: Placed, ranks: int) -> Local | None:
+    source, times = node.args[:2]
+    cut = placed(source)
+    axis = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
+    if axis is None or not isinstance(times, int):
+        return None
+    same = _axis(int(axis), len(shape_of(source))) == cut.axis  # type: ignore[arg-type]
+    return Local(cut.on(cut.axis, scale=times) if same else cut, {source: cut})  # type: ignore[dict-item]
+
+
+def _getitem(node: Node, placed: Placed, ranks: int) -> Local | None:
+    return Local(placed(node.args[0])[node.args[1]])  # type: ignore[arg-type, index]
+
+
+def _size(node: Node, placed: Placed, ranks: int) -> Local | None:
+    """What reads sizes alone; those of axes that are cut are numbers in a graph already."""
+    return Local(None, {node.args[0]: placed(node.args[0])})  # type: ignore[dict-item, arg-type]
+
+
+def _transposed(node: Node, axis: int) -> int:
+    rank = len(shape_of(node))
+    first, second = (0, 1) if len(node.args) < 3 else (_axis(int(a), rank) for a in node.args[1:3])  # type: ignore[arg-type]
+    return {first: second, second: first}.get(axis, axis)
+
+
+def _permuted(node: Node, axis: int) -> int:
+    rank = len(shape_of(node))
+    return [_axis(int(a), rank) for a in node.args[1]].index(axis)  # type: ignore[arg-type, union-attr]
+
+
+def _unsqueezed(node: Node, axis: int) -> int:
+    return axis + (_axis(int(node.args[1]), len(shape_of(node))) <= axis)  # type: ignore[arg-type]
+
+
+def _fewer(node: Node, axis: int) -> int | None:
+    """Axis after the axes of one argument have gone."""
+    given: Any = node.args[1]
+    rank = len(shape_of(node.args[0]))
+    gone = {_axis(int(a), rank) for a in (given if isinstance(given, (list, tuple)) else [given])}
+    if name_of(node) == "squeeze":
+        gone = {a for a in gone if shape_of(node.args[0])[a] == 1}
+    return axis - sum(a < axis for a in gone)
+
+
+def _trailing(node: Node, axis: int) -> int | None:
+    """Axis of a normalization, which reads the last ones."""
+    return axis if axis < len(shape_of(node.args[0])) - len(node.args[1]) else None  # type: ignore[arg-type]
+
+
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys("clone contiguous alias detach lift_fresh_copy".split(), _kept()),
+    **dict.fromkeys("zeros_like ones_like full_like empty_like".split(), _kept()),
+    **dict.fromkeys("view _unsafe_view reshape".split(), _view),
+    **dict.fromkeys("transpose t".split(), _kept(out_axis=_transposed)),
+    **dict.fromkeys("softmax _softmax log_softmax _log_softmax cumsum cumprod sort argsort flip".split(), _kept(1)),
+    "topk": _kept(2, along=-1),
+    **dict.fromkeys("sum mean amax amin logsumexp all any".split(), _reduction),
+    **dict.fromkeys("layer_norm rms_norm".split(), _kept(out_axis=_trailing)),
+    **dict.fromkeys("bmm matmul".split(), products.batched),
+    **dict.fromkeys("split split_with_sizes".split(), _split),
+    "permute": _kept(out_axis=_permuted),
+    "unsqueeze": _kept(out_axis=_unsqueezed),
+    "squeeze": _kept(1, out_axis=_fewer),
+    "select": _kept(1, out_axis=_fewer),
+    "linear": products.linear,
+    "addmm": products.addmm,
+    "mm": products.mm,
+    "embedding": _embedding,
+    "index": _index,
+    "index_select": _kept(1),
+    "index_copy": _written,
+    "cat": _cat,
+    "slice": _slice,
+    "expand": _expand,
+    "scaled_dot_product_attention": _attention,
+    "repeat_interleave": _repeated,
+    "getitem": _getitem,
+    "sym_size": _size,
+    "_assert_tensor_metadata": _size,
+    "new_ones": _size,
+    "new_zeros": _size,
+    "new_full": _size,
+}
