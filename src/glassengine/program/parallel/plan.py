@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from glassengine.errors import UsageError
@@ -57,12 +58,16 @@ def plan_ranks(program: Program, model_plan: Mapping[str, str] | None, ranks: in
         UsageError: No layer can be shared by so many.
     """
     weights, notes = _planned(program, model_plan or {}, ranks)
-    source = "model" if weights else "graph"
-    if weights:
+    source, whole = "model", bool(notes)
+    layout = lay_out(program, weights, ranks)
+    if layout.gathered:
         layout, more = _without_gathers(program, weights, ranks)
-        notes += more
-    else:
-        layout = lay_out(program, _derived(program, ranks), ranks)
+        notes, whole = [*notes, *more], True
+    if whole or not weights:
+        # Plans that name a fused weight have its result gathered; its pieces can be cut by themselves.
+        other = lay_out(program, _derived(program, ranks), ranks)
+        if not other.gathered and _bytes_cut(program, other) > _bytes_cut(program, layout):
+            layout, source, notes = other, "graph", []
     if not any(step is not None and step.partial for step in layout.locals.values()):
         raise UsageError(
             f"no layer of this model can be shared by {ranks} ranks",
@@ -71,6 +76,10 @@ def plan_ranks(program: Program, model_plan: Mapping[str, str] | None, ranks: in
             hint="fewer ranks: --tensor-parallel 2; or stages of whole layers: --pipeline-parallel N",
         )
     return Plan(layout, source, tuple(notes))
+
+
+def _bytes_cut(program: Program, layout: Layout) -> int:
+    return sum(value.nbytes for name, value in program.weights().items() if name in layout.inputs)
 
 
 def _pattern(name: str) -> str:
@@ -179,14 +188,25 @@ def _fused_blocks(products: Iterable[Node]) -> dict[str, Shard]:
         cut = cuts[_weight(node).name]
         layer = [node]
         for _ in range(_FAR):
-            layer = [user for item in layer for user in item.users if name_of(user) in _PASSING or "split" in name_of(user)]
-            split = next((user for user in layer if "split" in name_of(user)), None)
-            if split is not None:
-                sizes = tuple(piece.shape[-1] for piece in split.meta["val"])
-                if all(isinstance(size, int) for size in sizes) and sum(sizes) == sum(cut.blocks):
-                    cuts[_weight(node).name] = Shard(cut.axis, sizes)
+            pieces = next((found for found in map(_pieces, layer) if sum(found) == sum(cut.blocks)), None)
+            if pieces is not None:
+                cuts[_weight(node).name] = Shard(cut.axis, pieces)
                 break
+            layer = [user for item in layer for user in item.users if name_of(user) in _PASSING]
     return cuts
+
+
+def _pieces(node: Node) -> tuple[int, ...]:
+    """Return the sizes into which the last axis of a tensor is taken apart; none where it is not."""
+    if not isinstance(node.meta.get("val"), torch.Tensor):
+        return ()
+    last = len(shape_of(node)) - 1
+    for user in node.users:
+        if name_of(user) in ("split", "split_with_sizes"):
+            return tuple(int(piece.shape[-1]) for piece in user.meta["val"] if isinstance(piece.shape[-1], int))
+    slices = [user for user in node.users if name_of(user) == "slice" and user.args[1] in (last, -1)]
+    slices.sort(key=lambda user: user.args[2] if isinstance(user.args[2], int) else 0)
+    return tuple(int(user.meta["val"].shape[-1]) for user in slices if isinstance(user.meta["val"].shape[-1], int))
 
 
 def _ends_well(program: Program, layout: Layout, products: Iterable[Node]) -> bool:

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.export.graph_signature import OutputKind, TensorArgument
+from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
 
 from glassengine.program.kinds.causal_lm import KVLayout
 from glassengine.program.parallel.local import Local, name_of
@@ -103,7 +104,7 @@ class _Writer:
             want = wants.get(item, cut) if step is not None else None
             return self._moved(item, want)
 
-        if node.name not in self.layout.locals and all(self.made[i].meta.get("val") is i.meta.get("val") for i in node.all_input_nodes):
+        if node.name not in self.layout.locals and self._is_as_before(node):
             made = self.graph.node_copy(node, self.made.__getitem__)
             self._keep(node, made)
             return
@@ -118,6 +119,9 @@ class _Writer:
         else:
             made = self._summed(node, step, args, kwargs)
         self._keep(node, made)
+
+    def _is_as_before(self, node: Node) -> bool:
+        return all(self.made[item].meta.get("val") is item.meta.get("val") for item in node.all_input_nodes)
 
     def _summed(self, node: Node, step: Local, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Node:
         """Add the terms of all ranks, then what is added once."""
@@ -208,7 +212,7 @@ class _Writer:
             state_dict={name: self._weight(value, targets.get(name)) for name, value in exported.state_dict.items()},
             range_constraints=exported.range_constraints,
             module_call_graph=calls,
-            example_inputs=None,
+            example_inputs=self._examples(),
             constants={name: self._weight(value, targets.get(name)) for name, value in exported.constants.items()},
             verifiers=exported.verifiers,
         )
@@ -227,6 +231,16 @@ class _Writer:
             return value
         part = shard_of(value.detach(), cut, self.ranks, self.place).clone()
         return torch.nn.Parameter(part, requires_grad=False) if isinstance(value, torch.nn.Parameter) else part
+
+    def _examples(self) -> Any:
+        """Return the example inputs, parts of the caches."""
+        leaves, spec = pytree.tree_flatten(self.program.exported.example_inputs)
+        names = [s.arg.name for s in self.program.exported.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
+        for index, name in enumerate(names):
+            cut = self.layout.inputs.get(name)
+            if cut is not None:
+                leaves[index] = shard_of(leaves[index], cut, self.ranks, self.place).clone()
+        return pytree.tree_unflatten(leaves, spec)
 
     def _port(self, port: Port) -> Port:
         return dataclasses.replace(port, shape=self._shape(port.shape, self.layout.inputs.get(port.node)))

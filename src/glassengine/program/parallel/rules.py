@@ -311,6 +311,7 @@ def _trailing(node: Node, axis: int) -> int | None:
 
 _RULES: dict[str, Rule] = {
     **dict.fromkeys("clone contiguous alias detach lift_fresh_copy".split(), _kept()),
+    "type_as": _pointwise,
     **dict.fromkeys("zeros_like ones_like full_like empty_like".split(), _kept()),
     **dict.fromkeys("view _unsafe_view reshape".split(), _view),
     **dict.fromkeys("transpose t".split(), _kept(out_axis=_transposed)),
