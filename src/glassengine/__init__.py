@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from glassengine.diagnose.snapshot.replay import replay
     from glassengine.diagnose.training.check import check_training
     from glassengine.engine.build.build import build
-    from glassengine.engine.run.engine import Engine, load
+    from glassengine.engine.run.engine import Engine
+    from glassengine.engine.run.load import load
     from glassengine.engine.session.session import Session
     from glassengine.errors import GlassError
     from glassengine.executable.metrics.steps import mark_step
@@ -84,7 +85,7 @@ _PUBLIC = {
     "export": "glassengine.recording.read.export",
     "lazy": "glassengine.lazy",
     "list_backends": "glassengine.backends.registry",
-    "load": "glassengine.engine.run.engine",
+    "load": "glassengine.engine.run.load",
     "mark_step": "glassengine.executable.metrics.steps",
     "metrics": "glassengine.metrics",
     "open": "glassengine.recording.read.dump:open_dump",

@@ -181,6 +181,19 @@ def local_rank() -> int:
     return int(value) if value.isdecimal() else rank()
 
 
+def of_rank(rank: int, ranks: int) -> dict[str, str]:
+    """Return the environment of a process that is started as a rank on this machine, as torchrun would set it."""
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
+    known = dict(os.environ)
+    if loopback:
+        known.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    known["OMP_NUM_THREADS"] = known.get("OMP_NUM_THREADS") or str(max(num_cpus() // ranks, 1))
+    # Modules come from where this process has them.
+    known["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    return known | own
+
+
 class SnapshotRequest(NamedTuple):
     """Values of the variables by which PyTorch NeuronX asks for snapshots; "" for one that is not set."""
 

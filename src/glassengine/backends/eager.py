@@ -34,6 +34,7 @@ class EagerBackend:
         portable=True,
         wide_operands="none",
         native_code=False,
+        collectives=True,
         memory={False: MemoryUse(mapped=1.0)},
     )
 

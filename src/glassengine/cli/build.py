@@ -12,7 +12,7 @@ from glassengine import environment
 from glassengine.cli import foreign
 from glassengine.cli.documents import answer
 from glassengine.cli.options import out, stages
-from glassengine.cli.shared import AdaptedCheckpoint, Dtype, ModuleInputs, Overwrite, Passes
+from glassengine.cli.shared import AdaptedCheckpoint, Dtype, ModuleInputs, Overwrite, Passes, PipelineParallel, TensorParallel
 from glassengine.errors import UsageError
 from glassengine.progress import Work
 
@@ -78,6 +78,8 @@ def command(
         str | None,
         typer.Option(metavar="KEY", help="Sign the engine with this OpenSSH key; see glass verify."),
     ] = None,
+    tensor_parallel: TensorParallel = 1,
+    pipeline_parallel: PipelineParallel = 1,
     overwrite: Overwrite = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be built, and its size.")] = False,
     model_dir: Annotated[str | None, typer.Option("--model-dir", hidden=True)] = None,
@@ -111,6 +113,8 @@ def command(
         **vars(checkpoint),
         "artifacts": artifacts,
         "sign": sign,
+        "tensor_parallel": tensor_parallel,
+        "pipeline_parallel": pipeline_parallel,
     }
     directory = out_directory or output_dir
     if dry_run:
@@ -139,7 +143,8 @@ def _print_plan(plan: Any) -> None:
 
 def _print_engine(engine: glass.Engine, artifacts: Path | None) -> None:
     manifest = engine.manifest
-    out.print(f"built {engine.directory} with {manifest.backend}, {manifest.dtype}")
+    ranks = "".join(f", {kind} parallel {size}" for kind, size in manifest.mesh.items() if size > 1)
+    out.print(f"built {engine.directory} with {manifest.backend}, {manifest.dtype}{ranks}")
     _print_outputs(manifest.added_outputs)
     for name, reason in manifest.left_out.items():
         out.print(f"  left out {name}: {reason}")

@@ -40,6 +40,12 @@ Passes = Annotated[
     typer.Option("--pass", metavar="FILE.py:FN", help="Apply this user pass to the graph. Repeatable."),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing output.")]
+TensorParallel = Annotated[
+    int, typer.Option(metavar="N", min=1, help="Ranks that share each layer; each has its part of the weights.")
+]
+PipelineParallel = Annotated[
+    int, typer.Option(metavar="N", min=1, help="Stages of ranks, each with layers of its own.")
+]
 TrustEngine = Annotated[
     bool,
     typer.Option("--trust-engine", help="Load native code of an engine built elsewhere: it can do anything you can."),

@@ -35,7 +35,8 @@ from glassengine.diagnose.quantization.module import check_quantized_module, qua
 from glassengine.diagnose.quantization.port import check_quantized_file, is_quantized_file
 from glassengine.diagnose.reproduction.files import require_free
 from glassengine.diagnose.reproduction.reproduce import with_reproduction
-from glassengine.engine.run.engine import Engine, load
+from glassengine.engine.run.engine import Engine
+from glassengine.engine.run.load import load
 from glassengine.errors import IncomparableError, UnknownNameError, UsageError
 from glassengine.judge.cases import in_one_forward, read_inputs, tokens_in_one_forward
 from glassengine.judge.sides.module import threads_for

@@ -66,6 +66,7 @@ class Capabilities:
             (see `calibration`).
         native_code: Whether loading what it built runs code of it. Such an engine is loaded only where its user built
             it, or says that he trusts it.
+        collectives: Whether a program may have collectives of torch among its ops, which ranks of an engine meet in.
         memory: What building and loading take, by whether the files of the back-end hold the weights. A case that is
             not among them was never measured, and `--dry-run` shows no figure for it.
     """
@@ -77,6 +78,7 @@ class Capabilities:
     devices: tuple[str, ...] = ("cpu",)
     own_kernels: bool = False
     native_code: bool = True
+    collectives: bool = False
     memory: Mapping[bool, MemoryUse] = field(default_factory=dict)
 
 

@@ -23,7 +23,8 @@ from glassengine.diagnose.engines.manifests import options_that_differ, require_
 from glassengine.engine.prompts.files import as_rows, read_input_ids
 from glassengine.engine.prompts.prompts import pad_left
 from glassengine.engine.prompts.tokenizing import encode
-from glassengine.engine.run.engine import Engine, load
+from glassengine.engine.run.engine import Engine
+from glassengine.engine.run.load import load
 from glassengine.errors import GlassError, UsageError
 from glassengine.results.engines import EngineColumn, SideBySide, StepDifference, TokenDifference
 

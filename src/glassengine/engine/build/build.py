@@ -19,15 +19,16 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 from torch import nn
 
 from glassengine import environment
-from glassengine.backends.protocol.backend import Backend
-from glassengine.backends.registry import choose_backend, choose_device
+from glassengine.backends.registry import choose_backend, choose_device, find_backend
 from glassengine.engine.build.agreement import require_agreement
-from glassengine.engine.build.artifacts import ArtifactWriter
+from glassengine.engine.build.artifacts import ArtifactWriter, about_build
 from glassengine.engine.build.describe import Settings
 from glassengine.engine.build.limits import DEFAULT_MAX_SEQ_LEN, check_dtype, check_sizes
 from glassengine.engine.build.plan import BuildPlan, plan_build
+from glassengine.engine.build.ranks import check_mesh, mesh_for, write_ranks
 from glassengine.engine.build.write import write_engine
-from glassengine.engine.run.engine import Engine, load
+from glassengine.engine.run.engine import Engine
+from glassengine.engine.run.load import load
 from glassengine.engine.store import files, signing
 from glassengine.engine.store.recorded_model import directory_to_record
 from glassengine.errors import UsageError
@@ -35,6 +36,7 @@ from glassengine.program import LoadedModel, Program, example_inputs, export_pro
 from glassengine.program.generation.generation import PLAIN
 from glassengine.program.kinds.image_text import WITHOUT_IMAGES
 from glassengine.program.onnx.stored.file import is_onnx
+from glassengine.program.parallel.placements import Mesh
 from glassengine.progress import Progress, Work, silent
 from glassengine.sites import patterns_of
 from glassengine.stores.places import Remote, place
@@ -65,6 +67,8 @@ class BuildOptions(TypedDict, total=False):
     byte_budget: int | None
     artifacts: str | Path | None
     sign: str | Path | None
+    tensor_parallel: int
+    pipeline_parallel: int
     progress: Progress
 
 
@@ -97,6 +101,8 @@ def build(
     byte_budget: int | None = None,
     artifacts: str | Path | None = None,
     sign: str | Path | None = None,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
     progress: Progress = silent,
 ) -> Engine | BuildPlan:
     """Build an engine and load it.
@@ -129,6 +135,8 @@ def build(
             DEBUG_ARTIFACTS_DIR names, and nothing without it. Those of an encoder or a vision program lie in
             its folder `encoder`. A dry run writes none.
         sign: Private key of OpenSSH, or a public one whose private part an agent holds, to sign all files with.
+        tensor_parallel: Ranks that share each layer; each holds its part of the weights.
+        pipeline_parallel: Stages, each with layers of its own; as many ranks each as share a layer.
         progress: Called with an event when a stage begins.
 
     Raises:
@@ -136,6 +144,7 @@ def build(
         BackendError: The back-end is missing or failed; nothing was left behind.
     """
     add_output, passes = patterns_of(add_output, "add_output"), patterns_of(passes, "passes")
+    mesh = mesh_for(tensor_parallel, pipeline_parallel)
     chosen, note = choose_backend(backend, for_onnx=is_onnx(model))
     device = choose_device(chosen, device)
     is_object = isinstance(model, nn.Module)
@@ -167,6 +176,9 @@ def build(
     elif not loaded.generation.generates and loaded.stored is None:
         steps = example_inputs(loaded.module, loaded.directory)
     check_dtype(chosen, loaded.dtype)
+    if mesh is not None:
+        unlike = {"--add-output": add_output, "--inputs": inputs, "--dry-run": dry_run, "--artifacts": artifacts}
+        check_mesh(mesh, loaded, chosen, [*unlike.items()])
     # Reading an engine must not run code: only plain checkpoints are ever loaded again.
     checkpoint = directory_to_record(loaded.directory, revision)
     settings = Settings(
@@ -195,7 +207,7 @@ def build(
     writer = encoder_writer = None
     with contextlib.ExitStack() as writing:
         if where is not None and not dry_run:
-            about = _about(loaded, chosen, passes)
+            about = about_build(loaded, chosen, passes)
             writer = ArtifactWriter(where, about)
             writing.enter_context(writer)
             if loaded.generation.has_encoder:
@@ -216,7 +228,7 @@ def build(
             return plan_build(program, target or Path(tempfile.gettempdir()), settings, encoder=encoder)
         if program.generates and encoder is None and loaded.stored is None and not passes:
             require_agreement(loaded, program, settings.max_seq_len)
-        more: dict[str, Any] = {"encoder": encoder, "encoder_artifacts": encoder_writer, "progress": progress}
+        more: dict[str, Any] = {"encoder": encoder, "encoder_artifacts": encoder_writer, "progress": progress, "mesh": mesh}
         if target is not None:
             return _build(program, target, settings, loaded, writer, **more)
         temporary = Path(tempfile.mkdtemp(prefix="glassengine-"))
@@ -296,6 +308,7 @@ def _build(
     encoder: Program | None = None,
     encoder_artifacts: ArtifactWriter | None = None,
     progress: Progress = silent,
+    mesh: Mesh | None = None,
 ) -> Engine:
     with files.written_aside(target, overwrite=settings.overwrite) as aside:
         if encoder is not None:
@@ -304,7 +317,11 @@ def _build(
             name = f"{target.name}/{files.ENCODER}"
             write_engine(encoder, aside / files.ENCODER, name, alone, None, encoder_artifacts, progress=progress)
         more: dict[str, Any] = {"has_encoder": encoder is not None, "progress": progress}
-        write_engine(program, aside, target.name, settings, model, artifacts, **more)
+        if mesh is None:
+            write_engine(program, aside, target.name, settings, model, artifacts, **more)
+        else:
+            backend = find_backend(settings.backend or "")
+            write_ranks(program, aside, target.name, settings, model, backend, mesh, progress=progress)
         if settings.sign is not None:
             progress(Work.WRITING.says("signing"))
             signing.sign_engine(aside, settings.sign)
@@ -321,15 +338,3 @@ def _without_images(settings: Settings, reason: str) -> Settings:
     return dataclasses.replace(
         settings, model={**settings.model, WITHOUT_IMAGES: reason}, notes=(*settings.notes, note)
     )
-
-
-def _about(model: LoadedModel, backend: Backend, passes: Sequence[str]) -> dict[str, Any]:
-    """What the manifest of the artifacts says of a build before it has begun."""
-    return {
-        "model": model.spec,
-        "fingerprint": model.metadata.get("fingerprint"),
-        "kind": model.kind,
-        "dtype": model.dtype,
-        "backend": backend.name,
-        "passes": list(passes),
-    }

@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,7 +23,7 @@ from glassengine.engine.session.loaded import LoadedEngine
 from glassengine.engine.session.session import Session
 from glassengine.engine.store import files
 from glassengine.engine.store.checked_files import check_files
-from glassengine.engine.store.manifest import read_manifest, require_fit, require_intact
+from glassengine.engine.store.manifest import Manifest, read_manifest, require_fit, require_intact
 from glassengine.engine.store.trust import require_trust
 from glassengine.errors import UsageError
 from glassengine.executable.graph.graph import captured_program
@@ -51,7 +51,9 @@ class Engine(LoadedEngine):
     @functools.cached_property
     def encoder(self) -> Engine | None:
         """The engine of what runs before the first step, an encoder or the vision program; None without one."""
-        return load(self.directory / files.ENCODER, trust=self._trusted) if self.manifest.has_encoder else None
+        if not self.manifest.has_encoder:
+            return None
+        return open_engine(read_engine(self.directory / files.ENCODER), trust=self._trusted)
 
     def encode(self, **inputs: Any) -> dict[str, torch.Tensor]:
         """Run what comes before the first step; what it returns is what `session` takes as `constants`.
@@ -207,20 +209,24 @@ class Engine(LoadedEngine):
         return forward(self, request, inputs, debug=debug, record=record, overwrite=overwrite)
 
 
-def load(
-    directory: str | Path, *, verify: bool = False, trust: bool = False, model: str | Path | None = None
-) -> Engine:
-    """Load an engine.
+class OnDisk(NamedTuple):
+    """An engine on disk, found as it was written."""
+
+    directory: Path
+    manifest: Manifest
+    names: dict[str, Any]
+    ours: bool
+
+
+def read_engine(directory: str | Path, *, verify: bool = False) -> OnDisk:
+    """Read what an engine says of itself, and check that it is whole and fits this machine.
 
     Args:
         directory: What `build` made.
         verify: Hash files of every size, not only small ones.
-        trust: Load native code although this user did not build it here. It can do all that the user can.
-        model: Where to take weights from that are not in the engine, as `build` takes it; None takes the checkpoint
-            that the engine names, which must be a directory with a configuration and weights in safetensors.
 
     Raises:
-        UsageError: There is no such directory, or it brings native code that is not trusted.
+        UsageError: There is no such directory.
         CorruptError: It is damaged, half written, edited, or of a newer schema.
         BackendError: It was built for another processor or other versions; says which.
     """
@@ -236,6 +242,14 @@ def load(
     require_intact(manifest, intact, names)
     is_native = backend.capabilities.native_code
     check_files(manifest, path, verify=verify, always=(f"{files.MAIN}/",) if is_native else ())
+    return OnDisk(path, manifest, names, ours)
+
+
+def open_engine(found: OnDisk, *, trust: bool = False, model: str | Path | None = None) -> Engine:
+    """Load an engine that one process runs; see `load`."""
+    path, manifest, names, ours = found
+    backend = find_backend(manifest.backend)
+    is_native = backend.capabilities.native_code
     if is_native:
         listed = {path / entry.path for entry in manifest.files}
         require_trust(manifest.name, manifest.backend, path / files.MAIN, listed, ours=ours, trust=trust)

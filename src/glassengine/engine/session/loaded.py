@@ -6,7 +6,7 @@ What runs an engine (sessions, recorders, encoders) is given this, and `Engine` 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +149,10 @@ class LoadedEngine(HasSites):
                     value = derived[entry.node].clone()
                 results[entry.name] = as_asked(value, entry.cast)
         return results
+
+    def runner(self, session: object, batch_size: int, length: int) -> Callable[..., Any]:
+        """Return what runs a step of a session of this size; where others keep its caches, until it is gone."""
+        return self.executable.run
 
     def derive(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> DerivedValues:
         """Return the values of nodes that are computed on reading, for one step; caches as they are after it."""

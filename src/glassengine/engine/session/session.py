@@ -99,7 +99,7 @@ class Session:
         self._inputs: dict[str, torch.Tensor] = {}
         self._outputs: Mapping[str, torch.Tensor] = {}
         self._before: dict[str, torch.Tensor] = {}
-        self._run = engine.executable.run
+        self._run = engine.runner(self, batch_size, length)
 
     def prefill(
         self,

@@ -12,7 +12,7 @@ import os
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -92,6 +92,14 @@ class FileEntry(Result):
 
 
 @dataclass(frozen=True)
+class CutWeight(Result):
+    """How a weight is cut among ranks: along `axis`, each block of it into equal parts."""
+
+    axis: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Manifest(Result):
     """The content of `engine.json`.
 
@@ -131,6 +139,8 @@ class Manifest(Result):
         notes: Warnings of the build, e.g. about another back-end.
         has_encoder: Whether the directory `encoder` holds the engine of an encoder, which runs before the first step.
         device: What it was built for, "cpu" or "cuda": where its caches lie.
+        mesh: "tensor" and "pipeline" -> number of ranks, for an engine of several; empty for one of one process.
+        placements: Weight -> how it is cut among the ranks of a stage; others are whole on each rank that reads them.
     """
 
     name: str
@@ -168,6 +178,8 @@ class Manifest(Result):
     notes: tuple[str, ...] = ()
     has_encoder: bool = False
     device: str = "cpu"
+    mesh: dict[str, int] = field(default_factory=dict)
+    placements: dict[str, CutWeight] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
     format: str = FORMAT
 

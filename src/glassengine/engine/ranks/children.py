@@ -1,0 +1,160 @@
+"""The ranks of an engine as processes on this machine: started, asked for steps, and ended together.
+
+They are given everything through a connection that closes when this process ends, however it ends; then they end, too.
+They do not hear Ctrl-C of the terminal themselves. When one of them fails, all are ended, and the error names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from glassengine import environment
+from glassengine.engine.ranks.messages import receive, send
+from glassengine.errors import BackendError
+from glassengine.program.parallel.placements import Mesh
+
+_GRACE_S = 2.0
+_MOST_WORDS = 2000
+MODULE = "glassengine.engine.run.rank"
+
+
+class Children:
+    """The ranks of an engine, each a process.
+
+    Args:
+        directory: Of the engine.
+        mesh: Its ranks.
+        trust: As in `load`.
+
+    Raises:
+        BackendError: A rank could not start; names it.
+    """
+
+    def __init__(self, directory: Path, mesh: Mesh, *, trust: bool) -> None:
+        self.mesh = mesh
+        self._folder = Path(tempfile.mkdtemp(prefix="glassengine-ranks-"))
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._connections: list[socket.socket] = []
+        self._ended = False
+        self.stop = weakref.finalize(self, _end, self._processes, self._connections, self._folder)
+        for rank in range(mesh.size):
+            ours, theirs = socket.socketpair()
+            with theirs, (self._folder / f"{rank}.err").open("wb") as words:
+                self._connections.append(ours)
+                command = [sys.executable, "-m", MODULE, str(theirs.fileno())]
+                self._processes.append(
+                    subprocess.Popen(  # noqa: S603 (this Python and a module of ours)
+                        command,
+                        pass_fds=(theirs.fileno(),),
+                        env=environment.of_rank(rank, mesh.size),
+                        stdin=subprocess.DEVNULL,
+                        stdout=words,
+                        stderr=words,
+                        start_new_session=True,
+                    )
+                )
+        meeting = str(self._folder / "meeting")
+        self._ask({"do": "join", "directory": str(directory.absolute()), "trust": trust, "rendezvous": meeting})
+        self._answers(range(mesh.size))
+
+    def open(self, batch_size: int, length: int) -> int:
+        """Begin a session; return its number."""
+        self._ask({"do": "open", "batch_size": batch_size, "length": length})
+        document, _ = self._answers([0])[0]
+        return int(document["number"])
+
+    def close(self, number: int) -> None:
+        """End a session; nothing where the ranks have ended already."""
+        if not self._ended and self.stop.alive:
+            with contextlib.suppress(OSError):
+                for connection in self._connections:
+                    send(connection, {"do": "close", "number": number})
+
+    def step(self, number: int, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Run one step of a session on all ranks; return its logits.
+
+        Raises:
+            BackendError: A rank failed; names it.
+        """
+        try:
+            self._ask({"do": "step", "number": number}, inputs)
+            return self._answers([0])[0][1]
+        except BaseException:
+            # Ranks in the middle of a step would answer the next question with this one's answer.
+            self._ended = True
+            self.stop()
+            raise
+
+    def _ask(self, document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+        if self._ended:
+            raise BackendError("the ranks of this engine have ended", hint="load it again")
+        for rank, connection in enumerate(self._connections):
+            try:
+                send(connection, document, tensors)
+            except OSError:
+                self._fail(rank, None)
+
+    def _answers(self, ranks: Any) -> dict[int, tuple[dict[str, Any], dict[str, torch.Tensor]]]:
+        """Wait for these ranks, listening to all."""
+        waiting, found = set(ranks), {}
+        while waiting:
+            ready, _, _ = select.select(self._connections, [], [])
+            for connection in ready:
+                rank = self._connections.index(connection)
+                try:
+                    message = receive(connection)
+                except OSError:
+                    message = None
+                if message is None or "error" in message[0]:
+                    self._fail(rank, message and message[0]["error"])
+                found[rank] = message
+                waiting.discard(rank)
+        return found
+
+    def _fail(self, rank: int, error: Mapping[str, str] | None) -> NoReturn:
+        """End all ranks, and raise what one of them says or left behind.
+
+        Raises:
+            BackendError: Always.
+        """
+        if error is None:
+            # Others see a peer vanish; the one that ended by itself is the cause.
+            time.sleep(0.2)
+            gone = [number for number, process in enumerate(self._processes) if process.poll() not in (None, 0)]
+            rank = gone[0] if gone and rank not in gone else rank
+        process = self._processes[rank]
+        status = process.poll()
+        words = (self._folder / f"{rank}.err").read_bytes()[-_MOST_WORDS:].decode(errors="replace").strip()
+        self._ended = True
+        self.stop()
+        if error is not None:
+            raise BackendError(f"rank {rank}: {error['what']}", got=error["got"], hint=error["hint"] or None)
+        how = f"killed by signal {-status}" if status is not None and status < 0 else f"exit status {status}"
+        last = words.splitlines()[-1] if words else "no message"
+        raise BackendError(f"rank {rank} of the engine ended", got=f"{how}: {last}", hint="all other ranks were ended, too")
+
+
+def _end(processes: list[subprocess.Popen[bytes]], connections: list[socket.socket], folder: Path) -> None:
+    for connection in connections:
+        connection.close()
+    until = time.monotonic() + _GRACE_S
+    for process in processes:
+        try:
+            process.wait(max(until - time.monotonic(), 0.01))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,128 @@
+"""An engine of several ranks: to its user an engine like any other.
+
+In a process of its own it starts its ranks on this machine; where torchrun has started as many processes as it has ranks,
+each of them is one, and all run the same generation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from glassengine import environment
+from glassengine.engine.ranks.children import Children
+from glassengine.engine.ranks.member import Member, join, mesh_of, part_of
+from glassengine.engine.run.engine import Engine, open_engine, read_engine
+from glassengine.engine.store import files
+from glassengine.engine.store.manifest import Manifest, read_manifest
+from glassengine.errors import UsageError
+from glassengine.executable.run.executable import Executable
+from glassengine.program.parallel.placements import Shard, whole_of
+from glassengine.results.engines import Generation
+from glassengine.sites import SiteTable
+
+
+class _Ranks(Protocol):
+    def open(self, batch_size: int, length: int) -> int: ...
+    def close(self, number: int) -> None: ...
+    def step(self, number: int, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]: ...
+
+
+class ParallelEngine(Engine):
+    """An engine whose steps run on several ranks, which keep the caches.
+
+    Args:
+        directory: Where it is.
+        manifest: What `engine.json` says.
+        sites: Of the whole program.
+        start: Returns what runs a step, called when the first session is made.
+    """
+
+    def __init__(
+        self, directory: Path, manifest: Manifest, sites: SiteTable, start: Callable[[], _Ranks]
+    ) -> None:
+        caches = {*manifest.caches, *manifest.caches.values()}
+        seen = dataclasses.replace(
+            manifest,
+            caches={},
+            inputs=tuple(entry for entry in manifest.inputs if entry.name not in caches),
+            outputs=tuple(entry for entry in manifest.outputs if entry.name not in caches),
+            device="cpu",
+        )
+        super().__init__(directory, seen, Executable(f"{manifest.name}/ranks", _no_session), sites)
+        self._start = start
+
+    @functools.cached_property
+    def ranks(self) -> _Ranks:
+        """What runs a step: the processes of all ranks, or the part of this one."""
+        return self._start()
+
+    def runner(self, session: object, batch_size: int, length: int) -> Callable[..., Any]:
+        """Return what runs a step on all ranks, which keep the caches until the session is gone."""
+        number = self.ranks.open(batch_size, length)
+        weakref.finalize(session, self.ranks.close, number).atexit = False
+        step = functools.partial(self.ranks.step, number)
+        return Executable(self.executable.name, step, graph=self.executable.graph, backend=self.manifest.backend).run
+
+    def generate(self, *prompts: Any, seed: int | None = None, **options: Any) -> Generation:
+        """Generate as `Engine.generate` does; under torchrun all ranks take the seed of the first."""
+        ranks = self.ranks
+        return super().generate(*prompts, seed=ranks.agreed(seed) if isinstance(ranks, Member) else seed, **options)
+
+    @functools.cached_property
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """The weights of the whole program, put together from those of the ranks."""
+        mesh, placements = mesh_of(self.manifest), self.manifest.placements
+        found: dict[str, torch.Tensor] = {}
+        for stage in range(mesh.pipeline):
+            own = range(stage * mesh.tensor, (stage + 1) * mesh.tensor)
+            parts = [files.load_weights(part_of(self.directory, rank) / files.WEIGHTS) for rank in own]
+            for name in parts[0].keys() - found.keys():
+                cut = placements.get(name)
+                shards = [part[name] for part in parts]
+                found[name] = shards[0] if cut is None else whole_of(shards, Shard(cut.axis, cut.blocks))
+        return found
+
+
+def _no_session(inputs: Any) -> Any:
+    raise UsageError("an engine of several ranks runs in sessions", hint="engine.generate(PROMPT) or engine.session(...)")
+
+
+def load_parallel(directory: Path, manifest: Manifest, sites: SiteTable, *, trust: bool) -> ParallelEngine:
+    """Load an engine of several ranks: as one of them under torchrun, else with processes of its own.
+
+    Raises:
+        UsageError: torchrun has started another number of processes.
+        BackendError: A rank could not start; names it.
+    """
+    mesh, here = mesh_of(manifest), environment.num_ranks()
+    if here == 1:
+        return ParallelEngine(directory, manifest, sites, lambda: Children(directory, mesh, trust=trust))
+    if here != mesh.size:
+        raise UsageError(
+            f"the engine {manifest.name!r} has another number of ranks than this run",
+            got=f"{here} processes" if here else "RANK without WORLD_SIZE",
+            expected=f"{mesh.size}: {mesh}",
+            hint=f"torchrun --nproc-per-node {mesh.size} -m glassengine run {directory}; or glass run {directory} alone",
+        )
+    return ParallelEngine(directory, manifest, sites, lambda: member_of(directory, trust=trust, rendezvous=None))
+
+
+def member_of(directory: Path, *, trust: bool, rendezvous: str | None) -> Member:
+    """Return what this process does as a rank of an engine; its part is loaded, and its groups are joined.
+
+    Args:
+        directory: Of the engine.
+        trust: As in `load`.
+        rendezvous: As in `join`.
+    """
+    rank, manifest = environment.rank(), read_manifest(directory).manifest
+    part = open_engine(read_engine(part_of(directory, rank)), trust=trust)
+    join(mesh_of(manifest), rank, manifest.device, rendezvous)
+    return Member(part, manifest, rank)
