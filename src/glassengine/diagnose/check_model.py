@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from glassengine import environment
-from glassengine.backends.registry import get_backend
+from glassengine.backends.registry import choose_backend, get_backend
 from glassengine.compare.matching.maps import load_map
 from glassengine.diagnose.ladder.accumulated import judge_alike
 from glassengine.diagnose.ladder.bisect_release import bisect_release
@@ -35,6 +35,7 @@ from glassengine.diagnose.quantization.module import check_quantized_module, qua
 from glassengine.diagnose.quantization.port import check_quantized_file, is_quantized_file
 from glassengine.diagnose.reproduction.files import require_free
 from glassengine.diagnose.reproduction.reproduce import with_reproduction
+from glassengine.engine.build.ranks import check_mesh, mesh_for
 from glassengine.engine.run.engine import Engine
 from glassengine.engine.run.load import load
 from glassengine.errors import IncomparableError, UnknownNameError, UsageError
@@ -81,6 +82,8 @@ def check(
     trust_engine: bool = False,
     revision: str | None = None,
     adapter: str | Path | None = None,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
     progress: Progress = silent,
 ) -> Comparison:
     """Judge a candidate against a baseline and say which op, on which rung, introduced an error first.
@@ -114,6 +117,8 @@ def check(
         trust_engine: Load native code of an engine that was built elsewhere, as for `load`.
         revision: Of a hub id.
         adapter: As for `build`, of the baseline.
+        tensor_parallel: As for `build`, of the engine that is built: its ranks are a rung of their own.
+        pipeline_parallel: As for `build`.
         progress: Called with an event when a stage begins.
 
     Raises:
@@ -122,6 +127,9 @@ def check(
         IncomparableError: The two sides have nothing in common to judge.
     """
     passes = patterns_of(passes, "passes")
+    mesh = mesh_for(tensor_parallel, pipeline_parallel)
+    if mesh is not None and candidate is not None:
+        raise UsageError("--tensor-parallel is for the engine that a check builds", got=f"the candidate {candidate}")
     if reproduction is not None:
         require_free(place(reproduction))
     options: dict[str, Any] = {
@@ -150,6 +158,8 @@ def check(
     progress(Work.LOADING.says("loading the baseline"))
     wanted = engine.manifest.dtype if engine and dtype == "auto" else dtype
     model = load_model(baseline, dtype=wanted, adapter=adapter, **options)
+    if mesh is not None:
+        check_mesh(mesh, model, choose_backend(backend)[0], [("--bisect-outputs", bisect_outputs)])
     given = read_inputs(inputs) if record is None or inputs is not None else recorded_inputs(record, model)
     # An engine is judged on the very programs that it generates with; a port need not have such.
     alone = candidate is not None and (engine is None or not engine.manifest.generates)
@@ -213,7 +223,7 @@ def check(
             else:
                 # Passes are those of the last program, as when an engine is built.
                 own_passes = passes if climb is climbs[-1] else ()
-                add_built(climb, backend, own_passes, progress, all_rungs=all_rungs, only_release=bisect_outputs)
+                add_built(climb, backend, own_passes, progress, all_rungs=all_rungs, only_release=bisect_outputs, mesh=mesh)
             if reproduction is not None:
                 for score in climb.scores:
                     score.evidence = EvidenceBox(climb.program)

@@ -24,8 +24,10 @@ from glassengine.diagnose.ladder.climb import (
     skip_unpaired,
 )
 from glassengine.diagnose.ladder.op_by_op import op_by_op
+from glassengine.diagnose.ladder.ranks import add_ranks, built_ranks
 from glassengine.engine.build.build import build_program
 from glassengine.engine.run.engine import Engine
+from glassengine.engine.run.parallel import ParallelEngine
 from glassengine.errors import GlassError, IncomparableError, UsageError
 from glassengine.judge.cases import Case, Inputs, causal_cases, module_cases
 from glassengine.judge.graphs.by_name import SitePair
@@ -46,6 +48,7 @@ from glassengine.program.inputs.modules import module_inputs
 from glassengine.program.inputs.programs import stored_inputs
 from glassengine.program.kinds.causal_lm import is_pretrained
 from glassengine.program.kinds.steps import MadeUp
+from glassengine.program.parallel.placements import Mesh
 from glassengine.program.representation.passes import apply_pass
 from glassengine.progress import Progress, Work
 from glassengine.results import Skipped
@@ -100,6 +103,7 @@ def add_built(
     *,
     all_rungs: bool = False,
     only_release: bool = False,
+    mesh: Mesh | None = None,
 ) -> None:
     """The baseline's own passes, (with `all_rungs`) every op compiled alone, engine and release engine."""
     add_passes(climb, passes, progress)
@@ -108,6 +112,14 @@ def add_built(
         add_op_by_op(climb, backend, progress)
     folder = Path(climb.stack.enter_context(tempfile.TemporaryDirectory(prefix="glassengine-check-")))
     sizes = sizes_of(climb.cases)
+    if mesh is not None:
+        progress(Work.BUILDING_RELEASE.says(f"building the engine of {mesh.size} ranks"))
+        ranks = built_ranks(climb, climb.built, backend, mesh, sizes)
+        add_ranks(climb, ranks, climb.built, replay_of(climb, climb.pairs))
+        climb.of_runtime(kernels_of(ranks.manifest.backend))
+        climb.candidate = f"{ranks.manifest.backend} engine, {ranks.manifest.dtype}, {mesh}"
+        climb.add(_release_side(climb, ranks))
+        return
     if not only_release:
         plan = observable(climb, climb.built)
         progress(Work.BUILDING_OBSERVABLE.says(f"building the engine with {len(plan.added)} debug outputs"))
@@ -165,7 +177,9 @@ def add_engine(climb: Climb, release: Engine, progress: Progress, *, only_releas
     climb.pairs = pair_programs(climb.program, program, climb.cases)
     climb.weights = compare_paired_weights(climb.program, program, nodes(climb.pairs))
     skip_unpaired(climb, program, climb.pairs, Place.CANDIDATE)
-    if not only_release:
+    if isinstance(release, ParallelEngine):
+        add_ranks(climb, release, program, replay_of(climb, climb.pairs))
+    elif not only_release:
         folder = Path(climb.stack.enter_context(tempfile.TemporaryDirectory(prefix="glassengine-check-")))
         plan = observable(climb, program)
         observed = [*plan.added, *plan.derived]

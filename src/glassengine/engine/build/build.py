@@ -253,6 +253,7 @@ def build_program(
     max_seq_len: int | None = None,
     overwrite: bool = False,
     byte_budget: int | None = None,
+    mesh: Mesh | None = None,
 ) -> Engine:
     """Build an engine from a program that is already exported, and load it.
 
@@ -266,6 +267,7 @@ def build_program(
         max_seq_len: As in `build`.
         overwrite: Replace an existing engine.
         byte_budget: As in `build`.
+        mesh: Ranks that share it; None for one process.
 
     Raises:
         UsageError: As `build`.
@@ -285,7 +287,7 @@ def build_program(
         model={"spec": str(program.metadata.get("model")), **program.metadata},
         notes=(note,) if note else (),
     )
-    engine = _build(program, Path(directory), settings, model)
+    engine = _build(program, Path(directory), settings, model, mesh=mesh)
     # Reading it back would take seconds, and the caller holds it anyway.
     engine.program = program
     return engine

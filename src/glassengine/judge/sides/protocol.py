@@ -25,6 +25,7 @@ from glassengine.judge.sides.arranged import Arranged
 from glassengine.judge.sides.countable import float_nodes
 from glassengine.numerics.kernels import UNMEASURED, Kernels
 from glassengine.program.representation.program import Program
+from glassengine.results import Hint
 
 _DEPTH = 8
 """Ops before one whose values are kept, for a region that is wrong only when it is compiled as one."""
@@ -38,6 +39,7 @@ class Place(StrEnum):
 
     PROGRAM = "program"
     SOURCE = "source"
+    RANKS = "ranks"
     PASS = "pass"  # noqa: S105 (a graph pass, no password)
     OP_BY_OP = "op-by-op"
     ENGINE = "engine"
@@ -183,6 +185,16 @@ class Side(ABC):
         """Return the results of a side that is observed by the names of the baseline's own nodes."""
         found = {name: self.observed(baseline.output_nodes[name]) for name in results_of(baseline)}
         return {name: several[-1].tensor for name, several in found.items() if several}
+
+    def blamed(self, node: Node, observed: Observed, expected: torch.Tensor) -> tuple[int | None, tuple[Hint, ...]]:
+        """Return which process of several made an error, and what explains it; None where all did, or there is one.
+
+        Args:
+            node: Of the baseline's program.
+            observed: What this side has for it.
+            expected: What that should be.
+        """
+        return None, ()
 
     def around(self, baseline: Program, node: Node) -> tuple[Node | None, dict[str, Any]]:
         """Return the counterpart of `node` in this side's program, and the values around that by the nodes there.

@@ -22,7 +22,7 @@ _COMPENSATED = 3.0
 class Judged:
     """A tensor, its judgement, and whether its op introduced the error (None: only the graph can tell).
 
-    `inherited` is the RMS of what the op's inputs carried in and `local` the judgement of the op alone, where it was
+    `predicted` is what the op should have made where it was replayed, `inherited` the RMS of what the op's inputs carried in and `local` the judgement of the op alone, where it was
     replayed.
     """
 
@@ -35,6 +35,7 @@ class Judged:
     contradicts: bool = False
     exempt: Masks = field(default_factory=dict)
     differing: Differing | None = None
+    predicted: torch.Tensor | None = None
 
 
 def figures_of(baseline: torch.Tensor, candidate: torch.Tensor) -> Figures | None:

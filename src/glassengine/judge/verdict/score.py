@@ -216,7 +216,7 @@ class Score:
         worse = VERDICTS.index(local.verdict) >= VERDICTS.index(accumulated.verdict)
         apart = differing(observed.tensor, replayed.predicted, replayed.again, exempt.values())
         judgement = local if worse else accumulated
-        return Judged(tensor, judgement, True, inherited, is_clean=is_clean, exempt=exempt, differing=apart)
+        return Judged(tensor, judgement, True, inherited, is_clean=is_clean, exempt=exempt, differing=apart, predicted=replayed.predicted)
 
     @cached_property
     def _guesses(self) -> Guesses:
@@ -308,6 +308,8 @@ class Score:
         judgement = judged.judgement
         hints = self._guesses.of(node, judged.tensor, reference, [other.name for other in self._flagged])
         place = self._guesses.place
+        expected = reference.native if judged.predicted is None else judged.predicted
+        rank, more = self.side.blamed(node, observed, expected)
         site = place or self.program.sites.by_node[node.name][0]
         return Divergence(
             rung=self.side.rung,
@@ -321,5 +323,6 @@ class Score:
             bound_ratio=judgement.bound_ratio,
             introduced=judgement.rms_error,
             inherited=judged.inherited,
-            hints=tuple(sorted(hints, key=lambda hint: -hint.score)),
+            hints=tuple(sorted([*more, *hints], key=lambda hint: -hint.score)),
+            rank=rank,
         )
