@@ -12,7 +12,15 @@ from glassengine import environment
 from glassengine.cli import foreign
 from glassengine.cli.documents import answer
 from glassengine.cli.options import out, stages
-from glassengine.cli.shared import AdaptedCheckpoint, Dtype, ModuleInputs, Overwrite, Passes, PipelineParallel, TensorParallel
+from glassengine.cli.shared import (
+    AdaptedCheckpoint,
+    Dtype,
+    ModuleInputs,
+    Overwrite,
+    Passes,
+    PipelineParallel,
+    TensorParallel,
+)
 from glassengine.errors import UsageError
 from glassengine.progress import Work
 

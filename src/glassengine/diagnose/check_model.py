@@ -223,7 +223,9 @@ def check(
             else:
                 # Passes are those of the last program, as when an engine is built.
                 own_passes = passes if climb is climbs[-1] else ()
-                add_built(climb, backend, own_passes, progress, all_rungs=all_rungs, only_release=bisect_outputs, mesh=mesh)
+                add_built(
+                    climb, backend, own_passes, progress, all_rungs=all_rungs, only_release=bisect_outputs, mesh=mesh
+                )
             if reproduction is not None:
                 for score in climb.scores:
                     score.evidence = EvidenceBox(climb.program)

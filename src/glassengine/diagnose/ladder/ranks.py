@@ -1,4 +1,4 @@
-"""The rung of the ranks: the programs that an engine of several ranks runs, judged op by op beside that of one process."""
+"""The rung of the ranks: the programs of an engine of several ranks, judged op by op beside that of one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from glassengine.program.representation.program import Program
 from glassengine.program.representation.stored import load_program
 
 
-def built_ranks(climb: Climb, program: Program, backend: str | None, mesh: Mesh, sizes: dict[str, Any]) -> ParallelEngine:
+def built_ranks(
+    climb: Climb, program: Program, backend: str | None, mesh: Mesh, sizes: dict[str, Any]
+) -> ParallelEngine:
     """Build an engine of several ranks from a program, in a directory that ends with the check."""
     folder = Path(climb.stack.enter_context(tempfile.TemporaryDirectory(prefix="glassengine-check-")))
     engine = build_program(program, folder / "ranks", backend=backend, model=climb.baseline, mesh=mesh, **sizes)
@@ -46,7 +48,9 @@ def add_ranks(climb: Climb, engine: ParallelEngine, program: Program, replay: Re
     if mesh.tensor > 1:
         names = {qualified: node for node, qualified in program.weight_names().items()}
         cuts = {
-            names[name]: Shard(cut.axis, cut.blocks) for name, cut in engine.manifest.placements.items() if name in names
+            names[name]: Shard(cut.axis, cut.blocks)
+            for name, cut in engine.manifest.placements.items()
+            if name in names
         }
         layout = lay_out(program, cuts, mesh.tensor)
     climb.add(RanksSide(program, climb.pairs, place=Place.RANKS, replay=replay, parts=parts, layout=layout))

@@ -214,15 +214,3 @@ def _write_aside(path: Path, text: str) -> None:
 def shown(text: str) -> str:
     """Return text of which names of models and lines of others' sources are part, as people may print it."""
     return printable(text, also="\n\t")
-
-
-def about_build(model: LoadedModel, backend: Backend, passes: Sequence[str]) -> dict[str, Any]:
-    """What the manifest of the artifacts says of a build before it has begun."""
-    return {
-        "model": model.spec,
-        "fingerprint": model.metadata.get("fingerprint"),
-        "kind": model.kind,
-        "dtype": model.dtype,
-        "backend": backend.name,
-        "passes": list(passes),
-    }

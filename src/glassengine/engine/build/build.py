@@ -21,8 +21,8 @@ from torch import nn
 from glassengine import environment
 from glassengine.backends.registry import choose_backend, choose_device, find_backend
 from glassengine.engine.build.agreement import require_agreement
-from glassengine.engine.build.artifacts import ArtifactWriter, about_build
-from glassengine.engine.build.describe import Settings
+from glassengine.engine.build.artifacts import ArtifactWriter
+from glassengine.engine.build.describe import Settings, about_build
 from glassengine.engine.build.limits import DEFAULT_MAX_SEQ_LEN, check_dtype, check_sizes
 from glassengine.engine.build.plan import BuildPlan, plan_build
 from glassengine.engine.build.ranks import check_mesh, mesh_for, write_ranks
@@ -228,7 +228,12 @@ def build(
             return plan_build(program, target or Path(tempfile.gettempdir()), settings, encoder=encoder)
         if program.generates and encoder is None and loaded.stored is None and not passes:
             require_agreement(loaded, program, settings.max_seq_len)
-        more: dict[str, Any] = {"encoder": encoder, "encoder_artifacts": encoder_writer, "progress": progress, "mesh": mesh}
+        more: dict[str, Any] = {
+            "encoder": encoder,
+            "encoder_artifacts": encoder_writer,
+            "progress": progress,
+            "mesh": mesh,
+        }
         if target is not None:
             return _build(program, target, settings, loaded, writer, **more)
         temporary = Path(tempfile.mkdtemp(prefix="glassengine-"))

@@ -13,7 +13,7 @@ from glassengine import environment
 from glassengine.backends.protocol.backend import Backend
 from glassengine.engine.store.checked_files import list_files
 from glassengine.engine.store.manifest import AddedOutput, Manifest, TensorEntry, instruction_flags
-from glassengine.program import Program
+from glassengine.program import LoadedModel, Program
 from glassengine.program.representation.program import FIXED_INPUTS, GRAPH_LEVEL, SMALLEST
 
 
@@ -126,3 +126,15 @@ def _ranges(program: Program) -> dict[str, tuple[int, int | None]]:
             lower = smallest.get(str(symbol), int(bounds.lower))
             found[str(symbol)] = (lower, int(upper) if upper.is_finite and upper < limit else None)
     return found
+
+
+def about_build(model: LoadedModel, backend: Backend, passes: Sequence[str]) -> dict[str, Any]:
+    """What the manifest of the artifacts says of a build before it has begun."""
+    return {
+        "model": model.spec,
+        "fingerprint": model.metadata.get("fingerprint"),
+        "kind": model.kind,
+        "dtype": model.dtype,
+        "backend": backend.name,
+        "passes": list(passes),
+    }

@@ -74,7 +74,7 @@ def check_mesh(mesh: Mesh, model: LoadedModel, backend: Backend, unlike: Sequenc
 
 
 def _heads(model: LoadedModel) -> int | None:
-    config = getattr(model.module, "config", None)
+    config: Any = getattr(model.module, "config", None)
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     heads = getattr(text, "num_attention_heads", None)
     return heads if isinstance(heads, int) else None

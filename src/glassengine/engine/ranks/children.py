@@ -144,7 +144,9 @@ class Children:
             raise BackendError(f"rank {rank}: {error['what']}", got=error["got"], hint=error["hint"] or None)
         how = f"killed by signal {-status}" if status is not None and status < 0 else f"exit status {status}"
         last = words.splitlines()[-1] if words else "no message"
-        raise BackendError(f"rank {rank} of the engine ended", got=f"{how}: {last}", hint="all other ranks were ended, too")
+        raise BackendError(
+            f"rank {rank} of the engine ended", got=f"{how}: {last}", hint="all other ranks were ended, too"
+        )
 
 
 def _end(processes: list[subprocess.Popen[bytes]], connections: list[socket.socket], folder: Path) -> None:

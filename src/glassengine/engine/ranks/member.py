@@ -1,7 +1,7 @@
 """One rank of an engine: its part, the process groups it is in, and what it exchanges with others in a step.
 
-Collectives within a layer are ops of its program. Between stages tensors are handed on from a rank to the one at the same
-place of the next stage, and the logits of the last stage go to every rank.
+Collectives within a layer are ops of its program. Between stages tensors are handed on from a rank to the one at the
+same place of the next stage, and the logits of the last stage go to every rank.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from glassengine.engine.store.manifest import Manifest
 from glassengine.errors import BackendError, UsageError
 from glassengine.program.parallel.placements import TENSOR_GROUP, Mesh
 from glassengine.program.parallel.stages import HANDED
+
+_NAME: Any = TENSOR_GROUP
 
 
 def part_of(engine: Path, rank: int) -> Path:
@@ -66,7 +68,7 @@ def join(mesh: Mesh, rank: int, device: str, rendezvous: str | None = None) -> N
         ranks = list(range(stage * mesh.tensor, (stage + 1) * mesh.tensor))
         group = dist.new_group(ranks)
         if rank in ranks:
-            torch._C._distributed_c10d._register_process_group(TENSOR_GROUP, group)
+            torch._C._distributed_c10d._register_process_group(_NAME, group)
 
 
 class Member:

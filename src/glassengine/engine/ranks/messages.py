@@ -15,7 +15,9 @@ _HEAD = struct.Struct("<QQ")
 _MOST_JSON = 1 << 20
 
 
-def send(connection: socket.socket, document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+def send(
+    connection: socket.socket, document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None
+) -> None:
     """Send one message.
 
     Raises:

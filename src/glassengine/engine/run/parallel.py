@@ -1,7 +1,7 @@
 """An engine of several ranks: to its user an engine like any other.
 
-In a process of its own it starts its ranks on this machine; where torchrun has started as many processes as it has ranks,
-each of them is one, and all run the same generation.
+In a process of its own it starts its ranks on this machine; where torchrun has started as many processes as it has
+ranks, each of them is one, and all run the same generation.
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ class ParallelEngine(Engine):
         start: Returns what runs a step, called when the first session is made.
     """
 
-    def __init__(
-        self, directory: Path, manifest: Manifest, sites: SiteTable, start: Callable[[], _Ranks]
-    ) -> None:
+    def __init__(self, directory: Path, manifest: Manifest, sites: SiteTable, start: Callable[[], _Ranks]) -> None:
         caches = {*manifest.caches, *manifest.caches.values()}
         seen = dataclasses.replace(
             manifest,
@@ -91,7 +89,9 @@ class ParallelEngine(Engine):
 
 
 def _no_session(inputs: Any) -> Any:
-    raise UsageError("an engine of several ranks runs in sessions", hint="engine.generate(PROMPT) or engine.session(...)")
+    raise UsageError(
+        "an engine of several ranks runs in sessions", hint="engine.generate(PROMPT) or engine.session(...)"
+    )
 
 
 def load_parallel(directory: Path, manifest: Manifest, sites: SiteTable, *, trust: bool) -> ParallelEngine:
@@ -109,7 +109,7 @@ def load_parallel(directory: Path, manifest: Manifest, sites: SiteTable, *, trus
             f"the engine {manifest.name!r} has another number of ranks than this run",
             got=f"{here} processes" if here else "RANK without WORLD_SIZE",
             expected=f"{mesh.size}: {mesh}",
-            hint=f"torchrun --nproc-per-node {mesh.size} -m glassengine run {directory}; or glass run {directory} alone",
+            hint=f"torchrun --nproc-per-node {mesh.size} -m glassengine run {directory}; or without torchrun",
         )
     return ParallelEngine(directory, manifest, sites, lambda: member_of(directory, trust=trust, rendezvous=None))
 

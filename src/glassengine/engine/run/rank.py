@@ -1,4 +1,4 @@
-"""`python -m glassengine.engine.run.rank FD`: one rank of an engine, which does what it is asked through a connection."""
+"""`python -m glassengine.engine.run.rank FD`: one rank of an engine, which does what a connection asks it to."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def serve(connection: socket.socket) -> None:
         document, tensors = message
         try:
             if document["do"] == "join":
-                member = member_of(Path(document["directory"]), trust=document["trust"], rendezvous=document["rendezvous"])
+                member = member_of(
+                    Path(document["directory"]), trust=document["trust"], rendezvous=document["rendezvous"]
+                )
                 send(connection, {"ready": True})
                 continue
             assert member is not None

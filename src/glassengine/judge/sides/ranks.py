@@ -185,7 +185,8 @@ class RanksSide(ProgramSide):
                 count = weights[table.name].shape[0] // self.places
                 given = self._seen[place][rows.name]
                 inside = (given >= place * count) & (given < (place + 1) * count)
-                return weights[table.name][given] * inside.unsqueeze(-1)
+                rows_here: Tensor = weights[table.name][given] * inside.unsqueeze(-1)
+                return rows_here
             args = [part(a) if isinstance(a, Node) else a for a in node.args]
             if step.addend is not None:
                 args[step.addend] = torch.zeros_like(args[step.addend])  # type: ignore[arg-type]
@@ -212,9 +213,10 @@ class RanksSide(ProgramSide):
         weights = self.program.weights()
         for item in node.all_input_nodes:
             bias = weights.get(self.counterparts.get(item.name, item.name))
-            if bias is not None and bias.dim() == 1 and bias.shape[-1] == expected.shape[-1]:
-                if not _differs(parts[0] - (ranks - 1) * bias, expected):
-                    yield Hint("bias repeated", "the bias is added on each rank, and so as often as there are ranks", 1.0)
+            if bias is None or bias.dim() != 1 or bias.shape[-1] != expected.shape[-1]:
+                continue
+            if not _differs(parts[0] - (ranks - 1) * bias, expected):
+                yield Hint("bias repeated", "the bias is added on each rank: as often as there are ranks", 1.0)
 
 
 def _differs(part: Tensor, share: Tensor) -> bool:
@@ -228,6 +230,8 @@ def _differs(part: Tensor, share: Tensor) -> bool:
 
 
 def _both_nan(one: Tensor, other: Tensor) -> bool:
-    return one.is_floating_point() and torch.equal(one.nan_to_num(0.0), other.nan_to_num(0.0)) and torch.equal(
-        one.isnan(), other.isnan()
+    return (
+        one.is_floating_point()
+        and torch.equal(one.nan_to_num(0.0), other.nan_to_num(0.0))
+        and torch.equal(one.isnan(), other.isnan())
     )

@@ -46,6 +46,7 @@ _EXPLAINS = 0.8
 """Score of a hint that was tried, and makes what the candidate made."""
 _COMPARED = {
     Place.PROGRAM: ("the untouched model", "its exported program"),
+    Place.RANKS: ("program", "the programs of all ranks side by side"),
     Place.SOURCE: ("program", "the file as it is, node by node"),
     Place.OP_BY_OP: ("program", "every op compiled alone"),
     Place.ENGINE: ("program", "engine with debug outputs"),

@@ -22,8 +22,8 @@ _COMPENSATED = 3.0
 class Judged:
     """A tensor, its judgement, and whether its op introduced the error (None: only the graph can tell).
 
-    `predicted` is what the op should have made where it was replayed, `inherited` the RMS of what the op's inputs carried in and `local` the judgement of the op alone, where it was
-    replayed.
+    `predicted` is what the op should have made where it was replayed, `inherited` the RMS of what the op's inputs
+    carried in, and `local` the judgement of the op alone.
     """
 
     tensor: torch.Tensor

@@ -216,7 +216,16 @@ class Score:
         worse = VERDICTS.index(local.verdict) >= VERDICTS.index(accumulated.verdict)
         apart = differing(observed.tensor, replayed.predicted, replayed.again, exempt.values())
         judgement = local if worse else accumulated
-        return Judged(tensor, judgement, True, inherited, is_clean=is_clean, exempt=exempt, differing=apart, predicted=replayed.predicted)
+        return Judged(
+            tensor,
+            judgement,
+            True,
+            inherited,
+            is_clean=is_clean,
+            exempt=exempt,
+            differing=apart,
+            predicted=replayed.predicted,
+        )
 
     @cached_property
     def _guesses(self) -> Guesses:

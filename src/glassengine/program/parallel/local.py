@@ -44,6 +44,11 @@ def name_of(node: Node) -> str:
     return str(getattr(node.target, "__name__", node.target))
 
 
+def args_of(node: Node) -> Any:
+    """Return the positional arguments of a node, of whatever types."""
+    return node.args
+
+
 def shape_of(node: Any) -> list[Any]:
     """Return the sizes of a node's value."""
     return list(node.meta["val"].shape)

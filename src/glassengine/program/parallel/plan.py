@@ -1,7 +1,7 @@
 """Which weights are cut, and how: by the plan that the model brings along, or by what its graph allows.
 
 A plan of transformers names modules and what is cut of their weights: rows of what makes a cut result ("colwise": the
-columns of the product), columns of what reads one ("rowwise"). Everything else follows (`ranks.lay_out`). Without a plan,
+columns of the product), columns of what reads one ("rowwise"). Everything else follows (`ranks.lay_out`). Without one,
 weights are found that can be cut so: products of the same tensor whose results flow, without a rank having to read
 another one's, into products that add up terms. Attention heads, pieces of a fused weight and the halves of a gate are
 respected by the rules for the ops between: where a cut would not fall on their borders, it is no such flow.
@@ -27,7 +27,9 @@ from glassengine.program.representation.program import Program
 _WEIGHT_AT = {"linear": 1, "addmm": 2, "mm": 1}
 _SOURCE_AT = {"linear": 0, "addmm": 1, "mm": 0}
 _OUT_AXIS = {"linear": 0, "addmm": 1, "mm": 1}
-_PASSING = frozenset("view _unsafe_view reshape clone slice unsqueeze squeeze mul add to _to_copy".split())
+_PASSING = frozenset(
+    ["view", "_unsafe_view", "reshape", "clone", "slice", "unsqueeze", "squeeze", "mul", "add", "to", "_to_copy"]
+)
 _FAR = 6
 
 
@@ -164,7 +166,9 @@ def _derived(program: Program, ranks: int) -> dict[str, Shard]:
 
 def _same(node: Any) -> Any:
     """Return the tensor of which `node` is a view."""
-    while isinstance(node, Node) and node.op == "call_function" and name_of(node) in ("view", "slice", "clone", "alias"):
+    while (
+        isinstance(node, Node) and node.op == "call_function" and name_of(node) in ("view", "slice", "clone", "alias")
+    ):
         node = node.args[0]
     return node
 

@@ -6,32 +6,35 @@ from typing import Any
 
 from torch.fx import Node
 
-from glassengine.program.parallel.local import Local, Placed, shape_of
+from glassengine.program.parallel.local import Local, Placed, args_of, shape_of
 from glassengine.program.parallel.placements import Placement
 
 
 def linear(node: Node, placed: Placed, ranks: int) -> Local | None:
     """[..., in] x [out, in]: rows of the weight make a cut result, columns terms of a sum."""
-    source, weight = node.args[:2]
-    bias = node.args[2] if len(node.args) > 2 else None
+    source, weight = args_of(node)[:2]
+    bias = args_of(node)[2] if len(args_of(node)) > 2 else None
     last = len(shape_of(source)) - 1
     return _product(node, placed, source, weight, bias, at=2, inner=(last, 1), outer=(None, 0), result=last)
 
 
 def addmm(node: Node, placed: Placed, ranks: int) -> Local | None:
+    """[rows, in] x [in, out], and a bias."""
     if node.kwargs:
         return None
-    bias, source, weight = node.args[:3]
+    bias, source, weight = args_of(node)[:3]
     return _product(node, placed, source, weight, bias, at=0, inner=(1, 0), outer=(0, 1), result=1)
 
 
 def mm(node: Node, placed: Placed, ranks: int) -> Local | None:
-    source, weight = node.args[:2]
+    """[rows, in] x [in, out]."""
+    source, weight = args_of(node)[:2]
     return _product(node, placed, source, weight, None, at=None, inner=(1, 0), outer=(0, 1), result=1)
 
 
 def batched(node: Node, placed: Placed, ranks: int) -> Local | None:
-    source, weight = node.args[:2]
+    """[..., rows, in] x [..., in, out] of as many axes: cut along a common one, or as a single product."""
+    source, weight = args_of(node)[:2]
     rank = len(shape_of(source))
     if rank != len(shape_of(weight)) or rank < 2:
         return None
@@ -55,7 +58,7 @@ def _product(
     outer: tuple[int | None, int],
     result: int,
 ) -> Local | None:
-    """A product over the axes `inner` of source and weight; `outer` are the other ones, `at` is where the bias stands."""
+    """A product over the axes `inner` of source and weight; `outer` are the others, `at` is where the bias stands."""
     left, right = placed(source), placed(weight)
     added: dict[Node, Placement] = {} if bias is None else {bias: None}
     if right is not None and right.axis == outer[1]:

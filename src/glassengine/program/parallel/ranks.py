@@ -1,8 +1,8 @@
 """The program of one rank: the whole program on parts of its tensors, with collectives where ranks must exchange them.
 
 Where weights lie is given; from there on the rules decide for every op how it runs. A weight or a cache that is whole
-and that every op would read cut is cut, too, so that a rank holds nothing that it does not read. The result is a program
-like any other: functional, named, with shapes of its own.
+and that every op would read cut is cut, too, so that a rank holds nothing that it does not read. The result is a
+program like any other: functional, named, with shapes of its own.
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ def lay_out(program: Program, weights: Mapping[str, Shard], ranks: int) -> Layou
         inputs |= more
 
 
-def _flow(
-    program: Program, inputs: Mapping[str, Shard], ranks: int
-) -> tuple[Layout, dict[str, set[Placement]]]:
+def _flow(program: Program, inputs: Mapping[str, Shard], ranks: int) -> tuple[Layout, dict[str, set[Placement]]]:
     placed: dict[str, Any] = {}
     locals_: dict[str, Local | None] = {}
     gathered: list[tuple[str, str]] = []
@@ -96,8 +94,10 @@ COLLECTIVES = ("all_reduce", "all_gather_into_tensor")
 def is_collective(node: Node) -> bool:
     """Whether ranks meet in a node."""
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target.namespace == "_c10d_functional" and (
-        target._schema.name.rpartition("::")[2] in COLLECTIVES
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and target.namespace == "_c10d_functional"
+        and (target._schema.name.rpartition("::")[2] in COLLECTIVES)
     )
 
 

@@ -193,7 +193,8 @@ class _Writer:
         program, exported = self.program, self.program.exported
         signature = copy.copy(exported.graph_signature)
         signature.output_specs = [
-            dataclasses.replace(spec, arg=TensorArgument(outputs[spec.arg.name].name)) for spec in signature.output_specs
+            dataclasses.replace(spec, arg=TensorArgument(outputs[spec.arg.name].name))
+            for spec in signature.output_specs
         ]
         targets = {
             str(spec.target): self.layout.inputs[spec.arg.name]
@@ -235,7 +236,9 @@ class _Writer:
     def _examples(self) -> Any:
         """Return the example inputs, parts of the caches."""
         leaves, spec = pytree.tree_flatten(self.program.exported.example_inputs)
-        names = [s.arg.name for s in self.program.exported.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
+        names = [
+            s.arg.name for s in self.program.exported.graph_signature.input_specs if s.kind is InputKind.USER_INPUT
+        ]
         for index, name in enumerate(names):
             cut = self.layout.inputs.get(name)
             if cut is not None:
@@ -254,9 +257,12 @@ class _Writer:
         layout = self.program.layout
         if layout is None:
             return None
-        heads = {port.name: self._port(port).shape[1] for port in self.program.inputs if port.name in self.program.caches}
+        heads = {
+            port.name: self._port(port).shape[1] for port in self.program.inputs if port.name in self.program.caches
+        }
         layers = [
-            (int(heads.get(f"past_key_{index}", own)), key, value) for index, (own, key, value) in enumerate(layout.layers)
+            (int(heads.get(f"past_key_{index}", own)), key, value)
+            for index, (own, key, value) in enumerate(layout.layers)
         ]
         return KVLayout(tuple(layers), layout.states)
 
@@ -286,7 +292,9 @@ class _Writer:
             shape = tuple(size if isinstance(size, int) else str(size) for size in value.shape)
             site = op_site(path, f"rank_{name}", number)
             dtype = str(value.dtype).removeprefix("torch.")
-            found.append(Site(site, "op", node.name, name, dtype, shape, {}, near[0].source, f"rank:{site}", (node.name,)))
+            found.append(
+                Site(site, "op", node.name, name, dtype, shape, {}, near[0].source, f"rank:{site}", (node.name,))
+            )
         order = {node.name: number for number, node in enumerate(self.graph.nodes)}
         return sorted(found, key=lambda site: order[site.node])
 

@@ -1,7 +1,7 @@
 """What an op does to tensors that are cut: a rule for each kind of op, none where its inputs must be whole.
 
-A rule says how the inputs must lie so that each rank can run the op on its own part, and how the result lies then. An op
-without one reads whole inputs on every rank, which is right for any op and costs a collective.
+A rule says how the inputs must lie so that each rank can run the op on its own part, and how the result lies then. An
+op without one reads whole inputs on every rank, which is right for any op and costs a collective.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from glassengine.ops.table import TABLE
 from glassengine.program.parallel import products
-from glassengine.program.parallel.local import Local, Placed, Rule, name_of, shape_of
+from glassengine.program.parallel.local import Local, Placed, Rule, args_of, name_of, shape_of
 from glassengine.program.parallel.placements import Placement, Shard
 
 
@@ -51,7 +51,7 @@ def _axis(axis: int, rank: int) -> int:
 
 
 def _with(node: Node, index: int, value: Any) -> tuple[Any, ...]:
-    args = list(node.args)
+    args = list(args_of(node))
     args[index] = value
     return tuple(args)
 
@@ -80,13 +80,13 @@ def _kept(*read: int, out_axis: Callable[[Node, int], int | None] | None = None,
     """
 
     def rule(node: Node, placed: Placed, ranks: int) -> Local | None:
-        source = node.args[0]
+        source = args_of(node)[0]
         cut = placed(source)
         if cut is None or any(placed(i) is not None for i in node.all_input_nodes if i is not source):
             return None
         rank = len(shape_of(source))
         for index in read:
-            given = node.args[index] if len(node.args) > index else node.kwargs.get("dim", along)
+            given = args_of(node)[index] if len(args_of(node)) > index else node.kwargs.get("dim", along)
             axes = given if isinstance(given, (list, tuple)) else [given]
             if given is None or any(_axis(int(axis), rank) == cut.axis for axis in axes):
                 return None
@@ -103,10 +103,10 @@ def _kept(*read: int, out_axis: Callable[[Node, int], int | None] | None = None,
 
 
 def _reduction(node: Node, placed: Placed, ranks: int) -> Local | None:
-    source = node.args[0]
+    source = args_of(node)[0]
     cut = placed(source)
     rank = len(shape_of(source))
-    given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    given = args_of(node)[1] if len(args_of(node)) > 1 else node.kwargs.get("dim")
     if given is None or given == []:
         return None
     read = {_axis(int(axis), rank) for axis in (given if isinstance(given, (list, tuple)) else [given])}
@@ -117,7 +117,7 @@ def _reduction(node: Node, placed: Placed, ranks: int) -> Local | None:
 
 
 def _embedding(node: Node, placed: Placed, ranks: int) -> Local | None:
-    table, rows = node.args[:2]
+    table, rows = args_of(node)[:2]
     cut = placed(table)
     if cut is None or placed(rows) is not None:
         return None
@@ -127,9 +127,9 @@ def _embedding(node: Node, placed: Placed, ranks: int) -> Local | None:
 
 
 def _index(node: Node, placed: Placed, ranks: int) -> Local | None:
-    source, indices = node.args[:2]
+    source, indices = args_of(node)[:2]
     cut = placed(source)
-    given = [(at, item) for at, item in enumerate(indices) if item is not None]  # type: ignore[arg-type, union-attr]
+    given = [(at, item) for at, item in enumerate(indices) if item is not None]
     if cut is None or len(given) != 1 or placed(given[0][1]) is not None or given[0][0] == cut.axis:
         return None
     at, item = given[0]
@@ -139,16 +139,16 @@ def _index(node: Node, placed: Placed, ranks: int) -> Local | None:
 
 def _written(node: Node, placed: Placed, ranks: int) -> Local | None:
     """`index_copy` and the like: what is written lies as what it is written into."""
-    source, axis, index, values = node.args[:4]
+    source, axis, index, values = args_of(node)[:4]
     cut = placed(values) or placed(source)
-    if cut is None or _axis(int(axis), len(shape_of(source))) == cut.axis or placed(index) is not None:  # type: ignore[arg-type]
+    if cut is None or _axis(int(axis), len(shape_of(source))) == cut.axis or placed(index) is not None:
         return None
-    return Local(cut, {source: cut, values: cut, index: None})  # type: ignore[dict-item]
+    return Local(cut, {source: cut, values: cut, index: None})
 
 
 def _cat(node: Node, placed: Placed, ranks: int) -> Local | None:
-    tensors: Any = node.args[0]
-    axis = _axis(int(node.args[1]) if len(node.args) > 1 else 0, len(shape_of(node)))  # type: ignore[arg-type]
+    tensors: Any = args_of(node)[0]
+    axis = _axis(int(args_of(node)[1]) if len(args_of(node)) > 1 else 0, len(shape_of(node)))
     cuts = [placed(item) for item in tensors]
     first = next(cut for cut in cuts if cut is not None)
     if first.axis != axis:
@@ -159,50 +159,50 @@ def _cat(node: Node, placed: Placed, ranks: int) -> Local | None:
 
 
 def _slice(node: Node, placed: Placed, ranks: int) -> Local | None:
-    source = node.args[0]
+    source = args_of(node)[0]
     cut = placed(source)
-    axis, start, stop = (*node.args[1:4], *(0, None, None)[len(node.args) - 1 :])
-    if _axis(int(axis), len(shape_of(source))) != cut.axis:  # type: ignore[arg-type]
-        return Local(cut, {source: cut})  # type: ignore[dict-item]
+    axis, start, stop = (*args_of(node)[1:4], *(0, None, None)[len(args_of(node)) - 1 :])
+    if _axis(int(axis), len(shape_of(source))) != cut.axis:
+        return Local(cut, {source: cut})
     if isinstance(start, Node) or isinstance(stop, Node):
         return None
     size = sum(cut.blocks)
-    begin, end = start or 0, size if stop is None or stop > size else stop  # type: ignore[operator]
-    if len(node.args) > 4 and node.args[4] != 1:
+    begin, end = start or 0, size if stop is None or stop > size else stop
+    if len(args_of(node)) > 4 and args_of(node)[4] != 1:
         return None
     edges = [sum(cut.blocks[:number]) for number in range(len(cut.blocks) + 1)]
-    begin, end = (edge + size if edge < 0 else edge for edge in (begin, end))  # type: ignore[operator]
+    begin, end = (edge + size if edge < 0 else edge for edge in (begin, end))
     if begin not in edges or end not in edges or begin == end:
         return None
     out = Shard(cut.axis, cut.blocks[edges.index(begin) : edges.index(end)])
-    return Local(out, {source: cut}, args=(source, axis, begin // ranks, end // ranks))  # type: ignore[dict-item]
+    return Local(out, {source: cut}, args=(source, axis, begin // ranks, end // ranks))
 
 
 def _split(node: Node, placed: Placed, ranks: int) -> Local | None:
-    source, sizes = node.args[:2]
+    source, sizes = args_of(node)[:2]
     cut = placed(source)
-    axis = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+    axis = args_of(node)[2] if len(args_of(node)) > 2 else node.kwargs.get("dim", 0)
     pieces = node.meta["val"]
-    if _axis(int(axis), len(shape_of(source))) != cut.axis:  # type: ignore[arg-type]
-        return Local(tuple(cut for _ in pieces), {source: cut})  # type: ignore[dict-item]
+    if _axis(int(axis), len(shape_of(source))) != cut.axis:
+        return Local(tuple(cut for _ in pieces), {source: cut})
     lengths = tuple(int(piece.shape[cut.axis]) for piece in pieces)
     if lengths != cut.blocks:
         return None
     local_sizes = [size // ranks for size in lengths]
     given = local_sizes if isinstance(sizes, (list, tuple)) else local_sizes[0]
     outs = tuple(Shard(cut.axis, (length,)) for length in lengths)
-    return Local(outs, {source: cut}, args=(source, given, axis))  # type: ignore[dict-item]
+    return Local(outs, {source: cut}, args=(source, given, axis))
 
 
 def _view(node: Node, placed: Placed, ranks: int) -> Local | None:
-    source, sizes = node.args[:2]
+    source, sizes = args_of(node)[:2]
     out = _viewed(placed(source), shape_of(source), shape_of(node))
     if out is None:
         return None
-    new: Any = list(sizes)  # type: ignore[arg-type]
+    new: Any = list(sizes)
     if isinstance(new[out.axis], int) and new[out.axis] != -1:
         new[out.axis] = sum(out.blocks) // ranks
-    return Local(out, {source: placed(source)}, args=(source, new))  # type: ignore[dict-item]
+    return Local(out, {source: placed(source)}, args=(source, new))
 
 
 def _viewed(cut: Shard, old: Sequence[Any], new: Sequence[Any]) -> Shard | None:
@@ -233,27 +233,27 @@ def _viewed(cut: Shard, old: Sequence[Any], new: Sequence[Any]) -> Shard | None:
 
 
 def _expand(node: Node, placed: Placed, ranks: int) -> Local | None:
-    source, sizes = node.args[:2]
+    source, sizes = args_of(node)[:2]
     cut = placed(source)
     out = cut.on(cut.axis + len(shape_of(node)) - len(shape_of(source)))
-    new: Any = list(sizes)  # type: ignore[arg-type]
+    new: Any = list(sizes)
     new[out.axis] = sum(out.blocks) // ranks
-    return Local(out, {source: cut}, args=(source, new, *node.args[2:]))  # type: ignore[dict-item]
+    return Local(out, {source: cut}, args=(source, new, *args_of(node)[2:]))
 
 
 def _attention(node: Node, placed: Placed, ranks: int) -> Local | None:
     """Heads are independent: query, keys and values cut by heads, the mask too where it differs between them."""
-    query, keys, values = node.args[:3]
+    query, keys, values = args_of(node)[:3]
     cut = placed(query)
     if cut is None or cut.axis != 1 or len(shape_of(query)) != 4 or len(cut.blocks) != 1:
         return None
-    wants: dict[Node, Placement] = {query: cut}  # type: ignore[dict-item]
+    wants: dict[Node, Placement] = {query: cut}
     for item in (keys, values):
         own = Shard(1, (shape_of(item)[1],))
         if not own.fits(ranks):
             return None
-        wants[item] = own  # type: ignore[index]
-    mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+        wants[item] = own
+    mask = args_of(node)[3] if len(args_of(node)) > 3 else node.kwargs.get("attn_mask")
     if isinstance(mask, Node):
         shape = shape_of(mask)
         wants[mask] = cut if len(shape) == 4 and shape[1] == shape_of(query)[1] else None
@@ -261,66 +261,68 @@ def _attention(node: Node, placed: Placed, ranks: int) -> Local | None:
 
 
 def _repeated(node: Node, placed: Placed, ranks: int) -> Local | None:
-    source, times = node.args[:2]
+    source, times = args_of(node)[:2]
     cut = placed(source)
-    axis = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
+    axis = args_of(node)[2] if len(args_of(node)) > 2 else node.kwargs.get("dim")
     if axis is None or not isinstance(times, int):
         return None
-    same = _axis(int(axis), len(shape_of(source))) == cut.axis  # type: ignore[arg-type]
-    return Local(cut.on(cut.axis, scale=times) if same else cut, {source: cut})  # type: ignore[dict-item]
+    same = _axis(int(axis), len(shape_of(source))) == cut.axis
+    return Local(cut.on(cut.axis, scale=times) if same else cut, {source: cut})
 
 
 def _getitem(node: Node, placed: Placed, ranks: int) -> Local | None:
-    return Local(placed(node.args[0])[node.args[1]])  # type: ignore[arg-type, index]
+    return Local(placed(args_of(node)[0])[args_of(node)[1]])
 
 
 def _size(node: Node, placed: Placed, ranks: int) -> Local | None:
     """What reads sizes alone; those of axes that are cut are numbers in a graph already."""
-    return Local(None, {node.args[0]: placed(node.args[0])})  # type: ignore[dict-item, arg-type]
+    return Local(None, {args_of(node)[0]: placed(args_of(node)[0])})
 
 
 def _transposed(node: Node, axis: int) -> int:
     rank = len(shape_of(node))
-    first, second = (0, 1) if len(node.args) < 3 else (_axis(int(a), rank) for a in node.args[1:3])  # type: ignore[arg-type]
+    first, second = (0, 1) if len(args_of(node)) < 3 else (_axis(int(a), rank) for a in args_of(node)[1:3])
     return {first: second, second: first}.get(axis, axis)
 
 
 def _permuted(node: Node, axis: int) -> int:
     rank = len(shape_of(node))
-    return [_axis(int(a), rank) for a in node.args[1]].index(axis)  # type: ignore[arg-type, union-attr]
+    return [_axis(int(a), rank) for a in args_of(node)[1]].index(axis)
 
 
 def _unsqueezed(node: Node, axis: int) -> int:
-    return axis + (_axis(int(node.args[1]), len(shape_of(node))) <= axis)  # type: ignore[arg-type]
+    return axis + (_axis(int(args_of(node)[1]), len(shape_of(node))) <= axis)
 
 
 def _fewer(node: Node, axis: int) -> int | None:
     """Axis after the axes of one argument have gone."""
-    given: Any = node.args[1]
-    rank = len(shape_of(node.args[0]))
+    given: Any = args_of(node)[1]
+    rank = len(shape_of(args_of(node)[0]))
     gone = {_axis(int(a), rank) for a in (given if isinstance(given, (list, tuple)) else [given])}
     if name_of(node) == "squeeze":
-        gone = {a for a in gone if shape_of(node.args[0])[a] == 1}
+        gone = {a for a in gone if shape_of(args_of(node)[0])[a] == 1}
     return axis - sum(a < axis for a in gone)
 
 
 def _trailing(node: Node, axis: int) -> int | None:
     """Axis of a normalization, which reads the last ones."""
-    return axis if axis < len(shape_of(node.args[0])) - len(node.args[1]) else None  # type: ignore[arg-type]
+    return axis if axis < len(shape_of(args_of(node)[0])) - len(args_of(node)[1]) else None
 
 
 _RULES: dict[str, Rule] = {
-    **dict.fromkeys("clone contiguous alias detach lift_fresh_copy".split(), _kept()),
+    **dict.fromkeys(["clone", "contiguous", "alias", "detach", "lift_fresh_copy"], _kept()),
     "type_as": _pointwise,
-    **dict.fromkeys("zeros_like ones_like full_like empty_like".split(), _kept()),
-    **dict.fromkeys("view _unsafe_view reshape".split(), _view),
-    **dict.fromkeys("transpose t".split(), _kept(out_axis=_transposed)),
-    **dict.fromkeys("softmax _softmax log_softmax _log_softmax cumsum cumprod sort argsort flip".split(), _kept(1)),
+    **dict.fromkeys(["zeros_like", "ones_like", "full_like", "empty_like"], _kept()),
+    **dict.fromkeys(["view", "_unsafe_view", "reshape"], _view),
+    **dict.fromkeys(["transpose", "t"], _kept(out_axis=_transposed)),
+    **dict.fromkeys(
+        ["softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "sort", "argsort", "flip"], _kept(1)
+    ),
     "topk": _kept(2, along=-1),
-    **dict.fromkeys("sum mean amax amin logsumexp all any".split(), _reduction),
-    **dict.fromkeys("layer_norm rms_norm".split(), _kept(out_axis=_trailing)),
-    **dict.fromkeys("bmm matmul".split(), products.batched),
-    **dict.fromkeys("split split_with_sizes".split(), _split),
+    **dict.fromkeys(["sum", "mean", "amax", "amin", "logsumexp", "all", "any"], _reduction),
+    **dict.fromkeys(["layer_norm", "rms_norm"], _kept(out_axis=_trailing)),
+    **dict.fromkeys(["bmm", "matmul"], products.batched),
+    **dict.fromkeys(["split", "split_with_sizes"], _split),
     "permute": _kept(out_axis=_permuted),
     "unsqueeze": _kept(out_axis=_unsqueezed),
     "squeeze": _kept(1, out_axis=_fewer),

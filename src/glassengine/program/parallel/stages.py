@@ -1,7 +1,8 @@
 """Cuts a program into stages: some of its layers each, with what one stage hands to the next as results and inputs.
 
 A layer is what keeps keys and values of its own; what comes before the layers belongs to the first stage, what comes
-after to the last. What needs no weights (masks, positions) is computed in every stage that reads it; the rest is handed on.
+after to the last. What needs no weights (masks, positions) is computed in every stage that reads it; the rest is
+handed on.
 """
 
 from __future__ import annotations
@@ -116,7 +117,9 @@ class _Stage:
 
     def _between(self, stage: int) -> list[Node]:
         """Return what is made up to a stage and read after it."""
-        results = {name: node for name, node in self.program.output_nodes.items() if name not in self.program.caches.values()}
+        results = {
+            name: node for name, node in self.program.output_nodes.items() if name not in self.program.caches.values()
+        }
         found = []
         for node in self.program.graph.nodes:
             if self.owner.get(node.name, stage + 1) <= stage and isinstance(node.meta.get("val"), torch.Tensor):
@@ -137,7 +140,9 @@ class _Stage:
 
     def _inputs(self, needed: set[Node], received: list[Node]) -> None:
         ports = {port.node: port for port in self.program.inputs}
-        caches = {port.node: self._present(port.name) for port in self.program.inputs if port.name in self.program.caches}
+        caches = {
+            port.node: self._present(port.name) for port in self.program.inputs if port.name in self.program.caches
+        }
         specs = {spec.arg.name: spec for spec in self.program.exported.graph_signature.input_specs}
         for node in self.program.graph.nodes:
             if node.op != "placeholder":
@@ -156,7 +161,9 @@ class _Stage:
             self.specs.append(InputSpec(InputKind.USER_INPUT, TensorArgument(made.name), None))
             dtype = str(node.meta["val"].dtype).removeprefix("torch.")
             sites = self.program.sites.by_node.get(node.name)
-            shape = sites[0].shape if sites else tuple(s if isinstance(s, int) else str(s) for s in node.meta["val"].shape)
+            shape = (
+                sites[0].shape if sites else tuple(s if isinstance(s, int) else str(s) for s in node.meta["val"].shape)
+            )
             self.ports.append(Port(HANDED + node.name, made.name, dtype, shape))
 
     def _present(self, past: str) -> str:
@@ -173,7 +180,11 @@ class _Stage:
             made.name = node.name
             self.graph._graph_namespace._used_names.add(node.name)
         made.meta = dict(node.meta)
-        same = all(self.made[item].meta.get("val") is item.meta.get("val") for item in node.all_input_nodes if item in self.made)
+        same = all(
+            self.made[item].meta.get("val") is item.meta.get("val")
+            for item in node.all_input_nodes
+            if item in self.made
+        )
         if not same or name_of(node) == "sym_size":
             target: Any = node.target
             with self.mode:
@@ -246,7 +257,6 @@ class _Stage:
             layout=None,
             metadata={**program.metadata, "layers": [list(layer) for layer in layout.layers] if layout else []},
         )
-
 
     def _examples(self, users: list[Any]) -> Iterator[torch.Tensor]:
         """Yield example inputs: those of the whole program, zeros of what is handed on."""
