@@ -10,7 +10,7 @@ from typing import Any
 from glassengine.backends.protocol.backend import Backend
 from glassengine.engine.build.describe import Settings, describe_engine
 from glassengine.engine.build.write import write_engine
-from glassengine.engine.ranks.member import part_of
+from glassengine.engine.ranks.member import as_if_joined, part_of
 from glassengine.engine.store import files
 from glassengine.engine.store.manifest import CutWeight, write_manifest
 from glassengine.errors import UsageError
@@ -139,7 +139,8 @@ def write_ranks(
         progress(Work.COMPILING.says(f"rank {rank} of {mesh.size}", rank, mesh.size))
         where = part_of(directory, rank)
         where.mkdir()
-        write_engine(part, where, f"{name}/{where.name}", alone, None, progress=silent)
+        with as_if_joined(mesh, rank):
+            write_engine(part, where, f"{name}/{where.name}", alone, None, progress=silent)
     progress(Work.WRITING.says(f"writing {name}"))
     save_program(program, directory)
     tokenizer = False

@@ -6,10 +6,11 @@ same place of the next stage, and the logits of the last stage go to every rank.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,20 @@ def join(mesh: Mesh, rank: int, device: str, rendezvous: str | None = None) -> N
         group = dist.new_group(ranks)
         if rank in ranks:
             torch._C._distributed_c10d._register_process_group(_NAME, group)
+
+
+@contextlib.contextmanager
+def as_if_joined(mesh: Mesh, rank: int) -> Iterator[None]:
+    """Register a group that exchanges nothing, for compilers that ask how large it is."""
+    if mesh.tensor == 1 or not dist.is_available():
+        yield
+        return
+    group = torch._C._distributed_c10d.FakeProcessGroup._create_internal(mesh.place(rank), mesh.tensor)
+    torch._C._distributed_c10d._register_process_group(_NAME, group)
+    try:
+        yield
+    finally:
+        torch._C._distributed_c10d._unregister_process_group(_NAME)
 
 
 class Member:

@@ -87,7 +87,7 @@ class RanksSide(ProgramSide):
     def _fed(
         self, stage: int, place: int, program: Program, named: Mapping[str, Tensor], handed: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        fed = {**named, **handed, **(self._own.get((stage, place)) or empty_caches(program, named))}
+        fed = {**named, **handed, **(self._own.get((stage, place)) or _empty(program, named))}
         missing = [port.name for port in program.inputs if port.name not in fed]
         if missing or (stage == 0 and any(port.name.startswith(HANDED) for port in program.inputs)):
             raise IncomparableError(
@@ -217,6 +217,15 @@ class RanksSide(ProgramSide):
                 continue
             if not _differs(parts[0] - (ranks - 1) * bias, expected):
                 yield Hint("bias repeated", "the bias is added on each rank: as often as there are ranks", 1.0)
+
+
+def _empty(program: Program, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    sizes = {"batch": named["input_ids"].shape[0], "cache": named["attention_mask"].shape[1]}
+    return {
+        port.name: torch.zeros([sizes.get(str(s), s) for s in port.shape], dtype=getattr(torch, port.dtype))  # type: ignore[misc]
+        for port in program.inputs
+        if port.name in program.caches
+    }
 
 
 def _differs(part: Tensor, share: Tensor) -> bool:

@@ -88,5 +88,5 @@ def shard_of(whole: Tensor, shard: Shard, ranks: int, place: int) -> Tensor:
 def whole_of(shards: list[Tensor], shard: Shard) -> Tensor:
     """Return the tensor that all ranks have parts of."""
     sizes = [block // len(shards) for block in shard.blocks]
-    split = [part.split(sizes, dim=shard.axis) for part in shards]
+    split = [torch.split(part, sizes, dim=shard.axis) for part in shards]
     return torch.cat([parts[block] for block in range(len(sizes)) for parts in split], dim=shard.axis)

@@ -43,11 +43,11 @@ def reads_sizes(node: Node) -> bool:
 def _is_pointwise(node: Node) -> bool:
     tagged = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
     traits = TABLE.get(name_of(node))
-    return tagged or (traits is not None and traits.in_place)
+    return tagged or (traits is not None and bool(traits.in_place))
 
 
-def _axis(axis: int, rank: int) -> int:
-    return axis % rank if rank else 0
+def _axis(axis: Any, rank: int) -> int:
+    return int(axis) % rank if rank else 0
 
 
 def _with(node: Node, index: int, value: Any) -> tuple[Any, ...]:
@@ -88,7 +88,7 @@ def _kept(*read: int, out_axis: Callable[[Node, int], int | None] | None = None,
         for index in read:
             given = args_of(node)[index] if len(args_of(node)) > index else node.kwargs.get("dim", along)
             axes = given if isinstance(given, (list, tuple)) else [given]
-            if given is None or any(_axis(int(axis), rank) == cut.axis for axis in axes):
+            if given is None or any(_axis(axis, rank) == cut.axis for axis in axes):
                 return None
         axis = cut.axis if out_axis is None else out_axis(node, cut.axis)
         if axis is None:
@@ -109,7 +109,7 @@ def _reduction(node: Node, placed: Placed, ranks: int) -> Local | None:
     given = args_of(node)[1] if len(args_of(node)) > 1 else node.kwargs.get("dim")
     if given is None or given == []:
         return None
-    read = {_axis(int(axis), rank) for axis in (given if isinstance(given, (list, tuple)) else [given])}
+    read = {_axis(axis, rank) for axis in (given if isinstance(given, (list, tuple)) else [given])}
     if cut.axis in read:
         return Local(None, {source: cut}, partial=True) if name_of(node) == "sum" else None
     keeps = len(shape_of(node)) == rank
@@ -141,14 +141,14 @@ def _written(node: Node, placed: Placed, ranks: int) -> Local | None:
     """`index_copy` and the like: what is written lies as what it is written into."""
     source, axis, index, values = args_of(node)[:4]
     cut = placed(values) or placed(source)
-    if cut is None or _axis(int(axis), len(shape_of(source))) == cut.axis or placed(index) is not None:
+    if cut is None or _axis(axis, len(shape_of(source))) == cut.axis or placed(index) is not None:
         return None
     return Local(cut, {source: cut, values: cut, index: None})
 
 
 def _cat(node: Node, placed: Placed, ranks: int) -> Local | None:
     tensors: Any = args_of(node)[0]
-    axis = _axis(int(args_of(node)[1]) if len(args_of(node)) > 1 else 0, len(shape_of(node)))
+    axis = _axis(args_of(node)[1] if len(args_of(node)) > 1 else 0, len(shape_of(node)))
     cuts = [placed(item) for item in tensors]
     first = next(cut for cut in cuts if cut is not None)
     if first.axis != axis:
@@ -162,7 +162,7 @@ def _slice(node: Node, placed: Placed, ranks: int) -> Local | None:
     source = args_of(node)[0]
     cut = placed(source)
     axis, start, stop = (*args_of(node)[1:4], *(0, None, None)[len(args_of(node)) - 1 :])
-    if _axis(int(axis), len(shape_of(source))) != cut.axis:
+    if _axis(axis, len(shape_of(source))) != cut.axis:
         return Local(cut, {source: cut})
     if isinstance(start, Node) or isinstance(stop, Node):
         return None
@@ -183,7 +183,7 @@ def _split(node: Node, placed: Placed, ranks: int) -> Local | None:
     cut = placed(source)
     axis = args_of(node)[2] if len(args_of(node)) > 2 else node.kwargs.get("dim", 0)
     pieces = node.meta["val"]
-    if _axis(int(axis), len(shape_of(source))) != cut.axis:
+    if _axis(axis, len(shape_of(source))) != cut.axis:
         return Local(tuple(cut for _ in pieces), {source: cut})
     lengths = tuple(int(piece.shape[cut.axis]) for piece in pieces)
     if lengths != cut.blocks:
@@ -266,7 +266,7 @@ def _repeated(node: Node, placed: Placed, ranks: int) -> Local | None:
     axis = args_of(node)[2] if len(args_of(node)) > 2 else node.kwargs.get("dim")
     if axis is None or not isinstance(times, int):
         return None
-    same = _axis(int(axis), len(shape_of(source))) == cut.axis
+    same = _axis(axis, len(shape_of(source))) == cut.axis
     return Local(cut.on(cut.axis, scale=times) if same else cut, {source: cut})
 
 
@@ -281,24 +281,24 @@ def _size(node: Node, placed: Placed, ranks: int) -> Local | None:
 
 def _transposed(node: Node, axis: int) -> int:
     rank = len(shape_of(node))
-    first, second = (0, 1) if len(args_of(node)) < 3 else (_axis(int(a), rank) for a in args_of(node)[1:3])
+    first, second = (0, 1) if len(args_of(node)) < 3 else (_axis(a, rank) for a in args_of(node)[1:3])
     return {first: second, second: first}.get(axis, axis)
 
 
 def _permuted(node: Node, axis: int) -> int:
     rank = len(shape_of(node))
-    return [_axis(int(a), rank) for a in args_of(node)[1]].index(axis)
+    return [_axis(a, rank) for a in args_of(node)[1]].index(axis)
 
 
 def _unsqueezed(node: Node, axis: int) -> int:
-    return axis + (_axis(int(args_of(node)[1]), len(shape_of(node))) <= axis)
+    return axis + (_axis(args_of(node)[1], len(shape_of(node))) <= axis)
 
 
 def _fewer(node: Node, axis: int) -> int | None:
     """Axis after the axes of one argument have gone."""
     given: Any = args_of(node)[1]
     rank = len(shape_of(args_of(node)[0]))
-    gone = {_axis(int(a), rank) for a in (given if isinstance(given, (list, tuple)) else [given])}
+    gone = {_axis(a, rank) for a in (given if isinstance(given, (list, tuple)) else [given])}
     if name_of(node) == "squeeze":
         gone = {a for a in gone if shape_of(args_of(node)[0])[a] == 1}
     return axis - sum(a < axis for a in gone)

@@ -175,7 +175,7 @@ class _Stage:
         else:
             args = map_arg(node.args, self.made.__getitem__)
         kwargs = map_arg(node.kwargs, self.made.__getitem__)
-        made = self.graph.create_node("call_function", node.target, args, kwargs, name=node.name)  # type: ignore[arg-type]
+        made = self.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
         if made.name != node.name:
             made.name = node.name
             self.graph._graph_namespace._used_names.add(node.name)
