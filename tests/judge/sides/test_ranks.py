@@ -130,6 +130,7 @@ def test_a_shard_of_another_rank() -> None:
     assert (first.site, first.rank) == ("model.layers.0.mlp.down_proj/linear.0", 1)
 
 
+@pytest.mark.slow
 def test_a_missing_all_reduce() -> None:
     def plant(parts: Parts) -> None:
         for program in parts[0]:
@@ -146,6 +147,7 @@ def test_a_missing_all_reduce() -> None:
     assert first.hints[0].kind == "all-reduce missing"
 
 
+@pytest.mark.slow
 def test_a_doubled_all_reduce() -> None:
     def plant(parts: Parts) -> None:
         for program in parts[0]:
@@ -164,6 +166,7 @@ def test_a_doubled_all_reduce() -> None:
     assert first.hints[0].kind == "all-reduce doubled"
 
 
+@pytest.mark.slow
 def test_one_rank_without_the_collective_of_others() -> None:
     def plant(parts: Parts) -> None:
         def change(graph: Any, nodes: dict[str, Any]) -> None:
@@ -201,6 +204,7 @@ def test_a_bias_that_each_rank_adds() -> None:
     assert "bias repeated" in {hint.kind for hint in first.hints}
 
 
+@pytest.mark.slow
 def test_key_heads_of_the_other_rank() -> None:
     def plant(parts: Parts) -> None:
         end = "layers.1.self_attn.k_proj.weight"
