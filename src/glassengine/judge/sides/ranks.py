@@ -220,9 +220,14 @@ class RanksSide(ProgramSide):
 
 
 def _empty(program: Program, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    sizes = {"batch": named["input_ids"].shape[0], "cache": named["attention_mask"].shape[1]}
+    sizes: dict[int | str, int] = {
+        "batch": named["input_ids"].shape[0],
+        "cache": named["attention_mask"].shape[1],
+    }
     return {
-        port.name: torch.zeros([sizes.get(str(s), s) for s in port.shape], dtype=getattr(torch, port.dtype))  # type: ignore[misc]
+        port.name: torch.zeros(
+            [size if isinstance(size, int) else sizes[size] for size in port.shape], dtype=getattr(torch, port.dtype)
+        )
         for port in program.inputs
         if port.name in program.caches
     }

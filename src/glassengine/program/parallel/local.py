@@ -44,7 +44,7 @@ def name_of(node: Node) -> str:
     return str(getattr(node.target, "__name__", node.target))
 
 
-def args_of(node: Node) -> Any:
+def args_of(node: Node) -> tuple[Any, ...]:
     """Return the positional arguments of a node, of whatever types."""
     return node.args
 
