@@ -78,7 +78,7 @@ def as_if_joined(mesh: Mesh, rank: int) -> Iterator[None]:
     if mesh.tensor == 1 or not dist.is_available():
         yield
         return
-    group = dist.ProcessGroup(dist.HashStore(), mesh.place(rank), mesh.tensor)
+    group = dist.ProcessGroup(torch._C._distributed_c10d.HashStore(), mesh.place(rank), mesh.tensor)
     torch._C._distributed_c10d._register_process_group(_NAME, group)
     try:
         yield

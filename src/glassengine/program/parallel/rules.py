@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from glassengine.ops.arguments import argument
 from glassengine.ops.table import TABLE
 from glassengine.program.parallel import products
 from glassengine.program.parallel.local import Local, Placed, Rule, args_of, name_of, shape_of
@@ -161,15 +162,13 @@ def _cat(node: Node, placed: Placed, ranks: int) -> Local | None:
 def _slice(node: Node, placed: Placed, ranks: int) -> Local | None:
     source = args_of(node)[0]
     cut = placed(source)
-    axis, start, stop = (*args_of(node)[1:4], *(0, None, None)[len(args_of(node)) - 1 :])
+    axis, start, stop, step = (argument(node, name) for name in ("dim", "start", "end", "step"))
     if _axis(axis, len(shape_of(source))) != cut.axis:
         return Local(cut, {source: cut})
-    if isinstance(start, Node) or isinstance(stop, Node):
+    if isinstance(start, Node) or isinstance(stop, Node) or step != 1:
         return None
     size = sum(cut.blocks)
     begin, end = start or 0, size if stop is None or stop > size else stop
-    if len(args_of(node)) > 4 and args_of(node)[4] != 1:
-        return None
     edges = [sum(cut.blocks[:number]) for number in range(len(cut.blocks) + 1)]
     begin, end = (edge + size if edge < 0 else edge for edge in (begin, end))
     if begin not in edges or end not in edges or begin == end:
