@@ -34,7 +34,7 @@ def require_layers(program: Program, stages: int) -> dict[str, int]:
     """Return path of a layer -> stage.
 
     Raises:
-        UsageError: There are fewer layers than stages, or they cannot be told apart.
+        UsageError: There are fewer layers than stages.
     """
     layers = _layers(program)
     if len(layers) < stages:
