@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -106,6 +107,14 @@ def rank_programs(program: Program, plan: Plan | None, mesh: Mesh) -> Iterator[t
             yield stage * mesh.tensor + place, part
 
 
+def _named_once(program: Program) -> Program:
+    """Return a program that holds no weight under a second name, which no op reads and no rank would have to keep."""
+    exported = copy.copy(program.exported)
+    read = {spec.target for spec in exported.graph_signature.input_specs}
+    exported._state_dict = {name: value for name, value in exported.state_dict.items() if name in read}
+    return program.replace(exported)
+
+
 def write_ranks(
     program: Program,
     directory: Path,
@@ -133,6 +142,7 @@ def write_ranks(
         UsageError: The model cannot be shared so.
         BackendError: The back-end failed.
     """
+    program = _named_once(program)
     plan = plan_of(program, model, mesh)
     alone = dataclasses.replace(settings, add_output=(), implicit_outputs=False, passes=(), reloadable=False, notes=())
     for rank, part in rank_programs(program, plan, mesh):
