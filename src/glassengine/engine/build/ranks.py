@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,7 +20,9 @@ from glassengine.program.parallel.plan import Plan, plan_ranks
 from glassengine.program.parallel.ranks import weight_placements
 from glassengine.program.parallel.rewrite import program_of
 from glassengine.program.parallel.stages import cut_stages, require_layers
+from glassengine.program.representation.program import copied_graph, rebuilt
 from glassengine.program.representation.stored import save_program
+from glassengine.program.user_code.prune import without_dead_weights
 from glassengine.progress import Progress, Work, silent
 
 
@@ -109,10 +110,9 @@ def rank_programs(program: Program, plan: Plan | None, mesh: Mesh) -> Iterator[t
 
 def _named_once(program: Program) -> Program:
     """Return a program that holds no weight under a second name, which no op reads and no rank would have to keep."""
-    exported = copy.copy(program.exported)
-    read = {spec.target for spec in exported.graph_signature.input_specs}
-    exported._state_dict = {name: value for name, value in exported.state_dict.items() if name in read}
-    return program.replace(exported)
+    exported = program.exported
+    own = rebuilt(exported, copied_graph(exported.graph), exported.graph_signature.output_specs)
+    return program.replace(without_dead_weights(own))
 
 
 def write_ranks(

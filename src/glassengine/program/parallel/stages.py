@@ -24,6 +24,7 @@ from glassengine.errors import UsageError
 from glassengine.program.kinds.causal_lm import KVLayout
 from glassengine.program.parallel.local import name_of
 from glassengine.program.representation.program import Port, Program
+from glassengine.program.user_code.prune import without_dead_weights
 from glassengine.sites import SiteTable
 
 HANDED = "handed_on."
@@ -248,7 +249,7 @@ class _Stage:
             layout = KVLayout(tuple(layers), layout.states)
         return dataclasses.replace(
             program,
-            exported=made,
+            exported=without_dead_weights(made),
             sites=SiteTable(kept),
             kind="module",
             inputs=tuple(self.ports),
