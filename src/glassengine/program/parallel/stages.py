@@ -24,7 +24,6 @@ from glassengine.errors import UsageError
 from glassengine.program.kinds.causal_lm import KVLayout
 from glassengine.program.parallel.local import name_of
 from glassengine.program.representation.program import Port, Program
-from glassengine.program.user_code.prune import without_dead_weights
 from glassengine.sites import SiteTable
 
 HANDED = "handed_on."
@@ -249,7 +248,7 @@ class _Stage:
             layout = KVLayout(tuple(layers), layout.states)
         return dataclasses.replace(
             program,
-            exported=without_dead_weights(made),
+            exported=made,
             sites=SiteTable(kept),
             kind="module",
             inputs=tuple(self.ports),
