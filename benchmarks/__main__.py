@@ -18,6 +18,7 @@ SUITES = {
     "lazy": "microseconds that recording an operation on lazy tensors costs, beside eager code",
     "judge": "time of judging a forward, against the forward",
     "recording": "what glass.record costs: burst, sustained, small models, light statistics",
+    "watch": "what a watch costs a training step of hidden 512 (the numbers of threads, 1 2, are arguments)",
     "reading": "a million steps opened, a hundred thousand tensors shown, thousands of steps compared",
     "uploading": "what recording into an object store costs, that keeps up and that does not",
     "snapshots": "what snapshots cost: armed and never firing, and writing beside the disk's own speed",

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from glassengine.recording.read.dump import open_dump as open
     from glassengine.recording.read.export import export
     from glassengine.recording.read.reader import Recording
+    from glassengine.recording.write.watch import Watch
     from glassengine.results import Comparison, Divergence
     from glassengine.taps import tap
 
@@ -48,6 +49,7 @@ __all__ = [
     "GlassError",
     "Recording",
     "Session",
+    "Watch",
     "__version__",
     "build",
     "check",
@@ -77,6 +79,7 @@ _PUBLIC = {
     "GlassError": "glassengine.errors",
     "Recording": "glassengine.recording.read.reader",
     "Session": "glassengine.engine.session.session",
+    "Watch": "glassengine.recording.write.watch",
     "build": "glassengine.engine.build.build",
     "check": "glassengine.diagnose",
     "check_training": "glassengine.diagnose.training.check",

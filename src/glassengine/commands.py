@@ -1,9 +1,9 @@
 """The commands of `glass` as functions, as far as the package itself has no name for them.
 
 `glass record MODEL` is `record_target`, `glass record -- SCRIPT` is `record_script`, and `--noise-floor` is
-`measure_noise_floor`. `glass compare` of more than two records is `compare_many`, of engines `side_by_side`, of the
-artifacts of two builds `compare_artifacts`. `glass upload` is `upload`, `glass verify` is `verify_engine`, and
-`glass doctor --calibrate` is `calibrate`.
+`measure_noise_floor`. `glass compare` of more than two records is `compare_many`, of watched runs `compare_series`, of
+engines `side_by_side`, of the artifacts of two builds `compare_artifacts`. `glass upload` is `upload`, `glass verify`
+is `verify_engine`, and `glass doctor --calibrate` is `calibrate`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,21 @@ if TYPE_CHECKING:
     from glassengine.capture.runs.target import record_target
     from glassengine.capture.scripts.run_script import record_script
     from glassengine.compare.many import compare_many
+    from glassengine.compare.series.series import compare_series
     from glassengine.diagnose.engines.side_by_side import side_by_side
     from glassengine.diagnose.noise_floor import measure_noise_floor
     from glassengine.engine.store.signing import verify_engine
     from glassengine.program.listing.artifacts import compare_artifacts
+    from glassengine.recording.read.series import SeriesReader, find_series
     from glassengine.recording.read.upload import upload
 
 __all__ = [
+    "SeriesReader",
     "calibrate",
     "compare_artifacts",
     "compare_many",
+    "compare_series",
+    "find_series",
     "measure_noise_floor",
     "record_script",
     "record_target",
@@ -36,9 +41,12 @@ __all__ = [
 ]
 
 _PUBLIC = {
+    "SeriesReader": "glassengine.recording.read.series",
     "calibrate": "glassengine.backends.accuracy.calibration",
     "compare_artifacts": "glassengine.program.listing.artifacts",
     "compare_many": "glassengine.compare.many",
+    "compare_series": "glassengine.compare.series.series",
+    "find_series": "glassengine.recording.read.series",
     "measure_noise_floor": "glassengine.diagnose.noise_floor",
     "record_script": "glassengine.capture.scripts.run_script",
     "record_target": "glassengine.capture.runs.target",

@@ -24,6 +24,7 @@ PAGES = [
     "onnx-and-pt2.md",
     "quantized-and-adapted.md",
     "trust.md",
+    "watching.md",
 ]
 
 

@@ -14,6 +14,7 @@ import glassengine as glass
 from glassengine import commands
 from glassengine.cli.documents import answer
 from glassengine.cli.options import err, out
+from glassengine.cli.series import are_watched, compare_watched
 from glassengine.cli.shared import Map, MinCoverage, MinSnr, TrustEngine, decibels
 from glassengine.errors import GlassError, UsageError
 from glassengine.reading.documents import read_document
@@ -34,6 +35,7 @@ class FailOn(StrEnum):
 _ARTIFACTS = "build artifacts"
 _ENGINES = "an engine"
 _TENSORS = "tensors"
+_SERIES = "watched runs"
 
 _MAX_MANIFEST_BYTES = 64 << 20
 _TENSOR_FILE = re.compile(r"step\d+\.(pt|pth|safetensors|npz)|.+\.npy|recording\.json|tllm_debug|PP_\d+")
@@ -79,6 +81,10 @@ def command(
         int | None, typer.Option(metavar="N", help="Engines: maximum new tokens.", show_default=False)
     ] = None,
     trust_engine: TrustEngine = False,
+    series: Annotated[
+        bool | None,
+        typer.Option("--series/--no-series", help="Compare the series of two watched runs, or their tensors."),
+    ] = None,
 ) -> int:
     """Compare recordings, tensor files, dumps, engines or build artifacts.
 
@@ -102,16 +108,23 @@ def command(
         "trust_engine": trust_engine or None,
     }
     sides = [baseline, *candidates]
+    if series or (series is None and are_watched(sides) and not _given(for_tensors)):
+        _refuse(_SERIES, _TENSORS, _given(for_tensors))
+        return compare_watched(sides)
     kind = _common_kind(sides)
-    defaults = {"device": "cpu", "min_coverage": 0.9, "floating_point_only": False}
-    given = [name for name, value in for_tensors.items() if value != defaults.get(name) and value != ()]
-    _refuse(kind, _TENSORS, given)
+    _refuse(kind, _TENSORS, _given(for_tensors))
     _refuse(kind, _ENGINES, [name for name, value in for_engines.items() if value is not None])
     if kind == _ENGINES:
         return _engines(sides, for_engines)
     if kind == _ARTIFACTS:
         return _artifacts(sides)
     return _tensors(baseline, candidates, for_tensors)
+
+
+def _given(options: dict[str, Any]) -> list[str]:
+    """Return the names of the options for tensors that were given."""
+    defaults = {"device": "cpu", "min_coverage": 0.9, "floating_point_only": False}
+    return [name for name, value in options.items() if value != defaults.get(name) and value != ()]
 
 
 def _tensors(baseline: str, candidates: Sequence[str], options: dict[str, Any]) -> int:

@@ -17,10 +17,9 @@ from glassengine.cli.documents import answer
 from glassengine.cli.options import err, out, progress, settings
 from glassengine.cli.script_line import ScriptLine, read_script_line
 from glassengine.cli.shared import AdaptedCheckpoint, Dtype, ModuleInputs, Overwrite
+from glassengine.cli.watch_options import TrackerNames, Triggers, Watching, size, watch_of
 from glassengine.errors import IncomparableError, UsageError
 from glassengine.stores.places import place
-
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
 def command(
@@ -59,6 +58,9 @@ def command(
     optimizer: Annotated[
         bool, typer.Option("--optimizer", help="Of a script: record parameters and state after each optimizer step.")
     ] = False,
+    watch: Watching = False,
+    trigger: Triggers = None,
+    tracker: TrackerNames = None,
     noise_floor: Annotated[
         bool,
         typer.Option("--noise-floor", help="Measure the rounding noise of each tensor in two more runs."),
@@ -86,10 +88,10 @@ def command(
         "sites": list(sites) if sites else None,
         "values": values,
         "steps": _steps(steps),
-        "byte_budget": _size("--byte-budget", byte_budget),
+        "byte_budget": size("--byte-budget", byte_budget),
         "overwrite": overwrite,
         "durable": durable,
-        "spool_bytes": _size("--spool", spool),
+        "spool_bytes": size("--spool", spool),
         "when_behind": when_behind,
     }
     line = read_script_line(target)
@@ -98,12 +100,16 @@ def command(
         if any(option is not None for option in given) or dry_run or noise_floor:
             got = "--inputs, --max-new-tokens, --tokens-of, --device, --noise-floor or --dry-run"
             raise UsageError("a script brings its own inputs, and is run once", got=got)
-        return _script(line, output_dir, {**policy, "gradients": gradients, "optimizer": optimizer})
+        watched = watch_of(watch, trigger, tracker)
+        return _script(line, output_dir, {**policy, "gradients": gradients, "optimizer": optimizer, "watch": watched})
     if gradients or optimizer:
         got = "--gradients" if gradients else "--optimizer"
         raise UsageError(
             "only a script trains", got=got, hint="glass record --gradients --optimizer -o DIR -- train.py"
         )
+    if watch or trigger or tracker:
+        got = "--watch, --trigger or --tracker"
+        raise UsageError("only for a script, which trains", got=got, hint="glass record --watch -- script.py ARGS...")
     if len(target) > 1:
         raise UsageError("more than one TARGET", got=" ".join(target), hint="glass record -o DIR -- script.py ARGS...")
     with progress(f"recording {target[0]}"):
@@ -185,12 +191,3 @@ def _steps(text: str | None) -> frozenset[int] | None:
             raise UsageError("invalid list of steps", got=f"--steps {text}", expected="numbers and ranges, as in 0-3,7")
         found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
     return frozenset(found)
-
-
-def _size(flag: str, text: str | None) -> int | None:
-    if text is None:
-        return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)b?", text.strip().lower())
-    if match is None:
-        raise UsageError("invalid size", got=f"{flag} {text}", expected="bytes, or as in 500M, 2G")
-    return int(float(match[1]) * _UNITS[match[2]])

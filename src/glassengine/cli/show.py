@@ -12,6 +12,7 @@ import typer
 import glassengine as glass
 from glassengine.cli.documents import answer
 from glassengine.cli.options import err, out, progress, settings
+from glassengine.cli.series import show_series
 from glassengine.cli.shared import Overwrite
 from glassengine.errors import UsageError
 from glassengine.reading.printable import printable
@@ -42,8 +43,13 @@ def command(
         str | None, typer.Option(metavar="pt|npz|debug-tree", help="Format of a directory; default: debug-tree.")
     ] = None,
     overwrite: Overwrite = False,
+    plot: Annotated[bool, typer.Option("--plot", help="Draw the series of a watched run, a line each.")] = False,
 ) -> int:
     """Show the tensors of a recording or dump, and their statistics."""
+    if plot:
+        if any((step, rank is not None, nonfinite, values, full, export, export_format, overwrite)):
+            raise UsageError("--plot goes with PATTERN only", got="--plot and another flag")
+        return show_series(recording, pattern)
     if export is not None:
         others = rank is not None or nonfinite or values or full or settings.json is not None
         if others or len(step or ()) > 1:

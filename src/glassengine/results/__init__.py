@@ -94,6 +94,11 @@ from glassengine.results.replay import (
     Replayed,
     ReplayedOutput,
 )
+from glassengine.results.series import (
+    SeriesComparison,
+    SeriesPoint,
+    SeriesStanding,
+)
 
 __all__ = [
     "FLAGGED",
@@ -140,6 +145,9 @@ __all__ = [
     "Result",
     "ResultComparison",
     "Rung",
+    "SeriesComparison",
+    "SeriesPoint",
+    "SeriesStanding",
     "SideBySide",
     "Signature",
     "Skipped",

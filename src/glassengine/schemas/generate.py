@@ -16,14 +16,14 @@ from typing import Any
 
 import msgspec
 
-from glassengine.results import ArtifactComparison, Comparison, Comparisons, MetricsReport, SideBySide
+from glassengine.results import ArtifactComparison, Comparison, Comparisons, MetricsReport, SeriesComparison, SideBySide
 from glassengine.results.comparison import SCHEMA_VERSION
 from glassengine.results.failure import Failure
 
 _WORDS = {"check": "glass check --json, glass check-training --json", "compare": "glass compare --json"}
 _DOCUMENTS = {
     "check": (Comparison, Failure),
-    "compare": (Comparison, Comparisons, SideBySide, ArtifactComparison, Failure),
+    "compare": (Comparison, Comparisons, SideBySide, ArtifactComparison, SeriesComparison, Failure),
 }
 _NUMBER = {
     "description": "A number; one that is not finite is a word.",

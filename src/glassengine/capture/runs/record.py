@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from glassengine import environment
@@ -19,9 +18,13 @@ from glassengine.capture.calls.names import ModuleNames
 from glassengine.capture.intake.gradients import ParameterHooks
 from glassengine.capture.intake.intake import Intake
 from glassengine.capture.observers.module_hooks import ModuleHooks
+from glassengine.capture.runs.held_module import module_of
+from glassengine.capture.watch import losses
+from glassengine.capture.watch.watcher import LOSS, Watcher, watcher_of
 from glassengine.errors import GlassError, UnknownNameError, UsageError
 from glassengine.recording.background import BackgroundWriter
 from glassengine.recording.write.policy import Policy, WhenBehind
+from glassengine.recording.write.watch import Watch, watch_of
 from glassengine.sites import ROOT
 from glassengine.stores.places import place
 
@@ -48,6 +51,7 @@ class Recorder:
         overwrite: bool,
         durable: bool,
         spool_bytes: int | None,
+        watch: Watch | None = None,
     ) -> None:
         self.path = place(path)
         self.model = model
@@ -58,6 +62,8 @@ class Recorder:
         self._overwrite = overwrite
         self._durable = durable
         self._spool_bytes = spool_bytes
+        self._watch = watch
+        self._watcher: Watcher | None = None
         self._writer: BackgroundWriter | None = None
 
     def __enter__(self) -> Self:
@@ -73,8 +79,13 @@ class Recorder:
         )
         self._writer = writer
         self._policy.watch(lambda: writer.is_behind)
-        self._intake = Intake(writer, self._policy, _place()[0])
-        holds = self._gradients or bool(self._optimizer)
+        policy, (rank, count) = self._policy, _place()
+        if self._watch is not None:
+            shared = self.path.parent if count > 1 else None
+            self._watcher = watcher_of(writer, self._watch, policy, rank=rank, shared=shared)
+            policy = policy.unlimited()
+        self._intake = Intake(self._watcher or writer, policy, rank)
+        holds = self._gradients or bool(self._optimizer) or self._watch is not None
         self._hooks = ModuleHooks(self.model, self._intake, self._policy, gradients=self._gradients, holds_steps=holds)
         self._parameters = ParameterHooks(
             self._hooks.names,
@@ -86,6 +97,9 @@ class Recorder:
         try:
             self._hooks.attach()
             self._parameters.attach()
+            if self._watcher is not None:
+                self._watcher.attach()
+                losses.listen(self._note_loss)
         except BaseException:
             self._detach()
             writer.close("it never began")
@@ -106,6 +120,11 @@ class Recorder:
         try:
             self._hooks.finish(stopped)
             self._intake.finish("the end of glass.record")
+            if self._watcher is not None:
+                if isinstance(error, Exception):
+                    self._watcher.fail(f"stopped by {stopped}")
+                self._watcher.finish()
+                writer.metadata["watch"] = self._watcher.summary()
             if self._hooks.steps.num_begun == 0 and reason is None:
                 reason = "the model was not called"
                 _log.warning(
@@ -172,9 +191,32 @@ class Recorder:
             self._intake.finish("Recorder.wait()")
             self._writer.wait()
 
+    def number(self, name: str, value: Tensor | float) -> None:
+        """Add a number (a loss, an accuracy) to the series of the current step of a watched run.
+
+        Raises:
+            UsageError: The run is not watched.
+        """
+        if self._watch is None:
+            raise UsageError("only a watched run has numbers", got=name, hint="glass.record(..., watch=True)")
+        step = None if self._watcher is None else self._hooks.current_step
+        if step is not None and self._watcher is not None:
+            self._watcher.number(name, step, value)
+
+    @property
+    def events(self) -> Sequence[Mapping[str, Any]]:
+        """What triggered in a watched run so far: "step", "why", the steps "recorded" for it, what was "missing"."""
+        return () if self._watcher is None else tuple(self._watcher.events)
+
+    def _note_loss(self, loss: Tensor) -> None:
+        self.number(LOSS, loss)
+
     def _detach(self) -> None:
         self._parameters.detach()
         self._hooks.detach()
+        if self._watcher is not None:
+            losses.listen_no_more(self._note_loss)
+            self._watcher.detach()
 
 
 def record(
@@ -192,6 +234,7 @@ def record(
     spool_bytes: int | None = None,
     when_behind: WhenBehind = "wait",
     metadata: Mapping[str, Any] | None = None,
+    watch: Watch | bool | None = None,
 ) -> Recorder:
     """Record every forward of `model` that runs while the returned context manager is entered.
 
@@ -226,6 +269,8 @@ def record(
         when_behind: For a store that takes less than is recorded: "wait" slows the model down to what it takes, "cut"
             leaves values out, keeps their statistics and lists them.
         metadata: JSON-ready facts to keep with the recording.
+        watch: Measure every tensor and record the values of those steps only that a trigger names, with the steps
+            before: True, or a `glass.Watch`. A step then ends when the next forward begins.
 
     Raises:
         UsageError: `model` is not, and does not hold, one module; or the directory cannot be written, or exists.
@@ -248,30 +293,8 @@ def record(
         overwrite=overwrite,
         durable=durable,
         spool_bytes=spool_bytes,
+        watch=watch_of(watch),
     )
-
-
-def module_of(target: object) -> nn.Module:
-    """Return `target` if it is a module, or else the one module that it is bound to, holds or refers to.
-
-    Raises:
-        UsageError: There is none, or more than one.
-    """
-    if isinstance(target, nn.Module):
-        return target
-    held = [getattr(target, "__self__", None)]
-    if inspect.isfunction(target):
-        names = inspect.getclosurevars(target)
-        held += [*names.nonlocals.values(), *names.globals.values()]
-    # What a method is bound to, or a function refers to, may be a pipeline in its turn.
-    holders = [item for item in (target, *held) if not isinstance(item, (nn.Module, ModuleType))]
-    held += [getattr(item, name, None) for item in holders for name in ("model", "module", "_model")]
-    found = list(dict.fromkeys(item for item in held if isinstance(item, nn.Module)))
-    if len(found) != 1:
-        hint = "engine.generate(..., record=path)" if hasattr(target, "manifest") else "name the module that it calls"
-        what = ", ".join(type(item).__name__ for item in found) or f"{type(target).__name__}, which holds no module"
-        raise UsageError("only one module can be recorded", got=what, hint=hint)
-    return found[0]
 
 
 def describe_model(model: nn.Module) -> dict[str, Any]:

@@ -13,8 +13,10 @@ import torch
 
 from glassengine import environment
 from glassengine.capture.intake.intake import Intake, Steps
+from glassengine.capture.watch.watcher import Watcher, watcher_of
 from glassengine.recording.background import BackgroundWriter
 from glassengine.recording.write.policy import Policy, Wanted
+from glassengine.recording.write.watch import Watch, watch_of
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class SessionRecording:
         overwrite: Replace an existing recording.
         durable: As for `record`.
         spool_bytes: As for `record`.
+        watch: As for `record`.
         wanted: As for `record`.
 
     Attributes:
@@ -72,6 +75,7 @@ class SessionRecording:
         overwrite: bool = False,
         durable: bool = True,
         spool_bytes: int | None = None,
+        watch: Watch | bool | None = None,
         **wanted: Unpack[Wanted],
     ) -> None:
         self.path = path
@@ -86,7 +90,13 @@ class SessionRecording:
             path, metadata=metadata, overwrite=overwrite, durable=durable, spool_bytes=spool_bytes
         )
         self._policy.watch(lambda: self._writer.is_behind)
-        self._intake = Intake(self._writer, self._policy, 0)
+        self._watcher: Watcher | None = None
+        policy, watched = self._policy, watch_of(watch)
+        if watched is not None:
+            self._watcher = watcher_of(self._writer, watched, policy, rank=0, shared=None)
+            self._watcher.attach()
+            policy = policy.unlimited()
+        self._intake = Intake(self._watcher or self._writer, policy, 0)
         self._steps = Steps()
 
     def step(self, run: Run) -> None:
@@ -113,4 +123,8 @@ class SessionRecording:
             self._intake.take(site, step, tensor)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if self._watcher is not None:
+            self._watcher.detach()
+            self._watcher.finish()
+            self._writer.metadata["watch"] = self._watcher.summary()
         self._writer.close(None if error is None else f"stopped by {type(error).__name__}: {error}"[:300])

@@ -11,6 +11,7 @@
                               after all its bytes
     ring.part, ring.log       steps that have ended and are not in the index yet, while the recording is being written
                               and after its process was killed: see `ring_file`
+    series.log                the statistics of every step of a watched run: see `series`
     recovered/                what was recovered of these: a recording in itself, whose shards are numbered on
 
 A frame is: payload length (u32), CRC-32 of the payload (u32), payload; little-endian. The payload is JSON, or of
@@ -35,6 +36,7 @@ RING = "ring.part"
 MOVED = "ring.log"
 RECOVERED = "recovered"
 STATISTICS = "statistics.log"
+SERIES = "series.log"
 ALIGNMENT = 64
 
 # 8 length bytes and the header of the first shard. A shard is sealed before its header outgrows them, so nothing

@@ -131,6 +131,52 @@ def light(tensor: Tensor) -> LightStatistics:
     return _exact(tensor)
 
 
+def norm_of(tensor: Tensor) -> tuple[float, int]:
+    """Return the norm of the finite elements, and how many others there are: one fast pass where there are none.
+
+    The norm is in the precision of the dtype. Waits for the device the tensor is on.
+
+    Args:
+        tensor: Dense; any shape, strides and dtype that can be converted to float64.
+    """
+    tensor = tensor.detach()
+    if tensor.numel() == 0:
+        return 0.0, 0
+    if tensor.dtype in _NUMPY and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg():
+        flat = np.from_dlpack(tensor).reshape(-1)
+        with np.errstate(all="ignore"):
+            squares = _sum_of_squares(flat)
+        if squares >= _LEAST_SQUARES and squares < math.inf:
+            return math.sqrt(squares), 0
+        if squares == 0 and not flat.any():
+            return 0.0, 0
+    elif tensor.dtype in _FAST:
+        norm = float(torch.linalg.vector_norm(tensor))
+        if _LEAST_SQUARES <= norm < math.inf:
+            return norm, 0
+    found = _exact(tensor)
+    return found.norm, found.num_nonfinite
+
+
+def copied_norm(target: Tensor, source: Tensor) -> float | None:
+    """Copy a tensor piece by piece and return its norm; None where both have to be had in another way.
+
+    Args:
+        target: Contiguous, of the shape and dtype of `source`, on the CPU.
+        source: Any.
+    """
+    if source.dtype not in _NUMPY or not source.is_cpu or not source.is_contiguous() or source.is_neg():
+        return None
+    given, taken = np.from_dlpack(source.detach()).reshape(-1), np.from_dlpack(target).reshape(-1)
+    squares = 0.0
+    with np.errstate(all="ignore"):
+        for start in range(0, len(given), _PIECE_ELEMENTS):
+            piece = slice(start, start + _PIECE_ELEMENTS)
+            taken[piece] = given[piece]
+            squares += _sum_of_squares(taken[piece])
+    return math.sqrt(squares) if squares >= _LEAST_SQUARES and squares < math.inf else None
+
+
 def light_of_bytes(data: memoryview, dtype: str) -> LightStatistics:
     """Return what `light` does of the bytes of a tensor in row-major order, on one thread.
 

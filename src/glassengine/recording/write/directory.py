@@ -175,5 +175,5 @@ def reason_of(error: OSError, path: Path) -> str:
 def is_ours(name: str) -> bool:
     """Return whether a recording has files of this name."""
     own = {layout.MANIFEST, f"{layout.MANIFEST}.tmp", layout.INDEX, layout.STATISTICS, noise_floor.FILE}
-    own |= {layout.RING, layout.MOVED, layout.RECOVERED, f"{layout.RECOVERED}.part"}
+    own |= {layout.SERIES, layout.RING, layout.MOVED, layout.RECOVERED, f"{layout.RECOVERED}.part"}
     return name in own or re.fullmatch(r"shard-\d{5}\.(part|safetensors)", name) is not None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 import threading
 from collections.abc import Callable, Collection, Sequence
-from typing import Literal, TypedDict, get_args
+from typing import Literal, Self, TypedDict, get_args
 
 from glassengine.errors import UsageError
+from glassengine.recording.write.watch import Watch
 from glassengine.sites import matches, patterns_of
 
 NO_VALUES = "values were not asked for"
@@ -35,6 +37,7 @@ class RecordOptions(Wanted, total=False):
     overwrite: bool
     durable: bool
     spool_bytes: int | None
+    watch: Watch | bool | None
 
 
 class ScriptOptions(RecordOptions, total=False):
@@ -112,6 +115,12 @@ class Policy:
                 return False
             self._left -= num_bytes
             return True
+
+    def unlimited(self) -> Self:
+        """Return the same policy without its budget; what one of them sees, both have seen."""
+        found = copy.copy(self)
+        found._left = found._is_behind = None
+        return found
 
     def unmatched(self) -> list[str]:
         """Return the patterns that no site has matched so far."""

@@ -1,0 +1,1 @@
+"""Compares the series of two watched runs."""
