@@ -181,17 +181,16 @@ class _Found:
         order = {name: at for at, name in enumerate(self.names)}
         partings = sorted(self._partings.values(), key=lambda point: (point.step, order[point.site]))
         is_unknown = self._num_seen < CALIBRATION
-        standing: SeriesStanding = "within the variation"
+        is_uncalibrated = bool((is_unknown & self._differed).any())
+        standing: SeriesStanding = "same" if self._first is None else "within the variation"
         if partings:
             standing = "apart"
-        elif self._first is None:
-            standing = "same"
-        elif (is_unknown & self._differed).any():
+        elif is_uncalibrated:
             standing = "uncalibrated"
         return SeriesComparison(
             baseline,
             candidate,
-            ok=standing in ("same", "within the variation"),
+            ok=not partings and not is_uncalibrated,
             standing=standing,
             num_steps=self.num_steps,
             num_series=len(self.names),
