@@ -22,7 +22,7 @@ FLOORS = (
     {"deferred", "errors", "plugins", "progress"},
     {"environment"},
     {"stores"},
-    {"reading", "torch_versions", "writing"},
+    {"reading", "torch_versions", "workers", "writing"},
     {"accelerators", "sites", "taps", "results", "blocks", "spans", "ops"},
     {"recording", "program", "schemas"},
     {"numerics"},

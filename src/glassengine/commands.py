@@ -1,9 +1,9 @@
 """The commands of `glass` as functions, as far as the package itself has no name for them.
 
 `glass record MODEL` is `record_target`, `glass record -- SCRIPT` is `record_script`, and `--noise-floor` is
-`measure_noise_floor`. `glass compare` of more than two records is `compare_many`, of watched runs `compare_series`, of
-engines `side_by_side`, of the artifacts of two builds `compare_artifacts`. `glass upload` is `upload`, `glass verify`
-is `verify_engine`, and `glass doctor --calibrate` is `calibrate`.
+`measure_noise_floor`. `glass compare` of more than two records is `compare_many`, with `--plan` `plan_comparison`, of
+watched runs `compare_series`, of engines `side_by_side`, of the artifacts of two builds `compare_artifacts`. `glass
+upload` is `upload`, `glass verify` is `verify_engine`, and `glass doctor --calibrate` is `calibrate`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from glassengine.backends.accuracy.calibration import calibrate
     from glassengine.capture.runs.target import record_target
     from glassengine.capture.scripts.run_script import record_script
+    from glassengine.compare.jobs import plan_comparison
     from glassengine.compare.many import compare_many
     from glassengine.compare.series.series import compare_series
     from glassengine.diagnose.engines.side_by_side import side_by_side
@@ -33,6 +34,7 @@ __all__ = [
     "compare_series",
     "find_series",
     "measure_noise_floor",
+    "plan_comparison",
     "record_script",
     "record_target",
     "side_by_side",
@@ -48,6 +50,7 @@ _PUBLIC = {
     "compare_series": "glassengine.compare.series.series",
     "find_series": "glassengine.recording.read.series",
     "measure_noise_floor": "glassengine.diagnose.noise_floor",
+    "plan_comparison": "glassengine.compare.jobs",
     "record_script": "glassengine.capture.scripts.run_script",
     "record_target": "glassengine.capture.runs.target",
     "side_by_side": "glassengine.diagnose.engines.side_by_side",

@@ -11,6 +11,7 @@ import torch
 from glassengine.compare.compare import compare
 from glassengine.compare.many import compare_many
 from glassengine.errors import CorruptError, IncomparableError, UsageError
+from glassengine.progress import silent
 from glassengine.recording.write.writer import RecordingWriter
 
 NAMES = ("input_ids", "logits", "mm_default", "model.layers.0.mlp")
@@ -109,10 +110,14 @@ def test_many_passes_every_option_on(tmp_path: Path) -> None:
         "fail_on": "rounding",
         "min_coverage": 1.0,
         "min_snr": 1.0,
+        "jobs": 1,
+        "cluster": None,
+        "first": False,
+        "progress": silent,
     }
     assert options.keys() == {
         p.name for p in inspect.signature(compare).parameters.values() if p.kind == p.KEYWORD_ONLY
-    }
+    } - {"answers"}  # of a plan, which is for one candidate
     assert inspect.signature(compare_many).parameters.keys() >= options.keys()
     many = compare_many(tmp_path / "x.pt", [tmp_path / "y.pt"], **options)  # type: ignore[arg-type]
     alone = compare(tmp_path / "x.pt", tmp_path / "y.pt", **options)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ any combination; empty tensors and non-finite elements have defined results.
 
 from glassengine.blocks.pieces import BLOCK_ELEMENTS, Stream, agree, blocks, error_stream, flat, real_stream, widen
 from glassengine.blocks.statistics import Moments, lower_median, moments
-from glassengine.blocks.totals import Difference, difference
+from glassengine.blocks.totals import Difference, difference, merged
 
 __all__ = [
     "BLOCK_ELEMENTS",
@@ -22,6 +22,7 @@ __all__ = [
     "error_stream",
     "flat",
     "lower_median",
+    "merged",
     "moments",
     "real_stream",
     "widen",

@@ -7,6 +7,7 @@ returns the same sums of a piece and declines the pieces it is not meant for.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,6 +70,17 @@ def difference(
         if same is not None:
             return same
     return _difference(baseline, candidate, rtol, atol, device)
+
+
+def merged(parts: Sequence[tuple[int, Difference]]) -> Difference:
+    """Return the sums of consecutive parts of one tensor, each with the flat position of its first element."""
+    total = Totals()
+    for start, part in parts:
+        sums = Totals()
+        vars(sums).update((name, value) for name, value in vars(part).items() if name != "num_elements")
+        sums.worst = None if part.worst is None else start + part.worst
+        total.merge(sums)
+    return Difference(sum(part.num_elements for _, part in parts), **vars(total))
 
 
 def _same(b: Tensor, c: Tensor) -> Difference | None:

@@ -188,6 +188,16 @@ def stages(shares: Sequence[tuple[Work, float]]) -> Iterator[Callable[[Event], N
         yield lambda event: err.print(f"{event} ...")
 
 
+@contextmanager
+def quiet_stages(shares: Sequence[tuple[Work, float]]) -> Iterator[Callable[[Event], None]]:
+    """Show a bar as `stages` does, and nothing where no person would see one: of work that is often over at once."""
+    if shows_progress():
+        with stages(shares) as begin:
+            yield begin
+    else:
+        yield silent
+
+
 def print_metrics() -> None:
     """Print the counters and times of this process on stderr, where `--metrics` asks for them."""
     if settings.metrics:

@@ -53,6 +53,13 @@ TrustEngine = Annotated[
 MinCoverage = Annotated[
     float, typer.Option(min=0, max=1, help="Minimum share of the baseline's float-valued sites that must be judged.")
 ]
+Jobs = Annotated[int, typer.Option(metavar="N", help="Judge in N processes of this machine.")]
+Cluster = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS", help="Judge by tasks of a Ray cluster: ray://HOST:PORT, or auto.", show_default=False
+    ),
+]
 MinSnr = Annotated[
     str | None, typer.Option(metavar="dB", help="Minimum signal-to-noise ratio of each result, e.g. 30dB.")
 ]

@@ -8,49 +8,44 @@ based on them is reported as uncalibrated. Neither distinguishes an introduced e
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from glassengine.compare.first import Order
-from glassengine.compare.judging import BY_FLOOR, BY_GIVEN_TOLERANCE, BY_TOLERANCE, Judge
-from glassengine.compare.matching.maps import TensorMap, load_map
-from glassengine.compare.matching.matching import Match, Matching, match
-from glassengine.compare.matching.phases import phase_of
+from glassengine.compare.conclude import (
+    calibration,
+    environment_of,
+    first_divergence,
+    same_weights,
+    standing,
+    summarized,
+    why_not_ok,
+)
+from glassengine.compare.distribute import Distribution, Elsewhere, Here, Judges, Verdicts
+from glassengine.compare.jobs import Planned
+from glassengine.compare.judge_chunk import Bench, judge_chunk, usable_floor
+from glassengine.compare.matching.maps import TensorMap
+from glassengine.compare.matching.matching import Match
+from glassengine.compare.plan import Plan
 from glassengine.compare.precision import Precision, over_budget, two_precisions
-from glassengine.compare.ranks.rank_and_hints import rank_and_hints
-from glassengine.compare.ranks.ranks import PutTogether
-from glassengine.compare.ranks.sides import expect_counterparts, sides_of_one_rank
-from glassengine.compare.requirements import (
-    check_arguments,
-    nothing_to_compare,
-    printed_statistics,
-    require_names,
-    require_same_tokens,
-)
-from glassengine.compare.together import judge_all
+from glassengine.compare.prepared import prepared, sendable
+from glassengine.compare.together import judged_together
+from glassengine.compare.units import Request
+from glassengine.errors import UsageError
 from glassengine.numerics.exemptions import Ledger
-from glassengine.numerics.metrics.tolerance import is_inexact, tolerance
-from glassengine.recording.layout.layout import Entry
-from glassengine.recording.layout.noise_floor import NoiseFloor, read_noise_floor
-from glassengine.recording.read.reader import Recording
-from glassengine.recording.read.source import TensorSource, open_source
-from glassengine.results import (
-    VERDICTS,
-    Comparison,
-    Divergence,
-    Pair,
-    Skipped,
-    Standing,
-    Verdict,
-    counts_of,
-    worst,
-)
-from glassengine.sites import matches, patterns_of
+from glassengine.progress import Progress, Work, silent
+from glassengine.recording.formats.debugger_file import PrintedStatistics
+from glassengine.recording.read.source import TensorSource
+from glassengine.results import VERDICTS, Comparison, Skipped, counts_of, worst
+from glassengine.sites import patterns_of
+from glassengine.workers import Workers
+from glassengine.workers.cluster import RayTasks
+from glassengine.workers.processes import Processes
 
 _PRINTED = "uncalibrated: only printed mean, deviation, minimum and maximum are known"
+_PROGRAM = "glassengine.compare.chunk"
 
 
 def compare(
@@ -67,12 +62,18 @@ def compare(
     fail_on: Literal["rounding", "suspicious", "wrong"] | None = None,
     min_coverage: float = 0.9,
     min_snr: float | None = None,
+    jobs: int = 1,
+    cluster: str | None = None,
+    first: bool = False,
+    answers: str | Path | None = None,
+    progress: Progress = silent,
 ) -> Comparison:
     """Judge every tensor of `candidate` against the tensor of the same step and rank in `baseline` that it belongs to.
 
     Tensors belong together by `map`, by name, or by an alias that a recording knows. Where one side was run by several
     ranks and the other by one, the parts of the ranks are put together (`compare.ranks.ranks`). Memory: one pair of
-    blocks in float64, for tensors of any size; a layout operation that cannot be a view copies its tensor.
+    blocks in float64, for tensors of any size; a layout operation that cannot be a view copies its tensor. The work is
+    planned from the indices and judged in chunks (`compare.plan`); by whom makes no difference to the result.
 
     Args:
         baseline: Recording directory, `.pt`, `.pth`, `.safetensors`, `.npz`, `.npy`, a directory of `step{i}.pt` or of
@@ -90,49 +91,114 @@ def compare(
             are judged by what is left of the signal (`compare.precision`), unless it or a tolerance is given.
         min_coverage: The result is not ok when a smaller share of the baseline's float-valued tensors was judged.
         min_snr: Of two precisions: least signal-to-noise ratio of each result, in dB.
+        jobs: Processes of this machine that judge; 1 is this one. The sides are paths then, and so is `map`, or a dict.
+        cluster: Ray tasks judge: `ray://HOST:PORT`, or "auto". As for `jobs`; `jobs` bounds how many at a time.
+        first: Stop after the first chunk that has a tensor wrong.
+        answers: A plan of this comparison (`compare.jobs`) whose chunks other jobs have judged.
+        progress: Called with an event for each chunk that is over.
 
     Raises:
+        BackendError: The cluster cannot be used.
         IncomparableError: The sides hold different token ids, or nothing can be compared.
         UnknownNameError: A pattern names nothing.
         UsageError: A side does not exist, or an argument or the map is invalid.
         CorruptError: A side is damaged.
     """
-    check_arguments(rtol, atol, fail_on or "wrong", min_coverage, device)
-    show_only, transpose = patterns_of(show_only, "show_only"), patterns_of(transpose, "transpose")
-    rules = None if map is None else load_map(map)
-    left, right = (side if not isinstance(side, str | Path) else open_source(side) for side in (baseline, candidate))
-    printed = printed_statistics(left, right)
-    left, right = printed or (left, right)
-    require_same_tokens(left, right)
-    left, right = sides_of_one_rank(left, right)
-    require_names(show_only, left, right)
-    require_names(transpose, left)
-    not_tensors = [
+    if jobs < 1:
+        raise UsageError("invalid --jobs", got=str(jobs), expected="a number from 1 on")
+    plan, request = prepared(
+        baseline,
+        candidate,
+        rtol=rtol,
+        atol=atol,
+        map=map,
+        show_only=show_only,
+        floating_point_only=floating_point_only,
+        transpose=transpose,
+        device=device,
+        fail_on=fail_on,
+        min_coverage=min_coverage,
+    )
+    if jobs > 1 or cluster is not None or answers is not None:
+        request = sendable(request, baseline, candidate, map)
+    with _judges(plan.bench, request, jobs, cluster, answers) as judges:
+        return _compared(
+            plan,
+            judges,
+            fail_on=fail_on,
+            min_coverage=min_coverage,
+            min_snr=min_snr,
+            show_only=patterns_of(show_only, "show_only"),
+            first=first,
+            progress=progress,
+        )
+
+
+@contextlib.contextmanager
+def _judges(
+    bench: Bench, request: Request, jobs: int, cluster: str | None, answers: str | Path | None
+) -> Iterator[Judges]:
+    """Yield who judges, and let them go."""
+    here = Here(bench.answer)
+    if answers is not None:
+        yield Planned(Path(answers), request, here)
+        return
+    if cluster is None and jobs == 1:
+        yield here
+        return
+    workers: Workers
+    if cluster is not None:
+        workers = RayTasks(judge_chunk, cluster, jobs if jobs > 1 else None)
+    else:
+        workers = Processes(_PROGRAM, ["--serve"], jobs)
+    try:
+        yield Elsewhere(workers, request)
+    finally:
+        workers.close()
+
+
+def _compared(
+    plan: Plan,
+    judges: Judges,
+    *,
+    fail_on: Literal["rounding", "suspicious", "wrong"] | None,
+    min_coverage: float,
+    min_snr: float | None,
+    show_only: Sequence[str],
+    first: bool,
+    progress: Progress,
+) -> Comparison:
+    left, right = plan.bench.judge.left, plan.bench.judge.right
+    floor, why_not = usable_floor(left, right)
+    dtypes = two_precisions(left, right)
+    precision = None if dtypes is None else Precision(dtypes)
+    is_drift = plan.bench.judge.is_drift
+    fail_on = fail_on or "wrong"
+    ledger = Ledger()
+    distribution = Distribution(plan, judges, ledger, precision)
+    total = len(plan.spans)
+    progress(Work.JUDGING.says(f"judging {len(plan.pairs)} tensors in {total} chunks", 0, total))
+    verdicts = distribution.verdicts(
+        first=first, on_chunk=lambda done: progress(Work.JUDGING.says(f"chunk {done} of {total}", done, total))
+    )
+    chosen = verdicts.judged
+    together = judged_together(list(verdicts.pairs.values()), chosen, left, right, distribution)
+    pairs = summarized(together, distribution, all_of_them=bool(show_only))
+    lost = [_lost(plan.pairs[number], why) for number, why in sorted(verdicts.lost.items())]
+    is_whole = verdicts.stopped_at is None
+    verdict = worst(pair.verdict for pair in pairs)
+    coverage = plan.coverage([plan.pairs[i].baseline for i in _missing(plan, verdicts)])
+    is_bad = VERDICTS.index(verdict) >= VERDICTS.index(fail_on)
+    drift = () if precision is None else precision.table()
+    over = over_budget(drift, min_snr)
+    reason = why_not_ok(pairs, lost, fail_on, coverage, min_coverage, show_only if is_whole else (), over)
+    # Of two precisions every tensor is another, so that only what is wrong is worth a name.
+    divergence = None if is_drift and not is_bad else first_divergence(pairs, chosen, left, right, distribution)
+    not_recorded = [
         dataclasses.replace(item, side=name)
         for name, side in (("baseline", left), ("candidate", right))
         for item in side.skipped
     ]
-    matching = expect_counterparts(left, right, match(left, right, rules))
-    chosen = [one for one in matching.matches if _deselected(one, show_only, floating_point_only) is None]
-    if not chosen:
-        raise nothing_to_compare(left, right)
-    floor, why_not = _floor(left, right)
-    dtypes = two_precisions(left, right)
-    precision = None if dtypes is None else Precision(dtypes)
-    is_drift = precision is not None and fail_on is None and rtol is None and atol is None
-    fail_on = fail_on or "wrong"
-    ledger = Ledger()
-    judge = Judge(left, right, rtol, atol, transpose, device, floor, precision, is_drift, ledger)
-    pairs = judge.with_statistics(judge_all(judge, chosen, left, right), chosen, all_of_them=bool(show_only))
-    skipped, unmatched = _skipped(matching, show_only, floating_point_only)
-    verdict = worst(pair.verdict for pair in pairs)
-    coverage = _coverage(matching, chosen, show_only, floating_point_only)
-    is_bad = VERDICTS.index(verdict) >= VERDICTS.index(fail_on)
-    drift = () if precision is None else precision.table()
-    over = over_budget(drift, min_snr)
-    reason = _not_ok_because(pairs, fail_on, coverage, min_coverage, show_only, over)
-    # Of two precisions every tensor is another, so that only what is wrong is worth a name.
-    divergence = None if is_drift and not is_bad else _first_divergence(pairs, chosen, left, right)
     steps = [{entry.step for entry in side.entries} for side in (left, right)]
     return Comparison(
         baseline=str(left.path),
@@ -143,178 +209,46 @@ def compare(
         origins=() if divergence is None else (divergence,),
         counts=counts_of(
             pairs,
-            unmatched_baseline=unmatched["baseline"],
-            unmatched_candidate=unmatched["candidate"],
-            not_recorded=len(not_tensors),
+            unmatched_baseline=plan.unmatched["baseline"],
+            unmatched_candidate=plan.unmatched["candidate"],
+            not_recorded=len(not_recorded),
             missing_steps=len(steps[0] ^ steps[1]),
         ),
         pairs=tuple(pairs),
-        skipped=(*not_tensors, *skipped),
-        environment={"baseline": _environment(left), "candidate": _environment(right)},
+        skipped=(*not_recorded, *plan.skipped, *lost, *_not_asked(plan, verdicts)),
+        environment={"baseline": environment_of(left), "candidate": environment_of(right)},
         coverage=coverage,
         calibration=f"another precision: drift, {' against '.join(dtypes)}"
         if is_drift and dtypes is not None
         else _PRINTED
-        if printed is not None
-        else _calibration(pairs, floor, left, why_not),
-        standing=_standing(reason, over, is_bad=is_bad),
+        if isinstance(left, PrintedStatistics)
+        else calibration(pairs, floor, left, why_not),
+        standing=standing(reason, over, is_bad=is_bad),
         drift=drift,
         exemptions=ledger.exemptions(),
         num_elements=ledger.num_elements,
-        same_weights=_same_weights(left, right),
+        same_weights=same_weights(left, right),
         not_ok_because=reason,
         too_little=reason is not None and not is_bad and over is None,
     )
 
 
-def _standing(reason: str | None, over: str | None, *, is_bad: bool) -> Standing:
-    if reason is None:
-        return "ok"
-    return "differs inside" if is_bad else "over budget" if over is not None else "too little judged"
+def _missing(plan: Plan, verdicts: Verdicts) -> list[int]:
+    """Return the numbers of the pairs that have no verdict."""
+    if len(verdicts.pairs) == len(plan.pairs):
+        return []
+    return [number for number in range(len(plan.pairs)) if number not in verdicts.pairs]
 
 
-def _floor(left: TensorSource, right: TensorSource) -> tuple[NoiseFloor | None, str | None]:
-    """Return the noise floor of the baseline, or why it cannot be used."""
-    floor = read_noise_floor(left.path) if isinstance(left, Recording) else None
-    if floor is None:
-        return None, None
-    ours, theirs = (str(side.metadata.get("dtype")) for side in (left, right))
-    # A coarser model's tensors may have been recorded in a finer dtype: its float32 islands, logits that were cast.
-    if (
-        all(is_inexact(dtype) for dtype in (ours, theirs))
-        and tolerance(theirs, theirs).rtol > tolerance(ours, ours).rtol
-    ):
-        return None, f"the floor of {left.path} is that of {ours}, too fine for {theirs}"
-    return floor, None
-
-
-def _same_weights(left: TensorSource, right: TensorSource) -> bool | None:
-    sides = [tuple(side.metadata.get(key) for key in ("class", "dtype", "model_fingerprint")) for side in (left, right)]
-    # A fingerprint covers names and values in their own dtype: it does not apply to another class or dtype.
-    if None in sides[0] or None in sides[1] or sides[0][:2] != sides[1][:2]:
-        return None
-    return sides[0][2] == sides[1][2]
-
-
-def _calibration(pairs: Sequence[Pair], floor: NoiseFloor | None, left: TensorSource, why_not: str | None) -> str:
-    """Return in words what the verdicts rest on."""
-    by = Counter(pair.judged_by for pair in pairs if pair.verdict != "identical")
-    if by[BY_GIVEN_TOLERANCE]:
-        return "by the given tolerances"
-    if floor is None or (by[BY_TOLERANCE] and not by[BY_FLOOR]):
-        return "uncalibrated" + (f": {why_not}" if why_not else "")
-    return f"calibrated by the floor of {left.path}" + (
-        f"; {by[BY_TOLERANCE]} uncalibrated" if by[BY_TOLERANCE] else ""
-    )
-
-
-def _skipped(
-    matching: Matching, show_only: Sequence[str], floating_point_only: bool
-) -> tuple[list[Skipped], dict[str, int]]:
-    """Return what was not judged, and how many tensors of each side have no counterpart."""
-    skipped = []
-    unmatched = {"baseline": 0, "candidate": 0}
-    for one in matching.matches:
-        reason = _deselected(one, show_only, floating_point_only)
-        if reason is not None:
-            skipped.append(_skip(one.baseline, "baseline", reason))
-    for side, entries in (("baseline", matching.baseline_only), ("candidate", matching.candidate_only)):
-        for entry, why in entries:
-            reason = _deselected(Match(entry, (), "name"), show_only, floating_point_only)
-            unmatched[side] += reason is None
-            skipped.append(_skip(entry, side, reason or why))
-    return skipped, unmatched
-
-
-def _coverage(
-    matching: Matching, judged: Sequence[Match], show_only: Sequence[str], floating_point_only: bool
-) -> float:
-    """Return the judged share of the wanted float-valued baseline tensors, or of all where none is float-valued."""
-    alone = [Match(entry, (), "name") for entry, _ in matching.baseline_only]
-    missed = [one.baseline for one in alone if _deselected(one, show_only, floating_point_only) is None]
-    wanted = [*(one.baseline for one in judged), *missed]
-    counted = {_key(entry) for entry in wanted if is_inexact(entry.dtype)} or {_key(entry) for entry in wanted}
-    return len(counted & {_key(one.baseline) for one in judged}) / len(counted)
-
-
-def _first_divergence(
-    pairs: Sequence[Pair], judged: Sequence[Match], left: TensorSource, right: TensorSource
-) -> Divergence | None:
-    order = Order(left)
-    worst_first = {"wrong": 0, "suspicious": 1}
-    flagged = [i for i, pair in enumerate(pairs) if pair.verdict in worst_first]
-    if not flagged:
-        return None
-    found = min(flagged, key=lambda i: (worst_first[pairs[i].verdict], order.key(judged[i].baseline)))
-    pair, entry = pairs[found], judged[found].baseline
-    rank, hints = rank_and_hints(found, pairs, judged, left, right)
-    sources, candidate_sources = (side.metadata.get("sources") for side in (left, right))
-    source = sources.get(entry.site) if isinstance(sources, dict) else None
-    there = candidate_sources.get(pair.candidate_site) if isinstance(candidate_sources, dict) else None
-    return Divergence(
-        rung=phase_of(entry.site) if left.metadata.get("gradients") else None,
-        step=entry.step,
-        site=entry.site,
-        node=entry.node,
-        candidate_site=pair.candidate_site,
-        source=source if isinstance(source, str) else None,
-        verdict=pair.verdict,
-        noise_ratio=pair.noise_ratio,
-        bound_ratio=None,
-        introduced=None,
-        inherited=None,
-        hints=hints,
-        candidate_source=there if isinstance(there, str) else None,
-        rank=rank,
-    )
-
-
-def _not_ok_because(
-    pairs: Sequence[Pair],
-    fail_on: Verdict,
-    coverage: float,
-    min_coverage: float,
-    asked: Sequence[str],
-    over: str | None,
-) -> str | None:
-    bad = [pair for pair in pairs if VERDICTS.index(pair.verdict) >= VERDICTS.index(fail_on)]
-    if bad:
-        return f"{len(bad)} of {len(pairs)} tensors are {fail_on}" + (" or worse" if fail_on != "wrong" else "")
-    if over is not None:
-        return over
-    missed = [
-        pattern for pattern in asked if not any(_names(pattern, pair.site, pair.candidate_site) for pair in pairs)
-    ]
-    if missed:
-        return f"asked for and not judged: {', '.join(missed)}"
-    if coverage < min_coverage:
-        return f"coverage {coverage:.1%} is below --min-coverage {min_coverage:g}"
-    return None
-
-
-def _deselected(one: Match, show_only: Sequence[str], floating_point_only: bool) -> str | None:
-    names = [entry.site for entry in (one.baseline, *one.candidates)]
-    if show_only and not any(_names(pattern, *names) for pattern in show_only):
-        return "not selected by --show-only"
-    if floating_point_only and not all(is_inexact(entry.dtype) for entry in (one.baseline, *one.candidates)):
-        return "not floating point"
-    return None
-
-
-def _names(pattern: str, *names: str) -> bool:
-    return any(matches(pattern, name) for name in names)
-
-
-def _skip(entry: Entry, side: str, reason: str) -> Skipped:
+def _lost(match: Match, why: str) -> Skipped:
+    entry = match.baseline
     rank = f" (rank {entry.rank})" if entry.rank else ""
-    return Skipped(entry.site, side, reason + rank, step=entry.step)
+    return Skipped(entry.site, "both", f"each worker that judged it was {why}{rank}", step=entry.step)
 
 
-def _environment(side: TensorSource) -> dict[str, Any]:
-    known = side.metadata.get("environment")
-    facts = {**(known if isinstance(known, dict) else {}), "complete": side.complete}
-    return {**facts, "arrangements": side.arrangements} if isinstance(side, PutTogether) else facts
-
-
-def _key(entry: Entry) -> tuple[int, int, str]:
-    return entry.step, entry.rank, entry.site
+def _not_asked(plan: Plan, verdicts: Verdicts) -> list[Skipped]:
+    if verdicts.stopped_at is None:
+        return []
+    entry = plan.pairs[verdicts.stopped_at].baseline
+    count = len(plan.pairs) - verdicts.stopped_at
+    return [Skipped("*", "both", f"--first: {count} tensors from {entry.site!r} on", step=entry.step)]

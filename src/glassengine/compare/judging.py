@@ -5,31 +5,29 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from glassengine.blocks import difference
 from glassengine.compare import shapes
-from glassengine.compare.matching import layouts
-from glassengine.compare.matching.globs import NameIndex
+from glassengine.compare.evidence import Evidence, Sums, whole_of
 from glassengine.compare.matching.matching import Match
-from glassengine.compare.matching.padding import CACHES, Padding
-from glassengine.compare.precision import Precision
-from glassengine.errors import UsageError, nearest
-from glassengine.numerics.exemptions import PADDING, Ledger
+from glassengine.compare.precision import by_drift, drift_of
+from glassengine.compare.sides import Counted, Sides
 from glassengine.numerics.judgement import SUSPICIOUS, WRONG
-from glassengine.numerics.mask_values import seen_by, without_hidden
-from glassengine.numerics.metrics.measure import measure, summarize, summarize_errors
-from glassengine.numerics.metrics.slices import noise_ratio, slices
+from glassengine.numerics.mask_values import both_may_hide, without_hidden
+from glassengine.numerics.metrics.drift import DriftSums
+from glassengine.numerics.metrics.measure import figures_of, measure, summarize, summarize_errors
+from glassengine.numerics.metrics.slices import Slices, noise_ratio, slices, sums_of_squares
 from glassengine.numerics.metrics.tolerance import Tolerance, tolerance
-from glassengine.recording.layout.layout import Entry
-from glassengine.recording.layout.noise_floor import NoiseFloor
+from glassengine.recording.layout.noise_floor import Floor, NoiseFloor
 from glassengine.recording.layout.values import dtype_name
-from glassengine.recording.read.source import TensorSource
-from glassengine.results import VERDICTS, Pair, Verdict
-from glassengine.sites import matches
+from glassengine.recording.read.reader import damaged_values
+from glassengine.results import VERDICTS, Figures, Pair, Summary, Verdict
 
 BY_FLOOR = "noise floor"
 BY_TOLERANCE = "tolerance (uncalibrated)"
@@ -37,39 +35,39 @@ BY_GIVEN_TOLERANCE = "given tolerance"
 BY_SHAPE = "shape"
 BY_PRECISION = "what is left of the signal"
 
-# Statistics need several passes (the median), so of many pairs only the worst get them.
-_NUM_SUMMARIZED = 3
+
+_Slices = Callable[[], Slices]
+
+
+class Judged(NamedTuple):
+    """The verdict on a pair, and what it adds to tables of all pairs."""
+
+    pair: Pair
+    drift: DriftSums | None
+    counted: Counted
 
 
 @dataclass(frozen=True)
-class Judge:
+class Judge(Sides):
     """The two sides and how their tensors are judged.
 
     Attributes:
-        left: The baseline.
-        right: The candidate.
         rtol: Relative tolerance instead of the dtype's own.
         atol: Absolute tolerance instead of the dtype's own.
-        transpose: Patterns of tensors of the baseline whose last two dimensions are exchanged.
         device: Device of the arithmetic.
         floor: What rounding alone does to the tensors of the baseline, where that was measured.
-        precision: Where the sides are of two precisions: gathers the drift.
-        is_drift: Whether what is beyond tolerance is judged by what is left of the signal.
-        ledger: Counts elements that did not count.
+        has_drift: Whether the sides are of two precisions.
+        is_drift: Whether what is beyond tolerance is then judged by what is left of the signal.
     """
 
-    left: TensorSource
-    right: TensorSource
-    rtol: float | None
-    atol: float | None
-    transpose: Sequence[str]
-    device: str
+    rtol: float | None = None
+    atol: float | None = None
+    device: str = "cpu"
     floor: NoiseFloor | None = None
-    precision: Precision | None = None
+    has_drift: bool = False
     is_drift: bool = False
-    ledger: Ledger | None = None
 
-    def pair(self, match: Match, *, added: Sequence[Match] = ()) -> Pair:
+    def pair(self, match: Match, *, added: Sequence[Match] = ()) -> Judged:
         """Return the verdict on one match.
 
         Args:
@@ -79,150 +77,126 @@ class Judge:
         Raises:
             UsageError: An operation of the map, or a transposition, does not fit the tensor.
         """
-        entry = match.baseline
-        site, step, other = entry.site, entry.step, match.candidate_site
-        is_given = self.rtol is not None or self.atol is not None
-        judged_by = BY_GIVEN_TOLERANCE if is_given else BY_TOLERANCE
-        x, y = self._tensors(match)
-        if self.ledger is not None:
-            self._count(self.ledger, match, x)
+        x, y = self.tensors(match)
+        counted = self.count(match, tuple(x.shape))
         for one in added:
-            _, share = self._tensors(one)
+            _, share = self.tensors(one)
             y = y + share if share.shape == y.shape else y
         if x.shape != y.shape:
-            what = shapes.difference(tuple(x.shape), tuple(y.shape), site)
-            return Pair(step, site, other, match.method, 1.0, "wrong", BY_SHAPE, rank=entry.rank, reason=what)
-        allowed = self._tolerance(match, x, y)
+            what = shapes.difference(tuple(x.shape), tuple(y.shape), match.baseline.site)
+            pair = dataclasses.replace(self.pair_of(match), verdict="wrong", judged_by=BY_SHAPE, reason=what)
+            return Judged(pair, None, counted)
+        allowed = self._tolerance(match, _name(x), _name(y))
         figures = measure(x, y, rtol=allowed.rtol, atol=allowed.atol, device=self.device)
         if not figures.allclose and (shown := without_hidden(x, y)) is not None:
             # All mask values are equal.
             x, y = shown
             figures = measure(x, y, rtol=allowed.rtol, atol=allowed.atol, device=self.device)
+        drift = drift_of(x, y) if self.has_drift else None
+        return Judged(self._verdict(match, figures, x, y, drift, functools.partial(slices, x, y)), drift, counted)
+
+    def rows(self, match: Match, first: int, end: int) -> tuple[Evidence, Counted]:
+        """Return the figures of some rows of a match that `can_be_cut`."""
+        x, y, checksums = self.rows_of(match, first, end)
+        counted = self.count(match, match.baseline.shape, rows=(first, end))
+        allowed = self._tolerance(match, _name(x), _name(y))
+        found = difference(x, y, rtol=allowed.rtol, atol=allowed.atol, device=self.device)
+        floor = self._floor_of(match)
+        return Evidence(
+            first * math.prod(match.baseline.shape[1:]),
+            found,
+            bool(found.num_beyond) and both_may_hide(x, y),
+            drift_of(x, y) if self.has_drift else None,
+            None if floor is None else Sums.of(sums_of_squares(x, y)),
+            checksums,
+        ), counted
+
+    def of_rows(self, match: Match, parts: Sequence[Evidence]) -> Judged | None:
+        """Return the verdict on a match of all whose rows the figures are known; None if it takes both at once.
+
+        Raises:
+            CorruptError: The bytes of a side do not match their checksum.
+        """
+        entry, other = match.baseline, match.candidates[0]
+        whole = whole_of(parts, entry.shape)
+        for one, checksum in zip((entry, other), whole.checksums, strict=True):
+            if one.location is not None and checksum != one.location.checksum:
+                raise damaged_values(one)
+        allowed = self._tolerance(match, entry.dtype, other.dtype)
+        figures = figures_of(whole.difference, entry.shape, rtol=allowed.rtol, atol=allowed.atol)
+        if whole.may_hide and not figures.allclose:
+            return None
+        x, y = (torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="meta") for one in (entry, other))
+        verdict = self._verdict(match, figures, x, y, whole.drift, functools.partial(_known, whole.slices))
+        return Judged(verdict, whole.drift, (0, ()))
+
+    def same(self, match: Match) -> Judged:
+        """Return the verdict on a match that is known to hold the same bytes on both sides."""
+        allowed = self._tolerance(match, match.baseline.dtype, match.candidates[0].dtype)
+        figures = _no_difference(math.prod(match.baseline.shape), allowed)
+        pair = dataclasses.replace(self.pair_of(match), figures=figures)
+        return Judged(pair, None, self.count(match, match.baseline.shape))
+
+    def statistics(self, match: Match) -> tuple[Summary, Summary, Summary | None, Summary | None]:
+        """Return the statistics of both sides, and of absolute and relative errors where the shapes are the same."""
+        x, y = self.tensors(match)
+        errors = summarize_errors(x, y, device=self.device) if x.shape == y.shape else (None, None)
+        return summarize(x, device=self.device), summarize(y, device=self.device), *errors
+
+    def _verdict(
+        self, match: Match, figures: Figures, x: Tensor, y: Tensor, drift: DriftSums | None, of_slices: _Slices
+    ) -> Pair:
+        """Return the verdict of figures; of `x` and `y` only dtype and shape are asked."""
         reason = None if x.dtype == y.dtype else f"dtypes differ: {_name(x)} and {_name(y)}"
         verdict: Verdict = "identical" if figures.num_different == 0 else "rounding" if figures.allclose else "wrong"
-        pair = Pair(
-            step, site, other, match.method, 1.0, verdict, judged_by, rank=entry.rank, figures=figures, reason=reason
-        )
-        drifts = None
-        if self.precision is not None:
-            drifts = self.precision.judge(site, other, x, y)
+        pair = dataclasses.replace(self.pair_of(match), verdict=verdict, figures=figures, reason=reason)
         if figures.num_different == 0:
             return pair
-        floor = None if self.floor is None or is_given else self.floor.of(entry)
+        floor = self._floor_of(match)
         if self.floor is not None and floor is not None:
             why_not = _floor_does_not_fit(match, x, y, floor.slices)
             if why_not is None:
-                found = noise_ratio(slices(x, y), floor, self.floor.relative(entry), x.dtype)
+                found = noise_ratio(of_slices(), floor, self.floor.relative(match.baseline), x.dtype)
                 by_floor: Verdict = "wrong" if found > WRONG else "suspicious" if found > SUSPICIOUS else "rounding"
                 return dataclasses.replace(pair, verdict=by_floor, noise_ratio=found, judged_by=BY_FLOOR)
             pair = dataclasses.replace(pair, reason="; ".join(filter(None, (reason, why_not))))
-        if drifts is not None and self.is_drift and not figures.allclose and not figures.num_nonfinite_mismatch:
-            return dataclasses.replace(pair, verdict=drifts, judged_by=BY_PRECISION)
+        if drift is not None and self.is_drift and not figures.allclose and not figures.num_nonfinite_mismatch:
+            is_real = x.is_floating_point() and y.is_floating_point()
+            left = by_drift(drift, num_elements=x.numel(), is_real=is_real)
+            return dataclasses.replace(pair, verdict=left, judged_by=BY_PRECISION)
         return pair
 
-    def with_statistics(self, pairs: Sequence[Pair], judged: Sequence[Match], *, all_of_them: bool) -> list[Pair]:
-        """Return `pairs` where all, or else the worst few, carry the statistics of both sides and of the errors."""
-        order = sorted(range(len(pairs)), key=lambda i: severity(pairs[i]), reverse=True)
-        result = list(pairs)
-        for i in order if all_of_them else order[:_NUM_SUMMARIZED]:
-            x, y = self._tensors(judged[i])
-            absolute, relative = summarize_errors(x, y, device=self.device) if x.shape == y.shape else (None, None)
-            result[i] = dataclasses.replace(
-                pairs[i],
-                baseline=summarize(x, device=self.device),
-                candidate=summarize(y, device=self.device),
-                abs_error=absolute,
-                rel_error=relative,
-            )
-        return result
-
-    def _tensors(self, match: Match) -> tuple[Tensor, Tensor]:
-        x = self.left.tensor(match.baseline)
-        parts = [self.right.tensor(entry) for entry in match.candidates]
-        if match.rule is not None:
-            where = f"{match.baseline.site!r} and {match.candidate_site!r}, step {match.baseline.step}"
-            try:
-                lookups = (self._lookup(self.left, match.baseline), self._lookup(self.right, match.candidates[0]))
-                x = layouts.apply(match.rule.baseline_ops, x, lookup=lookups[0])
-                parts = [layouts.apply(match.rule.candidate_ops, part, lookup=lookups[1]) for part in parts]
-                parts = [_concatenate(parts, match.rule.concat_dim)]
-            except UsageError as error:
-                raise UsageError(
-                    f"the map does not fit {where}: {error.what}", got=error.got, expected=error.expected
-                ) from error
-        if match.baseline.site in self.transpose and x.ndim < 2:
-            raise UsageError(
-                f"{match.baseline.site!r} cannot be transposed",
-                got=match.baseline.describe(),
-                expected="two dimensions or more",
-            )
-        # A pattern such as "*.weight" also names vectors, which have nothing to exchange.
-        if x.ndim > 1 and any(matches(pattern, match.baseline.site) for pattern in self.transpose):
-            x = x.mT
-        return self._counted(match, x, parts[0])
-
-    def _counted(self, match: Match, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Exclude what the model does not define: rows of padding, and empty slots of a cache."""
-        if match.rule is not None or any(matches(pattern, match.baseline.site) for pattern in self.transpose):
-            return x, y
-        entry, other = match.baseline, match.candidates[0]
-        ours, theirs = self._paddings
-        if entry.site.endswith(CACHES) and x.ndim == y.ndim > 2:
-            known = [used for used in (ours.slots(entry), theirs.slots(other)) if used is not None]
-            used = min([x.shape[-2], y.shape[-2], *known])
-            x, y = x.narrow(-2, 0, used), y.narrow(-2, 0, used)
-        if x.dtype is torch.bool:
-            y = seen_by(y, x)
-        elif y.dtype is torch.bool:
-            x = seen_by(x, y)
-        valid = ours.valid(entry, tuple(x.shape)) if x.shape == y.shape else None
-        if valid is None:
-            return x, y
-        return tuple(torch.where(valid, side, torch.zeros((), dtype=side.dtype)) for side in (x, y))  # type: ignore[return-value]
-
-    def _count(self, ledger: Ledger, match: Match, x: Tensor) -> None:
-        """Count what `_counted` leaves out; `x` is what it left of the baseline's tensor."""
+    def pair_of(self, match: Match, verdict: Verdict | None = None) -> Pair:
+        """Return a pair of which nothing but the verdict is known."""
         entry = match.baseline
-        if match.rule is not None or any(matches(pattern, entry.site) for pattern in self.transpose):
-            ledger.add(entry.site, x.numel(), {})
-            return
-        valid = self._paddings[0].valid(entry, tuple(x.shape))
-        ledger.add(entry.site, x.numel(), {} if valid is None else {PADDING: ~valid})
-        if entry.site.endswith(CACHES):
-            ledger.add(entry.site, max(0, math.prod(entry.shape) - x.numel()), {}, whole=PADDING)
+        by = BY_GIVEN_TOLERANCE if self._is_given else BY_TOLERANCE
+        return Pair(
+            entry.step, entry.site, match.candidate_site, match.method, 1.0, verdict or "identical", by, rank=entry.rank
+        )
 
-    @functools.cached_property
-    def _paddings(self) -> tuple[Padding, Padding]:
-        return Padding(self.left), Padding(self.right)
+    def _floor_of(self, match: Match) -> Floor | None:
+        return None if self.floor is None or self._is_given else self.floor.of(match.baseline)
 
-    def _lookup(self, side: TensorSource, near: Entry) -> layouts.Lookup:
-        """Return a function from a name to the tensor of that name on `side`, of the step and rank of `near`."""
+    @property
+    def _is_given(self) -> bool:
+        return self.rtol is not None or self.atol is not None
 
-        def find(name: str) -> Tensor:
-            there = self._by_place[side is self.right].get((near.step, near.rank), {})
-            found = [name] if name in there else NameIndex(there).with_suffix(name)
-            if len(found) != 1:
-                raise UsageError(
-                    f"{len(found) or 'no'} tensors of step {near.step} are called {name!r}",
-                    expected=[f"one of {len(there)} names", *(found or nearest(name, there))],
-                )
-            return side.tensor(there[found[0]])
-
-        return find
-
-    @functools.cached_property
-    def _by_place(self) -> list[dict[tuple[int, int], dict[str, Entry]]]:
-        """Step and rank -> name -> entry, of each side."""
-        sides: list[dict[tuple[int, int], dict[str, Entry]]] = [{}, {}]
-        for side, table in zip((self.left, self.right), sides, strict=True):
-            for entry in side.entries:
-                table.setdefault((entry.step, entry.rank), {})[entry.site] = entry
-        return sides
-
-    def _tolerance(self, match: Match, x: Tensor, y: Tensor) -> Tolerance:
+    def _tolerance(self, match: Match, x: str, y: str) -> Tolerance:
         """Return the loosest tolerance of the dtypes involved: a cast does not undo the rounding of what it is from."""
-        dtypes = {match.baseline.dtype, _name(x), _name(y), *(entry.dtype for entry in match.candidates)}
+        dtypes = {match.baseline.dtype, x, y, *(entry.dtype for entry in match.candidates)}
         return _loosest(frozenset(dtypes), self.rtol, self.atol)
+
+
+@functools.lru_cache(maxsize=256)
+def _no_difference(num_elements: int, allowed: Tolerance) -> Figures:
+    nothing = torch.empty(0, dtype=torch.uint8)
+    figures = measure(nothing, nothing, rtol=allowed.rtol, atol=allowed.atol)
+    return dataclasses.replace(figures, num_elements=num_elements)
+
+
+def _known(found: Slices | None) -> Slices:
+    assert found is not None
+    return found
 
 
 @functools.lru_cache(maxsize=256)
@@ -249,16 +223,6 @@ def severity(pair: Pair) -> tuple[float, ...]:
         return (rank, 1.0)
     size = -math.inf if math.isnan(pair.figures.snr_db) else -pair.figures.snr_db
     return (rank, 0.0, float(pair.figures.num_nonfinite_mismatch > 0), size)
-
-
-def _concatenate(parts: list[Tensor], dim: int | None) -> Tensor:
-    if dim is None:
-        return parts[0]
-    try:
-        return torch.cat(parts, dim)
-    except (RuntimeError, IndexError) as error:
-        got = ", ".join(str(list(part.shape)) for part in parts)
-        raise UsageError(f"the candidates cannot be concatenated along dimension {dim}", got=got) from error
 
 
 def _name(tensor: Tensor) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from glassengine.compare.compare import compare
 from glassengine.compare.matching.maps import TensorMap, load_map
 from glassengine.errors import UsageError
+from glassengine.progress import Progress, silent
 from glassengine.recording.read.source import TensorSource, open_source
 from glassengine.results import worst
 from glassengine.results.comparison import Comparisons
@@ -28,6 +29,10 @@ def compare_many(
     fail_on: Literal["rounding", "suspicious", "wrong"] | None = None,
     min_coverage: float = 0.9,
     min_snr: float | None = None,
+    jobs: int = 1,
+    cluster: str | None = None,
+    first: bool = False,
+    progress: Progress = silent,
 ) -> Comparisons:
     """Judge every one of `candidates` against `baseline`. The arguments are those of `compare`.
 
@@ -39,11 +44,12 @@ def compare_many(
     """
     if not candidates:
         raise UsageError("no candidate to compare", expected="one or more")
-    rules = None if map is None else load_map(map)
+    is_here = jobs == 1 and cluster is None
+    rules = map if map is None or not is_here else load_map(map)
     left = open_source(baseline) if isinstance(baseline, str | Path) else baseline
     found = [
         compare(
-            left,
+            left if is_here else baseline,
             candidate,
             rtol=rtol,
             atol=atol,
@@ -55,6 +61,10 @@ def compare_many(
             fail_on=fail_on,
             min_coverage=min_coverage,
             min_snr=min_snr,
+            jobs=jobs,
+            cluster=cluster,
+            first=first,
+            progress=progress,
         )
         for candidate in candidates
     ]

@@ -31,7 +31,7 @@ def two_precisions(left: TensorSource, right: TensorSource) -> tuple[str, str] |
 
 @dataclass
 class Precision:
-    """The table of two records, gathered while their tensors are judged one by one.
+    """The table of two records, gathered in the order of their tensors.
 
     Attributes:
         dtypes: Of both sides.
@@ -41,15 +41,10 @@ class Precision:
     dtypes: tuple[str, str]
     found: dict[str, tuple[str, DriftSums]] = field(default_factory=dict)
 
-    def judge(self, site: str, candidate_site: str, x: Tensor, y: Tensor) -> Verdict:
-        """Add a pair, and return the verdict on it, beyond tolerance as it is."""
-        own = DriftSums()
-        own.add(x, y)
-        _, sums = self.found.setdefault(site, (candidate_site, DriftSums()))
-        sums.merge(own)
-        if not x.is_floating_point() or not y.is_floating_point():
-            return "wrong"
-        return "wrong" if x.numel() >= _FEWEST and own.noise > LOST * own.signal else "suspicious"
+    def add(self, site: str, candidate_site: str, sums: DriftSums) -> None:
+        """Add a pair; in which order pairs are added decides the order of the rows."""
+        _, known = self.found.setdefault(site, (candidate_site, DriftSums()))
+        known.merge(sums)
 
     def table(self) -> tuple[DriftRow, ...]:
         """Return the rows: outputs of modules and ops, results last."""
@@ -62,6 +57,26 @@ class Precision:
             rows.append(sums.row(site, other, "result" if is_result else "module"))
         inner = [row for row in rows if row.kind != "result"]
         return (*by_growth(inner), *(row for row in rows if row.kind == "result"))
+
+
+def drift_of(x: Tensor, y: Tensor) -> DriftSums:
+    """Return the sums of one pair."""
+    sums = DriftSums()
+    sums.add(x, y)
+    return sums
+
+
+def by_drift(sums: DriftSums, *, num_elements: int, is_real: bool) -> Verdict:
+    """Return the verdict on a pair that is beyond tolerance: by what is left of the signal.
+
+    Args:
+        sums: Of the pair.
+        num_elements: That it has.
+        is_real: Whether both sides are real floating numbers.
+    """
+    if not is_real:
+        return "wrong"
+    return "wrong" if num_elements >= _FEWEST and sums.noise > LOST * sums.signal else "suspicious"
 
 
 def over_budget(rows: Sequence[DriftRow], min_snr: float | None) -> str | None:

@@ -1,36 +1,50 @@
-"""Judges all pairs of a comparison: each alone, then related ones together."""
+"""What the verdicts on pairs say together: shares of a sum that are never added up are judged as what they are."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
-from glassengine.compare.judging import Judge
 from glassengine.compare.matching.matching import Match
 from glassengine.compare.ranks.open_shares import never_added_up
 from glassengine.compare.ranks.ranks import PutTogether
-from glassengine.compare.ranks.shared_gradients import OWN_SHARE, SHARED, shared_gradients, shares_of_right_sums
+from glassengine.compare.ranks.shared_gradients import OWN_SHARE, SHARED, shared_gradients, shares
 from glassengine.recording.read.source import TensorSource
 from glassengine.results import FLAGGED, Pair
 
 
-def judge_all(judge: Judge, chosen: Sequence[Match], left: TensorSource, right: TensorSource) -> list[Pair]:
-    """Return the verdict on each pair; shares of a sum that are never added up are judged as what they are."""
-    pairs = [judge.pair(one) for one in chosen]
-    # A pair that is judged again adds no second row to the table of drifts.
-    judge = dataclasses.replace(judge, precision=None, ledger=None)
-    for numbers in shared_gradients(pairs, chosen):
-        together = judge.pair(chosen[numbers[0]], added=[chosen[i] for i in numbers[1:]])
+class Again(Protocol):
+    """Asks for tensors once more."""
+
+    def added_up(self, groups: Sequence[Sequence[int]]) -> list[Pair]:
+        """Return for each group of pairs the verdict on the first, to whose candidate those of the others are added."""
+
+    def sums_of(self, wanted: Mapping[int, Sequence[int]]) -> dict[int, int]:
+        """Return the numbers of pairs that are a share -> that of the pair, of several, which is its sum."""
+
+    def rejected(self, numbers: Sequence[int]) -> list[Pair]:
+        """Return the verdicts on pairs whose parts are not shares."""
+
+
+def judged_together(
+    pairs: Sequence[Pair], chosen: Sequence[Match], left: TensorSource, right: TensorSource, again: Again
+) -> list[Pair]:
+    """Return the verdicts on all pairs, out of those on each alone."""
+    found = list(pairs)
+    groups = shared_gradients(found, chosen)
+    for numbers, together in zip(groups, again.added_up(groups), strict=True):
         if together.verdict not in FLAGGED:
             for i in numbers:
                 site, other = chosen[i].baseline.site, chosen[i].candidate_site
-                pairs[i] = dataclasses.replace(together, site=site, candidate_site=other, reason=SHARED)
-    for i, k in shares_of_right_sums(pairs, chosen, left).items():
-        pairs[i] = dataclasses.replace(pairs[i], verdict=pairs[k].verdict, reason=f"{OWN_SHARE}: {pairs[k].site}")
-    sides = ((left, [one.baseline for one in chosen]), (right, [one.candidates[0] for one in chosen]))
-    for side, entries in sides:
+                found[i] = dataclasses.replace(together, site=site, candidate_site=other, reason=SHARED)
+    for i, k in again.sums_of(shares(found, chosen)).items():
+        found[i] = dataclasses.replace(found[i], verdict=found[k].verdict, reason=f"{OWN_SHARE}: {found[k].site}")
+    for side, is_left in ((left, True), (right, False)):
         if isinstance(side, PutTogether):
-            for i in never_added_up(pairs, chosen, side, entries):
+            entries = [one.baseline if is_left else one.candidates[0] for one in chosen]
+            open_ones = never_added_up(found, chosen, side, entries)
+            for i, pair in zip(open_ones, again.rejected(open_ones), strict=True):
                 side.reject(entries[i])
-                pairs[i] = judge.pair(chosen[i])
-    return pairs
+                found[i] = pair
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -58,6 +58,16 @@ class Ledger:
     def leave_out(self, reason: ExemptionReason, site: str, number: int) -> None:
         """Count elements of a tensor that was added before."""
         self._count(reason, site, number)
+
+    def numbers(self) -> tuple[int, tuple[tuple[ExemptionReason, int], ...]]:
+        """Return the elements, and how many do not count, by reason."""
+        return self.num_elements, tuple((reason, by_site.total()) for reason, by_site in self._by_site.items())
+
+    def merge(self, site: str, size: int, left_out: Iterable[tuple[ExemptionReason, int]]) -> None:
+        """Add the `numbers` of a ledger of one tensor."""
+        self.num_elements += size
+        for reason, number in left_out:
+            self._count(reason, site, number)
 
     def _count(self, reason: ExemptionReason, site: str, number: int) -> None:
         if number:

@@ -85,6 +85,14 @@ def without_hidden(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
     return (x.masked_fill(both, 0.0), y.masked_fill(both, 0.0)) if bool(both.any()) else None
 
 
+def both_may_hide(x: Tensor, y: Tensor) -> bool:
+    """Whether `without_hidden` could change something, of tensors of which these are some rows."""
+    if not x.is_floating_point() or not y.is_floating_point():
+        return False
+    x, y = (one.float() if one.element_size() == 1 else one for one in (x, y))
+    return bool(((x <= HIDDEN) & (y <= HIDDEN)).any())
+
+
 def size_but_hidden(value: Tensor) -> Tensor:
     """|value|, where -inf hides what must not be chosen."""
     return torch.where(value.isinf(), value, value.abs())

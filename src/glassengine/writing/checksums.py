@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 try:
@@ -12,7 +12,7 @@ try:
 except ImportError:  # where it was not installed along; the values are the same
     from zlib import crc32
 
-__all__ = ["crc32", "crc32_of_small", "document_checksum"]
+__all__ = ["crc32", "crc32_joined", "crc32_of_small", "document_checksum"]
 
 # Up to here neither library lets go of the interpreter lock.
 _LOCKED_BYTES = 5 << 10
@@ -27,6 +27,41 @@ def crc32_of_small(data: memoryview, value: int = 0) -> int:
     for start in range(0, len(data), _LOCKED_BYTES):
         value = crc32(data[start : start + _LOCKED_BYTES], value)
     return value
+
+
+def crc32_joined(parts: Iterable[tuple[int, int]]) -> int:
+    """Return the CRC-32 of bytes, of whose consecutive parts the CRC-32 and the number of bytes are given.
+
+    Zeros behind a message multiply it by a power of x, modulo the polynomial of the checksum; what is initial and final
+    in CRC-32 cancels out.
+    """
+    joined = 0
+    for checksum, num_bytes in parts:
+        joined = _times(_power_of_x(8 * num_bytes), joined) ^ checksum
+    return joined
+
+
+_POLYNOMIAL = 0xEDB88320  # the least significant bit is that of the largest power
+
+
+def _times(a: int, b: int) -> int:
+    product, bit = 0, 1 << 31
+    while bit:
+        if a & bit:
+            product ^= b
+        bit >>= 1
+        b = (b >> 1) ^ (_POLYNOMIAL if b & 1 else 0)
+    return product
+
+
+def _power_of_x(exponent: int) -> int:
+    result, square = 1 << 31, 1 << 30
+    while exponent:
+        if exponent & 1:
+            result = _times(square, result)
+        square = _times(square, square)
+        exponent >>= 1
+    return result
 
 
 def document_checksum(content: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ From strict to loose, and never by position; the method is kept with the pair. T
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from glassengine.compare.matching.maps import Rule, TensorMap
@@ -51,50 +51,78 @@ def match(left: TensorSource, right: TensorSource, rules: TensorMap | None = Non
     Raises:
         UsageError: A rule names nothing, or is ambiguous.
     """
-    ours = {_place(entry): entry for entry in left.entries}
-    theirs = {_place(entry): entry for entry in right.entries}
-    by_map, missing = _by_map(left, right, rules)
-    # The counterpart of one tensor is not that of its namesake as well.
-    mapped_away = {(rule.rank, name) for pairs in by_map.values() for rule, names in pairs for name in names}
-    aliases = _by_alias(left, right)
-    matches: list[Match] = []
-    baseline_only: list[Entry] = []
-    used: set[_Place] = set()
-    for place, entry in ours.items():
+    return Matcher(left, right, rules).match(left.entries, right.entries)
+
+
+class Matcher:
+    """Pairs the tensors of two sides, of all steps or of some: names are looked at once.
+
+    Args:
+        left: The baseline.
+        right: The candidate.
+        rules: Of the map.
+
+    Raises:
+        UsageError: A rule names nothing, or is ambiguous.
+    """
+
+    def __init__(self, left: TensorSource, right: TensorSource, rules: TensorMap | None = None) -> None:
+        self._by_map, missing = _by_map(left, right, rules)
+        # The counterpart of one tensor is not that of its namesake as well.
+        self._mapped_away = {
+            (rule.rank, name) for pairs in self._by_map.values() for rule, names in pairs for name in names
+        }
+        self._aliases = _by_alias(left, right)
+        self._expected = missing | {site: " + ".join(pairs[0][1]) for site, pairs in self._by_map.items()}
+        self._steps = [{entry.step for entry in side.entries} for side in (left, right)]
+
+    def match(self, left: Iterable[Entry], right: Iterable[Entry]) -> Matching:
+        """Return how tensors correspond, all of a step on each side."""
+        ours = {_place(entry): entry for entry in left}
+        theirs = {_place(entry): entry for entry in right}
+        matches: list[Match] = []
+        baseline_only: list[Entry] = []
+        used: set[_Place] = set()
+        for place, entry in ours.items():
+            found = self._of(place, entry, ours, theirs)
+            matches += found
+            used.update(_place(other) for one in found for other in one.candidates)
+            if not found:
+                baseline_only.append(entry)
+        alone = [(entry, _why(entry, "baseline", self._steps[0], None)) for p, entry in theirs.items() if p not in used]
+        return Matching(
+            tuple(matches),
+            tuple(
+                (entry, _why(entry, "candidate", self._steps[1], self._expected.get(entry.site)))
+                for entry in baseline_only
+            ),
+            tuple(alone),
+        )
+
+    def _of(
+        self, place: _Place, entry: Entry, ours: Mapping[_Place, Entry], theirs: Mapping[_Place, Entry]
+    ) -> list[Match]:
         step, rank, site = place
         found: list[Match] = []
-        rules_here = [(rule, names) for rule, names in by_map.get(site, ()) if rule.rank in (None, rank)]
+        rules_here = [(rule, names) for rule, names in self._by_map.get(site, ()) if rule.rank in (None, rank)]
         for rule, names in rules_here:
             entries = [theirs.get((step, rank, name)) for name in names]
             whole = tuple(other for other in entries if other is not None)
             if len(whole) == len(names):
                 found.append(Match(entry, whole, "map", rule))
-        if not found and not rules_here:
-            other = theirs.get(place) if mapped_away.isdisjoint([(None, site), (rank, site)]) else None
-            if other is not None:
-                found.append(Match(entry, (other,), "name"))
-            elif (alias := aliases.get(site)) is not None and (step, rank, alias) in theirs:
-                found.append(Match(entry, (theirs[step, rank, alias],), "alias"))
-            else:
-                spelled = [theirs.get((step, rank, name)) for name in other_spellings(site)]
-                # Not a namesake of another tensor, nor the first of another list.
-                alike = [
-                    other
-                    for other in spelled
-                    if other is not None and other.shape == entry.shape and _place(other) not in ours
-                ]
-                found += [Match(entry, (other,), "alias") for other in alike[:1]]
-        matches += found
-        used.update(_place(other) for one in found for other in one.candidates)
-        if not found:
-            baseline_only.append(entry)
-    expected = missing | {site: " + ".join(pairs[0][1]) for site, pairs in by_map.items()}
-    steps = [{entry.step for entry in side.entries} for side in (left, right)]
-    return Matching(
-        tuple(matches),
-        tuple((entry, _why(entry, "candidate", steps[1], expected.get(entry.site))) for entry in baseline_only),
-        tuple((entry, _why(entry, "baseline", steps[0], None)) for place, entry in theirs.items() if place not in used),
-    )
+        if found or rules_here:
+            return found
+        other = theirs.get(place) if self._mapped_away.isdisjoint([(None, site), (rank, site)]) else None
+        if other is not None:
+            return [Match(entry, (other,), "name")]
+        if (alias := self._aliases.get(site)) is not None and (step, rank, alias) in theirs:
+            return [Match(entry, (theirs[step, rank, alias],), "alias")]
+        spelled = [theirs.get((step, rank, name)) for name in other_spellings(site)]
+        # Not a namesake of another tensor, nor the first of another list.
+        alike = [
+            other for other in spelled if other is not None and other.shape == entry.shape and _place(other) not in ours
+        ]
+        return [Match(entry, (other,), "alias") for other in alike[:1]]
 
 
 def _by_map(

@@ -30,7 +30,7 @@ def never_added_up(
         side: The one of several ranks.
         own: Its entries of them.
     """
-    is_open = [one.rule is None and side.assembly(entry)[0].is_open for one, entry in zip(judged, own, strict=True)]
+    is_open = [one.rule is None and side.standing(entry)[0] for one, entry in zip(judged, own, strict=True)]
     if not any(is_open):
         return []
     found = []
@@ -111,8 +111,7 @@ def _is_made_of(match: Match) -> bool:
 
 
 def _is_same_in_all(side: PutTogether, entry: Entry) -> bool:
-    assembly, _ = side.assembly(entry)
-    return not assembly.differ and len(assembly.parts) > 1 and max(map(len, assembly.cells())) > 1
+    return side.standing(entry)[1]
 
 
 def _is_around(outer: str, inner: str) -> bool:

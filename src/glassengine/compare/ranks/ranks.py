@@ -21,6 +21,7 @@ from glassengine.compare.matching.phases import is_of_activation, is_of_paramete
 from glassengine.compare.ranks.assembly import COPIES, SUM, Assembly, settled
 from glassengine.compare.ranks.data_layout import data_layout, with_other_stages
 from glassengine.compare.ranks.factors import factor_of_rows, lies_in_rows
+from glassengine.compare.ranks.findings import Findings
 from glassengine.compare.ranks.fitting import can_be_arranged
 from glassengine.compare.ranks.local_names import LocalNames, local_names
 from glassengine.compare.ranks.rank_errors import errors_of_ranks
@@ -36,7 +37,7 @@ _NUM_FACTORS = 48
 _Key = tuple[int, str]
 
 
-class PutTogether:
+class PutTogether(Findings):
     """A source of several ranks as one of a single rank.
 
     Entries are those of the lowest rank that has the tensor, as rank 0; `tensor` gives the whole once `expect` got
@@ -62,13 +63,7 @@ class PutTogether:
         self.entries: tuple[Entry, ...] = tuple(
             dataclasses.replace(parts[0], rank=0, site=site) for (_, site), parts in self._parts.items()
         )
-        self._expected: dict[_Key, tuple[TensorSource, Entry]] = {}
-        self._arranged: dict[_Key, str] = {}
-        self._ways: dict[_Key, Assembly] = {}
-        self._rejected: set[_Key] = set()
-        self._layouts: dict[int, DataLayout | None] = {}
-        self._factors: dict[int, float] = {}
-        self._styles: Counter[str] = Counter()
+        super().__init__()
 
     @property
     def path(self) -> Path:

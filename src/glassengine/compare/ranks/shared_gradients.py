@@ -30,10 +30,11 @@ def shared_gradients(pairs: Sequence[Pair], judged: Sequence[Match]) -> list[lis
         pairs: All verdicts.
         judged: What was judged.
     """
+    if not any(map(_is_wrong_share, pairs)):
+        return []
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for i, one in enumerate(judged):
-        entry = one.baseline
-        if entry.location is not None and _is_given(one):
+    for i, pair in enumerate(pairs):
+        if is_share(pair) and (entry := judged[i].baseline).location is not None and _is_given(judged[i]):
             groups[entry.step, entry.rank, entry.location].append(i)
     return [
         numbers
@@ -44,34 +45,45 @@ def shared_gradients(pairs: Sequence[Pair], judged: Sequence[Match]) -> list[lis
     ]
 
 
-def shares_of_right_sums(pairs: Sequence[Pair], judged: Sequence[Match], left: TensorSource) -> dict[int, int]:
-    """Return the numbers of flagged pairs that are a module's share -> that of the pair which is the sum, and right.
+def shares(pairs: Sequence[Pair], judged: Sequence[Match]) -> dict[int, list[int]]:
+    """Return the numbers of flagged pairs that may be a module's share -> those of right pairs that may be the sum.
 
     In the baseline both are one gradient: a share that is wrong would make the sum wrong.
 
     Args:
         pairs: All verdicts.
         judged: What was judged.
-        left: The baseline.
     """
-    flagged = [i for i, pair in enumerate(pairs) if pair.verdict in FLAGGED and _is_given(judged[i])]
+    flagged = [i for i, pair in enumerate(pairs) if _is_wrong_share(pair) and _is_given(judged[i])]
+    if not flagged:
+        return {}
     right: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for i, pair in enumerate(pairs):
-        if pair.verdict not in FLAGGED and ":grad_" in judged[i].baseline.site:
+        if pair.verdict not in FLAGGED and ":grad_" in pair.site:
             right[_like(judged[i].baseline)].append(i)
-    found = {}
-    for i in flagged[:_MAX_SHARES]:
-        entry = judged[i].baseline
-        values = left.tensor(entry).flatten()
-        if not bool((values != values[:1]).any()):
-            continue  # a constant tensor does not show what it is a gradient of
-        for k in right[_like(entry)]:
-            other = judged[k].baseline
-            is_one = entry.location is not None and entry.location == other.location
-            if is_one or torch.equal(values, left.tensor(other).flatten()):
-                found[i] = k
-                break
-    return found
+    found = {i: right[_like(judged[i].baseline)] for i in flagged[:_MAX_SHARES]}
+    return {i: sums for i, sums in found.items() if sums}
+
+
+def sum_of(share: Entry, sums: Sequence[Entry], left: TensorSource) -> int | None:
+    """Return the place of the sum whose gradient is that of the share; None if none is, or it cannot be known."""
+    values = left.tensor(share).flatten()
+    if not bool((values != values[:1]).any()):
+        return None  # a constant tensor does not show what it is a gradient of
+    for place, other in enumerate(sums):
+        is_one = share.location is not None and share.location == other.location
+        if is_one or torch.equal(values, left.tensor(other).flatten()):
+            return place
+    return None
+
+
+def is_share(pair: Pair) -> bool:
+    """Whether a wrong tensor may turn out to be a share of what is right."""
+    return ":grad_in" in pair.site
+
+
+def _is_wrong_share(pair: Pair) -> bool:
+    return pair.verdict in FLAGGED and is_share(pair)
 
 
 def _is_given(match: Match) -> bool:

@@ -12,7 +12,7 @@ from glassengine import blocks
 from glassengine.recording.layout.statistics import summarize, summarize_stream
 from glassengine.results import Figures, Summary
 
-__all__ = ["measure", "summarize", "summarize_errors"]
+__all__ = ["figures_of", "measure", "summarize", "summarize_errors"]
 
 
 def measure(
@@ -37,7 +37,12 @@ def measure(
         ValueError: The shapes differ.
     """
     raw = blocks.difference(baseline, candidate, rtol=rtol, atol=atol, device=device)
-    worst = None if raw.worst is None else tuple(int(i) for i in np.unravel_index(raw.worst, tuple(baseline.shape)))
+    return figures_of(raw, tuple(baseline.shape), rtol=rtol, atol=atol)
+
+
+def figures_of(raw: blocks.Difference, shape: tuple[int, ...], *, rtol: float, atol: float) -> Figures:
+    """Return the figures of two tensors of `shape` whose sums are known; see `measure`."""
+    worst = None if raw.worst is None else tuple(int(i) for i in np.unravel_index(raw.worst, shape))
     return Figures(
         num_elements=raw.num_elements,
         num_different=raw.num_different,

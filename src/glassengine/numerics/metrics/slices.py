@@ -11,7 +11,7 @@ B is the baseline, r the largest noise of its site in any step, relative to it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,9 +39,23 @@ class Slices:
     errors: tuple[Tensor, ...]
     powers: tuple[Tensor, ...]
 
+    def means(self, shape: Sequence[int]) -> Slices:
+        """Return the means of what are sums over a tensor of `shape`."""
+        count = max(1, math.prod(shape))
+        errors, powers = (
+            tuple(sums / max(1, count // max(1, size)) for sums, size in zip(side, shape, strict=True))
+            for side in (self.errors, self.powers)
+        )
+        return Slices(self.error / count, self.power / count, errors, powers)
+
 
 def slices(baseline: Tensor, candidate: Tensor) -> Slices:
     """Return the mean squares of two tensors of one shape and any dtypes; never more than a block is copied."""
+    return sums_of_squares(baseline, candidate).means(baseline.shape)
+
+
+def sums_of_squares(baseline: Tensor, candidate: Tensor) -> Slices:
+    """Return the sums of the squares that `slices` gives the means of."""
     shape = baseline.shape
     errors = [torch.zeros(size, dtype=torch.float64) for size in shape]
     powers = [torch.zeros(size, dtype=torch.float64) for size in shape]
@@ -59,11 +73,7 @@ def slices(baseline: Tensor, candidate: Tensor) -> Slices:
             others = [i for i in range(len(where)) if i != axis]
             errors[axis][index] += square.sum(others) if others else square
             powers[axis][index] += size.sum(others) if others else size
-    count = max(1, baseline.numel())
-    for axis, axis_size in enumerate(shape):
-        errors[axis] /= max(1, count // max(1, axis_size))
-        powers[axis] /= max(1, count // max(1, axis_size))
-    return Slices(error / count, power / count, tuple(errors), tuple(powers))
+    return Slices(error, power, tuple(errors), tuple(powers))
 
 
 def noise_ratio(found: Slices, floor: Floor, relative: float, dtype: torch.dtype) -> float:

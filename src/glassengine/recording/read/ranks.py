@@ -63,6 +63,10 @@ class RankRecordings:
         """Return the values of one of `entries`."""
         return self._recordings[entry.rank].tensor(entry)
 
+    def rows(self, entry: Entry, first: int, end: int) -> tuple[Tensor, int]:
+        """Return some rows of one of `entries`; see `Recording.rows`."""
+        return self._recordings[entry.rank].rows(entry, first, end)
+
 
 def _skipped(item: LeftOut) -> Skipped:
     return Skipped(item.site, "both", f"{item.reason} (rank {item.rank})", item.step)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import msgspec
 import torch
@@ -178,14 +178,18 @@ class Recording:
             entry = self.entry(entry, self._only_step(entry, rank) if step is None else step, rank)
         location = entry.location
         assert location is not None
-        _, stored, parts = layout.STORED[entry.dtype]
-        dtype = getattr(torch, entry.dtype)
         if entry.nbytes == 0:
-            return torch.empty(entry.shape, dtype=dtype)
-        raw = torch.frombuffer(self._bytes(entry, location), dtype=torch.uint8)
-        # Through the element type of the file: a view straight to a complex dtype is not defined for all of them.
-        flat = raw.view(stored)
-        return (flat if parts == 1 else torch.view_as_complex(flat.view(-1, parts))).reshape(entry.shape)
+            return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        return _tensor_of(self._bytes(entry, location), entry.dtype, entry.shape)
+
+    def rows(self, entry: Entry, first: int, end: int) -> tuple[Tensor, int]:
+        """Return some rows of a tensor that is in no block, without reading others, and the CRC-32 of their bytes."""
+        location, each = entry.location, entry.nbytes // max(1, entry.shape[0])
+        assert location is not None and location.block is None
+        if each == 0 or end <= first:
+            return torch.empty((end - first, *entry.shape[1:]), dtype=getattr(torch, entry.dtype)), 0
+        data = self._shards.read(location.shard, location.offset + first * each, (end - first) * each)
+        return _tensor_of(data, entry.dtype, (end - first, *entry.shape[1:])), crc32(data)
 
     def summary(self, entry: Entry) -> Summary:
         """Return the statistics of one tensor, computed when they are first asked for."""
@@ -240,6 +244,29 @@ def _shards(directory: Path, more: Recovered | None) -> Shards:
     if isinstance(directory, Remote):
         return ShardObjects(directory, remote(more.path) if more is not None else None)
     return ShardFiles(directory, more.path if more is not None else None)
+
+
+@runtime_checkable
+class HasRows(Protocol):
+    """A source that gives some rows of a tensor."""
+
+    def rows(self, entry: Entry, first: int, end: int) -> tuple[Tensor, int]:
+        """See `Recording.rows`."""
+
+
+def damaged_values(entry: Entry) -> CorruptError:
+    """Return the error for a tensor whose bytes do not match their checksum."""
+    return CorruptError(
+        "recorded values are damaged",
+        got=f"{entry.site!r}, step {entry.step}, rank {entry.rank}: the checksum does not match",
+    )
+
+
+def _tensor_of(data: Any, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    _, stored, parts = layout.STORED[dtype]
+    # Through the element type of the file: a view straight to a complex dtype is not defined for all of them.
+    flat = torch.frombuffer(data, dtype=torch.uint8).view(stored)
+    return (flat if parts == 1 else torch.view_as_complex(flat.view(-1, parts))).reshape(shape)
 
 
 def _skipped(item: LeftOut) -> Skipped:

@@ -1,0 +1,181 @@
+"""What all verdicts of a comparison say: which tensor is wrong first, what they rest on, and whether it is ok."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from glassengine.compare.distribute import Distribution
+from glassengine.compare.first import Order
+from glassengine.compare.judging import BY_FLOOR, BY_GIVEN_TOLERANCE, BY_TOLERANCE, severity
+from glassengine.compare.matching.matching import Match
+from glassengine.compare.matching.phases import phase_of
+from glassengine.compare.ranks.ranks import PutTogether
+from glassengine.compare.units import with_statistics
+from glassengine.recording.layout.entries import Entries
+from glassengine.recording.layout.layout import Entry
+from glassengine.recording.layout.noise_floor import NoiseFloor
+from glassengine.recording.read.source import TensorSource
+from glassengine.results import FLAGGED, VERDICTS, Divergence, Pair, Skipped, Standing, Verdict
+from glassengine.sites import matches
+
+# Statistics need several passes (the median), so of many pairs only the worst get them.
+_NUM_SUMMARIZED = 3
+
+
+def summarized(pairs: Sequence[Pair], distribution: Distribution, *, all_of_them: bool) -> list[Pair]:
+    """Return `pairs` where all, or else the worst few, carry the statistics of both sides and of the errors."""
+    order = sorted(range(len(pairs)), key=lambda i: severity(pairs[i]), reverse=True)
+    chosen = order if all_of_them else order[:_NUM_SUMMARIZED]
+    result = list(pairs)
+    for i, found in distribution.statistics(chosen).items():
+        result[i] = with_statistics(pairs[i], found)
+    return result
+
+
+def first_divergence(
+    pairs: Sequence[Pair],
+    judged: Sequence[Match],
+    left: TensorSource,
+    right: TensorSource,
+    distribution: Distribution,
+) -> Divergence | None:
+    """Return the first tensor of the worst verdict, in the order of the run.
+
+    Args:
+        pairs: All verdicts.
+        judged: What was judged.
+        left: The baseline.
+        right: The candidate.
+        distribution: Tells what explains it.
+    """
+    flagged = [i for i, pair in enumerate(pairs) if pair.verdict in FLAGGED]
+    if not flagged:
+        return None
+    verdict = "wrong" if any(pairs[i].verdict == "wrong" for i in flagged) else "suspicious"
+    step = min(pairs[i].step for i in flagged if pairs[i].verdict == verdict)
+    order = Order(_OfStep.of(left, step))
+    there = [i for i in flagged if pairs[i].verdict == verdict and pairs[i].step == step]
+    found = min(there, key=lambda i: order.key(judged[i].baseline))
+    pair, entry = pairs[found], judged[found].baseline
+    # Of the same tensor in other ranks.
+    alike = [i for i in range(len(pairs)) if i != found and (pairs[i].step, pairs[i].site) == (pair.step, pair.site)]
+    those = sorted([found, *alike])
+    rank, hints = distribution.explained(those, pairs, asked=those.index(found))
+    sources, candidate_sources = (side.metadata.get("sources") for side in (left, right))
+    source = sources.get(entry.site) if isinstance(sources, dict) else None
+    other = candidate_sources.get(pair.candidate_site) if isinstance(candidate_sources, dict) else None
+    return Divergence(
+        rung=phase_of(entry.site) if left.metadata.get("gradients") else None,
+        step=entry.step,
+        site=entry.site,
+        node=entry.node,
+        candidate_site=pair.candidate_site,
+        source=source if isinstance(source, str) else None,
+        verdict=pair.verdict,
+        noise_ratio=pair.noise_ratio,
+        bound_ratio=None,
+        introduced=None,
+        inherited=None,
+        hints=hints,
+        candidate_source=other if isinstance(other, str) else None,
+        rank=rank,
+    )
+
+
+@dataclass(frozen=True)
+class _OfStep:
+    """What a source has of one step; a run may have more tensors than memory holds."""
+
+    path: Path
+    metadata: dict[str, Any]
+    complete: bool
+    entries: Sequence[Entry]
+    skipped: Sequence[Skipped]
+
+    @classmethod
+    def of(cls, source: TensorSource, step: int) -> _OfStep:
+        entries = source.entries
+        own = entries.of_step(step) if isinstance(entries, Entries) else [one for one in entries if one.step == step]
+        return cls(source.path, source.metadata, source.complete, own, ())
+
+    def tensor(self, entry: Entry) -> Any:
+        raise NotImplementedError
+
+
+def why_not_ok(
+    pairs: Sequence[Pair],
+    lost: Sequence[Skipped],
+    fail_on: Verdict,
+    coverage: float,
+    min_coverage: float,
+    asked: Sequence[str],
+    over: str | None,
+) -> str | None:
+    """Return why a comparison is not ok, None where it is.
+
+    Args:
+        pairs: All verdicts.
+        lost: What was to be judged and could not be.
+        fail_on: The mildest verdict that is bad.
+        coverage: Share of the baseline that was judged.
+        min_coverage: Which has to be.
+        asked: Patterns of tensors that were asked for.
+        over: Which result is over budget.
+    """
+    bad = [pair for pair in pairs if VERDICTS.index(pair.verdict) >= VERDICTS.index(fail_on)]
+    if bad:
+        return f"{len(bad)} of {len(pairs)} tensors are {fail_on}" + (" or worse" if fail_on != "wrong" else "")
+    if over is not None:
+        return over
+    if lost:
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        return f"not judged: {lost[0].site}, step {lost[0].step}{more}: {lost[0].reason}"
+    missed = [
+        pattern
+        for pattern in asked
+        if not any(matches(pattern, name) for pair in pairs for name in (pair.site, pair.candidate_site))
+    ]
+    if missed:
+        return f"asked for and not judged: {', '.join(missed)}"
+    if coverage < min_coverage:
+        return f"coverage {coverage:.1%} is below --min-coverage {min_coverage:g}"
+    return None
+
+
+def standing(reason: str | None, over: str | None, *, is_bad: bool) -> Standing:
+    """Return what a comparison stands for, given why it is not ok."""
+    if reason is None:
+        return "ok"
+    return "differs inside" if is_bad else "over budget" if over is not None else "too little judged"
+
+
+def calibration(pairs: Sequence[Pair], floor: NoiseFloor | None, left: TensorSource, why_not: str | None) -> str:
+    """Return in words what the verdicts rest on."""
+    by = Counter(pair.judged_by for pair in pairs if pair.verdict != "identical")
+    if by[BY_GIVEN_TOLERANCE]:
+        return "by the given tolerances"
+    if floor is None or (by[BY_TOLERANCE] and not by[BY_FLOOR]):
+        return "uncalibrated" + (f": {why_not}" if why_not else "")
+    return f"calibrated by the floor of {left.path}" + (
+        f"; {by[BY_TOLERANCE]} uncalibrated" if by[BY_TOLERANCE] else ""
+    )
+
+
+def same_weights(left: TensorSource, right: TensorSource) -> bool | None:
+    """Return whether both sides are of one model; None where that is not known."""
+    sides = [tuple(side.metadata.get(key) for key in ("class", "dtype", "model_fingerprint")) for side in (left, right)]
+    # A fingerprint covers names and values in their own dtype: it does not apply to another class or dtype.
+    if None in sides[0] or None in sides[1] or sides[0][:2] != sides[1][:2]:
+        return None
+    return sides[0][2] == sides[1][2]
+
+
+def environment_of(side: TensorSource) -> dict[str, Any]:
+    """Return what is known of where a side was made."""
+    known = side.metadata.get("environment")
+    facts = {**(known if isinstance(known, dict) else {}), "complete": side.complete}
+    return {**facts, "arrangements": side.arrangements} if isinstance(side, PutTogether) else facts

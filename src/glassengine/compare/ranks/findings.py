@@ -1,0 +1,82 @@
+"""What is found of the tensors of a run of several processes while they are put together.
+
+Of a step it depends on the step alone, and on what is put together before: who begins with nothing and goes the same
+way finds the same.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple, Self
+
+from torch import Tensor
+
+from glassengine.compare.ranks.assembly import Assembly
+from glassengine.compare.ranks.spread import DataLayout
+from glassengine.recording.layout.layout import Entry
+from glassengine.recording.read.source import TensorSource
+
+_Key = tuple[int, str]
+
+
+class Told(NamedTuple):
+    """How a tensor was put together, whether of shares not added up yet, and whether all ranks have the same."""
+
+    step: int
+    site: str
+    how: str
+    is_open: bool
+    is_same: bool
+
+
+class Findings:
+    """How tensors are put together, by step and site."""
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._expected: dict[_Key, tuple[TensorSource, Entry]] = {}
+        self._arranged: dict[_Key, str] = {}
+        self._ways: dict[_Key, Assembly] = {}
+        self._rejected: set[_Key] = set()
+        self._layouts: dict[int, DataLayout | None] = {}
+        self._factors: dict[int, float] = {}
+        self._styles: Counter[str] = Counter()
+        self._told: dict[_Key, tuple[bool, bool]] = {}
+
+    def assembly(self, entry: Entry) -> tuple[Assembly, Tensor | None]:
+        """Return the parts of a tensor in their places."""
+        raise NotImplementedError
+
+    def fresh(self) -> Self:
+        """Return the same, with nothing found yet."""
+        found = copy.copy(self)
+        found._begin()
+        return found
+
+    def told(self) -> list[Told]:
+        """Return what was found of each tensor that was read."""
+        return [Told(*key, how, *self._standing(key)) for key, how in self._arranged.items()]
+
+    def note(self, told: Iterable[Told]) -> None:
+        """Take over what a `fresh` one has `told`."""
+        for one in told:
+            key = one.step, one.site
+            self._arranged[key], self._told[key] = one.how, (one.is_open, one.is_same)
+
+    def standing(self, entry: Entry) -> tuple[bool, bool]:
+        """Return whether a tensor is shares that are not added up yet, and whether all ranks have the same."""
+        key = (entry.step, entry.site)
+        if key in self._told:
+            return self._told[key]
+        if key not in self._ways:
+            self.assembly(entry)
+        return self._standing(key)
+
+    def _standing(self, key: _Key) -> tuple[bool, bool]:
+        way = self._ways[key]
+        places = Counter(way.way.cells)
+        return way.is_open, not way.differ and places.total() > 1 and max(places.values()) > 1
