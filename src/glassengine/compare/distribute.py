@@ -150,8 +150,7 @@ class Distribution:
     def sums_of(self, wanted: Mapping[int, Sequence[int]]) -> dict[int, int]:
         """See `together.Again`."""
         chunks = [
-            self._plan.asked("find the sum", [self._unit(i), *(self._unit(k) for k in sums)])
-            for i, sums in wanted.items()
+            self._plan.asked("trace", [self._unit(i), *(self._unit(k) for k in sums)]) for i, sums in wanted.items()
         ]
         answers = self._judges.answers(chunks)
         return {

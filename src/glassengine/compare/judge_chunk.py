@@ -132,7 +132,7 @@ class Bench:
         if chunk.kind != "judge":
             for unit in chunk.units:
                 reach(unit)
-        if chunk.kind == "find the sum":
+        if chunk.kind == "trace":
             entries = [self.match(unit).baseline for unit in chunk.units]
             return Answer(found=sum_of(entries[0], entries[1:], judge.left))
         if chunk.kind == "explain":

@@ -22,7 +22,7 @@ from glassengine.errors import GlassError
 from glassengine.numerics.metrics.drift import DriftSums
 from glassengine.results import Hint, Pair, Summary, Verdict
 
-Kind = Literal["judge", "summarize", "find the sum", "explain"]
+Kind = Literal["judge", "summarize", "trace", "explain"]
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -135,7 +135,7 @@ class Answer(msgspec.Struct, frozen=True):
     Attributes:
         outcomes: Of its units, in their order.
         told: What was found of tensors that several ranks have parts of.
-        found: Number of the unit that was asked for, of "find the sum"; rank, of "explain".
+        found: Number of the unit that was asked for, of "trace"; rank, of "explain".
         hints: Of "explain".
         failure: What ended it.
     """
