@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.node import map_aggregate
 
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import of_any_layout, op_name
@@ -27,6 +28,11 @@ def retarget(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return double(value)
     return torch.float64 if isinstance(value, torch.dtype) and value in _FLOATS else value
+
+
+def retargeted(arguments: Any) -> Any:
+    """Make what a node holds, or is called with, float64; walked in C++, which is forty times as fast as pytree."""
+    return map_aggregate(arguments, retarget)
 
 
 def target_of(node: Node) -> Any:

@@ -29,7 +29,7 @@ from glassengine.judge.replay.sampling import NUM_RUNS, bound_of, sampled
 from glassengine.judge.replay.values import DOES_NOT_FIT, Values, called, part_of
 from glassengine.numerics.bounds import rounding_bound
 from glassengine.numerics.exemptions import UNWRITTEN
-from glassengine.numerics.float64 import retarget
+from glassengine.numerics.float64 import retargeted
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.known import Known
 from glassengine.numerics.noise import disturbed, noisy, other_kernel, rounds
@@ -71,7 +71,7 @@ class Ops:
             if any(is_broken(value) for value in pytree.tree_leaves((args, kwargs))):
                 # What kernels make of NaN is their own affair: the op that made it is the guilty one.
                 return None
-            exact_args, exact_kwargs = pytree.tree_map(retarget, (args, kwargs))
+            exact_args, exact_kwargs = retargeted((args, kwargs))
             exact = call(*exact_args, **exact_kwargs)
             native = self._native(op, call, args, kwargs, exact)
         except DOES_NOT_FIT:

@@ -20,7 +20,7 @@ from glassengine.judge.exclusions.hidden_values import HiddenValues
 from glassengine.judge.exclusions.in_step import Excluded, Exclusions, sources_of
 from glassengine.judge.exclusions.tie_propagation import settled_sources
 from glassengine.judge.replay.sampling import sampled
-from glassengine.numerics.float64 import double, retarget, target_of
+from glassengine.numerics.float64 import double, retarget, retargeted, target_of
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
 from glassengine.numerics.known import Known
 from glassengine.numerics.noise import disturbed, rounded, rounds
@@ -68,9 +68,7 @@ class ReferenceRun:
         self._steps = 0
         self.relative_floors = {} if relative_floors is None else relative_floors
         self._weights = program.weights()
-        self._in_double = {
-            node: pytree.tree_map(retarget, (tuple(node.args), dict(node.kwargs))) for node in program.graph.nodes
-        }
+        self._in_double = {node: retargeted((node.args, node.kwargs)) for node in program.graph.nodes}
         self._last_use = last_uses(program)
         self._exactness = Exactness(self._weights, coarsest, accumulation)
         self._hidden = HiddenValues(program.graph, self._exactness)

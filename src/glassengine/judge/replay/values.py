@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
 from glassengine.errors import BackendError
-from glassengine.numerics.float64 import retarget, target_of
+from glassengine.numerics.float64 import retargeted, target_of
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
 from glassengine.numerics.noise import WideOperands, reads_memory
 from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation, Operation, Roundoff
@@ -47,7 +46,7 @@ def part_of(node: Node, op: Node) -> Callable[[Any], Any]:
 def in_float64(op: Node, call: Callable[..., Any], read: Callable[[Node], Any]) -> Operation:
     """Return an op in float64 on what `read` gives for the nodes that it reads; `call` computes its result."""
     args, kwargs = torch.fx.node.map_arg((op.args, dict(op.kwargs)), read)
-    args, kwargs = pytree.tree_map(retarget, (args, kwargs))
+    args, kwargs = retargeted((args, kwargs))
     return Operation(op_name(op), call, args, kwargs, call(*args, **kwargs))
 
 

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from glassengine.errors import BackendError
 from glassengine.judge.graphs.cut import Piece
-from glassengine.numerics.float64 import retarget, target_of
+from glassengine.numerics.float64 import retarget, retargeted, target_of
 from glassengine.ops.traits import traits_of
 
 FAILS = (BackendError, RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, AssertionError)
@@ -120,7 +120,7 @@ class Trial:
         if node.op == "placeholder":
             return Call(node, None, (), {}, values[node])
         args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-        args, kwargs = pytree.tree_map(retarget, (args, kwargs))
+        args, kwargs = retargeted((args, kwargs))
         target = target_of(node)
         value = values[node] if is_known else target(*args, **kwargs)
         return Call(node, target, args, kwargs, value)
