@@ -58,7 +58,8 @@ def fineness_of(program: Program, rung: str, judged: Collection[str], inside: Ma
     of_region |= {end: sizes[end] for end in ends}
     small = {node for node, size in of_region.items() if size <= MOST_OPS}
     alone = (named & set(judged)) - ends
-    largest = max(ends, key=lambda end: sizes[end], default=None)
+    # The first of equals: a set has another order in every process.
+    largest = max((node.name for node in program.graph.nodes if node.name in ends), key=sizes.__getitem__, default=None)
     num_large = len(of_region) - len(small)
     return Fineness(
         rung=rung,
