@@ -63,6 +63,7 @@ LONGEST = (
     "engine/build/test_artifacts.py",
     "backends/inductor/test_one_row.py",
     "engine/store/test_trust.py",
+    "diagnose/end_to_end/test_plain_ports.py",
     "diagnose/end_to_end/test_gone_wrong.py",
     "backends/inductor/test_grouped_queries.py",
     "engine/end_to_end/test_tokens_of_transformers.py",
@@ -100,7 +101,6 @@ LONGEST = (
     "engine/store/test_manifest.py",
     "capture/end_to_end/test_tensor_parallel.py",
     "capture/runs/test_record.py",
-    "diagnose/end_to_end/test_plain_ports.py",
     "program/kinds/test_causal_lm.py",
 )
 
