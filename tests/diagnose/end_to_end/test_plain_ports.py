@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -91,6 +92,15 @@ def test_a_mistake_in_a_plain_port_is_found_in_both_directions() -> None:
     assert not any(pair.verdict == "wrong" and "embed" in pair.site for pair in found.pairs)
 
 
+@pytest.fixture
+def padded(tmp_path: Path) -> str:
+    """Two prompts together: the built-in ones are three cases."""
+    ids, mask = torch.arange(2, 16).view(2, 7), torch.ones(2, 7, dtype=torch.int64)
+    ids[1, :3] = mask[1, :3] = 0
+    torch.save({"input_ids": ids, "attention_mask": mask}, tmp_path / "padded.pt")
+    return str(tmp_path / "padded.pt")
+
+
 class WithAlternatePairs(WithMask):
     def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
         angle = positions[..., None, None].float() * self.base ** (-torch.arange(0, 16, 2).float() / 16)
@@ -105,20 +115,20 @@ class WithPositionsOfTheMask(WithMask):
         return self.run(input_ids, seen, (attention_mask.cumsum(-1) - 1).clamp(min=0))
 
 
-def test_queries_and_keys_that_are_rotated_wrong_together_are_the_first_that_is_wrong() -> None:
+def test_queries_and_keys_that_are_rotated_wrong_together_are_the_first_that_is_wrong(padded: str) -> None:
     """An attention follows from neither of them alone; the line is that of the helper, and not of the forward."""
     torch.set_num_threads(1)
     own = models.llama(num_hidden_layers=1)
-    first = check(own, candidate=WithAlternatePairs(own)).first_divergence
+    first = check(own, candidate=WithAlternatePairs(own), inputs=padded).first_divergence
     assert first is not None and first.site == "model.layers.0.self_attn/add.0"
     assert first.source is not None and "q_embed = (q * cos)" in first.source
     assert first.candidate_source is not None and "torch.stack([a * angle.cos()" in first.candidate_source
 
 
-def test_positions_that_begin_behind_the_padding_are_no_mistake() -> None:
+def test_positions_that_begin_behind_the_padding_are_no_mistake(padded: str) -> None:
     torch.set_num_threads(1)
     own = models.llama(num_hidden_layers=1)
-    found = check(own, candidate=WithPositionsOfTheMask(own))
+    found = check(own, candidate=WithPositionsOfTheMask(own), inputs=padded)
     assert found.ok and found.verdict == "rounding" and found.coverage == 1.0
 
 
@@ -143,10 +153,10 @@ class WithWrongSum(WithMask):
         return super().run(ids, seen & (torch.arange(seen.shape[-1]) != 2), positions)
 
 
-def test_a_region_that_ends_in_a_view_is_named_by_what_computes() -> None:
+def test_a_region_that_ends_in_a_view_is_named_by_what_computes(padded: str) -> None:
     torch.set_num_threads(1)
     own = models.llama(num_hidden_layers=1)
-    first = check(own, candidate=WithWrongSum(own)).first_divergence
+    first = check(own, candidate=WithWrongSum(own), inputs=padded).first_divergence
     assert first is not None and first.site == "model.layers.0.self_attn/scaled_dot_product_attention.0"
     assert first.candidate_site == "./einsum.1"
     assert first.candidate_source is not None and "bkgst,btkd->bskgd" in first.candidate_source
