@@ -28,11 +28,12 @@ from benchmarks.report import keep, surroundings
 from glassengine.stores import objects
 
 ROUNDS = 5
-STEPS = 30
-SIZE = 700
+STEPS = 60
+STEPS_BEHIND = 20
+SIZE = 500
 VALUES = 500_000  # of float32 in a step, in two sites
 SPOOL = 64 << 20
-SLOW_BYTES_A_SECOND = 8 << 20
+SLOW_BYTES_A_SECOND = 48 << 20
 _SERVER = """
 import sys
 from moto.server import ThreadedMotoServer
@@ -71,7 +72,13 @@ def run(path: str, steps: int, *, sites: list[str], **options: Any) -> float:
 
 def main() -> None:
     torch.set_num_threads(1)
-    server = subprocess.Popen([sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen(
+        [sys.executable, "-c", _SERVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
     assert server.stdout is not None
     address = f"http://127.0.0.1:{int(server.stdout.readline())}"
     work = Path(tempfile.mkdtemp())
@@ -132,7 +139,7 @@ def _is_behind(work: Path, when_behind: str) -> list[str]:
     thread.start()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # Inputs and results of each module: ten times what the server takes.
-    took = run("s3://bucket/slow", STEPS, sites=["*"], spool_bytes=SPOOL, when_behind=when_behind)
+    took = run("s3://bucket/slow", STEPS_BEHIND, sites=["*"], spool_bytes=SPOOL, when_behind=when_behind)
     done.set()
     thread.join()
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -44,9 +44,12 @@ class Shards:
             UsageError: A store does not take what was written before.
         """
         if self._open is not None:
-            most = SHARD_BYTES if self.uploads is None else self.uploads.shard_bytes
+            size = self._open.size
+            is_enough = size >= SHARD_BYTES
+            if self.uploads is not None:
+                is_enough = self.uploads.is_enough(size, self._open.number)
             has_room = self._open.has_room(*added)
-            if self._open.size >= most or not has_room:
+            if is_enough or not has_room:
                 self.seal()
                 if self.uploads is None or not has_room:
                     self._header_bytes = min(2 * self._header_bytes, layout.MAX_HEADER_BYTES)

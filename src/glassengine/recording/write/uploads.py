@@ -24,6 +24,9 @@ from glassengine.stores import objects
 from glassengine.stores.places import Remote
 
 SHARD_BYTES = 64 << 20
+# While nothing waits to be uploaded, smaller ones are sealed, so that little is left at the end; the more there are,
+# the larger they get, for their numbers end.
+_LEAST_SHARD_BYTES, _MORE_BYTES = 8 << 20, 1 << 16
 SPOOL_BYTES = 4 << 30
 
 DONE = "uploaded.log"
@@ -51,7 +54,7 @@ class Uploads:
         patience_s: How long one success may take.
 
     Attributes:
-        shard_bytes: After how many bytes a shard is to be sealed.
+        shard_bytes: After how many bytes a shard is sealed at the latest.
         failure: Why nothing more is uploaded, if nothing is.
 
     Raises:
@@ -83,6 +86,11 @@ class Uploads:
             self._waiting.append(path)
             self._waiting_bytes += path.stat().st_size
             self._changed.notify_all()
+
+    def is_enough(self, num_bytes: int, number: int) -> bool:
+        """Return whether a shard with so many bytes and this number is to be sealed."""
+        least = min(_LEAST_SHARD_BYTES + number * _MORE_BYTES, self.shard_bytes)
+        return num_bytes >= (self.shard_bytes if self._waiting else least)
 
     @property
     def is_behind(self) -> bool:
