@@ -253,6 +253,8 @@ class BackgroundWriter:
         if self._was_forked:
             return
         processes.forget(self)
+        if patience_s is not None:
+            self._writer.hurry(patience_s)
         with self._lock:
             self._producer.publish()
             self._queue.append(None)
@@ -268,8 +270,7 @@ class BackgroundWriter:
         finally:
             left = self._leave_steps() if self._consumer.keeps else 0
             self._remove_ring(is_left=left != 0)
-            problem = self._writer.deliver(patience_s)
-            if problem is not None:
+            if (problem := self._writer.deliver(patience_s)) is not None:
                 _log.warning("%s", problem)
         if self._consumer.failure is not None:
             raise with_left(self._consumer.failure, left)

@@ -14,6 +14,7 @@ from torch import nn
 import glassengine as glass
 from glassengine import commands
 from glassengine.errors import GlassError, UsageError
+from glassengine.recording.background import BackgroundWriter
 from glassengine.recording.layout import layout
 from glassengine.recording.write import uploads
 from glassengine.recording.write.spool import root_of
@@ -279,6 +280,29 @@ def test_a_process_that_ends_does_not_wait_for_a_store_that_hangs(monkeypatch: p
     if problem is not None:
         assert commands.upload(URL).complete
     require_all(glass.Recording.open(URL))
+
+
+def test_a_process_that_ends_does_not_wait_for_room(spool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As SIGTERM does while the model waits for a store that has gone."""
+    put = objects.put
+
+    def failing(path: Path, url: str) -> None:
+        if "shard" in url:
+            raise UsageError("the store cannot be used", got="planted")
+        put(path, url)
+
+    monkeypatch.setattr(uploads, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(objects, "put", failing)
+    writer = BackgroundWriter(URL, metadata={}, spool_bytes=1 << 20)
+    for step in range(20):
+        writer.write("x", step, torch.full((40_000,), float(step)))
+        writer.commit(step)
+    begun = time.monotonic()
+    with pytest.raises(GlassError, match="planted"):
+        writer.close("stopped by SIGTERM", patience_s=0.1)
+    assert time.monotonic() - begun < 20
+    monkeypatch.setattr(objects, "put", put)
+    assert commands.upload(URL).num_steps == 20
 
 
 def test_a_directory_of_a_process_that_was_killed_before_it_began() -> None:

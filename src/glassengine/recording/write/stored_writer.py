@@ -48,6 +48,10 @@ class StoredWriter(RecordingWriter):
         """Whether the store takes less than is written."""
         return self._uploads.is_behind
 
+    def hurry(self, patience_s: float) -> None:
+        """Wait no more for a store that does not keep up."""
+        self._uploads.hurry(patience_s)
+
     def deliver(self, patience_s: float | None = None) -> GlassError | None:
         """Wait until the recording, which is closed, is in the store; return why it is not.
 

@@ -71,7 +71,7 @@ class Uploads:
         self._changed = threading.Condition()
         self._waiting: deque[Path] = deque()
         self._waiting_bytes = 0
-        self._ends = False
+        self._ends = self._hurries = False
         self._since_index = 0
         self._index_bytes = -1
         self._checkpoint()
@@ -104,10 +104,19 @@ class Uploads:
             UsageError: The store does not take any more.
         """
         with self._changed:
-            while self._waiting_bytes + self.shard_bytes > self._most and self._waiting and self.failure is None:
+            while self._waiting_bytes + self.shard_bytes > self._most and self._waiting and not self._hurries:
+                if self.failure is not None:
+                    break
                 self._changed.wait(1.0)
             if self.failure is not None:
                 raise self.failure
+
+    def hurry(self, patience_s: float) -> None:
+        """Let what is left be written without waiting for room: the process ends."""
+        with self._changed:
+            self._hurries = True
+            self._patience_s = patience_s
+            self._changed.notify_all()
 
     def finish(self, patience_s: float | None = None) -> None:
         """Upload what is left once the recording is closed, and end.

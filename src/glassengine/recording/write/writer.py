@@ -303,6 +303,9 @@ class RecordingWriter:
         """Whether less is taken than is written; never of a directory, in which the writer waits."""
         return False
 
+    def hurry(self, patience_s: float) -> None:
+        """Write what is left as fast as can be: the process ends."""
+
     def deliver(self, patience_s: float | None = None) -> GlassError | None:
         """Bring the recording, which is closed, to its target, where that is not its directory; return why not."""
         return None
