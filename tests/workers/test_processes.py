@@ -56,7 +56,9 @@ def test_results_come_in_the_order_of_the_requests(processes: Processes, tmp_pat
 def test_what_nobody_waits_for_ends(processes: Processes, tmp_path: Path) -> None:
     began = time.monotonic()
     mark = tmp_path / "begun"
-    with closing(processes.run([b"first", b"sleep " + str(mark).encode(), b"sleep x"])) as results:
+    with closing(
+        processes.run([b"first", b"sleep " + str(mark).encode(), b"sleep " + str(tmp_path / "other").encode()])
+    ) as results:
         assert next(results) == b"FIRST"
         while not mark.exists():
             time.sleep(0.01)
