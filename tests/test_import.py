@@ -59,7 +59,7 @@ def test_what_the_public_sees() -> None:
     assert set(glass.__all__) - {"__version__"} == {
         *("build", "check", "check_training", "compare", "export", "list_backends", "load", "open", "record"),
         *("mark_step", "replay", "sites", "tap"),
-        *("Comparison", "Divergence", "Engine", "GlassError", "Recording", "Session"),
+        *("Comparison", "Divergence", "Engine", "GlassError", "Recording", "Session", "Watch"),
         *NAMESPACES,
     }
 
