@@ -27,7 +27,7 @@ FLOORS = (
     {"recording", "program", "schemas"},
     {"numerics"},
     {"compare", "capture", "executable"},
-    {"report", "backends"},
+    {"report", "backends", "serving"},
     {"frontends", "engine"},
     {"judge"},
     {"diagnose"},

@@ -11,6 +11,8 @@ BACKENDS = "glassengine.backends"
 """Each entry is a class that makes a `backends.protocol.Backend`; the built-in ones come by the same door."""
 FORMATS = "glassengine.formats"
 """Each entry is a `recording.read.source.Format`."""
+SERVING = "glassengine.serving"
+"""Each entry is a function from a place and `serving.protocol.Options` to a `serving.protocol.Served`."""
 
 
 def registered(group: str) -> dict[str, EntryPoint]:

@@ -41,11 +41,15 @@ def command(
     candidate: Annotated[
         str | None,
         typer.Option(
-            metavar="TARGET|ENGINE|RECORD",
-            help="Judge this model, port, engine or dump; default: engines built from the baseline.",
+            metavar="TARGET|ENGINE|RECORD|gguf:FILE",
+            help="Judge this model, port, engine, dump or GGUF file; default: engines built from the baseline.",
         ),
     ] = None,
     map: Map = None,
+    library: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Shared library of llama.cpp for gguf:FILE; default: the installed one."),
+    ] = None,
     backend: Annotated[str | None, typer.Option(metavar="NAME", help="Back-end of the built engines.")] = None,
     dtype: Dtype = "auto",
     inputs: Annotated[
@@ -94,6 +98,7 @@ def command(
             baseline,
             candidate=candidate,
             map=map,
+            library=library,
             backend=backend,
             dtype=dtype,
             inputs=inputs,

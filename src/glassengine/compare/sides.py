@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from glassengine.compare.matching import layouts
+from glassengine.compare.matching.assembling import assembled
 from glassengine.compare.matching.globs import NameIndex
 from glassengine.compare.matching.matching import Match
 from glassengine.compare.matching.padding import CACHES, Padding
@@ -48,10 +49,9 @@ class Sides:
         if match.rule is not None:
             where = f"{match.baseline.site!r} and {match.candidate_site!r}, step {match.baseline.step}"
             try:
-                lookups = (self._lookup(self.left, match.baseline), self._lookup(self.right, match.candidates[0]))
-                x = layouts.apply(match.rule.baseline_ops, x, lookup=lookups[0])
-                parts = [layouts.apply(match.rule.candidate_ops, part, lookup=lookups[1]) for part in parts]
-                parts = [_concatenate(parts, match.rule.concat_dim)]
+                x = layouts.apply(match.rule.baseline_ops, x, lookup=self._lookup(self.left, match.baseline))
+                lookups = [self._lookup(self.right, entry) for entry in match.candidates]
+                parts = [assembled(match.rule, list(zip(parts, lookups, strict=True)))]
             except UsageError as error:
                 raise UsageError(
                     f"the map does not fit {where}: {error.what}", got=error.got, expected=error.expected
@@ -177,13 +177,3 @@ def have_same_bytes(entry: Entry, other: Entry) -> bool:
     if x.block is None or y.block is None:
         return x.block is y.block
     return x.block[1] == y.block[1] and x.offset - x.block[0] == y.offset - y.block[0]
-
-
-def _concatenate(parts: list[Tensor], dim: int | None) -> Tensor:
-    if dim is None:
-        return parts[0]
-    try:
-        return torch.cat(parts, dim)
-    except (RuntimeError, IndexError) as error:
-        got = ", ".join(str(list(part.shape)) for part in parts)
-        raise UsageError(f"the candidates cannot be concatenated along dimension {dim}", got=got) from error

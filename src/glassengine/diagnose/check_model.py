@@ -35,6 +35,7 @@ from glassengine.diagnose.quantization.module import check_quantized_module, qua
 from glassengine.diagnose.quantization.port import check_quantized_file, is_quantized_file
 from glassengine.diagnose.reproduction.files import require_free
 from glassengine.diagnose.reproduction.reproduce import with_reproduction
+from glassengine.diagnose.served.check import check_served
 from glassengine.engine.build.ranks import check_mesh, mesh_for
 from glassengine.engine.run.engine import Engine
 from glassengine.engine.run.load import load
@@ -53,6 +54,7 @@ from glassengine.program.kinds.image_text import IMAGE_TOKEN, WITHOUT_IMAGES
 from glassengine.progress import Progress, Work, silent
 from glassengine.recording.read.source import file_suffixes, open_source
 from glassengine.results import Comparison, Skipped
+from glassengine.serving.protocol import Options, open_served
 from glassengine.sites import patterns_of
 from glassengine.stores.places import place
 
@@ -64,6 +66,7 @@ def check(
     *,
     candidate: str | Path | nn.Module | None = None,
     map: str | Path | None = None,
+    library: str | Path | None = None,
     backend: str | None = None,
     dtype: str = "auto",
     inputs: str | None = None,
@@ -94,6 +97,7 @@ def check(
             the baseline's own engine and release engine and climbs the ladder. A quantized checkpoint beside an
             unquantized baseline is judged weight by weight: what quantization costs, and what is a mistake.
         map: Which names of the program belong to which of a record, as for `compare`.
+        library: Shared library of a serving engine (`gguf:FILE`); None for the one that is installed.
         backend: Back-end of the built engines.
         dtype: As in `build`; of both sides, unless the candidate is an engine.
         inputs: A text file with one prompt per line, or what `load_inputs` reads; None takes built-in prompts. A causal
@@ -137,6 +141,25 @@ def check(
         "trust_remote_code": trust_remote_code,
         "revision": revision,
     }
+    served = open_served(candidate, Options(library=library))
+    if served is not None:
+        unused = {"--map": map, "--backend": backend, "--pass": passes, "--accum": accumulation}
+        if given_more := [name for name, value in unused.items() if value]:
+            raise UsageError(f"{given_more[0]} is not for a serving engine", got=str(candidate), hint="leave it out")
+        return check_served(
+            baseline,
+            served,
+            dtype=dtype,
+            inputs=inputs,
+            steps=steps,
+            fail_on=fail_on,
+            min_coverage=min_coverage,
+            min_snr=min_snr,
+            reproduction=reproduction,
+            adapter=adapter,
+            progress=progress,
+            **options,
+        )
     engine = load(str(candidate), trust=trust_engine) if _is_engine(candidate) else None
     record = open_source(str(candidate)) if engine is None and _is_record(candidate) else None
     if record is not None:

@@ -11,8 +11,12 @@
     {"op": "pack", "mask": "attention_mask"}     [B, S, ...] -> [tokens, ...] without padding; the mask [B, >= S] is a
                                                  tensor of the same side and step, or the numbers themselves
     {"op": "cast", "dtype": "float32"}
+    {"op": "unpair", "dim": -1, "width": 64}     rotary pairs (x0 y0 x1 y1 ...) to halves (x0 x1 ... y0 y1 ...) in each
+                                                 head of `width`; "rotated" of its elements, all by default
+    {"op": "pair", "dim": -1, "width": 64}       the other way
+    {"op": "add", "value": -1}                   what a converter has added (1 to the weight of a norm)
 
-None of them changes a value except `cast`.
+None of them changes a value except `cast` and `add`.
 """
 
 from __future__ import annotations
@@ -139,6 +143,27 @@ def _pack(x: Tensor, lookup: Lookup, given: Mapping[str, Any]) -> Tensor:
     return x[mask[:, mask.shape[1] - x.shape[1] :] != 0]
 
 
+def _unpair(x: Tensor, _: Lookup, given: Mapping[str, Any]) -> Tensor:
+    return _rotary(x, given, to_halves=True)
+
+
+def _pair(x: Tensor, _: Lookup, given: Mapping[str, Any]) -> Tensor:
+    return _rotary(x, given, to_halves=False)
+
+
+def _rotary(x: Tensor, given: Mapping[str, Any], *, to_halves: bool) -> Tensor:
+    """Return `x` with the rotated elements of each head in the other order."""
+    dim, width = range(x.ndim)[given["dim"]], given["width"]
+    rotated = width if given["rotated"] is None else given["rotated"]
+    if width < 1 or x.shape[dim] % width or not 0 <= rotated <= width or rotated % 2:
+        raise ValueError(f"dimension {dim} of size {x.shape[dim]} has no heads of {width}, {rotated} of them rotated")
+    order = torch.arange(rotated)
+    order = order.view(-1, 2).T.flatten() if to_halves else order.view(2, -1).T.flatten()
+    inside = torch.cat([order, torch.arange(rotated, width)])
+    heads = torch.arange(0, x.shape[dim], width)
+    return x.index_select(dim, (heads[:, None] + inside[None]).flatten())
+
+
 def _cast(x: Tensor, _: Lookup, given: Mapping[str, Any]) -> Tensor:
     dtype: torch.dtype = getattr(torch, given["dtype"])
     if x.is_complex() and not dtype.is_complex:
@@ -158,6 +183,7 @@ _KINDS: dict[str, Callable[[object], bool]] = {
     "an integer": _is_int,
     "an integer or null": lambda value: value is None or _is_int(value),
     "a list of integers": _are_ints,
+    "a number": lambda value: isinstance(value, float) or _is_int(value),
     "a dtype": lambda value: isinstance(value, str) and value in STORED,
     "a name or rows of 0 and 1": lambda value: (
         isinstance(value, str) or (isinstance(value, list) and len(value) > 0 and all(map(_are_ints, value)))
@@ -195,6 +221,17 @@ _OPERATIONS: dict[str, tuple[dict[str, str], dict[str, Any], _Run]] = {
     ),
     "pack": ({"mask": "a name or rows of 0 and 1"}, {}, _pack),
     "cast": ({"dtype": "a dtype"}, {}, _cast),
+    "unpair": (
+        {"dim": "an integer", "width": "an integer", "rotated": "an integer or null"},
+        {"dim": -1, "rotated": None},
+        _unpair,
+    ),
+    "pair": (
+        {"dim": "an integer", "width": "an integer", "rotated": "an integer or null"},
+        {"dim": -1, "rotated": None},
+        _pair,
+    ),
+    "add": ({"value": "a number"}, {}, lambda x, _, given: x + given["value"]),
 }
 
 

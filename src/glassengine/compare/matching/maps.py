@@ -8,7 +8,12 @@
 
 `baseline` is a glob or `re:`; the wildcards of `candidate` take what its wildcards stood for
 (`compare.matching.globs`). The operations are those of `compare.matching.layouts`; those of the candidate come before
-it is concatenated.
+it is concatenated, or (`"sum": true`) added: of a residual stream that is kept as a pair.
+
+What an engine keeps at another place: `"layer_offset": 1` takes the tensor of the next layer (the first wildcard that
+is a number), `"step_offset": 1` that of the next step, `"accumulate": 1` all steps up to this one, concatenated along
+that dimension (a cache of which each step keeps its own tokens). A rule that is `"optional"` may name nothing: one
+table holds for several versions of an engine.
 
 The file of `glass build --add-output @FILE` (and the text of TRTLLM_ADD_OUTPUT), `{"pattern": "alias"}`, is a map too:
 either side may have the pattern's names and the other the aliases, numbered `alias_0`, `alias_1`, ... as a build
@@ -30,7 +35,19 @@ from glassengine.reading.documents import read_document
 SCHEMA_VERSION = 1
 
 _MAX_BYTES = 1 << 24
-_KEYS = ("baseline", "candidate", "baseline_ops", "candidate_ops", "concat_dim", "rank")
+_KEYS = (
+    "baseline",
+    "candidate",
+    "baseline_ops",
+    "candidate_ops",
+    "concat_dim",
+    "sum",
+    "layer_offset",
+    "step_offset",
+    "accumulate",
+    "optional",
+    "rank",
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +62,11 @@ class Rule:
         concat_dim: Where several candidates are put together.
         is_alias: Whether it comes from an alias file.
         rank: The only process whose tensors it names; None for all.
+        is_sum: Whether several candidates are added.
+        layer_offset: Added to the first wildcard that is a number.
+        step_offset: Step of the candidate's tensor less that of the baseline's.
+        accumulate: Where the tensors of all steps up to this one are put together; None for this step alone.
+        is_optional: Whether it may name nothing.
     """
 
     baseline: str
@@ -54,6 +76,16 @@ class Rule:
     concat_dim: int | None = None
     is_alias: bool = False
     rank: int | None = None
+    is_sum: bool = False
+    layer_offset: int = 0
+    step_offset: int = 0
+    accumulate: int | None = None
+    is_optional: bool = False
+
+    @property
+    def is_of_one_step(self) -> bool:
+        """Whether the tensors of a pair are of the same step."""
+        return self.step_offset == 0 and self.accumulate is None
 
     def __str__(self) -> str:
         return f"{self.baseline!r} -> {', '.join(map(repr, self.candidates))}"
@@ -130,16 +162,32 @@ def _rule(data: object, where: str) -> Rule:
         if not isinstance(given, list):
             raise UsageError(f"{where}: {key!r} is not a list", got=repr(given)[:200])
         operations[key] = tuple(parse_operation(item, f"{where}: {key}[{i}]") for i, item in enumerate(given))
-    concat_dim = data.get("concat_dim")
-    if concat_dim is not None and (not isinstance(concat_dim, int) or isinstance(concat_dim, bool)):
-        raise UsageError(f"{where}: 'concat_dim' is not an integer", got=repr(concat_dim)[:200])
-    if (len(names) > 1) != (concat_dim is not None):
-        raise UsageError(f"{where}: 'concat_dim' goes with several candidates, and only with them")
+    numbers = {key: data.get(key) for key in ("concat_dim", "layer_offset", "step_offset", "accumulate")}
+    flags = {key: data.get(key, False) for key in ("sum", "optional")}
+    for key, value in numbers.items():
+        if value is not None and type(value) is not int:
+            raise UsageError(f"{where}: {key!r} is not an integer", got=repr(value)[:200])
+    for key, value in flags.items():
+        if not isinstance(value, bool):
+            raise UsageError(f"{where}: {key!r} is not true or false", got=repr(value)[:200])
+    if (len(names) > 1) != (numbers["concat_dim"] is not None or flags["sum"]):
+        raise UsageError(f"{where}: 'concat_dim' goes with several candidates (or 'sum'), and only with them")
     rank = data.get("rank")
     if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 0):
         raise UsageError(f"{where}: 'rank' is not the number of a rank", got=repr(rank)[:200])
-    ops = operations["baseline_ops"], operations["candidate_ops"]
-    rule = Rule(baseline, tuple(names), *ops, concat_dim, rank=rank)
+    rule = Rule(
+        baseline,
+        tuple(names),
+        operations["baseline_ops"],
+        operations["candidate_ops"],
+        numbers["concat_dim"],
+        is_sum=flags["sum"],
+        layer_offset=numbers["layer_offset"] or 0,
+        step_offset=numbers["step_offset"] or 0,
+        accumulate=numbers["accumulate"],
+        is_optional=flags["optional"],
+        rank=rank,
+    )
     _require_captures(rule, where)
     return rule
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from glassengine.compare.matching.assembling import steps_of
 from glassengine.compare.matching.maps import Rule, TensorMap
 from glassengine.compare.matching.rules import pair_names
 from glassengine.errors import UsageError
@@ -33,7 +34,7 @@ class Match:
     @property
     def candidate_site(self) -> str:
         """The name, or names, of the counterpart."""
-        return " + ".join(entry.site for entry in self.candidates)
+        return " + ".join(dict.fromkeys(entry.site for entry in self.candidates))
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,9 @@ class Matcher:
         found: list[Match] = []
         rules_here = [(rule, names) for rule, names in self._by_map.get(site, ()) if rule.rank in (None, rank)]
         for rule, names in rules_here:
-            entries = [theirs.get((step, rank, name)) for name in names]
+            entries = [theirs.get((one, rank, name)) for one in steps_of(rule, step) for name in names]
             whole = tuple(other for other in entries if other is not None)
-            if len(whole) == len(names):
+            if whole and len(whole) == len(entries):
                 found.append(Match(entry, whole, "map", rule))
         if found or rules_here:
             return found

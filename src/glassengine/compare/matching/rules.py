@@ -59,7 +59,7 @@ def pair_names(
 
 def _by_pattern(rule: Rule, ours: NameIndex, theirs: NameIndex) -> tuple[list[NamePair], dict[str, str]]:
     names = _named(rule.baseline, ours, {})
-    if not names:
+    if not names and not rule.is_optional:
         raise UnknownNameError("tensor in the baseline of the map", rule.baseline, ours.names)
     found, lacking = [], {}
     for name in names:
@@ -68,6 +68,8 @@ def _by_pattern(rule: Rule, ours: NameIndex, theirs: NameIndex) -> tuple[list[Na
             found.append(NamePair(rule, name, targets))
         else:
             lacking[name] = _first_target(rule, name)
+    if not found and rule.is_optional:
+        return [], {}
     if not found:
         target = next(iter(lacking.values()))
         close = nearest(target, theirs.names)
@@ -160,10 +162,18 @@ def _targets(rule: Rule, name: str) -> list[tuple[str, ...]]:
     options = dict.fromkeys(captures(rule.baseline, name)) or {(): None}
     needed = max(map(wildcards, rule.candidates))
     return [
-        tuple(substitute(template, captured) for template in rule.candidates)
+        tuple(substitute(template, _moved(captured, rule.layer_offset)) for template in rule.candidates)
         for captured in options
         if len(captured) >= needed
     ]
+
+
+def _moved(captured: tuple[str, ...], offset: int) -> tuple[str, ...]:
+    """Return what wildcards stand for, with the number of a layer `offset` further on."""
+    at = next((place for place, text in enumerate(captured) if text.isdigit()), None)
+    if at is None or not offset:
+        return captured
+    return (*captured[:at], str(int(captured[at]) + offset), *captured[at + 1 :])
 
 
 def _first_target(rule: Rule, name: str) -> str:

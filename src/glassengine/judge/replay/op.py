@@ -68,12 +68,14 @@ class Ops:
             return None
         try:
             args, kwargs = self.values.arguments(op)
+            args, room = self.values.as_read(op, args)
             if any(is_broken(value) for value in pytree.tree_leaves((args, kwargs))):
                 # What kernels make of NaN is their own affair: the op that made it is the guilty one.
                 return None
             exact_args, exact_kwargs = retargeted((args, kwargs))
             exact = call(*exact_args, **exact_kwargs)
             native = self._native(op, call, args, kwargs, exact)
+            carried: Tensor | float = 0.0 if room is None else call(*room, **exact_kwargs).abs()
         except DOES_NOT_FIT:
             # The candidate's inputs do not fit the baseline's op: their own shapes are judged where they are made.
             return None
@@ -86,7 +88,15 @@ class Ops:
         else:
             reference = _reference(claim, exact, native, [], self.relative_floors.get(claim.node.name, 0.0))
         return OneOp(
-            reference, ops=self, claim=claim, op=op, args=args, kwargs=kwargs, operation=operation, is_float=is_float
+            reference,
+            ops=self,
+            claim=claim,
+            op=op,
+            args=args,
+            kwargs=kwargs,
+            operation=operation,
+            is_float=is_float,
+            carried=carried,
         )
 
     def _native(
@@ -95,6 +105,7 @@ class Ops:
         """One sample of legal error: the op in the candidate's own dtypes, or P rounded where they do not mix."""
         if self.values.dtype is not None:
             args, kwargs = self.values.narrowed(op)
+            args, _ = self.values.as_read(op, args)
         try:
             return call(*args, **kwargs)
         except RuntimeError:
@@ -178,8 +189,17 @@ class OneOp(Expected):
     def _bound(self, runs: Sequence[Tensor]) -> Tensor | None:
         if isinstance(self.op.target, Composite):
             return bound_of(self.operation.exact, runs)
-        bound = rounding_bound(self.operation, self._roundoff())
+        roundoff = self._roundoff()
+        bound = rounding_bound(self.operation, roundoff)
+        if bound is not None and self.is_cast:
+            bound = bound + (roundoff.u * self.operation.exact.abs()).clamp(min=roundoff.tiny)
         return None if bound is None else bound + self.carried
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the op only passes numbers on, and the candidate keeps them in a coarser dtype than it was given."""
+        given, kept = self.reference.native.dtype, self.claim.candidate.dtype
+        return not rounds(self.op) and unit_roundoff(kept) > unit_roundoff(given)
 
     def _noise(self) -> list[Tensor]:
         """Return results of the op with rounded inputs, weights and result."""
@@ -200,6 +220,8 @@ class OneOp(Expected):
             if rounds(op):
                 arguments = (operation.args, operation.kwargs)
                 value = noisy(op, value, *arguments, roundoff.u, generator, how, roundoff.tiny)
+            elif self.is_cast:
+                value = disturbed(value, roundoff.u, generator, roundoff.tiny)
             runs.append(value)
         return runs
 

@@ -27,6 +27,7 @@ from glassengine.judge.step_inputs import Given, by_name, empty_caches
 from glassengine.numerics.known import NOTHING, Known
 from glassengine.numerics.noise import WideOperands
 from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
+from glassengine.numerics.quantization.activations import Read
 from glassengine.program.representation.program import Program
 
 
@@ -55,6 +56,7 @@ class Replay:
         accumulation: How the candidate's products are summed.
         seed: Of the noise.
         worth_a_bound: See `Ops`.
+        operands: Node of a product -> what the candidate's kernel reads of activations, where it rounds them.
 
     Attributes:
         ops: Pieces of one op.
@@ -71,11 +73,17 @@ class Replay:
         accumulation: Accumulation = FLOAT32_SUMS,
         seed: int = 0,
         worth_a_bound: float = 1.6,
+        operands: Mapping[str, Callable[[torch.Tensor], Read]] | None = None,
     ) -> None:
         self.program = program
         self._cut = cut
         self._values = Values(
-            program, compiled=compiled, dtype=dtype, wide_operands=wide_operands, accumulation=accumulation
+            program,
+            compiled=compiled,
+            dtype=dtype,
+            wide_operands=wide_operands,
+            accumulation=accumulation,
+            operands=operands,
         )
         self.ops = Ops(program, self._values, seed=seed, worth_a_bound=worth_a_bound)
         self._stretches = None if cut is Cut.OP else Stretches(program, coarsest=dtype)

@@ -15,6 +15,7 @@ from glassengine.numerics.float64 import retargeted, target_of
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
 from glassengine.numerics.noise import WideOperands, reads_memory
 from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation, Operation, Roundoff
+from glassengine.numerics.quantization.activations import Read
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import is_tensor_node, op_name
 from glassengine.program.representation.outputs import is_view, weight_only_nodes
@@ -59,6 +60,7 @@ class Values:
         dtype: Floating dtype of the candidate's weights; None for the baseline's own.
         wide_operands: Which of the candidate's products may read unrounded registers, as its other ops may.
         accumulation: How the candidate's products are summed.
+        operands: Node of a product -> what it reads of activations.
 
     Attributes:
         observed: What the candidate was given and made in this step, by node; sizes and lists join when asked for.
@@ -74,7 +76,9 @@ class Values:
         dtype: torch.dtype | None,
         wide_operands: WideOperands,
         accumulation: Accumulation,
+        operands: Mapping[str, Callable[[torch.Tensor], Read]] | None = None,
     ) -> None:
+        self._operands = operands or {}
         self.compiled = compiled
         self.accumulation = accumulation
         self.observed: dict[str, Any] = {}
@@ -120,6 +124,29 @@ class Values:
         """
         found: tuple[tuple[Any, ...], dict[str, Any]] = torch.fx.node.map_arg((op.args, dict(op.kwargs)), self.of)
         return found
+
+    def as_read(self, op: Node, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...] | None]:
+        """Return the arguments of a product as the candidate's kernel reads them, and what gives room for ties.
+
+        The second are arguments of the same op, whose result bounds how far the first may be another by reading; None
+        where the kernel reads what it is given.
+        """
+        reader = self._operands.get(op.name)
+        if reader is None:
+            return args, None
+        values, slack = [], []
+        for source, value in zip(op.args, args, strict=True):
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+                values.append(value)
+                slack.append(value)
+            elif isinstance(source, Node) and source.name not in self.constant:
+                found = reader(value)
+                values.append(found.values)
+                slack.append(found.slack.double())
+            else:
+                values.append(value)
+                slack.append(value.double().abs() if value.dim() > 1 else torch.zeros_like(value, dtype=torch.float64))
+        return tuple(values), tuple(slack)
 
     def narrowed(self, op: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return what the candidate fed to its op, weights in its own dtype."""

@@ -7,7 +7,7 @@ by op, one of modules by segments. What it was run on comes from the record: the
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from glassengine.capture.runs.known_tokens import prompt_lengths
-from glassengine.compare.matching import layouts
+from glassengine.compare.matching.assembling import assembled, steps_of
 from glassengine.compare.matching.maps import Rule, TensorMap
 from glassengine.compare.matching.rules import pair_names
 from glassengine.errors import IncomparableError, UsageError
@@ -105,19 +105,19 @@ class RecordedTensors:
         if found is None:
             return None
         names, rule = found
-        entries = [self._places.get((name, step)) for name in names]
-        if any(entry is None for entry in entries):
-            return None
-        parts = [self.source.tensor(entry) for entry in entries if entry is not None]
         if rule is None:
-            return Observed(parts[0], names[0], "name")
+            entry = self._places.get((names[0], step))
+            return None if entry is None else Observed(self.source.tensor(entry), names[0], "name")
+        steps = steps_of(rule, step)
+        places = [self._places.get((name, one)) for one in steps for name in names]
+        entries = [entry for entry in places if entry is not None]
+        if not entries or len(entries) != len(places):
+            return None
+        parts = [(self.source.tensor(entry), self._lookup(entry.step)) for entry in entries]
+        return Observed(assembled(rule, parts), " + ".join(names), "map")
 
-        def lookup(name: str) -> Tensor:
-            return self.source.tensor(self._places[name, step])
-
-        parts = [layouts.apply(rule.candidate_ops, part, lookup=lookup) for part in parts]
-        value = parts[0] if rule.concat_dim is None else torch.cat(parts, rule.concat_dim)
-        return Observed(value, " + ".join(names), "map")
+    def _lookup(self, step: int) -> Callable[[str], Tensor]:
+        return lambda name: self.source.tensor(self._places[name, step])
 
 
 def _by_rows(value: Tensor, site: Site, inputs: StepInputs) -> Tensor:
@@ -187,6 +187,7 @@ class RecordedOps(Side):
     def begin(self, case: Case) -> None:
         """Start with the first step and an empty cache."""
         self._step, self._caches = -1, {}
+        self.replay.begin()
 
     def step(self, inputs: Given) -> None:
         """Read the next step."""

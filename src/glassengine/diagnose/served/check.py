@@ -1,0 +1,238 @@
+"""`glass check CHECKPOINT --candidate gguf:FILE`: the rungs of a serving engine.
+
+    weights       every tensor that it loads against the checkpoint's, without running anything
+    ops           its own tensors by the program's names, run as exactly as it can: judged op by op
+    as deployed   the same on the same tokens, as it runs by default: what it does otherwise is named as a choice
+
+Weights that are the checkpoint's but for their quantization are taken over: what they cost is in the first rung, and
+ops are judged on the weights that the engine has. A weight that is a mistake is not: its op is wrong, too. Products
+that round their activations are judged on the rounded ones (`numerics.quantization.activations`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from glassengine import environment
+from glassengine.diagnose.ladder.climb import Climb
+from glassengine.diagnose.ladder.judging import judge, severity_counter
+from glassengine.diagnose.ladder.rungs import start
+from glassengine.diagnose.reproduction.reproduce import with_reproduction
+from glassengine.diagnose.served.aligned import Alignment, operands_of
+from glassengine.diagnose.served.literals import with_settings
+from glassengine.diagnose.served.weights import WeightsFound, judge_weights
+from glassengine.errors import UsageError
+from glassengine.judge.cases import Case, causal_cases, read_inputs
+from glassengine.judge.replay.replay import Cut, Replay
+from glassengine.judge.sides.module import threads_for
+from glassengine.judge.sides.protocol import Place
+from glassengine.judge.sides.recorded import PARTIAL, RecordedOps, case_of
+from glassengine.judge.verdict.conclude import conclude
+from glassengine.judge.verdict.evidence import EvidenceBox
+from glassengine.numerics.ops import Accumulation
+from glassengine.numerics.quantization.activations import ROUNDOFF
+from glassengine.program import LoadedModel, load_model
+from glassengine.progress import Progress, Work, silent
+from glassengine.recording.read.source import open_source
+from glassengine.results import Comparison, Skipped, worst
+from glassengine.serving.alignment import numbers_of
+from glassengine.serving.protocol import Run, Served
+
+DEPLOYED = "as deployed"
+
+
+def check_served(
+    baseline: str | Path | nn.Module,
+    served: Served,
+    *,
+    dtype: str = "auto",
+    inputs: str | None = None,
+    steps: int = 3,
+    fail_on: str = "wrong",
+    min_coverage: float = 0.9,
+    min_snr: float | None = None,
+    reproduction: str | Path | None = None,
+    adapter: str | Path | None = None,
+    progress: Progress = silent,
+    **options: Any,
+) -> Comparison:
+    """Judge a serving engine against the checkpoint that it should serve.
+
+    Args:
+        baseline: The checkpoint.
+        served: The engine with its file.
+        dtype: Of the baseline; "auto" for float32, in which such engines compute.
+        inputs: As for `check`; the first prompt is run.
+        steps: As for `check`.
+        fail_on: As for `check`.
+        min_coverage: As for `check`, of what this kind of candidate can show.
+        min_snr: As for `check`.
+        reproduction: As for `check`.
+        adapter: As for `check`.
+        progress: Called with an event when a stage begins.
+        options: As for `load_model`.
+
+    Raises:
+        UsageError: The baseline is no language model that generates, or the engine cannot run.
+    """
+    progress(Work.LOADING.says("loading the baseline"))
+    model = load_model(baseline, dtype="float32" if dtype == "auto" else dtype, adapter=adapter, **options)
+    model = model.judged_as(model.generation.alone)
+    config = getattr(model.module, "config", None)
+    if config is None or not model.generation.decodes_tokens:
+        raise UsageError(
+            f"candidates of the kind {served.kind!r} are judged with a language model of transformers",
+            got=model.spec,
+            expected="a Hugging Face directory or id",
+        )
+    with threads_for(model.module), ExitStack() as stack:
+        progress(Work.DEQUANTIZING.says("comparing the weights"))
+        parameters = dict(model.module.named_parameters(remove_duplicate=False))
+        weights = judge_weights(
+            parameters, served.weights(model.module, config), served.extra_weights(), numbers_of(config)
+        )
+        take_over(model.module, weights)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="glassengine-served-")))
+        case, more = _first_case(model, inputs, steps)
+        progress(Work.RUNNING.says("running the candidate"))
+        served.record(Run(_prompt(case), steps), folder / "ops")
+        records = {Place.RECORD.value: open_source(folder / "ops")}
+        made = case_of(records[Place.RECORD.value], model.generation)
+        assert made is not None and made.tokens is not None
+        served.record(Run(_prompt(case), steps, made.tokens[0].tolist(), as_deployed=True), folder / "deployed")
+        records[DEPLOYED] = open_source(folder / "deployed")
+        climb = start(model, None, steps, stack, progress, made)
+        climb.skipped += [*weights.skipped, *more]
+        alignments = _add(climb, records, config)
+        if reproduction is not None:
+            for score in climb.scores:
+                score.evidence = EvidenceBox(climb.program)
+        progress(Work.JUDGING.says("judging the ops"))
+        judge(climb, climb.scores, on_step=severity_counter(climb, progress))
+        for alignment in alignments:
+            climb.skipped += [
+                Skipped(name, "candidate", PARTIAL, rung=Place.RECORD) for name in sorted(alignment.tensors.partial)
+            ]
+        found = conclude(
+            climb.program,
+            climb.scores,
+            climb.skipped,
+            climb.severity,
+            baseline=model.spec,
+            candidate=served.spec,
+            fail_on=fail_on,
+            min_coverage=min_coverage,
+            min_snr=min_snr,
+            environment=environment.describe(),
+            cases=climb.cases,
+        )
+        graph = records[Place.RECORD.value].metadata.get("graph") or {}
+        origins = with_settings(found.origins, graph, config, served.settings(config))
+        found = with_weights(_with_origins(found, origins), weights, model.spec, served.spec)
+        found = dataclasses.replace(found, notes=(*found.notes, *_notes(served, config, alignments)))
+        if reproduction is None or found.first_divergence is None or found.first_divergence.node is None:
+            return found
+        progress(Work.WRITING.says("writing a reproduction"))
+        return with_reproduction(found, Path(reproduction), climb.scores, climb.program)
+
+
+def take_over(module: nn.Module, weights: WeightsFound) -> None:
+    """Give a module the values that the engine computes with, where they are its own but for their rounding."""
+    known = dict(module.named_parameters())
+    for name, value in weights.usable().items():
+        if name in known:  # a tied one is taken over by its first name
+            known[name].data = value.to(known[name].dtype)
+
+
+def _first_case(model: LoadedModel, inputs: str | None, steps: int) -> tuple[Case, list[Skipped]]:
+    given = causal_cases(model, read_inputs(inputs), steps)
+    rest = [f"{case.name}" for case in given[1:]]
+    return given[0], [Skipped(name, "both", "a serving engine is run on the first prompt alone") for name in rest]
+
+
+def _prompt(case: Case) -> list[int]:
+    assert case.input_ids is not None and case.attention_mask is not None
+    return [int(token) for token in case.input_ids[0][case.attention_mask[0].bool()]]
+
+
+def _add(climb: Climb, records: Mapping[str, Any], config: Any) -> list[Alignment]:
+    """Add a side for each record; return how each was aligned."""
+    alignments = []
+    coarsest = 0.0
+    for rung, source in records.items():
+        alignment = Alignment(source, climb.program, config)
+        operands, kinds = operands_of(alignment, climb.program)
+        coarsest = max([coarsest, *(ROUNDOFF[kind] for kind in kinds)])
+        is_deployed = rung == DEPLOYED
+        accumulation = Accumulation(2.0**-11, 2.0**-11) if is_deployed else Accumulation()
+        replay = Replay(
+            climb.program,
+            cut=Cut.REGION,
+            compiled=True,
+            dtype=torch.float32,
+            accumulation=dataclasses.replace(accumulation, kernels=climb.of_runtime(alignment.kernels).kernels),
+            operands=operands,
+        )
+        detail = DEPLOYED if is_deployed else ""
+        climb.add(RecordedOps(alignment.tensors, climb.program, replay=replay, place=Place.RECORD, detail=detail))
+        alignments.append(alignment)
+    climb.accumulation = Accumulation(u_sums=2.0**-11, u_operands=max(coarsest, 2.0**-11))
+    return alignments
+
+
+def _with_origins(found: Comparison, origins: Sequence[Any]) -> Comparison:
+    first = found.first_divergence
+    if first is not None:
+        first = next(
+            (one for one in origins if (one.rung, one.step, one.site) == (first.rung, first.step, first.site)), first
+        )
+    return dataclasses.replace(found, origins=tuple(origins), first_divergence=first)
+
+
+def with_weights(found: Comparison, weights: WeightsFound, baseline: str, candidate: str) -> Comparison:
+    """Return the result with the rung of the weights before all others."""
+    wrong, divergences = weights.wrong, weights.divergences()
+    rungs = (weights.rung(baseline, candidate), *found.rungs)
+    pairs = (*weights.pairs(), *found.pairs)
+    counts: Any = dict(found.counts)
+    counts["compared"] += len(weights.judged)
+    for one in weights.judged:
+        counts[one.verdict] += 1
+    made = dataclasses.replace(
+        found,
+        weights=weights.comparison(),
+        rungs=rungs,
+        pairs=pairs,
+        counts=counts,
+        origins=(*divergences, *found.origins),
+    )
+    if not wrong:
+        return made
+    reason = f"{len(wrong)} weights are not the checkpoint's: {made.weights.how[0] if made.weights else ''}"
+    return dataclasses.replace(
+        made,
+        ok=False,
+        verdict=worst([found.verdict, "wrong"]),
+        first_divergence=divergences[0],
+        not_ok_because=reason,
+        standing="weights differ",
+        too_little=False,
+    )
+
+
+def _notes(served: Served, config: Any, alignments: Sequence[Alignment]) -> list[str]:
+    notes = [f"as deployed: {choice}" for choice in alignments[0].table.choices]
+    notes += [
+        f"{one.name} is {one.found:.6g}, in the checkpoint {one.expected:.6g}"
+        for one in served.settings(config)
+        if one.differs
+    ]
+    return notes

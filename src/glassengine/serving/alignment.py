@@ -1,0 +1,161 @@
+"""Which tensor of a serving engine is which of the program's: tables, in the format of `--map`.
+
+A table is a file `<layout>/tables/<name>.json`:
+
+    {"schema_version": 1,
+     "architectures": ["llama"],                                what the engine calls the kinds of model it is for
+     "includes": ["common"],                                    other tables, whose rules come first
+     "weights": [{"baseline": "*.q_proj.weight", ...}],         parameters of the checkpoint -> the engine's tensors
+     "rules": [{"baseline": "model.layers.*.mlp/mul.0", ...}],  sites of the program -> tensors of a recording
+     "rounded": {"model.layers.*.mlp/mul.0": "float16"},        what the engine's kernel rounds to inside of an op
+     "cannot_show": {"model.layers.*.mlp.experts": "why"},
+     "choices": ["K and V are cast to float16"]}                what is otherwise as deployed
+
+In rules a text "$heads" stands for a number of the checkpoint's configuration (`numbers_of`). Rules of tables are
+optional: engines differ from version to version.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from glassengine.compare.matching.maps import Rule, TensorMap, parse_map
+from glassengine.errors import UnknownNameError, UsageError
+from glassengine.reading.documents import read_document
+
+_ROOMS = Path(__file__).parent
+_MOST_BYTES = 1 << 20
+
+
+class TableFile(msgspec.Struct, forbid_unknown_fields=True):
+    """A table as it is written."""
+
+    schema_version: int
+    architectures: list[str] = []
+    includes: list[str] = []
+    weights: list[dict[str, Any]] = []
+    rules: list[dict[str, Any]] = []
+    rounded: dict[str, str] = {}
+    cannot_show: dict[str, str] = {}
+    choices: list[str] = []
+
+
+@dataclass
+class Table:
+    """What is known of one engine and kind of model, with the numbers of a checkpoint filled in."""
+
+    weights: tuple[Rule, ...] = ()
+    rules: TensorMap | None = None
+    rounded: Mapping[str, str] = field(default_factory=dict)
+    cannot_show: Mapping[str, str] = field(default_factory=dict)
+    choices: Sequence[str] = ()
+
+
+def table_of(layout: str, architecture: str, numbers: Mapping[str, int | None]) -> Table:
+    """Return the table of an engine's layout for a kind of model.
+
+    Args:
+        layout: Of the recording: "ggml".
+        architecture: As the engine calls it.
+        numbers: What `$name` stands for.
+
+    Raises:
+        UnknownNameError: There is no table.
+    """
+    folder = _ROOMS / layout / "tables"
+    if not folder.is_dir():
+        raise UnknownNameError("layout", layout, layouts(), hint="--layout, or names of your own: --map FILE")
+    files = {path.stem: read_document(path, TableFile, most=_MOST_BYTES) for path in sorted(folder.glob("*.json"))}
+    name = next((name for name, one in files.items() if architecture in one.architectures), None)
+    if name is None:
+        known = [known for one in files.values() for known in one.architectures]
+        raise UnknownNameError(f"architecture of {layout}", architecture, known, hint="name its tensors: --map FILE")
+    chain = [files[other] for other in files[name].includes] + [files[name]]
+    told = f"the table {layout}/{name}"
+    weights = [rule for one in chain for rule in _rules(one.weights, numbers, told)]
+    rules = [rule for one in chain for rule in _rules(one.rules, numbers, told)]
+    return Table(
+        weights=tuple(weights),
+        rules=TensorMap(tuple(rules)) if rules else None,
+        rounded={key: value for one in chain for key, value in one.rounded.items()},
+        cannot_show={key: value for one in chain for key, value in one.cannot_show.items()},
+        choices=[choice for one in chain for choice in one.choices],
+    )
+
+
+def layouts() -> list[str]:
+    """Return the layouts that there are tables of."""
+    return sorted(path.parent.name for path in _ROOMS.glob("*/tables"))
+
+
+def _rules(rules: Sequence[Mapping[str, Any]], numbers: Mapping[str, int | None], told: str) -> tuple[Rule, ...]:
+    if not rules:
+        return ()
+    filled = [_filled({"optional": True, **rule}, numbers) for rule in rules]
+    known = [rule for rule in filled if rule is not None]
+    return parse_map({"rules": known}, told).rules if known else ()
+
+
+class _NotKnown(Exception):
+    """A number that the checkpoint does not have: the rule is for others."""
+
+
+def _filled(rule: dict[str, Any], numbers: Mapping[str, int | None]) -> dict[str, Any] | None:
+    def fill(value: Any) -> Any:
+        if isinstance(value, str) and value.startswith("$"):
+            found = numbers.get(value[1:])
+            if found is None:
+                raise _NotKnown(value)
+            return found
+        if isinstance(value, list):
+            return [fill(item) for item in value]
+        return {key: fill(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+    try:
+        filled: dict[str, Any] = fill(rule)
+    except _NotKnown:
+        return None
+    return filled
+
+
+def numbers_of(config: Any) -> dict[str, int | None]:
+    """Return the numbers of a checkpoint's configuration that tables name.
+
+    heads, kv_heads, head_dim, rotated (of a head), q_width, kv_width (of all heads), hidden, inner, experts, layers.
+
+    Raises:
+        UsageError: It has no number of heads.
+    """
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+
+    def first(*names: str) -> int | None:
+        found = (getattr(text, name, None) for name in names)
+        return next((int(value) for value in found if isinstance(value, int) and not isinstance(value, bool)), None)
+
+    heads, hidden = first("num_attention_heads", "n_head"), first("hidden_size", "n_embd")
+    if heads is None or hidden is None:
+        raise UsageError("the checkpoint's configuration names no heads", got=type(config).__name__)
+    kv_heads = first("num_key_value_heads") or heads
+    head_dim = first("head_dim") or hidden // heads
+    rope = getattr(text, "rope_parameters", None)
+    share = rope.get("partial_rotary_factor", 1.0) if isinstance(rope, dict) else 1.0
+    inner = first("intermediate_size", "n_inner") or 4 * hidden
+    return {
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "rotated": math.floor(head_dim * share) if isinstance(share, (int, float)) else head_dim,
+        "q_width": heads * head_dim,
+        "kv_width": kv_heads * head_dim,
+        "hidden": hidden,
+        "inner": inner,
+        "experts": first("num_local_experts", "num_experts"),
+        "expert_inner": first("moe_intermediate_size", "intermediate_size"),
+        "layers": first("num_hidden_layers", "n_layer"),
+    }

@@ -1,0 +1,157 @@
+"""The types of ggml: blocks of numbers, and what a product rounds the activations to that it reads beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from glassengine.errors import UsageError
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """How numbers are stored.
+
+    Attributes:
+        number: ggml's own.
+        name: Likewise.
+        block: Numbers in a block.
+        block_bytes: Bytes of it.
+        group: Numbers that share a scale; 0 where there is none.
+        levels: Steps between the least and the largest number of a group.
+    """
+
+    number: int
+    name: str
+    block: int = 1
+    block_bytes: int = 4
+    group: int = 0
+    levels: int = 0
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether numbers are integers with a scale."""
+        return self.group > 0
+
+
+_F32, _F16, _BF16, _F64 = 0, 1, 30, 28
+TYPES = {
+    one.number: one
+    for one in (
+        TensorType(_F32, "F32", 1, 4),
+        TensorType(_F16, "F16", 1, 2),
+        TensorType(2, "Q4_0", 32, 18, 32, 16),
+        TensorType(3, "Q4_1", 32, 20, 32, 15),
+        TensorType(6, "Q5_0", 32, 22, 32, 32),
+        TensorType(7, "Q5_1", 32, 24, 32, 31),
+        TensorType(8, "Q8_0", 32, 34, 32, 254),
+        TensorType(10, "Q2_K", 256, 84, 16, 3),
+        TensorType(11, "Q3_K", 256, 110, 16, 8),
+        TensorType(12, "Q4_K", 256, 144, 32, 15),
+        TensorType(13, "Q5_K", 256, 176, 32, 31),
+        TensorType(14, "Q6_K", 256, 210, 16, 64),
+        TensorType(16, "IQ2_XXS", 256, 66, 32, 4),
+        TensorType(17, "IQ2_XS", 256, 74, 16, 4),
+        TensorType(18, "IQ3_XXS", 256, 98, 32, 8),
+        TensorType(19, "IQ1_S", 256, 50, 32, 2),
+        TensorType(20, "IQ4_NL", 32, 18, 32, 12),
+        TensorType(21, "IQ3_S", 256, 110, 32, 8),
+        TensorType(22, "IQ2_S", 256, 82, 16, 4),
+        TensorType(23, "IQ4_XS", 256, 136, 32, 12),
+        TensorType(24, "I8", 1, 1),
+        TensorType(25, "I16", 1, 2),
+        TensorType(26, "I32", 1, 4),
+        TensorType(27, "I64", 1, 8),
+        TensorType(_F64, "F64", 1, 8),
+        TensorType(29, "IQ1_M", 256, 56, 32, 2),
+        TensorType(_BF16, "BF16", 1, 2),
+        TensorType(34, "TQ1_0", 256, 54, 256, 2),
+        TensorType(35, "TQ2_0", 256, 66, 256, 2),
+        TensorType(39, "MXFP4", 32, 17, 32, 12),
+    )
+}
+BY_NAME = {one.name: one for one in TYPES.values()}
+
+READ_AS = {
+    "F16": "F16",
+    "BF16": "BF16",
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "MXFP4"), "Q8_0"),
+    **dict.fromkeys(("Q4_1", "Q5_1"), "Q8_1"),
+    **dict.fromkeys(
+        [
+            "Q2_K",
+            "Q3_K",
+            "Q4_K",
+            "Q5_K",
+            "Q6_K",
+            "IQ2_XXS",
+            "IQ2_XS",
+            "IQ2_S",
+            "IQ3_XXS",
+            "IQ3_S",
+            "IQ1_S",
+            "IQ1_M",
+            "IQ4_XS",
+            "TQ1_0",
+            "TQ2_0",
+        ],
+        "Q8_K",
+    ),
+}
+"""Type of a weight -> type that its product rounds the activations to; every other type reads them as they are."""
+
+_PLAIN: dict[str, Any] = {
+    "F32": np.float32,
+    "F16": np.float16,
+    "F64": np.float64,
+    "I8": np.int8,
+    "I16": np.int16,
+    "I32": np.int32,
+    "I64": np.int64,
+}
+
+
+def dequantized(data: np.ndarray[Any, Any], shape: tuple[int, ...], kind: TensorType) -> torch.Tensor:
+    """Return the numbers of a tensor as float32, or as the integers that they are.
+
+    Args:
+        data: Its bytes.
+        shape: Sizes.
+        kind: How they are stored.
+
+    Raises:
+        UsageError: `gguf` does not know the type, or is not installed.
+    """
+    if kind.name in _PLAIN:
+        plain = np.array(data.view(_PLAIN[kind.name]).reshape(shape))
+        return torch.from_numpy(plain).float() if plain.dtype.kind == "f" else torch.from_numpy(plain)
+    if kind.name == "BF16":
+        return torch.from_numpy(np.array(data)).view(torch.bfloat16).reshape(shape).float()
+    try:
+        import gguf
+    except ImportError as error:
+        raise UsageError(
+            "GGUF files are read with the package gguf", got=str(error), hint="pip install 'glassengine[gguf]'"
+        ) from error
+    rows = data.reshape(*shape[:-1], shape[-1] // kind.block * kind.block_bytes)
+    try:
+        found = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(kind.number))
+    except (NotImplementedError, ValueError) as error:
+        raise UsageError(f"gguf does not dequantize {kind.name}", got=str(error)) from error
+    return torch.from_numpy(np.ascontiguousarray(found, np.float32)).reshape(shape)
+
+
+def step_of(values: torch.Tensor, kind: TensorType) -> torch.Tensor:
+    """Return the step of each element of a dequantized tensor: what its group spans, over the number of levels.
+
+    Types that are symmetric have their largest number at one end; of the others least and largest span the range.
+    """
+    groups = values.reshape(-1, kind.group)
+    if kind.levels % 2 == 0:
+        span = 2 * groups.abs().amax(1)
+    else:
+        span = groups.amax(1).clamp(min=0) - groups.amin(1).clamp(max=0)
+    return (span / kind.levels)[:, None].expand(groups.shape).reshape(values.shape)

@@ -1,0 +1,149 @@
+"""The tensors of a GGUF file by the parameters of a checkpoint: gguf's own table of names, and layouts as rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from glassengine.compare.matching.assembling import assembled
+from glassengine.compare.matching.globs import captures, substitute
+from glassengine.compare.matching.maps import Rule
+from glassengine.errors import UsageError
+from glassengine.serving.alignment import Table
+from glassengine.serving.ggml.file import GgufFile, GgufTensor
+from glassengine.serving.ggml.types import dequantized, step_of
+from glassengine.serving.protocol import ServedWeight
+
+_TIED = {"output.weight": "token_embd.weight"}
+"""What llama.cpp reads instead of a tensor that the file has not."""
+
+
+def served_weights(file: GgufFile, module: nn.Module, table: Table) -> tuple[dict[str, ServedWeight], list[str]]:
+    """Return what the file has for each parameter of a module, and its tensors that stand for none of them.
+
+    Args:
+        file: Checked.
+        module: The checkpoint's.
+        table: Of its architecture.
+    """
+    names = _names(file)
+    with_data = _Reader(file)
+    found: dict[str, ServedWeight] = {}
+    used: set[str] = set()
+    for name, parameter in _parameters(module):
+        rule, stored = _stored(name, table, names)
+        missing = [one for one in stored if one not in file.tensors]
+        tied = bool(missing) and len(stored) == 1 and _TIED.get(stored[0], "") in file.tensors
+        if tied:
+            stored, missing = (_TIED[stored[0]],), []
+        used.update(stored)
+        if missing or not stored:
+            reason = f"the file has no {' and '.join(missing)}" if missing else "gguf has no name for it"
+            found[name] = ServedWeight(stored, None, reason=reason)
+        else:
+            found[name] = with_data.weight(stored, rule, parameter, tied=tied)
+    return found, [name for name in file.tensors if name not in used]
+
+
+def _parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters, those that are tied by each of their names."""
+    yield from module.named_parameters(remove_duplicate=False)
+
+
+def _names(file: GgufFile) -> Callable[[str], str | None]:
+    """Return gguf's own table: name of a parameter -> name of a tensor."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise UsageError(
+            "GGUF files are read with the package gguf", got=str(error), hint="pip install 'glassengine[gguf]'"
+        ) from error
+    by_name = {text: key for key, text in gguf.MODEL_ARCH_NAMES.items()}
+    kind = by_name.get(file.architecture)
+    if kind is None:
+        raise UsageError("gguf does not know the architecture", got=file.architecture, expected=sorted(by_name)[:8])
+    table = gguf.get_tensor_name_map(kind, int(file.number("block_count") or 0))
+
+    def name_of(parameter: str) -> str | None:
+        found: str | None = table.get_name(parameter, try_suffixes=(".weight", ".bias"))
+        return found
+
+    return name_of
+
+
+def _stored(name: str, table: Table, names: Callable[[str], str | None]) -> tuple[Rule | None, tuple[str, ...]]:
+    """Return the rule of a parameter, and the tensors that it is made of."""
+    for rule in reversed(table.weights):
+        captured = next(captures(rule.baseline, name), None)
+        if captured is not None:
+            return rule, tuple(substitute(one, captured) for one in rule.candidates)
+    found = names(name)
+    return None, (found,) if found is not None else ()
+
+
+class _Reader:
+    """Reads tensors of a file, one at a time."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self._file = file
+
+    def weight(self, stored: tuple[str, ...], rule: Rule | None, parameter: Tensor, *, tied: bool) -> ServedWeight:
+        tensors = [self._file.tensors[name] for name in stored]
+        types = tuple(tensor.type.name for tensor in tensors)
+        try:
+            values = [self.values(tensor) for tensor in tensors]
+        except UsageError as error:
+            return ServedWeight(stored, None, types=types, reason=error.what, tied=tied)
+        steps = [
+            step_of(value, tensor.type) if tensor.type.is_quantized else None
+            for value, tensor in zip(values, tensors, strict=True)
+        ]
+        made = self._made(rule, values)
+        step = None
+        if any(one is not None for one in steps):
+            whole = [torch.zeros_like(v) if s is None else s for v, s in zip(values, steps, strict=True)]
+            step = self._made(_without_values(rule), whole)
+        if (
+            made.shape != parameter.shape
+            and made.numel() == parameter.numel()
+            and made.squeeze().shape == parameter.squeeze().shape
+        ):
+            made = made.reshape(parameter.shape)
+            step = None if step is None else step.reshape(parameter.shape)
+        return ServedWeight(stored, made, step, types, tied=tied)
+
+    def values(self, tensor: GgufTensor) -> Tensor:
+        """Return the numbers of a tensor in float32."""
+        data = np.memmap(self._file.path, np.uint8, "r", tensor.offset, (tensor.num_bytes,))
+        return dequantized(np.asarray(data), tensor.shape, tensor.type).float()
+
+    @staticmethod
+    def _made(rule: Rule | None, values: list[Tensor]) -> Tensor:
+        if rule is None:
+            return values[0]
+
+        def lookup(name: str) -> Tensor:
+            raise UsageError("rules of weights look nothing up", got=name)
+
+        try:
+            return assembled(rule, [(value, lookup) for value in values])
+        except UsageError:
+            return values[0]  # of another shape than the rule is for: that shows
+
+
+def _without_values(rule: Rule | None) -> Rule | None:
+    """Return the rule for steps: numbers that are added do not change them."""
+    if rule is None:
+        return None
+    import dataclasses
+
+    return dataclasses.replace(rule, candidate_ops=tuple(op for op in rule.candidate_ops if op.op != "add"))
+
+
+def rope_factors(file: GgufFile) -> Mapping[str, Any]:
+    """Return what the file says of the frequencies of the rotation beside its settings."""
+    return {name: file.tensors[name].shape for name in file.tensors if name.startswith("rope_")}

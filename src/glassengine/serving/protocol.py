@@ -1,0 +1,154 @@
+"""What a serving engine is asked as a candidate, and which engines there are: `--candidate gguf:FILE`.
+
+A candidate is named by its kind and where it is. Built-in kinds are a table here; other packages register theirs by an
+entry point of the group `glassengine.serving`, which is a function from what follows the colon, and `Options`, to a
+`Served`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from glassengine.errors import UsageError
+from glassengine.plugins import SERVING, registered, remedy
+
+
+@dataclass(frozen=True)
+class Options:
+    """How an engine is run.
+
+    Attributes:
+        library: Shared library of the engine; None for the one that is installed.
+        threads: Of the engine.
+    """
+
+    library: str | Path | None = None
+    threads: int = 1
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of an engine.
+
+    Attributes:
+        prompt: Token ids.
+        steps: Decode steps after the prefill.
+        following: Tokens of these steps; None for those that the engine picks.
+        as_deployed: As it runs by default, rather than as exactly as it can.
+    """
+
+    prompt: Sequence[int]
+    steps: int
+    following: Sequence[int] | None = None
+    as_deployed: bool = False
+
+
+@dataclass(frozen=True)
+class ServedWeight:
+    """A parameter as the engine has it, by the name and in the layout of the checkpoint.
+
+    Attributes:
+        stored: Names of the tensors that it is made of, as the engine calls them.
+        value: In float32; None where the engine has no such tensor.
+        step: Of each element, where it is quantized.
+        types: How it is stored, in the engine's words.
+        reason: Why there is no value.
+        tied: Whether it is read from another parameter's tensor.
+    """
+
+    stored: tuple[str, ...]
+    value: Tensor | None
+    step: Tensor | None = None
+    types: tuple[str, ...] = ()
+    reason: str | None = None
+    tied: bool = False
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A number that the engine computes with, and the checkpoint's.
+
+    Attributes:
+        name: As the engine calls it.
+        found: The engine's.
+        expected: The checkpoint's.
+        kind: Kind of the hint that a difference is.
+    """
+
+    name: str
+    found: float
+    expected: float
+    kind: str
+
+    @property
+    def differs(self) -> bool:
+        """Whether they are not the same, up to float32."""
+        return abs(self.found - self.expected) > 1e-6 * max(abs(self.found), abs(self.expected))
+
+
+@dataclass(frozen=True)
+class CannotShow:
+    """What a kind of candidate cannot show: sites, as a pattern, and why."""
+
+    pattern: str
+    reason: str
+
+
+class Served(Protocol):
+    """An engine with a model, as a candidate."""
+
+    kind: str
+    spec: str
+    choices: Sequence[str]
+    """What it does otherwise as deployed, in words."""
+
+    def weights(self, module: nn.Module, config: Any) -> Mapping[str, ServedWeight]:
+        """Return what it has for each parameter of `module`, without running anything; empty where it cannot say."""
+
+    def extra_weights(self) -> Sequence[str]:
+        """Return its tensors that stand for no parameter of the module asked last."""
+
+    def settings(self, config: Any) -> Sequence[Setting]:
+        """Return the numbers that it computes with, as far as the checkpoint has them too."""
+
+    def record(self, run: Run, path: Path) -> None:
+        """Run, and write a recording: its own names, with the metadata that `alignment.aligned` reads."""
+
+
+_BUILT_IN = {"gguf": "glassengine.serving.ggml.candidate:open_gguf"}
+_NAMED = re.compile(r"([a-z][a-z0-9_-]*):(.+)", re.DOTALL)
+
+
+def kinds() -> tuple[str, ...]:
+    """Return the kinds of candidates, built-in ones first."""
+    return tuple(dict.fromkeys([*_BUILT_IN, *registered(SERVING)]))
+
+
+def open_served(candidate: object, options: Options = Options()) -> Served | None:
+    """Return the candidate that `gguf:FILE` names; None where the text names no kind.
+
+    Raises:
+        UsageError: It cannot be opened, or what opens it cannot be imported.
+    """
+    found = _NAMED.fullmatch(candidate) if isinstance(candidate, str) else None
+    if found is None or found[1] not in kinds():
+        return None
+    kind, place = found.groups()
+    try:
+        if kind in _BUILT_IN:
+            module, _, name = _BUILT_IN[kind].partition(":")
+            opens = getattr(importlib.import_module(module), name)
+        else:
+            opens = registered(SERVING)[kind].load()
+    except ImportError as error:
+        hint = f"pip install 'glassengine[{kind}]'" if kind in _BUILT_IN else remedy(registered(SERVING)[kind])
+        raise UsageError(f"candidates of the kind {kind!r} cannot be opened", got=str(error), hint=hint) from error
+    served: Served = opens(place, options)
+    return served
