@@ -133,6 +133,21 @@ class Reference:
         """Return the reference with one more run behind its floor: another implementation that only rounds."""
         return self._with([*self._noisy, run.double()], self._tied)
 
+    def kept_in(self, dtype: torch.dtype) -> Reference:
+        """Return the reference for a candidate that keeps the tensor in a coarser dtype: a cache in halves, say."""
+        if not self.exact.is_floating_point() or unit_roundoff(dtype) <= self._u:
+            return self
+        return Reference(
+            self.exact,
+            self.native,
+            [*self._noisy, self.exact.to(dtype).double()],
+            dtype=dtype,
+            valid=self.valid,
+            tied=self._tied,
+            relative_floor=self._relative_floor,
+            known=self.known,
+        )
+
     def without_ties(self) -> Reference:
         """Return the reference by which elements that are tied count as all others do."""
         return self._with(self._noisy, None)

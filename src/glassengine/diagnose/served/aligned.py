@@ -16,6 +16,7 @@ from glassengine.program.representation.program import Program
 from glassengine.recording.read.source import TensorSource
 from glassengine.serving.alignment import numbers_of, table_of
 from glassengine.serving.ggml.types import READ_AS
+from glassengine.sites import matches
 
 
 class Alignment:
@@ -39,6 +40,12 @@ class Alignment:
         self.table = table_of(layout, str(source.metadata.get("architecture")), numbers_of(config))
         self.tensors = RecordedTensors(source, program, self.table.rules)
         self.kernels = of_any_runtime()
+        self.rounded: dict[str, torch.dtype] = {
+            site.node: getattr(torch, dtype)
+            for site in program.sites
+            for pattern, dtype in self.table.rounded.items()
+            if matches(pattern, site.name)
+        }
 
 
 def operands_of(alignment: Alignment, program: Program) -> tuple[dict[str, Callable[[torch.Tensor], Read]], set[str]]:
@@ -66,5 +73,8 @@ def _type_of_weight(graph: dict[str, Any], site: str) -> str | None:
     node = graph.get(site)
     if node is None or not node["sources"]:
         return None
-    weight = graph.get(node["sources"][0])
+    first = node["sources"][0]
+    if site.rpartition("/")[2].startswith("add.") and "/mul_mat" in first:
+        return _type_of_weight(graph, first)  # a product with a bias
+    weight = graph.get(first)
     return str(weight["type"]).upper() if weight is not None else None

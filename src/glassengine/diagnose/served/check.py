@@ -180,6 +180,8 @@ def _add(climb: Climb, records: Mapping[str, Any], config: Any) -> list[Alignmen
             dtype=torch.float32,
             accumulation=dataclasses.replace(accumulation, kernels=climb.of_runtime(alignment.kernels).kernels),
             operands=operands,
+            derive_views=True,
+            rounded=alignment.rounded,
         )
         detail = DEPLOYED if is_deployed else ""
         climb.add(RecordedOps(alignment.tensors, climb.program, replay=replay, place=Place.RECORD, detail=detail))

@@ -189,17 +189,8 @@ class OneOp(Expected):
     def _bound(self, runs: Sequence[Tensor]) -> Tensor | None:
         if isinstance(self.op.target, Composite):
             return bound_of(self.operation.exact, runs)
-        roundoff = self._roundoff()
-        bound = rounding_bound(self.operation, roundoff)
-        if bound is not None and self.is_cast:
-            bound = bound + (roundoff.u * self.operation.exact.abs()).clamp(min=roundoff.tiny)
+        bound = rounding_bound(self.operation, self._roundoff())
         return None if bound is None else bound + self.carried
-
-    @property
-    def is_cast(self) -> bool:
-        """Whether the op only passes numbers on, and the candidate keeps them in a coarser dtype than it was given."""
-        given, kept = self.reference.native.dtype, self.claim.candidate.dtype
-        return not rounds(self.op) and unit_roundoff(kept) > unit_roundoff(given)
 
     def _noise(self) -> list[Tensor]:
         """Return results of the op with rounded inputs, weights and result."""
@@ -220,8 +211,6 @@ class OneOp(Expected):
             if rounds(op):
                 arguments = (operation.args, operation.kwargs)
                 value = noisy(op, value, *arguments, roundoff.u, generator, how, roundoff.tiny)
-            elif self.is_cast:
-                value = disturbed(value, roundoff.u, generator, roundoff.tiny)
             runs.append(value)
         return runs
 

@@ -57,6 +57,8 @@ class Replay:
         seed: Of the noise.
         worth_a_bound: See `Ops`.
         operands: Node of a product -> what the candidate's kernel reads of activations, where it rounds them.
+        derive_views: Whether a view of what was observed counts as observed: of a record that has no views.
+        rounded: Node -> dtype that the candidate's kernel rounds to, though its result has more.
 
     Attributes:
         ops: Pieces of one op.
@@ -74,8 +76,11 @@ class Replay:
         seed: int = 0,
         worth_a_bound: float = 1.6,
         operands: Mapping[str, Callable[[torch.Tensor], Read]] | None = None,
+        derive_views: bool = False,
+        rounded: Mapping[str, torch.dtype] | None = None,
     ) -> None:
         self.program = program
+        self._rounded = rounded or {}
         self._cut = cut
         self._values = Values(
             program,
@@ -84,9 +89,10 @@ class Replay:
             wide_operands=wide_operands,
             accumulation=accumulation,
             operands=operands,
+            derive_views=derive_views,
         )
         self.ops = Ops(program, self._values, seed=seed, worth_a_bound=worth_a_bound)
-        self._stretches = None if cut is Cut.OP else Stretches(program, coarsest=dtype)
+        self._stretches = None if cut is Cut.OP else Stretches(program, coarsest=dtype, rounded=rounded)
         self.begin()
 
     @property
@@ -147,7 +153,8 @@ class Replay:
         if self._stretches is not None and (self._cut is Cut.SEGMENT or self._values.lacks_inputs(node)):
             found = self._stretches.expected(node, candidate)
             return None if found is None else found[0].replayed(found[1])
-        one = self.ops.expected(Claim(node, candidate, valid, known, own))
+        claim = Claim(node, candidate.to(self._rounded.get(node.name, candidate.dtype)), valid, known, own)
+        one = self.ops.expected(claim)
         return None if one is None else explained(one)
 
     @torch.no_grad()

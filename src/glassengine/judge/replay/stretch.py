@@ -35,14 +35,18 @@ class Stretches:
     Args:
         program: The baseline program, with weights.
         coarsest: Dtype of the side, where it is coarser than the program's.
+        rounded: Node -> dtype that the side's kernel rounds to inside of the piece that ends there.
 
     Attributes:
         has_run: Whether a step of the case has begun.
         values: What the side was given and, up to the present node, made in this step, by node of `program`.
     """
 
-    def __init__(self, program: Program, *, coarsest: torch.dtype | None) -> None:
+    def __init__(
+        self, program: Program, *, coarsest: torch.dtype | None, rounded: Mapping[str, torch.dtype] | None = None
+    ) -> None:
         self._program = program
+        self._rounded = rounded or {}
         self._coarsest = coarsest
         self._floors: dict[str, float] = {}
         nodes = {node.name: node for node in program.graph.nodes}
@@ -92,7 +96,8 @@ class Stretches:
         value = _completed(candidate, reference)
         if value is None or self._is_unknown(node) or DRAWN in reference.known.exempt:
             return None
-        return Expected(reference, reference.known.exempt), value
+        kept = reference.kept_in(self._rounded.get(node.name, value.dtype)) if value.is_floating_point() else reference
+        return Expected(kept, kept.known.exempt), value
 
     def _advance(self) -> bool:
         """Go on to the next tensor; the side's value of the present one takes the place of the reference's."""

@@ -61,6 +61,7 @@ class Values:
         wide_operands: Which of the candidate's products may read unrounded registers, as its other ops may.
         accumulation: How the candidate's products are summed.
         operands: Node of a product -> what it reads of activations.
+        derive_views: Whether a view of what was observed counts as observed.
 
     Attributes:
         observed: What the candidate was given and made in this step, by node; sizes and lists join when asked for.
@@ -77,8 +78,10 @@ class Values:
         wide_operands: WideOperands,
         accumulation: Accumulation,
         operands: Mapping[str, Callable[[torch.Tensor], Read]] | None = None,
+        derive_views: bool = False,
     ) -> None:
         self._operands = operands or {}
+        self._derive_views = derive_views
         self.compiled = compiled
         self.accumulation = accumulation
         self.observed: dict[str, Any] = {}
@@ -108,9 +111,10 @@ class Values:
             if node.name in known:
                 return known[node.name]
         is_constant = node.name in self.constant
-        if node.op != "call_function" or (is_tensor_node(node) and not is_constant):
+        is_made = is_tensor_node(node) and not is_constant and not self._is_derived(node)
+        if node.op != "call_function" or is_made:
             raise NoCounterpart(node.name)
-        # Sizes, the lists that a split returns, and what is made of weights alone.
+        # Sizes, the lists that a split returns, views, and what is made of weights alone.
         args, kwargs = self.arguments(node)
         value = target_of(node)(*args, **kwargs)
         (self._made_of_weights if is_constant else self.observed)[node.name] = value
@@ -163,9 +167,12 @@ class Values:
         for source in node.all_input_nodes:
             if source.op != "call_function" or source.name in self.constant or source.name in self.observed:
                 continue
-            if is_tensor_node(source) or self.lacks_inputs(source):
+            if (is_tensor_node(source) and not self._is_derived(source)) or self.lacks_inputs(source):
                 return True
         return False
+
+    def _is_derived(self, node: Node) -> bool:
+        return self._derive_views and is_view(node)
 
     def roundoff(self, op: Node, result: torch.Tensor) -> Roundoff:
         """Return how the candidate may have rounded the inputs and the result of an op."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -180,12 +181,13 @@ def _write(folder: Path, path: Path, run: Run, file: GgufFile) -> dict[str, Any]
                 step = line.step
                 writer.write(".:in.input_ids", step, torch.tensor([_given(run, tokens, step)]))
             names = steps.setdefault(step, {})
-            site = _site(line, counts)
+            sources = [names.get(source, "") for source in line.sources]
+            site = _site(line, sources, file, counts)
             names[line.number] = site
             if step == 0:
                 graph[site] = {
                     "type": line.type,
-                    "sources": [names.get(source, "") for source in line.sources],
+                    "sources": sources,
                     "params": line.params if any(line.params) else [],
                 }
             if line.place is not None:
@@ -202,15 +204,19 @@ def _given(run: Run, tokens: list[int], step: int) -> list[int]:
     return list(run.prompt) if step == 0 else [tokens[len(run.prompt) + step - 1]]
 
 
-def _site(line: _Node, counts: Counter[tuple[int, str]]) -> str:
+_UNNAMED = re.compile(r"node_\d+")
+
+
+def _site(line: _Node, sources: list[str], file: GgufFile, counts: Counter[tuple[int, str]]) -> str:
     """Return the name of a node in the recording: `Qcur-0/rope.0`, `cache_k_l0.view/set_rows.0`, `blk.0.attn_q.weight`.
 
-    llama.cpp's names are not unique: an op and its place among those of one name and op make them so.
+    llama.cpp's names are not unique: an op and its place among those of one name and op make them so. A node that it
+    only numbers is called by the weight that it reads.
     """
     name = line.name.replace(" (", ".").replace(")", "").strip(".") or "node"
-    if line.op == "NONE":
-        return name
-    path = f"{name}/{line.op.lower()}"
+    if _UNNAMED.fullmatch(name):
+        name = next((source for source in sources if source in file.tensors), name)
+    path = name if line.op == "NONE" else f"{name}/{line.op.lower()}"
     number = counts[line.step, path]
     counts[line.step, path] += 1
-    return f"{path}.{number}"
+    return path if line.op == "NONE" and not number else f"{path}.{number}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -30,12 +31,12 @@ def served_weights(file: GgufFile, module: nn.Module, table: Table) -> tuple[dic
         module: The checkpoint's.
         table: Of its architecture.
     """
-    names = _names(file)
+    layers = int(file.number("block_count") or 0)
     with_data = _Reader(file)
     found: dict[str, ServedWeight] = {}
     used: set[str] = set()
     for name, parameter in _parameters(module):
-        rule, stored = _stored(name, table, names)
+        rule, stored = stored_names(name, table, file.architecture, layers)
         missing = [one for one in stored if one not in file.tensors]
         tied = bool(missing) and len(stored) == 1 and _TIED.get(stored[0], "") in file.tensors
         if tied:
@@ -54,7 +55,8 @@ def _parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(remove_duplicate=False)
 
 
-def _names(file: GgufFile) -> Callable[[str], str | None]:
+@functools.lru_cache(maxsize=8)
+def _names(architecture: str, layers: int) -> Callable[[str], str | None]:
     """Return gguf's own table: name of a parameter -> name of a tensor."""
     try:
         import gguf
@@ -63,10 +65,10 @@ def _names(file: GgufFile) -> Callable[[str], str | None]:
             "GGUF files are read with the package gguf", got=str(error), hint="pip install 'glassengine[gguf]'"
         ) from error
     by_name = {text: key for key, text in gguf.MODEL_ARCH_NAMES.items()}
-    kind = by_name.get(file.architecture)
+    kind = by_name.get(architecture)
     if kind is None:
-        raise UsageError("gguf does not know the architecture", got=file.architecture, expected=sorted(by_name)[:8])
-    table = gguf.get_tensor_name_map(kind, int(file.number("block_count") or 0))
+        raise UsageError("gguf does not know the architecture", got=architecture, expected=sorted(by_name)[:8])
+    table = gguf.get_tensor_name_map(kind, layers)
 
     def name_of(parameter: str) -> str | None:
         found: str | None = table.get_name(parameter, try_suffixes=(".weight", ".bias"))
@@ -75,13 +77,13 @@ def _names(file: GgufFile) -> Callable[[str], str | None]:
     return name_of
 
 
-def _stored(name: str, table: Table, names: Callable[[str], str | None]) -> tuple[Rule | None, tuple[str, ...]]:
-    """Return the rule of a parameter, and the tensors that it is made of."""
+def stored_names(name: str, table: Table, architecture: str, layers: int) -> tuple[Rule | None, tuple[str, ...]]:
+    """Return the rule of a parameter, and the tensors of a file that it is made of."""
     for rule in reversed(table.weights):
         captured = next(captures(rule.baseline, name), None)
         if captured is not None:
             return rule, tuple(substitute(one, captured) for one in rule.candidates)
-    found = names(name)
+    found = _names(architecture, layers)(name)
     return None, (found,) if found is not None else ()
 
 
@@ -139,11 +141,4 @@ def _without_values(rule: Rule | None) -> Rule | None:
     """Return the rule for steps: numbers that are added do not change them."""
     if rule is None:
         return None
-    import dataclasses
-
     return dataclasses.replace(rule, candidate_ops=tuple(op for op in rule.candidate_ops if op.op != "add"))
-
-
-def rope_factors(file: GgufFile) -> Mapping[str, Any]:
-    """Return what the file says of the frequencies of the rotation beside its settings."""
-    return {name: file.tensors[name].shape for name in file.tensors if name.startswith("rope_")}
