@@ -61,6 +61,7 @@ class ServedWeight:
         types: How it is stored, in the engine's words.
         reason: Why there is no value.
         tied: Whether it is read from another parameter's tensor.
+        room: How far a value may be off by the rounding of what was added to it and taken away.
     """
 
     stored: tuple[str, ...]
@@ -69,6 +70,7 @@ class ServedWeight:
     types: tuple[str, ...] = ()
     reason: str | None = None
     tied: bool = False
+    room: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ quantized tensor is judged by the step of each element (`numerics.quantization.w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -182,7 +182,8 @@ def _within(
         room = _LOOSE * unit_roundoff(dtype) * parameter.abs() + 2 * torch.finfo(dtype).smallest_normal * unit_roundoff(
             dtype
         )
-        if dtype is not torch.float32 and bool(((value - parameter).abs() <= room).all()):
+        room = served.room if dtype is torch.float32 else room + served.room
+        if bool(((value - parameter).abs() <= room).all()):
             return "rounding", None, ()
         kind, how = relation(name, name, parameter.double(), value.double(), _like(parameter, others))
         return "wrong", None, (Hint(kind, how, 1.0 if kind != "other" else 0.6),)
@@ -211,7 +212,8 @@ def _mistakes(
     for kind, text, change in _changes(parameter, served.value, served.types, heads):
         value = change(served.value)
         step = None if served.step is None else served.step if kind in ("offset", "dtype") else change(served.step)
-        if _within(parameter, served, value, step, {}, name)[0] != "wrong":
+        about = replace(served, room=served.room + 2.0**-21) if kind == "offset" else served
+        if _within(parameter, about, value, step, {}, name)[0] != "wrong":
             yield Hint("scale" if kind == "offset" else kind, f"{name}: {text}", 1.0)
     for other, tensor in _like(parameter, others).items():
         if _within(tensor.float(), served, served.value, served.step, {}, other)[0] != "wrong":

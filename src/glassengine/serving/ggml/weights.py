@@ -116,7 +116,9 @@ class _Reader:
         ):
             made = made.reshape(parameter.shape)
             step = None if step is None else step.reshape(parameter.shape)
-        return ServedWeight(stored, made, step, types, tied=tied)
+        adds = rule is not None and any(op.op == "add" for op in rule.candidate_ops)
+        room = max(float(value.abs().max()) for value in values) * 2.0**-23 if adds else 0.0
+        return ServedWeight(stored, made, step, types, tied=tied, room=room)
 
     def values(self, tensor: GgufTensor) -> Tensor:
         """Return the numbers of a tensor in float32."""

@@ -1,0 +1,33 @@
+from pathlib import Path
+
+import pytest
+
+import glassengine as glass
+from glassengine.errors import UsageError
+from glassengine.serving.protocol import Setting, kinds, open_served
+
+
+def test_what_names_a_candidate() -> None:
+    assert "gguf" in kinds()
+    assert open_served("package.module:factory") is None and open_served("file.py:factory") is None
+    assert open_served(Path("gguf:x")) is None and open_served(None) is None
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"")
+    with pytest.raises(UsageError, match="no such GGUF file") as found:
+        open_served(f"gguf:{tmp_path}/modle.gguf")
+    assert "model.gguf" in str(found.value)
+
+
+def test_options_for_engines_are_refused(root: Path, tmp_path: Path) -> None:
+    # A file that is well formed and holds nothing.
+    kind = b"\x14\0\0\0\0\0\0\0general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0llama"
+    (tmp_path / "a.gguf").write_bytes(b"GGUF\x03\0\0\0" + bytes(8) + b"\x01" + bytes(7) + kind)
+    with pytest.raises(UsageError, match="--backend is not for a serving engine"):
+        glass.check(root / "examples/tiny-llama", candidate=f"gguf:{tmp_path}/a.gguf", backend="eager")
+
+
+def test_settings_differ_beyond_float32() -> None:
+    assert not Setting("eps", 9.999999974752427e-07, 1e-6, "eps").differs
+    assert Setting("base", 500000.0, 10000.0, "position").differs
