@@ -58,7 +58,7 @@ def with_settings(
 
 def _hints(one: Divergence, graph: Mapping[str, Any], config: Any, settings: Sequence[Setting]) -> Iterator[Hint]:
     expected = _expected(config)
-    near = list(_above((one.candidate_site or "").split(" + ")[0], graph))
+    near = [site for name in (one.candidate_site or "").split() for site in _above(name, graph)]
     for site in near:
         op = site.rpartition("/")[2].partition(".")[0]
         params = graph[site].get("params") or []
