@@ -65,7 +65,7 @@ def test_healthy_files(family: str, kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3", "mixtral"])
+@pytest.mark.parametrize("family", ["gemma3", "mixtral", "gpt2"])
 def test_healthy_files_of_other_families(family: str, tmp_path: Path) -> None:
     require_healthy(check(family, tmp_path, steps=3))
 
