@@ -21,6 +21,7 @@ PAGES = [
     "coming-from-pytorch-neuronx.md",
     "coming-from-tensorrt-llm.md",
     "coming-from-transformers.md",
+    "my-server-answers-differently.md",
     "onnx-and-pt2.md",
     "quantized-and-adapted.md",
     "trust.md",
