@@ -46,8 +46,10 @@ def test_a_healthy_file(family: str, kind: str, tmp_path: Path) -> None:
     found = judged(module, tmp_path / "a.gguf")
     assert not found.wrong and len(found.judged) > 14
     assert all(item.site.startswith("pooler") for item in found.skipped)
-    verdicts = {one.verdict for one in found.judged}
-    assert verdicts == ({"identical"} if kind == "F32" and family != "gemma3" else {"identical", "rounding"})
+    # The norms of Gemma have a 1 added in the file, and lose a bit by it.
+    rounded = {one.name for one in found.judged if one.verdict == "rounding"}
+    assert kind == "Q8_0" or family == "gemma3" or not rounded
+    assert kind == "F32" or any("proj" in name or "attn" in name or "query" in name for name in rounded)
 
 
 def pairs(x: Tensor) -> Tensor:
