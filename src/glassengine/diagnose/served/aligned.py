@@ -78,3 +78,10 @@ def _type_of_weight(graph: dict[str, Any], site: str) -> str | None:
         return _type_of_weight(graph, first)  # a product with a bias
     weight = graph.get(first)
     return str(weight["type"]).upper() if weight is not None else None
+
+
+def hidden_kinds(alignment: Alignment) -> set[str]:
+    """Return what quantized products read that no site of the program is: those of experts, which choose their rows."""
+    graph = alignment.source.metadata.get("graph") or {}
+    types = {_type_of_weight(graph, site) for site in graph if "/mul_mat_id." in site}
+    return {READ_AS[kind] for kind in types if kind in READ_AS}

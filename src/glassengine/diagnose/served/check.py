@@ -26,7 +26,7 @@ from glassengine.diagnose.ladder.climb import Climb
 from glassengine.diagnose.ladder.judging import judge, severity_counter
 from glassengine.diagnose.ladder.rungs import start
 from glassengine.diagnose.reproduction.reproduce import with_reproduction
-from glassengine.diagnose.served.aligned import Alignment, operands_of
+from glassengine.diagnose.served.aligned import Alignment, hidden_kinds, operands_of
 from glassengine.diagnose.served.literals import with_settings
 from glassengine.diagnose.served.weights import WeightsFound, judge_weights
 from glassengine.errors import UsageError
@@ -170,7 +170,8 @@ def _add(climb: Climb, records: Mapping[str, Any], config: Any) -> list[Alignmen
     for rung, source in records.items():
         alignment = Alignment(source, climb.program, config)
         operands, kinds = operands_of(alignment, climb.program)
-        coarsest = max([coarsest, *(ROUNDOFF[kind] for kind in kinds)])
+        hidden = max((ROUNDOFF[kind] for kind in hidden_kinds(alignment)), default=0.0)
+        coarsest = max([coarsest, hidden, *(ROUNDOFF[kind] for kind in kinds)])
         is_deployed = rung == DEPLOYED
         accumulation = Accumulation(2.0**-11, 2.0**-11) if is_deployed else Accumulation()
         replay = Replay(
@@ -182,6 +183,7 @@ def _add(climb: Climb, records: Mapping[str, Any], config: Any) -> list[Alignmen
             operands=operands,
             derive_views=True,
             rounded=alignment.rounded,
+            of_regions=dataclasses.replace(accumulation, u_operands=hidden) if hidden else None,
         )
         detail = DEPLOYED if is_deployed else ""
         climb.add(RecordedOps(alignment.tensors, climb.program, replay=replay, place=Place.RECORD, detail=detail))

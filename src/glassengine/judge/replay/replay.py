@@ -59,6 +59,7 @@ class Replay:
         operands: Node of a product -> what the candidate's kernel reads of activations, where it rounds them.
         derive_views: Whether a view of what was observed counts as observed: of a record that has no views.
         rounded: Node -> dtype that the candidate's kernel rounds to, though its result has more.
+        of_regions: How products inside of regions are summed, where that is coarser: what they read was not observed.
 
     Attributes:
         ops: Pieces of one op.
@@ -78,9 +79,11 @@ class Replay:
         operands: Mapping[str, Callable[[torch.Tensor], Read]] | None = None,
         derive_views: bool = False,
         rounded: Mapping[str, torch.dtype] | None = None,
+        of_regions: Accumulation | None = None,
     ) -> None:
         self.program = program
         self._rounded = rounded or {}
+        self._of_regions = of_regions
         self._cut = cut
         self._values = Values(
             program,
@@ -119,7 +122,7 @@ class Replay:
     def begin(self) -> None:
         """Start a case, with an empty cache; a piece of one op knows nothing of earlier steps."""
         if self._stretches is not None:
-            self._stretches.begin(self.accumulation)
+            self._stretches.begin(self._of_regions or self.accumulation)
 
     def begin_step(
         self, given: Given, made: Mapping[str, torch.Tensor], caches: Mapping[str, torch.Tensor] | None = None
