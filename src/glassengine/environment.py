@@ -315,12 +315,6 @@ def variables() -> dict[str, str]:
     }
 
 
-def of_child(place: Path) -> dict[str, str]:
-    """Return the environment for another process of this Python that imports this package from `place`."""
-    path = [str(place), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-
-
 def without_secrets(arguments: Iterable[str]) -> list[str]:
     """Return a command line with secrets replaced: the values of `--token X` and `--hf-token=X`, and URL logins."""
     cleaned: list[str] = []

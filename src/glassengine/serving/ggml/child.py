@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 import torch
 
-from glassengine.environment import of_child
 from glassengine.errors import BackendError, CorruptError, UsageError
 from glassengine.reading.documents import Size
 from glassengine.reading.files import open_regular, shown
@@ -26,6 +25,8 @@ from glassengine.serving.ggml.file import GgufFile
 from glassengine.serving.protocol import Run
 
 _MODULE = "glassengine.serving.ggml.capture"
+_STARTS = "import sys, importlib as i; sys.path[0] = sys.argv[1]; sys.exit(i.import_module(sys.argv[2]).main())"
+"""A child that finds this package where it lies here."""
 _PATIENCE = 3600
 _MOST_BYTES = 16 << 30
 _MOST_LINES = 4_000_000
@@ -115,13 +116,12 @@ def _start(request: Mapping[str, Any], folder: Path, file: GgufFile) -> None:
     inside.mkdir()
     try:
         done = subprocess.run(  # noqa: S603 (our own module, by this interpreter)
-            [sys.executable, "-m", _MODULE],
+            [sys.executable, "-c", _STARTS, str(Path(__file__).resolve().parents[3]), _MODULE],
             input=json.dumps(request).encode(),
             capture_output=True,
             timeout=_PATIENCE,
             check=False,
             cwd=inside,
-            env=of_child(Path(__file__).resolve().parents[3]),
         )
     except subprocess.TimeoutExpired as error:
         raise BackendError("llama.cpp did not end", got=f"{shown(file.path)}: {_PATIENCE} s") from error
