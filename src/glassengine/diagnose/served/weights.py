@@ -182,7 +182,7 @@ def _within(
         room = _LOOSE * unit_roundoff(dtype) * parameter.abs() + 2 * torch.finfo(dtype).smallest_normal * unit_roundoff(
             dtype
         )
-        room = served.room if dtype is torch.float32 else room + served.room
+        room = served.room + (0.0 if dtype is torch.float32 else 1.0) * room
         if bool(((value - parameter).abs() <= room).all()):
             return "rounding", None, ()
         kind, how = relation(name, name, parameter.double(), value.double(), _like(parameter, others))
