@@ -76,8 +76,8 @@ def test_healthy_files_of_other_families(family: str, tmp_path: Path) -> None:
     [
         ("llama", {"attention_layer_norm_rms_epsilon": 1e-3}, "eps is 0.001"),
         ("qwen3", {"attention_layer_norm_rms_epsilon": 1e-3}, "eps is 0.001"),
-        ("qwen3", {"rope_freq_base": 10000.0}, "freq_base is 10000"),
-        ("gemma3", {"rope_freq_base": 10000.0}, "freq_base is 10000"),
+        ("qwen3", {"rope_freq_base": 20000.0}, "freq_base is 20000"),
+        ("gemma3", {"rope_freq_base": 20000.0}, "freq_base is 20000"),
         ("phi3", {"rope_freq_base": 500000.0}, "freq_base is 500000"),
     ],
 )
