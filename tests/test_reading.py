@@ -31,11 +31,15 @@ REASONS: dict[str, dict[str, str]] = {
     "backends/inductor/kernels.py": {"zipfile.ZipFile": "on a file that the room opened"},
     "backends/onnx/network.py": {"onnx.load": "what ONNX Runtime wrote a moment ago, into a directory of ours"},
     "backends/onnx/stored.py": {"ParseFromString": "bytes that the room read; protobuf bounds depth by itself"},
+    "capture/watch/triggers.py": {"os.open": "to write"},
     "cli/errors.py": {"os.open": "/dev/null"},
     "diagnose/reproduction/bisect_compiler.py": {"json.loads": "what our own child process printed"},
     "diagnose/snapshot/trial.py": {"json.load": "what our own parent process sent"},
     "schemas/__init__.py": {"json.loads": "the schemas that ship", "read_text": "the schemas that ship"},
     "engine/run/image_prompts.py": {"Image.open": "on a file that the room opened"},
+    "engine/ranks/messages.py": {
+        "json.loads": "what a process of ours sent by a pair of sockets: bounded; paths in it may be no text"
+    },
     "engine/prompts/templates.py": {"os.open": "/dev/null"},
     "engine/store/trust.py": {"os.open": "to make the key"},
     "environment.py": {"read_text": "/proc/cpuinfo and /proc/meminfo of the kernel"},
@@ -63,6 +67,8 @@ REASONS: dict[str, dict[str, str]] = {
         "json.loads": "frames of an index, a million a second: bounded, each field checked"
     },
     "recording/ring/file.py": {"os.open": "to make a ring", "read_bytes": "/proc of the kernel"},
+    "serving/ggml/capture.py": {"json.load": "what our own parent process sent"},
+    "stores/mirror.py": {"os.open": "as the room does, which stands above; and directories, to lock them"},
     "testing/quantized.py": {"json.loads": "what the test wrote", "read_text": "what the test wrote"},
     "writing/files.py": {"os.open": "directories, to lock them and to write them out"},
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -118,3 +119,31 @@ def test_what_is_not_there() -> None:
     with pytest.raises(UsageError, match="no such object") as raised:
         here("memory://run/engin")
     assert "engine" in str(raised.value.expected)
+
+
+@pytest.mark.parametrize("kind", ["file", "directory", "note", "pipe", "short", "deep", "other"])
+def test_a_copy_is_made_again_where_something_else_is_in_its_place(cache: Path, tmp_path: Path, kind: str) -> None:
+    write("memory://run", a="one")
+    write("memory://run/inner", c="three")
+    found = here("memory://run")
+    note = next(cache.glob("*/note.json"))
+    place = {"file": found / "a", "directory": found / "inner"}.get(kind, note)
+    aside = tmp_path / "aside"
+    place.rename(aside)
+    if kind in ("file", "directory", "note"):
+        place.symlink_to(aside)
+    elif kind == "pipe":
+        os.mkfifo(place)
+    else:
+        place.write_text({"short": "{}", "deep": "[" * 100_000, "other": '{"../../../aside": [3, 5]}'}[kind])
+    again = here("memory://run")
+    assert again == found and (again / "inner/c").read_text() == "three"
+    assert not any(path.is_symlink() for path in [again / "a", again / "inner", note]) and note.is_file()
+
+
+def test_a_pipe_among_the_copies_stops_nobody(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.mkdir(parents=True)
+    os.mkfifo(cache / "pipe")
+    write("memory://run", a="one")
+    monkeypatch.setenv("GLASS_STORE_CACHE_BYTES", "10")
+    assert (here("memory://run") / "a").read_text() == "one"

@@ -8,14 +8,19 @@ longest ago goes when all copies together exceed their bound.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
 import os
 import shutil
+import stat
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
 
 from glassengine import environment
 from glassengine.errors import CorruptError, UsageError
@@ -37,6 +42,10 @@ _MAX_DEPTH = 32
 _NOTE = "note.json"
 _CONTENT = "content"
 _PIECE = 8 << 20
+_MOST_NOTE_BYTES = 1 << 26
+# Not a link, and not a pipe that nobody writes: the room of reading stands above this one, which does the same.
+_READ = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+_DIRECTORY = _READ | getattr(os, "O_DIRECTORY", 0)
 
 _held: dict[Path, int] = {}
 _log = logging.getLogger(__name__)
@@ -72,7 +81,7 @@ def here(path: str | Path) -> Path:
     local = content if found.is_directory else content.parent
     try:
         _hold(root)
-        if not _is_whole(root, local):
+        if not _is_whole(root, local, files):
             _make_room(root, number, most)
             _copy(base, files, root, local)
         os.utime(root)
@@ -104,7 +113,7 @@ def _hold(root: Path) -> None:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         if root in _held or fcntl is None:
             return
-        lock = os.open(root, os.O_RDONLY)
+        lock = os.open(root, _DIRECTORY)
         with contextlib.suppress(OSError):  # some network file systems have none
             fcntl.flock(lock, fcntl.LOCK_SH)
         if root.exists() and os.stat(root).st_ino == os.fstat(lock).st_ino:  # noqa: PTH116 (beside fstat)
@@ -113,18 +122,36 @@ def _hold(root: Path) -> None:
         os.close(lock)
 
 
-def _is_whole(root: Path, local: Path) -> bool:
-    """Return whether a copy is complete and as it was made."""
+def _is_whole(root: Path, local: Path, files: dict[str, Found]) -> bool:
+    """Return whether a copy has these files, complete and as it was made."""
     try:
-        note = json.loads((root / _NOTE).read_bytes())
+        with _opened(root / _NOTE) as file:
+            note = msgspec.json.decode(file.read(_MOST_NOTE_BYTES), type=dict[str, tuple[int, int]])
+        if note.keys() != files.keys():
+            return False
+        there = root.resolve()
         for name, (size, checksum) in note.items():
             path = local / name
-            if path.is_symlink() or path.stat().st_size != size or _checksum(path) != checksum:
+            is_ours = path.resolve() == there / path.relative_to(root)  # no part of the way is a link
+            if not is_ours or path.stat().st_size != size or _checksum(path) != checksum:
                 _log.warning("a copy of an object has changed, and is made again: %s", path)
                 return False
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, RecursionError):
         return False
     return True
+
+
+def _opened(path: Path) -> BinaryIO:
+    """Open a plain file of a copy.
+
+    Raises:
+        OSError: It is something else, or cannot be read.
+    """
+    descriptor = os.open(path, _READ | getattr(os, "O_BINARY", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a plain file", str(path))
+    return os.fdopen(descriptor, "rb")
 
 
 def _copy(base: Remote, files: dict[str, Found], root: Path, local: Path) -> None:
@@ -165,7 +192,7 @@ def _copy(base: Remote, files: dict[str, Found], root: Path, local: Path) -> Non
 
 def _checksum(path: Path) -> int:
     found = 0
-    with path.open("rb") as file:
+    with _opened(path) as file:
         while piece := file.read(_PIECE):
             found = zlib.crc32(piece, found)
     return found
@@ -191,7 +218,7 @@ def _make_room(root: Path, number: int, most: int) -> None:
 
 def _removed(copy: Path) -> bool:
     try:
-        lock = os.open(copy, os.O_RDONLY)
+        lock = os.open(copy, _DIRECTORY)
     except OSError:
         return False
     try:

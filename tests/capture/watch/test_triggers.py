@@ -107,3 +107,47 @@ def test_ranks_ask_each_other(tmp_path: Path) -> None:
 def test_a_watch_that_cannot_be_is_refused(options: dict[str, object]) -> None:
     with pytest.raises(UsageError):
         Watch(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"rank": 0, "step": -1, "why": "x"}', '{"rank": 0, "step": 1e400, "why": "x"}', '{"rank": 0, "why": "x"}',
+        '{"rank": 0, "step": 1, "why": 5}', "[" * 5000, f'{{"rank": 0, "step": 1, "why": "{"x" * 10_000}"}}',
+        "[1]", "null",
+    ],
+)  # fmt: skip
+def test_what_is_no_request_of_a_rank_is_let_pass(tmp_path: Path, line: str) -> None:
+    shared = tmp_path / "triggers.log"
+    other = OutsideTriggers(Watch(), shared, 1)
+    shared.write_text(line + '\n{"rank": 0, "step": 9, "why": "\\u001b[2Jred"}\n')
+    assert other.asked_by_others() == [(9, "rank 0: \\x1b[2Jred")]
+
+
+def test_a_line_without_end_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("glassengine.capture.watch.triggers._MOST_BYTES", 1 << 14)
+    shared = tmp_path / "triggers.log"
+    other = OutsideTriggers(Watch(), shared, 1)
+    shared.write_bytes(bytes(1 << 17))
+    while other._read < 1 << 17:
+        assert other.asked_by_others() == [] and other._rest == b""
+    OutsideTriggers(Watch(), shared, 0).tell(7, ["file \udc80"])  # ends the line that was there
+    OutsideTriggers(Watch(), shared, 0).tell(8, ["file \udc80"])
+    assert (8, "rank 0: file \\udc80") in other.asked_by_others()
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "directory"])
+def test_requests_are_read_and_written_in_a_plain_file_only(tmp_path: Path, kind: str) -> None:
+    shared, target = tmp_path / "triggers.log", tmp_path / "other"
+    one, other = (OutsideTriggers(Watch(), shared, rank) for rank in (0, 1))
+    target.write_text('{"rank": 0, "step": 9, "why": "x"}\n')
+    if kind == "link":
+        shared.symlink_to(target)
+    elif kind == "pipe":
+        os.mkfifo(shared)
+    else:
+        shared.mkdir()
+    before = target.read_bytes()
+    one.tell(7, ["x"])
+    other._read = -1  # whatever size it says
+    assert other.asked_by_others() == [] and target.read_bytes() == before

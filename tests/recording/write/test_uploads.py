@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -13,11 +14,11 @@ from torch import nn
 
 import glassengine as glass
 from glassengine import commands
-from glassengine.errors import GlassError, UsageError
+from glassengine.errors import CorruptError, GlassError, UsageError
 from glassengine.recording.background import BackgroundWriter
 from glassengine.recording.layout import layout
 from glassengine.recording.write import uploads
-from glassengine.recording.write.spool import root_of
+from glassengine.recording.write.spool import Spool, root_of
 from glassengine.recording.write.stored_writer import StoredWriter
 from glassengine.stores import objects
 from glassengine.stores.places import Remote
@@ -322,3 +323,30 @@ def test_the_ranks_of_a_run() -> None:
     assert found.complete and [entry.rank for entry in found.entries] == [0, 1, 2]
     assert [found.tensor(entry)[0].item() for entry in found.entries] == [0.0, 1.0, 2.0]
     assert glass.compare(URL, URL).ok
+
+
+@pytest.mark.parametrize("kind", ["link", "bytes", "large"])
+def test_a_list_of_what_is_there_that_cannot_be_read_uploads_no_hollow_shard(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "_MOST_DONE_BYTES", 100)
+    directory, there = tmp_path / "recording", tmp_path / "there"
+    directory.mkdir()
+    there.write_text("x\n", encoding="ascii")
+    assert uploads.uploaded(directory) == set()
+    if kind == "link":
+        (directory / uploads.DONE).symlink_to(there)
+    else:
+        (directory / uploads.DONE).write_bytes(b"\xff" if kind == "bytes" else bytes(101))
+    with pytest.raises(CorruptError):
+        uploads.upload_rest(directory, TARGET, lambda function: function())
+    assert objects.names(URL) == []
+
+
+def test_a_note_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    root, aside = root_of(TARGET), tmp_path / "aside"
+    root.mkdir(parents=True)
+    aside.write_text(json.dumps({"schema_version": 1, "url": URL}), encoding="utf-8")
+    (root / "upload.json").symlink_to(aside)
+    with pytest.raises(CorruptError, match="a link"):
+        Spool.left(TARGET)

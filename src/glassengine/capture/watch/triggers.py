@@ -14,8 +14,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import msgspec
 import numpy as np
 
+from glassengine.errors import GlassError
+from glassengine.reading.documents import Size, parsed
+from glassengine.reading.files import open_regular, shown
+from glassengine.reading.printable import printable
 from glassengine.recording.layout.series import MEASURED, NONFINITE, Array
 from glassengine.recording.write.watch import Watch
 
@@ -27,6 +32,16 @@ _LEAST_SPREAD = 1e-3  # of the median: a loss that has not moved at all does not
 _MOST_NAMES = 3
 EVERY = "every"
 _MOST_BYTES = 1 << 20
+# A line that no end of line comes to is not one of ours.
+_MOST_LINE, _MOST_WHY = 1 << 13, 500
+
+
+class _Asked(msgspec.Struct):
+    """What a rank asks the others for: a line of the shared file."""
+
+    rank: Size
+    step: Size
+    why: str
 
 
 class NumberTriggers:
@@ -184,9 +199,11 @@ class OutsideTriggers:
     def tell(self, step: int, why: Sequence[str]) -> None:
         """Ask the other ranks for a step."""
         if self._shared is not None:
-            line = json.dumps({"rank": self._rank, "step": step, "why": why[0][:500]}) + "\n"
+            line = json.dumps(msgspec.to_builtins(_Asked(self._rank, step, shown(why[0])[:_MOST_WHY]))) + "\n"
+            # Something else of this name may be a link, or a pipe that nobody reads.
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
             with contextlib.suppress(OSError):
-                descriptor = os.open(self._shared, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+                descriptor = os.open(self._shared, flags, 0o644)
                 try:
                     os.write(descriptor, line.encode())
                 finally:
@@ -197,22 +214,26 @@ class OutsideTriggers:
         size = _size(self._shared)
         if self._shared is None or size <= self._read:
             return []
-        with contextlib.suppress(OSError), self._shared.open("rb") as file:
+        # Others can put something else in its place at any time.
+        with contextlib.suppress(OSError, GlassError), open_regular(self._shared, inside=self._shared.parent) as file:
             file.seek(self._read)
             data = self._rest + file.read(_MOST_BYTES)
             self._read = file.tell()
-            *lines, self._rest = data.split(b"\n")
+            *lines, rest = data.split(b"\n")
+            self._rest = rest if len(rest) <= _MOST_LINE else b""
             return [found for line in lines if (found := self._asked(line)) is not None]
         return []
 
     def _asked(self, line: bytes) -> tuple[int, str] | None:
-        try:
-            found = json.loads(line)
-            if found["rank"] == self._rank:
-                return None
-            return int(found["step"]), f"rank {int(found['rank'])}: {str(found['why'])[:500]}"
-        except (ValueError, TypeError, KeyError):
+        if len(line) > _MOST_LINE or self._shared is None:
             return None
+        try:
+            found = parsed(line, _Asked, self._shared)
+        except GlassError:
+            return None
+        if found.rank == self._rank:
+            return None
+        return found.step, f"rank {found.rank}: {printable(found.why[:_MOST_WHY])}"
 
     def _came(self, number: int, frame: FrameType | None) -> None:
         self._signals += 1

@@ -23,8 +23,10 @@ import torch
 
 from glassengine import environment
 from glassengine.engine.ranks.messages import receive, send
-from glassengine.errors import BackendError
+from glassengine.errors import BackendError, GlassError
 from glassengine.program.parallel.placements import Mesh
+from glassengine.reading.files import open_regular
+from glassengine.reading.printable import printable
 
 _GRACE_S = 2.0
 _MOST_WORDS = 2000
@@ -137,16 +139,24 @@ class Children:
             rank = gone[0] if gone and rank not in gone else rank
         process = self._processes[rank]
         status = process.poll()
-        words = (self._folder / f"{rank}.err").read_bytes()[-_MOST_WORDS:].decode(errors="replace").strip()
+        words = _last_words(self._folder / f"{rank}.err")
         self._ended = True
         self.stop()
         if error is not None:
             raise BackendError(f"rank {rank}: {error['what']}", got=error["got"], hint=error["hint"] or None)
         how = f"killed by signal {-status}" if status is not None and status < 0 else f"exit status {status}"
-        last = words.splitlines()[-1] if words else "no message"
+        last = printable(words.splitlines()[-1]) if words else "no message"
         raise BackendError(
             f"rank {rank} of the engine ended", got=f"{how}: {last}", hint="all other ranks were ended, too"
         )
+
+
+def _last_words(path: Path) -> str:
+    """Return the end of what a rank has printed, which can be any amount; nothing where that cannot be read."""
+    with contextlib.suppress(OSError, GlassError), open_regular(path, inside=path.parent) as file:
+        file.seek(max(path.stat().st_size - _MOST_WORDS, 0))
+        return file.read(_MOST_WORDS).decode(errors="replace").strip()
+    return ""
 
 
 def _end(processes: list[subprocess.Popen[bytes]], connections: list[socket.socket], folder: Path) -> None:

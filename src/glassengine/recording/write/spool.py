@@ -13,6 +13,7 @@ import msgspec
 from glassengine import environment
 from glassengine.errors import GlassError, UsageError
 from glassengine.reading.documents import read_document
+from glassengine.reading.files import open_regular
 from glassengine.recording.layout import layout
 from glassengine.recording.write.directory import is_ours
 from glassengine.recording.write.uploads import SPOOL_BYTES, Uploads
@@ -70,8 +71,7 @@ class Spool:
             private_directory(root)
             note = root / _NOTE
             note.write_bytes(msgspec.json.encode(_Note(1, str(target))))
-            lock = os.open(note, os.O_RDONLY)
-            hold(lock)
+            lock = _held(note)
         except OSError as error:
             what = "the directory for what waits to be uploaded cannot be made"
             got = f"{root}: {error.strerror or error}"
@@ -121,14 +121,29 @@ def _opened(target: Remote, root: Path):  # type: ignore[no-untyped-def]
     found = read_document(note, _Note, most=_MAX_NOTE_BYTES, inside=root, what="the note of an upload")
     if found.url != str(target):
         raise UsageError("the note of an upload is of another place", got=f"{note}: {found.url}", expected=str(target))
-    lock = os.open(note, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
     try:
-        hold(lock)
+        lock = _held(note)
     except BlockingIOError as error:
-        os.close(lock)
         hint = "name another place, or wait for the end of that recording"
         raise UsageError("a recording that is being written is not replaced", got=str(target), hint=hint) from error
     yield lock
+
+
+def _held(note: Path) -> int:
+    """Return the descriptor of a note that this process holds from now on.
+
+    Raises:
+        CorruptError: It is no plain file.
+        BlockingIOError: Another process holds it.
+    """
+    with open_regular(note, inside=note.parent) as file:
+        lock = os.dup(file.fileno())
+    try:
+        hold(lock)
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
 
 
 def _require_free(target: Remote, *, overwrite: bool) -> None:

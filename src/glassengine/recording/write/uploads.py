@@ -7,7 +7,6 @@ process was killed leaves what was not uploaded in its directory; `recording.rea
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shutil
@@ -18,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from glassengine.errors import GlassError, UsageError
+from glassengine.reading.files import open_regular, read_text
 from glassengine.recording.layout import layout
 from glassengine.recording.write.directory import is_ours
 from glassengine.stores import objects
@@ -31,6 +31,7 @@ SPOOL_BYTES = 4 << 30
 
 DONE = "uploaded.log"
 """Names of the shards that are in the store, a line each."""
+_MOST_DONE_BYTES = 1 << 26
 
 # Of a store that does not answer: a recording waits so long for one success, and then stops; the model goes on.
 PATIENCE_S = 600.0
@@ -221,6 +222,7 @@ def upload_rest(directory: Path, target: Remote, call: Callable[[Callable[[], No
 
     Raises:
         UsageError: The store does not take one.
+        CorruptError: The list of what is there cannot be read.
     """
     done = uploaded(directory)
     files = [path for path in sorted(directory.rglob("*")) if path.is_file() and not path.is_symlink()]
@@ -244,10 +246,15 @@ def _number(name: str) -> int | None:
 
 
 def uploaded(directory: Path) -> set[str]:
-    """Return the names of the shards of a recording that are in the store, of which hollow files are left."""
-    with contextlib.suppress(OSError):
-        return set((directory / DONE).read_text(encoding="ascii").splitlines())
-    return set()
+    """Return the names of the shards of a recording that are in the store, of which hollow files are left.
+
+    Raises:
+        CorruptError: The list of them is there and cannot be read: hollow files would replace shards in the store.
+    """
+    path = directory / DONE
+    if not os.path.lexists(path):
+        return set()
+    return set(read_text(path, most=_MOST_DONE_BYTES, inside=directory, encoding="ascii").splitlines())
 
 
 def put_copy(path: Path, target: Remote) -> None:
@@ -269,7 +276,7 @@ def hollow(path: Path) -> None:
     aside = path.with_name(f"{path.name}.hollow")
     try:
         size = path.stat().st_size
-        with path.open("rb") as file, aside.open("wb") as empty:
+        with open_regular(path, inside=path.parent) as file, aside.open("wb") as empty:
             empty.write(file.read(8))
             os.truncate(empty.fileno(), size)
         aside.replace(path)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from glassengine.compare.matching.assembling import assembled
 from glassengine.compare.matching.globs import captures, substitute
 from glassengine.compare.matching.maps import Rule
-from glassengine.errors import UsageError
+from glassengine.errors import CorruptError, UsageError
+from glassengine.reading.files import open_regular, read_at, shown
 from glassengine.serving.alignment import Table
 from glassengine.serving.ggml.file import GgufFile, GgufTensor
 from glassengine.serving.ggml.types import dequantized, step_of
@@ -121,9 +122,20 @@ class _Reader:
         return ServedWeight(stored, made, step, types, tied=tied, room=room)
 
     def values(self, tensor: GgufTensor) -> Tensor:
-        """Return the numbers of a tensor in float32."""
-        data = np.memmap(self._file.path, np.uint8, "r", tensor.offset, (tensor.num_bytes,))
-        return dequantized(np.asarray(data), tensor.shape, tensor.type).float()
+        """Return the numbers of a tensor in float32.
+
+        Raises:
+            CorruptError: The file is shorter than when it was checked, or cannot be read any more.
+        """
+        try:
+            with open_regular(self._file.path) as file:
+                data = read_at(file.fileno(), tensor.num_bytes, tensor.offset)
+        except (OSError, UsageError) as error:  # not of this tensor alone
+            raise CorruptError("a file cannot be read any more", got=f"{shown(self._file.path)}: {error}") from error
+        if len(data) != tensor.num_bytes:
+            got = f"{shown(self._file.path)}: {len(data):,} bytes of a tensor at {tensor.offset:,}"
+            raise CorruptError("a file has changed while it was read", got=got, expected=f"{tensor.num_bytes:,} bytes")
+        return dequantized(np.frombuffer(data, np.uint8), tensor.shape, tensor.type).float()
 
     @staticmethod
     def _made(rule: Rule | None, values: list[Tensor]) -> Tensor:
