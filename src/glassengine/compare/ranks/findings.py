@@ -14,6 +14,7 @@ from typing import NamedTuple, Self
 from torch import Tensor
 
 from glassengine.compare.ranks.assembly import Assembly
+from glassengine.compare.ranks.of_source import OfSource
 from glassengine.compare.ranks.spread import DataLayout
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource
@@ -31,10 +32,15 @@ class Told(NamedTuple):
     is_same: bool
 
 
-class Findings:
-    """How tensors are put together, by step and site."""
+class Findings(OfSource):
+    """How tensors are put together, by step and site.
 
-    def __init__(self) -> None:
+    Args:
+        source: Of several ranks.
+    """
+
+    def __init__(self, source: TensorSource) -> None:
+        super().__init__(source)
         self._begin()
 
     def _begin(self) -> None:

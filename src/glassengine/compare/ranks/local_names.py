@@ -48,6 +48,14 @@ class LocalNames:
             site = ROOT + site.removeprefix(_SECOND)
         return _renumbered(site, lambda pattern: self.offsets.get((rank, pattern), 0)) if self.offsets else site
 
+    def parts(self, source: TensorSource) -> dict[tuple[int, str], list[Entry]]:
+        """Return (step, the whole's name) -> what the ranks have of it."""
+        parts: dict[tuple[int, str], list[Entry]] = {}
+        for entry in source.entries:
+            if (entry.rank, entry.step, entry.site) not in self.of_stages:
+                parts.setdefault((entry.step, self.of(entry.rank, entry.site)), []).append(entry)
+        return parts
+
 
 def local_names(source: TensorSource, whole: TensorSource) -> LocalNames:
     """Return what the ranks of `source` call otherwise than `whole`, which is of one process."""

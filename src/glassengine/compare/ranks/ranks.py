@@ -11,8 +11,6 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -29,7 +27,6 @@ from glassengine.compare.ranks.shards import Local, assembled, is_spread, meshes
 from glassengine.compare.ranks.spread import Arrangement, DataLayout, Part, arrangements, choose, shape_of_whole, uneven
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource
-from glassengine.results import Skipped
 
 _NUM_FACTORS = 48
 """Gradients of a step from which their common factor is derived."""
@@ -52,38 +49,13 @@ class PutTogether(Findings):
     def __init__(
         self, source: TensorSource, whole: TensorSource | None = None, *, num_groups: Callable[..., int] | None = None
     ) -> None:
-        self._source = source
+        super().__init__(source)
         self._groups_of_whole = num_groups
         self._names = local_names(source, whole) if whole is not None else LocalNames()
-        self._parts: dict[_Key, list[Entry]] = {}
-        for entry in source.entries:
-            if (entry.rank, entry.step, entry.site) not in self._names.of_stages:
-                name = self._names.of(entry.rank, entry.site)
-                self._parts.setdefault((entry.step, name), []).append(entry)
+        self._parts = self._names.parts(source)
         self.entries: tuple[Entry, ...] = tuple(
             dataclasses.replace(parts[0], rank=0, site=site) for (_, site), parts in self._parts.items()
         )
-        super().__init__()
-
-    @property
-    def path(self) -> Path:
-        """Where it is."""
-        return self._source.path
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """That of the source."""
-        return self._source.metadata
-
-    @property
-    def complete(self) -> bool:
-        """Whether the source is."""
-        return self._source.complete
-
-    @property
-    def skipped(self) -> Sequence[Skipped]:
-        """What the source has skipped."""
-        return self._source.skipped
 
     @property
     def arrangements(self) -> Mapping[str, int]:

@@ -12,8 +12,6 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,12 +21,12 @@ from glassengine.compare.ranks.assembly import EXPLAINED, Assembly, error_of
 from glassengine.compare.ranks.data_layout import data_layout, spreads_of_inputs, with_other_stages
 from glassengine.compare.ranks.factors import lies_in_rows
 from glassengine.compare.ranks.local_names import is_in_lists, local_names, numbers_of_shares
+from glassengine.compare.ranks.of_source import OfSource
 from glassengine.compare.ranks.samples import Shape, agreement, moved_by, sampled, taken_at
 from glassengine.compare.ranks.shards import Local, assembled, is_spread, meshes, why_not_assembled
 from glassengine.compare.ranks.spread import Arrangement, DataLayout, Part, arrangements, put, uneven
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource
-from glassengine.results import Skipped
 
 _UNDECIDED = "both sides number these modules in each rank from 0, with unequal shares, and several ranks have the same"
 _MAX_WHOLES = 12
@@ -57,7 +55,7 @@ def is_spread_alike(left: TensorSource, right: TensorSource) -> bool:
     return False
 
 
-class Joined:
+class Joined(OfSource):
     """A source of several ranks as one of a single rank, in the places in which another source agrees with it.
 
     Args:
@@ -66,15 +64,13 @@ class Joined:
     """
 
     def __init__(self, source: TensorSource, other: TensorSource) -> None:
-        self._source, self._other = source, other
+        super().__init__(source)
+        self._other = other
         names = local_names(source, source)
         offsets, undecided = numbers_of_shares(source, other)
         names.offsets |= offsets
         self._undecided = undecided
-        self._parts: dict[_Key, list[Entry]] = {}
-        for entry in source.entries:
-            if (entry.rank, entry.step, entry.site) not in names.of_stages:
-                self._parts.setdefault((entry.step, names.of(entry.rank, entry.site)), []).append(entry)
+        self._parts = names.parts(source)
         self._theirs: dict[_Key, list[Entry]] = {}
         for entry in other.entries:
             self._theirs.setdefault((entry.step, entry.site), []).append(entry)
@@ -85,26 +81,6 @@ class Joined:
             dataclasses.replace(parts[0], rank=0, site=key[1], shape=self._whole_shape(key), sharding=None)
             for key, parts in self._parts.items()
         )
-
-    @property
-    def path(self) -> Path:
-        """Where it is."""
-        return self._source.path
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """That of the source."""
-        return self._source.metadata
-
-    @property
-    def complete(self) -> bool:
-        """Whether the source is."""
-        return self._source.complete
-
-    @property
-    def skipped(self) -> Sequence[Skipped]:
-        """What the source has skipped."""
-        return self._source.skipped
 
     def why_not(self, entry: Entry) -> str | None:
         """Return why one of `entries` cannot be judged; None if it can."""

@@ -46,8 +46,12 @@ def frame(payload: dict[str, Any]) -> bytes:
 
 def text_frame(text: str) -> bytes:
     """Return the bytes of one index frame, of a payload that is JSON text already."""
-    data = text.encode()
-    return _FRAME.pack(len(data), crc32(data)) + data
+    return framed(text.encode())
+
+
+def framed(payload: bytes) -> bytes:
+    """Return the bytes of one frame: length, checksum, payload."""
+    return _FRAME.pack(len(payload), crc32(payload)) + payload
 
 
 def read_frame(file: BinaryIO) -> dict[str, Any] | None:
@@ -55,6 +59,16 @@ def read_frame(file: BinaryIO) -> dict[str, Any] | None:
 
     Raises:
         ValueError: The frame is cut, damaged or not a JSON object. At most `MAX_FRAME_BYTES` are read.
+    """
+    payload = read_payload(file)
+    return None if payload is None else decoded(payload)
+
+
+def read_payload(file: BinaryIO) -> bytes | None:
+    """Read what the next frame holds; None at the end of the file.
+
+    Raises:
+        ValueError: The frame is cut or damaged. At most `MAX_FRAME_BYTES` are read.
     """
     head = file.read(_FRAME.size)
     if not head:
@@ -64,12 +78,12 @@ def read_frame(file: BinaryIO) -> dict[str, Any] | None:
     length, checksum = _FRAME.unpack(head)
     if length > MAX_FRAME_BYTES:
         raise ValueError(f"a record claims {length} bytes")
-    text = file.read(length)
-    if len(text) < length:
+    payload = file.read(length)
+    if len(payload) < length:
         raise ValueError("the file ends inside a record")
-    if crc32(text) != checksum:
+    if crc32(payload) != checksum:
         raise ValueError("the checksum of a record does not match")
-    return decoded(text)
+    return payload
 
 
 def decoded(text: bytes) -> dict[str, Any]:

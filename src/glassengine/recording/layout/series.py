@@ -26,9 +26,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from glassengine.recording.layout.layout import MAX_FRAME_BYTES
-from glassengine.recording.layout.records import decoded
-from glassengine.writing.checksums import crc32
+from glassengine.recording.layout.records import decoded, framed, read_payload
 
 ABSENT, MEASURED, NONFINITE, UNMEASURED = range(4)
 """What a row says of a column: not in this step; a value; NaN or infinite elements; there, but not measured."""
@@ -38,7 +36,6 @@ MAX_COLUMNS = 1 << 20
 
 Array = np.typing.NDArray[Any]
 
-_FRAME = struct.Struct("<II")
 _ROW = struct.Struct("<B3xIQdI4x")
 _KIND = 2
 _BYTES_OF_COLUMN = 5
@@ -58,7 +55,7 @@ def row_frames(step: int, time: float, states: Array, values: Array) -> list[byt
         some = slice(first, first + ROW_COLUMNS)
         head = _ROW.pack(_KIND, first, step, time, len(states[some]))
         payload = head + states[some].tobytes() + values[some].tobytes()
-        found.append(_FRAME.pack(len(payload), crc32(payload)) + payload)
+        found.append(framed(payload))
     return found
 
 
@@ -70,20 +67,7 @@ def read_payloads(file: BinaryIO) -> Iterator[dict[str, Any] | tuple[int, int, f
     Raises:
         ValueError: (On the way) the file is damaged; says how.
     """
-    while True:
-        head = file.read(_FRAME.size)
-        if not head:
-            return
-        if len(head) < _FRAME.size:
-            raise ValueError("the file ends inside a record")
-        length, checksum = _FRAME.unpack(head)
-        if length > MAX_FRAME_BYTES:
-            raise ValueError(f"a record claims {length} bytes")
-        payload = file.read(length)
-        if len(payload) < length:
-            raise ValueError("the file ends inside a record")
-        if crc32(payload) != checksum:
-            raise ValueError("the checksum of a record does not match")
+    while (payload := read_payload(file)) is not None:
         yield _row(payload) if payload[:1] == bytes([_KIND]) else decoded(payload)
 
 

@@ -313,17 +313,23 @@ PAIRS = {
 ALL = {**ONE, **RIGHT, **WRONG}
 
 
-def main(directory: str, store: str, rank: str, world: str, *names: str) -> None:
-    """Record all runs of a number of processes."""
+def record_all(
+    runs: dict[str, Run], make: Callable[[str, Run, Path], None], directory: str, store: str, rank: str, world: str,
+    *names: str,
+) -> None:  # fmt: skip
+    """Record all runs of a number of processes, in one of them."""
     torch.set_num_threads(1)
     if int(world) > 1:
         distributed.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world))
-    for name, of in ALL.items():
+    for name, of in runs.items():
         if of.world == int(world) and (not names or name in names):
-            run(name, of, Path(directory))
+            try:
+                make(name, of, Path(directory))
+            except Exception as error:
+                raise RuntimeError(name) from error
     if int(world) > 1:
         distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    record_all(ALL, run, *sys.argv[1:])

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import glassengine as glass
-from tests.compare.ranks.end_to_end.spread_runs import Change, Run, scaled, stale
+from tests.compare.ranks.end_to_end.spread_runs import Change, Run, record_all, scaled, stale
 
 WIDTH, VOCAB, LAYERS, ROWS, LENGTH = 8, 12, 4, 4, 6
 
@@ -307,20 +307,10 @@ WRONG = {
 ALL = {**ONE, **RIGHT, **WRONG}
 
 
-def main(directory: str, store: str, rank: str, world: str, *names: str) -> None:
-    """Record all runs of a number of processes."""
-    torch.set_num_threads(1)
-    if int(world) > 1:
-        distributed.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world))
-    for name, of in ALL.items():
-        if of.world == int(world) and (not names or name in names):
-            try:
-                KINDS[of.options["kind"]](of, Path(directory) / name, int(rank))
-            except Exception as error:
-                raise RuntimeError(name) from error
-    if int(world) > 1:
-        distributed.destroy_process_group()
+def run(name: str, of: Run, directory: Path) -> None:
+    """Record one run."""
+    KINDS[of.options["kind"]](of, directory / name, distributed.get_rank() if distributed.is_initialized() else 0)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    record_all(ALL, run, *sys.argv[1:])

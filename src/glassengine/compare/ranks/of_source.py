@@ -1,0 +1,41 @@
+"""A source that is another one seen differently: it lies where that lies, and what is known of that is known of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from glassengine.recording.read.source import TensorSource
+from glassengine.results import Skipped
+
+
+class OfSource:
+    """What such a source has from the other one; see `TensorSource`.
+
+    Args:
+        source: The other one.
+    """
+
+    def __init__(self, source: TensorSource) -> None:
+        self._source = source
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return self._source.path
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """That of the source."""
+        return self._source.metadata
+
+    @property
+    def complete(self) -> bool:
+        """Whether the source is."""
+        return self._source.complete
+
+    @property
+    def skipped(self) -> Sequence[Skipped]:
+        """What the source has skipped."""
+        return self._source.skipped
