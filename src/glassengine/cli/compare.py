@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -192,9 +193,11 @@ def _plan(baseline: str, candidate: str, plan: str, options: dict[str, Any]) -> 
     count = commands.plan_comparison(baseline, candidate, plan, **own)
 
     def show() -> None:
+        file = shlex.quote(plan)
         out.print(f"{plan}: {count} chunks. Each is judged by a job of its own, or some by one:", highlight=False)
-        out.print(f"  python -m glassengine.compare.chunk {plan} NUMBER [--of JOBS]", highlight=False)
-        out.print(f"then: glass compare {baseline} {candidate} --merge {plan}", highlight=False)
+        out.print(f"  python -m glassengine.compare.chunk {file} NUMBER [--of JOBS]", highlight=False)
+        merged = shlex.join(["glass", "compare", baseline, candidate, "--merge", plan])
+        out.print(f"then, with the same options: {merged}", highlight=False)
 
     answer(lambda: {"plan": plan, "num_chunks": count}, show)
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shlex
 import signal
 import threading
 import time
@@ -108,6 +109,9 @@ def test_jobs_that_leave_files_find_what_one_process_finds(
 ) -> None:
     plan, result = tmp_path / "plan.jsonl", tmp_path / "result.json"
     names = [str(sides / "a"), str(sides / "b")]
+    assert main(["compare", *names, "--plan", str(tmp_path / "a plan")]) == 0
+    said = capsys.readouterr().out.partition("options: ")[2]
+    assert shlex.split(said) == ["glass", "compare", *names, "--merge", str(tmp_path / "a plan")]
     assert main(["compare", *names, "--plan", str(plan), f"--json={result}"]) == 0
     count = json.loads(result.read_text(encoding="utf-8"))["num_chunks"]
     assert count > 4

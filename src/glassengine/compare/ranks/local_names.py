@@ -229,13 +229,15 @@ def _of_stages(source: TensorSource, whole: TensorSource, names: LocalNames) -> 
     found = set()
     for (step, site), entries in parts.items():
         at = extent[_path(site)]
-        if len(entries) < 2 or len(at) < 2:
+        # A whole has no gradient of token ids, which are its input; a stage has one of its own input.
+        is_of_whole = site in order
+        if len(at) < 2 or (is_of_whole and len(entries) < 2):
             continue
         is_input = site.partition(":")[2].startswith(("in", "grad_in"))
         ends = {rank: min(own) if is_input else max(own) for rank, own in at.items()}
         owner = (min if is_input else max)(ends.values())
         strangers = [entry for entry in entries if ends.get(entry.rank, owner) != owner]
-        if len(strangers) == len(entries):
+        if is_of_whole and len(strangers) == len(entries):
             continue
         for entry in strangers:
             inside = (
