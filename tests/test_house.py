@@ -92,6 +92,9 @@ def pins(root: Path) -> dict[str, str]:
 # What the installation for the tests leaves out: a hundred megabytes that need nothing else, what only a model that
 # is loaded in parts of several ranks needs, with psutil and what is there anyway, and the stores of two clouds.
 NOT_INSTALLED = {"accelerate", "adlfs", "gcsfs", "tensorrt-rtx-cu13-bindings", "tensorrt-rtx-cu13-libs"}
+# The server of tools and plots, which the tests of these skip without.
+NOT_INSTALLED |= {"mcp", "mcp-types", "opentelemetry-api", "pyjwt", "python-multipart", "sse-starlette", "starlette"}
+NOT_INSTALLED |= {"uvicorn", "contourpy", "cycler", "fonttools", "kiwisolver", "matplotlib", "pyparsing"}
 
 
 def direct(project: dict[str, Any]) -> list[Requirement]:

@@ -17,6 +17,7 @@ from tests.docs.conftest import blocks_of
 Run = Callable[[Path], list[str]]
 
 PAGES = [
+    "coding-agents.md",
     "coming-from-ditto.md",
     "coming-from-pytorch-neuronx.md",
     "coming-from-tensorrt-llm.md",

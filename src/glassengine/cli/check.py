@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import glassengine as glass
-from glassengine.cli.documents import answer
+from glassengine.cli.answers import Answers
 from glassengine.cli.options import out, stages
 from glassengine.cli.shared import (
     AdaptedCheckpoint,
@@ -88,11 +88,13 @@ def command(
     *,
     checkpoint: AdaptedCheckpoint,
     verdicts: Verdicts,
+    answers: Answers,
 ) -> int:
     """Find the first op that is wrong in a port, engine, pass or dump.
 
     Exit status: 0 ok, 1 a tensor reaches --fail-on (or a token changes), 4 too little was comparable.
     """
+    answers.prepare()
     with stages(_SHARES) as progress:
         result = glass.check(
             baseline,
@@ -118,10 +120,10 @@ def command(
             progress=progress,
             **vars(checkpoint),
         )
-    return answered(result)
+    return answered(result, answers)
 
 
-def answered(result: Comparison) -> int:
+def answered(result: Comparison, answers: Answers) -> int:
     """Print the result and return the exit status."""
 
     def show() -> None:
@@ -129,7 +131,5 @@ def answered(result: Comparison) -> int:
 
         out.print(check(result))
 
-    answer(result.to_dict, show)
-    if result.ok:
-        return 0
-    return 4 if result.too_little else 1
+    status = 0 if result.ok else 4 if result.too_little else 1
+    return answers.give(result.to_dict, show, [result], status)

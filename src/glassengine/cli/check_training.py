@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import glassengine as glass
+from glassengine.cli.answers import Answers
 from glassengine.cli.check import answered
 from glassengine.cli.options import stages
 from glassengine.cli.shared import Baseline, Checkpoint, Dtype, Verdicts
@@ -36,11 +37,13 @@ def command(
     *,
     checkpoint: Checkpoint,
     verdicts: Verdicts,
+    answers: Answers,
 ) -> int:
     """Find the first training step, and in it the op, that is wrong in a port.
 
     Exit status: 0 ok, 1 a tensor reaches --fail-on, 4 too little was comparable.
     """
+    answers.prepare()
     with stages(((Work.TRAINING, 1.0),)) as progress:
         progress(Work.TRAINING.says("training and judging every step"))
         result = glass.check_training(
@@ -55,4 +58,4 @@ def command(
             min_coverage=verdicts.min_coverage,
             **vars(checkpoint),
         )
-    return answered(result)
+    return answered(result, answers)

@@ -13,6 +13,7 @@ import typer
 
 import glassengine as glass
 from glassengine import commands
+from glassengine.cli.answers import Answers
 from glassengine.cli.documents import answer
 from glassengine.cli.options import err, out, quiet_stages
 from glassengine.cli.series import are_watched, compare_watched
@@ -103,11 +104,14 @@ def command(
         bool | None,
         typer.Option("--series/--no-series", help="Compare the series of two watched runs, or their tensors."),
     ] = None,
+    *,
+    answers: Answers,
 ) -> int:
     """Compare recordings, tensor files, dumps, engines or build artifacts.
 
     Exit status: 0 ok, 1 a tensor reaches --fail-on, 4 nothing or too little was comparable.
     """
+    answers.prepare()
     for_tensors: dict[str, Any] = {
         "rtol": rtol,
         "atol": atol,
@@ -131,17 +135,18 @@ def command(
         "trust_engine": trust_engine or None,
     }
     sides = [baseline, *candidates]
-    if series or (series is None and are_watched(sides) and not _given(for_tensors)):
-        _refuse(_SERIES, _TENSORS, _given(for_tensors))
+    told = _given(for_tensors) + answers.given
+    if series or (series is None and are_watched(sides) and not told):
+        _refuse(_SERIES, _TENSORS, told)
         return compare_watched(sides)
     kind = _common_kind(sides)
-    _refuse(kind, _TENSORS, _given(for_tensors))
+    _refuse(kind, _TENSORS, told)
     _refuse(kind, _ENGINES, [name for name, value in for_engines.items() if value is not None])
     if kind == _ENGINES:
         return _engines(sides, for_engines)
     if kind == _ARTIFACTS:
         return _artifacts(sides)
-    return _tensors(baseline, candidates, for_tensors)
+    return _tensors(baseline, candidates, for_tensors, answers)
 
 
 def _given(options: dict[str, Any]) -> list[str]:
@@ -150,14 +155,16 @@ def _given(options: dict[str, Any]) -> list[str]:
     return [name for name, value in options.items() if value != defaults.get(name) and value != ()]
 
 
-def _tensors(baseline: str, candidates: Sequence[str], options: dict[str, Any]) -> int:
+def _tensors(baseline: str, candidates: Sequence[str], options: dict[str, Any], answers: Answers) -> int:
     plan, merge = options.pop("plan"), options.pop("merge")
     if plan is not None or merge is not None:
         _require_one(candidates, options, plan, merge)
     if plan is not None:
+        if answers.given:
+            raise UsageError(f"--{answers.given[0]}: nothing is judged yet", got="--plan", hint="--merge FILE")
         return _plan(baseline, candidates[0], plan, options)
     if len(candidates) > 1:
-        return _many(baseline, candidates, options)
+        return _many(baseline, candidates, options, answers)
     with quiet_stages(_SHARES) as progress:
         one = glass.compare(baseline, candidates[0], **options, answers=merge, progress=progress)
 
@@ -166,8 +173,7 @@ def _tensors(baseline: str, candidates: Sequence[str], options: dict[str, Any]) 
 
         out.print(comparison(one))
 
-    answer(one.to_dict, show)
-    return 0 if one.ok else 4 if one.too_little else 1
+    return answers.give(one.to_dict, show, [one], 0 if one.ok else 4 if one.too_little else 1)
 
 
 def _require_one(candidates: Sequence[str], options: dict[str, Any], plan: str | None, merge: str | None) -> None:
@@ -203,7 +209,7 @@ def _plan(baseline: str, candidate: str, plan: str, options: dict[str, Any]) -> 
     return 0
 
 
-def _many(baseline: str, candidates: Sequence[str], options: dict[str, Any]) -> int:
+def _many(baseline: str, candidates: Sequence[str], options: dict[str, Any], answers: Answers) -> int:
     with quiet_stages(_SHARES) as progress:
         many = commands.compare_many(baseline, candidates, **options, progress=progress)
 
@@ -212,8 +218,7 @@ def _many(baseline: str, candidates: Sequence[str], options: dict[str, Any]) -> 
 
         out.print(comparisons(many))
 
-    answer(many.to_dict, show)
-    return 0 if many.ok else 4 if many.too_little else 1
+    return answers.give(many.to_dict, show, many.comparisons, 0 if many.ok else 4 if many.too_little else 1)
 
 
 def _engines(sides: Sequence[str], options: dict[str, Any]) -> int:

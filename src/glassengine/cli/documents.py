@@ -26,7 +26,9 @@ from glassengine.writing.files import aside
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 _FILE = re.compile(r"-|/dev/.*|.*\.json", re.DOTALL)
 _BEGINNINGS = (b'{\n  "schema_version": ', b'{\n  "$schema": ')
-"""How every document of ours begins, and every schema."""
+"""How every document of ours begins, and every schema, and every log of findings."""
+_NOT_WRITTEN = {"--json": "the JSON document cannot be written", "--sarif": "the SARIF log cannot be written"}
+_OR_STDOUT = {"--json": ", --json=- for stdout"}
 
 
 def spelled_out(words: Sequence[str]) -> list[str]:
@@ -49,8 +51,12 @@ def destination_of(words: Sequence[str]) -> str | None:
     return next((word.partition("=")[2] for word in reversed(own) if word.startswith("--json=")), None)
 
 
-def require_place(destination: str) -> None:
+def require_place(destination: str, flag: str = "--json") -> None:
     """Refuse, before any work is done, a file that is no place for the document.
+
+    Args:
+        destination: The file, or "-" for stdout.
+        flag: What it was named with.
 
     Raises:
         UsageError: It is on another machine, in a directory that is missing or cannot be written, a directory itself,
@@ -60,31 +66,31 @@ def require_place(destination: str) -> None:
         return
     target = place(destination)
     if isinstance(target, Remote):
-        _require_own(target, destination)
+        _require_own(target, destination, flag)
         return
     folder = target.resolve().parent
     if target.is_dir() or not (target.exists() or os.access(folder, os.W_OK)):
         missing = "cannot be written" if folder.is_dir() else "does not exist"
         why = "a directory" if target.is_dir() else f"the directory {folder} {missing}"
         raise UsageError(
-            "the JSON document cannot be written",
+            _NOT_WRITTEN[flag],
             got=f"{destination}: {why}",
             expected="a file in a directory that exists",
-            hint="--json=FILE for another file, --json=- for stdout",
+            hint=f"{flag}=FILE for another file{_OR_STDOUT.get(flag, '')}",
         )
-    _require_own(target, destination)
+    _require_own(target, destination, flag)
 
 
-def _require_own(target: Path, destination: str) -> None:
+def _require_own(target: Path, destination: str, flag: str) -> None:
     if not target.is_file():
         return
     with open_regular(target) as file:
         beginning = file.read(max(map(len, _BEGINNINGS)))
     if beginning and not beginning.startswith(_BEGINNINGS):
         raise UsageError(
-            "--json replaces only what glass itself wrote",
+            f"{flag} replaces only what glass itself wrote",
             got=f"{destination}, another file",
-            hint="--json=FILE for a new file, --json=- for stdout; remove the file to replace it",
+            hint=f"{flag}=FILE for a new file{_OR_STDOUT.get(flag, '')}; remove the file to replace it",
         )
 
 
@@ -114,7 +120,7 @@ def write_json(document: Mapping[str, Any], destination: str) -> None:
     write_text(json_text({"schema_version": SCHEMA_VERSION, **document}), destination)
 
 
-def write_text(text: str, destination: str) -> None:
+def write_text(text: str, destination: str, flag: str = "--json") -> None:
     """Write a text to the file `destination`, whole or not at all, or to stdout when that is "-".
 
     Raises:
@@ -123,7 +129,7 @@ def write_text(text: str, destination: str) -> None:
     if destination == "-":
         sys.stdout.write(text)
         return
-    require_place(destination)
+    require_place(destination, flag)
     if (there := remote(destination)) is not None:
         objects.write(text.encode("utf-8"), str(there))
         return

@@ -16,7 +16,7 @@ import typer
 from rich.text import Text
 from typer.exceptions import TyperException
 
-from glassengine.cli.documents import write_json
+from glassengine.cli.documents import json_text, write_json, write_text
 from glassengine.cli.foreign import absent
 from glassengine.cli.interrupts import heard
 from glassengine.cli.options import err, settings
@@ -74,11 +74,17 @@ def _print(error: GlassError, status: int) -> int:
 
 
 def _write(error: GlassError, status: int) -> None:
-    """Write the error as JSON if a document was asked for."""
-    if settings.json is None:
-        return
+    """Write the error as JSON and as SARIF, if these were asked for."""
+    found = failure(error, status)
     with contextlib.suppress(OSError, GlassError):  # of which the message on stderr tells already
-        write_json(failure(error, status).to_dict(), settings.json)
+        if settings.json is not None:
+            write_json(found.to_dict(), settings.json)
+    with contextlib.suppress(OSError, GlassError):
+        if settings.sarif is not None:
+            from glassengine.report.sarif import failed
+
+            command = next((word for word in settings.words if not word.startswith("-")), "glass")
+            write_text(json_text(failed(found.error, command, status)), settings.sarif, flag="--sarif")
 
 
 def _missing_package(error: BaseException) -> UsageError | None:

@@ -33,11 +33,13 @@ COMMANDS = {
     "compare": "Compare recordings, tensor files, dumps, engines or build artifacts.",
     "check": "Find the first op that is wrong in a port, engine, pass or dump.",
     "check-training": "Find the first training step, and in it the op, that is wrong in a port.",
+    "explain": "Explain a result in words: why it is ok or not, or why a tensor has its verdict.",
     "profile": "Show a profile by module, or take one of a running program.",
     "snapshot": "Show the content of a snapshot, or pack it into one file.",
     "replay": "Run a snapshot again, without the original code.",
     "verify": "Check the signature and all files of an engine, without running it.",
     "schema": "Print the JSON schema of the --json document of a command.",
+    "mcp": "Serve check, compare, show and explain to a coding agent (MCP, on stdin and stdout).",
     "doctor": "Show versions, processor, compiler and back-ends of this machine.",
 }
 
@@ -161,8 +163,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: What follows `glass`; the process's own arguments when None.
     """
-    given = spelled_out(sys.argv[1:] if arguments is None else arguments)
+    words = tuple(sys.argv[1:] if arguments is None else arguments)
+    given = spelled_out(words)
     options.reset()
+    options.settings.words = words
     options.settings.json = destination_of(given)  # before it is parsed, as that may fail
 
     def run() -> int:

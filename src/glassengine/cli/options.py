@@ -80,7 +80,8 @@ class _Settings:
     """The global flags in effect: `show_progress` may be true and still no bar be drawn (see `progress`).
 
     `owns_process` says that this process runs one command line and nothing else, `json` where the JSON document goes
-    that was asked for: a file, or "-" for stdout.
+    that was asked for: a file, or "-" for stdout; `sarif` where a log of the findings goes,
+    `words` the command line.
     """
 
     quiet: bool = False
@@ -89,6 +90,8 @@ class _Settings:
     metrics: bool = False
     owns_process: bool = False
     json: str | None = None
+    sarif: str | None = None
+    words: tuple[str, ...] = ()
 
 
 settings = _Settings()
@@ -107,7 +110,8 @@ _handler = _ConsoleHandler()
 def reset() -> None:
     """Return to the defaults: each command line starts from them, also within one process."""
     settings.quiet, settings.verbose, settings.show_progress, settings.metrics = False, 0, True, False
-    settings.json = None
+    settings.json = settings.sarif = None
+    settings.words = ()
     out.no_color = err.no_color = _NO_COLOR
     configure()
 

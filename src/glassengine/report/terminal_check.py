@@ -29,7 +29,7 @@ def check(result: Comparison) -> RenderableType:
     """Return the one screen."""
     if result.quantization is not None:
         return quantization(result, result.quantization)
-    head = [_headline(result), *answer(result)]
+    head = [headline(result), *answer(result)]
     weights = list(_weights(result))
     divergence: list[Text] = []
     rest: list[Text] = []
@@ -64,7 +64,8 @@ def _cut(lines: Sequence[Text], rows: int) -> list[Text]:
     return [*kept, Text(f"... and {len(lines) - len(kept)} more lines (--json has all)")]
 
 
-def _headline(result: Comparison) -> Text:
+def headline(result: Comparison) -> Text:
+    """Return whether it is ok and why, and what was compared."""
     text = Text()
     text.append("ok" if result.ok else "NOT OK", style="bold green" if result.ok else "bold red")
     text.append(": ")
@@ -153,7 +154,7 @@ def _divergence(result: Comparison, found: Divergence) -> Iterator[Text]:
         yield Text(f"  there    {found.candidate_site}")
     if found.candidate_source and found.candidate_source != found.source:
         yield Text(f"  there    {_short_source(found.candidate_source)}")
-    yield Text(f"  error    {_size(result, found)}")
+    yield Text(f"  error    {size(result, found)}")
     # What kind of mistake it is, and where its test is, is never cut off, however long the names of files are.
     for hint in found.hints[:1]:
         yield Text(f"  hint     {hint.text}")
@@ -183,7 +184,8 @@ def _about(result: Comparison, found: Divergence) -> Iterator[Text]:
         yield Text(f"  also     {len(others) - _MAX_ORIGINS} more origins (--json has all)")
 
 
-def _size(result: Comparison, found: Divergence) -> str:
+def size(result: Comparison, found: Divergence) -> str:
+    """Say how large the error of an op is, against what rounding explains, and where."""
     pairs = [p for p in result.pairs if (p.rung, p.step, p.site) == (found.rung, found.step, found.site)]
     # Of several cases, the one in which it is wrong.
     own = [p for p in pairs if not p.inherited] or pairs

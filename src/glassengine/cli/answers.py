@@ -1,0 +1,92 @@
+"""What a comparison is written as beside the screen and `--json`: text for coding agents, and SARIF for forges."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from glassengine.cli.documents import answer, json_text, require_place, write_text
+from glassengine.cli.options import settings
+from glassengine.errors import UsageError
+from glassengine.results import Comparison
+
+
+class Format(StrEnum):
+    """What is printed."""
+
+    text = "text"
+    agent = "agent"
+
+
+@dataclass(frozen=True)
+class Answers:
+    """How the answer is given; a command calls `prepare` before it works, and `give` with what it found."""
+
+    format: Annotated[
+        Format, typer.Option("--format", help="Print tables for people, or at most 40 lines for a coding agent.")
+    ] = Format.text
+    sarif: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Write the findings as SARIF 2.1.0, also if the command fails."),
+    ] = None
+
+    @property
+    def given(self) -> list[str]:
+        """The names of the options that were given."""
+        return [name for name, value in vars(self).items() if value not in (None, Format.text)]
+
+    def prepare(self) -> None:
+        """Refuse at once what could only fail in the end.
+
+        Raises:
+            UsageError: `--sarif` names no place for a file, or stdout is wanted twice.
+        """
+        if self.format is Format.agent and settings.json == "-":
+            raise UsageError("stdout is wanted twice", got="--json and --format agent", hint="--json=FILE")
+        if self.sarif is not None:
+            if self.sarif == "-":
+                raise UsageError("--sarif takes a file", got="-", expected="--sarif FILE")
+            require_place(self.sarif, flag="--sarif")
+            settings.sarif = self.sarif
+
+    def give(
+        self,
+        document: Callable[[], Mapping[str, Any]],
+        show: Callable[[], None],
+        results: Sequence[Comparison],
+        exit_status: int,
+    ) -> int:
+        """Write and print the answer, and return the exit status.
+
+        Args:
+            document: The JSON document.
+            show: Prints what people see.
+            results: What was compared.
+            exit_status: Of the command.
+        """
+
+        def printed() -> None:
+            if self.format is Format.text:
+                show()
+                return
+            from glassengine.report.agent_text import agent_text
+
+            sys.stdout.write(agent_text(results, settings.words))
+
+        if self.sarif is not None:
+            from glassengine.report.sarif import repository_of, sarif
+
+            log = sarif(results, _command(), repository_of(Path.cwd()), exit_status)
+            write_text(json_text(log), self.sarif, flag="--sarif")
+        answer(document, printed)
+        return exit_status
+
+
+def _command() -> str:
+    return next((word for word in settings.words if not word.startswith("-")), "glass")

@@ -1,0 +1,135 @@
+"""Why a comparison, or one tensor of it, has its verdict: each number that decided, in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from glassengine.errors import UnknownNameError
+from glassengine.report.findings import RULES, findings
+from glassengine.report.terminal_answer import answer
+from glassengine.report.terminal_check import headline
+from glassengine.results import VERDICTS, Comparison, Divergence, Figures, Pair, Skipped
+from glassengine.sites import matches
+
+_MAX_SITES = 5
+_MAX_PAIRS = 12
+_MAX_FINDINGS = 8
+
+_VERDICTS = {
+    "identical": "all elements are the same bits, or the same values",
+    "rounding": "rounding explains the difference",
+    "suspicious": "large for rounding (above 4 times the noise floor), and not large enough to be sure",
+    "wrong": "rounding does not explain the difference",
+}
+_RUNS = "several runs of the baseline that round in other ways"
+
+
+def explained(result: Comparison, site: str | None = None) -> list[str]:
+    """Return the lines.
+
+    Args:
+        result: What was compared.
+        site: Name or pattern of tensors, of either side; None for the whole.
+
+    Raises:
+        UnknownNameError: No tensor has that name.
+    """
+    return list(_whole(result) if site is None else _tensors(result, site))
+
+
+def _whole(result: Comparison) -> Iterator[str]:
+    yield from headline(result).plain.split("\n")
+    yield from (line.plain for line in answer(result))
+    yield f"standing: {result.standing}"
+    told = findings(result)
+    for finding in told[:_MAX_FINDINGS]:
+        yield f"{finding.level}: {RULES[finding.rule]}"
+        yield f"  {finding.text}"
+        for name, line in (("candidate", finding.candidate), ("baseline", finding.baseline)):
+            if line is not None:
+                yield f"  {name}: {line.place}: {line.code}"
+    if len(told) > _MAX_FINDINGS:
+        yield f"and {len(told) - _MAX_FINDINGS} more"
+    for rung in result.rungs:
+        yield f"{rung.name}: {rung.num_judged} tensors {rung.guarantee}, verdict {rung.verdict}"
+
+
+def _tensors(result: Comparison, pattern: str) -> Iterator[str]:
+    pairs = [pair for pair in result.pairs if matches(pattern, pair.site) or matches(pattern, pair.candidate_site)]
+    skipped = [item for item in result.skipped if matches(pattern, item.site)]
+    if not pairs and not skipped:
+        names = [pair.site for pair in result.pairs] + [item.site for item in result.skipped]
+        raise UnknownNameError("site", pattern, names)
+    sites = list(dict.fromkeys(pair.site for pair in pairs))
+    for site in sites[:_MAX_SITES]:
+        yield from _tensor(result, site, [pair for pair in pairs if pair.site == site])
+    if len(sites) > _MAX_SITES:
+        yield f"and {len(sites) - _MAX_SITES} more tensors"
+    yield from map(_left_out, skipped[:_MAX_SITES])
+
+
+def _left_out(item: Skipped) -> str:
+    return f"{item.site} of the {item.side} was not judged: {item.reason}"
+
+
+def _tensor(result: Comparison, site: str, pairs: Sequence[Pair]) -> Iterator[str]:
+    worst = sorted(pairs, key=lambda pair: -VERDICTS.index(pair.verdict))
+    yield f"{site}: {worst[0].verdict}: {_VERDICTS[worst[0].verdict]}"
+    origins = [origin for origin in result.origins if origin.site == site or site in origin.also_at]
+    for pair in worst[:_MAX_PAIRS]:
+        yield f"  {_where(pair)}: {pair.verdict}, judged by {pair.judged_by}, paired by {pair.method}"
+        yield from (f"    {line}" for line in _numbers(pair))
+        if pair.inherited:
+            yield f"    inherited: {_from_where(result, pair)}"
+    if len(worst) > _MAX_PAIRS:
+        yield f"  and {len(worst) - _MAX_PAIRS} more cases and steps, none worse"
+    for origin in origins:
+        yield from (f"  {line}" for line in _origin(origin))
+
+
+def _where(pair: Pair) -> str:
+    parts = [pair.rung, pair.case, f"step {pair.step}", f"rank {pair.rank}" if pair.rank else None]
+    return ", ".join(part for part in parts if part)
+
+
+def _numbers(pair: Pair) -> Iterator[str]:
+    if pair.candidate_site != pair.site:
+        yield f"in the candidate: {pair.candidate_site}"
+    if pair.noise_ratio is not None:
+        yield f"{pair.noise_ratio:.3g} times the noise floor, which is measured by {_RUNS}"
+    if pair.bound_ratio is not None:
+        within = "within" if pair.bound_ratio <= 1 else "beyond"
+        yield f"{pair.bound_ratio:.3g} times the largest error that rounding can make in this op: {within} its bound"
+    if pair.figures is not None:
+        yield from _figures(pair.figures)
+    if pair.reason:
+        yield f"decided by: {pair.reason}"
+
+
+def _figures(found: Figures) -> Iterator[str]:
+    yield f"{found.num_different} of {found.num_elements} elements differ, signal-to-noise ratio {found.snr_db:.1f} dB"
+    if found.worst_index is not None and found.baseline_at_worst is not None:
+        yield (
+            f"largest at {list(found.worst_index)}: candidate {found.candidate_at_worst:.6g}, "
+            f"baseline {found.baseline_at_worst:.6g}"
+        )
+    if found.num_nonfinite_mismatch:
+        yield f"{found.num_nonfinite_mismatch} elements are finite on one side only"
+
+
+def _from_where(result: Comparison, pair: Pair) -> str:
+    """Return the origins of the same rung and step, of which this tensor may have its error."""
+    origins = [origin for origin in result.origins if origin.rung == pair.rung and origin.step <= pair.step]
+    names = ", ".join(dict.fromkeys(origin.site for origin in origins[:3]))
+    return f"its inputs carried the error in; introduced by {names}" if names else "its inputs carried the error in"
+
+
+def _origin(origin: Divergence) -> Iterator[str]:
+    yield f"this op introduced an error in step {origin.step}" + (f", {origin.where}" if origin.where else "")
+    for name, source in (("baseline", origin.source), ("candidate", origin.candidate_source)):
+        if source:
+            yield f"{name}: {source}"
+    for hint in origin.hints:
+        yield f"hint: {hint.text} ({hint.kind}, score {hint.score:.2g})"
+    if origin.reproduction:
+        yield f"test: python {origin.reproduction}/test_repro.py"

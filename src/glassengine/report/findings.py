@@ -1,0 +1,175 @@
+"""What a comparison tells about places in code: one finding per mistake, with a rule, both source lines, a sentence.
+
+SARIF, the text for coding agents, properties of tests and marks of other viewers are made from these.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from glassengine.errors import GlassError
+from glassengine.reading.files import is_regular, read_text
+from glassengine.report.terminal_check import size
+from glassengine.results import FLAGGED, VERDICTS, Comparison, Divergence, Hint, Standing
+
+Level = Literal["error", "warning"]
+
+_SOURCE = re.compile(r"(?P<file>.+?):(?P<line>\d{1,9}): ?(?P<code>.*)", re.DOTALL)
+_MOST_SOURCE_BYTES = 4 << 20
+
+RULES: dict[str, str] = {
+    "wrong": "An operation makes an error that rounding does not explain.",
+    "suspicious": "An operation makes an error that is large for rounding.",
+    "results-differ": "The results of both sides differ, and no single operation is named.",
+    "token-changes": "A generated token is another one.",
+    "weights-differ": "Weights of both sides differ.",
+    "over-budget": "The signal-to-noise ratio is below what was asked for.",
+    "too-little-judged": "Too few tensors could be judged to say that both sides agree.",
+}
+"""Rule -> what it says."""
+
+_RULE_OF: dict[Standing, str] = {
+    "results differ": "results-differ",
+    "differs inside": "wrong",
+    "token changes": "token-changes",
+    "weights differ": "weights-differ",
+    "over budget": "over-budget",
+    "too little judged": "too-little-judged",
+}
+
+_BY_OPS: frozenset[Standing] = frozenset({"ok", "results differ", "differs inside", "token changes", "weights differ"})
+"""Where a wrong op is why a comparison is not ok, or shows why."""
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """A line of source as a result has it.
+
+    Attributes:
+        file: As Python named it, or below its package.
+        line: Number, from 1.
+        code: The line, without the space around it.
+    """
+
+    file: str
+    line: int
+    code: str
+
+    @classmethod
+    def of(cls, text: str | None) -> SourceLine | None:
+        """Return what "file:line: code" names; None where it names no line."""
+        found = _SOURCE.fullmatch(text or "")
+        return None if found is None else cls(found["file"], int(found["line"]), found["code"].strip())
+
+    @property
+    def place(self) -> str:
+        """File and line, as editors take them: relative to the working directory, where it is below that."""
+        path, here = Path(self.file), Path.cwd()
+        return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{self.line}"
+
+    def around(self, context: int) -> list[tuple[int, str]]:
+        """Return the line with `context` lines above and below it, with their numbers.
+
+        Only a Python file that still has this very line is read: the name comes from a result that others may have
+        written. Otherwise the line stands alone.
+        """
+        alone = [(self.line, self.code)]
+        path = Path(self.file)
+        if path.suffix != ".py" or not self.code or not is_regular(path):
+            return alone
+        try:
+            lines = read_text(path, most=_MOST_SOURCE_BYTES).split("\n")
+        except GlassError:
+            return alone
+        here = self.line - 1
+        if not (here < len(lines) and lines[here].strip() == self.code):
+            return alone
+        first = max(0, here - context)
+        return [(first + number + 1, text) for number, text in enumerate(lines[first : here + context + 1])]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One mistake, or one reason why a comparison is not ok.
+
+    Attributes:
+        rule: A key of `RULES`.
+        level: "error" where it makes the comparison fail.
+        site: Of the baseline; None where no tensor is named.
+        text: What is wrong, in one sentence.
+        divergence: The op that introduced it, where one is known.
+        candidate: The candidate's line.
+        baseline: The baseline's line.
+        hints: What kind of mistake it is, tried.
+    """
+
+    rule: str
+    level: Level
+    site: str | None
+    text: str
+    divergence: Divergence | None = None
+    candidate: SourceLine | None = None
+    baseline: SourceLine | None = None
+    hints: Sequence[Hint] = ()
+
+
+def findings(result: Comparison) -> list[Finding]:
+    """Return all findings, errors first, in order of execution.
+
+    A comparison that is ok has no error among them, and one that is not ok has at least one.
+    """
+    origins = [origin for origin in result.origins if origin.leads and origin.verdict in FLAGGED]
+    first = result.first_divergence
+    if first is not None and first.verdict in FLAGGED:
+        origins.insert(0, first)
+    origins = _once(result, origins)
+    # Where that was asked for, and there is no wrong one, it is the suspicious that make it fail.
+    least = max((VERDICTS.index(origin.verdict) for origin in origins), default=0)
+    decides = not result.ok and result.standing in _BY_OPS
+    found = [_of_origin(result, origin, decides and VERDICTS.index(origin.verdict) >= least) for origin in origins]
+    if not result.ok and not any(finding.level == "error" for finding in found):
+        rule = _RULE_OF.get(result.standing, "wrong")
+        text = result.not_ok_because or RULES[rule]
+        found.append(Finding(rule, "error", None if first is None else first.site, text))
+    return sorted(found, key=lambda finding: finding.level != "error")
+
+
+def _once(result: Comparison, origins: Sequence[Divergence]) -> list[Divergence]:
+    """Return one origin per tensor: on a later rung the same mistake is seen again, less finely."""
+    rungs = [rung.name for rung in result.rungs]
+    kept: dict[tuple[str, int | None], Divergence] = {}
+    for origin in origins:
+        known = kept.setdefault((origin.site, origin.rank), origin)
+        is_earlier = _place(rungs, origin) < _place(rungs, known)
+        names_more = origin.candidate_source is not None and known.candidate_source is None
+        if names_more or (is_earlier and known.candidate_source is None):
+            kept[origin.site, origin.rank] = origin
+    return list(kept.values())
+
+
+def _place(rungs: Sequence[str], origin: Divergence) -> int:
+    return rungs.index(origin.rung) if origin.rung in rungs else len(rungs)
+
+
+def _of_origin(result: Comparison, origin: Divergence, fails: bool) -> Finding:
+    where = f", {origin.where}" if origin.where else ""
+    rank = f" of rank {origin.rank}" if origin.rank is not None else ""
+    kind = f": {origin.hints[0].text}" if origin.hints else ""
+    text = f"{origin.site}{rank} is {origin.verdict}{where}{kind}."
+    if any((pair.rung, pair.step, pair.site) == (origin.rung, origin.step, origin.site) for pair in result.pairs):
+        text += f" The error: {size(result, origin)}."
+    lines = SourceLine.of(origin.source), SourceLine.of(origin.candidate_source)
+    return Finding(
+        "wrong" if origin.verdict == "wrong" else "suspicious",
+        "error" if fails else "warning",
+        origin.site,
+        text,
+        origin,
+        candidate=lines[1],
+        baseline=lines[0],
+        hints=origin.hints,
+    )

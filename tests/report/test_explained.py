@@ -1,0 +1,29 @@
+"""Explanations have every number that decided."""
+
+from __future__ import annotations
+
+import pytest
+
+from glassengine.errors import UnknownNameError
+from glassengine.report.explained import explained
+from glassengine.results import Comparison
+from tests.report.conftest import GUILTY
+
+
+def test_the_whole(wrong: Comparison) -> None:
+    text = "\n".join(explained(wrong))
+    assert text.startswith("NOT OK") and "standing: results differ" in text and GUILTY in text
+
+
+def test_one_tensor(wrong: Comparison) -> None:
+    text = "\n".join(explained(wrong, "*silu.0"))
+    assert "./silu.0: wrong: rounding does not explain the difference" in text
+    assert "judged by reverse replay" in text and "times the noise floor" in text and "beyond its bound" in text
+    assert "128 of 128 elements differ" in text and "in the candidate: ./gelu.0" in text
+    below = "\n".join(explained(wrong, "down/linear.0"))
+    assert "inherited: its inputs carried the error in; introduced by ./silu.0" in below or "identical" in below
+
+
+def test_an_unknown_tensor_is_an_error_with_the_nearest_names(wrong: Comparison) -> None:
+    with pytest.raises(UnknownNameError, match=r"silu\.0"):
+        explained(wrong, "silu.1")
