@@ -31,7 +31,7 @@ class Roots:
         run_code: Whether `file.py:factory` below them may be run.
 
     Raises:
-        UsageError: One is no directory.
+        UsageError: One is not a directory.
     """
 
     def __init__(self, roots: Sequence[str | Path], *, run_code: bool) -> None:
@@ -81,7 +81,7 @@ class Roots:
 
     def _found(self, name: str) -> Path:
         if not name or "\0" in name or name.startswith("~") or _URL.match(name):
-            raise self._refused(name, "a URL or a name that is no path" if name else "an empty name")
+            raise self._refused(name, "a URL, or a name that cannot be a path" if name else "an empty name")
         given = Path(name)
         if ".." in given.parts:
             raise self._refused(name, "a path with ..")

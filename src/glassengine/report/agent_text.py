@@ -25,8 +25,8 @@ def agent_text(results: Sequence[Comparison], command: Sequence[str]) -> str:
     """Return the text.
 
     Args:
-        results: One, or those of several candidates; the first that is not ok is told in full.
-        command: The command line that gave it, after `glass`; what to run next is told with it.
+        results: One, or those of several candidates; the first that is not ok is shown in full.
+        command: The command line that gave it, after `glass`; the next command is made from it.
     """
     found = next((result for result in results if not result.ok), results[0])
     lines = [] if len(results) == 1 else list(_candidates(results))

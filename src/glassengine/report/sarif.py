@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 from typing import Any
 from urllib.parse import quote
 
-import glassengine
+from glassengine.environment import versions
 from glassengine.reading.printable import printable
 from glassengine.report.findings import RULES, Finding, SourceLine, findings
 from glassengine.results import Comparison, Message
@@ -42,7 +42,7 @@ def sarif(results: Sequence[Comparison], command: str, root: Path, exit_status: 
 
 
 def failed(error: Message, command: str, exit_status: int) -> dict[str, Any]:
-    """Return the log of a command that ended with an error: it has no results, and says so."""
+    """Return the log of a command that ended with an error: it has no results, and a notification."""
     parts = [error.what, *(f"{name}: {text}" for name, text in _parts(error) if text)]
     notification = {"level": "error", "message": {"text": _text(". ".join(parts))}}
     invocation = {
@@ -73,7 +73,7 @@ def _log(
 ) -> dict[str, Any]:
     driver = {
         "name": "Glass Engine",
-        "semanticVersion": glassengine.__version__,
+        "semanticVersion": versions()["glassengine"] or "0.0.0",
         "rules": [_rule(name, text) for name, text in RULES.items()],
     }
     run: dict[str, Any] = {
