@@ -1,7 +1,8 @@
 """A comparison of many gigabytes by one, two and four workers, from a store and from the disk; and one of many ranks.
 
 Each comparison runs in a process of its own, which says how long it took and how much memory it, the driver, used at
-most. The store is moto's server, in a process of its own, which takes its share of the processors; that is beside.
+most. The store is moto's server, or another one (`--serve`), in a process of its own, which takes its share of the
+processors; that is beside.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import hashlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -28,11 +30,13 @@ from glassengine.recording.write.writer import RecordingWriter
 
 _TENSOR = (1024, 8192)  # 32 MiB of float32
 _PER_RANK = 16
+_MOTO = f"{sys.executable} -m moto.server -H 127.0.0.1 -p {{port}}"
 _STARTED_S = 4.0
 """What a worker uses of the processor until it has its first chunk."""
 _DRIVER = """
 import json, resource, sys, time
 from pathlib import Path
+from glassengine.cli.documents import json_pieces
 from glassengine.compare.compare import compare
 if __name__ == "__main__":
     options = json.loads(sys.argv[3])
@@ -40,7 +44,8 @@ if __name__ == "__main__":
     found = compare(sys.argv[1], sys.argv[2], **options)
     passed = time.monotonic() - began
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    Path(sys.argv[4]).write_text(json.dumps(found.to_dict()))
+    with open(sys.argv[4], "w") as file:
+        file.writelines(json_pieces(found.streamed()))
     status = Path("/proc/self/status").read_text().splitlines()
     sizes = {line.split(":")[0]: int(line.split()[1]) / 1024 for line in status if line.endswith("kB")}
     told = {"s": passed, "cpu_s": usage.ru_utime + usage.ru_stime, "mb": sizes["VmHWM"], "anon": sizes["RssAnon"]}
@@ -58,6 +63,7 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser.add_argument("--kill", action="store_true", help="also kill a worker in the middle")
     parser.add_argument("--ranks", nargs="*", type=int, default=[], help="also simulate so many ranks, of 100 steps")
     parser.add_argument("--folder", type=Path, help="for the recordings; they are removed")
+    parser.add_argument("--serve", default=_MOTO, help="command of an S3 server, with {port} and {folder}")
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(dir=given.folder) as name:
         folder = Path(name)
@@ -74,7 +80,7 @@ def _large(given: argparse.Namespace, folder: Path) -> list[str]:
     rows.append(f"{'':26}{'passed':>9}{'driver':>10}{'private':>10}{'driver':>10}{'server':>10}{'same':>7}")
     expected: str | None = None
     for where in given.where:
-        with serving(folder) if where == "s3" else _nothing() as (environment, server):
+        with serving(folder, given.serve) if where == "s3" else _nothing() as (environment, server):
             sides = [f"s3://pair/{side}" if where == "s3" else str(folder / side) for side in "ab"]
             if where == "s3":
                 _upload(folder, environment)
@@ -162,10 +168,11 @@ def write_pair(folder: Path, num_bytes: int) -> None:
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[tuple[dict[str, str], int]]:
+def serving(folder: Path, how: str = _MOTO) -> Iterator[tuple[dict[str, str], int]]:
     """Serve S3 in a process of its own; yield the environment of its clients, and the process."""
     port = 5991
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    (folder / "store").mkdir()
+    command = shlex.split(how.format(port=port, folder=folder / "store"))
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(folder)}
     )
@@ -173,8 +180,8 @@ def serving(folder: Path) -> Iterator[tuple[dict[str, str], int]]:
         yield (
             {
                 "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-                "AWS_ACCESS_KEY_ID": "key",
-                "AWS_SECRET_ACCESS_KEY": "secret",
+                "AWS_ACCESS_KEY_ID": os.environ.get("AWS_ACCESS_KEY_ID", "key"),
+                "AWS_SECRET_ACCESS_KEY": os.environ.get("AWS_SECRET_ACCESS_KEY", "secret"),
                 "AWS_DEFAULT_REGION": "us-east-1",
                 "AWS_EC2_METADATA_DISABLED": "true",
             },

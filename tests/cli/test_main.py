@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -381,12 +381,12 @@ def test_s10_a_document_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytes
     target.write_text(before)
     link.symlink_to(target)
 
-    def full(path: Path, text: str, **_: object) -> int:
-        path.write_bytes(b"{")
-        raise OSError(28, "No space left on device", str(path))
+    def full(_: object) -> Iterator[str]:
+        yield "{"
+        raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="link"):
-        patch.setattr(Path, "write_text", full)
+        patch.setattr(documents, "json_pieces", full)
         documents.write_json({"x": 1}, str(link))
     assert target.read_text() == before and sorted(tmp_path.iterdir()) == [link, target]
     documents.write_json({"x": 1}, str(link))

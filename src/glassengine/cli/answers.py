@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from glassengine.cli.documents import answer, json_text, require_place, write_text
+from glassengine.cli.documents import answer, json_pieces, require_place, write_text
 from glassengine.cli.options import settings
 from glassengine.errors import UsageError
 from glassengine.results import Comparison
@@ -83,7 +83,7 @@ class Answers:
             from glassengine.report.sarif import repository_of, sarif
 
             log = sarif(results, _command(), repository_of(Path.cwd()), exit_status)
-            write_text(json_text(log), self.sarif, flag="--sarif")
+            write_text(json_pieces(log), self.sarif, flag="--sarif")
         answer(document, printed)
         return exit_status
 

@@ -173,7 +173,7 @@ def _tensors(baseline: str, candidates: Sequence[str], options: dict[str, Any], 
 
         out.print(comparison(one))
 
-    return answers.give(one.to_dict, show, [one], 0 if one.ok else 4 if one.too_little else 1)
+    return answers.give(one.streamed, show, [one], 0 if one.ok else 4 if one.too_little else 1)
 
 
 def _require_one(candidates: Sequence[str], options: dict[str, Any], plan: str | None, merge: str | None) -> None:

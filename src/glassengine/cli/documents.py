@@ -10,14 +10,14 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from glassengine.cli.options import settings
 from glassengine.errors import UsageError
 from glassengine.reading.files import open_regular
-from glassengine.results.base import plain
+from glassengine.results.base import is_lazy, plain
 from glassengine.results.comparison import SCHEMA_VERSION
 from glassengine.stores import objects
 from glassengine.stores.places import Remote, place, remote
@@ -117,36 +117,61 @@ def write_json(document: Mapping[str, Any], destination: str) -> None:
         import glassengine as glass
 
         document = {**document, "metrics": glass.metrics.current().to_dict()}
-    write_text(json_text({"schema_version": SCHEMA_VERSION, **document}), destination)
+    write_text(json_pieces({"schema_version": SCHEMA_VERSION, **document}), destination)
 
 
-def write_text(text: str, destination: str, flag: str = "--json") -> None:
+def write_text(pieces: Iterable[str], destination: str, flag: str = "--json") -> None:
     """Write a text to the file `destination`, whole or not at all, or to stdout when that is "-".
 
     Raises:
         UsageError: As of `require_place`.
     """
     if destination == "-":
-        sys.stdout.write(text)
+        sys.stdout.writelines(pieces)
         return
     require_place(destination, flag)
     if (there := remote(destination)) is not None:
-        objects.write(text.encode("utf-8"), str(there))
+        objects.write("".join(pieces).encode("utf-8"), str(there))
         return
     target = place(destination).resolve()
     # What is no plain file (a pipe, a terminal), or in a directory of others, is written where it is.
     if target.exists() and not (target.is_file() and os.access(target.parent, os.W_OK)):
-        target.write_text(text, encoding="utf-8")
+        with target.open("w", encoding="utf-8") as file:
+            file.writelines(pieces)
         return
     try:
-        with aside(target) as path:
-            path.write_text(text, encoding="utf-8")
+        with aside(target) as path, path.open("w", encoding="utf-8") as file:
+            file.writelines(pieces)
     except OSError as error:
         raise OSError(error.errno, error.strerror, destination) from error
 
 
 def json_text(document: Any) -> str:
     """Return a document as JSON that every reader takes and that can be shown."""
+    return "".join(json_pieces(document))
+
+
+def json_pieces(document: Any) -> Iterator[str]:
+    """Yield the pieces of a document as JSON; of the sequences in it that are lazy one item at a time."""
+    if not isinstance(document, Mapping) or not any(map(is_lazy, document.values())):
+        yield _encoded(document) + "\n"
+        return
+    before = "{"
+    for name, value in document.items():
+        yield f"{before}\n  {_encoded(name)}: "
+        before = ","
+        if not is_lazy(value) or not len(value):
+            yield _encoded(plain(value) if is_lazy(value) else value).replace("\n", "\n  ")
+            continue
+        inner = "["
+        for item in value:
+            yield f"{inner}\n    " + _encoded(plain(item)).replace("\n", "\n    ")
+            inner = ","
+        yield "\n  ]"
+    yield "\n}\n"
+
+
+def _encoded(document: Any) -> str:
     try:
         text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
     except ValueError:
@@ -154,4 +179,4 @@ def json_text(document: Any) -> str:
     if not text.isascii():
         # They stand in strings only, where JSON has another way to write them.
         text = _NOT_ASCII.sub(lambda found: found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1], text)
-    return text.replace("\x7f", "\\u007f") + "\n"
+    return text.replace("\x7f", "\\u007f")

@@ -16,7 +16,7 @@ import typer
 from rich.text import Text
 from typer.exceptions import TyperException
 
-from glassengine.cli.documents import json_text, write_json, write_text
+from glassengine.cli.documents import json_pieces, write_json, write_text
 from glassengine.cli.foreign import absent
 from glassengine.cli.interrupts import heard
 from glassengine.cli.options import err, settings
@@ -84,7 +84,7 @@ def _write(error: GlassError, status: int) -> None:
             from glassengine.report.sarif import failed
 
             command = next((word for word in settings.words if not word.startswith("-")), "glass")
-            write_text(json_text(failed(found.error, command, status)), settings.sarif, flag="--sarif")
+            write_text(json_pieces(failed(found.error, command, status)), settings.sarif, flag="--sarif")
 
 
 def _missing_package(error: BaseException) -> UsageError | None:

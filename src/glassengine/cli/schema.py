@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from glassengine.cli.documents import answer, json_text, write_text
+from glassengine.cli.documents import answer, json_pieces, write_text
 from glassengine.cli.options import out, settings
 from glassengine.schemas import COMMANDS, schema
 
@@ -27,5 +27,5 @@ def command(
         lines = "\n".join(f"{found:<16}{identity}" for found, identity in listed.items())
         answer(lambda: {"schemas": listed}, lambda: out.print(lines))
     else:
-        write_text(json_text(schema(name)), settings.json or "-")
+        write_text(json_pieces(schema(name)), settings.json or "-")
     return 0

@@ -20,7 +20,7 @@ from glassengine.compare.conclude import (
     first_divergence,
     same_weights,
     standing,
-    summarized,
+    summarize_worst,
     why_not_ok,
 )
 from glassengine.compare.distribute import Distribution, Elsewhere, Here, Judges, Verdicts
@@ -182,11 +182,12 @@ def _compared(
         first=first, on_chunk=lambda done: progress(Work.JUDGING.says(f"chunk {done} of {total}", done, total))
     )
     chosen = verdicts.judged
-    together = judged_together(list(verdicts.pairs.values()), chosen, left, right, distribution)
-    pairs = summarized(together, distribution, all_of_them=bool(show_only))
+    pairs = verdicts.pairs
+    judged_together(pairs, chosen, left, right, distribution)
+    summarize_worst(pairs, distribution, all_of_them=bool(show_only))
     lost = [_lost(plan.pairs[number], why) for number, why in sorted(verdicts.lost.items())]
     is_whole = verdicts.stopped_at is None
-    verdict = worst(pair.verdict for pair in pairs)
+    verdict = worst(own for (own, _, _), count in pairs.tally.items() if count)
     coverage = plan.coverage([plan.pairs[i].baseline for i in _missing(plan, verdicts)])
     is_bad = VERDICTS.index(verdict) >= VERDICTS.index(fail_on)
     drift = () if precision is None else precision.table()
@@ -214,7 +215,7 @@ def _compared(
             not_recorded=len(not_recorded),
             missing_steps=len(steps[0] ^ steps[1]),
         ),
-        pairs=tuple(pairs),
+        pairs=pairs,
         skipped=(*not_recorded, *plan.skipped, *lost, *_not_asked(plan, verdicts)),
         environment={"baseline": environment_of(left), "candidate": environment_of(right)},
         coverage=coverage,
@@ -237,7 +238,8 @@ def _missing(plan: Plan, verdicts: Verdicts) -> list[int]:
     """Return the numbers of the pairs that have no verdict."""
     if len(verdicts.pairs) == len(plan.pairs):
         return []
-    return [number for number in range(len(plan.pairs)) if number not in verdicts.pairs]
+    known = set(verdicts.numbers)
+    return [number for number in range(len(plan.pairs)) if number not in known]
 
 
 def _lost(match: Match, why: str) -> Skipped:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,25 +20,23 @@ from glassengine.recording.layout.entries import Entries
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.layout.noise_floor import NoiseFloor
 from glassengine.recording.read.source import TensorSource
-from glassengine.results import FLAGGED, VERDICTS, Divergence, Pair, Skipped, Standing, Verdict
+from glassengine.results import VERDICTS, Divergence, Packed, Skipped, Standing, Verdict
 from glassengine.sites import matches
 
 # Statistics need several passes (the median), so of many pairs only the worst get them.
 _NUM_SUMMARIZED = 3
 
 
-def summarized(pairs: Sequence[Pair], distribution: Distribution, *, all_of_them: bool) -> list[Pair]:
-    """Return `pairs` where all, or else the worst few, carry the statistics of both sides and of the errors."""
-    order = sorted(range(len(pairs)), key=lambda i: severity(pairs[i]), reverse=True)
-    chosen = order if all_of_them else order[:_NUM_SUMMARIZED]
-    result = list(pairs)
+def summarize_worst(pairs: Packed, distribution: Distribution, *, all_of_them: bool) -> None:
+    """Give all of `pairs`, or else the worst few, the statistics of both sides and of the errors."""
+    count = len(pairs) if all_of_them else _NUM_SUMMARIZED
+    chosen = heapq.nlargest(count, range(len(pairs)), key=lambda i: severity(pairs[i]))
     for i, found in distribution.statistics(chosen).items():
-        result[i] = with_statistics(pairs[i], found)
-    return result
+        pairs[i] = with_statistics(pairs[i], found)
 
 
 def first_divergence(
-    pairs: Sequence[Pair],
+    pairs: Packed,
     judged: Sequence[Match],
     left: TensorSource,
     right: TensorSource,
@@ -52,7 +51,7 @@ def first_divergence(
         right: The candidate.
         distribution: Tells what explains it.
     """
-    flagged = [i for i, pair in enumerate(pairs) if pair.verdict in FLAGGED]
+    flagged = pairs.flagged()
     if not flagged:
         return None
     verdict = "wrong" if any(pairs[i].verdict == "wrong" for i in flagged) else "suspicious"
@@ -107,7 +106,7 @@ class _OfStep:
 
 
 def why_not_ok(
-    pairs: Sequence[Pair],
+    pairs: Packed,
     lost: Sequence[Skipped],
     fail_on: Verdict,
     coverage: float,
@@ -126,9 +125,10 @@ def why_not_ok(
         asked: Patterns of tensors that were asked for.
         over: Which result is over budget.
     """
-    bad = [pair for pair in pairs if VERDICTS.index(pair.verdict) >= VERDICTS.index(fail_on)]
+    kinds = pairs.tally.items()
+    bad = sum(count for (verdict, _, _), count in kinds if VERDICTS.index(verdict) >= VERDICTS.index(fail_on))
     if bad:
-        return f"{len(bad)} of {len(pairs)} tensors are {fail_on}" + (" or worse" if fail_on != "wrong" else "")
+        return f"{bad} of {len(pairs)} tensors are {fail_on}" + (" or worse" if fail_on != "wrong" else "")
     if over is not None:
         return over
     if lost:
@@ -153,9 +153,11 @@ def standing(reason: str | None, over: str | None, *, is_bad: bool) -> Standing:
     return "differs inside" if is_bad else "over budget" if over is not None else "too little judged"
 
 
-def calibration(pairs: Sequence[Pair], floor: NoiseFloor | None, left: TensorSource, why_not: str | None) -> str:
+def calibration(pairs: Packed, floor: NoiseFloor | None, left: TensorSource, why_not: str | None) -> str:
     """Return in words what the verdicts rest on."""
-    by = Counter(pair.judged_by for pair in pairs if pair.verdict != "identical")
+    by: Counter[str] = Counter()
+    for (verdict, judged_by, _), count in pairs.tally.items():
+        by[judged_by] += count if verdict != "identical" else 0
     if by[BY_GIVEN_TOLERANCE]:
         return "by the given tolerances"
     if floor is None or (by[BY_TOLERANCE] and not by[BY_FLOOR]):

@@ -6,6 +6,7 @@ whose workers die is halved, until the one pair that kills them is found: that p
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ from glassengine.compare.units import (
 from glassengine.errors import CorruptError
 from glassengine.numerics.exemptions import Ledger
 from glassengine.recording.layout.entries import Lazy
-from glassengine.results import Hint, Pair
+from glassengine.results import Hint, Packed, Pair
 from glassengine.workers import ATTEMPTS, Died, Workers
 
 
@@ -86,13 +87,15 @@ class Verdicts:
     """What is merged of a comparison.
 
     Attributes:
-        pairs: Number -> verdict, in the order of the plan.
+        pairs: Verdicts, in the order of the plan.
+        numbers: Of each pair.
         judged: The matches of these.
         lost: Number -> why it could not be judged.
         stopped_at: Number of the first pair that was not asked about any more.
     """
 
-    pairs: dict[int, Pair] = field(default_factory=dict)
+    pairs: Packed = field(default_factory=Packed)
+    numbers: array[int] = field(default_factory=lambda: array("q"))
     judged: Sequence[Match] = ()
     lost: dict[int, str] = field(default_factory=dict)
     stopped_at: int | None = None
@@ -124,12 +127,12 @@ class Distribution:
         found = Verdicts()
         with closing(self._answers()) as spans:
             for done, (span, answer) in enumerate(spans, 1):
-                self._merge(span, answer, found)
+                is_wrong = self._merge(span, answer, found)
                 on_chunk(done)
-                if first and any(map(_is_wrong, (found.pairs.get(i) for i in range(span.first, span.end)))):
+                if first and is_wrong:
                     found.stopped_at = span.end if span.end < len(self._plan.pairs) else None
                     break
-        self._numbers = sorted(found.pairs)
+        self._numbers = found.numbers
         found.judged = _Some(self._plan.pairs, self._numbers)
         return found
 
@@ -214,20 +217,25 @@ class Distribution:
             for span in plan.spans:
                 yield span, next(answers) if plan.is_asked(span) else Answer()
 
-    def _merge(self, span: Span, answer: Answer | Died, found: Verdicts) -> None:
+    def _merge(self, span: Span, answer: Answer | Died, found: Verdicts) -> bool:
+        """Add what was found of a span; return whether a tensor of it is wrong, whatever others say."""
         outcomes = {}
         if not isinstance(answer, Answer) or answer.outcomes:
             outcomes = {one.number: one for one in self._outcomes(self._plan.chunk(span), answer, found)}
             self._require_unchanged(outcomes.values())
+        is_wrong = False
         for number in range(span.first, span.end):
             judged = self._judged(span, number, outcomes.get(number), found)
             if judged is None:
                 continue
             pair, drift, counted = judged
-            found.pairs[number] = pair
+            found.pairs.append(pair)
+            found.numbers.append(number)
+            is_wrong |= _is_wrong(pair)
             self._ledger.merge(pair.site, *counted)
             if drift is not None and self._precision is not None:
                 self._precision.add(pair.site, pair.candidate_site, drift)
+        return is_wrong
 
     def _judged(self, span: Span, number: int, outcome: Outcome | None, found: Verdicts) -> Judged | None:
         """Return the verdict on a pair; None where it is lost, or where some of its rows are still to come."""
@@ -310,6 +318,6 @@ class _Some(Lazy[Match]):
         return self._pairs[self._numbers[place]]
 
 
-def _is_wrong(pair: Pair | None) -> bool:
+def _is_wrong(pair: Pair) -> bool:
     """Whether a tensor is wrong, whatever others say; a share of a gradient may be right."""
-    return pair is not None and pair.verdict == "wrong" and not is_share(pair)
+    return pair.verdict == "wrong" and not is_share(pair)

@@ -11,11 +11,12 @@ import itertools
 import math
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from glassengine.compare.judge_chunk import Bench
+from glassengine.compare.matching.by_step import by_step
 from glassengine.compare.matching.maps import TensorMap
 from glassengine.compare.matching.matching import Match, Matcher, Matching
 from glassengine.compare.ranks.sides import expect_counterparts
@@ -165,7 +166,7 @@ def planned(
     maker = _Maker(plan, rules, show_only, floating_point_only, chunk_bytes or CHUNK_BYTES)
     left, right = bench.judge.left, bench.judge.right
     matcher = Matcher(left, right, rules)
-    for ours, theirs in _by_step(left.entries, right.entries):
+    for ours, theirs in by_step(left.entries, right.entries):
         maker.add(matcher.match(ours.values(), theirs.values()), _places(ours), _places(theirs))
     maker.end()
     return plan
@@ -273,23 +274,6 @@ class _Maker:
 
 
 _Place = tuple[int, int, str]
-
-
-def _by_step(left: Sequence[Entry], right: Sequence[Entry]) -> Iterator[tuple[dict[int, Entry], dict[int, Entry]]]:
-    """Yield the entries of each step on both sides, by their places; of all steps at once where they are mixed."""
-    if not all(one <= other for side in (left, right) for one, other in itertools.pairwise(e.step for e in side)):
-        yield dict(enumerate(left)), dict(enumerate(right))
-        return
-    groups = [itertools.groupby(enumerate(side), key=lambda numbered: numbered[1].step) for side in (left, right)]
-    heads = [next(group, None) for group in groups]
-    while any(head is not None for head in heads):
-        step = min(head[0] for head in heads if head is not None)
-        found: list[dict[int, Entry]] = [{}, {}]
-        for i, head in enumerate(heads):
-            if head is not None and head[0] == step:
-                found[i] = dict(head[1])
-                heads[i] = next(groups[i], None)
-        yield found[0], found[1]
 
 
 def _places(entries: dict[int, Entry]) -> dict[_Place, int]:

@@ -11,7 +11,7 @@ from glassengine.compare.ranks.open_shares import never_added_up
 from glassengine.compare.ranks.ranks import PutTogether
 from glassengine.compare.ranks.shared_gradients import OWN_SHARE, SHARED, shared_gradients, shares
 from glassengine.recording.read.source import TensorSource
-from glassengine.results import FLAGGED, Pair
+from glassengine.results import FLAGGED, Packed, Pair
 
 
 class Again(Protocol):
@@ -28,10 +28,9 @@ class Again(Protocol):
 
 
 def judged_together(
-    pairs: Sequence[Pair], chosen: Sequence[Match], left: TensorSource, right: TensorSource, again: Again
-) -> list[Pair]:
-    """Return the verdicts on all pairs, out of those on each alone."""
-    found = list(pairs)
+    found: Packed, chosen: Sequence[Match], left: TensorSource, right: TensorSource, again: Again
+) -> None:
+    """Make the verdicts on all pairs out of those on each alone."""
     groups = shared_gradients(found, chosen)
     for numbers, together in zip(groups, again.added_up(groups), strict=True):
         if together.verdict not in FLAGGED:
@@ -47,4 +46,3 @@ def judged_together(
             for i, pair in zip(open_ones, again.rejected(open_ones), strict=True):
                 side.reject(entries[i])
                 found[i] = pair
-    return found

@@ -28,7 +28,8 @@ from glassengine.diagnose.ladder.encoder_decoder import joined
 from glassengine.diagnose.ladder.generations import JUDGED
 from glassengine.diagnose.ladder.judging import explain_engine, judge, severity_counter
 from glassengine.diagnose.ladder.other_model import add_model, start_stage
-from glassengine.diagnose.ladder.rungs import add_built, add_engine, add_record, arguments_of
+from glassengine.diagnose.ladder.record import add_record, judge_sums_again, tensors_of
+from glassengine.diagnose.ladder.rungs import add_built, add_engine, arguments_of
 from glassengine.diagnose.ladder.step_by_step import numbered, staged
 from glassengine.diagnose.quantization.check import check_quantized_checkpoint, is_quantized_candidate
 from glassengine.diagnose.quantization.module import check_quantized_module, quantized_in_memory
@@ -43,7 +44,8 @@ from glassengine.errors import IncomparableError, UnknownNameError, UsageError
 from glassengine.judge.cases import in_one_forward, read_inputs, tokens_in_one_forward
 from glassengine.judge.sides.module import threads_for
 from glassengine.judge.sides.protocol import Place
-from glassengine.judge.sides.recorded import PARTIAL, RecordedTensors, case_of, recorded_inputs, require_one_rank
+from glassengine.judge.sides.recorded import PARTIAL, case_of, recorded_inputs
+from glassengine.judge.sides.recorded_ranks import first_rank
 from glassengine.judge.verdict.conclude import conclude
 from glassengine.judge.verdict.drift import Drift, is_less_precise
 from glassengine.judge.verdict.evidence import EvidenceBox
@@ -162,10 +164,10 @@ def check(
         )
     engine = load(str(candidate), trust=trust_engine) if _is_engine(candidate) else None
     record = open_source(str(candidate)) if engine is None and _is_record(candidate) else None
-    if record is not None:
-        require_one_rank(record)  # before anything is loaded
-    if map is not None and record is None:
-        raise UsageError("--map is for a record of tensors", got=f"the candidate {candidate}")
+    of_first = None if record is None else first_rank(record)  # refused before anything is loaded
+    if map is not None and (record is None or record is not of_first):
+        what = "a record of tensors" if record is None else "a record of one process"
+        raise UsageError(f"--map is for {what}", got=f"the candidate {candidate}")
     if candidate is not None and engine is None and (all_rungs or bisect_outputs):
         raise UsageError("--all-rungs and --bisect-outputs are for engines", got=f"the model {candidate}")
     if candidate is not None and engine is None and (backend or passes):
@@ -183,7 +185,7 @@ def check(
     model = load_model(baseline, dtype=wanted, adapter=adapter, **options)
     if mesh is not None:
         check_mesh(mesh, model, choose_backend(backend)[0], [("--bisect-outputs", bisect_outputs)])
-    given = read_inputs(inputs) if record is None or inputs is not None else recorded_inputs(record, model)
+    given = read_inputs(inputs) if of_first is None or inputs is not None else recorded_inputs(of_first, model)
     # An engine is judged on the very programs that it generates with; a port need not have such.
     alone = candidate is not None and (engine is None or not engine.manifest.generates)
     without_encoder = engine is not None and not engine.manifest.has_encoder
@@ -220,7 +222,7 @@ def check(
     of_stages: Sequence[Any] = (None,) * len(parts)
     with ExitStack() as stack:
         stack.enter_context(threads_for(model.module))
-        case = case_of(record, model.generation) if record is not None and inputs is None else None
+        case = case_of(of_first, model.generation) if of_first is not None and inputs is None else None
         if other is not None and not model.generation.generates:
             of_stages = staged(model, other, arguments_of(model, given), progress)
             climbs: Sequence[Climb] = [start_stage(stage, stack, progress) for stage in of_stages]
@@ -239,7 +241,7 @@ def check(
                 climb.coarsest = getattr(torch, part.manifest.dtype)
                 add_engine(climb, part, progress, only_release=bisect_outputs)
             elif record is not None:
-                tensors = RecordedTensors(record, climb.program, load_map(map) if map else None)
+                tensors = tensors_of(climb, record, load_map(map) if map else None)
                 climb.coarsest = add_record(climb, tensors)
             elif other is not None:
                 climb.coarsest = add_model(climb, other, stage, progress)
@@ -257,14 +259,17 @@ def check(
                     score.drift = Drift()
             progress(Work.JUDGING.says(f"judging {len(climb.cases)} case{'s' if len(climb.cases) > 1 else ''}"))
             judge(climb, climb.scores, on_step=severity_counter(climb, progress))
+            if record is not None:
+                judge_sums_again(climb, tensors, progress)
             alike = judge_alike(climb, progress)
             built_by = engine.manifest.backend if engine is not None else backend
             if bisect_outputs:
                 bisect_release(climb, built_by, progress)
             explain_engine(climb, built_by, progress)
             if record is not None:
+                left_out = {**dict.fromkeys(tensors.partial, PARTIAL), **tensors.impossible}
                 climb.skipped += [
-                    Skipped(name, "candidate", PARTIAL, rung=Place.RECORD) for name in sorted(tensors.partial)
+                    Skipped(name, "candidate", why, rung=Place.RECORD) for name, why in sorted(left_out.items())
                 ]
             result = conclude(
                 climb.program,

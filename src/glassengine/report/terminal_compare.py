@@ -5,6 +5,7 @@ In a pipe the same tables are printed without colors; what does not fit a row is
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -15,7 +16,7 @@ from rich.text import Text
 from glassengine.compare.judging import severity
 from glassengine.report.table import new_table
 from glassengine.report.terminal_drift import drift_table
-from glassengine.results import VERDICTS, Comparison, Figures, Pair, Skipped, Summary
+from glassengine.results import VERDICTS, Comparison, Figures, Pair, Skipped, Summary, tally_of
 
 STYLES = {"identical": "green", "rounding": "green", "suspicious": "yellow", "wrong": "bold red"}
 MAX_PAIRS = 8
@@ -27,24 +28,33 @@ _STATISTICS = ("min", "mean", "median", "max", "std")
 def comparison(result: Comparison) -> RenderableType:
     """Return the answer: verdict, first divergence, the worst pairs, their statistics, what was not judged."""
     parts: list[RenderableType] = [_verdict(result), *_divergence(result)]
-    ranked = sorted(result.pairs, key=severity, reverse=True)
     # Requested tensors are all shown, with any verdict.
-    is_whole = all(pair.baseline is not None for pair in ranked)
+    is_whole = all(pair.baseline is not None for pair in result.pairs)
+    listed: Sequence[Pair] = result.pairs
     if result.drift and not is_whole:
         parts += [Text(), drift_table(result.drift, MAX_DRIFT)]
-        ranked = [pair for pair in ranked if pair.verdict == "wrong"]
-    shown = ranked if is_whole else ranked[:MAX_PAIRS]
+        listed = [pair for pair in listed if pair.verdict == "wrong"]
+    # There may be more than fit into memory as objects.
+    shown = heapq.nlargest(len(listed) if is_whole else MAX_PAIRS, listed, key=severity)
     if shown:
         parts += [Text(), _pairs(shown)]
-    if len(ranked) > len(shown):
-        rest = Counter(pair.verdict for pair in ranked[len(shown) :])
+    if len(listed) > len(shown):
+        rest = Counter(_by_verdict(listed))
+        rest.subtract(pair.verdict for pair in shown)
         counted = ", ".join(f"{rest[name]} {name}" for name in reversed(VERDICTS) if rest[name])
-        parts.append(Text(f"... and {len(ranked) - len(shown)} more: {counted} (--json has all)"))
-    for pair in ranked:
+        parts.append(Text(f"... and {len(listed) - len(shown)} more: {counted} (--json has all)"))
+    for pair in shown:
         if (is_whole or pair.verdict != "identical") and pair.baseline is not None and pair.candidate is not None:
             parts += [Text(), _statistics(pair, pair.baseline, pair.candidate)]
     parts += notes(result)
     return Group(*parts)
+
+
+def _by_verdict(pairs: Sequence[Pair]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for (verdict, _, _), count in tally_of(pairs).items():
+        found[verdict] = found.get(verdict, 0) + count
+    return found
 
 
 def recording(rows: Iterable[tuple[int, int, str, Summary]], *, complete: bool, reason: str | None) -> RenderableType:
@@ -70,7 +80,7 @@ def _verdict(result: Comparison) -> Text:
     text.append(f"  {result.counts['compared']} compared: {counts}; coverage {result.coverage:.1%}")
     if result.not_ok_because:
         text.append(f"\nbecause {result.not_ok_because}")
-    judged_by = ", ".join(dict.fromkeys(pair.judged_by for pair in result.pairs))
+    judged_by = ", ".join(dict.fromkeys(how for (_, how, _), count in tally_of(result.pairs).items() if count))
     text.append(f"\njudged by {judged_by}: baseline {result.baseline}, candidate {result.candidate}")
     return text
 

@@ -74,10 +74,12 @@ from glassengine.results.metrics import (
 )
 from glassengine.results.pairs import (
     Counts,
+    Packed,
     Pair,
     TokenAgreement,
     added,
     counts_of,
+    tally_of,
 )
 from glassengine.results.quantized import (
     Quantization,
@@ -134,6 +136,7 @@ __all__ = [
     "MetricSummary",
     "MetricsReport",
     "MinimalOp",
+    "Packed",
     "Pair",
     "PatternMismatches",
     "Quantization",
@@ -165,5 +168,6 @@ __all__ = [
     "added",
     "counts_of",
     "failure",
+    "tally_of",
     "worst",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,6 +25,16 @@ class Result:
         """Return a JSON-ready dict: non-finite floats become the strings "nan", "inf" and "-inf"."""
         return {f.name: plain(getattr(self, f.name)) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
 
+    def streamed(self) -> dict[str, Any]:
+        """Return the same, with sequences that make their items when they are asked for as they are."""
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+        return {name: value if is_lazy(value) else plain(value) for name, value in own.items()}
+
+
+def is_lazy(value: Any) -> bool:
+    """Whether a value is a sequence that makes its items when they are asked for."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, list, tuple))
+
 
 def plain(value: Any) -> Any:
     """Return `value` with what JSON does not know in its words: dataclasses, tuples, numbers that are not finite."""
@@ -32,7 +42,7 @@ def plain(value: Any) -> Any:
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple)) or is_lazy(value):
         return [plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)

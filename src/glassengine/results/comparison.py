@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -205,7 +205,7 @@ class Comparison(Result):
     first_divergence: Divergence | None
     origins: tuple[Divergence, ...]
     counts: Counts
-    pairs: tuple[Pair, ...]
+    pairs: Sequence[Pair]
     skipped: tuple[Skipped, ...]
     environment: Mapping[str, Any]
     coverage: float

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict, cast
+from typing import TypedDict, cast, overload
 
-from glassengine.results.base import Result, Verdict
+import msgspec
+
+from glassengine.results.base import FLAGGED, VERDICTS, Result, Verdict
 from glassengine.results.figures import Figures, Summary
+
+_TOGETHER = 256
+"""Pairs that are compressed together."""
+
+Tally = Counter[tuple[Verdict, str, bool]]
+"""Verdict, what it rests on, whether it is inherited -> how many pairs."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,94 @@ class Pair(Result):
     abs_error: Summary | None = None
     rel_error: Summary | None = None
     rank: int = 0
+
+
+class Packed(Sequence[Pair]):
+    """Pairs in a tenth of their memory; equal to any other sequence of the same ones.
+
+    Attributes:
+        tally: Of all of them.
+    """
+
+    def __init__(self) -> None:
+        self.tally: Tally = Counter()
+        self._verdicts = bytearray()
+        self._packed: list[bytes] = []
+        self._last: list[Pair] = []
+        self._changed: dict[int, Pair] = {}
+        self._open: tuple[int, list[Pair]] = -1, []
+
+    def append(self, pair: Pair) -> None:
+        """Add a pair."""
+        self.tally[_tallied(pair)] += 1
+        self._verdicts.append(VERDICTS.index(pair.verdict))
+        self._last.append(pair)
+        if len(self._last) == _TOGETHER:
+            self._packed.append(zlib.compress(msgspec.msgpack.encode(self._last), 1))
+            self._last = []
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self._verdicts)
+
+    def __iter__(self) -> Iterator[Pair]:
+        """Yield all."""
+        return map(self._item, range(len(self)))
+
+    @overload
+    def __getitem__(self, index: int) -> Pair: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Pair, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Pair | tuple[Pair, ...]:
+        """Return one, or several."""
+        places = range(len(self))[index]
+        return self._item(places) if isinstance(places, int) else tuple(map(self._item, places))
+
+    def __setitem__(self, place: int, pair: Pair) -> None:
+        """Put another pair in the place of one; of few."""
+        self.tally[_tallied(self[place])] -= 1
+        self.tally[_tallied(pair)] += 1
+        self._verdicts[place] = VERDICTS.index(pair.verdict)
+        self._changed[place] = pair
+
+    def __eq__(self, other: object) -> bool:
+        """Compare pair by pair, also with a tuple or list."""
+        if not isinstance(other, Sequence) or isinstance(other, str):
+            return NotImplemented
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def flagged(self) -> list[int]:
+        """Return the places of those that are suspicious or wrong."""
+        least = VERDICTS.index(FLAGGED[0])
+        return [place for place, verdict in enumerate(self._verdicts) if verdict >= least]
+
+    def _item(self, place: int) -> Pair:
+        if place in self._changed:
+            return self._changed[place]
+        number, at = divmod(place, _TOGETHER)
+        if number == len(self._packed):
+            return self._last[at]
+        if self._open[0] != number:
+            self._open = number, _decoder().decode(zlib.decompress(self._packed[number]))
+        return self._open[1][at]
+
+
+@functools.cache
+def _decoder() -> msgspec.msgpack.Decoder[list[Pair]]:
+    return msgspec.msgpack.Decoder(list[Pair])
+
+
+def _tallied(pair: Pair) -> tuple[Verdict, str, bool]:
+    return pair.verdict, pair.judged_by, pair.inherited
+
+
+def tally_of(pairs: Sequence[Pair]) -> Tally:
+    """Return how many pairs there are of each kind."""
+    return pairs.tally if isinstance(pairs, Packed) else Counter(map(_tallied, pairs))
 
 
 class Counts(TypedDict):
@@ -116,13 +215,15 @@ def counts_of(
     missing_steps: int = 0,
 ) -> Counts:
     """Return the counts that every comparison has: of `pairs` by verdict, and of what could not be paired."""
+    tally = tally_of(pairs)
+    by_verdict = {verdict: sum(n for (own, _, _), n in tally.items() if own == verdict) for verdict in VERDICTS}
     return {
         "compared": len(pairs),
-        "identical": sum(pair.verdict == "identical" for pair in pairs),
-        "rounding": sum(pair.verdict == "rounding" for pair in pairs),
-        "suspicious": sum(pair.verdict == "suspicious" for pair in pairs),
-        "wrong": sum(pair.verdict == "wrong" for pair in pairs),
-        "inherited": sum(pair.inherited for pair in pairs),
+        "identical": by_verdict["identical"],
+        "rounding": by_verdict["rounding"],
+        "suspicious": by_verdict["suspicious"],
+        "wrong": by_verdict["wrong"],
+        "inherited": sum(n for (_, _, is_inherited), n in tally.items() if is_inherited),
         "unmatched_baseline": unmatched_baseline,
         "unmatched_candidate": unmatched_candidate,
         "not_recorded": not_recorded,

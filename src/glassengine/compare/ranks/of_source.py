@@ -1,4 +1,4 @@
-"""A source that is another one seen differently: it lies where that lies, and what is known of that is known of it."""
+"""Sources that are another one seen differently: what is known of that is known of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource
 from glassengine.results import Skipped
 
@@ -39,3 +42,20 @@ class OfSource:
     def skipped(self) -> Sequence[Skipped]:
         """What the source has skipped."""
         return self._source.skipped
+
+
+class OfRank(OfSource):
+    """What one of several processes has.
+
+    Args:
+        source: Of all.
+        rank: Of the process.
+    """
+
+    def __init__(self, source: TensorSource, rank: int) -> None:
+        super().__init__(source)
+        self.entries: tuple[Entry, ...] = tuple(entry for entry in source.entries if entry.rank == rank)
+
+    def tensor(self, entry: Entry) -> Tensor:
+        """Return one of `entries`."""
+        return self._source.tensor(entry)

@@ -35,9 +35,9 @@ def rank_and_hints(
             return None, ()
         ours, theirs = match.baseline, match.candidates[0]
         if isinstance(right, PutTogether):
-            return _of_parts(right, theirs, left.tensor(ours))
+            return of_parts(right, theirs, left.tensor(ours))
         assert isinstance(left, PutTogether)
-        return _of_parts(left, ours, right.tensor(theirs))
+        return of_parts(left, ours, right.tensor(theirs))
     if all(entry.rank == match.baseline.rank for entry in left.entries):
         return None, ()
     place = (match.baseline.step, match.baseline.site)
@@ -55,7 +55,14 @@ def rank_and_hints(
     return None, hints_of_copies(parts, match.baseline.site, baselines[0])
 
 
-def _of_parts(side: PutTogether, entry: Entry, whole: Tensor) -> tuple[int | None, tuple[Hint, ...]]:
+def of_parts(side: PutTogether, entry: Entry, whole: Tensor) -> tuple[int | None, tuple[Hint, ...]]:
+    """Return the rank that has its part of a tensor wrong, None where all that have it do; and hints.
+
+    Args:
+        side: Of several ranks.
+        entry: One of its entries.
+        whole: What its parts should make.
+    """
     absent = _absent(side, entry)
     if absent and side.tensor(entry).shape != whole.shape:
         named, around = ", ".join(map(str, absent)), _around(entry.site)

@@ -15,7 +15,7 @@ import torch
 from glassengine.compare.matching.matching import Match
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource
-from glassengine.results import FLAGGED, Pair
+from glassengine.results import FLAGGED, Packed, Pair
 
 SHARED = "added up with those of the modules that are given the same tensor"
 OWN_SHARE = "the module's own share of a gradient whose sum is right"
@@ -23,14 +23,14 @@ OWN_SHARE = "the module's own share of a gradient whose sum is right"
 _MAX_SHARES = 256
 
 
-def shared_gradients(pairs: Sequence[Pair], judged: Sequence[Match]) -> list[list[int]]:
+def shared_gradients(pairs: Packed, judged: Sequence[Match]) -> list[list[int]]:
     """Return the numbers of flagged pairs that the baseline has as one gradient and the candidate as several.
 
     Args:
         pairs: All verdicts.
         judged: What was judged.
     """
-    if not any(map(_is_wrong_share, pairs)):
+    if not any(is_share(pairs[i]) for i in pairs.flagged()):
         return []
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for i, pair in enumerate(pairs):
@@ -45,7 +45,7 @@ def shared_gradients(pairs: Sequence[Pair], judged: Sequence[Match]) -> list[lis
     ]
 
 
-def shares(pairs: Sequence[Pair], judged: Sequence[Match]) -> dict[int, list[int]]:
+def shares(pairs: Packed, judged: Sequence[Match]) -> dict[int, list[int]]:
     """Return the numbers of flagged pairs that may be a module's share -> those of right pairs that may be the sum.
 
     In the baseline both are one gradient: a share that is wrong would make the sum wrong.
@@ -54,7 +54,7 @@ def shares(pairs: Sequence[Pair], judged: Sequence[Match]) -> dict[int, list[int
         pairs: All verdicts.
         judged: What was judged.
     """
-    flagged = [i for i, pair in enumerate(pairs) if _is_wrong_share(pair) and _is_given(judged[i])]
+    flagged = [i for i in pairs.flagged() if is_share(pairs[i]) and _is_given(judged[i])]
     if not flagged:
         return {}
     right: dict[tuple[object, ...], list[int]] = defaultdict(list)
@@ -80,10 +80,6 @@ def sum_of(share: Entry, sums: Sequence[Entry], left: TensorSource) -> int | Non
 def is_share(pair: Pair) -> bool:
     """Whether a wrong tensor may turn out to be a share of what is right."""
     return ":grad_in" in pair.site
-
-
-def _is_wrong_share(pair: Pair) -> bool:
-    return pair.verdict in FLAGGED and is_share(pair)
 
 
 def _is_given(match: Match) -> bool:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from glassengine.compare.matching.by_step import by_step
 from glassengine.compare.matching.phases import is_of_activation, is_of_parameter
 from glassengine.compare.ranks.assembly import EXPLAINED, Assembly, error_of
 from glassengine.compare.ranks.data_layout import data_layout, spreads_of_inputs, with_other_stages
@@ -36,21 +37,24 @@ _Key = tuple[int, str]
 
 def is_spread_alike(left: TensorSource, right: TensorSource) -> bool:
     """Return whether each rank has the same tensors on both sides, of the same shapes and for the same inputs."""
-    sides = [{(e.step, e.rank, e.site): e for e in side.entries} for side in (left, right)]
     if {entry.rank for entry in left.entries} != {entry.rank for entry in right.entries}:
         return False
-    common = sides[0].keys() & sides[1].keys()
-    if any(sides[0][key].shape != sides[1][key].shape for key in common):
-        return False
-    inputs = [key for key in common if key[2].startswith(".:in") and sides[0][key].dtype == "int64"]
-    first = [key for key in inputs if key[0] == min(inputs)[0]] if inputs else []
-    given = [{key: side.tensor(found[key]) for key in first} for side, found in zip((left, right), sides, strict=True)]
-    if all(torch.equal(given[0][key], given[1][key]) for key in first):
+    first: list[tuple[Entry, Entry]] = []
+    for found in by_step(left.entries, right.entries):
+        ours, theirs = ({(e.step, e.rank, e.site): e for e in side.values()} for side in found)
+        common = [(entry, theirs[key]) for key, entry in ours.items() if key in theirs]
+        if any(one.shape != other.shape for one, other in common):
+            return False
+        if not first:
+            inputs = [both for both in common if both[0].site.startswith(".:in") and both[0].dtype == "int64"]
+            first = [both for both in inputs if both[0].step == min(one.step for one, _ in inputs)]
+    given = [(one.site, left.tensor(one), right.tensor(other)) for one, other in first]
+    if all(torch.equal(one, other) for _, one, other in given):
         return True
     # Other data is a finding; the same data in other ranks is another layout.
-    for site in {key[2] for key in first}:
-        ours, theirs = (torch.cat([x.flatten() for key, x in side.items() if key[2] == site]) for side in given)
-        if not torch.equal(ours.sort().values, theirs.sort().values):
+    for site in {name for name, _, _ in given}:
+        values = [torch.cat([both[side].flatten() for name, *both in given if name == site]) for side in range(2)]
+        if not torch.equal(values[0].sort().values, values[1].sort().values):
             return True
     return False
 

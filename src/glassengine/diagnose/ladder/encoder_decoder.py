@@ -159,7 +159,7 @@ def joined(encoder: Comparison, decoder: Comparison) -> Comparison:
         first_divergence=min(firsts, key=lambda first: names.index(first.rung or ""), default=None),
         origins=encoder.origins + decoder.origins,
         counts=added(encoder.counts, decoder.counts),
-        pairs=encoder.pairs + decoder.pairs,
+        pairs=(*encoder.pairs, *decoder.pairs),
         skipped=encoder.skipped + decoder.skipped,
         coverage=min(encoder.coverage, decoder.coverage),
         rungs=tuple(_joined_rung([r for r in encoder.rungs + decoder.rungs if r.name == name]) for name in names),

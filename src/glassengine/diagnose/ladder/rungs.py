@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from glassengine.backends import registry
-from glassengine.backends.accuracy.calibration import kernels_of, of_any_runtime
+from glassengine.backends.accuracy.calibration import kernels_of
 from glassengine.diagnose.ladder.climb import (
     Climb,
     engine_nodes,
@@ -39,10 +38,8 @@ from glassengine.judge.sides.arranged import Arranged
 from glassengine.judge.sides.engine import EngineSide
 from glassengine.judge.sides.program import ProgramSide
 from glassengine.judge.sides.protocol import Guarantee, Place
-from glassengine.judge.sides.recorded import RecordedOps, RecordedTensors, module_side
 from glassengine.judge.sides.source import untouched
 from glassengine.judge.verdict.score import Score
-from glassengine.numerics.metrics.tolerance import is_inexact
 from glassengine.program import LoadedModel, Program, example_inputs, export_program, load_inputs
 from glassengine.program.inputs.modules import module_inputs
 from glassengine.program.inputs.programs import stored_inputs
@@ -238,22 +235,3 @@ def arguments_of(model: LoadedModel, inputs: Inputs) -> Sequence[Mapping[str, An
     if model.stored is not None or isinstance(given, MadeUp):
         return given
     return [without_cache(model.module, step) for step in given]
-
-
-def add_record(climb: Climb, tensors: RecordedTensors) -> torch.dtype | None:
-    """A record of another run; returns its dtype: what it says, else that of most of its floating tensors."""
-    known = str(tensors.source.metadata.get("dtype"))
-    if not is_inexact(known):
-        floating = Counter(entry.dtype for entry in tensors.source.entries if is_inexact(entry.dtype))
-        known = floating.most_common(1)[0][0] if floating else known
-    dtype: torch.dtype | None = getattr(torch, known, None)
-    accumulation = climb.of_runtime(of_any_runtime())
-    if "op" in tensors.kinds:
-        replay = Replay(climb.program, compiled=True, dtype=dtype, accumulation=accumulation)
-        climb.add(RecordedOps(tensors, climb.program, replay=replay))
-    else:
-        segments = Replay(climb.program, cut=Cut.SEGMENT, dtype=dtype, accumulation=accumulation)
-        climb.add(module_side(tensors, climb.program, replay=segments))
-    for item in tensors.source.skipped:
-        climb.skipped.append(Skipped(item.site, "candidate", item.reason, step=item.step, rung=Place.RECORD))
-    return dtype

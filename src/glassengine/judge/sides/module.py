@@ -76,9 +76,13 @@ class ModuleSide(Side):
         except Exception as error:
             self._raise(error)
         if self.replay is not None:
-            made = {node: self.observed(node) for node in self.baseline.sites.by_node}
-            self.replay.begin_step(inputs, {node: found[-1].tensor for node, found in made.items() if found})
+            self.replay.begin_step(inputs, self._made())
         self._steps += 1
+
+    def _made(self) -> dict[str, torch.Tensor]:
+        """Return what was made in the current step, by node, as what reads it was given it."""
+        made = {node: self.observed(node) for node in self.baseline.sites.by_node}
+        return {node: found[-1].tensor for node, found in made.items() if found}
 
     def _raise(self, error: Exception) -> NoReturn:
         """Say where a forward raised, and how far it was right."""

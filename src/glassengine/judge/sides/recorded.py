@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from glassengine.capture.runs.known_tokens import prompt_lengths
 from glassengine.compare.matching.assembling import assembled, steps_of
@@ -36,23 +36,23 @@ PARTIAL = "the record has it for some positions only"
 class RecordedTensors:
     """The tensors of a record by the names of a program.
 
-    `partial` are the sites that were found with fewer positions than the program has.
+    `partial` are the sites that were found with fewer positions than the program has, `impossible` those that cannot be
+    read, with the reason.
 
     Args:
-        source: The record.
+        source: The record, of one process.
         program: The baseline's.
         rules: How else its tensors are called; layout operations of the candidate's side are allowed.
 
     Raises:
         IncomparableError: Nothing in it has a name that the program knows.
-        UsageError: A rule changes the baseline's layout: what is replayed has the program's own; or the record is of
-            several ranks.
+        UsageError: A rule changes the baseline's layout: what is replayed has the program's own.
     """
 
     def __init__(self, source: TensorSource, program: Program, rules: TensorMap | None = None) -> None:
-        require_one_rank(source)
         self.source = source
         self.partial: set[str] = set()
+        self.impossible: dict[str, str] = {}
         names = dict.fromkeys(entry.site for entry in source.entries)
         self._by_name: dict[str, tuple[tuple[str, ...], Rule | None]] = {name: ((name,), None) for name in names}
         if rules is not None:
@@ -63,7 +63,7 @@ class RecordedTensors:
             ours = dict.fromkeys(name for site in program.sites for name in (site.name, *site.aliases))
             pairs, _ = pair_names(rules.rules, ours, names)
             self._by_name |= {pair.baseline: (pair.candidates, pair.rule) for pair in pairs}
-        self._places = {(entry.site, entry.step): entry for entry in source.entries if entry.rank == 0}
+        self._places = {(entry.site, entry.step): entry for entry in source.entries}
         self.kinds = {site.kind for site in program.sites if self.names(site)}
         if not self.kinds:
             raise IncomparableError(
@@ -132,18 +132,6 @@ def _by_rows(value: Tensor, site: Site, inputs: StepInputs) -> Tensor:
     rows = value.new_zeros((*mask.shape, *value.shape[1:]))
     rows[mask] = value
     return rows
-
-
-def require_one_rank(source: TensorSource) -> None:
-    """Raise a `UsageError` where a record is of several ranks."""
-    ranks = sorted({entry.rank for entry in source.entries})
-    if len(ranks) > 1:
-        raise UsageError(
-            "a record of several ranks is not judged with the model: each has a part of what the model computes",
-            got=f"{source.path}: ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}",
-            expected="a record of one process",
-            hint="record the model in one process, and: glass compare THAT_RECORD THIS_ONE",
-        )
 
 
 @dataclass
@@ -215,11 +203,6 @@ class RecordedOps(Side):
         return self.results_by_node(self.baseline)
 
 
-def module_side(tensors: RecordedTensors, program: Program, **options: Any) -> RecordedModules:
-    """Return the side of a record without op sites."""
-    return RecordedModules(nn.Identity(), program, tensors=tensors, **options)
-
-
 def case_of(source: TensorSource, generation: Generation) -> Case | None:
     """Return what a record was made with; None where a plain module's record does not say.
 
@@ -246,7 +229,7 @@ def recorded_inputs(source: TensorSource, model: LoadedModel) -> list[dict[str, 
     else:
         known = inspect.signature(model.module.forward).parameters.values()
         names = {one.name: one.default is one.empty for one in known if one.kind is one.POSITIONAL_OR_KEYWORD}
-    places = {(entry.site, entry.step): entry for entry in source.entries if entry.rank == 0}
+    places = {(entry.site, entry.step): entry for entry in source.entries}
     found = []
     for step in sorted({entry.step for entry in source.entries}):
         given: dict[str, Any] = {}

@@ -1,0 +1,70 @@
+"""A record of another run as a rung: of one process, or of several that share the model."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import nn
+
+from glassengine.backends.accuracy.calibration import of_any_runtime
+from glassengine.compare.matching.maps import TensorMap
+from glassengine.diagnose.ladder.climb import Climb
+from glassengine.diagnose.ladder.judging import judge, severity_counter
+from glassengine.judge.replay.replay import Cut, Replay
+from glassengine.judge.sides.protocol import Place
+from glassengine.judge.sides.recorded import RecordedModules, RecordedOps, RecordedTensors
+from glassengine.judge.sides.recorded_ranks import RecordedRanks, TensorsOfRanks, require_module
+from glassengine.judge.verdict.drift import Drift
+from glassengine.judge.verdict.evidence import EvidenceBox
+from glassengine.judge.verdict.score import Score
+from glassengine.numerics.metrics.tolerance import is_inexact
+from glassengine.progress import Progress
+from glassengine.recording.read.source import TensorSource
+from glassengine.results import Skipped
+
+
+def tensors_of(climb: Climb, record: TensorSource, rules: TensorMap | None) -> RecordedTensors:
+    """Return the tensors of a record by the names of the baseline's program."""
+    if len({entry.rank for entry in record.entries}) > 1:
+        return TensorsOfRanks(record, climb.program, require_module(climb.model, record), climb.cases[0])
+    return RecordedTensors(record, climb.program, rules)
+
+
+def add_record(climb: Climb, tensors: RecordedTensors) -> torch.dtype | None:
+    """A record of another run; returns its dtype: what it says, else that of most of its floating tensors."""
+    known = str(tensors.source.metadata.get("dtype"))
+    if not is_inexact(known):
+        floating = Counter(entry.dtype for entry in tensors.source.entries if is_inexact(entry.dtype))
+        known = floating.most_common(1)[0][0] if floating else known
+    dtype: torch.dtype | None = getattr(torch, known, None)
+    accumulation = climb.of_runtime(of_any_runtime())
+    if "op" in tensors.kinds and not isinstance(tensors, TensorsOfRanks):
+        replay = Replay(climb.program, compiled=True, dtype=dtype, accumulation=accumulation)
+        climb.add(RecordedOps(tensors, climb.program, replay=replay))
+    else:
+        segments = Replay(climb.program, cut=Cut.SEGMENT, dtype=dtype, accumulation=accumulation)
+        if isinstance(tensors, TensorsOfRanks):
+            climb.add(RecordedRanks(nn.Identity(), climb.program, tensors=tensors, replay=segments))
+        else:
+            climb.add(RecordedModules(nn.Identity(), climb.program, tensors=tensors, replay=segments))
+    for item in tensors.source.skipped:
+        climb.skipped.append(Skipped(item.site, "candidate", item.reason, step=item.step, rung=Place.RECORD))
+    return dtype
+
+
+def judge_sums_again(climb: Climb, tensors: RecordedTensors, progress: Progress) -> None:
+    """Judge once more where parts of ranks were taken for shares of a sum that no rank ever made."""
+    if not isinstance(tensors, TensorsOfRanks) or not tensors.rejected(climb.scores[-1].pairs):
+        return
+    climb.severity.clear()
+    climb.scores[:] = [
+        Score(
+            score.side,
+            climb.program,
+            evidence=None if score.evidence is None else EvidenceBox(climb.program),
+            drift=None if score.drift is None else Drift(),
+        )
+        for score in climb.scores
+    ]
+    judge(climb, climb.scores, on_step=severity_counter(climb, progress))

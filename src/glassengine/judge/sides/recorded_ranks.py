@@ -1,0 +1,259 @@
+"""A record of a run of several processes as candidate of a check: its parts are put together, step by step.
+
+What a tensor is a part of, the untouched model's own tensor of the same step tells, as for a comparison with a
+recording of one process. What is put together is then judged by segments: an error counts where it was made, and the
+part that is not what its own inputs make of it names the rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from glassengine.compare.matching.matching import Match
+from glassengine.compare.ranks.assembly import COPIES, error_of
+from glassengine.compare.ranks.of_source import OfRank
+from glassengine.compare.ranks.open_shares import never_added_up
+from glassengine.compare.ranks.rank_and_hints import of_parts
+from glassengine.compare.ranks.ranks import PutTogether
+from glassengine.errors import IncomparableError, UsageError
+from glassengine.judge.cases import Case, StepInputs
+from glassengine.judge.sides.module import ModuleSide
+from glassengine.judge.sides.protocol import Observed
+from glassengine.judge.sides.recorded import RecordedModules, RecordedTensors
+from glassengine.judge.sides.terms import wrong_term
+from glassengine.judge.step_inputs import Given, by_name
+from glassengine.program.representation.program import Program
+from glassengine.recording.layout.layout import Entry
+from glassengine.recording.layout.values import dtype_name
+from glassengine.recording.read.source import TensorSource
+from glassengine.results import Hint, Pair, Skipped
+from glassengine.sites import Site
+
+_INPUT = ".:in"
+_SEVERAL = torch.empty(0, 0)
+"""In place of a tensor that is another one in each rank: nothing is computed from it."""
+_ROUNDINGS = 64
+"""Units of rounding by which copies of one tensor may differ."""
+
+
+def first_rank(source: TensorSource) -> TensorSource:
+    """Return what the first of several processes recorded; the source itself where there is one.
+
+    Raises:
+        UsageError: The record of several processes does not say what they were given.
+    """
+    ranks = sorted({entry.rank for entry in source.entries})
+    if len(ranks) < 2:
+        return source
+    if not any(entry.site.startswith(_INPUT) for entry in source.entries):
+        raise UsageError(
+            "a record of several ranks is not judged with the model: it does not say what the ranks were given",
+            got=f"{source.path}: ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}",
+            expected="what glass.record wrote in each rank, or a record of one process",
+            hint="record the model in one process, and: glass compare THAT_RECORD THIS_ONE",
+        )
+    return OfRank(source, ranks[0])
+
+
+@dataclass
+class ModelStep:
+    """What the untouched model was given and made in the present step, as a source."""
+
+    path: Path
+    entries: Sequence[Entry] = ()
+    values: Mapping[str, Tensor] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    complete: bool = True
+    skipped: Sequence[Skipped] = ()
+
+    def begin(self, step: int, values: Mapping[str, Tensor]) -> None:
+        """Go on to the next step."""
+        self.values = values
+        self.entries = tuple(
+            Entry(site, step, 0, dtype_name(tensor.dtype), tuple(tensor.shape)) for site, tensor in values.items()
+        )
+
+    def tensor(self, entry: Entry) -> Tensor:
+        """Return one of the present tensors."""
+        return self.values[entry.site]
+
+
+class TensorsOfRanks(RecordedTensors):
+    """The tensors of a record of several processes, put together.
+
+    Args:
+        source: The record.
+        program: The baseline's.
+        model: The untouched baseline, which runs each step ahead of the record.
+        case: What is run.
+
+    Attributes:
+        impossible: Site -> why its parts are not put together.
+
+    Raises:
+        IncomparableError: Nothing in it has a name that the program knows.
+        UsageError: The processes were given data of their own.
+    """
+
+    def __init__(self, source: TensorSource, program: Program, model: ModuleSide, case: Case) -> None:
+        self._program, self._model = program, model
+        self._whole = ModelStep(source.path)
+        self.impossible: dict[str, str] = {}
+        inputs: Given = StepInputs.first(case) if case.input_ids is not None else case.steps[0]
+        model.begin(case)
+        model.step(inputs)
+        self._whole.begin(0, self._made(inputs))
+        self.together = PutTogether(source, self._whole)
+        super().__init__(self.together, program)
+        self._require_same_inputs(source)
+
+    def begin_step(self, step: int, inputs: Given) -> None:
+        """Take over a step that the untouched model has just run."""
+        self._whole.begin(step, self._made(inputs))
+        wholes = {entry.site: entry for entry in self._whole.entries}
+        for name in (name for name in wholes if name.startswith(_INPUT)):
+            self._expect(name, step, wholes[name])
+        for site in self._program.sites:
+            found = self.names(site)
+            if found is not None and site.name in wholes:
+                self._expect(found[0][0], step, wholes[site.name])
+
+    def _expect(self, name: str, step: int, whole: Entry) -> None:
+        entry = self._places.get((name, step))
+        if entry is not None:
+            self.together.expect(entry, self._whole, whole)
+
+    def _read(self, site: Site, step: int) -> Observed | None:
+        entry = self._entry(site, step)
+        if entry is None:
+            return None
+        if (reason := self.together.why_not(entry)) is not None:
+            self.impossible[site.name] = reason
+            return None
+        return Observed(self.together.tensor(entry), entry.site, "name")
+
+    def blamed(self, node: Node, site: Site, step: int, expected: Tensor) -> tuple[int | None, tuple[Hint, ...]]:
+        """Return which rank has the tensor of a node wrong, and what explains it."""
+        entry = self._entry(site, step)
+        if entry is None or expected.shape != (made := self.together.tensor(entry)).shape:
+            return None, ()
+        rank, hints = of_parts(self.together, entry, expected)
+        is_one = self.together.standing(entry)[1]
+        if rank is None and is_one and (found := self._wrong_term(node, step, made, expected)) is not None:
+            return found[0], (found[1], *hints)
+        return rank, hints
+
+    def is_split(self, site: Site, step: int) -> bool:
+        """Whether ranks that should have the same tensor go on with others: what they make of it has no one cause."""
+        entry = self._entry(site, step)
+        if entry is None or self.together.why_not(entry) is not None:
+            return False
+        assembly, _ = self.together.assembly(entry)
+        if not assembly.differ or assembly.kind != COPIES:
+            return False
+        size = max(float(part.tensor.double().square().mean().sqrt()) for part in assembly.parts)
+        eps = torch.finfo(assembly.parts[0].tensor.dtype).eps if assembly.parts[0].tensor.is_floating_point() else 0.0
+        return any(
+            error_of(assembly.parts[one].tensor, assembly.parts[other].tensor) > _ROUNDINGS * eps * size
+            for cell in assembly.cells()
+            for one, other in itertools.pairwise(cell)
+        )
+
+    def _wrong_term(self, node: Node, step: int, made: Tensor, expected: Tensor) -> tuple[int, Hint] | None:
+        read = next((arg for arg in node.args if isinstance(arg, Node)), None)
+        sites = () if read is None else self._program.sites.by_node.get(read.name, ())
+        entry = next((entry for site in sites if (entry := self._entry(site, step)) is not None), None)
+        if entry is None:
+            return None
+        parts = {rank: tensor for rank, tensor, _ in self.together.local_parts(entry)}
+        return wrong_term(node, self._program.weights(), parts, made, expected)
+
+    def _entry(self, site: Site, step: int) -> Entry | None:
+        found = self.names(site)
+        return None if found is None else self._places.get((found[0][0], step))
+
+    def rejected(self, pairs: Sequence[Pair]) -> bool:
+        """Note which parts are shares of a sum that was never made, as `pairs` say; return whether there are any."""
+        judged, own = [], []
+        for pair in pairs:
+            site = self._program.sites.get(pair.site)
+            entry = None if site is None else self._entry(site, pair.step)
+            judged.append(None if entry is None else Match(entry, (entry,), "name"))
+            own.append(entry)
+        known = [i for i, match in enumerate(judged) if match is not None and own[i] is not None]
+        matches = [match for match in judged if match is not None]
+        entries = [entry for entry in own if entry is not None]
+        numbers = never_added_up([pairs[i] for i in known], matches, self.together, entries)
+        for i in numbers:
+            self.together.reject(entries[i])
+        return bool(numbers)
+
+    def _made(self, inputs: Given) -> dict[str, Tensor]:
+        """Return what the model was given and made in the present step, by site."""
+        named = by_name(inputs)
+        found = {f"{_INPUT}.{name}": tensor for name, tensor in named.items()}
+        found |= {f"{_INPUT}[{place}]": tensor for place, tensor in enumerate(named.values())}
+        made = self._model.module_outputs()
+        for site in self._program.sites:
+            key = f"node:{site.node}" if site.kind == "kv" else site.name
+            if site.kind != "op" and key in made:
+                found[site.name] = made[key]
+        return found
+
+    def _require_same_inputs(self, source: TensorSource) -> None:
+        for entry in self.together.entries:
+            if not entry.site.startswith(_INPUT) or entry.step:
+                continue
+            parts = [tensor for _, tensor, _ in self.together.local_parts(entry)]
+            if any(not torch.equal(part, parts[0]) for part in parts[1:]):
+                raise UsageError(
+                    "the ranks of a record were given data of their own: there is no one run of the model to judge",
+                    got=f"{source.path}: {entry.site} is another one in another rank",
+                    expected="ranks that share the model (tensor, sequence, expert, pipeline parallel)",
+                    hint=f"judge each rank by itself (--candidate {source.path}/rank0), or: glass compare ONE RANKS",
+                )
+
+
+@dataclass
+class RecordedRanks(RecordedModules):
+    """A record of module outputs and taps of several processes."""
+
+    tensors: TensorsOfRanks = field(kw_only=True)
+
+    def _run(self, inputs: Given) -> None:
+        self.tensors.begin_step(self._steps, inputs)
+        super()._run(inputs)
+
+    def _made(self) -> dict[str, Tensor]:
+        made = super()._made()
+        for node in made:
+            sites = self.baseline.sites.by_node[node]
+            if any(self.tensors.is_split(site, self._steps) for site in sites if site.name in self._values):
+                made[node] = _SEVERAL
+        return made
+
+    def blamed(self, node: Node, observed: Observed, expected: Tensor) -> tuple[int | None, tuple[Hint, ...]]:
+        """Return the rank whose part is wrong, and what explains it."""
+        site = self.baseline.sites.get(observed.site)
+        return (None, ()) if site is None else self.tensors.blamed(node, site, self._steps - 1, expected)
+
+
+def require_module(model: object, source: TensorSource) -> ModuleSide:
+    """Return the side of the baseline, which has to be a module in torch.
+
+    Raises:
+        IncomparableError: It is a file.
+    """
+    if not isinstance(model, ModuleSide):
+        raise IncomparableError(
+            "a record of several ranks is judged with a model in torch", got=f"{source.path}, and a stored program"
+        )
+    return model
