@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from glassengine.compare.judge_chunk import Bench
-from glassengine.compare.matching.by_step import by_step
 from glassengine.compare.matching.maps import TensorMap
-from glassengine.compare.matching.matching import Match, Matcher, Matching
+from glassengine.compare.matching.matching import Match, Matcher, Matching, by_step
 from glassengine.compare.ranks.sides import expect_counterparts
 from glassengine.compare.units import Chunk, Kind, Unit
 from glassengine.numerics.metrics.tolerance import is_inexact

@@ -114,7 +114,7 @@ class Packed(Sequence[Pair]):
         return self._item(places) if isinstance(places, int) else tuple(map(self._item, places))
 
     def __setitem__(self, place: int, pair: Pair) -> None:
-        """Put another pair in the place of one; of few."""
+        """Replace a pair; one of few."""
         self.tally[_tallied(self[place])] -= 1
         self.tally[_tallied(pair)] += 1
         self._verdicts[place] = VERDICTS.index(pair.verdict)

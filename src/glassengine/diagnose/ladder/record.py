@@ -14,7 +14,7 @@ from glassengine.diagnose.ladder.judging import judge, severity_counter
 from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.judge.sides.protocol import Place
 from glassengine.judge.sides.recorded import RecordedModules, RecordedOps, RecordedTensors
-from glassengine.judge.sides.recorded_ranks import RecordedRanks, TensorsOfRanks, require_module
+from glassengine.judge.sides.recorded_ranks import RecordedRanks, TensorsOfRanks
 from glassengine.judge.verdict.drift import Drift
 from glassengine.judge.verdict.evidence import EvidenceBox
 from glassengine.judge.verdict.score import Score
@@ -27,7 +27,7 @@ from glassengine.results import Skipped
 def tensors_of(climb: Climb, record: TensorSource, rules: TensorMap | None) -> RecordedTensors:
     """Return the tensors of a record by the names of the baseline's program."""
     if len({entry.rank for entry in record.entries}) > 1:
-        return TensorsOfRanks(record, climb.program, require_module(climb.model, record), climb.cases[0])
+        return TensorsOfRanks(record, climb.program, climb.model, climb.cases[0])
     return RecordedTensors(record, climb.program, rules)
 
 

@@ -23,11 +23,12 @@ from glassengine.compare.ranks.of_source import OfRank
 from glassengine.compare.ranks.open_shares import never_added_up
 from glassengine.compare.ranks.rank_and_hints import of_parts
 from glassengine.compare.ranks.ranks import PutTogether
-from glassengine.errors import IncomparableError, UsageError
+from glassengine.errors import UsageError
 from glassengine.judge.cases import Case, StepInputs
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.judge.sides.protocol import Observed
 from glassengine.judge.sides.recorded import RecordedModules, RecordedTensors
+from glassengine.judge.sides.source import SourceSide
 from glassengine.judge.sides.terms import wrong_term
 from glassengine.judge.step_inputs import Given, by_name
 from glassengine.program.representation.program import Program
@@ -103,7 +104,7 @@ class TensorsOfRanks(RecordedTensors):
         UsageError: The processes were given data of their own.
     """
 
-    def __init__(self, source: TensorSource, program: Program, model: ModuleSide, case: Case) -> None:
+    def __init__(self, source: TensorSource, program: Program, model: ModuleSide | SourceSide, case: Case) -> None:
         self._program, self._model = program, model
         self._whole = ModelStep(source.path)
         self.impossible: dict[str, str] = {}
@@ -244,16 +245,3 @@ class RecordedRanks(RecordedModules):
         """Return the rank whose part is wrong, and what explains it."""
         site = self.baseline.sites.get(observed.site)
         return (None, ()) if site is None else self.tensors.blamed(node, site, self._steps - 1, expected)
-
-
-def require_module(model: object, source: TensorSource) -> ModuleSide:
-    """Return the side of the baseline, which has to be a module in torch.
-
-    Raises:
-        IncomparableError: It is a file.
-    """
-    if not isinstance(model, ModuleSide):
-        raise IncomparableError(
-            "a record of several ranks is judged with a model in torch", got=f"{source.path}, and a stored program"
-        )
-    return model
