@@ -26,6 +26,7 @@ SUITES = {
 LONG = {
     "size": "memory and time of build, run and check against the size of the model, foreseen and measured (--help)",
     "verdict": "false alarms, mistakes found and ops named over a corpus; takes options of its own (--help)",
+    "kinds": "what kind of mistake hints say, over a corpus: right, wrong, proven, and the cost (--help)",
     "families": "what glass check says of every family, back-end and dtype, written into docs/families.md (--help)",
     "distributed": "one, two and four workers over gigabytes in a store and on the disk; many ranks (--help)",
     "memory": "memory of judging and reading large recordings; takes their size in gigabytes",

@@ -270,7 +270,9 @@ def test_a_backend_that_answers_differently_when_outputs_are_added(
     found = result.first_divergence
     assert not result.ok and verdicts(result)["engine"] == "identical" and verdicts(result)["release"] == "wrong"
     assert found is not None and found.rung == "release" and found.site == "lm_head/linear.0"
-    assert any(hint.kind == "observer" for hint in found.hints) and any(hint.kind == "scale" for hint in found.hints)
+    assert any(hint.evidence == "observer" for hint in found.hints) and any(
+        hint.kind == "scale" for hint in found.hints
+    )
 
 
 def test_a_wrong_kernel_is_named_by_op_and_step(

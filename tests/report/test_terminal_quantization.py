@@ -48,7 +48,7 @@ def drawn(result: Comparison) -> list[str]:
 
 def test_many_layers_fit_one_screen() -> None:
     weights = [weight(f"model.layers.{n}.self_attn.q_proj.weight", 0.005) for n in range(200)]
-    hints = (Hint("wrong zero", "64 of 64 groups are moved by +1 steps: their zero is another", 0.9),)
+    hints = (Hint("other", "64 of 64 groups are moved by +1 steps: their zero is another", 0.9),)
     weights[150] = dataclasses.replace(weights[150], verdict="wrong", hints=hints)
     lines = drawn(comparison(weights, not_ok_because="1 weights differ by more than quantization explains"))
     assert len(lines) <= 24
@@ -61,7 +61,7 @@ def test_many_layers_fit_one_screen() -> None:
 
 
 def test_many_mistakes_fit_too() -> None:
-    hints = (Hint("wrong zero", "all groups are moved", 0.9),)
+    hints = (Hint("other", "all groups are moved", 0.9),)
     weights = [weight(f"layers.{n}.weight", 0.01, verdict="wrong", hints=hints) for n in range(100)]
     lines = drawn(comparison(weights, skipped=(Skipped("x", "baseline", "why"),)))
     assert len(lines) <= 24

@@ -15,12 +15,14 @@ from rich.text import Text
 from glassengine.report.terminal_answer import answer
 from glassengine.report.terminal_drift import drift_table
 from glassengine.report.terminal_quantization import quantization
-from glassengine.results import FLAGGED, VERDICTS, Comparison, Divergence, Pair
+from glassengine.results import FLAGGED, VERDICTS, Comparison, Divergence, Hint, Pair
 
 _STYLES = {"identical": "green", "rounding": "green", "suspicious": "yellow", "wrong": "bold red"}
 _ROWS, _COLUMNS = 24, 100
 _LONGEST_NAME = 60
 _MAX_HINTS = 2
+_LESS_THAN_PROOF = ("tried", "argument", "ops", "values", "weights")
+"""Evidence of what kind of mistake it is; any other word says where it is."""
 _MAX_ORIGINS = 2
 _MAX_REASONS = 4
 
@@ -157,15 +159,24 @@ def _divergence(result: Comparison, found: Divergence) -> Iterator[Text]:
     yield Text(f"  error    {size(result, found)}")
     # What kind of mistake it is, and where its test is, is never cut off, however long the names of files are.
     for hint in found.hints[:1]:
-        yield Text(f"  hint     {hint.text}")
+        yield from _hint(hint)
     if found.reproduction:
         yield Text(f"  test     python {Path(found.reproduction) / 'test_repro.py'}")
+
+
+def _hint(hint: Hint) -> Iterator[Text]:
+    """A mistake that is proven is called by its kind; anything else may be one."""
+    yield Text(f"  mistake  {hint.kind}: {hint.text}" if hint.proven else f"  hint     {hint.text}")
+    if hint.line is not None:
+        yield Text(f"  line     {hint.line}")
 
 
 def _about(result: Comparison, found: Divergence) -> Iterator[Text]:
     """What it looks like, what shows it, what came of it, and what else went wrong."""
     for hint in found.hints[1:_MAX_HINTS]:
-        yield Text(f"  hint     {hint.text}")
+        # Beside what is proven, what only may be so is noise.
+        if hint.proven or not found.hints[0].proven or hint.evidence not in _LESS_THAN_PROOF:
+            yield from _hint(hint)
     if not found.reproduction:
         yield Text("  test     --reproduction DIR writes one that shows this without the models")
     if found.introduced is not None and found.inherited is not None:

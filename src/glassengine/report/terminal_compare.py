@@ -21,6 +21,7 @@ from glassengine.results import VERDICTS, Comparison, Figures, Pair, Skipped, Su
 STYLES = {"identical": "green", "rounding": "green", "suspicious": "yellow", "wrong": "bold red"}
 MAX_PAIRS = 8
 MAX_DRIFT = 14
+_MAX_HINTS = 2
 _MAX_REASONS = 5
 _STATISTICS = ("min", "mean", "median", "max", "std")
 
@@ -106,7 +107,7 @@ def _divergence(result: Comparison) -> Iterator[Text]:
         yield Text(f"  worst   {_worst(pair.figures)}")
     elif pair is not None and pair.reason:
         yield Text(f"  reason  {pair.reason}")
-    for hint in found.hints:
+    for hint in found.hints[:_MAX_HINTS]:
         yield Text(f"  hint    {hint.text}")
 
 

@@ -17,7 +17,6 @@ from glassengine.results.artifacts import (
 from glassengine.results.base import (
     FLAGGED,
     VERDICTS,
-    Hint,
     Result,
     Verdict,
     worst,
@@ -65,6 +64,13 @@ from glassengine.results.figures import (
     Summary,
     UlpDistance,
 )
+from glassengine.results.hints import (
+    KINDS,
+    TRIED,
+    Altered,
+    Hint,
+    Kind,
+)
 from glassengine.results.inputs_used import (
     InputUsed,
 )
@@ -104,9 +110,12 @@ from glassengine.results.series import (
 
 __all__ = [
     "FLAGGED",
+    "KINDS",
     "MOST_OPS",
     "SCHEMA_VERSION",
+    "TRIED",
     "VERDICTS",
+    "Altered",
     "ArtifactComparison",
     "Bisection",
     "CacheReport",
@@ -130,6 +139,7 @@ __all__ = [
     "Generation",
     "Hint",
     "InputUsed",
+    "Kind",
     "ListedSnapshot",
     "LogitsDifference",
     "Message",

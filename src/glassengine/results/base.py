@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 Verdict = Literal["identical", "rounding", "suspicious", "wrong"]
@@ -47,18 +46,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
-
-
-@dataclass(frozen=True)
-class Hint(Result):
-    """A kind of mistake that was tried, and explains what the candidate made.
-
-    Attributes:
-        kind: scale, bias missing, mask, position, activation, swapped, permuted, transposed, stale, dtype, eps, ...
-        text: What is written differently.
-        score: How much of the error it explains, 0 to 1.
-    """
-
-    kind: str
-    text: str
-    score: float

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from glassengine.results.answer import CaseInputs, DriftRow, Fineness, ResultComparison, Standing
-from glassengine.results.base import Hint, Result, Verdict
+from glassengine.results.base import Result, Verdict
 from glassengine.results.exempt import Exemption
+from glassengine.results.hints import Hint
 from glassengine.results.pairs import Counts, Pair, TokenAgreement
 from glassengine.results.quantized import Quantization
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from glassengine.results.base import Hint, Result, Verdict
+from glassengine.results.base import Result, Verdict
+from glassengine.results.hints import Hint
 
 
 @dataclass(frozen=True)

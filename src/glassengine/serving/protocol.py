@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from glassengine.errors import UsageError
 from glassengine.plugins import SERVING, registered, remedy
+from glassengine.results import Kind
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Setting:
     name: str
     found: float
     expected: float
-    kind: str
+    kind: Kind
 
     @property
     def differs(self) -> bool:

@@ -132,7 +132,7 @@ def test_a_parallel_model_agrees_with_one_process(recordings: Path) -> None:
 )
 def test_the_first_wrong_layer_of_a_parallel_model_is_named(recordings: Path, name: str, site: str, kind: str) -> None:
     found = compare(recordings / "baseline", recordings / name).first_divergence
-    assert found is not None and (found.step, found.site, found.hints[0].kind) == (0, site, kind)
+    assert found is not None and (found.step, found.site, found.hints[0].evidence) == (0, site, kind)
     if name == "exchanged":
         assert "shards of the weight are exchanged, those of the bias are not" in found.hints[0].text
 

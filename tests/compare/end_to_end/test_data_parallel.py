@@ -135,8 +135,8 @@ def test_f10_losses_that_are_sums(tmp_path: Path) -> None:
         ({"skip": "inner.weight", "exchange": "after it"}, {"inner.weight:grad"}, "reduction"),
         ({"total": True}, {"outer.weight:grad", "outer.bias:grad"}, "average"),
         ({"total": True, "exchange": "after it"}, {"inner.weight:param"}, None),
-        ({"scale": 3.0}, {".:grad_out.loss"}, "scale"),
-        ({"scale": 0.5}, {".:grad_out.loss"}, "scale"),
+        ({"scale": 3.0}, {".:grad_out.loss"}, "values"),
+        ({"scale": 0.5}, {".:grad_out.loss"}, "values"),
         ({"twins": True}, {".:in[0]"}, None),
     ],
 )
@@ -147,7 +147,7 @@ def test_f10_mistakes_are_found_behind_the_factor(
         one = train([Net()], tmp_path / "one", exchange="none", optimizer=False)
     found = run(one, tmp_path / "r", **options).first_divergence
     assert found is not None and (found.step, found.site in sites) == (0, True), found
-    assert kind is None or found.hints[0].kind == kind
+    assert kind is None or found.hints[0].evidence == kind
 
 
 def test_f10_a_wrong_layer_of_one_rank(one: Path, tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_f10_gradients_that_are_averaged_steps_later(tmp_path: Path) -> None:
     result = compare(one, train_twice([Net(), Net()], tmp_path / "two"))
     assert (result.ok, result.coverage) == (True, 1.0), result.first_divergence
     found = compare(one, train_twice([Net(), Net()], tmp_path / "wrong", averages=False)).first_divergence
-    assert found is not None and found.hints[0].kind == "reduction" and found.step == 0
+    assert found is not None and found.hints[0].evidence == "reduction" and found.step == 0
 
 
 def test_f10_without_a_record_of_the_inputs(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_f10_without_a_record_of_the_inputs(tmp_path: Path) -> None:
     result = compare(one, strip(train([Net(), Net()], tmp_path / "two")))
     assert (result.ok, result.coverage) == (True, 1.0), result.first_divergence
     found = compare(one, strip(train([Net(), Net()], tmp_path / "never", exchange="never"))).first_divergence
-    assert found is not None and found.site.endswith(":grad") and found.hints[0].kind == "reduction"
+    assert found is not None and found.site.endswith(":grad") and found.hints[0].evidence == "reduction"
 
 
 def test_f10_ranks_with_different_numbers_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

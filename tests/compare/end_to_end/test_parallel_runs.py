@@ -236,7 +236,7 @@ def test_f14_a_reduction_that_is_missing_behind_a_bias(name: str, layer: int, on
     of = dataclasses.replace(mesh(**MESHES[name]), reduces=lambda at: at != layer)
     found = judged(one, tmp_path / "r", of).first_divergence
     assert found is not None and found.site == f"layers.{layer}.down"
-    assert found.hints[0].kind == "reduction" and "each rank adds the bias" in found.hints[0].text
+    assert found.hints[0].evidence == "reduction" and "each rank adds the bias" in found.hints[0].text
 
 
 def _planted() -> list[tuple[str, str, int]]:
@@ -273,7 +273,7 @@ def test_f11_what_all_ranks_have_wrong_is_no_single_ranks(tmp_path: Path) -> Non
     unreduced = write_ranks(tmp_path / "y", dataclasses.replace(of, reduces=lambda layer: layer != 1).run())
     found = compare(right, unreduced).first_divergence
     assert found is not None and (found.site, found.rank) == ("layers.1.down", None)
-    assert found.hints[0].kind == "reduction"
+    assert found.hints[0].evidence == "reduction"
 
 
 def test_f11_the_screen_names_the_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -307,7 +307,7 @@ def test_f13_an_embedding_whose_rows_are_spread(one: Path, tmp_path: Path) -> No
     # What is never added up is still a mistake, and so are numbers of rows that nobody has.
     unreduced = [{**one, "layers.0:in[0]": one["embed"], "layers.0.norm": norm(one["embed"])} for one in each]
     found = compare(x, write_ranks(tmp_path / "z", unreduced)).first_divergence
-    assert found is not None and (found.site, found.hints[0].kind) == ("embed", "reduction")
+    assert found is not None and (found.site, found.hints[0].evidence) == ("embed", "reduction")
     shifted = [each[0], {**each[1], "embed:in[0]": each[1]["embed:in[0]"].roll(1, -1)}]
     found = compare(x, write_ranks(tmp_path / "w", shifted)).first_divergence
     assert found is not None and found.site == "embed:in[0]"
@@ -357,7 +357,7 @@ def test_f12_each_row_of_a_mesh_spreads_a_tensor_of_its_own(names_ranks: bool, t
     # Under distributed tensors, too, the rank is named.
     found = compare(x, record(tmp_path / "z", 2)).first_divergence
     assert found is not None and (found.site, found.rank) == ("layers.1.up", 2)
-    assert found.hints[0].kind == "rank"
+    assert found.hints[0].evidence == "rank"
 
 
 def test_f12_shares_of_a_share(tmp_path: Path) -> None:
@@ -383,5 +383,5 @@ def test_f14_hints_of_many_ranks_are_found_in_no_time(tmp_path: Path) -> None:
     start = time.process_time()
     found = compare(x, y).first_divergence
     assert time.process_time() - start < 4
-    assert found is not None and found.hints[0].kind == "order"
+    assert found is not None and found.hints[0].evidence == "order"
     assert "with the part of rank 40 for 3, 3 for 40 they agree" in found.hints[0].text

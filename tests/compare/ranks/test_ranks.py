@@ -166,7 +166,7 @@ def test_planted_mistakes_of_parallel_layers_are_named(
 ) -> None:
     found = judged(baseline(), each()).first_divergence
     assert found is not None and found.site == site
-    assert found.hints[0].kind == kind and text in found.hints[0].text
+    assert found.hints[0].evidence == kind and text in found.hints[0].text
 
 
 def test_what_is_wrong_in_one_rank_alone_is_never_hidden_by_the_others(judged: Judge) -> None:

@@ -248,7 +248,7 @@ def test_mistakes_of_a_checkpoint_are_named_and_nothing_else(
     assert [origin.site for origin in result.origins] == [f"{name}.weight:param"]
     assert result.first_divergence is not None and result.first_divergence.rung == "weights"
     hint = result.first_divergence.hints[0]
-    assert hint.kind == kind and text in hint.text
+    assert hint.evidence == kind and text in hint.text
     shown = drawn(result)
     assert "NOT OK: 1 weights differ by more than quantization explains" in shown
     assert re.search(rf"{name.removeprefix('model.layers.')}.* MISTAKE", shown)
@@ -263,7 +263,7 @@ def test_a_reader_of_the_wrong_version_is_found(base: Path, tmp_path: Path) -> N
     (tmp_path / "config.json").write_text(json.dumps(config))
     result = check(base, candidate=tmp_path, steps=0)
     assert len(result.origins) == 14
-    assert {origin.hints[0].kind for origin in result.origins} == {"wrong zero"}
+    assert {origin.hints[0].evidence for origin in result.origins} == {"wrong zero"}
 
 
 def test_a_weight_that_is_not_quantized_and_not_the_baselines(base: Path, tmp_path: Path) -> None:

@@ -141,6 +141,6 @@ def test_a_head_that_is_not_tied_and_a_bias_that_is_missing(tmp_path: Path) -> N
     found = judged(module, tmp_path / "a.gguf")
     assert [(one.name, one.hints[0].kind) for one in found.wrong] == [
         ("model.layers.0.self_attn.k_proj.bias", "bias missing"),
-        ("lm_head.weight", "tied"),
+        ("lm_head.weight", "swapped"),
     ]
     assert len([item for item in found.skipped if item.side == "candidate"]) == 2

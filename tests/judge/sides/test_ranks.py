@@ -144,7 +144,7 @@ def test_a_missing_all_reduce() -> None:
 
     first = Shared("llama").judged(Mesh(2), plant)[0][0]
     assert first.site == "model.layers.0.self_attn.o_proj/linear.0"
-    assert first.hints[0].kind == "all-reduce missing"
+    assert first.hints[0].evidence == "all-reduce missing"
 
 
 @pytest.mark.slow
@@ -163,7 +163,7 @@ def test_a_doubled_all_reduce() -> None:
 
     first = Shared("llama").judged(Mesh(2), plant)[0][0]
     assert first.site == "model.layers.0.mlp.down_proj/linear.0"
-    assert first.hints[0].kind == "all-reduce doubled"
+    assert first.hints[0].evidence == "all-reduce doubled"
 
 
 @pytest.mark.slow
@@ -201,7 +201,7 @@ def test_a_bias_that_each_rank_adds() -> None:
 
     first = Shared("gpt2").judged(Mesh(2), plant)[0][0]
     assert first.site == "transformer.h.0.attn.c_proj/addmm.0"
-    assert "bias repeated" in {hint.kind for hint in first.hints}
+    assert "bias repeated" in {hint.evidence for hint in first.hints}
 
 
 @pytest.mark.slow

@@ -104,7 +104,7 @@ def test_an_error_on_one_of_two_engines_is_an_effect_of_observing(wrong: Place, 
     ]
     found = concluded(chain(), scored(chain(), sides))
     assert found.first_divergence is not None and found.first_divergence.rung == wrong
-    assert found.first_divergence.hints[0].text.startswith(words)
+    assert any(hint.text.startswith(words) for hint in found.first_divergence.hints[:2])
 
 
 def test_another_token_of_the_release_engine_is_not_ok() -> None:

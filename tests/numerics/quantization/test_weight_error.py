@@ -71,7 +71,7 @@ def test_groups_that_were_sorted() -> None:
     one = zero.clone()
     one[5, 3] += 1
     wrong = judge_weight(weight[:, order], value(codes, scale, one)[:, order], steps)
-    assert [hint.kind for hint in wrong.mistakes] == ["wrong zero"]
+    assert [hint.evidence for hint in wrong.mistakes] == ["wrong zero"]
 
 
 def shuffled(codes: Tensor, order: tuple[int, ...], axis: int) -> Tensor:
@@ -112,7 +112,7 @@ def test_planted_mistakes_are_named(name: str, how: str) -> None:
     plant, kind, text = PLANTED[name]
     codes, scale, zero = plant(*rounded)
     found = judge_weight(weight, value(codes, scale, zero), step(codes, scale.abs(), 4))
-    assert found.mistakes and found.mistakes[0].kind == kind, found
+    assert found.mistakes and found.mistakes[0].evidence == kind, found
     assert re.search(text, found.mistakes[0].text), found.mistakes
 
 
@@ -123,7 +123,7 @@ def test_planted_mistakes_of_other_widths(name: str, bits: int) -> None:
     plant, kind, _ = PLANTED[name]
     codes, scale, zero = plant(*round_to_nearest(weight, bits, GROUP))
     found = judge_weight(weight, value(codes, scale, zero), step(codes, scale.abs(), bits))
-    assert found.mistakes and found.mistakes[0].kind == kind, found
+    assert found.mistakes and found.mistakes[0].evidence == kind, found
 
 
 def judged(change: Callable[[Tensor], Tensor]) -> WeightError:
@@ -135,8 +135,8 @@ def judged(change: Callable[[Tensor], Tensor]) -> WeightError:
 def test_another_weight_and_a_transposed_one() -> None:
     other = value(*round_to_nearest(matrix(64, 64, seed=1), 4, GROUP))
     found = judged(lambda _: other)
-    assert (found.mistakes[0].kind, found.mistakes[0].text) == ("another weight", "it is the weight layers.1.k")
-    assert judged(lambda good: good.T).mistakes[0].kind == "transposed"
+    assert (found.mistakes[0].evidence, found.mistakes[0].text) == ("another weight", "it is the weight layers.1.k")
+    assert judged(lambda good: good.T).mistakes[0].evidence == "transposed"
 
 
 def test_single_elements_and_numbers_that_are_none() -> None:
@@ -146,19 +146,19 @@ def test_single_elements_and_numbers_that_are_none() -> None:
         return bad
 
     found = judged(flip)
-    assert found.mistakes[0].kind == "single elements" and "1 of " in found.mistakes[0].text
+    assert found.mistakes[0].evidence == "single elements" and "1 of " in found.mistakes[0].text
 
     def spoil(good: Tensor) -> Tensor:
         bad = good.clone()
         bad[0, 0] = math.nan
         return bad
 
-    assert judged(spoil).mistakes[0].kind == "not a number"
+    assert judged(spoil).mistakes[0].evidence == "not a number"
 
 
 def test_a_weight_that_was_trained_further_is_no_quantization() -> None:
     found = judged(lambda good: good + 0.6 * matrix(64, 64, seed=5))
-    assert found.mistakes[0].kind == "not its values" and "steps (rms)" in found.mistakes[0].text
+    assert found.mistakes[0].evidence == "not its values" and "steps (rms)" in found.mistakes[0].text
 
 
 def test_what_is_not_quantized_within_a_weight_does_not_count() -> None:
@@ -188,4 +188,4 @@ def test_a_small_factor_of_the_whole_weight_is_a_mistake_where_steps_are_finer(d
 
     assert not judge_weight(weight, *made(1)).mistakes
     found = judge_weight(weight, *made(1.2 if dtype is torch.float8_e5m2 else 1.06)).mistakes
-    assert found and found[0].kind in ("wrong scale", "not its values")
+    assert found and found[0].evidence in ("wrong scale", "not its values")

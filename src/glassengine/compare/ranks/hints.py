@@ -59,9 +59,16 @@ def rank_hints(source: PutTogether, entry: Entry, whole: Tensor) -> tuple[Hint, 
         text = (
             f"every row is off by the same vector: is a bias added in each of {len(assembly.ranks)} ranks, or in none?"
         )
-        found.append(Hint("bias", text, 0.8))
+        found.append(Hint("scale", text, 0.8, evidence="bias"))
     if whole.numel() == 1 and float(whole):
-        found.append(Hint("scale", f"the candidate is {float(judged) / float(whole):.6g} times the baseline", 0.7))
+        found.append(
+            Hint(
+                "scale",
+                f"the candidate is {float(judged) / float(whole):.6g} times the baseline",
+                0.7,
+                evidence="values",
+            )
+        )
     return (*found, *tensor_hints(whole.double(), judged, None))
 
 
@@ -97,15 +104,22 @@ def _of_sums(assembly: Assembly, site: str, whole: Tensor, error: float) -> Iter
     total = Assembly(assembly.parts, assembly.way, SUM, differ=True).whole(whole)
     if error_of(total, whole) <= EXPLAINED * error:
         text = f"the results of ranks {ranks} add up to the baseline: a reduction (all-reduce) is missing"
-        yield Hint("reduction", text, 0.95)
+        yield Hint("other", text, 0.95, evidence="reduction")
     elif _error_but_for_a_vector(total, whole) <= EXPLAINED * error:
         text = f"the results of ranks {ranks} add up to the baseline but for the same vector in every row"
-        yield Hint("reduction", f"{text}: a reduction (all-reduce) is missing, and each rank adds the bias", 0.9)
+        yield Hint(
+            "other",
+            f"{text}: a reduction (all-reduce) is missing, and each rank adds the bias",
+            0.9,
+            evidence="reduction",
+        )
     elif is_of_parameter(site):
         mean = Assembly(assembly.parts, assembly.way, MEAN, differ=True).whole(whole)
         if error_of(mean, whole) <= EXPLAINED * error:
             text = f"those of ranks {ranks} average to the baseline: they are never averaged, or after the backward"
-            yield Hint("reduction", f"{text}; with optimizer=... what is made of them is recorded, too", 0.95)
+            yield Hint(
+                "other", f"{text}; with optimizer=... what is made of them is recorded, too", 0.95, evidence="reduction"
+            )
 
 
 def _of_doubled(assembly: Assembly, site: str, judged: Tensor, whole: Tensor, error: float) -> Iterator[Hint]:
@@ -120,7 +134,9 @@ def _of_doubled(assembly: Assembly, site: str, judged: Tensor, whole: Tensor, er
         return
     is_all = error_of(judged.double(), factor * whole.double()) <= EXPLAINED * error
     but = "" if is_all else " but for the same vector in every row (a bias, added later)"
-    yield Hint("reduction", f"{factor} times the baseline{but}: is a reduction (all-reduce) done twice?", 0.9)
+    yield Hint(
+        "other", f"{factor} times the baseline{but}: is a reduction (all-reduce) done twice?", 0.9, evidence="reduction"
+    )
 
 
 def _of_updates(
@@ -135,7 +151,12 @@ def _of_updates(
     factor = float((difference * gradient.double()).sum()) / power
     if error_of(difference, factor * gradient.double()) <= EXPLAINED * error:
         text = f"the update is off by {factor:.3g} times the gradient: another learning rate"
-        yield Hint("average", f"{text}, or gradients of {num_groups} ranks are added up and not averaged", 0.8)
+        yield Hint(
+            "scale",
+            f"{text}, or gradients of {num_groups} ranks are added up and not averaged",
+            0.8,
+            evidence="average",
+        )
 
 
 def _of_twins(assembly: Assembly, whole: Tensor) -> Iterator[Hint]:
@@ -146,7 +167,7 @@ def _of_twins(assembly: Assembly, whole: Tensor) -> Iterator[Hint]:
         twins = [one for one in assembly.parts[:i] if torch.equal(one.tensor, part.tensor)]
         if twins and not torch.equal(part.tensor, assembly.place(i, whole)):
             text = f"ranks {_names(twins[0].ranks)} and {_names(part.ranks)} have the same"
-            yield Hint("order", f"{text}, and no rank has what the baseline has in that place", 0.9)
+            yield Hint("swapped", f"{text}, and no rank has what the baseline has in that place", 0.9, evidence="order")
             return
 
 
@@ -159,7 +180,7 @@ def _of_data(judged: Tensor, site: str, whole: Tensor, error: float, num_groups:
         (1 / num_groups, f"a {num_groups}th of the baseline: averaged over ranks whose losses are sums, not means"),
     ):
         if is_of_parameter(site) and error_of(judged / factor, whole) <= EXPLAINED * error:
-            yield Hint("average", text, 0.9)
+            yield Hint("scale", text, 0.9, evidence="average")
 
 
 def _of_unequal_rows(source: PutTogether, entry: Entry, whole: Tensor, error: float) -> Iterator[Hint]:
@@ -173,7 +194,7 @@ def _of_unequal_rows(source: PutTogether, entry: Entry, whole: Tensor, error: fl
     weighted = sum(part.tensor.double() * count for part, count in zip(parts, counts, strict=True)) / sum(counts)
     if isinstance(weighted, Tensor) and error_of(weighted.to(whole.dtype), whole) <= EXPLAINED * error:
         text = f"ranks {_names(assembly.ranks)} have {_names(counts)} rows, and theirs are means over these"
-        yield Hint("average", f"{text}: the baseline is the mean weighted by the rows", 0.9)
+        yield Hint("scale", f"{text}: the baseline is the mean weighted by the rows", 0.9, evidence="average")
 
 
 def _of_order(assembly: Assembly, whole: Tensor, error: float) -> Iterator[Hint]:
@@ -202,9 +223,9 @@ def _of_order(assembly: Assembly, whole: Tensor, error: float) -> Iterator[Hint]
             agrees = f"with the part of rank {swaps} they agree"
         if is_centered:
             text = "but for one vector in every row: shards of the weight are exchanged, those of the bias are not"
-            yield Hint("order", f"{agrees} {text}", 0.9)
+            yield Hint("swapped", f"{agrees} {text}", 0.9, evidence="order")
         else:
-            yield Hint("order", f"{agrees}: shards are exchanged", 0.95)
+            yield Hint("swapped", f"{agrees}: shards are exchanged", 0.95, evidence="order")
         return
 
 
@@ -222,7 +243,7 @@ def _of_gathered(assembly: Assembly, judged: Tensor, whole: Tensor, error: float
         if sorted(order.tolist()) == list(range(count)) and error_of(ours[order], theirs) <= EXPLAINED * error:
             named = ", ".join(map(str, order.tolist()[:_MAX_NAMED]))
             text = f"the {count} parts along dimension {dim} agree in the order {named}"
-            yield Hint("order", f"{text}: they are gathered in another order", 0.95)
+            yield Hint("swapped", f"{text}: they are gathered in another order", 0.95, evidence="order")
             return
 
 
@@ -234,7 +255,7 @@ def _of_ranks(source: PutTogether, entry: Entry, whole: Tensor, error: float) ->
             text = f"wrong in the part of rank {_names(wrong)}, right in those of the others"
         else:
             text = f"wrong in rank {_names(wrong)}, right in the others"
-        yield Hint("rank", text, 0.9)
+        yield Hint("other", text, 0.9, evidence="rank")
 
 
 def _centered(x: Tensor) -> Tensor:

@@ -47,7 +47,9 @@ def rank_and_hints(
         return match.baseline.rank, ()
     if len(wrong) < len(there):
         named = ", ".join(str(pairs[i].rank) for i in wrong)
-        return match.baseline.rank, (Hint("rank", f"wrong in rank {named}, right in the others", 0.9),)
+        return match.baseline.rank, (
+            Hint("other", f"wrong in rank {named}, right in the others", 0.9, evidence="rank"),
+        )
     baselines = [left.tensor(judged[i].baseline) for i in there]
     if not all(torch.equal(baselines[0], other) for other in baselines[1:]):
         return None, ()
@@ -67,7 +69,7 @@ def of_parts(side: PutTogether, entry: Entry, whole: Tensor) -> tuple[int | None
     if absent and side.tensor(entry).shape != whole.shape:
         named, around = ", ".join(map(str, absent)), _around(entry.site)
         text = f"rank {named} has none, though it ran {around}: a call was left out there"
-        return absent[0] if len(absent) == 1 else None, (Hint("rank", text, 0.9),)
+        return absent[0] if len(absent) == 1 else None, (Hint("other", text, 0.9, evidence="rank"),)
     ranks = side.ranks_of(entry.step, entry.site)
     wrong = wrong_ranks(side, entry, whole) or (ranks if len(ranks) == 1 else ())
     rank = next(iter(wrong), None)
@@ -89,7 +91,9 @@ def _without_update(side: PutTogether, entry: Entry, rank: int | None) -> tuple[
         return ()
     step, there = min(steps.items())
     named = ", ".join(map(str, there))
-    return (Hint("rank", f"rank {rank} updated no parameters in step {step}, rank {named} did", 0.95),)
+    return (
+        Hint("other", f"rank {rank} updated no parameters in step {step}, rank {named} did", 0.95, evidence="rank"),
+    )
 
 
 def _absent(side: PutTogether, entry: Entry) -> list[int]:

@@ -81,5 +81,5 @@ def _note(score: Score, node: str, suspects: Sequence[str], own: dict[str, str],
     if len(suspects) > 1:
         named = ", ".join(own.get(suspect, suspect) for suspect in suspects[:5])
         text = f"{num_builds} builds: one of {len(suspects)} ops made it wrong: {named}"
-    hints = (Hint("bisection", text, 1.0), *divergence.hints)
+    hints = (Hint("other", text, 1.0, evidence="bisection"), *divergence.hints)
     score.divergences[node] = dataclasses.replace(divergence, hints=hints)

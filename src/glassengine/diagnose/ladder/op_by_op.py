@@ -124,7 +124,9 @@ def explain(engine: Score, alone: Score) -> None:
         if verdict is None:
             continue
         op = op_name(alone.program.node(node))
-        hint = Hint("fusion", f"{op} compiled alone is right: it takes its neighbors to go wrong", 0.9)
+        hint = Hint(
+            "other", f"{op} compiled alone is right: it takes its neighbors to go wrong", 0.9, evidence="fusion"
+        )
         if verdict in FLAGGED:
-            hint = Hint("kernel", f"{op} compiled alone is {verdict} as well", 0.9)
+            hint = Hint("other", f"{op} compiled alone is {verdict} as well", 0.9, evidence="kernel")
         engine.divergences[node] = dataclasses.replace(found, hints=(hint, *found.hints))

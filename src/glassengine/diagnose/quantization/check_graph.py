@@ -167,7 +167,7 @@ def _pair(op: Op) -> Pair:
 
 def _divergence(program: Program, op: Op) -> Divergence:
     assert op.worst is not None
-    hints = () if op.worst.reason is None else (Hint("quantization", op.worst.reason, 0.8),)
+    hints = () if op.worst.reason is None else (Hint("other", op.worst.reason, 0.8, evidence="quantization"),)
     sites = program.sites.by_node.get(op.node.name)
     found = op.worst
     return Divergence(

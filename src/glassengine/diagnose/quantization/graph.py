@@ -246,7 +246,7 @@ def _bias(baseline: Tensor, own: Tensor, step: Tensor) -> WeightError:
     """Judge a weight of one dimension: too few numbers to tell more than whether they are within their steps."""
     steps = (own - baseline) / step
     rms = float(steps.square().mean().sqrt())
-    hint = Hint("not its values", f"it is {rms:.3g} steps (rms) from the baseline's", 0.7)
+    hint = Hint("other", f"it is {rms:.3g} steps (rms) from the baseline's", 0.7, evidence="not its values")
     snr = decibels(_ratio((own - baseline).square(), baseline.square()))
     return WeightError(snr, rms, float(steps.abs().max()), 1, (hint,) if rms > MOST_RMS else ())
 
@@ -255,7 +255,7 @@ def _unquantized(baseline: Tensor, own: Tensor) -> WeightError | None:
     """Return what is wrong with a weight that the file keeps as floats; None where it is the baseline's."""
     if torch.allclose(own.float(), baseline.float(), 1e-3, 1e-5):
         return None
-    hint = Hint("another weight", "it is not quantized, and is not the baseline's", 1.0)
+    hint = Hint("swapped", "it is not quantized, and is not the baseline's", 1.0, evidence="another weight")
     return WeightError(0.0, math.inf, None, 1, (hint,))
 
 

@@ -93,7 +93,7 @@ def _not_explained(found: Comparison, apart: float, cost: float) -> Comparison:
     results = tuple(dataclasses.replace(one, verdict="wrong", reason=text) for one in found.results)
     name = found.results[0].name if found.results else "output"
     site = f".:out.{name}"
-    hint = Hint("not its weights", text, 0.9)
+    hint = Hint("other", text, 0.9, evidence="not its weights")
     origin = Divergence(RUNG, 0, site, None, site, None, "wrong", None, None, None, None, (hint,))
     (rung,) = found.rungs
     return dataclasses.replace(

@@ -63,7 +63,7 @@ def _verdict(weight: Weight) -> Verdict:
         return "identical" if weight.error.rms_steps == 0 else "rounding"
     # Far from its values and yet no worse at its output than rounding: what compensates errors may go that far.
     over = _over(weight)
-    is_vague = weight.error.mistakes[0].kind == "not its values" and weight.error.rms_steps < 4
+    is_vague = weight.error.mistakes[0].evidence == "not its values" and weight.error.rms_steps < 4
     return "suspicious" if is_vague and over is not None and over < 2 else "wrong"
 
 
@@ -97,7 +97,9 @@ def concluded(
     ]
     text = "it is not quantized, and is not the baseline's"
     pairs += [_pair(name, "wrong", None, text) for name in found.different]
-    origins += [_divergence(name, "wrong", (Hint("another weight", text, 1.0),)) for name in found.different]
+    origins += [
+        _divergence(name, "wrong", (Hint("swapped", text, 1.0, evidence="another weight"),)) for name in found.different
+    ]
     known = {pair.site for pair in pairs}
     pairs += [_pair(name, "identical", None, None) for name in both if _site(name) not in known]
     pairs.sort(key=lambda pair: order[pair.site.removesuffix(":param")])

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from glassengine.results import Divergence, Hint
+from glassengine.results import Divergence, Hint, Kind
 from glassengine.serving.protocol import Setting
 
 _DEPTH = 8
@@ -22,7 +22,7 @@ class _Literal:
     op: str
     place: int
     name: str
-    kind: str
+    kind: Kind
     is_float: bool = True
 
 
@@ -69,12 +69,17 @@ def _hints(one: Divergence, graph: Mapping[str, Any], config: Any, settings: Seq
             known = expected[literal.name]
             if all(abs(number - value) > _SAME * max(abs(number), abs(value)) for value in known):
                 what = " or ".join(f"{value:.6g}" for value in known)
-                yield Hint(literal.kind, f"{literal.name} is {number:.6g} in {site}, in the checkpoint {what}", 1.0)
+                yield Hint(
+                    literal.kind,
+                    f"{literal.name} is {number:.6g} in {site}, in the checkpoint {what}",
+                    1.0,
+                    evidence="argument",
+                )
     kinds = {_KIND.get(site.rpartition("/")[2].partition(".")[0]) for site in near} - {None}
     for setting in settings:
         if setting.differs and setting.kind in kinds:
             text = f"{setting.name} is {setting.found:.6g}, in the checkpoint {setting.expected:.6g}"
-            yield Hint(setting.kind, text, 0.9)
+            yield Hint(setting.kind, text, 0.9, evidence="argument")
 
 
 _KIND = {"rope": "position", "rms_norm": "eps", "norm": "eps", "soft_max": "mask", "flash_attn_ext": "mask"}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from glassengine.judge.hypotheses.mistakes.weights_read import relation
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.quantization.weight_error import judge_weight
-from glassengine.results import Divergence, Hint, Pair, Rung, Skipped, Verdict, WeightsComparison, worst
+from glassengine.results import Divergence, Hint, Kind, Pair, Rung, Skipped, Verdict, WeightsComparison, worst
 from glassengine.serving.protocol import ServedWeight
 
 RUNG = "weights"
@@ -147,18 +148,22 @@ def _judge(
     heads: Mapping[str, int | None],
 ) -> JudgedWeight:
     if served.value is None:
-        kind = "bias missing" if parameter.dim() == 1 else "other"
+        kind: Kind = "bias missing" if parameter.dim() == 1 else "other"
         if not bool(parameter.any()):
             return JudgedWeight(name, served, "identical")  # nothing is added, nothing is missing
-        return JudgedWeight(name, served, "wrong", None, (Hint(kind, f"{name}: {served.reason}", 1.0),))
+        return JudgedWeight(
+            name, served, "wrong", None, (Hint(kind, f"{name}: {served.reason}", 1.0, evidence="weights"),)
+        )
     if served.value.shape == parameter.shape and not bool(served.value.isfinite().all()):
-        return JudgedWeight(name, served, "wrong", None, (Hint("not a number", f"{name} has NaN or infinity", 1.0),))
+        return JudgedWeight(
+            name, served, "wrong", None, (Hint("other", f"{name} has NaN or infinity", 1.0, evidence="not a number"),)
+        )
     verdict, rms, hints = _within(parameter, served, served.value, served.step, others, name)
     if verdict != "wrong":
         return JudgedWeight(name, served, verdict, rms)
     if served.tied:
         text = f"tied head: the file has no tensor for {name}, and {served.stored[0]} is read, which is another"
-        return JudgedWeight(name, served, "wrong", rms, (Hint("tied", text, 1.0),))
+        return JudgedWeight(name, served, "wrong", rms, (Hint("swapped", text, 1.0, evidence="tied"),))
     known = next(_mistakes(name, parameter, served, others, heads), None)
     return JudgedWeight(name, served, "wrong", rms, (known,) if known is not None else hints)
 
@@ -174,7 +179,7 @@ def _within(
     """Return the verdict of `value` as the parameter, its error in steps, and what is known of a mistake."""
     if value.shape != parameter.shape:
         text = f"{name} has the shape {list(value.shape)}, in the checkpoint {list(parameter.shape)}"
-        return "wrong", None, (Hint("other", text, 0.9),)
+        return "wrong", None, (Hint("other", text, 0.9, evidence="weights"),)
     if step is None or parameter.dim() < _LEAST_DIMS:
         if torch.equal(value, parameter):
             return "identical", None, ()
@@ -186,9 +191,9 @@ def _within(
         if bool(((value - parameter).abs() <= room).all()):
             return "rounding", None, ()
         kind, how = relation(name, name, parameter.double(), value.double(), _like(parameter, others))
-        return "wrong", None, (Hint(kind, how, 1.0 if kind != "other" else 0.6),)
+        return "wrong", None, (Hint(kind, how, 1.0 if kind != "other" else 0.6, evidence="weights"),)
     found = judge_weight(parameter, value, step, {key: one.float() for key, one in _like(parameter, others).items()})
-    hints = tuple(Hint(hint.kind, f"{name}: {hint.text}", hint.score) for hint in found.mistakes)
+    hints = tuple(replace(hint, text=f"{name}: {hint.text}") for hint in found.mistakes)
     return ("wrong" if found.mistakes else "rounding"), found.rms_steps, hints
 
 
@@ -214,15 +219,15 @@ def _mistakes(
         step = None if served.step is None else served.step if kind in ("offset", "dtype") else change(served.step)
         about = replace(served, room=served.room + 2.0**-21) if kind == "offset" else served
         if _within(parameter, about, value, step, {}, name)[0] != "wrong":
-            yield Hint("scale" if kind == "offset" else kind, f"{name}: {text}", 1.0)
+            yield Hint("scale" if kind == "offset" else kind, f"{name}: {text}", 1.0, evidence="weights", proven=True)
     for other, tensor in _like(parameter, others).items():
         if _within(tensor.float(), served, served.value, served.step, {}, other)[0] != "wrong":
-            yield Hint("swapped", f"{name} holds {other}", 1.0)
+            yield Hint("swapped", f"{name} holds {other}", 1.0, evidence="weights", proven=True)
 
 
 def _changes(
     parameter: Tensor, value: Tensor, types: Sequence[str], heads: Mapping[str, int | None]
-) -> Iterator[tuple[str, str, _Change]]:
+) -> Iterator[tuple[Kind | Literal["offset"], str, _Change]]:
     """Yield (kind, words, what undoes it) for what conversions typically get wrong."""
     if parameter.dim() == 1:
         yield "offset", "the 1 of the norm was not added", lambda x: x + 1
@@ -257,7 +262,9 @@ def _changes(
         yield "dtype", "its bytes are float16, called BF16", lambda x: x.bfloat16().view(torch.float16).float()
 
 
-def _fused(parameter: Tensor, heads: Mapping[str, int | None]) -> Iterator[tuple[str, str, _Change]]:
+def _fused(
+    parameter: Tensor, heads: Mapping[str, int | None]
+) -> Iterator[tuple[Kind | Literal["offset"], str, _Change]]:
     q, k = heads.get("q_width") or 0, heads.get("kv_width") or 0
     if not q or not k or parameter.shape[0] != q + 2 * k:
         return

@@ -213,7 +213,9 @@ def _judge_gradients(
     if not own:
         # The ops are all right as they were traced: what ran instead of them (a compiler's kernels) is not.
         for d in sorted(run.divergences.values(), key=lambda d: order[d.node or ""]):
-            hint = Hint("compiled", "every op is right when it is run by itself: the run itself is not", 0.5)
+            hint = Hint(
+                "other", "every op is right when it is run by itself: the run itself is not", 0.5, evidence="compiled"
+            )
             if d.candidate_site not in known:
                 found.origins.append(replace(d, step=number, site=d.candidate_site, hints=(hint, *d.hints)))
     wanted = float_nodes(program, ("op",))

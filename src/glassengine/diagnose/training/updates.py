@@ -56,7 +56,7 @@ def judge_updates(found: Found, baseline: nn.Module, steps: Sequence[StepTaken],
             found.pairs.append(replace(pair, noise_ratio=judgement.noise_ratio, reason=judgement.reason))
             if judgement.verdict in FLAGGED and site not in flagged:
                 flagged.add(site)
-                guesses = () if hint is None else (Hint("argument", hint, 1.0),)
+                guesses = () if hint is None else (Hint("other", hint, 1.0, evidence="argument"),)
                 found.origins.append(
                     Divergence(
                         rung="update",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -11,20 +14,29 @@ from torch.fx import Node
 from glassengine.judge.graphs.between import passes_on
 from glassengine.judge.hypotheses.mistakes.arguments import as_theirs, same_op, usual
 from glassengine.judge.hypotheses.mistakes.catalog import FAMILIES, Family
+from glassengine.judge.hypotheses.mistakes.constants import origin_of, sizes_of
 from glassengine.judge.hypotheses.mistakes.layouts import reshaped
-from glassengine.judge.hypotheses.mistakes.operations import other_ops
+from glassengine.judge.hypotheses.mistakes.masks import of_attention
+from glassengine.judge.hypotheses.mistakes.operands import exchanged, left_out
+from glassengine.judge.hypotheses.mistakes.operations import activations, other_ops
 from glassengine.judge.hypotheses.mistakes.weights_read import weights
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import Edit, OutOfWork
+from glassengine.judge.hypotheses.trials.trial import OutOfWork
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
-from glassengine.results import Hint
+from glassengine.results import TRIED, Altered, Hint, Kind
 
 _log = logging.getLogger(__name__)
 
 _EVERYWHERE = 0.9
 """Score of one mistake in several places of a region."""
+_TOGETHER = 0.85
+"""Score of two mistakes at once."""
+_NEAR = 0.7
+"""The first of two mistakes leaves no more than this share of the error."""
+_MOST_FIRST = 3
+_OF_TWO: tuple[Family, ...] = (same_op, weights, as_theirs, of_attention, left_out, exchanged, activations, usual)
 _DIFFERS = 0.5
 """Score of what differs, and changes the result, but is not all of it."""
 
@@ -42,8 +54,14 @@ def differences(question: Question) -> list[Hint]:
                     continue  # sizes and orders of axes are spelled in many ways
                 if not all(_goes_on_alike(question, node) for node in hypothesis.edits):
                     continue  # other numbers belong to other ops after them: tanh(x) is 2 sigmoid(2 x) - 1
-                if question.differs(question.trial.changed(hypothesis.edits)):
-                    found.append(Hint(hypothesis.kind, hypothesis.text, _DIFFERS))
+                made = question.trial.changed(hypothesis.edits)
+                if question.differs(made):
+                    left = None if made is None else question.unexplained(made)
+                    change = change_of(question, hypothesis)
+                    evidence = "argument" if family is same_op else "weights"
+                    found.append(
+                        Hint(hypothesis.kind, hypothesis.text, _DIFFERS, evidence, change=change, unexplained=left)
+                    )
     except OutOfWork:
         pass
     return found
@@ -74,18 +92,94 @@ def explain(question: Question) -> list[Hint]:
 @torch.no_grad()
 def explanation(question: Question) -> tuple[Hint, Hypothesis] | None:
     """Return the same, and the mistake itself, which knows where it was made; None where nothing fits."""
+    near: list[tuple[float, Hypothesis]] = []
     try:
-        for score, family in FAMILIES:
-            for hypothesis in _fitting(family, question):
-                if question.explains(question.trial.changed(hypothesis.edits)):
-                    return Hint(hypothesis.kind, hypothesis.text, score), hypothesis
-        for family in (as_theirs, usual, other_ops, reshaped):
-            for hypothesis in _everywhere(_fitting(family, question)):
-                if question.explains(question.trial.changed(hypothesis.edits)):
-                    return Hint(hypothesis.kind, hypothesis.text, _EVERYWHERE), hypothesis
+        for score, hypothesis in _every(question):
+            found = _explained(question, hypothesis, score, near)
+            if found is not None:
+                return found, hypothesis
+        return _of_two(question, near)
     except OutOfWork:
-        pass
+        return None
+
+
+def _every(question: Question) -> Iterator[tuple[float, Hypothesis]]:
+    for score, family in FAMILIES:
+        for hypothesis in _fitting(family, question):
+            yield score, hypothesis
+    for family in (as_theirs, usual, other_ops, reshaped):
+        for hypothesis in _everywhere(_fitting(family, question)):
+            yield _EVERYWHERE, hypothesis
+
+
+def _explained(
+    question: Question, hypothesis: Hypothesis, score: float, near: list[tuple[float, Hypothesis]] | None = None
+) -> Hint | None:
+    """Return the hint of a mistake that makes what the candidate made; None where it does not, perhaps nearly."""
+    made = question.trial.changed(hypothesis.edits)
+    distance = question.left(made)
+    if made is None or not question.explains(made, distance):
+        if near is not None and distance < _NEAR * question.of_right < math.inf:
+            near.append((distance / question.of_right, hypothesis))
+        return None
+    change = change_of(question, hypothesis)
+    text = hypothesis.text if change.origin is None else f"{hypothesis.text} ({change.origin})"
+    left, proven = question.unexplained(made), question.proves(made)
+    return Hint(hypothesis.kind, text, score, proven=proven, change=change, unexplained=left)
+
+
+def _of_two(question: Question, near: list[tuple[float, Hypothesis]]) -> tuple[Hint, Hypothesis] | None:
+    """Return two mistakes that together make what the candidate made: one that leaves less, and another after it.
+
+    More pairs fit by chance than single mistakes do, so that only a proof counts.
+    """
+    for share, first in sorted(near, key=lambda item: item[0])[:_MOST_FIRST]:
+        trial = question.trial.after(first.edits)
+        if trial is None:
+            continue
+        rest = dataclasses.replace(question, trial=trial)
+        for family in _OF_TWO:
+            for second in _fitting(family, rest):
+                if second.edits.keys() & first.edits.keys():
+                    continue
+                hint = _explained(rest, second, _TOGETHER)
+                if hint is None or not hint.proven:
+                    continue
+                both = dataclasses.replace(
+                    first, text=f"{first.text}; and {hint.text}", edits={**first.edits, **second.edits}
+                )
+                left = share * (hint.unexplained or 0.0)
+                change = change_of(question, both)
+                found = dataclasses.replace(
+                    hint, kind=first.kind, text=both.text, change=change, unexplained=left, evidence=TRIED
+                )
+                return found, both
     return None
+
+
+def change_of(question: Question, hypothesis: Hypothesis) -> Altered:
+    """Return what a mistake changes in the baseline, by the names that people know."""
+    here, there = hypothesis.values or (None, None)
+    origin = None
+    if isinstance(there, float) and hypothesis.kind in ("scale", "other"):
+        origin = origin_of(there, sizes_of(question))
+    edited = list(hypothesis.edits)
+    return Altered(
+        ops=tuple(question.label(node) for node in edited if node.op != "placeholder"),
+        operands=tuple(question.label(node) for node in edited if node.op == "placeholder"),
+        argument=hypothesis.argument,
+        baseline=_plain(here),
+        candidate=_plain(there),
+        axis=hypothesis.axis,
+        origin=origin,
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Return a literal as JSON knows it."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
 def _fitting(family: Family, question: Question) -> Iterator[Hypothesis]:
@@ -98,9 +192,10 @@ def _fitting(family: Family, question: Question) -> Iterator[Hypothesis]:
 
 def _everywhere(hypotheses: Iterable[Hypothesis]) -> Iterator[Hypothesis]:
     """Yield one mistake in all places of a region at once, where there are several: two norms, three convolutions."""
-    alike: dict[tuple[str, str], dict[Node, Edit]] = {}
+    alike: dict[tuple[Kind, str], list[Hypothesis]] = {}
     for hypothesis in hypotheses:
-        alike.setdefault((hypothesis.kind, hypothesis.text), {}).update(hypothesis.edits)
-    for (kind, text), edits in alike.items():
+        alike.setdefault((hypothesis.kind, hypothesis.text), []).append(hypothesis)
+    for (_, text), several in alike.items():
+        edits = {node: edit for one in several for node, edit in one.edits.items()}
         if len(edits) > 1:
-            yield Hypothesis(kind, f"{text}, in {len(edits)} places", edits)
+            yield dataclasses.replace(several[0], text=f"{text}, in {len(edits)} places", edits=edits)

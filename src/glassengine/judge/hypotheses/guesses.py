@@ -59,7 +59,7 @@ class Guesses:
             self._num_asked += 1
             inside = asked.inside(node)
             if inside is not None:
-                return [Hint("inside", inside.text, 1.0)]
+                return [Hint("other", inside.text, 1.0, evidence="inside")]
             found = asked.hints(node, tensor, reference.valid)
             self.place = next(iter(self._program.sites.by_node.get(asked.place or "", ())), None)
             found = found or asked.differences(node, tensor, reference.valid)

@@ -25,7 +25,7 @@ from glassengine.program.parallel.placements import Placement, Shard, shard_of, 
 from glassengine.program.parallel.ranks import Layout
 from glassengine.program.parallel.stages import HANDED
 from glassengine.program.representation.program import Program
-from glassengine.results import Hint
+from glassengine.results import Hint, Kind
 
 _FAR = 1e-3
 """Share of its size by which a part that a mistake was made in differs at least; rounding is far below."""
@@ -203,20 +203,24 @@ class RanksSide(ProgramSide):
             for turn in range(1, ranks):
                 turned = [parts[(place + turn) % ranks] for place in range(ranks)]
                 if not _differs(whole_of(turned, cut), expected):
-                    yield Hint("swapped", "ranks have parts of each other", 1.0)
+                    yield Hint("swapped", "ranks have parts of each other", 1.0, proven=True)
             return
         if not _differs(torch.stack(list(parts)).sum(0), expected):
-            yield Hint("all-reduce missing", "each rank has its own term: their sum is what is expected", 1.0)
+            yield _said("other", "all-reduce missing", "each rank has its own term: their sum is what is expected")
         for times in {ranks, ranks * ranks}:
             if not _differs(parts[0] / times, expected):
-                yield Hint("all-reduce doubled", f"{times} times what is expected", 1.0)
+                yield _said("scale", "all-reduce doubled", f"{times} times what is expected")
         weights = self.program.weights()
         for item in node.all_input_nodes:
             bias = weights.get(self.counterparts.get(item.name, item.name))
             if bias is None or bias.dim() != 1 or bias.shape[-1] != expected.shape[-1]:
                 continue
             if not _differs(parts[0] - (ranks - 1) * bias, expected):
-                yield Hint("bias repeated", "the bias is added on each rank: as often as there are ranks", 1.0)
+                yield _said("scale", "bias repeated", "the bias is added on each rank: as often as there are ranks")
+
+
+def _said(kind: Kind, evidence: str, text: str) -> Hint:
+    return Hint(kind, text, 1.0, evidence, proven=True)
 
 
 def _empty(program: Program, named: Mapping[str, Tensor]) -> dict[str, Tensor]:

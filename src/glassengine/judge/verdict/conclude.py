@@ -14,6 +14,7 @@ from glassengine.judge.graphs.between import origin_of
 from glassengine.judge.replay.replay import covered
 from glassengine.judge.sides.countable import float_nodes
 from glassengine.judge.sides.protocol import Level, Place
+from glassengine.judge.verdict.corrected import with_lines
 from glassengine.judge.verdict.drift import table
 from glassengine.judge.verdict.fineness import coverage, fineness, region_nodes
 from glassengine.judge.verdict.not_judged import not_judged
@@ -90,7 +91,7 @@ def conclude(
         found = sorted(soft.divergences[score.side.rung], key=lambda d: (d.step, order[d.node or ""]))
         found = [_with_observer_effect(divergence, verdicts) for divergence in found]
         found = [_with_ops_left_out(score, program, divergence) for divergence in found]
-        found = [as_written(score, program, divergence) for divergence in found]
+        found = [with_lines(as_written(score, program, divergence)) for divergence in found]
         origins += found
         rungs.append(_rung(score, program, found, severity.get(score.side.rung), verdicts[score.side.rung]))
     origins = grouped(origins, program)
@@ -215,7 +216,10 @@ def _with_observer_effect(divergence: Divergence, verdicts: Mapping[str, str]) -
         return divergence
     which = "with" if with_outputs else "without"
     text = f"only the engine {which} debug outputs is wrong: adding outputs changes the answer"
-    return dataclasses.replace(divergence, hints=(Hint("observer", text, 1.0), *divergence.hints))
+    hint = Hint("other", text, 1.0, evidence="observer")
+    proven = [known for known in divergence.hints if known.proven]
+    others = [known for known in divergence.hints if not known.proven]
+    return dataclasses.replace(divergence, hints=(*proven, hint, *others))
 
 
 def _with_ops_left_out(score: Score, program: Program, divergence: Divergence) -> Divergence:
@@ -224,17 +228,20 @@ def _with_ops_left_out(score: Score, program: Program, divergence: Divergence) -
     if found is None:
         return divergence
     is_explained = any(hint.score >= _EXPLAINS for hint in divergence.hints)
+    hint = Hint(found.kind, found.text, 1.0 if found.is_one_sided else 0.6, evidence="ops")
     if found.is_one_sided:
         # The two ops are not counterparts then, and how they are written is no evidence.
         others = tuple(hint for hint in divergence.hints if hint.score >= _EXPLAINS)
-        divergence = dataclasses.replace(divergence, hints=(Hint("other", found.text, 1.0), *others))
+        is_known = any(other.proven and other.kind != "other" for other in others)
+        hints = (*others, hint) if is_known else (hint, *others)
+        divergence = dataclasses.replace(divergence, hints=hints)
         # None of these ops is there, and the region is named by its end.
         own = program.sites.by_node.get(divergence.node or "", ())
         if own and divergence.site not in {site.name for site in own}:
             divergence = dataclasses.replace(divergence, site=own[0].name, source=own[0].source)
         return divergence
     # A right port may have other ops as well: they are no evidence if the mistake is known.
-    hints = divergence.hints if is_explained else (Hint("other", found.text, 0.6), *divergence.hints)
+    hints = divergence.hints if is_explained else (hint, *divergence.hints)
     return dataclasses.replace(divergence, hints=hints)
 
 

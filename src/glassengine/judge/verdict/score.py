@@ -332,6 +332,6 @@ class Score:
             bound_ratio=judgement.bound_ratio,
             introduced=judgement.rms_error,
             inherited=judged.inherited,
-            hints=tuple(sorted([*more, *hints], key=lambda hint: -hint.score)),
+            hints=tuple(sorted([*more, *hints], key=lambda hint: (-hint.proven, -hint.score))),
             rank=rank,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -11,10 +11,11 @@ from torch.fx import Node
 from glassengine.judge.graphs.between import origin_of, passes_on, region_of
 from glassengine.judge.hypotheses.trials.hypothesis import literals_of, shown
 from glassengine.judge.sides.protocol import Side
-from glassengine.ops.traits import traits_of
+from glassengine.ops.traits import named, traits_of
 from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.outputs import weight_only_nodes
 from glassengine.program.representation.program import Program
+from glassengine.results import Kind
 
 _MOST_ONE_SIDED = 4
 _MOST = 8
@@ -53,10 +54,17 @@ def _telling(ours: Node, theirs: Node) -> str | None:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Which ops only one side has; `is_one_sided` where the other one has all the rest of them, and nothing else."""
+    """Which ops only one side has.
+
+    Attributes:
+        text: Which, in words.
+        is_one_sided: Whether the other side has all the rest of them, and nothing else.
+        kind: Of mistake that it is to leave these out, or to have them.
+    """
 
     text: str
     is_one_sided: bool
+    kind: Kind
 
 
 def left_out(baseline: Program, side: Side, name: str) -> LeftOut | None:
@@ -89,7 +97,7 @@ def left_out(baseline: Program, side: Side, name: str) -> LeftOut | None:
     is_one_sided = not (missing and more)
     if is_one_sided and sum((missing or more).values()) > _MOST_ONE_SIDED:
         return None  # two tensors that have little to do with each other
-    return LeftOut(text, is_one_sided)
+    return LeftOut(text, is_one_sided, _kind(missing or more) if is_one_sided else "other")
 
 
 def _is_another(
@@ -107,6 +115,18 @@ def _is_another(
         above.update(source.name for source in sources)
         waiting += sources
     return not any(partners[end.name] in above for end in ends)
+
+
+def _kind(ops: Iterable[str]) -> Kind:
+    """Return the kind of mistake that it is to leave out, or to have, some ops by name."""
+    names = set(ops)
+    if names and all(named(name).kind == "activation" for name in names):
+        return "activation"
+    if names and all(named(name).kind == "factor" for name in names):
+        return "scale"
+    if names and all(name.startswith("to ") for name in names):
+        return "dtype"
+    return "mask" if names & {"masked_fill", "where", "tril", "triu"} else "other"
 
 
 def _names(ops: Sequence[Node]) -> list[str]:

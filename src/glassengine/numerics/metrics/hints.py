@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from glassengine.results import Hint
+from glassengine.results import Altered, Hint
 
 _CLOSE = 0.02
 """A hypothesis explains an error when it leaves at most this fraction of it."""
@@ -29,11 +29,17 @@ def tensor_hints(baseline: torch.Tensor, candidate: torch.Tensor, valid: torch.T
     hints = []
     power = float(a.square().sum())
     factor = float((a * b).sum()) / power if power else 0.0
-    if float((b - factor * a).norm()) <= _CLOSE * error:
-        hints.append(Hint("scale", f"the candidate is {factor:.6g} times the baseline", 0.45))
+    left = float((b - factor * a).norm()) / error
+    if left <= _CLOSE:
+        text = f"the candidate is {factor:.6g} times the baseline"
+        change = Altered(argument="factor", baseline=1.0, candidate=factor)
+        hints.append(Hint("scale", text, 0.45, evidence="values", change=change, unexplained=left))
     offset = float((b - a).mean())
-    if float((b - a - offset).norm()) <= _CLOSE * error:
-        hints.append(Hint("other", f"the candidate is the baseline plus {offset:.6g}", 0.4))
+    left = float((b - a - offset).norm()) / error
+    if left <= _CLOSE:
+        text = f"the candidate is the baseline plus {offset:.6g}"
+        change = Altered(argument="offset", baseline=0.0, candidate=offset)
+        hints.append(Hint("other", text, 0.4, evidence="values", change=change, unexplained=left))
     hints += _concentrated(baseline, candidate, keep)
     return hints
 
@@ -49,6 +55,12 @@ def _concentrated(baseline: torch.Tensor, candidate: torch.Tensor, keep: torch.T
         index = int(shares.argmax())
         if float(shares[index]) >= (1 - _CLOSE) * total:
             return [
-                Hint("other", f"the error is in index {index} of axis {axis} (of {square.shape[axis]}) alone", 0.35)
+                Hint(
+                    "other",
+                    f"the error is in index {index} of axis {axis} (of {square.shape[axis]}) alone",
+                    0.35,
+                    evidence="values",
+                    change=Altered(axis=axis),
+                )
             ]
     return []

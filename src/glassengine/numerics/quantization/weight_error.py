@@ -92,7 +92,7 @@ def judge_weight(
     mistakes = mistakes or list(_whole(sums))
     rms = math.sqrt(sums.bounded / max(sums.num_quantized, 1))
     if not sums.is_finite:
-        mistakes = [Hint("not a number", "the quantized weight has NaN values", 1.0)]
+        mistakes = [Hint("other", "the quantized weight has NaN values", 1.0, evidence="not a number")]
         rms = math.inf
     elif sums.correlation < _WRONG or (mistakes and sums.correlation < _RIGHT):
         instead = _instead(b, c, others or {}, sums.correlation)
@@ -100,9 +100,11 @@ def judge_weight(
             mistakes = [instead]
         elif sums.correlation < _WRONG and groups.share < _WRONG:
             text = f"its correlation with the unquantized weight is {sums.correlation:.2g}"
-            mistakes = [Hint("not its values", f"{text}: another order, or another weight", 0.7)]
+            mistakes = [Hint("other", f"{text}: another order, or another weight", 0.7, evidence="not its values")]
     if not mistakes and rms > MOST_RMS:
-        mistakes = [Hint("not its values", f"it is {rms:.3g} steps (rms) from the unquantized weight", 0.5)]
+        mistakes = [
+            Hint("other", f"it is {rms:.3g} steps (rms) from the unquantized weight", 0.5, evidence="not its values")
+        ]
     power = float(sums.columns[0].sum())
     return WeightError(
         snr_db=10 * math.log10(power / sums.noise) if sums.noise > 0 and power > 0 else math.inf,
@@ -147,18 +149,23 @@ class _Groups:
             middle = float(slopes.median())
             where = f"{scaled} of {self.number} groups"
             if scaled > 1 and self._belong_elsewhere():
-                yield Hint("scales of other groups", f"{where} have the scale of another group", 0.9)
+                yield Hint(
+                    "swapped", f"{where} have the scale of another group", 0.9, evidence="scales of other groups"
+                )
             elif float((slopes / middle - 1).abs().median()) < MOST_SLOPE:
-                yield Hint("wrong scale", f"{where} are {middle:.3g} times what they should be", 0.9)
+                yield Hint("scale", f"{where} are {middle:.3g} times what they should be", 0.9, evidence="wrong scale")
             else:
                 yield Hint(
-                    "wrong scale", f"{where} are {float(slopes.min()):.3g} to {float(slopes.max()):.3g} times", 0.8
+                    "scale",
+                    f"{where} are {float(slopes.min()):.3g} to {float(slopes.max()):.3g} times",
+                    0.8,
+                    evidence="wrong scale",
                 )
         if moved:
             found = self.mean[self.moved & ~self.scaled]
             where = f"{moved} of {self.number} groups"
             text = f"{where} are moved by {float(found.median()):+.3g} steps: their zero is another"
-            yield Hint("wrong zero", text, 0.9)
+            yield Hint("other", text, 0.9, evidence="wrong zero")
 
     def _belong_elsewhere(self) -> bool:
         """Whether the scales that the groups should have are, as a collection, the scales that there are."""
@@ -183,14 +190,14 @@ def _inputs(columns: Tensor, number: int) -> Iterator[Hint]:
     if number >= LEAST_GROUP and scaled.any():
         found = slope[scaled]
         text = f"{len(found)} of {len(slope)} inputs are {float(found.min()):.3g} to {float(found.max()):.3g} times"
-        yield Hint("scaled inputs", text, 0.6)
+        yield Hint("scale", text, 0.6, evidence="scaled inputs")
 
 
 def _single(sums: Sums) -> Iterator[Hint]:
     far, number = sums.num_far, sums.num_inside
     if far and far < 0.01 * number and float(sums.sample.quantile(0.99)) < _NEAREST:
         text = f"{far} of {number} elements are up to {sums.largest:.3g} steps away, all others rounded"
-        yield Hint("single elements", text, 0.8)
+        yield Hint("other", text, 0.8, evidence="single elements")
 
 
 def _whole(sums: Sums) -> Iterator[Hint]:
@@ -200,7 +207,7 @@ def _whole(sums: Sums) -> Iterator[Hint]:
         return
     off = abs(bc / bb - 1)
     if sums.correlation > _RIGHT and off > max(_LEAST_FACTOR, _OF_ROUNDING * math.sqrt(rounding / bb)):
-        yield Hint("wrong scale", f"all of it is {bc / bb:.3g} times what it should be", 0.9)
+        yield Hint("scale", f"all of it is {bc / bb:.3g} times what it should be", 0.9, evidence="wrong scale")
 
 
 def _instead(b: Tensor, c: Tensor, others: Mapping[str, Tensor], correlation: float) -> Hint | None:
@@ -212,13 +219,13 @@ def _instead(b: Tensor, c: Tensor, others: Mapping[str, Tensor], correlation: fl
             index = torch.arange(small_c.shape[axis]).reshape(-1, 8)[:, list(order)].flatten()
             if index.numel() and _correlation(small_b, small_c.index_select(axis, index)) > _RIGHT:
                 text = f"eight neighboring {name} are in the order {order}: {cause}"
-                return Hint("packing order", text, 1.0)
+                return Hint("permuted", text, 1.0, evidence="packing order")
     if b.shape[0] == b.shape[1] and _correlation(small_b, c.T[:rows, :columns].double()) > _RIGHT:
-        return Hint("transposed", "it is the transposed weight", 1.0)
+        return Hint("transposed", "it is the transposed weight", 1.0, evidence="transposed")
     if correlation < -_RIGHT:
-        return Hint("sign", "it has the other sign", 1.0)
+        return Hint("scale", "it has the other sign", 1.0, evidence="sign")
     found = next((name for name, other in others.items() if _is_same(other, c)), None)
-    return None if found is None else Hint("another weight", f"it is the weight {found}", 1.0)
+    return None if found is None else Hint("swapped", f"it is the weight {found}", 1.0, evidence="another weight")
 
 
 def _is_same(other: Tensor, c: Tensor) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from glassengine.errors import UsageError
+from glassengine.results import Kind
 from glassengine.serving.alignment import Table, numbers_of, table_of
 from glassengine.serving.ggml.child import find_library, run_llama
 from glassengine.serving.ggml.file import GgufFile
@@ -89,7 +90,7 @@ def _settings(file: GgufFile, config: Any) -> Iterator[Setting]:
         ),
         None,
     )
-    known: dict[str, tuple[Any, str]] = {
+    known: dict[str, tuple[Any, Kind]] = {
         "block_count": (numbers["layers"], "other"),
         "embedding_length": (numbers["hidden"], "other"),
         "attention.head_count": (numbers["heads"], "other"),

@@ -49,4 +49,4 @@ def check(path: Path, name: str, of: Run) -> None:
         return
     assert found is not None and not result.ok
     assert (found.site, found.rank) == (of.site, of.blamed)
-    assert of.hint is None or found.hints[0].kind == of.hint
+    assert of.hint is None or found.hints[0].evidence == of.hint

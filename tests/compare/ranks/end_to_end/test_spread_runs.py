@@ -58,7 +58,7 @@ def test_some_layouts_against_others(few: Path) -> None:
     result = compare(few / "tp2", few / "cp2zigzag")
     assert (result.ok, result.coverage) == (True, 1.0)
     found = compare(few / "cp2zigzag", few / "double all-reduce").first_divergence
-    assert found is not None and (found.site, found.hints[0].kind) == ("layers.0.attn.o_proj", "reduction")
+    assert found is not None and (found.site, found.hints[0].evidence) == ("layers.0.attn.o_proj", "reduction")
 
 
 @pytest.mark.slow

@@ -15,10 +15,9 @@ from torch.nn import functional as F
 from glassengine.judge.graphs.cut import Piece
 from glassengine.judge.hypotheses.explain import explain
 from glassengine.judge.hypotheses.mistakes.catalog import FAMILIES
-from glassengine.judge.hypotheses.trials.hypothesis import KINDS
 from glassengine.judge.hypotheses.trials.question import Question, noise_of
 from glassengine.judge.hypotheses.trials.trial import Trial
-from glassengine.results import Hint
+from glassengine.results import KINDS, Hint
 
 Function = Callable[..., Tensor]
 

@@ -10,6 +10,7 @@ from glassengine.judge.hypotheses.trials.hypothesis import Literal, shown
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.ops.traits import named, traits_of
 from glassengine.program.representation.naming import op_name
+from glassengine.results import Kind
 
 _MASKS = frozenset({"is_causal", "diagonal"})
 
@@ -51,7 +52,7 @@ def name_of(question: Question, literal: Literal) -> str:
     return literal.name
 
 
-def kind_of(question: Question, literal: Literal) -> str:
+def kind_of(question: Question, literal: Literal) -> Kind:
     """Return the kind of the mistake that this argument is wrong."""
     if is_epsilon(question, literal):
         return "eps"

@@ -30,6 +30,7 @@ from glassengine.judge.hypotheses.trials.trial import Call, Edit
 from glassengine.numerics.float64 import retarget
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
+from glassengine.results import Kind
 
 _SKIPPED = frozenset(
     {"layout", "device", "pin_memory", "memory_format", "dtype", "dropout_p", "train", "training", "momentum"}
@@ -69,7 +70,8 @@ def same_op(question: Question) -> Iterator[Hypothesis]:
         )
         several = f"{op_name(node)}: {text} in the candidate"
         text = text_of(question, *differing[0]) if len(differing) == 1 else several
-        yield Hypothesis(kind_of(question, differing[0][0]), text, {node: edit})
+        first, value = differing[0]
+        yield Hypothesis(kind_of(question, first), text, {node: edit}, name_of(question, first), (first.value, value))
 
 
 def _in_its_place(question: Question, node: Node) -> Node | None:
@@ -101,7 +103,7 @@ def another_op(question: Question) -> Iterator[Hypothesis]:
         for node in reversed(question.trial.ops):
             tensors = [source for _, source in tensors_of(question.trial, node)]
             if len(tensors) == len(places) and not passes_on(node):
-                kind = "activation" if traits_of(node).kind == "activation" else "other"
+                kind: Kind = "activation" if traits_of(node).kind == "activation" else "other"
                 text = f"{op_name(node)} here, {op_name(theirs)} in the candidate"
                 yield Hypothesis(kind, text, {node: _called_as(theirs.target, leaves, spec, places)})
 
@@ -163,8 +165,10 @@ def literals(question: Question) -> Iterator[Literal]:
 
 def becoming(question: Question, literal: Literal, value: Any) -> Hypothesis:
     """Return the hypothesis that one argument has another value."""
+    name = name_of(question, literal)
+    edits = {literal.node: literal.becoming(value)}
     return Hypothesis(
-        kind_of(question, literal), text_of(question, literal, value), {literal.node: literal.becoming(value)}
+        kind_of(question, literal), text_of(question, literal, value), edits, name, (literal.value, value)
     )
 
 

@@ -7,10 +7,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from glassengine.judge.hypotheses.mistakes.arguments import another_op, as_theirs, same_op, usual, whole
+from glassengine.judge.hypotheses.mistakes.coarser import coarser
 from glassengine.judge.hypotheses.mistakes.layouts import neighbors, permuted_operands, reshaped
 from glassengine.judge.hypotheses.mistakes.masks import of_attention
 from glassengine.judge.hypotheses.mistakes.operands import altered, another, exchanged, left_out
 from glassengine.judge.hypotheses.mistakes.operations import activations, other_ops, variances
+from glassengine.judge.hypotheses.mistakes.parts import cut_off, dropped, parts
+from glassengine.judge.hypotheses.mistakes.seen import seen_pairs
 from glassengine.judge.hypotheses.mistakes.solved import bases, solved
 from glassengine.judge.hypotheses.mistakes.weights_read import another_layer, another_module, every_weight, weights
 from glassengine.judge.hypotheses.mistakes.wholes import another_tensor, in_its_own_dtype, rearranged, scaled
@@ -42,9 +45,14 @@ FAMILIES: tuple[tuple[float, Family], ...] = (
     (0.92, another_tensor),
     (0.92, altered),
     (0.92, in_its_own_dtype),
+    (0.92, coarser),
+    (0.92, cut_off),
+    (0.92, dropped),
     (0.91, permuted_operands),
     (0.9, solved),
     (0.85, rearranged),
+    (0.82, parts),
+    (0.81, seen_pairs),
     (0.8, scaled),
 )
 """Score and family. Each hint was tried and reproduces the candidate's result; the score only ranks."""

@@ -14,6 +14,7 @@ from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Call, Edit
 from glassengine.ops.traits import traits_of
+from glassengine.results import Kind
 
 _MOST_FACTORS = 4
 _MOST_PERMUTED = 512
@@ -131,7 +132,7 @@ def permuted_operands(question: Question) -> Iterator[Hypothesis]:
                 continue
             for text, order in orders_of(size):
                 edit = _value(value.index_select(axis, order))
-                yield Hypothesis("permuted", f"{question.label(node)}: {text} (axis {axis})", {node: edit})
+                yield Hypothesis("permuted", f"{question.label(node)}: {text} (axis {axis})", {node: edit}, axis=axis)
 
 
 def orders_of(size: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -188,7 +189,7 @@ def order_between(ours: torch.Tensor, theirs: torch.Tensor, axis: int, tolerance
     return order if is_moved and error <= tolerance * max(scale, 1e-300) else None
 
 
-def called(order: torch.Tensor) -> tuple[str, str]:
+def called(order: torch.Tensor) -> tuple[Kind, str]:
     """Return (kind, what an order of slices is called)."""
     size = len(order)
     every = torch.arange(size)

@@ -14,6 +14,7 @@ from glassengine.judge.hypotheses.trials.trial import Call, Edit
 from glassengine.numerics.mask_values import HIDDEN
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of
+from glassengine.results import Kind
 
 _MOST_WINDOWS = 64
 _MASK, _DROPOUT, _CAUSAL = 3, 4, 5
@@ -104,7 +105,7 @@ def _written_out(question: Question, node: Node) -> Iterator[Hypothesis]:
     if rows == columns:
         made["the weights are transposed: each key gathers the values"] = hidden.softmax(-1).transpose(-1, -2) @ value
     for text, result in made.items():
-        kind = (
+        kind: Kind = (
             "transposed"
             if "queries" in text or "transposed" in text
             else "mask"

@@ -15,6 +15,7 @@ from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Call
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
+from glassengine.results import Kind
 
 _MOST_OTHERS = 48
 _MOST_AXES = 4
@@ -89,8 +90,17 @@ def left_out(question: Question) -> Iterator[Hypothesis]:
         elif tensors and trial.values[tensors[0][1]].shape == made.shape:
             first = trial.values[tensors[0][1]]
             if first.is_floating_point() and not torch.equal(first, made):
-                kind = "activation" if traits.kind == "activation" else "other"
+                kind = _of_missing(traits.kind, name)
                 yield Hypothesis(kind, f"{article(node)} is missing", {node: _value(first)})
+
+
+def _of_missing(role: str, name: str) -> Kind:
+    """Return the kind of mistake that it is to leave out an op that makes one tensor of another."""
+    if role == "activation":
+        return "activation"
+    if name in ("index_copy", "index_put", "slice_scatter", "select_scatter"):
+        return "stale"  # what it should write is not there
+    return "scale" if name == "neg" else "mask" if name in ("masked_fill", "tril", "triu") else "other"
 
 
 def _of_two(question: Question, node: Node, tensors: list[tuple[int, Node]]) -> Iterator[Hypothesis]:
@@ -157,9 +167,10 @@ def _moved(node: Node, name: str, value: torch.Tensor) -> Iterator[Hypothesis]:
     for axis in axes:
         for by in (1, -1):
             text = f"{name} is moved by {by} along axis {axis}"
-            yield Hypothesis("position", text, {node: _value(value.roll(by, axis))})
-            yield Hypothesis("position", text, {node: _value(_shifted(value, by, axis))})
-        yield Hypothesis("permuted", f"{name} is turned around along axis {axis}", {node: _value(value.flip(axis))})
+            for moved in (value.roll(by, axis), _shifted(value, by, axis)):
+                yield Hypothesis("position", text, {node: _value(moved)}, "shift", (0, by), axis)
+        text = f"{name} is turned around along axis {axis}"
+        yield Hypothesis("permuted", text, {node: _value(value.flip(axis))}, axis=axis)
     if len(axes) > 1:
         text = f"{name} is turned around along axes {axes[-2:]}: its kernel is flipped"
         yield Hypothesis("permuted", text, {node: _value(value.flip(axes[-2:]))})
@@ -190,7 +201,7 @@ def another(question: Question) -> Iterator[Hypothesis]:
         for name, other in alike[:_MOST_OTHERS]:
             if torch.equal(other, value):
                 continue
-            kind = "swapped" if value.is_floating_point() else "mask" if value.dtype is torch.bool else "position"
+            kind: Kind = "swapped" if value.is_floating_point() else "mask" if value.dtype is torch.bool else "position"
             text = f"{name} instead of {question.label(node)}"
             yield Hypothesis(kind, text, {node: _value(other)})
             readers = [user for user in node.users if user in trial.values]

@@ -26,6 +26,7 @@ from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Call
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
+from glassengine.results import Kind
 
 Pointwise = Callable[[torch.Tensor], torch.Tensor]
 
@@ -83,7 +84,7 @@ def activations(question: Question) -> Iterator[Hypothesis]:
             for name, act in NAMED.items():
                 if name != own:
                     text = f"{own} here, {name} in the candidate"
-                    yield Hypothesis("activation", text, {node: _applied(act, given)})
+                    yield Hypothesis("activation", text, {node: _applied(act, given)}, "activation", (own, name))
 
 
 def _sources(ops: list[Node], node: Node) -> list[Node]:
@@ -118,7 +119,7 @@ def other_ops(question: Question) -> Iterator[Hypothesis]:
         for pair in (*_PAIRS, *_COMPARED):
             if name in pair:
                 other = pair[1 - pair.index(name)]
-                kind = "mask" if pair in _COMPARED else "position" if other in ("sin", "cos") else "other"
+                kind: Kind = "mask" if pair in _COMPARED else "position" if other in ("sin", "cos") else "other"
                 yield Hypothesis(kind, f"{other} instead of {name}", {node: _by_name(other)})
         if name in ("max", "min") and isinstance(trial.values[node], (tuple, list)):
             for other in ("mean", "min" if name == "max" else "max"):

@@ -37,7 +37,7 @@ def bases(question: Question) -> Iterator[Hypothesis]:
             if abs(other - base) > 1e-3 * base:
                 made = (flat[0] * other**-places).reshape(value.shape)
                 text = f"base of the frequencies (theta): {base:.6g} here, {other:.6g} in the candidate"
-                yield Hypothesis("position", text, {node: _value(made)})
+                yield Hypothesis("position", text, {node: _value(made)}, "base", (float(f"{base:.6g}"), other))
 
 
 def solved(question: Question) -> Iterator[Hypothesis]:

@@ -17,6 +17,7 @@ from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import FAILS, Edit
 from glassengine.numerics.float64 import retarget, target_of
 from glassengine.program.representation.naming import op_name
+from glassengine.results import Kind
 
 _MOST_LAYERS = 64
 _SAME = 2.0**-7
@@ -120,7 +121,7 @@ def every_weight(question: Question) -> Iterator[Hypothesis]:
         if len(same) != 1:
             continue
         edits: dict[Node, Edit] = {}
-        told: dict[str, tuple[str, str]] = {}
+        told: dict[str, tuple[Kind, str]] = {}
         read = (pytree.tree_leaves((op.args, dict(op.kwargs))) for op in (node, same[0]))
         for ours, theirs in zip(*read, strict=False):
             if not isinstance(ours, Node) or not isinstance(theirs, Node):
@@ -190,7 +191,7 @@ def _shared(one: str, other: str) -> int:
 
 def relation(
     name: str, own: str, ours: torch.Tensor, theirs: torch.Tensor, others: Mapping[str, torch.Tensor]
-) -> tuple[str, str]:
+) -> tuple[Kind, str]:
     """Return (kind, words) for how the candidate's weight differs from the baseline's of the same op.
 
     Args:

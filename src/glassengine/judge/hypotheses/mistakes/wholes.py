@@ -43,7 +43,8 @@ def rearranged(question: Question) -> Iterator[Hypothesis]:
         if order is not None:
             kind, how = called(order)
             size = right.shape[axis]
-            yield Hypothesis(kind, f"the right values {how}, along axis {axis} (of {size})", {end: _taken(axis, order)})
+            text = f"the right values {how}, along axis {axis} (of {size})"
+            yield Hypothesis(kind, text, {end: _taken(axis, order)}, axis=axis)
     for a in range(right.dim()):
         for b in range(a):
             if right.shape[a] == right.shape[b] > 1:
@@ -66,9 +67,11 @@ def scaled(question: Question) -> Iterator[Hypothesis]:
         factor = float((a * b).sum()) / power
         sign = abs(factor + 1) < 1e-6
         text = "the right values with the other sign" if sign else f"{factor:.6g} times the right values"
-        yield Hypothesis("scale", text, {end: _value(right * (-1.0 if sign else factor))})
+        factor = -1.0 if sign else factor
+        yield Hypothesis("scale", text, {end: _value(right * factor)}, "factor", (1.0, factor))
     offset = float((b - a).mean())
-    yield Hypothesis("other", f"the right values plus {offset:.6g}", {end: _value(right + offset)})
+    text = f"the right values plus {offset:.6g}"
+    yield Hypothesis("other", text, {end: _value(right + offset)}, "offset", (0.0, offset))
 
 
 def _value(value: torch.Tensor) -> Edit:

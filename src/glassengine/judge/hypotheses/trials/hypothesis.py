@@ -14,33 +14,28 @@ from torch.utils import _pytree as pytree
 from glassengine.judge.graphs.by_name import argument_names
 from glassengine.judge.hypotheses.trials.trial import Call, Edit, Trial
 from glassengine.program.representation.naming import op_name
-
-KINDS = frozenset(
-    [
-        "scale",
-        "bias missing",
-        "mask",
-        "position",
-        "activation",
-        "swapped",
-        "permuted",
-        "transposed",
-        "stale",
-        "dtype",
-        "eps",
-        "other",
-    ]
-)
-"""Kinds of mistakes, as they stand in the JSON document."""
+from glassengine.results import Kind
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A mistake: kind, words for people, and the nodes of the piece that it changes."""
+    """A mistake that may have been made.
 
-    kind: str
+    Attributes:
+        kind: Of mistake.
+        text: In words for people.
+        edits: Nodes of the piece that it changes, and what they make instead.
+        argument: Name of the literal that is another one; None where none is.
+        values: Of this literal, or of a factor: here, in the candidate.
+        axis: Of the tensor that it changes, where it is along one.
+    """
+
+    kind: Kind
     text: str
     edits: Mapping[Node, Edit]
+    argument: str | None = None
+    values: tuple[Any, Any] | None = None
+    axis: int | None = None
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,6 +21,10 @@ _BETTER = 4.0
 """It is nearer to what the candidate made than the right op by this factor at least."""
 _NEARER = 2.0
 """What differs by rounding only is nearer than the right op by this factor."""
+_CERTAIN = 4.0
+"""A proof leaves no more than so many times what rounding leaves of the right op."""
+_APART = 8.0
+"""And the right op is farther from what the candidate made than the explanation by this factor at least."""
 _LEAST = 3.0
 """From so many roundings on there is something to explain."""
 
@@ -90,20 +95,38 @@ class Question:
             return float("inf")
         return _distance(value.double(), self.actual.double(), self.valid)
 
-    def explains(self, value: torch.Tensor | None) -> bool:
-        """Whether a value is what the candidate made up to rounding, and the right one is not."""
-        left, of_right = self.left(value), self.left(self.right)
-        if value is None or not left < float("inf"):
+    @cached_property
+    def of_right(self) -> float:
+        """How far the right value is from what the candidate made."""
+        return self.left(self.right)
+
+    def explains(self, value: torch.Tensor | None, left: float | None = None) -> bool:
+        """Whether a value, `left` from what the candidate made, is that up to rounding, and the right one is not."""
+        left, of_right = self.left(value) if left is None else left, self.of_right
+        if value is None or not left < float("inf") or left * _BETTER > of_right:
             return False
         size = max(_size(value, self.valid), _size(self.right, self.valid))
         if of_right <= _LEAST * self.noise * size:
             return False  # nothing that rounding does not explain
-        if left > _ROUNDINGS * self.noise * size or left * _BETTER > of_right:
+        if left > _ROUNDINGS * self.noise * size:
             return False
         # A mean over many elements does not show one that is not explained.
         return _largest(value, self.actual, self.valid) <= 0.25 * max(
             _largest(self.right, self.actual, self.valid), 4 * _ROUNDINGS * self.noise * size
         )
+
+    def unexplained(self, value: torch.Tensor) -> float:
+        """Return the share of the error that is left where a value is taken for the right one, 0 to 1."""
+        left, of_right = self.left(value), self.of_right
+        if not of_right or not left:
+            return 0.0
+        return min(1.0, left / of_right) if of_right < float("inf") else 0.0
+
+    def proves(self, value: torch.Tensor) -> bool:
+        """Whether a value that explains is what the candidate made beyond doubt: nothing but rounding is left."""
+        left = self.left(value)
+        size = max(_size(value, self.valid), _size(self.right, self.valid))
+        return left <= _CERTAIN * self.noise * size and left * _APART <= self.of_right
 
     def differs(self, value: torch.Tensor | None) -> bool:
         """Whether a value is another one than the right one: by more than rounding, or by what the candidate shows.
@@ -116,8 +139,7 @@ class Question:
         rounding = self.noise * max(_size(value, self.valid), _size(self.right, self.valid))
         if _distance(value.double(), self.right.double(), self.valid) > _ROUNDINGS * rounding:
             return True
-        of_right = self.left(self.right)
-        return of_right > rounding and self.left(value) * _NEARER < of_right
+        return self.of_right > rounding and self.left(value) * _NEARER < self.of_right
 
 
 def noise_of(piece: Piece, right: torch.Tensor, actual: torch.Tensor) -> float:

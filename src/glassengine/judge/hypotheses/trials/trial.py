@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -18,11 +19,28 @@ FAILS = (BackendError, RuntimeError, IndexError, ValueError, TypeError, NotImple
 """What an op raises that is called with what it does not take."""
 
 _MOST_WORK = 400_000_000
-"""Elements that are computed for one question, products counted by their terms: about two seconds."""
+"""Elements that are computed for one flagged tensor, products counted by their terms: about two seconds."""
 
 
 class OutOfWork(Exception):
     """What may be spent on one question is spent."""
+
+
+class Budget:
+    """Elements that may still be computed for one tensor that was flagged, however it is asked about."""
+
+    def __init__(self) -> None:
+        self._left = _MOST_WORK
+
+    def spend(self, work: int) -> None:
+        """Take some of it.
+
+        Raises:
+            OutOfWork: Nothing is left.
+        """
+        self._left -= work
+        if self._left < 0:
+            raise OutOfWork
 
 
 class Call:
@@ -50,7 +68,7 @@ class Trial:
         end: The node whose value the piece returns.
     """
 
-    def __init__(self, piece: Piece) -> None:
+    def __init__(self, piece: Piece, budget: Budget | None = None) -> None:
         graph = piece.module.graph
         self.inputs = [node for node in graph.nodes if node.op == "placeholder"]
         self.ops = [node for node in graph.nodes if node.op == "call_function"]
@@ -62,7 +80,8 @@ class Trial:
             self.values[node] = self._call(node, self.values).value
         self._below = _below(self.ops, self.inputs)
         self._cost = {node: _cost(node, self.values) for node in self.ops}
-        self._work = 0
+        self._made_by: dict[Node, Edit] = {}
+        self._budget = Budget() if budget is None else budget
 
     @property
     def right(self) -> torch.Tensor:
@@ -80,6 +99,20 @@ class Trial:
         Raises:
             OutOfWork: Enough was computed.
         """
+        values = self._changed(edits)
+        made = None if values is None else values[self.end]
+        return made if isinstance(made, torch.Tensor) else None
+
+    def after(self, edits: Mapping[Node, Edit]) -> Trial | None:
+        """Return this trial with some nodes changed for good, to change others; None where an op does not take that."""
+        values = self._changed(edits)
+        if values is None or not isinstance(values[self.end], torch.Tensor):
+            return None
+        found = copy.copy(self)
+        found.values, found._made_by = values, {**self._made_by, **edits}
+        return found
+
+    def _changed(self, edits: Mapping[Node, Edit]) -> dict[Node, Any] | None:
         touched = set(edits).union(*(self._below[node] for node in edits))
         self._spend(node for node in self.ops if node in touched)
         values = dict(self.values)
@@ -89,11 +122,11 @@ class Trial:
                     is_known = not any(source in touched for source in node.all_input_nodes)
                     values[node] = edits[node](self._call(node, values, is_known=is_known))
                 elif node in touched:
-                    values[node] = self._call(node, values).value
+                    call = self._call(node, values)
+                    values[node] = self._made_by[node](call) if node in self._made_by else call.value
         except FAILS:
             return None
-        made = values[self.end]
-        return made if isinstance(made, torch.Tensor) else None
+        return values
 
     def changed_between(self, source: Node, value: torch.Tensor, end: Node) -> torch.Tensor | None:
         """Return what `end` makes where `source` has another value, for everything between the two."""
@@ -112,9 +145,7 @@ class Trial:
         return made if isinstance(made, torch.Tensor) else None
 
     def _spend(self, nodes: Iterable[Node]) -> None:
-        self._work += sum(self._cost[node] for node in nodes) + 1000
-        if self._work > _MOST_WORK:
-            raise OutOfWork
+        self._budget.spend(sum(self._cost[node] for node in nodes) + 1000)
 
     def _call(self, node: Node, values: Mapping[Node, Any], *, is_known: bool = False) -> Call:
         if node.op == "placeholder":

@@ -1,0 +1,61 @@
+"""What a number is: a size of the model or its root, a constant of mathematics, a whole number turned over."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from glassengine.judge.hypotheses.trials.question import Question
+from glassengine.judge.hypotheses.trials.trial import Trial
+
+_APART = 1e-6
+"""Relative distance from which on two numbers are others."""
+_FAMOUS = (
+    ("log2(e)", math.log2(math.e)),
+    ("ln(2)", math.log(2)),
+    ("log10(e)", math.log10(math.e)),
+    ("ln(10)", math.log(10)),
+    ("sqrt(2)", math.sqrt(2)),
+    ("1 / sqrt(2)", math.sqrt(0.5)),
+    ("sqrt(2 / pi)", math.sqrt(2 / math.pi)),
+    ("pi", math.pi),
+    ("e", math.e),
+)
+
+
+def origin_of(number: float, sizes: Iterable[int]) -> str | None:
+    """Return what a number is called, as people would have written it; None where it is none of these.
+
+    Args:
+        number: A factor or another literal.
+        sizes: Of axes of the tensors that it is used with.
+    """
+    if not math.isfinite(number) or number in (0.0, 1.0, -1.0, 0.5, 2.0):
+        return None
+    sign, size = ("-", -number) if number < 0 else ("", number)
+    for name, value in _named(sizes):
+        if abs(size - value) <= _APART * value:
+            return sign + (f"({name})" if sign and " " in name else name)
+    return None
+
+
+def _named(sizes: Iterable[int]) -> Iterator[tuple[str, float]]:
+    for width in sorted({size for size in sizes if size > 1}):
+        yield f"1 / sqrt({width})", width**-0.5
+        yield f"1 / {width}", 1 / width
+        yield f"sqrt({width})", width**0.5
+        yield f"{width} - 1 of {width}", (width - 1) / width
+        yield f"{width} of {width} - 1", width / (width - 1)
+    yield from _FAMOUS
+
+
+def sizes_of(question: Question) -> set[int]:
+    """Return the sizes of the axes of all that is read and made where a tensor was flagged."""
+    return _sizes(question.trial)
+
+
+def _sizes(trial: Trial) -> set[int]:
+    tensors = (value for value in trial.values.values() if isinstance(value, torch.Tensor))
+    return {size for tensor in tensors for size in tensor.shape}

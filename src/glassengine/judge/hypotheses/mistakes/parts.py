@@ -1,0 +1,102 @@
+"""Only some of what was made is wrong: a part is zero or scaled, values are cut off, a dropout was left on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
+from glassengine.judge.hypotheses.trials.question import Question
+from glassengine.judge.hypotheses.trials.trial import Edit
+from glassengine.numerics.mask_values import sentinel
+from glassengine.ops.traits import traits_of
+from glassengine.program.representation.naming import op_name
+
+_LEAST = 8
+"""Elements below which a part is no evidence."""
+_MOST_DROPPED = 0.75
+_WRITES = ("index_copy", "index_put", "slice_scatter", "select_scatter", "scatter", "copy")
+"""Ops that put new values beside old ones."""
+_APART = 16.0
+"""Slices are wrong that are this many roundings away."""
+
+
+def parts(question: Question) -> Iterator[Hypothesis]:
+    """Yield: some indices of one axis are zero, or the right values times a number; the others are right."""
+    right, actual, end = question.right, question.actual, question.trial.end
+    if right.shape != actual.shape or not right.is_floating_point() or right.numel() < _LEAST:
+        return
+    if not bool(actual.isfinite().all()):
+        return
+    error = (actual - right).abs()
+    error = error if question.valid is None else torch.where(question.valid, error, 0.0)
+    size = float(right[right.abs() < sentinel(right.dtype)].square().mean().sqrt())
+    is_wrong = error > _APART * question.noise * max(size, 1e-300)
+    written = op_name(end) in _WRITES
+    for axis in range(right.dim()):
+        others = [other for other in range(right.dim()) if other != axis]
+        where = is_wrong.any(others) if len(others) > 1 else is_wrong.any(others[0]) if others else is_wrong
+        count = int(where.sum())
+        if not 0 < count <= right.shape[axis] // 2:
+            continue
+        index = where.nonzero().flatten()
+        a, b = right.index_select(axis, index).flatten(), actual.index_select(axis, index).flatten()
+        power = float(a.square().sum())
+        factor = float((a * b).sum()) / power if power else 0.0
+        is_zero = not bool(b.any())
+        named = f"index {int(index[0])}" if count == 1 else f"{count} of {right.shape[axis]} indices"
+        text = f"{named} of axis {axis} {'is' if count == 1 else 'are'} "
+        text += "zero" if is_zero else f"{factor:.6g} times the right values"
+        changed = right.clone()
+        changed.index_copy_(axis, index, right.index_select(axis, index) * (0.0 if is_zero else factor))
+        kind = "stale" if written else "other" if is_zero else "scale"
+        yield Hypothesis(kind, text, {end: _value(changed)}, "factor", (1.0, 0.0 if is_zero else factor), axis)
+
+
+def cut_off(question: Question) -> Iterator[Hypothesis]:
+    """Yield: the right values, cut off at a number below, above or both."""
+    right, actual, end = question.right, question.actual, question.trial.end
+    if right.shape != actual.shape or not right.is_floating_point() or right.numel() < _LEAST:
+        return
+    if not bool(actual.isfinite().all()):
+        return
+    low, high = float(actual.min()), float(actual.max())
+    for least, most in ((low, high), (None, high), (low, None)):
+        made = right.clamp(least, most)
+        if int((made != right).sum()) < 2:
+            continue
+        said = " and ".join(
+            f"{word} {value:.6g}" for word, value in (("below", least), ("above", most)) if value is not None
+        )
+        text = f"{article_of(question)} is cut off {said}"
+        yield Hypothesis("other", text, {end: _value(made)}, "clamp", (None, [least, most]))
+
+
+def dropped(question: Question) -> Iterator[Hypothesis]:
+    """Yield: some elements are zero, wherever they are, and the others scaled up: a dropout that was left on."""
+    right, actual, end = question.right, question.actual, question.trial.end
+    if right.shape != actual.shape or not right.is_floating_point() or right.numel() < 4 * _LEAST:
+        return
+    lost = (actual == 0) & (right != 0)
+    share = float(lost.double().mean())
+    if not 0 < share <= _MOST_DROPPED:
+        return
+    kept = ~lost & (right.abs() < sentinel(right.dtype))
+    power = float(right[kept].square().sum())
+    factor = float((right[kept] * actual.double()[kept]).sum()) / power if power else 0.0
+    # An activation that cuts off makes zeros as well, but scales nothing.
+    if factor > 1.01:
+        text = f"a dropout is on: {share:.1%} of the elements are zero, the others {factor:.4g} times"
+        made = torch.where(lost, 0.0, right * factor)
+        yield Hypothesis("other", text, {end: _value(made)}, "p", (0.0, 1 - 1 / factor))
+
+
+def article_of(question: Question) -> str:
+    """Return what the result of a piece is called: by its op, or where that only passes on, as the result."""
+    end = question.trial.end
+    return "the result" if traits_of(end).kind == "reshape" else f"the result of {op_name(end)}"
+
+
+def _value(value: torch.Tensor) -> Edit:
+    return lambda call: value

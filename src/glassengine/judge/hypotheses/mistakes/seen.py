@@ -1,0 +1,93 @@
+"""A mask that is another one: which positions see which others, where the two differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Node
+
+from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
+from glassengine.judge.hypotheses.trials.question import Question
+from glassengine.numerics.mask_values import HIDDEN
+from glassengine.ops.row import Rounding
+from glassengine.ops.traits import traits_of
+from glassengine.program.representation.naming import op_name
+
+_NEAR = 10
+"""Ops below a mask within which an attention or a choice reads it."""
+_MOST_LISTED = 4
+
+
+def seen_pairs(question: Question) -> Iterator[Hypothesis]:
+    """Yield: what is seen through a mask is other pairs of positions; the words say which."""
+    right, actual, end = question.right, question.actual, question.trial.end
+    if right.shape != actual.shape or right.dim() < 2 or right.shape[-1] < 2:
+        return
+    seen = [_seen(tensor) for tensor in (right, actual)]
+    if seen[0] is None or seen[1] is None or torch.equal(seen[0], seen[1]) or not _hides(question, end):
+        return
+    made = actual if actual.dtype is right.dtype else actual.to(right.dtype)
+    yield Hypothesis("mask", described(seen[0], seen[1]), {end: lambda call: made})
+
+
+def _seen(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return which elements of a mask are seen; None if it does not hide."""
+    if tensor.dtype is torch.bool:
+        return tensor
+    if not tensor.is_floating_point() or not bool((tensor <= HIDDEN).any()):
+        return None
+    return tensor > HIDDEN
+
+
+def _hides(question: Question, end: Node) -> bool:
+    """Whether what reads a tensor hides elements by it."""
+    waiting, known = [(question.named.get(end.name, end), 0)], set()
+    while waiting:
+        node, depth = waiting.pop()
+        for user in node.users:
+            is_choice = op_name(user) in ("masked_fill", "where") and node.meta["val"].dtype is torch.bool
+            if traits_of(user).rounding is Rounding.ATTENTION or is_choice or "softmax" in op_name(user):
+                return True
+            if user not in known and depth < _NEAR:
+                known.add(user)
+                waiting.append((user, depth + 1))
+    return False
+
+
+def described(right: torch.Tensor, actual: torch.Tensor) -> str:
+    """Return how two masks differ.
+
+    Args:
+        right: True where seen, [..., rows, columns].
+        actual: The candidate's.
+    """
+    if torch.equal(actual, ~right):
+        return "the mask is inverted"
+    more, fewer = actual & ~right, right & ~actual
+    said = []
+    for found, verb in ((more, "sees"), (fewer, "does not see")):
+        if bool(found.any()):
+            said.append(f"{verb} {_which(found, right)}")
+    return f"a position {' and '.join(said)}"
+
+
+def _which(found: torch.Tensor, right: torch.Tensor) -> str:
+    rows, columns = found.shape[-2:]
+    any_of = found.reshape(-1, rows, columns).any(0)
+    row, column = any_of.nonzero().unbind(1)
+    # The last row is the last position, whatever was there before.
+    apart = (column - row - (columns - rows)).unique().tolist()
+    whole = any_of.any(0)
+    if apart == [1]:
+        return "the next one"
+    if apart == [0]:
+        return "itself"
+    if min(apart) > 0:
+        return "later ones" if len(apart) > 1 else f"the one {apart[0]} later"
+    if max(apart) < 0 and len(apart) < columns - 1 and -max(apart) > 1:
+        return f"those {-max(apart)} and more before it"
+    listed = whole.nonzero().flatten().tolist()
+    if len(listed) <= _MOST_LISTED:
+        return f"position {', '.join(map(str, listed))}"
+    return f"{int(found.sum())} of {found.numel()} others"

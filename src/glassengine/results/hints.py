@@ -1,0 +1,75 @@
+"""What kind of mistake it is: the kinds, and one mistake with what it changes and what it leaves unexplained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from glassengine.results.base import Result
+
+Kind = Literal[
+    "scale",
+    "bias missing",
+    "mask",
+    "position",
+    "activation",
+    "swapped",
+    "permuted",
+    "transposed",
+    "stale",
+    "dtype",
+    "eps",
+    "other",
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+TRIED = "tried"
+"""Evidence of a mistake that was made in the baseline's ops, and compared with what the candidate made."""
+
+
+@dataclass(frozen=True)
+class Altered(Result):
+    """What of the baseline is changed to make what the candidate made.
+
+    Attributes:
+        ops: Ops of the baseline that are changed, by site.
+        operands: Tensors that are read as others, by the names of their weights or sites.
+        argument: Name of the literal argument; None where none is changed.
+        baseline: Its value in the baseline.
+        candidate: The value that makes what the candidate made.
+        axis: Of the tensor that is in another order, or summed along another axis.
+        origin: What the candidate's number is: "1 / sqrt(64)", "log2(e)", the name of a value of the configuration.
+    """
+
+    ops: tuple[str, ...] = ()
+    operands: tuple[str, ...] = ()
+    argument: str | None = None
+    baseline: Any = None
+    candidate: Any = None
+    axis: int | None = None
+    origin: str | None = None
+
+
+@dataclass(frozen=True)
+class Hint(Result):
+    """A kind of mistake that explains what the candidate made, or all that is known of it.
+
+    Attributes:
+        kind: What kind it is; "other" where none of the words fits.
+        text: The mistake in a sentence.
+        score: How much it is believed, 0 to 1. From 0.8 on it was tried and makes what the candidate made.
+        evidence: What it rests on: "tried", "argument", "ops", "values"; of ranks, weights and compilers a finer word.
+        proven: Whether the baseline with this change makes the candidate's tensor up to rounding.
+        change: What was changed in the baseline; None where nothing was tried.
+        unexplained: Share of the error that is left after it (root mean square), 0 to 1; None where unknown.
+        line: The candidate's line as it should read, where the mistake is one number or one name in it.
+    """
+
+    kind: Kind
+    text: str
+    score: float
+    evidence: str = TRIED
+    proven: bool = False
+    change: Altered | None = None
+    unexplained: float | None = None
+    line: str | None = None

@@ -1,0 +1,44 @@
+"""The line as it should read: one literal or one name in it is another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from glassengine.judge.verdict.corrected import corrected, with_lines
+from glassengine.results import Altered, Divergence, Hint
+
+
+@pytest.mark.parametrize(
+    ("line", "argument", "here", "there", "wanted"),
+    [
+        ("x = self.norm(x, eps=1e-3)", "eps", 1e-6, 1e-3, "x = self.norm(x, eps=1e-06)"),
+        ("a = F.softmax(scores, 2) * 2.5", "factor", 0.5, 2.5, "a = F.softmax(scores, 2) * 0.5"),
+        ("y = x.roll(-1, 1)", "shifts", 2, -1, "y = x.roll(2, 1)"),
+        ("y = sdpa(q, k, v, is_causal=False)", "is_causal", True, False, "y = sdpa(q, k, v, is_causal=True)"),
+        ("y = F.gelu(self.gelu_in(x))", "activation", "silu", "gelu", "y = F.silu(self.gelu_in(x))"),
+        ("y = F.gelu(x, approximate='none')", "approximate", "tanh", "none", "y = F.gelu(x, approximate='tanh')"),
+        ("y = x * 0.5 + z * 0.5", "factor", 1.0, 0.5, None),  # which of the two is not known
+        ("y = x * self.scale", "factor", 1.0, 0.5, None),  # no literal
+        ("y = F.gelu(x)", "activation", "gelu (tanh)", "gelu", None),  # no name
+        ("y = torch.where(a, b, 0.5", "other", 0.25, 0.5, "y = torch.where(a, b, 0.25"),  # the line of several
+        ("y = x.view(2, 3)", "size", [3, 2], [2, 3], None),
+    ],
+)
+def test_a_line_is_corrected_where_its_place_is_clear(
+    line: str, argument: str, here: Any, there: Any, wanted: str | None
+) -> None:
+    assert corrected(line, Altered(argument=argument, baseline=here, candidate=there)) == wanted
+
+
+def test_only_what_is_proven_has_a_line() -> None:
+    change = Altered(argument="eps", baseline=1e-6, candidate=1e-3)
+    hints = tuple(Hint("eps", "eps", 1.0, proven=proven, change=change) for proven in (True, False))
+    source = "/home/me/net.py:12: x = norm(x, 1e-3)"
+    found = Divergence(None, 0, "norm", None, "norm", None, "wrong", 9.0, None, None, None, hints)
+    assert [hint.line for hint in with_lines(found).hints] == [None, None]  # no line of the candidate is known
+    found = Divergence(
+        None, 0, "norm", None, "norm", None, "wrong", 9.0, None, None, None, hints, candidate_source=source
+    )
+    assert [hint.line for hint in with_lines(found).hints] == ["x = norm(x, 1e-06)", None]
