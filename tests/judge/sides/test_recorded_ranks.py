@@ -107,7 +107,7 @@ def test_a_mistake_between_ranks_is_named(
     result = checked(tmp_path / "r", mistake)
     assert not result.ok
     assert [(found.site.partition("/")[0], found.rank, found.step) for found in result.origins] == [(site, rank, 0)]
-    assert kind is None or kind in {hint.kind for hint in result.origins[0].hints}
+    assert kind is None or kind in {hint.evidence for hint in result.origins[0].hints}
 
 
 def test_each_of_several_mistakes_is_named(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def wrong_term(
     error = error_of(made, wide)
     for rank, text, added in _changes(weight.double(), {rank: part.double() for rank, part in parts.items()}):
         if error_of(made, wide + added) <= EXPLAINED * error:
-            return rank, Hint("rank", f"rank {rank} {text}: that makes this sum, in all ranks", 0.95)
+            return rank, Hint("other", f"rank {rank} {text}: that makes this sum, in all ranks", 0.95, evidence="rank")
     return None
 
 

@@ -12,6 +12,7 @@ from glassengine.judge.hypotheses.trials.trial import Edit
 from glassengine.numerics.mask_values import sentinel
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
+from glassengine.results import Kind
 
 _LEAST = 8
 """Elements below which a part is no evidence."""
@@ -50,7 +51,7 @@ def parts(question: Question) -> Iterator[Hypothesis]:
         text += "zero" if is_zero else f"{factor:.6g} times the right values"
         changed = right.clone()
         changed.index_copy_(axis, index, right.index_select(axis, index) * (0.0 if is_zero else factor))
-        kind = "stale" if written else "other" if is_zero else "scale"
+        kind: Kind = "stale" if written else "other" if is_zero else "scale"
         yield Hypothesis(kind, text, {end: _value(changed)}, "factor", (1.0, 0.0 if is_zero else factor), axis)
 
 

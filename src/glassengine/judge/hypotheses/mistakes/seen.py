@@ -77,7 +77,7 @@ def _which(found: torch.Tensor, right: torch.Tensor) -> str:
     any_of = found.reshape(-1, rows, columns).any(0)
     row, column = any_of.nonzero().unbind(1)
     # The last row is the last position, whatever was there before.
-    apart = (column - row - (columns - rows)).unique().tolist()
+    apart = sorted(set((column - row - (columns - rows)).tolist()))
     whole = any_of.any(0)
     if apart == [1]:
         return "the next one"
