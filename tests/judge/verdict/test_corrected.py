@@ -35,7 +35,7 @@ def test_a_line_is_corrected_where_its_place_is_clear(
 def test_only_what_is_proven_has_a_line() -> None:
     change = Altered(argument="eps", baseline=1e-6, candidate=1e-3)
     hints = tuple(Hint("eps", "eps", 1.0, proven=proven, change=change) for proven in (True, False))
-    source = "/home/me/net.py:12: x = norm(x, 1e-3)"
+    source = "ports/net.py:12: x = norm(x, 1e-3)"
     found = Divergence(None, 0, "norm", None, "norm", None, "wrong", 9.0, None, None, None, hints)
     assert [hint.line for hint in with_lines(found).hints] == [None, None]  # no line of the candidate is known
     found = Divergence(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -11,13 +11,14 @@ from torch.fx import Node
 from glassengine.judge.graphs.between import origin_of, passes_on, region_of
 from glassengine.judge.hypotheses.trials.hypothesis import literals_of, shown
 from glassengine.judge.sides.protocol import Side
-from glassengine.ops.traits import named, traits_of
+from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.outputs import weight_only_nodes
 from glassengine.program.representation.program import Program
 from glassengine.results import Kind
 
 _MOST_ONE_SIDED = 4
+_MASKING = frozenset({"masked_fill", "where", "tril", "triu"})
 _MOST = 8
 """Ops of a region beyond which a list of them is not helpful."""
 
@@ -95,9 +96,10 @@ def left_out(baseline: Program, side: Side, name: str) -> LeftOut | None:
     text = f"the baseline has {_listed(ours)} here, the candidate {_listed(theirs)}"
     missing, more = Counter(ours) - Counter(theirs), Counter(theirs) - Counter(ours)
     is_one_sided = not (missing and more)
+    lone = [node for node in [*above, *region] if (missing + more).keys() & _names([node])]
     if is_one_sided and sum((missing or more).values()) > _MOST_ONE_SIDED:
         return None  # two tensors that have little to do with each other
-    return LeftOut(text, is_one_sided, _kind(missing or more) if is_one_sided else "other")
+    return LeftOut(text, is_one_sided, _kind(lone) if is_one_sided else "other")
 
 
 def _is_another(
@@ -117,16 +119,16 @@ def _is_another(
     return not any(partners[end.name] in above for end in ends)
 
 
-def _kind(ops: Iterable[str]) -> Kind:
-    """Return the kind of mistake that it is to leave out, or to have, some ops by name."""
-    names = set(ops)
-    if names and all(named(name).kind == "activation" for name in names):
+def _kind(ops: Sequence[Node]) -> Kind:
+    """Return the kind of mistake that it is to leave out, or to have, some ops."""
+    traits = [traits_of(node) for node in ops]
+    if traits and all(one.kind == "activation" for one in traits):
         return "activation"
-    if names and all(named(name).kind == "factor" for name in names):
+    if traits and all(one.kind == "factor" for one in traits):
         return "scale"
-    if names and all(name.startswith("to ") for name in names):
+    if traits and all(one.casts for one in traits):
         return "dtype"
-    return "mask" if names & {"masked_fill", "where", "tril", "triu"} else "other"
+    return "mask" if {op_name(node) for node in ops} & _MASKING else "other"
 
 
 def _names(ops: Sequence[Node]) -> list[str]:
