@@ -10,7 +10,7 @@ WORKERS ?= $(shell $(PYTHON) -c "import os; print(max(2, min(4, os.cpu_count() o
 test test-all test-cuda test-foreign test-foreign-onnx: export OMP_NUM_THREADS = 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-all test-cuda test-foreign test-foreign-onnx lint docs pictures schemas dist bench audit sbom lock fuzz faults
+.PHONY: browser demo test test-all test-cuda test-foreign test-foreign-onnx lint docs pictures schemas dist bench audit sbom lock fuzz faults
 
 demo: $(STAMP)
 	$(BIN)/glass check examples/tiny-llama
@@ -20,6 +20,13 @@ test: $(STAMP) $(TOOLS)/.installed
 
 test-all: $(STAMP) $(TOOLS)/.installed
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+
+# Chromium of the distribution, for the tests of reports in a browser, where it is missing and may be installed; without
+# one they skip, and say so.
+browser:
+	@command -v chromium chromium-browser google-chrome >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+	  && apt-get update -q && apt-get install -y -q --no-install-recommends chromium; } \
+	  || echo "no browser, and none can be installed: tests of reports in one are skipped" >&2
 
 # For a machine with a GPU, where a torch with CUDA takes the place of the pinned one; elsewhere it only lists them.
 test-cuda: $(STAMP)

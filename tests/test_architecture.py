@@ -349,8 +349,8 @@ DECIDED_BY_WORDS = {
     ("diagnose/training/gradient_graph.py", "Gradient addition"): "torch's own name of what autograd adds",
     ("cli/interrupts.py", "<frozen importlib"): "Python's own name of a file",
     # How words are laid out on a screen.
-    ("report/terminal_check.py", ": "): "a long path is shortened before the line of code behind it",
-    ("report/terminal_check.py", " at ["): "a place that is told already is not told twice",
+    ("report/words.py", ": "): "the place of a line of code, and the line",
+    ("report/words.py", " at ["): "a place that is told already is not told twice",
     ("report/terminal_check.py", "judged "): "the column is called judged",
     # Of one hypothesis, in the function that writes it and the one that reads it.
     ("judge/hypotheses/mistakes/operations.py", "n - 1"): "the divisor of a variance",

@@ -582,6 +582,7 @@ COMMAND_LINES = {
     "explain": "result",
     "mcp": "root",
     "replay": "snapshot",
+    "report": "result.json -o report",
     "upload": "recording",
     "verify": "engine --signers file",
     "schema": "check",

@@ -13,8 +13,11 @@ import typer
 
 from glassengine.cli.documents import answer, json_pieces, require_place, write_text
 from glassengine.cli.options import settings
+from glassengine.cli.report import require_place as require_report
+from glassengine.cli.report import write_beside
+from glassengine.cli.shared import Report
 from glassengine.errors import UsageError
-from glassengine.results import Comparison
+from glassengine.results import Comparison, Comparisons
 
 
 class Format(StrEnum):
@@ -35,6 +38,7 @@ class Answers:
         str | None,
         typer.Option(metavar="FILE", help="Write the findings as SARIF 2.1.0, also if the command fails."),
     ] = None
+    report: Report = None
 
     @property
     def given(self) -> list[str]:
@@ -45,10 +49,11 @@ class Answers:
         """Refuse at once what could only fail in the end.
 
         Raises:
-            UsageError: `--sarif` names no place for a file, or stdout is wanted twice.
+            UsageError: `--sarif` names no place for a file, `--report` none for a page, or stdout is wanted twice.
         """
         if self.format is Format.agent and settings.json == "-":
             raise UsageError("stdout is wanted twice", got="--json and --format agent", hint="--json=FILE")
+        require_report(self.report)
         if self.sarif is not None:
             if self.sarif == "-":
                 raise UsageError("--sarif takes a file", got="-", expected="--sarif FILE")
@@ -61,6 +66,9 @@ class Answers:
         show: Callable[[], None],
         results: Sequence[Comparison],
         exit_status: int,
+        *,
+        whole: Comparisons | None = None,
+        recordings: Sequence[str] = (),
     ) -> int:
         """Write and print the answer, and return the exit status.
 
@@ -69,6 +77,8 @@ class Answers:
             show: Prints what people see.
             results: What was compared.
             exit_status: Of the command.
+            whole: Of several candidates, the result that holds all of `results`.
+            recordings: Baseline and candidates, where records were compared.
         """
 
         def printed() -> None:
@@ -84,6 +94,7 @@ class Answers:
 
             log = sarif(results, _command(), repository_of(Path.cwd()), exit_status)
             write_text(json_pieces(log), self.sarif, flag="--sarif")
+        write_beside(whole or results[0], self.report, recordings=recordings)
         answer(document, printed)
         return exit_status
 

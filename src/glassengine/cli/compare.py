@@ -173,7 +173,8 @@ def _tensors(baseline: str, candidates: Sequence[str], options: dict[str, Any], 
 
         out.print(comparison(one))
 
-    return answers.give(one.streamed, show, [one], 0 if one.ok else 4 if one.too_little else 1)
+    status = 0 if one.ok else 4 if one.too_little else 1
+    return answers.give(one.streamed, show, [one], status, recordings=(baseline, candidates[0]))
 
 
 def _require_one(candidates: Sequence[str], options: dict[str, Any], plan: str | None, merge: str | None) -> None:
@@ -218,7 +219,9 @@ def _many(baseline: str, candidates: Sequence[str], options: dict[str, Any], ans
 
         out.print(comparisons(many))
 
-    return answers.give(many.to_dict, show, many.comparisons, 0 if many.ok else 4 if many.too_little else 1)
+    status = 0 if many.ok else 4 if many.too_little else 1
+    recordings = baseline, *candidates
+    return answers.give(many.to_dict, show, many.comparisons, status, whole=many, recordings=recordings)
 
 
 def _engines(sides: Sequence[str], options: dict[str, Any]) -> int:

@@ -37,6 +37,7 @@ COMMANDS = {
     "profile": "Show a profile by module, or take one of a running program.",
     "snapshot": "Show the content of a snapshot, or pack it into one file.",
     "replay": "Run a snapshot again, without the original code.",
+    "report": "Write a result as a page for the browser: index.html, and its data beside it.",
     "verify": "Check the signature and all files of an engine, without running it.",
     "schema": "Print the JSON schema of the --json document of a command.",
     "mcp": "Serve check, compare, show and explain to a coding agent (MCP, on stdin and stdout).",

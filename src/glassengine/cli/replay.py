@@ -9,6 +9,8 @@ import typer
 import glassengine as glass
 from glassengine.cli.documents import answer
 from glassengine.cli.options import out, stages
+from glassengine.cli.report import require_place, write_beside
+from glassengine.cli.shared import Report
 from glassengine.progress import Work
 
 
@@ -31,11 +33,13 @@ def command(
     reproduction: Annotated[
         str | None, typer.Option(metavar="DIR", help="With --bisect: write a test of that subgraph.")
     ] = None,
+    report: Report = None,
 ) -> int:
     """Run a snapshot again, without the original code.
 
     Exit status: 0 the same bits (or only rounding, all values finite, nothing broken), 1 otherwise.
     """
+    require_place(report)
     with stages(((Work.COMPILING, 3.0), (Work.RUNNING, 1.0), (Work.JUDGING, 2.0))) as progress:
         result = glass.replay(
             snapshot,
@@ -52,5 +56,6 @@ def command(
 
         out.print(replayed(result))
 
+    write_beside(result, report)
     answer(result.to_dict, show)
     return 0 if result.ok else 1

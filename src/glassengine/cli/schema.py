@@ -16,7 +16,7 @@ def command(
         str | None,
         typer.Argument(
             metavar="COMMAND",
-            help="check, check-training or compare; default: list them.",
+            help="check, check-training, compare or report; default: list them.",
             show_default=False,
         ),
     ] = None,

@@ -64,6 +64,11 @@ MinSnr = Annotated[
     str | None, typer.Option(metavar="dB", help="Minimum signal-to-noise ratio of each result, e.g. 30dB.")
 ]
 
+Report = Annotated[
+    str | None,
+    typer.Option(metavar="DIR", help="Write the answer as a page for the browser; replaces a report there."),
+]
+
 
 class FailOn(StrEnum):
     """Lowest verdict that makes the command fail."""

@@ -113,14 +113,23 @@ def parsed(
         raise damaged(what, where, error) from error
 
 
-def converted(value: object, schema: type[Document], where: str | Path, *, what: str = "a JSON document") -> Document:
+def converted(
+    value: object, schema: type[Document], where: str | Path, *, what: str = "a JSON document", words: bool = False
+) -> Document:
     """Return a value of plain lists, dicts and numbers as what `schema` says.
+
+    Args:
+        value: The value.
+        schema: As for `read_document`; a dataclass, for one.
+        where: The place to name in an error.
+        what: How to call the document in an error.
+        words: Whether numbers that are not finite are the words "nan", "inf" and "-inf", as results write them.
 
     Raises:
         CorruptError: It does not fit.
     """
     try:
-        return msgspec.convert(value, schema)
+        return msgspec.convert(value, schema, strict=not words)
     except (ValueError, RecursionError, TypeError) as error:
         raise damaged(what, where, error) from error
 

@@ -12,17 +12,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from glassengine.report import words
 from glassengine.report.terminal_answer import answer
 from glassengine.report.terminal_drift import drift_table
 from glassengine.report.terminal_quantization import quantization
-from glassengine.results import FLAGGED, VERDICTS, Comparison, Divergence, Hint, Pair
+from glassengine.report.words import parts_of_source, short, step_of
+from glassengine.results import Comparison, Divergence, Hint, Pair
 
 _STYLES = {"identical": "green", "rounding": "green", "suspicious": "yellow", "wrong": "bold red"}
 _ROWS, _COLUMNS = 24, 100
-_LONGEST_NAME = 60
 _MAX_HINTS = 2
-_LESS_THAN_PROOF = ("tried", "argument", "ops", "values", "weights")
-"""Evidence of what kind of mistake it is; any other word says where it is."""
 _MAX_ORIGINS = 2
 _MAX_REASONS = 4
 
@@ -68,32 +67,19 @@ def _cut(lines: Sequence[Text], rows: int) -> list[Text]:
 
 def headline(result: Comparison) -> Text:
     """Return whether it is ok and why, and what was compared."""
+    found = words.headline(result)
     text = Text()
-    text.append("ok" if result.ok else "NOT OK", style="bold green" if result.ok else "bold red")
+    text.append(found.mark, style="bold green" if result.ok else "bold red")
     text.append(": ")
-    if result.not_ok_because:
-        # Why it is not ok, and nothing that sounds like the opposite.
-        text.append("too little was judged: " if result.too_little else "", style="bold")
-        text.append(result.not_ok_because)
-    elif result.verdict in FLAGGED:
-        text.append(f"worst verdict {result.verdict}", style=_STYLES[result.verdict])
-    else:
-        by_signal = any(found.judged_by == "signal" for found in result.results)
-        explained = f"every difference is explained by {'the quantization' if by_signal else 'rounding'}"
-        text.append("bitwise identical" if result.verdict == "identical" else explained)
-    text.append(f"\nbaseline {_short(result.baseline)}, candidate {_short(result.candidate)}")
+    text.append(found.why, style=_STYLES[result.verdict] if found.is_flagged else "")
+    text.append(f"\nbaseline {short(result.baseline)}, candidate {short(result.candidate)}")
     return text
-
-
-def _short(name: str) -> str:
-    """Return the end of a long path, which tells two of them apart; `--json` has all of it."""
-    return name if len(name) <= _LONGEST_NAME else f"...{name[-_LONGEST_NAME + 3 :]}"
 
 
 def _short_source(source: str) -> str:
     """Return "file:line: code" with the end of a long path."""
-    place, colon, code = source.partition(": ")
-    return f"{_short(place)}{colon}{code}"
+    place, code = parts_of_source(source)
+    return f"{short(place)}: {code}" if code else short(place)
 
 
 def _ladder(result: Comparison) -> Table:
@@ -143,11 +129,8 @@ def _written_differently(result: Comparison) -> Iterator[Text]:
 
 
 def _divergence(result: Comparison, found: Divergence) -> Iterator[Text]:
-    where = f"step {found.step}"
-    if result.generates and found.rung not in ("forward", "backward", "run", "update"):
-        where += " (prefill)" if found.step == 0 else f" (decode step {found.step})"
     yield Text(f"first divergence: {found.site}", style="bold")
-    yield Text(f"  rung     {found.rung}, {where}, verdict {found.verdict}")
+    yield Text(f"  rung     {found.rung}, {step_of(result, found)}, verdict {found.verdict}")
     if found.where:
         yield Text(f"  where    {found.where}: {found.group}")
     if found.source:
@@ -165,18 +148,13 @@ def _divergence(result: Comparison, found: Divergence) -> Iterator[Text]:
 
 
 def _hint(hint: Hint) -> Iterator[Text]:
-    """A mistake that is proven is called by its kind; anything else may be one."""
-    yield Text(f"  mistake  {hint.kind}: {hint.text}" if hint.proven else f"  hint     {hint.text}")
-    if hint.line is not None:
-        yield Text(f"  line     {hint.line}")
+    yield from (Text(f"  {what:8} {text}") for what, text in words.hint_lines(hint))
 
 
 def _about(result: Comparison, found: Divergence) -> Iterator[Text]:
     """What it looks like, what shows it, what came of it, and what else went wrong."""
-    for hint in found.hints[1:_MAX_HINTS]:
-        # Beside what is proven, what only may be so is noise.
-        if hint.proven or not found.hints[0].proven or hint.evidence not in _LESS_THAN_PROOF:
-            yield from _hint(hint)
+    for hint in words.hints_worth_a_line(found.hints)[1:_MAX_HINTS]:
+        yield from _hint(hint)
     if not found.reproduction:
         yield Text("  test     --reproduction DIR writes one that shows this without the models")
     if found.introduced is not None and found.inherited is not None:
@@ -197,35 +175,7 @@ def _about(result: Comparison, found: Divergence) -> Iterator[Text]:
 
 def size(result: Comparison, found: Divergence) -> str:
     """Say how large the error of an op is, against what rounding explains, and where."""
-    pairs = [p for p in result.pairs if (p.rung, p.step, p.site) == (found.rung, found.step, found.site)]
-    # Of several cases, the one in which it is wrong.
-    own = [p for p in pairs if not p.inherited] or pairs
-    if not own:
-        return "its size is not known"
-    pair = max(own, key=lambda p: VERDICTS.index(p.verdict))
-    if pair.noise_ratio is None:
-        return _without_size(pair)
-    text = f"{pair.noise_ratio:.3g} times what rounding alone explains"
-    if pair.bound_ratio is not None:
-        text += f", {pair.bound_ratio:.3g} times the bound of this op"
-    figures = pair.figures
-    if figures is not None and figures.worst_index is not None:
-        text += (
-            f"; largest at {list(figures.worst_index)}: {figures.candidate_at_worst:.6g} for "
-            f"{figures.baseline_at_worst:.6g}; {figures.num_different} of {figures.num_elements} elements differ"
-        )
-    return text
-
-
-def _without_size(pair: Pair) -> str:
-    """What differs in kind: integers, bools, masks, shapes."""
-    text = pair.reason or "cannot be measured"
-    figures = pair.figures
-    if figures is None or figures.worst_index is None or " at [" in text:
-        return text
-    which = "first" if figures.max_abs_diff == 1 else "largest"
-    one = f"{figures.candidate_at_worst:.6g} for {figures.baseline_at_worst:.6g}"
-    return f"{text}; {which} at {list(figures.worst_index)}: {one}"
+    return words.size(words.pair_of(found, result.pairs))
 
 
 def _severity(result: Comparison) -> Iterator[Text]:

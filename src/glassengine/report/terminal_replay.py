@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from glassengine.report.terminal_check import check
+from glassengine.report.words import replay_sentence
 
 if TYPE_CHECKING:
     from glassengine.results.replay import Bisection, Replayed, ReplayedOutput
@@ -39,31 +40,10 @@ def replayed(result: Replayed) -> RenderableType:
 def _headline(result: Replayed) -> Text:
     text = Text()
     text.append("ok" if result.ok else "NOT OK", style="bold green" if result.ok else "bold red")
-    text.append(f": {_answer(result)}\n")
+    text.append(f": {replay_sentence(result)}\n")
     then = f", recorded with {result.recorded_backend}" if result.recorded_backend else ""
     text.append(f"execution {result.execution} of {result.executable} on {result.backend}{then}")
     return text
-
-
-def _answer(result: Replayed) -> str:
-    if result.bisection is not None:
-        found = result.bisection
-        if found.failure is None:
-            return f"{found.backend} does not break this graph"
-        return f"{found.backend} breaks {len(found.ops)} of {found.num_ops} ops: {found.failure}"
-    if result.comparison is not None:
-        return f"worst verdict {result.comparison.verdict}"
-    if result.first_nonfinite is not None:
-        return f"{result.first_nonfinite['op']} made the first {result.first_nonfinite['kinds']}"
-    if result.error is not None:
-        return "the run failed"
-    known = [output for output in result.outputs if output.same_bits is not None]
-    if result.outputs and not known:
-        return "it ran"
-    if not result.outputs:
-        return "node by node, nothing is made that is not finite"
-    same = sum(bool(output.same_bits) for output in known)
-    return f"{same} of {len(known)} outputs have the same bits as recorded"
 
 
 def _outputs(outputs: tuple[ReplayedOutput, ...]) -> Table:

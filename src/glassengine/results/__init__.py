@@ -102,6 +102,10 @@ from glassengine.results.replay import (
     Replayed,
     ReplayedOutput,
 )
+from glassengine.results.report import (
+    ReportPage,
+    WrittenReport,
+)
 from glassengine.results.series import (
     SeriesComparison,
     SeriesPoint,
@@ -155,6 +159,7 @@ __all__ = [
     "RecordedTarget",
     "Replayed",
     "ReplayedOutput",
+    "ReportPage",
     "Result",
     "ResultComparison",
     "Rung",
@@ -175,6 +180,7 @@ __all__ = [
     "Verdict",
     "WeightsComparison",
     "WrittenDifferently",
+    "WrittenReport",
     "added",
     "counts_of",
     "failure",

@@ -13,7 +13,7 @@ from typing import Any
 
 from glassengine.errors import UnknownNameError
 
-COMMANDS = ("check", "check-training", "compare")
+COMMANDS = ("check", "check-training", "compare", "report")
 """Commands whose documents have a schema; that of `check-training` is that of `check`."""
 
 

@@ -16,14 +16,28 @@ from typing import Any
 
 import msgspec
 
-from glassengine.results import ArtifactComparison, Comparison, Comparisons, MetricsReport, SeriesComparison, SideBySide
+from glassengine.results import (
+    ArtifactComparison,
+    Comparison,
+    Comparisons,
+    MetricsReport,
+    ReportPage,
+    SeriesComparison,
+    SideBySide,
+    WrittenReport,
+)
 from glassengine.results.comparison import SCHEMA_VERSION
 from glassengine.results.failure import Failure
 
-_WORDS = {"check": "glass check --json, glass check-training --json", "compare": "glass compare --json"}
+_WORDS = {
+    "check": "glass check --json, glass check-training --json",
+    "compare": "glass compare --json",
+    "report": "glass report --json; and the index in its page",
+}
 _DOCUMENTS = {
     "check": (Comparison, Failure),
     "compare": (Comparison, Comparisons, SideBySide, ArtifactComparison, SeriesComparison, Failure),
+    "report": (WrittenReport, ReportPage, Failure),
 }
 _NUMBER = {
     "description": "A number; one that is not finite is a word.",
@@ -33,7 +47,7 @@ _ATTRIBUTE = re.compile(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
 def generate(name: str) -> dict[str, Any]:
-    """Return the schema of "check" or "compare"."""
+    """Return the schema of "check", "compare" or "report"."""
     documents = _DOCUMENTS[name]
     tops, definitions = msgspec.json.schema_components((*documents, MetricsReport), ref_template="#/$defs/{name}")
     found = {title: _definition(definition) for title, definition in sorted(definitions.items())}

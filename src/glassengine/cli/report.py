@@ -1,0 +1,80 @@
+"""`glass report`: a result as a page for the browser; and what `--report DIR` of other commands writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from glassengine.cli.documents import answer
+from glassengine.cli.options import err, out, settings
+
+if TYPE_CHECKING:
+    from glassengine.results.report import WrittenReport
+
+
+def command(
+    result: Annotated[
+        str,
+        typer.Argument(
+            metavar="RESULT",
+            help="What --json of check, check-training, compare (of tensors) or replay has written.",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="DIR", help="Where; a report that is there is replaced.")
+    ],
+    recordings: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RECORDING",
+            help="Baseline, then candidate, as they were compared: the page shows values of the worst tensors.",
+            show_default=False,
+        ),
+    ] = None,
+) -> int:
+    """Write a result as a page for the browser: index.html, and its data beside it.
+
+    Exit status: 0 the page was written, also of a result that is not ok.
+    """
+    from glassengine.report.page.write import write_report
+
+    written = write_report(result, output, recordings=recordings or ())
+
+    def show() -> None:
+        out.print(_line(written), highlight=False, soft_wrap=True)
+        for reason, count in written.without_values.items():
+            out.print(f"  {count} of the worst tensors without values: {reason}", highlight=False)
+
+    answer(written.to_dict, show)
+    return 0
+
+
+def require_place(directory: str | None) -> None:
+    """Refuse, before any work is done, what is no place for a report.
+
+    Raises:
+        UsageError: It holds something else than a report, or is on another machine.
+    """
+    if directory is not None:
+        from glassengine.report.page.write import require_place
+
+        require_place(directory)
+
+
+def write_beside(result: Any, directory: str | None, *, recordings: Sequence[str] = ()) -> None:
+    """Write the report that `--report` asks for, and say where it is."""
+    if directory is None:
+        return
+    from glassengine.report.page.write import write_report
+
+    written = write_report(result, directory, recordings=recordings)
+    if not settings.quiet:
+        err.print(_line(written), highlight=False, soft_wrap=True)
+
+
+def _line(written: WrittenReport) -> str:
+    size = f"{written.total_bytes / 1e6:.1f} MB in {written.num_files} files"
+    return f"report: {written.report} ({written.num_tensors:,} tensors, {size})"

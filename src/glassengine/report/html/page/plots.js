@@ -1,0 +1,62 @@
+// What the values of a tensor say: worst elements, distances in ulp, and the largest error along every axis.
+function bars(heights, { label, names, levels = null, height = 90 }) {
+  const width = 600, base = height - 14, step = width / Math.max(heights.length, 1);
+  const plot = svg("svg", { viewBox: `0 0 ${width} ${height}`, class: "bars", role: "img", "aria-label": label });
+  heights.forEach((part, place) => {
+    const tall = part > 0 ? Math.max(2, part * (base - 4)) : 0;
+    const bar = svg("rect", { x: place * step, y: base - tall, width: Math.max(step - (step > 4 ? 1 : 0), 0.7), height: tall, class: levels ? levels[place] : "plain" });
+    bar.append(svg("title", {}, names[place]));
+    plot.append(bar);
+  });
+  plot.append(svg("text", { x: 2, y: height - 2 }, names[0] ?? ""));
+  const last = svg("text", { x: width - 2, y: height - 2, "text-anchor": "end" }, names.at(-1) ?? "");
+  if (heights.length > 1) plot.append(last);
+  return plot;
+}
+
+function logHeights(counts) {
+  const most = Math.log10(Math.max(...counts, 1) + 1);
+  return counts.map((count) => (count ? Math.log10(count + 1) / most : 0));
+}
+
+function ulpPlot(ulp) {
+  const names = ulp.histogram.map((count, place) => `${place === 0 ? "equal" : place === 1 ? "1 ulp" : `2^${place - 1} ulp`}: ${many(count)}`);
+  const label = `Histogram of errors in ulp; the largest is ${ulp.max_ulp} ulp`;
+  return [el("h3", {}, "Errors in ulp"), el("p", { class: "about" }, `Elements by distance in representable values, counts on a logarithmic scale. Largest: ${many(ulp.max_ulp ?? 0)} ulp at [${(ulp.worst_index ?? []).join(", ")}]${ulp.num_nonfinite_mismatch ? `; ${many(ulp.num_nonfinite_mismatch)} elements are finite on one side only` : ""}.`), bars(logHeights(ulp.histogram), { label, names: names.length ? names : ["nothing"] })];
+}
+
+function errorPlot(errors) {
+  const powers = Object.keys(errors.counts).map(Number).sort((left, right) => left - right);
+  if (!powers.length) return [];
+  const range = Array.from({ length: powers.at(-1) - powers[0] + 1 }, (_, place) => powers[0] + place);
+  const counts = range.map((power) => errors.counts[power] ?? 0);
+  return [el("h3", {}, "Sizes of errors"), el("p", { class: "about" }, `Elements by |candidate - baseline|, powers of two; ${many(errors.num_zero)} agree.`), bars(logHeights(counts), { label: "Histogram of errors", names: range.map((power, place) => `2^${power}: ${many(counts[place])}`) })];
+}
+
+const sizeOfError = (value) => (value === "inf" || value === "nan" ? Infinity : Number(value));
+
+function axisPlot(axis) {
+  const values = axis.maxima.map(sizeOfError);
+  const finite = values.filter(Number.isFinite);
+  const most = Math.max(...finite, 0);
+  const heights = values.map((value) => (Number.isFinite(value) ? (most ? value / most : 0) : 1));
+  const top = values.indexOf(Math.max(...values));
+  const place = (index) => (axis.step === 1 ? `index ${index}` : `indices ${index * axis.step} to ${Math.min((index + 1) * axis.step, axis.size) - 1}`);
+  const hit = values.filter((value) => value > 0).length;
+  const words = values[top] > 0 ? `largest at ${place(top)}; ${hit} of ${values.length} ${axis.step === 1 ? "indices" : "pieces"} differ` : "nothing differs";
+  const levels = values.map((value, index) => (Number.isFinite(value) ? (index === top ? "most" : "plain") : "nan"));
+  return [el("h3", {}, `Axis ${axis.axis}, size ${many(axis.size)}`), el("p", { class: "about" }, `Largest error of every index: ${words}.`), bars(heights, { label: `Largest error along axis ${axis.axis}: ${words}`, names: values.map((value, index) => `${place(index)}: ${number(value)}`), levels })];
+}
+
+function worstTable(elements) {
+  if (!elements.length) return [];
+  const difference = (one) => (typeof one[1] === "number" && typeof one[2] === "number" ? number(one[2] - one[1], 4) : "");
+  return [el("h3", {}, "Worst elements"), el("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "Worst elements" }, el("table", {}, el("thead", {}, el("tr", {}, ...["index", "baseline", "candidate", "difference"].map((name) => el("th", { scope: "col" }, name)))), el("tbody", {}, ...elements.map((one) => el("tr", {}, el("th", { scope: "row" }, `[${one[0].join(", ")}]`), ...[exact(one[1]), exact(one[2]), difference(one)].map((text) => el("td", { class: "number" }, text)))))))];
+}
+
+async function valuesOf(row) {
+  const place = page.valued_rows.indexOf(row);
+  if (place < 0) return [el("p", { class: "about" }, page.why_no_values)];
+  const found = await item("values", place);
+  return [...worstTable(found.worst), ...found.axes.filter((axis) => axis.size > 1).flatMap(axisPlot), ...(found.ulp ? ulpPlot(found.ulp) : []), ...errorPlot(found.errors)];
+}

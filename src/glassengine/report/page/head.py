@@ -1,0 +1,340 @@
+"""What stands at the top of a page, in words: the answer, source lines, the hint; then both sides and the ladder."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+
+from glassengine.reading.printable import printable
+from glassengine.report import words
+from glassengine.report.page.document import Shown
+from glassengine.report.page.origin import Fact, facts_of, is_of_one_process
+from glassengine.results import Comparison, Divergence, DriftRow, Pair, QuantizedWeight, Replayed
+
+_MOST_ORIGINS = 100
+_MOST_LINES = 200
+
+
+@dataclass(frozen=True)
+class Source:
+    """A line of code of one side.
+
+    Attributes:
+        side: "baseline", "candidate" or "both sides".
+        place: "file:line", or what the tensor is called there.
+        code: The line; "" where it is not known.
+    """
+
+    side: str
+    place: str
+    code: str
+
+
+@dataclass(frozen=True)
+class Head:
+    """Everything above the data.
+
+    Attributes:
+        mark: "ok" or "NOT OK".
+        tone: "good", "fair" or "bad", for the color.
+        sentence: The answer.
+        sources: Of the guilty line.
+        hint: Which mistake it is, as (what, text): "mistake" where it is proven, "hint", and the "line" as it should read.
+        lines: What else belongs to the answer: (what, text).
+        baseline: What it is.
+        candidate: Likewise.
+        facts: Where both came from.
+        same_facts: Whether both ran in one process.
+        rungs: Of the ladder: name, verdict, judged, number of tensors, coverage, first divergence, note.
+        results: Of the model: name, verdict, text, rung.
+        severity: Of tokens, a line a rung.
+        origins: Other ops that introduced an error.
+        outputs: Of a replay: name, dtype and shape, as recorded, difference, what is not finite.
+        tables: More tables: title, sentence, columns, rows.
+        notes: Sentences.
+    """
+
+    mark: str
+    tone: str
+    sentence: str
+    sources: tuple[Source, ...] = ()
+    hint: tuple[tuple[str, str], ...] = ()
+    lines: tuple[tuple[str, str], ...] = ()
+    baseline: str = ""
+    candidate: str = ""
+    facts: tuple[Fact, ...] = ()
+    same_facts: bool = False
+    rungs: tuple[tuple[str, ...], ...] = ()
+    results: tuple[tuple[str, ...], ...] = ()
+    severity: tuple[str, ...] = ()
+    origins: tuple[tuple[str, ...], ...] = ()
+    outputs: tuple[tuple[str, ...], ...] = ()
+    tables: tuple[tuple[str, str, tuple[str, ...], tuple[tuple[str, ...], ...]], ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+
+def head_of(shown: Shown, pair: Pair | None) -> Head:
+    """Return the top of a page.
+
+    Args:
+        shown: What the page shows.
+        pair: That of the first divergence, where there is one.
+    """
+    if shown.replayed is not None:
+        return _replayed(shown.replayed, shown.comparison, pair)
+    assert shown.comparison is not None
+    return _compared(shown.comparison, pair)
+
+
+def _compared(result: Comparison, pair: Pair | None) -> Head:
+    top = words.headline(result)
+    found = result.first_divergence
+    why = f"{top.why[:1].upper()}{top.why[1:]}."
+    lines: list[tuple[str, str]] = []
+    sentence = why
+    if found is not None:
+        sentence = _sentence(result, found)
+        lines = [("because" if not result.ok else "but", why), *_about(result, found, pair)]
+    num = result.counts["compared"]
+    lines.append(("judged", f"{num:,} tensors, coverage {result.coverage:.1%}" + _calibrated(result)))
+    lines += [("exempt", text) for text in [words.exempt(result.exemptions)] if text]
+    return Head(
+        mark=top.mark,
+        tone="bad" if not result.ok else "fair" if top.is_flagged else "good",
+        sentence=printable(sentence),
+        sources=_sources(found),
+        hint=_hint(found),
+        lines=tuple((what, printable(text)) for what, text in lines),
+        baseline=printable(result.baseline),
+        candidate=printable(result.candidate),
+        facts=tuple(facts_of(result.environment)),
+        same_facts=is_of_one_process(result.environment),
+        rungs=tuple(_rungs(result)),
+        results=tuple(_results(result)),
+        severity=tuple(_severity(result)),
+        origins=tuple(_origins(result)),
+        tables=tuple(_tables(result)),
+        notes=tuple(map(printable, result.notes)),
+    )
+
+
+def _hint(found: Divergence | None) -> tuple[tuple[str, str], ...]:
+    if found is None or not found.hints:
+        return ()
+    return tuple((what, printable(text)) for what, text in words.hint_lines(found.hints[0]))
+
+
+def _sentence(result: Comparison, found: Divergence) -> str:
+    rung = f" of {found.rung}" if found.rung else ""
+    rank = f", rank {found.rank}" if found.rank is not None else ""
+    verb = {"wrong": "is wrong", "suspicious": "is suspicious"}.get(found.verdict, "differs")
+    return f"{found.site} {verb} first, in {words.step_of(result, found)}{rung}{rank}."
+
+
+def _about(result: Comparison, found: Divergence, pair: Pair | None) -> list[tuple[str, str]]:
+    lines = [("error", words.size(pair))]
+    if found.where:
+        lines.append(("where", f"{found.where}: {found.group}"))
+    if found.introduced is not None and found.inherited is not None:
+        lines.append(("rms", f"introduced {found.introduced:.3g}, inherited {found.inherited:.3g}"))
+    for hint in words.hints_worth_a_line(found.hints)[1:3]:
+        lines += words.hint_lines(hint)
+    if found.reproduction:
+        lines.append(("test", f"python {PurePath(found.reproduction) / 'test_repro.py'}"))
+    if inherited := result.counts["inherited"]:
+        lines.append(("after", f"{inherited:,} later tensors merely inherited an error"))
+    return lines
+
+
+def _calibrated(result: Comparison) -> str:
+    return "" if result.calibration is None else f"; {result.calibration}"
+
+
+def _sources(found: Divergence | None) -> tuple[Source, ...]:
+    if found is None:
+        return ()
+    one = _source("baseline", found.source, found.site)
+    if found.candidate_source is not None and found.candidate_source == found.source:
+        return (_source("both sides", found.source, found.site),)
+    return one, _source("candidate", found.candidate_source, found.candidate_site)
+
+
+def _source(side: str, source: str | None, site: str) -> Source:
+    place, code = words.parts_of_source(source) if source else (site, "")
+    return Source(side, printable(place), printable(code))
+
+
+def _rungs(result: Comparison) -> list[tuple[str, ...]]:
+    found = []
+    for rung in result.rungs:
+        first = rung.first_divergence
+        cells = (
+            rung.name,
+            rung.verdict if rung.num_judged else "nothing judged",
+            rung.guarantee,
+            f"{rung.num_judged:,}",
+            "" if rung.coverage is None or not rung.num_judged else f"{rung.coverage:.0%}",
+            "" if first is None else f"step {first.step}, {first.site}",
+            rung.note or "",
+        )
+        found.append(tuple(map(printable, cells)))
+    return found
+
+
+def _results(result: Comparison) -> list[tuple[str, ...]]:
+    found = []
+    for one in result.results[:_MOST_LINES]:
+        text = words.result_line(one, result.severity.get(one.rung))
+        cells = (one.rung, one.name, one.verdict, text, f"{one.dtype}[{', '.join(map(str, one.shape))}]")
+        found.append(tuple(map(printable, cells)))
+    return found
+
+
+def _severity(result: Comparison) -> list[str]:
+    lines = []
+    for rung, found in result.severity.items():
+        if found["num_tokens"]:
+            share = "" if found["token_agreement"] is None else f"same next token in {found['token_agreement']:.1%} of "
+            kl = (
+                ""
+                if found["mean_kl"] is None
+                else f"; KL mean {found['mean_kl']:.2g}, largest {found['max_kl']:.2g} nats"
+            )
+            ties = f"; {found['num_ties']} decided by ties" if found["num_ties"] else ""
+            changed = f"; first change: {found['first_changed_token']}" if found["first_changed_token"] else ""
+            lines.append(printable(f"{rung}: {share}{found['num_tokens']} tokens{kl}{ties}{changed}"))
+    return lines
+
+
+def _origins(result: Comparison) -> list[tuple[str, ...]]:
+    first = result.first_divergence
+    others = [one for one in result.origins if one.leads and (first is None or _place(one) != _place(first))]
+    found = []
+    for one in others[:_MOST_ORIGINS]:
+        hint = one.hints[0].text if one.hints else ""
+        cells = (str(one.step), one.rung or "", one.site, one.verdict, one.where or "", one.source or "", hint)
+        found.append(tuple(map(printable, cells)))
+    return found
+
+
+def _place(one: Divergence) -> tuple[object, ...]:
+    return one.rung, one.step, one.site, one.rank
+
+
+Table = tuple[str, str, tuple[str, ...], tuple[tuple[str, ...], ...]]
+
+
+def _tables(result: Comparison) -> list[Table]:
+    found: list[Table] = []
+    columns: tuple[str, ...]
+    inputs = [
+        (case.case, str(used.step), used.origin, words.input_line(used), used.recipe)
+        for case in result.inputs
+        for used in case.inputs
+    ]
+    if inputs:
+        columns = ("case", "step", "origin", "input", "how it was made")
+        found.append(_table("Inputs", "What all sides ran on, and whether it was made up.", columns, inputs))
+    if result.fineness:
+        rows = [(one.rung, words.judged(one)) for one in result.fineness]
+        found.append(_table("Fineness", "How finely the inside was judged.", ("rung", "judged"), rows))
+    if result.weights is not None and result.weights.different:
+        ways = [(text,) for text in (*result.weights.how, *result.weights.different)]
+        what = f"{len(result.weights.different)} of {result.weights.compared} differ by more than rounding."
+        found.append(_table("Weights", what, ("weight",), ways))
+    if result.written_differently:
+        different = [(o.rung, o.site, o.candidate_site, o.difference, o.verdict) for o in result.written_differently]
+        columns = ("rung", "site", "there", "difference", "verdict")
+        found.append(_table("Written differently", "The same op with other arguments.", columns, different))
+    if result.drift:
+        drift = [_drift(row) for row in result.drift]
+        columns = ("kind", "site", "SNR dB", "cosine", "introduced dB", "share of the loss")
+        found.append(_table("Drift", "Where a less precise candidate loses its signal.", columns, drift))
+    if result.quantization is not None:
+        weights = [_weight(one) for one in result.quantization.weights]
+        columns = ("weight", "verdict", "SNR dB", "steps, rms", "hint")
+        found.append(_table("Quantization", "What quantization did to each weight, alone.", columns, weights))
+    return found
+
+
+def _table(title: str, sentence: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
+    shown = tuple(tuple(map(printable, row)) for row in rows[:_MOST_LINES])
+    if len(rows) > _MOST_LINES:
+        sentence += f" The first {_MOST_LINES} of {len(rows):,}; the JSON document has all."
+    return title, sentence, columns, shown
+
+
+def _drift(row: DriftRow) -> tuple[str, ...]:
+    numbers = f"{row.snr_db:.1f}", f"{row.cosine_similarity:.6f}", _decibels(row.introduced_db), _percent(row.share)
+    return row.kind, row.site, *numbers
+
+
+def _weight(one: QuantizedWeight) -> tuple[str, ...]:
+    hints = "; ".join(hint.text for hint in one.hints)
+    return one.name, one.verdict, f"{one.snr_db:.1f}", f"{one.rms_steps:.3g}", hints
+
+
+def _decibels(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def reasons_of(result: Comparison | None) -> list[tuple[str, str, str]]:
+    """Return what was not compared: side, reason, how many; most first."""
+    if result is None:
+        return []
+    counted = Counter((item.side, item.reason) for item in result.skipped)
+    return [(side, printable(reason), f"{count:,}") for (side, reason), count in counted.most_common(_MOST_LINES)]
+
+
+def _replayed(result: Replayed, comparison: Comparison | None, pair: Pair | None) -> Head:
+    inner = Head("", "", "") if comparison is None else _compared(comparison, pair)
+    lines: list[tuple[str, str]] = [("error", result.error.strip().splitlines()[0])] if result.error else []
+    sources: tuple[Source, ...] = inner.sources
+    sentence = words.replay_sentence(result)
+    if comparison is not None and comparison.first_divergence is not None:
+        sentence = inner.sentence
+    if (first := result.first_nonfinite) is not None:
+        where = f" in {first['module']}" if first.get("module") else ""
+        number = f"{first.get('num_elements')} of {first.get('total_elements')} elements"
+        lines.append(("where", f"{first.get('node')}{where}: {number}"))
+        sources = (_source("snapshot", first.get("source"), str(first.get("node"))),)
+    if (cut := result.bisection) is not None and cut.failure is not None:
+        lines += [("wrong", cut.message), ("tried", f"{cut.num_trials} pieces of the graph were compiled")]
+        lines += [("part", cut.part)] if cut.part else []
+        lines += [("test", f"python {PurePath(cut.reproduction) / 'test_repro.py'}")] if cut.reproduction else []
+        sources = tuple(_source(op.op, op.source, op.module) for op in cut.ops[:8])
+    outputs = [
+        (
+            one.name,
+            f"{one.dtype}[{', '.join(map(str, one.shape))}]",
+            {None: "not recorded", True: "same bits", False: f"{one.num_different} differ"}[one.same_bits],
+            "" if not one.max_abs_diff else f"{one.max_abs_diff:.3g}",
+            one.nonfinite,
+        )
+        for one in sorted(result.outputs, key=lambda one: one.same_bits is not False)[:_MOST_LINES]
+    ]
+    return Head(
+        mark="ok" if result.ok else "NOT OK",
+        tone="good" if result.ok else "bad",
+        sentence=printable(sentence),
+        sources=sources,
+        hint=inner.hint,
+        lines=tuple((what, printable(text)) for what, text in [*lines, *inner.lines]),
+        baseline=printable(f"execution {result.execution} of {result.executable}, {result.snapshot}"),
+        candidate=printable(f"run again on {result.backend}"),
+        facts=inner.facts,
+        same_facts=inner.same_facts,
+        rungs=inner.rungs,
+        results=inner.results,
+        severity=inner.severity,
+        origins=inner.origins,
+        outputs=tuple(tuple(map(printable, row)) for row in outputs),
+        tables=inner.tables,
+        notes=(*map(printable, result.notes), *inner.notes),
+    )

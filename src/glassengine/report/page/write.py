@@ -1,0 +1,259 @@
+"""Writes a report: a page that opens from disk, with the answer in it and the data beside it.
+
+    index.html       everything above the data, as plain HTML: it says its answer without scripts and without data
+    data/*.js        rows, names, details, in pieces that are read when they are needed
+    1/, 2/, ...      of several candidates, a report each; then index.html lists them
+
+The page may load nothing but these: its Content-Security-Policy names the hashes of its own style and script, and the
+only scripts that it adds are files of `data/`. What is written depends on the result, and the records given, alone.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from glassengine.errors import UsageError
+from glassengine.reading.files import open_regular
+from glassengine.reading.printable import printable
+from glassengine.report.page.data import FOLDER, DataFolder, ListFiles
+from glassengine.report.page.document import OnPair, Plain, Shown, from_file, from_memory
+from glassengine.report.page.head import Head, head_of, reasons_of
+from glassengine.report.page.rows import Rows
+from glassengine.report.page.values import MOST_TENSORS, Values
+from glassengine.results import Comparison, Comparisons, Replayed
+from glassengine.results.report import ReportPage, StepLabel, WrittenReport
+from glassengine.writing.files import remove_tree
+from glassengine.writing.locations import local
+
+PAGE = "index.html"
+SCRIPTS = ("theme", "core", "names", "scale", "rows", "map", "course", "table", "detail", "plots", "tree", "main")
+_BEGINNING = b"<!doctype html>\n<!-- A report of Glass Engine"
+_OWN = re.compile(rf"{re.escape(PAGE)}|{FOLDER}|[1-9]\d*")
+_SKIPPED_PER_FILE = 1 << 13
+
+Result = Comparison | Comparisons | Replayed
+
+
+def require_place(directory: str | Path) -> Path:
+    """Return where a report goes; before any work is done, refuse what is no place for one.
+
+    Raises:
+        UsageError: It is a file, in a store, or a directory that holds something else than a report.
+    """
+    target = local(directory)
+    if target.is_dir() and (names := sorted(item.name for item in target.iterdir())):
+        others = [name for name in names if not _OWN.fullmatch(name)]
+        if others or not _is_report(target / PAGE):
+            raise UsageError(
+                "a report replaces only a report",
+                got=f"{target}, which holds {', '.join(map(printable, (others or names)[:3]))}",
+                expected="a new or empty directory, or one with a report",
+            )
+    elif target.exists() and not target.is_dir():
+        raise UsageError("not a directory", got=str(target))
+    return target
+
+
+def _is_report(page: Path) -> bool:
+    if not page.is_file():
+        return False
+    with open_regular(page) as file:
+        return file.read(len(_BEGINNING)) == _BEGINNING
+
+
+def write_report(
+    result: Result | str | Path, directory: str | Path, *, recordings: Sequence[str | Path] = ()
+) -> WrittenReport:
+    """Write the report of a result.
+
+    Args:
+        result: What check, check_training, compare (of tensors) or replay has returned, or the file of its `--json`.
+        directory: Where; a report that is there is replaced.
+        recordings: Baseline and candidates that were compared, for the values of the worst tensors; none: no values.
+
+    Raises:
+        UsageError: The directory holds something else, there is no report of this kind of result, or it is not of so
+            many recordings.
+        CorruptError: The document or a recording is damaged.
+    """
+    target = require_place(directory)
+    values = [Values(recordings[0], candidate) for candidate in recordings[1:]]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    new = target.parent / f".{target.name}.{os.getpid()}.partial"
+    remove_tree(new)
+    try:
+        written = _pages(result, new, target, values)
+        _put(new, target)
+    finally:
+        remove_tree(new)
+    return written
+
+
+def _put(new: Path, target: Path) -> None:
+    if not target.exists():
+        new.replace(target)
+        return
+    for name in sorted(item.name for item in target.iterdir()):
+        there = target / name
+        remove_tree(there) if there.is_dir() and not there.is_symlink() else there.unlink()
+    # The page last: without it the data of a run that was killed are not shown.
+    for item in sorted(new.iterdir(), key=lambda item: item.name == PAGE):
+        shutil.move(item, target / item.name)
+
+
+def _pages(result: Result | str | Path, new: Path, target: Path, values: Sequence[Values]) -> WrittenReport:
+    rows: dict[int, Rows] = {}
+    folders: dict[int, DataFolder] = {}
+
+    def taker(number: int) -> OnPair:
+        folders[number] = DataFolder(new / str(number))
+        rows[number] = Rows(folders[number])
+        return rows[number].add
+
+    shown = from_file(result, taker) if isinstance(result, (str, Path)) else from_memory(result, taker)
+    for number in range(len(shown)):
+        if number not in rows:
+            taker(number)
+    if values and len(values) != len(shown):
+        expected = f"the baseline's and {len(shown)} more"
+        raise UsageError("the recordings are not those of the result", got=f"{len(values) + 1}", expected=expected)
+    pages = [
+        _page(one, rows[number], folders[number], values[number] if values else None)
+        for number, one in enumerate(shown)
+    ]
+    several = len(shown) > 1
+    for number, (head, page, skipped) in enumerate(pages):
+        up = "../index.html" if several else ""
+        (new / str(number) / PAGE).write_text(_html(head, page, skipped, up=up), encoding="utf-8")
+    if several:
+        for number in reversed(range(len(shown))):
+            (new / str(number)).rename(new / str(number + 1))
+        (new / PAGE).write_text(_overview([head for head, _, _ in pages], shown), encoding="utf-8")
+    else:
+        for item in (new / "0").iterdir():
+            item.rename(new / item.name)
+        (new / "0").rmdir()
+    every = [path for path in new.rglob("*") if path.is_file()]
+    return WrittenReport(
+        report=str(target / PAGE),
+        ok=all(one.replayed.ok if one.replayed else bool(one.comparison and one.comparison.ok) for one in shown),
+        verdict=_worst(shown),
+        num_tensors=sum(map(len, rows.values())),
+        num_with_values=sum(len(page.valued_rows) for _, page, _ in pages),
+        without_values=dict(sum((one.without for one in values), Counter())),
+        num_files=len(every),
+        total_bytes=sum(path.stat().st_size for path in every),
+    )
+
+
+def _worst(shown: Sequence[Shown]) -> Any:
+    from glassengine.results import worst
+
+    verdicts = [one.comparison.verdict for one in shown if one.comparison is not None]
+    return worst(verdicts) if verdicts else None
+
+
+def _page(
+    shown: Shown, rows: Rows, folder: DataFolder, values: Values | None
+) -> tuple[Head, ReportPage, list[tuple[str, str, str]]]:
+    """Write the data of one page, and return what goes into it."""
+    result = shown.comparison
+    columns = rows.close()
+    first = rows.row_of(None if result is None else result.first_divergence)
+    pair = None if first is None else rows.pair(first)
+    skipped = ListFiles(folder, "skipped", _SKIPPED_PER_FILE)
+    for item in () if result is None else result.skipped:
+        skipped.add(_without_nothing(item.to_dict()))
+    skipped.close()
+    valued: tuple[int, ...] = ()
+    if values is not None:
+        wanted = dict.fromkeys([*([] if first is None else [first]), *rows.flagged(MOST_TENSORS)])
+        valued = values.write(folder, ((row, rows.pair(row)) for row in wanted))
+    page = ReportPage(
+        files=tuple(folder.kinds.values()),
+        columns=columns,
+        names={name: tuple(map(str, found)) for name, found in rows.names.items()},
+        steps=tuple(StepLabel(step, "") for step in rows.steps),
+        generates=result is not None and result.generates,
+        first_row=first,
+        valued_rows=valued,
+        why_no_values=_why_none(values),
+    )
+    return head_of(shown, pair), page, reasons_of(result)
+
+
+def _why_none(values: Values | None) -> str:
+    if values is None:
+        return (
+            "The result has no values. With two recordings: glass report RESULT -o DIR --recordings BASELINE CANDIDATE"
+        )
+    return f"Values are shown of the {MOST_TENSORS} worst tensors that both recordings have in one layout."
+
+
+def _without_nothing(item: Mapping[str, Any]) -> Plain:
+    return {key: value for key, value in item.items() if value is not None}
+
+
+def _template(name: str) -> Any:
+    environment = Environment(
+        loader=PackageLoader("glassengine.report", "html/page"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(name)
+
+
+def _html(head: Head, page: ReportPage, skipped: Sequence[tuple[str, str, str]], *, up: str) -> str:
+    return str(
+        _template("page.html.j2").render(
+            head=head, page=page, index=_as_script(page.to_dict()), skipped=skipped, up=up, **_own_files(SCRIPTS)
+        )
+    )
+
+
+def _overview(heads: Sequence[Head], shown: Sequence[Shown]) -> str:
+    worst_first = sorted(range(len(heads)), key=lambda number: ("bad", "fair", "good").index(heads[number].tone))
+    return str(
+        _template("overview.html.j2").render(
+            heads=heads, order=worst_first, num_ok=sum(head.mark == "ok" for head in heads), **_own_files(("theme",))
+        )
+    )
+
+
+def _as_script(value: Any) -> Markup:
+    """Return JSON that may stand in a script element: nothing in it can end the element or begin a comment."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))  # noqa: S704  # ASCII JSON without < > &
+
+
+def _own_files(scripts: Sequence[str]) -> dict[str, Any]:
+    """Return style and script of the page, and the hashes that its policy allows."""
+    folder = files("glassengine.report").joinpath("html", "page")
+    style = folder.joinpath("page.css").read_text(encoding="utf-8")
+    parts = [folder.joinpath(f"{name}.js").read_text(encoding="utf-8") for name in scripts]
+    script = '"use strict";\n(() => {\n' + "\n".join(parts) + "\n})();\n"
+    return {
+        "style": Markup(style),  # noqa: S704  # a file of this package
+        "script": Markup(script),  # noqa: S704  # files of this package
+        "style_hash": _digest(style),
+        "script_hash": _digest(script),
+    }
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")

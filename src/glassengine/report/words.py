@@ -1,0 +1,204 @@
+"""What a comparison says of itself, in sentences: the same on a terminal and on a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from glassengine.results import (
+    FLAGGED,
+    MOST_OPS,
+    VERDICTS,
+    Comparison,
+    Divergence,
+    Fineness,
+    Hint,
+    Pair,
+    Replayed,
+    ResultComparison,
+)
+from glassengine.results.exempt import Exemption
+from glassengine.results.inputs_used import InputUsed
+from glassengine.results.pairs import TokenAgreement
+
+LONGEST_NAME = 60
+_LESS_THAN_PROOF = ("tried", "argument", "ops", "values", "weights")
+"""Evidence of what kind of mistake it is; any other word says where it is."""
+_TRAINED = ("forward", "backward", "run", "update")
+"""Rungs whose steps are those of a training, not of a generation."""
+
+
+class Headline(NamedTuple):
+    """The first words of an answer.
+
+    Attributes:
+        mark: "ok" or "NOT OK".
+        why: What decided, in a sentence; of a comparison that is ok, what its differences are.
+        is_flagged: Whether it is ok with a verdict that a reader must know.
+    """
+
+    mark: str
+    why: str
+    is_flagged: bool = False
+
+
+def headline(result: Comparison) -> Headline:
+    """Return the first words of an answer."""
+    mark = "ok" if result.ok else "NOT OK"
+    if result.not_ok_because:
+        # Why it is not ok, and nothing that sounds like the opposite.
+        return Headline(mark, ("too little was judged: " if result.too_little else "") + result.not_ok_because)
+    if result.verdict in FLAGGED:
+        return Headline(mark, f"worst verdict {result.verdict}", True)
+    if result.verdict == "identical":
+        return Headline(mark, "bitwise identical")
+    by_signal = any(found.judged_by == "signal" for found in result.results)
+    return Headline(mark, f"every difference is explained by {'the quantization' if by_signal else 'rounding'}")
+
+
+def short(name: str) -> str:
+    """Return the end of a long path, which tells two of them apart; `--json` has all of it."""
+    return name if len(name) <= LONGEST_NAME else f"...{name[-LONGEST_NAME + 3 :]}"
+
+
+def parts_of_source(source: str) -> tuple[str, str]:
+    """Return (place, code) of "file:line: code"."""
+    place, _, code = source.partition(": ")
+    return place, code
+
+
+def step_of(result: Comparison, found: Divergence) -> str:
+    """Return "step 0 (prefill)"."""
+    where = f"step {found.step}"
+    if result.generates and found.rung not in _TRAINED:
+        where += " (prefill)" if found.step == 0 else f" (decode step {found.step})"
+    return where
+
+
+def hint_lines(hint: Hint) -> Iterator[tuple[str, str]]:
+    """Yield (what, text): a mistake that is proven is called by its kind, anything else may be one."""
+    yield ("mistake", f"{hint.kind}: {hint.text}") if hint.proven else ("hint", hint.text)
+    if hint.line is not None:
+        yield "line", hint.line
+
+
+def hints_worth_a_line(hints: Sequence[Hint]) -> list[Hint]:
+    """Return the hints without those that only may be so, beside one that is proven."""
+    proven = bool(hints) and hints[0].proven
+    return [hint for hint in hints if hint.proven or not proven or hint.evidence not in _LESS_THAN_PROOF]
+
+
+def pair_of(found: Divergence, pairs: Iterable[Pair]) -> Pair | None:
+    """Return the pair that shows a divergence: of several cases, the one in which it is wrong."""
+    places = [p for p in pairs if (p.rung, p.step, p.site) == (found.rung, found.step, found.site)]
+    ranked = [p for p in places if found.rank in (None, p.rank)] or places
+    own = [p for p in ranked if not p.inherited] or ranked
+    return max(own, key=lambda p: VERDICTS.index(p.verdict), default=None)
+
+
+def size(pair: Pair | None) -> str:
+    """Return how large the error of a pair is, against what rounding explains."""
+    if pair is None:
+        return "its size is not known"
+    if pair.noise_ratio is None:
+        return _without_size(pair)
+    text = f"{pair.noise_ratio:.3g} times what rounding alone explains"
+    if pair.bound_ratio is not None:
+        text += f", {pair.bound_ratio:.3g} times the bound of this op"
+    figures = pair.figures
+    if figures is not None and figures.worst_index is not None:
+        text += (
+            f"; largest at {list(figures.worst_index)}: {figures.candidate_at_worst:.6g} for "
+            f"{figures.baseline_at_worst:.6g}; {figures.num_different} of {figures.num_elements} elements differ"
+        )
+    return text
+
+
+def _without_size(pair: Pair) -> str:
+    """What differs in kind: integers, bools, masks, shapes."""
+    text = pair.reason or "cannot be measured"
+    figures = pair.figures
+    if figures is None or figures.worst_index is None or " at [" in text:
+        return text
+    which = "first" if figures.max_abs_diff == 1 else "largest"
+    one = f"{figures.candidate_at_worst:.6g} for {figures.baseline_at_worst:.6g}"
+    return f"{text}; {which} at {list(figures.worst_index)}: {one}"
+
+
+def result_line(found: ResultComparison, severity: TokenAgreement | None) -> str:
+    """Return how a result of the model agrees or differs, and whether a token changes.
+
+    Args:
+        found: The result.
+        severity: Of its rung, where the model generates.
+    """
+    text = found.in_words()
+    if not found.agrees:
+        text += f" in {found.case}, step {found.step}"
+    if found.method == "position":
+        text += f"; the candidate calls it {found.candidate_name}"
+    if found.exempt:
+        text += f"; {found.exempt:.1%} of it exempt: it depends on a tie"
+    if found.name != "logits" or severity is None or severity["token_agreement"] is None:
+        return text
+    number = severity["num_tokens"]
+    changed = number - round(severity["token_agreement"] * number)
+    tokens = f"{changed} of {number} next tokens change" if changed else "no next token changes"
+    return f"{text}; {tokens}, mean KL {severity['mean_kl']:.2g} nats"
+
+
+def input_line(used: InputUsed) -> str:
+    """Return what an input is: "x float32[3, 8] -1..1"."""
+    if used.shape is None:
+        return f"{used.name} {used.value}"
+    text = f"{used.name} {used.dtype}[{', '.join(map(str, used.shape))}]"
+    if used.minimum is None or used.maximum is None:
+        return text
+    if used.minimum == used.maximum:
+        return f"{text} all {used.minimum:.4g}"
+    return f"{text} {used.minimum:.4g}..{used.maximum:.4g}"
+
+
+def judged(found: Fineness) -> str:
+    """Return how finely the inside was judged."""
+    parts = [
+        (found.op_by_op, "op by op"),
+        (found.in_regions, f"in regions of at most {MOST_OPS} ops"),
+        (found.in_large_regions, "in larger regions"),
+        (found.results_only, "by the results only"),
+    ]
+    text = ", ".join(f"{share:.0%} {how}" if share >= 0.005 else f"<1% {how}" for share, how in parts if share > 0)
+    if found.largest_region > MOST_OPS:
+        text += f" (the largest: {found.largest_region} ops, ending in {found.largest_region_end})"
+    return f"{text} of {found.num_sites} float-valued sites" if found.num_sites else "no float-valued op"
+
+
+def exempt(exemptions: Iterable[Exemption]) -> str:
+    """Return which share of the elements did not count, and why; "" where all did."""
+    return ", ".join(f"{_share(one.share)} {one.reason} (most in {one.largest_site})" for one in exemptions)
+
+
+def _share(share: float) -> str:
+    return f"{share:.1%}" if share >= 0.0005 else "<0.1%"
+
+
+def replay_sentence(result: Replayed) -> str:
+    """Return what came of a replay."""
+    if result.bisection is not None:
+        found = result.bisection
+        if found.failure is None:
+            return f"{found.backend} does not break this graph"
+        return f"{found.backend} breaks {len(found.ops)} of {found.num_ops} ops: {found.failure}"
+    if result.comparison is not None:
+        return f"worst verdict {result.comparison.verdict}"
+    if result.first_nonfinite is not None:
+        return f"{result.first_nonfinite['op']} made the first {result.first_nonfinite['kinds']}"
+    if result.error is not None:
+        return "the run failed"
+    known = [output for output in result.outputs if output.same_bits is not None]
+    if result.outputs and not known:
+        return "it ran"
+    if not result.outputs:
+        return "node by node, nothing is made that is not finite"
+    same = sum(bool(output.same_bits) for output in known)
+    return f"{same} of {len(known)} outputs have the same bits as recorded"

@@ -1,0 +1,73 @@
+"""`glass report`, and `--report DIR` of the commands that judge."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from glassengine.cli import main as cli
+from tests.report.made_results import comparison
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> tuple[str, str]:
+    for name, factor in (("base", 1.0), ("other", 1.01)):
+        torch.save({"layers.0.up": torch.ones(2, 8), "layers.1.up": torch.ones(2, 8) * factor}, tmp_path / f"{name}.pt")
+    return str(tmp_path / "base.pt"), str(tmp_path / "other.pt")
+
+
+def test_a_document_becomes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document, target = tmp_path / "result.json", tmp_path / "report"
+    document.write_text(json.dumps(comparison().to_dict()))
+    assert cli.main(["report", str(document), "-o", str(target)]) == 0
+    assert f"report: {target / 'index.html'} (96 tensors" in capsys.readouterr().out
+    assert cli.main(["report", str(document), "-o", str(target), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["report"] == str(target / "index.html") and found["num_tensors"] == 96 and found["ok"] is False
+    assert found["total_bytes"] == sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+
+
+def test_compare_writes_a_report_with_values_beside_its_answer(
+    tmp_path: Path, records: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "report"
+    assert cli.main(["compare", *records, "--report", str(target)]) == 1
+    shown = capsys.readouterr()
+    assert "NOT OK" in shown.out and f"report: {target / 'index.html'}" in shown.err
+    assert (target / "data/values-0.js").is_file()
+    assert "layers.1.up is wrong first" in (target / "index.html").read_text()
+    # A second candidate: a page each.
+    assert cli.main(["compare", *records, records[0], "--report", str(target), "-q"]) == 1
+    assert (target / "1/data/values-0.js").is_file() and "report:" not in capsys.readouterr().err
+
+
+def test_a_result_with_its_recordings_shows_values(
+    tmp_path: Path, records: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    document, target = tmp_path / "result.json", tmp_path / "report"
+    assert cli.main(["compare", *records, "-q", "--json", str(document)]) == 1
+    line = ["report", str(document), "-o", str(target)]
+    assert cli.main([*line, "--recordings", records[0], "--recordings", records[1], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.partition("\n{")[2].join(["{", ""]))["num_with_values"] == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["compare a b", "check model", "check-training model --candidate other", "replay snapshot"],
+)
+def test_a_place_that_is_taken_is_refused_before_any_work(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/thesis.txt").touch()
+    assert cli.main([*line.split(), "--report", "taken"]) == 2
+    assert "a report replaces only a report" in capsys.readouterr().err
+
+
+def test_a_plan_has_no_report(records: tuple[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["compare", *records, "--plan", str(tmp_path / "p.json"), "--report", str(tmp_path / "r")]) == 2
+    assert "--report" in capsys.readouterr().err and not (tmp_path / "r").exists()
