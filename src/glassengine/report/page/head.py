@@ -41,7 +41,7 @@ class Head:
         tone: "good", "fair" or "bad", for the color.
         sentence: The answer.
         sources: Of the guilty line.
-        hint: Which mistake it is, as (what, text): "mistake" where it is proven, "hint", and the "line" as it should read.
+        hint: Which mistake it is, as (what, text): "mistake" where proven, else "hint"; and "line" as it should be.
         lines: What else belongs to the answer: (what, text).
         baseline: What it is.
         candidate: Likewise.
