@@ -1,9 +1,10 @@
 """The commands of `glass` as functions, as far as the package itself has no name for them.
 
-`glass record MODEL` is `record_target`, `glass record -- SCRIPT` is `record_script`, and `--noise-floor` is
-`measure_noise_floor`. `glass compare` of more than two records is `compare_many`, with `--plan` `plan_comparison`, of
-watched runs `compare_series`, of engines `side_by_side`, of the artifacts of two builds `compare_artifacts`. `glass
-upload` is `upload`, `glass verify` is `verify_engine`, and `glass doctor --calibrate` is `calibrate`.
+`glass record MODEL` is `record_target`, `glass record gguf:FILE` is `record_served` (`is_served` tells them apart),
+`glass record -- SCRIPT` is `record_script`, and `--noise-floor` is `measure_noise_floor`. `glass compare` of more than
+two records is `compare_many`, with `--plan` `plan_comparison`, of watched runs `compare_series`, of engines
+`side_by_side`, of the artifacts of two builds `compare_artifacts`. `glass upload` is `upload`, `glass verify` is
+`verify_engine`, and `glass doctor --calibrate` is `calibrate`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from glassengine.program.listing.artifacts import compare_artifacts
     from glassengine.recording.read.series import SeriesReader, find_series
     from glassengine.recording.read.upload import upload
+    from glassengine.serving.target import is_served, record_served
 
 __all__ = [
     "SeriesReader",
@@ -33,9 +35,11 @@ __all__ = [
     "compare_many",
     "compare_series",
     "find_series",
+    "is_served",
     "measure_noise_floor",
     "plan_comparison",
     "record_script",
+    "record_served",
     "record_target",
     "side_by_side",
     "upload",
@@ -49,9 +53,11 @@ _PUBLIC = {
     "compare_many": "glassengine.compare.many",
     "compare_series": "glassengine.compare.series.series",
     "find_series": "glassengine.recording.read.series",
+    "is_served": "glassengine.serving.target",
     "measure_noise_floor": "glassengine.diagnose.noise_floor",
     "plan_comparison": "glassengine.compare.jobs",
     "record_script": "glassengine.capture.scripts.run_script",
+    "record_served": "glassengine.serving.target",
     "record_target": "glassengine.capture.runs.target",
     "side_by_side": "glassengine.diagnose.engines.side_by_side",
     "upload": "glassengine.recording.read.upload",

@@ -38,7 +38,7 @@ def test_numbers_are_filled_in() -> None:
 
 
 def test_what_has_no_table_is_named() -> None:
-    assert layouts() == ["ggml"]
+    assert layouts() == ["ggml", "onnx"]
     with pytest.raises(UnknownNameError, match="unknown layout 'vllm'"):
         table_of("vllm", "llama", {})
     with pytest.raises(UnknownNameError, match="'lama'") as found:

@@ -41,11 +41,15 @@ def command(
     candidate: Annotated[
         str | None,
         typer.Option(
-            metavar="TARGET|ENGINE|RECORD|gguf:FILE",
-            help="Judge this model, port, engine, dump or GGUF file; default: engines built from the baseline.",
+            metavar="TARGET|ENGINE|RECORD|gguf:FILE|genai:DIR",
+            help="Judge this model, port, engine, dump or served file; default: engines built from the baseline.",
         ),
     ] = None,
     map: Map = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Names in a dump of a serving engine that does not say so: ggml or onnx."),
+    ] = None,
     library: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Shared library of llama.cpp for gguf:FILE; default: the installed one."),
@@ -100,6 +104,7 @@ def command(
             baseline,
             candidate=candidate,
             map=map,
+            layout=layout,
             library=library,
             backend=backend,
             dtype=dtype,

@@ -61,6 +61,13 @@ def command(
     watch: Watching = False,
     trigger: Triggers = None,
     tracker: TrackerNames = None,
+    as_deployed: Annotated[
+        bool, typer.Option("--as-deployed", help="Of gguf:FILE or genai:DIR: as it runs by default, not as exactly.")
+    ] = False,
+    library: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Shared library of llama.cpp for gguf:FILE; default: the installed one."),
+    ] = None,
     noise_floor: Annotated[
         bool,
         typer.Option("--noise-floor", help="Measure the rounding noise of each tensor in two more runs."),
@@ -112,18 +119,39 @@ def command(
         raise UsageError("only for a script, which trains", got=got, hint="glass record --watch -- script.py ARGS...")
     if len(target) > 1:
         raise UsageError("more than one TARGET", got=" ".join(target), hint="glass record -o DIR -- script.py ARGS...")
+    served = commands.is_served(target[0])
+    unused = ("sites", "steps", "byte_budget", "spool_bytes")
+    if served and (dry_run or noise_floor or device or dtype != "auto" or any(policy[name] for name in unused)):
+        raise UsageError(
+            "a serving engine is recorded whole", got=target[0], expected="--inputs, --tokens-of, --max-new-tokens"
+        )
+    if not served and (as_deployed or library):
+        raise UsageError("--as-deployed and --library are for gguf:FILE and genai:DIR", got=target[0])
     with progress(f"recording {target[0]}"):
-        result = commands.record_target(
-            target[0],
-            None if dry_run else output_dir,
-            inputs=inputs,
-            max_new_tokens=max_new_tokens,
-            tokens_of=tokens_of,
-            dtype=dtype,
-            device=device,
-            **vars(checkpoint),
-            then=commands.measure_noise_floor if noise_floor else None,
-            **policy,
+        result = (
+            commands.record_served(
+                target[0],
+                output_dir,
+                inputs=inputs,
+                max_new_tokens=max_new_tokens,
+                tokens_of=tokens_of,
+                library=library,
+                as_deployed=as_deployed,
+                overwrite=overwrite,
+            )
+            if served
+            else commands.record_target(
+                target[0],
+                None if dry_run else output_dir,
+                inputs=inputs,
+                max_new_tokens=max_new_tokens,
+                tokens_of=tokens_of,
+                dtype=dtype,
+                device=device,
+                **vars(checkpoint),
+                then=commands.measure_noise_floor if noise_floor else None,
+                **policy,
+            )
         )
 
     def show() -> None:

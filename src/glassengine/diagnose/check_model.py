@@ -53,10 +53,12 @@ from glassengine.numerics.ops import ACCUMULATIONS, Accumulation
 from glassengine.program import load_model
 from glassengine.program.generation.generation import PLAIN
 from glassengine.program.kinds.image_text import IMAGE_TOKEN, WITHOUT_IMAGES
+from glassengine.program.onnx.stored.file import is_onnx
 from glassengine.progress import Progress, Work, silent
 from glassengine.recording.read.source import file_suffixes, open_source
 from glassengine.results import Comparison, Skipped
-from glassengine.serving.protocol import Options, open_served
+from glassengine.serving.protocol import Options, open_served, served_as
+from glassengine.serving.target import recorded_engine
 from glassengine.sites import patterns_of
 from glassengine.stores.places import place
 
@@ -68,6 +70,7 @@ def check(
     *,
     candidate: str | Path | nn.Module | None = None,
     map: str | Path | None = None,
+    layout: str | None = None,
     library: str | Path | None = None,
     backend: str | None = None,
     dtype: str = "auto",
@@ -99,6 +102,7 @@ def check(
             the baseline's own engine and release engine and climbs the ladder. A quantized checkpoint beside an
             unquantized baseline is judged weight by weight: what quantization costs, and what is a mistake.
         map: Which names of the program belong to which of a record, as for `compare`.
+        layout: How a serving engine names its tensors ("ggml", "onnx"), of a record that does not say so.
         library: Shared library of a serving engine (`gguf:FILE`); None for the one that is installed.
         backend: Back-end of the built engines.
         dtype: As in `build`; of both sides, unless the candidate is an engine.
@@ -143,7 +147,10 @@ def check(
         "trust_remote_code": trust_remote_code,
         "revision": revision,
     }
-    served = open_served(candidate, Options(library=library))
+    served: Any = open_served(candidate if is_onnx(baseline) else served_as(candidate), Options(library=library))
+    record = open_source(str(candidate)) if served is None and _is_record(candidate) else None
+    if record is not None and (layout or record.metadata.get("layout")) and not map:
+        served = recorded_engine(record)
     if served is not None:
         unused = {"--map": map, "--backend": backend, "--pass": passes, "--accum": accumulation}
         if given_more := [name for name, value in unused.items() if value]:
@@ -157,13 +164,15 @@ def check(
             fail_on=fail_on,
             min_coverage=min_coverage,
             min_snr=min_snr,
+            layout=layout,
             reproduction=reproduction,
             adapter=adapter,
             progress=progress,
             **options,
         )
+    if layout:
+        raise UsageError("--layout is for a recording of a serving engine", got=f"the candidate {candidate}")
     engine = load(str(candidate), trust=trust_engine) if _is_engine(candidate) else None
-    record = open_source(str(candidate)) if engine is None and _is_record(candidate) else None
     of_first = None if record is None else first_rank(record)  # refused before anything is loaded
     if map is not None and (record is None or record is not of_first):
         what = "a record of tensors" if record is None else "a record of one process"
@@ -325,7 +334,9 @@ def _is_record(candidate: Any) -> bool:
     if not isinstance(candidate, (str, Path)) or not place(candidate).exists():
         return False
     path = place(candidate)
-    return not (path / "config.json").is_file() if path.is_dir() else path.suffix.lower() in file_suffixes()
+    if path.is_dir():
+        return not any((path / name).is_file() for name in ("config.json", "engine.json"))
+    return path.suffix.lower() in file_suffixes()
 
 
 def _described(climb: Climb, candidate: str | Path | nn.Module | None) -> str:

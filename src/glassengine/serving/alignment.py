@@ -9,15 +9,17 @@ A table is a file `<layout>/tables/<name>.json`:
      "rules": [{"baseline": "model.layers.*.mlp/mul.0", ...}],  sites of the program -> tensors of a recording
      "rounded": {"model.layers.*.mlp/mul.0": "float16"},        what the engine's kernel rounds to inside of an op
      "cannot_show": {"model.layers.*.mlp.experts": "why"},
+     "deployed": "float16",                                     what its kernels round to as deployed; none by default
      "choices": ["K and V are cast to float16"]}                what is otherwise as deployed
 
-In rules a text "$heads" stands for a number of the checkpoint's configuration (`numbers_of`). Rules of tables are
-optional: engines differ from version to version.
+In rules a text "$heads" stands for a number of the checkpoint's configuration (`numbers_of`), and "${layers}" in a name
+for its digits. Rules of tables are optional: engines differ from version to version.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +33,7 @@ from glassengine.reading.documents import read_document
 
 _ROOMS = Path(__file__).parent
 _MOST_BYTES = 1 << 20
+_IN_NAME = re.compile(r"\$\{(\w+)\}")
 
 
 class TableFile(msgspec.Struct, forbid_unknown_fields=True):
@@ -43,6 +46,7 @@ class TableFile(msgspec.Struct, forbid_unknown_fields=True):
     rules: list[dict[str, Any]] = []
     rounded: dict[str, str] = {}
     cannot_show: dict[str, str] = {}
+    deployed: str | None = None
     choices: list[str] = []
 
 
@@ -54,6 +58,7 @@ class Table:
     rules: TensorMap | None = None
     rounded: Mapping[str, str] = field(default_factory=dict)
     cannot_show: Mapping[str, str] = field(default_factory=dict)
+    deployed: str | None = None
     choices: Sequence[str] = ()
 
 
@@ -85,6 +90,7 @@ def table_of(layout: str, architecture: str, numbers: Mapping[str, int | None]) 
         rules=TensorMap(tuple(rules)) if rules else None,
         rounded={key: value for one in chain for key, value in one.rounded.items()},
         cannot_show={key: value for one in chain for key, value in one.cannot_show.items()},
+        deployed=next((one.deployed for one in reversed(chain) if one.deployed is not None), None),
         choices=[choice for one in chain for choice in one.choices],
     )
 
@@ -107,12 +113,17 @@ class _NotKnown(Exception):
 
 
 def _filled(rule: dict[str, Any], numbers: Mapping[str, int | None]) -> dict[str, Any] | None:
+    def number(name: str) -> int:
+        found = numbers.get(name)
+        if found is None:
+            raise _NotKnown(name)
+        return found
+
     def fill(value: Any) -> Any:
-        if isinstance(value, str) and value.startswith("$"):
-            found = numbers.get(value[1:])
-            if found is None:
-                raise _NotKnown(value)
-            return found
+        if isinstance(value, str) and value.startswith("$") and not value.startswith("${"):
+            return number(value[1:])
+        if isinstance(value, str):
+            return _IN_NAME.sub(lambda found: str(number(found[1])), value)
         if isinstance(value, list):
             return [fill(item) for item in value]
         return {key: fill(item) for key, item in value.items()} if isinstance(value, dict) else value

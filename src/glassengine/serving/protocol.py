@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from glassengine.errors import UsageError
 from glassengine.plugins import SERVING, registered, remedy
+from glassengine.program.onnx.stored.file import is_onnx
 from glassengine.results import Kind
 
 
@@ -43,12 +44,14 @@ class Run:
         steps: Decode steps after the prefill.
         following: Tokens of these steps; None for those that the engine picks.
         as_deployed: As it runs by default, rather than as exactly as it can.
+        numbers: Of the checkpoint, as `alignment.numbers_of`, where there is one: sizes that a file may leave open.
     """
 
     prompt: Sequence[int]
     steps: int
     following: Sequence[int] | None = None
     as_deployed: bool = False
+    numbers: Mapping[str, int | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -125,13 +128,34 @@ class Served(Protocol):
         """Run, and write a recording: its own names, with the metadata that `alignment.aligned` reads."""
 
 
-_BUILT_IN = {"gguf": "glassengine.serving.ggml.candidate:open_gguf"}
+_BUILT_IN = {
+    "gguf": "glassengine.serving.ggml.candidate:open_gguf",
+    "genai": "glassengine.serving.onnx.candidate:open_genai",
+}
 _NAMED = re.compile(r"([a-z][a-z0-9_-]*):(.+)", re.DOTALL)
 
 
 def kinds() -> tuple[str, ...]:
     """Return the kinds of candidates, built-in ones first."""
     return tuple(dict.fromkeys([*_BUILT_IN, *registered(SERVING)]))
+
+
+def is_kind(candidate: object) -> bool:
+    """Whether a text names a kind of engine and a place."""
+    found = _NAMED.fullmatch(candidate) if isinstance(candidate, str) else None
+    return found is not None and found[1] in kinds()
+
+
+def served_as(candidate: object) -> object:
+    """Return kind and place of a candidate that is recognized by what it is: an ONNX file that decodes with a cache."""
+    if not isinstance(candidate, (str, Path)):
+        return candidate
+    is_folder = (Path(candidate) / "genai_config.json").is_file()
+    if not is_folder and not is_onnx(candidate):
+        return candidate
+    from glassengine.serving.onnx.decoder import is_decoder
+
+    return f"genai:{candidate}" if is_folder or is_decoder(candidate) else candidate
 
 
 def open_served(candidate: object, options: Options = Options()) -> Served | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,14 +16,15 @@ from glassengine.program.representation.program import Program
 from glassengine.recording.read.source import TensorSource
 from glassengine.serving.alignment import numbers_of, table_of
 from glassengine.serving.ggml.types import READ_AS
+from glassengine.serving.ggml.write import ARCHITECTURES
 from glassengine.sites import matches
 
 
 class Alignment:
-    """A recording whose layout has tables.
+    """Recordings of one engine whose layout has tables.
 
     Args:
-        source: The recording; its metadata name layout and architecture.
+        sources: Case -> recording; its metadata name layout and architecture.
         program: The baseline's.
         config: The checkpoint's.
         layout: In place of the one that the recording names.
@@ -32,13 +33,18 @@ class Alignment:
         UsageError: No layout is known.
     """
 
-    def __init__(self, source: TensorSource, program: Program, config: Any, layout: str | None = None) -> None:
+    def __init__(
+        self, sources: Mapping[str, TensorSource], program: Program, config: Any, layout: str | None = None
+    ) -> None:
+        source = next(iter(sources.values()))
         layout = layout or source.metadata.get("layout")
         if layout is None:
             raise UsageError("the recording names no layout", got=str(source.path), hint="--layout ggml, or --map FILE")
         self.source = source
-        self.table = table_of(layout, str(source.metadata.get("architecture")), numbers_of(config))
-        self.tensors = RecordedTensors(source, program, self.table.rules)
+        architecture = source.metadata.get("architecture") or _architecture(layout, config)
+        self.table = table_of(layout, str(architecture), numbers_of(config))
+        self.by_case = {case: RecordedTensors(one, program, self.table.rules) for case, one in sources.items()}
+        self.tensors = next(iter(self.by_case.values()))
         self.kernels = of_any_runtime()
         self.rounded: dict[str, torch.dtype] = {
             site.node: getattr(torch, dtype)
@@ -46,6 +52,14 @@ class Alignment:
             for pattern, dtype in self.table.rounded.items()
             if matches(pattern, site.name)
         }
+
+
+def _architecture(layout: str, config: Any) -> str:
+    """Return what an engine calls a kind of model of transformers."""
+    model_type = str(getattr(config, "model_type", ""))
+    if layout == "ggml":
+        return ARCHITECTURES.get(model_type, model_type)
+    return "gemma" if model_type.startswith(("gemma2", "gemma3")) else "decoder"
 
 
 def operands_of(alignment: Alignment, program: Program) -> tuple[dict[str, Callable[[torch.Tensor], Read]], set[str]]:
@@ -59,13 +73,23 @@ def operands_of(alignment: Alignment, program: Program) -> tuple[dict[str, Calla
         node = nodes.get(site.node)
         if known is None or node is None or not traits_of(node).reads_memory:
             continue
-        types = {_type_of_weight(graph, name) for name in known[0]} - {None}
-        read = {READ_AS[kind] for kind in types if kind in READ_AS}
+        read = {kind for name in known[0] if (kind := _reads(graph, name)) is not None}
         if len(read) == 1:
             (kind,) = read
             found[site.node] = READERS[kind]
             kinds.add(kind)
     return found, kinds
+
+
+def _reads(graph: dict[str, Any], site: str) -> str | None:
+    """Return what a product of the recording reads of its activations; None where it reads them as they are."""
+    node = graph.get(site) or {}
+    if "op" not in node:
+        return READ_AS.get(_type_of_weight(graph, site) or "")
+    if node["op"] == "add":  # a product with a bias
+        node = next((one for name in node["sources"] if "reads" in (one := graph.get(name) or {})), node)
+    reads = node.get("reads")
+    return reads if reads in READERS else None
 
 
 def _type_of_weight(graph: dict[str, Any], site: str) -> str | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,25 +28,22 @@ from glassengine.diagnose.ladder.rungs import start
 from glassengine.diagnose.reproduction.reproduce import with_reproduction
 from glassengine.diagnose.served.aligned import Alignment, hidden_kinds, operands_of
 from glassengine.diagnose.served.literals import with_settings
+from glassengine.diagnose.served.runs import DEPLOYED, Runs, runs_of
 from glassengine.diagnose.served.weights import WeightsFound, judge_weights
 from glassengine.errors import UsageError
-from glassengine.judge.cases import Case, causal_cases, read_inputs
 from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.judge.sides.module import threads_for
 from glassengine.judge.sides.protocol import Place
-from glassengine.judge.sides.recorded import PARTIAL, RecordedOps, case_of
+from glassengine.judge.sides.recorded import PARTIAL, RecordedOps
 from glassengine.judge.verdict.conclude import conclude
 from glassengine.judge.verdict.evidence import EvidenceBox
-from glassengine.numerics.ops import Accumulation
+from glassengine.numerics.ops import ACCUMULATIONS, Accumulation
 from glassengine.numerics.quantization.activations import ROUNDOFF
-from glassengine.program import LoadedModel, load_model
+from glassengine.program import load_model
 from glassengine.progress import Progress, Work, silent
-from glassengine.recording.read.source import open_source
 from glassengine.results import Comparison, Skipped, worst
 from glassengine.serving.alignment import numbers_of
-from glassengine.serving.protocol import Run, Served
-
-DEPLOYED = "as deployed"
+from glassengine.serving.protocol import Served
 
 
 def check_served(
@@ -59,6 +56,7 @@ def check_served(
     fail_on: str = "wrong",
     min_coverage: float = 0.9,
     min_snr: float | None = None,
+    layout: str | None = None,
     reproduction: str | Path | None = None,
     adapter: str | Path | None = None,
     progress: Progress = silent,
@@ -70,11 +68,12 @@ def check_served(
         baseline: The checkpoint.
         served: The engine with its file.
         dtype: Of the baseline; "auto" for float32, in which such engines compute.
-        inputs: As for `check`; the first prompt is run.
+        inputs: As for `check`; see `runs_of`.
         steps: As for `check`.
         fail_on: As for `check`.
         min_coverage: As for `check`, of what this kind of candidate can show.
         min_snr: As for `check`.
+        layout: As for `check`.
         reproduction: As for `check`.
         adapter: As for `check`.
         progress: Called with an event when a stage begins.
@@ -96,31 +95,25 @@ def check_served(
     with threads_for(model.module), ExitStack() as stack:
         progress(Work.DEQUANTIZING.says("comparing the weights"))
         parameters = dict(model.module.named_parameters(remove_duplicate=False))
-        weights = judge_weights(
-            parameters, served.weights(model.module, config), served.extra_weights(), numbers_of(config)
-        )
-        take_over(model.module, weights)
+        held = served.weights(model.module, config)
+        weights = judge_weights(parameters, held, served.extra_weights(), numbers_of(config)) if held else None
+        if weights is not None:
+            take_over(model.module, weights)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="glassengine-served-")))
-        case, more = _first_case(model, inputs, steps)
         progress(Work.RUNNING.says("running the candidate"))
-        served.record(Run(_prompt(case), steps), folder / "ops")
-        records = {Place.RECORD.value: open_source(folder / "ops")}
-        made = case_of(records[Place.RECORD.value], model.generation)
-        assert made is not None and made.tokens is not None
-        served.record(Run(_prompt(case), steps, made.tokens[0].tolist(), as_deployed=True), folder / "deployed")
-        records[DEPLOYED] = open_source(folder / "deployed")
-        climb = start(model, None, steps, stack, progress, made)
-        climb.skipped += [*weights.skipped, *more]
-        alignments = _add(climb, records, config)
+        runs = runs_of(served, model, inputs, steps, folder)
+        climb = start(model, None, steps, stack, progress, runs.cases[0])
+        climb.cases = runs.cases
+        climb.skipped += [*(weights.skipped if weights is not None else ()), *runs.skipped]
+        alignments = _add(climb, runs, config, layout, with_weights=weights is not None)
         if reproduction is not None:
             for score in climb.scores:
                 score.evidence = EvidenceBox(climb.program)
         progress(Work.JUDGING.says("judging the ops"))
         judge(climb, climb.scores, on_step=severity_counter(climb, progress))
         for alignment in alignments:
-            climb.skipped += [
-                Skipped(name, "candidate", PARTIAL, rung=Place.RECORD) for name in sorted(alignment.tensors.partial)
-            ]
+            partial = sorted({name for tensors in alignment.by_case.values() for name in tensors.partial})
+            climb.skipped += [Skipped(name, "candidate", PARTIAL, rung=Place.RECORD) for name in partial]
         found = conclude(
             climb.program,
             climb.scores,
@@ -134,9 +127,11 @@ def check_served(
             environment=environment.describe(),
             cases=climb.cases,
         )
-        graph = records[Place.RECORD.value].metadata.get("graph") or {}
+        graph = alignments[0].source.metadata.get("graph") or {}
         origins = with_settings(found.origins, graph, config, served.settings(config))
-        found = with_weights(_with_origins(found, origins), weights, model.spec, served.spec)
+        found = _with_origins(found, origins)
+        if weights is not None:
+            found = with_weights(found, weights, model.spec, served.spec)
         found = dataclasses.replace(found, notes=(*found.notes, *_notes(served, config, alignments)))
         if reproduction is None or found.first_divergence is None or found.first_divergence.node is None:
             return found
@@ -148,32 +143,36 @@ def take_over(module: nn.Module, weights: WeightsFound) -> None:
     """Give a module the values that the engine computes with, where they are its own but for their rounding."""
     known = dict(module.named_parameters())
     for name, value in weights.usable().items():
-        if name in known:  # a tied one is taken over by its first name
+        if name in known:
             known[name].data = value.to(known[name].dtype)
+    for name, value in weights.right().items():
+        owner, _, own = name.rpartition(".")
+        holder = module.get_submodule(owner)
+        held = getattr(holder, own)
+        if name not in known and not torch.equal(held.detach(), value.to(held.dtype)):
+            # Tied in the checkpoint, and two tensors in the engine: a head is rounded, and the embedding is not.
+            setattr(holder, own, nn.Parameter(value.to(held.dtype), requires_grad=False))
 
 
-def _first_case(model: LoadedModel, inputs: str | None, steps: int) -> tuple[Case, list[Skipped]]:
-    given = causal_cases(model, read_inputs(inputs), steps)
-    rest = [f"{case.name}" for case in given[1:]]
-    return given[0], [Skipped(name, "both", "a serving engine is run on the first prompt alone") for name in rest]
-
-
-def _prompt(case: Case) -> list[int]:
-    assert case.input_ids is not None and case.attention_mask is not None
-    return [int(token) for token in case.input_ids[0][case.attention_mask[0].bool()]]
-
-
-def _add(climb: Climb, records: Mapping[str, Any], config: Any) -> list[Alignment]:
-    """Add a side for each record; return how each was aligned."""
+def _add(climb: Climb, runs: Runs, config: Any, layout: str | None, *, with_weights: bool) -> list[Alignment]:
+    """Add a side for the records of each rung; return how each was aligned."""
     alignments = []
     coarsest = 0.0
-    for rung, source in records.items():
-        alignment = Alignment(source, climb.program, config)
+    for rung, sources in runs.records.items():
+        alignment = Alignment(sources, climb.program, config, layout)
         operands, kinds = operands_of(alignment, climb.program)
+        if kinds and not with_weights:
+            raise UsageError(
+                "the recording is of rounded weights, which are not in it",
+                got=f"{alignment.source.path}: products that read {', '.join(sorted(kinds))}",
+                expected="the file that it was made with",
+                hint="--candidate gguf:FILE",
+            )
         hidden = max((ROUNDOFF[kind] for kind in hidden_kinds(alignment)), default=0.0)
         coarsest = max([coarsest, hidden, *(ROUNDOFF[kind] for kind in kinds)])
         is_deployed = rung == DEPLOYED
-        accumulation = Accumulation(2.0**-11, 2.0**-11) if is_deployed else Accumulation()
+        accumulation = ACCUMULATIONS[alignment.table.deployed or "float32"] if is_deployed else Accumulation()
+        coarsest = max(coarsest, accumulation.u_operands)
         replay = Replay(
             climb.program,
             cut=Cut.REGION,
@@ -186,9 +185,12 @@ def _add(climb: Climb, records: Mapping[str, Any], config: Any) -> list[Alignmen
             of_regions=dataclasses.replace(accumulation, u_operands=hidden) if hidden else None,
         )
         detail = DEPLOYED if is_deployed else ""
-        climb.add(RecordedOps(alignment.tensors, climb.program, replay=replay, place=Place.RECORD, detail=detail))
+        tensors = alignment.by_case
+        first = next(iter(tensors.values()))
+        climb.add(RecordedOps(first, climb.program, replay=replay, place=Place.RECORD, detail=detail, by_case=tensors))
         alignments.append(alignment)
-    climb.accumulation = Accumulation(u_sums=2.0**-11, u_operands=max(coarsest, 2.0**-11))
+    if coarsest:
+        climb.accumulation = Accumulation(u_sums=2.0**-11, u_operands=coarsest)
     return alignments
 
 

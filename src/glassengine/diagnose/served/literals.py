@@ -13,6 +13,8 @@ from glassengine.serving.protocol import Setting
 
 _DEPTH = 8
 _SAME = 1e-5
+_NEAR = 1e-3
+"""Of numbers that are read off tables."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ def with_settings(
 
     Args:
         found: Of ops.
-        graph: Site of the recording -> its sources and parameters, as `serving.ggml.child` keeps them.
+        graph: Site of the recording -> its sources and parameters, as `serving.ggml.child` keeps them, or operator,
+            sources and literals, as `serving.onnx.facts` does.
         config: Of the checkpoint.
         settings: Of the engine.
     """
@@ -60,26 +63,42 @@ def _hints(one: Divergence, graph: Mapping[str, Any], config: Any, settings: Seq
     expected = _expected(config)
     near = [site for name in (one.candidate_site or "").split() for site in _above(name, graph)]
     for site in near:
-        op = site.rpartition("/")[2].partition(".")[0]
-        params = graph[site].get("params") or []
-        for literal in _LITERALS:
-            if literal.op != op or literal.place >= len(params) or literal.name not in expected:
-                continue
-            number = _number(params[literal.place], literal.is_float)
-            known = expected[literal.name]
-            if all(abs(number - value) > _SAME * max(abs(number), abs(value)) for value in known):
+        for name, kind, number, same in _numbers(site, graph[site]):
+            known = expected.get(name)
+            if known and all(abs(number - value) > same * max(abs(number), abs(value)) for value in known):
                 what = " or ".join(f"{value:.6g}" for value in known)
-                yield Hint(
-                    literal.kind,
-                    f"{literal.name} is {number:.6g} in {site}, in the checkpoint {what}",
-                    1.0,
-                    evidence="argument",
-                )
-    kinds = {_KIND.get(site.rpartition("/")[2].partition(".")[0]) for site in near} - {None}
+                text = f"{name} is {number:.6g} in {site}, in the checkpoint {what}"
+                yield Hint(kind, text, 1.0, evidence="argument")
+    kinds = {_KIND.get(_op_of(site, graph)) for site in near} - {None}
     for setting in settings:
         if setting.differs and setting.kind in kinds:
             text = f"{setting.name} is {setting.found:.6g}, in the checkpoint {setting.expected:.6g}"
             yield Hint(setting.kind, text, 0.9, evidence="argument")
+
+
+def _numbers(site: str, node: Mapping[str, Any]) -> Iterator[tuple[str, Kind, float, float]]:
+    """Yield the numbers that a node computes with: name, kind of a hint, number, how near it is to another."""
+    for name, number in (node.get("literals") or {}).items():
+        yield name, _KIND_OF.get(name, "other"), float(number), _NEAR
+    op, params = site.rpartition("/")[2].partition(".")[0], node.get("params") or []
+    for literal in _LITERALS:
+        if literal.op == op and literal.place < len(params):
+            yield literal.name, literal.kind, _number(params[literal.place], literal.is_float), _SAME
+
+
+_KIND_OF: dict[str, Kind] = {
+    "eps": "eps",
+    "freq_base": "position",
+    "attention scale": "scale",
+    "soft cap of the attention": "scale",
+    "window": "mask",
+}
+"""Name of a number -> kind of the hint that it is; "other" for the rest."""
+
+
+def _op_of(site: str, graph: Mapping[str, Any]) -> str:
+    """Return the operation of a node: what the engine says, or the end of its name."""
+    return str(graph.get(site, {}).get("op") or site.rpartition("/")[2].partition(".")[0])
 
 
 _KIND = {"rope": "position", "rms_norm": "eps", "norm": "eps", "soft_max": "mask", "flash_attn_ext": "mask"}
@@ -96,12 +115,16 @@ def _above(site: str, graph: Mapping[str, Any]) -> Iterator[str]:
             continue
         seen.add(name)
         yield name
-        op = name.rpartition("/")[2].partition(".")[0]
-        if op in ("rope", "rms_norm", "norm") or (depth and op in ("add", "set_rows")):
+        op = _op_of(name, graph)
+        if op in _ENDS or op.endswith("normalization") or (depth and op in ("add", "set_rows")):
             continue
         is_weight = op == "mul_mat" and any("/" not in source for source in graph[name]["sources"][:1])
-        if not is_weight:
+        if not is_weight and not (depth and op in _PRODUCTS):
             waiting += [(source, depth + 1) for source in graph[name]["sources"]]
+
+
+_ENDS = ("rope", "rms_norm", "norm", "groupqueryattention", "multiheadattention", "rotaryembedding")
+_PRODUCTS = ("matmul", "gemm", "matmulnbits")
 
 
 def _number(word: int, is_float: bool) -> float:
@@ -123,6 +146,7 @@ def _expected(config: Any) -> dict[str, list[float]]:
     eps = [getattr(text, name, None) for name in ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")]
     hidden, heads = getattr(text, "hidden_size", 0), getattr(text, "num_attention_heads", 1)
     width = getattr(text, "head_dim", None) or hidden // heads
+    window = getattr(text, "sliding_window", None)
     scalar = getattr(text, "query_pre_attn_scalar", None) or width
     found = {
         "freq_base": bases,
@@ -131,5 +155,8 @@ def _expected(config: Any) -> dict[str, list[float]]:
         # Where q is scaled before, the softmax has 1.
         "attention scale": [float(scalar) ** -0.5, 1.0],
         "soft cap of the attention": [float(getattr(text, "attn_logit_softcapping", None) or 0.0)],
+        "heads": [float(heads)],
+        "key and value heads": [float(getattr(text, "num_key_value_heads", None) or heads)],
+        "window": [-1.0, *([float(window)] if window else [])],
     }
     return {name: values for name, values in found.items() if values}

@@ -55,6 +55,11 @@ class WeightsFound:
         """What is not the checkpoint's."""
         return [one for one in self.judged if one.verdict == "wrong"]
 
+    def right(self) -> dict[str, Tensor]:
+        """Return the values of all parameters that are right."""
+        judged = ((one.name, one.served.value) for one in self.judged if one.verdict in ("identical", "rounding"))
+        return {name: value for name, value in judged if value is not None}
+
     def usable(self) -> dict[str, Tensor]:
         """Return the values that the engine computes with, of parameters that are right but for their rounding."""
         return {

@@ -162,12 +162,14 @@ class RecordedOps(Side):
         tensors: The record.
         baseline: Program of the baseline, by whose names it is read.
         replay: Judges each op whose inputs were recorded.
+        by_case: Name of a case -> the record of it, where there is one for each.
     """
 
     tensors: RecordedTensors
     baseline: Program
     replay: Replay = field(kw_only=True)
     place: Place = field(default=Place.RECORD, kw_only=True)
+    by_case: Mapping[str, RecordedTensors] = field(default_factory=dict, kw_only=True)
     _values: dict[str, Observed] = field(default_factory=dict, init=False)
     _caches: dict[str, Tensor] = field(default_factory=dict, init=False)
     _step: int = field(default=-1, init=False)
@@ -175,6 +177,7 @@ class RecordedOps(Side):
     def begin(self, case: Case) -> None:
         """Start with the first step and an empty cache."""
         self._step, self._caches = -1, {}
+        self.tensors = self.by_case.get(case.name, self.tensors)
         self.replay.begin()
 
     def step(self, inputs: Given) -> None:

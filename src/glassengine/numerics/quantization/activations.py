@@ -1,9 +1,10 @@
-"""What a quantized product reads of its activations: ggml rounds them to blocks of 8 bit integers, or to halves.
+"""What a quantized product reads of its activations: ggml and ONNX Runtime round them to 8 bit integers.
 
     F16, BF16   each number to the nearest
     Q8_0        blocks of 32: d = max |x| / 127, integers x / d, d itself rounded to float16
     Q8_1        the same, with the sum of each block rounded to float16
     Q8_K        blocks of 256: the number of largest size becomes -127, the scale is float32
+    INT8_32     blocks of 32 (or 16, 64, 128, 256): d = max |x| / 127 in float32, as MatMulNBits of ONNX Runtime reads
 
 So a product is as exact as one in float32, on what it really reads: for Q4_K, float64 sums of dequantized weights and
 raw activations are off by 1.5e-2, of activations read so by 2e-7 (relative rms, all products of a small Llama).
@@ -60,6 +61,24 @@ def _q8_0(x: Tensor) -> Read:
     return Read((integers * step).reshape(x.shape).to(x.dtype), slack.reshape(x.shape).to(x.dtype))
 
 
+def _int8(block: int) -> Callable[[Tensor], Read]:
+    def read(x: Tensor) -> Read:
+        width = x.shape[-1]
+        padded = torch.nn.functional.pad(x.float(), (0, -width % block))
+        blocks = padded.reshape(*x.shape[:-1], -1, block)
+        largest = blocks.abs().amax(-1, keepdim=True)
+        inverse = torch.where(largest > 0, 127.0 / largest, torch.zeros_like(largest))
+        step = largest / 127.0
+        integers, slack = _integers(blocks * inverse, step.expand(blocks.shape))
+        whole = (integers.double() * step.double()).reshape(padded.shape)[..., :width]
+        return Read(whole.to(x.dtype), slack.reshape(padded.shape)[..., :width].to(x.dtype))
+
+    return read
+
+
+_BLOCKS = (16, 32, 64, 128, 256)
+
+
 def _q8_1(x: Tensor) -> Read:
     found = _q8_0(x)
     sums = found.values.reshape(*x.shape[:-1], -1, 32).sum(-1, keepdim=True).abs() * _U_HALF
@@ -83,8 +102,9 @@ READERS: Mapping[str, Callable[[Tensor], Read]] = {
     "Q8_0": _q8_0,
     "Q8_1": _q8_1,
     "Q8_K": _q8_k,
+    **{f"INT8_{block}": _int8(block) for block in _BLOCKS},
 }
-"""Type of the activations, as ggml calls it -> what a product reads of them."""
+"""Type of the activations, as the engine calls it -> what a product reads of them."""
 
 ROUNDOFF: Mapping[str, float] = {
     "F16": 2.0**-11,
@@ -92,5 +112,6 @@ ROUNDOFF: Mapping[str, float] = {
     "Q8_0": 2.0**-6,
     "Q8_1": 2.0**-6,
     "Q8_K": 2.0**-6,
+    **{f"INT8_{block}": 2.0**-6 for block in _BLOCKS},
 }
 """How far a number may be off by reading, of the size of those that are summed with it: what adds up over depth."""

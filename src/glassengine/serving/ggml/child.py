@@ -154,6 +154,7 @@ def _write(folder: Path, path: Path, run: Run, file: GgufFile) -> dict[str, Any]
     metadata: dict[str, Any] = {
         "kind": "model",
         "layout": "ggml",
+        "target": f"gguf:{file.path.absolute()}",
         "architecture": file.architecture,
         "as_deployed": run.as_deployed,
         "rope_type": answer["rope_type"],

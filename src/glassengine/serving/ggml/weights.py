@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
-from glassengine.compare.matching.assembling import assembled
 from glassengine.compare.matching.globs import captures, substitute
 from glassengine.compare.matching.maps import Rule
 from glassengine.errors import CorruptError, UsageError
@@ -18,6 +15,7 @@ from glassengine.reading.files import open_regular, read_at, shown
 from glassengine.serving.alignment import Table
 from glassengine.serving.ggml.file import GgufFile, GgufTensor
 from glassengine.serving.ggml.types import dequantized, step_of
+from glassengine.serving.parameters import as_parameter
 from glassengine.serving.protocol import ServedWeight
 
 _TIED = {"output.weight": "token_embd.weight"}
@@ -105,21 +103,7 @@ class _Reader:
             step_of(value, tensor.type) if tensor.type.is_quantized else None
             for value, tensor in zip(values, tensors, strict=True)
         ]
-        made = self._made(rule, values)
-        step = None
-        if any(one is not None for one in steps):
-            whole = [torch.zeros_like(v) if s is None else s for v, s in zip(values, steps, strict=True)]
-            step = self._made(_without_values(rule), whole)
-        if (
-            made.shape != parameter.shape
-            and made.numel() == parameter.numel()
-            and made.squeeze().shape == parameter.squeeze().shape
-        ):
-            made = made.reshape(parameter.shape)
-            step = None if step is None else step.reshape(parameter.shape)
-        adds = rule is not None and any(op.op == "add" for op in rule.candidate_ops)
-        room = max(float(value.abs().max()) for value in values) * 2.0**-23 if adds else 0.0
-        return ServedWeight(stored, made, step, types, tied=tied, room=room)
+        return as_parameter(stored, rule, values, steps, types, parameter, tied=tied)
 
     def values(self, tensor: GgufTensor) -> Tensor:
         """Return the numbers of a tensor in float32.
@@ -136,23 +120,3 @@ class _Reader:
             got = f"{shown(self._file.path)}: {len(data):,} bytes of a tensor at {tensor.offset:,}"
             raise CorruptError("a file has changed while it was read", got=got, expected=f"{tensor.num_bytes:,} bytes")
         return dequantized(np.frombuffer(data, np.uint8), tensor.shape, tensor.type).float()
-
-    @staticmethod
-    def _made(rule: Rule | None, values: list[Tensor]) -> Tensor:
-        if rule is None:
-            return values[0]
-
-        def lookup(name: str) -> Tensor:
-            raise UsageError("rules of weights look nothing up", got=name)
-
-        try:
-            return assembled(rule, [(value, lookup) for value in values])
-        except UsageError:
-            return values[0]  # of another shape than the rule is for: that shows
-
-
-def _without_values(rule: Rule | None) -> Rule | None:
-    """Return the rule for steps: numbers that are added do not change them."""
-    if rule is None:
-        return None
-    return dataclasses.replace(rule, candidate_ops=tuple(op for op in rule.candidate_ops if op.op != "add"))

@@ -16,6 +16,7 @@ from glassengine.compare.matching.layouts import Operation, apply
 from glassengine.compare.matching.maps import Rule
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.serving.alignment import numbers_of, table_of
+from glassengine.serving.ggml.quantize import q4_k
 from glassengine.serving.ggml.types import BY_NAME, TensorType
 from glassengine.serving.ggml.weights import stored_names
 
@@ -35,7 +36,7 @@ ARCHITECTURES = {
 }
 """Model type of transformers -> what llama.cpp calls it."""
 
-WRITTEN = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
+WRITTEN = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K")
 
 
 def write_gguf(
@@ -144,7 +145,8 @@ def _add(writer: Any, name: str, tensor: Tensor, kind: TensorType) -> None:
         writer.add_tensor(name, values.astype(np.float16))
     else:
         own = gguf.GGMLQuantizationType(kind.number)
-        writer.add_tensor(name, gguf.quants.quantize(values, own), raw_dtype=own)
+        blocks = q4_k(values) if kind.name == "Q4_K" else gguf.quants.quantize(values, own)
+        writer.add_tensor(name, blocks, raw_dtype=own)
 
 
 def _renamed(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""ONNX decoders as candidates: their files by the names of a checkpoint, and every value of their steps."""

@@ -1,0 +1,135 @@
+"""`genai:FOLDER`, and any ONNX file that decodes with a cache: ONNX Runtime with a decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from glassengine.compare.matching.globs import captures, substitute
+from glassengine.compare.matching.maps import Rule
+from glassengine.serving.alignment import Table, numbers_of, table_of
+from glassengine.serving.onnx.decoder import Decoder, open_decoder
+from glassengine.serving.onnx.held import Graph, Held
+from glassengine.serving.onnx.record import run_decoder, site_names
+from glassengine.serving.parameters import as_parameter
+from glassengine.serving.protocol import Options, Run, ServedWeight, Setting
+
+
+@dataclass
+class OnnxCandidate:
+    """A decoder and ONNX Runtime.
+
+    Args:
+        decoder: Checked.
+    """
+
+    decoder: Decoder
+    kind: str = "genai"
+    _extra: list[str] = field(default_factory=list)
+
+    @property
+    def spec(self) -> str:
+        """As it was given."""
+        return f"genai:{self.decoder.place}"
+
+    @property
+    def architecture(self) -> str:
+        """As the tables call it: what has norms in front of its feed-forward layers too is a Gemma."""
+        nodes = self.decoder.file.model.graph.node
+        return "gemma" if any("pre_feedforward_layernorm" in name for n in nodes for name in n.output) else "decoder"
+
+    def table(self, config: Any) -> Table:
+        """Return the table for a checkpoint."""
+        return table_of("onnx", self.architecture, numbers_of(config))
+
+    def weights(self, module: nn.Module, config: Any) -> Mapping[str, ServedWeight]:
+        """Return what the nodes of the graph read, by the module's parameters and in their layout."""
+        graph = Graph(self.decoder.file)
+        names = site_names(graph)
+        held = {_renamed(name, names): one for name, one in graph.held().items()}
+        table = self.table(config)
+        found: dict[str, ServedWeight] = {}
+        used: set[str] = set()
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            rule, stored = _chosen(name, table.weights, held)
+            missing = [one for one in stored if one not in held]
+            if not stored or missing:
+                reason = f"the file has no {' and '.join(missing)}" if missing else "the tables have no name for it"
+                found[name] = ServedWeight(stored, None, reason=reason)
+                continue
+            used.update(stored)
+            found[name] = _weight(stored, rule, held, parameter)
+        tensors = {tensor for name in used for tensor in held[name].stored}
+        self._extra = [name for name, one in held.items() if name not in used and not tensors.issuperset(one.stored)]
+        return found
+
+    def extra_weights(self) -> Sequence[str]:
+        """Return what the graph's nodes read that stands for no parameter."""
+        return self._extra
+
+    def settings(self, config: Any) -> Sequence[Setting]:
+        """Return the numbers of genai_config.json that the checkpoint's configuration has too."""
+        return list(_settings(self.decoder, config))
+
+    def record(self, run: Run, path: Path) -> None:
+        """Run the decoder and write down every value of its graph."""
+        run_decoder(self.decoder, run, path, architecture=self.architecture)
+
+
+def open_genai(place: str, options: Options) -> OnnxCandidate:
+    """Return the candidate of a folder or file.
+
+    Raises:
+        UsageError: There is no decoder.
+        CorruptError: It is damaged.
+    """
+    return OnnxCandidate(open_decoder(place))
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    value, _, part = name.rpartition(":")
+    return f"{names.get(value, value)}:{part}"
+
+
+def _chosen(name: str, rules: Sequence[Rule], held: Mapping[str, Held]) -> tuple[Rule | None, tuple[str, ...]]:
+    """Return the rule of a parameter all of whose tensors are there, or else the first that is for it."""
+    first: tuple[Rule | None, tuple[str, ...]] = (None, ())
+    for rule in reversed(rules):
+        captured = next(captures(rule.baseline, name), None)
+        if captured is None:
+            continue
+        stored = tuple(substitute(one, captured) for one in rule.candidates)
+        if all(one in held for one in stored):
+            return rule, stored
+        first = first if first[1] else (rule, stored)
+    return first
+
+
+def _weight(stored: tuple[str, ...], rule: Rule | None, held: Mapping[str, Held], parameter: Tensor) -> ServedWeight:
+    found = [held[name].read() for name in stored]
+    names = tuple(tensor for name in stored for tensor in held[name].stored)
+    types = tuple(kind for one in found for kind in one.types)
+    return as_parameter(names, rule, [one.value for one in found], [one.step for one in found], types, parameter)
+
+
+def _settings(decoder: Decoder, config: Any) -> Iterator[Setting]:
+    if decoder.config is None:
+        return
+    numbers = numbers_of(config)
+    one = decoder.config.decoder
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    known = {
+        "num_attention_heads": (one.num_attention_heads, numbers["heads"]),
+        "num_key_value_heads": (one.num_key_value_heads, numbers["kv_heads"]),
+        "head_size": (one.head_size, numbers["head_dim"]),
+        "hidden_size": (one.hidden_size, numbers["hidden"]),
+        "num_hidden_layers": (one.num_hidden_layers, numbers["layers"]),
+        "vocab_size": (decoder.config.vocab_size, getattr(text, "vocab_size", None)),
+    }
+    for name, (found, expected) in known.items():
+        if found is not None and isinstance(expected, int):
+            yield Setting(f"genai_config.json: {name}", float(found), float(expected), "other")

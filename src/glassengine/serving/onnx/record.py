@@ -1,0 +1,188 @@
+"""Runs an ONNX decoder step by step and writes down every value of its graph.
+
+As exactly as it can: no optimization. As deployed: all of them; the graph that ONNX Runtime makes of the file is kept,
+and observed without being changed again. What a step returns and gives to the next one is then of a session that is
+not observed at all.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from glassengine.errors import BackendError, UsageError, first_line
+from glassengine.program.onnx.exported import metadata_of
+from glassengine.program.onnx.stored.file import INSTALL, OnnxFile, read_onnx
+from glassengine.program.onnx.stored.session import open_session, start
+from glassengine.recording.write.writer import RecordingWriter
+from glassengine.serving.onnx.decoder import Decoder, Feeds
+from glassengine.serving.onnx.facts import facts_of
+from glassengine.serving.onnx.held import Graph, whole_tensor
+from glassengine.serving.protocol import Run
+
+if TYPE_CHECKING:
+    import onnx
+
+_MOST_BYTES = 16 << 30
+_SUM = 3
+"""Place of the sum among the results of a norm that is fused with it."""
+_LEGACY = re.compile(r"/(.+)/([A-Za-z]\w*?)(?:_(\d+))?_output_0")
+_SCOPES = "pkg.torch.onnx.name_scopes"
+
+
+def run_decoder(decoder: Decoder, run: Run, path: Path, *, architecture: str) -> None:
+    """Run a decoder and write a recording of every value.
+
+    Args:
+        decoder: What is run.
+        run: How.
+        path: Of the recording.
+        architecture: As the tables call it.
+
+    Raises:
+        BackendError: ONNX Runtime does not take the graph, or fails.
+        UsageError: The decoder takes something that is not known.
+    """
+    with tempfile.TemporaryDirectory(prefix="glassengine-onnx-") as folder:
+        plain = None
+        file = decoder.file
+        if run.as_deployed:
+            plain, file = _optimized(decoder.file, Path(folder))
+        graph = Graph(with_sums(file))
+        names = site_names(graph)
+        wanted = [name for node in graph.nodes if node.op_type != "Constant" for name in node.output if name]
+        session = open_session(graph.file, wanted)
+        metadata: dict[str, Any] = {
+            "kind": "model",
+            "layout": "onnx",
+            "target": f"genai:{decoder.place.absolute()}",
+            "architecture": architecture,
+            "as_deployed": run.as_deployed,
+            "dtype": "float32",
+            "device": ["cpu"],
+            "prompt_lengths": [len(run.prompt)],
+            "graph": facts_of(graph, names),
+        }
+        with RecordingWriter(path, metadata=metadata) as writer:
+            _steps(decoder, run, session, plain, names, writer)
+
+
+def _steps(
+    decoder: Decoder, run: Run, session: Any, plain: Any, names: Mapping[str, str], writer: RecordingWriter
+) -> None:
+    outputs = [
+        one.name for one in session.get_outputs() if "bfloat16" not in one.type and one.type.startswith("tensor(")
+    ]
+    returned = [one.name for one in plain.get_outputs()] if plain is not None else []
+    feeds = Feeds(decoder, session.get_inputs(), run.numbers)
+    tokens, left = list(run.prompt), _MOST_BYTES
+    for step in range(run.steps + 1):
+        given = feeds.of(tokens)
+        found = _run(session, outputs, given, decoder.file.path.name)
+        if plain is not None:
+            found |= _run(plain, returned, given, decoder.file.path.name)
+        writer.write(".:in.input_ids", step, torch.tensor([tokens]))
+        for name, value in found.items():
+            tensor = whole_tensor(value)
+            if tensor is None:
+                continue
+            left -= tensor.nbytes
+            if left < 0:
+                raise UsageError(
+                    "the values of the decoder's steps are more than is kept",
+                    expected=f"{_MOST_BYTES >> 30} GiB",
+                    hint="a shorter prompt: --inputs FILE, or fewer steps: --steps 1",
+                )
+            writer.write(names.get(name, name), step, tensor)
+        writer.commit(step, token_ids=[tokens])
+        feeds.take(tokens, found)
+        forced = run.following is not None and step < len(run.following)
+        tokens = [run.following[step] if forced and run.following else int(found[decoder.logits][0, -1].argmax())]
+
+
+def _run(session: Any, names: Sequence[str], given: Mapping[str, Any], file: str) -> dict[str, Any]:
+    try:
+        return dict(zip(names, session.run(list(names), dict(given)), strict=True))
+    except Exception as error:
+        raise BackendError(
+            f"ONNX Runtime cannot run {file}", got=f"{type(error).__name__}: {first_line(error)}"
+        ) from error
+
+
+def _optimized(file: OnnxFile, folder: Path) -> tuple[Any, OnnxFile]:
+    """Return a session as it is by default, and the graph that ONNX Runtime made for it."""
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise BackendError("an ONNX file cannot be run here", got=str(error), hint=INSTALL) from error
+    target = folder / "optimized.onnx"
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 4
+    options.optimized_model_filepath = str(target)
+    options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "optimized.bin")
+    options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
+    try:
+        session = start(str(file.path.absolute()), options)
+    except Exception as error:
+        raise BackendError(
+            f"ONNX Runtime does not take {file.path.name}", got=f"{type(error).__name__}: {first_line(error)}"
+        ) from error
+    return session, read_onnx(target)
+
+
+def with_sums(file: OnnxFile) -> OnnxFile:
+    """Return a file whose norms that are fused with a sum return it: `.../output_0:sum`."""
+    if not any(
+        node.op_type.startswith("Skip") and node.op_type.endswith("Normalization") for node in file.model.graph.node
+    ):
+        return file
+    import onnx
+
+    model = onnx.ModelProto()
+    model.CopyFrom(file.model)
+    for node in model.graph.node:
+        if not (node.op_type.startswith("Skip") and node.op_type.endswith("Normalization")):
+            continue
+        while len(node.output) <= _SUM:
+            node.output.append("")
+        node.output[_SUM] = node.output[_SUM] or f"{node.output[0]}:sum"
+    return replace(file, model=model)
+
+
+def site_names(graph: Graph) -> dict[str, str]:
+    """Return value -> its name in a recording, where PyTorch's exporters have left a path of modules.
+
+    `/model/norm/Mul_1_output_0`, and a value whose node has the path in its metadata, are `model.norm/mul.1`.
+    """
+    found: dict[str, str] = {}
+    counts: Counter[tuple[str, str]] = Counter()
+    returned = {value.name for value in graph.file.model.graph.output}
+    for node in graph.nodes:
+        if not node.output or node.output[0] in returned:
+            continue
+        legacy = _LEGACY.fullmatch(node.output[0])
+        if legacy is not None and legacy[2] == node.op_type:
+            found[node.output[0]] = f"{legacy[1].replace('/', '.')}/{node.op_type.lower()}.{legacy[3] or 0}"
+            continue
+        scope = _scope(node)
+        if scope is not None:
+            number = counts[scope, node.op_type]
+            counts[scope, node.op_type] += 1
+            found[node.output[0]] = f"{scope}/{node.op_type.lower()}.{number}"
+    return found
+
+
+def _scope(node: onnx.NodeProto) -> str | None:
+    text = metadata_of(node, _SCOPES)
+    if not text:
+        return None
+    parts = re.findall(r"'([^']*)'", text)
+    return parts[-2] or "." if len(parts) > 1 else None

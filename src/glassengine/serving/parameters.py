@@ -1,0 +1,72 @@
+"""A parameter of a checkpoint, put together from the tensors that an engine has for it, as a rule of a table says."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from glassengine.compare.matching.assembling import assembled
+from glassengine.compare.matching.maps import Rule
+from glassengine.errors import UsageError
+from glassengine.serving.protocol import ServedWeight
+
+
+def as_parameter(
+    stored: tuple[str, ...],
+    rule: Rule | None,
+    values: Sequence[Tensor],
+    steps: Sequence[Tensor | None],
+    types: tuple[str, ...],
+    parameter: Tensor,
+    *,
+    tied: bool = False,
+) -> ServedWeight:
+    """Return what an engine has for a parameter, in its layout.
+
+    Args:
+        stored: Names of the engine's tensors.
+        rule: Of the table; None for one tensor as it is.
+        values: In float32.
+        steps: Of each element of each tensor that is quantized.
+        types: How they are stored.
+        parameter: The checkpoint's.
+        tied: Whether it is read from another parameter's tensor.
+    """
+    made = _made(rule, list(values))
+    step = None
+    if any(one is not None for one in steps):
+        whole = [torch.zeros_like(v) if s is None else s for v, s in zip(values, steps, strict=True)]
+        step = _made(_without_values(rule), whole)
+    if (
+        made.shape != parameter.shape
+        and made.numel() == parameter.numel()
+        and made.squeeze().shape == parameter.squeeze().shape
+    ):
+        made = made.reshape(parameter.shape)
+        step = None if step is None else step.reshape(parameter.shape)
+    adds = rule is not None and any(op.op == "add" for op in rule.candidate_ops)
+    room = max(float(value.abs().max()) for value in values) * 2.0**-23 if adds else 0.0
+    return ServedWeight(stored, made, step, types, tied=tied, room=room)
+
+
+def _made(rule: Rule | None, values: list[Tensor]) -> Tensor:
+    if rule is None:
+        return values[0]
+
+    def lookup(name: str) -> Tensor:
+        raise UsageError("rules of weights look nothing up", got=name)
+
+    try:
+        return assembled(rule, [(value, lookup) for value in values])
+    except UsageError:
+        return values[0]  # of another shape than the rule is for: that shows
+
+
+def _without_values(rule: Rule | None) -> Rule | None:
+    """Return the rule for steps: numbers that are added do not change them."""
+    if rule is None:
+        return None
+    return dataclasses.replace(rule, candidate_ops=tuple(op for op in rule.candidate_ops if op.op != "add"))

@@ -1,0 +1,141 @@
+"""`glass record gguf:FILE`: a serving engine as what is recorded, and such a recording as a candidate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from glassengine.capture.runs.known_tokens import KnownTokens
+from glassengine.errors import UsageError
+from glassengine.program import load_inputs
+from glassengine.recording.read.reader import Recording
+from glassengine.recording.read.source import TensorSource
+from glassengine.results import RecordedTarget
+from glassengine.serving.protocol import Options, Run, Served, ServedWeight, Setting, is_kind, open_served
+from glassengine.writing.files import remove_tree
+
+
+def is_served(target: str) -> bool:
+    """Whether a text names a serving engine: `gguf:FILE`."""
+    return is_kind(target)
+
+
+def record_served(
+    target: str,
+    path: str | Path,
+    *,
+    inputs: str | None = None,
+    max_new_tokens: int | None = None,
+    tokens_of: str | None = None,
+    library: str | None = None,
+    as_deployed: bool = False,
+    overwrite: bool = False,
+) -> RecordedTarget:
+    """Run a serving engine on one prompt and record every tensor that it shows.
+
+    Args:
+        target: `gguf:FILE`, `genai:FOLDER`, or another kind.
+        path: Directory of the recording.
+        inputs: Names token ids, as for `record_target`.
+        max_new_tokens: Tokens to generate; one by default, which is the prefill alone.
+        tokens_of: A recording whose prompt and tokens are forced on the engine.
+        library: Of the engine.
+        as_deployed: As it runs by default, rather than as exactly as it can.
+        overwrite: Replace an existing recording.
+
+    Raises:
+        UsageError: No token ids of one row are given, or the engine cannot be opened.
+        BackendError: The engine fails.
+    """
+    served = open_served(target, Options(library=library))
+    assert served is not None
+    known = KnownTokens(tokens_of) if tokens_of is not None else None
+    given: Sequence[Mapping[str, Any]]
+    if inputs is not None:
+        given = load_inputs(inputs)
+    elif known is not None:
+        given = [known.prompts()]
+    else:
+        raise UsageError(
+            "the engine needs token ids", hint="--inputs ids.json with input_ids, or --tokens-of RECORDING"
+        )
+    prompt = _row(given)
+    forced = known.following(given)[0][0].tolist() if known is not None else None
+    steps = len(forced) if forced is not None else max(0, (max_new_tokens or 1) - 1)
+    target_path = Path(path)
+    if overwrite and target_path.is_dir():
+        Recording.open(target_path)  # nothing but a recording is replaced
+        remove_tree(target_path)
+    served.record(Run(prompt, steps, forced, as_deployed), target_path)
+    opened = Recording.open(target_path)
+    total = sum(entry.nbytes for entry in opened.entries)
+    return RecordedTarget(str(path), len(opened.steps), len(opened.entries), len(opened.left_out), total)
+
+
+def _row(given: Sequence[Mapping[str, Any]]) -> list[int]:
+    if len(given) != 1 or "input_ids" not in given[0]:
+        got = f"{len(given)} inputs" if len(given) != 1 else ", ".join(given[0])
+        raise UsageError("a serving engine is given one prompt", got=got, expected="input_ids [1, tokens]")
+    ids = torch.as_tensor(given[0]["input_ids"]).long()
+    ids = ids[None] if ids.dim() == 1 else ids
+    if ids.dim() != 2 or ids.shape[0] != 1 or not ids.shape[1]:
+        raise UsageError(
+            "a serving engine is given one prompt", got=f"input_ids {list(ids.shape)}", expected="[1, tokens]"
+        )
+    mask = torch.as_tensor(given[0].get("attention_mask", torch.ones_like(ids))).reshape(ids.shape).bool()
+    return [int(token) for token in ids[mask]]
+
+
+@dataclass
+class RecordedEngine:
+    """A recording of a serving engine, made before or elsewhere, as the engine itself.
+
+    Args:
+        source: Of one prompt.
+        weights_of: The engine that made it, where its file is here.
+    """
+
+    source: TensorSource
+    weights_of: Served | None = None
+
+    @property
+    def kind(self) -> str:
+        """Layout of its tensors."""
+        return str(self.source.metadata.get("layout") or "recording")
+
+    @property
+    def spec(self) -> str:
+        """The recording."""
+        return str(self.source.path)
+
+    choices: Sequence[str] = ()
+
+    def weights(self, module: nn.Module, config: Any) -> Mapping[str, ServedWeight]:
+        """Return the weights of the file, where it is here."""
+        return self.weights_of.weights(module, config) if self.weights_of is not None else {}
+
+    def extra_weights(self) -> Sequence[str]:
+        """Return the tensors of the file that stand for no parameter."""
+        return self.weights_of.extra_weights() if self.weights_of is not None else ()
+
+    def settings(self, config: Any) -> Sequence[Setting]:
+        """Return the settings of the file, where it is here."""
+        return self.weights_of.settings(config) if self.weights_of is not None else ()
+
+    def record(self, run: Run, path: Path) -> None:
+        """Do nothing: there is a recording."""
+
+
+def recorded_engine(source: TensorSource) -> RecordedEngine:
+    """Return a recording as an engine, with its weights where the file that it names is still here."""
+    made_by = source.metadata.get("target")
+    try:
+        served = open_served(made_by) if isinstance(made_by, str) and is_kind(made_by) else None
+    except UsageError:
+        served = None
+    return RecordedEngine(source, served)
