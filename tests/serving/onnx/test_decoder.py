@@ -80,7 +80,7 @@ def test_sizes_that_the_file_leaves_open_are_the_checkpoints(tmp_path: Path) -> 
         "input_ids": ("tensor(int64)", ["batch", "new"]),
         "past_0": ("tensor(float)", ["batch", "heads", "past", "width"]),
     }
-    fed = Feeds(decoder, session_inputs(shapes), {"kv_heads": 3, "head_dim": 8}).of([1])
+    fed = Feeds(decoder, session_inputs(shapes), {"kv_heads": 3, "head_dim": 8}, 4).of([1])
     assert fed["past_0"].shape == (1, 3, 0, 8)
 
 
@@ -98,6 +98,7 @@ def test_steps_are_fed_what_the_file_takes(tmp_path: Path) -> None:
             }
         ),
         {},
+        4,
     )
     first = feeds.of([5, 6, 7])
     assert first["input_ids"].dtype == np.int32 and first["input_ids"].tolist() == [[5, 6, 7]]
@@ -122,4 +123,4 @@ def test_what_cannot_be_fed_is_said(name: str, kind: str, shape: list[Any], said
     decoder = open_decoder(saved(tmp_path / "model.onnx", {"past_0": PAST}, {"past_0": "present_0"}))
     shapes = {"input_ids": ("tensor(int64)", ["batch", "new"]), "past_0": ("tensor(float)", PAST), name: (kind, shape)}
     with pytest.raises(UsageError, match=said):
-        Feeds(decoder, session_inputs(shapes), {})
+        Feeds(decoder, session_inputs(shapes), {}, 4)

@@ -134,6 +134,15 @@ def _number(word: int, is_float: bool) -> float:
     return found
 
 
+def _windows(text: Any) -> list[float]:
+    """Return the windows that layers have; -1 for none."""
+    window = getattr(text, "sliding_window", None)
+    kinds = set(getattr(text, "layer_types", None) or ["sliding_attention"])
+    if not window:
+        return [-1.0]
+    return [float(window) if kind == "sliding_attention" else -1.0 for kind in sorted(kinds)]
+
+
 def _expected(config: Any) -> dict[str, list[float]]:
     """Return what the checkpoint has for each literal; several where layers differ."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -146,7 +155,6 @@ def _expected(config: Any) -> dict[str, list[float]]:
     eps = [getattr(text, name, None) for name in ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")]
     hidden, heads = getattr(text, "hidden_size", 0), getattr(text, "num_attention_heads", 1)
     width = getattr(text, "head_dim", None) or hidden // heads
-    window = getattr(text, "sliding_window", None)
     scalar = getattr(text, "query_pre_attn_scalar", None) or width
     found = {
         "freq_base": bases,
@@ -157,6 +165,6 @@ def _expected(config: Any) -> dict[str, list[float]]:
         "soft cap of the attention": [float(getattr(text, "attn_logit_softcapping", None) or 0.0)],
         "heads": [float(heads)],
         "key and value heads": [float(getattr(text, "num_key_value_heads", None) or heads)],
-        "window": [-1.0, *([float(window)] if window else [])],
+        "window": _windows(text),
     }
     return {name: values for name, values in found.items() if values}

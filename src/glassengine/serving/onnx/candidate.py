@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from glassengine.compare.matching.globs import captures, substitute
+from glassengine.compare.matching.globs import NameIndex, captures, substitute
 from glassengine.compare.matching.maps import Rule
 from glassengine.serving.alignment import Table, numbers_of, table_of
 from glassengine.serving.onnx.decoder import Decoder, open_decoder
@@ -51,18 +51,21 @@ class OnnxCandidate:
         graph = Graph(self.decoder.file)
         names = site_names(graph)
         held = {_renamed(name, names): one for name, one in graph.held().items()}
-        table = self.table(config)
+        table, index = self.table(config), NameIndex(held)
         found: dict[str, ServedWeight] = {}
         used: set[str] = set()
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            rule, stored = _chosen(name, table.weights, held)
-            missing = [one for one in stored if one not in held]
-            if not stored or missing:
-                reason = f"the file has no {' and '.join(missing)}" if missing else "the tables have no name for it"
-                found[name] = ServedWeight(stored, None, reason=reason)
-                continue
-            used.update(stored)
-            found[name] = _weight(stored, rule, held, parameter)
+            rule, stored = _chosen(name, table.weights, index)
+            if all(one in held for one in stored) and stored:
+                used.update(stored)
+                found[name] = _weight(stored, rule, held, parameter)
+            else:
+                found[name] = ServedWeight((), None, reason="the tables name no node that reads it")
+        for name, one in found.items():
+            # What is added to a product that is known, and is not there, was left out.
+            weight = found.get(f"{name.removesuffix('.bias')}.weight")
+            if name.endswith(".bias") and one.value is None and weight is not None and weight.value is not None:
+                found[name] = ServedWeight((name,), None, reason="nothing is added to the product")
         tensors = {tensor for name in used for tensor in held[name].stored}
         self._extra = [name for name, one in held.items() if name not in used and not tensors.issuperset(one.stored)]
         return found
@@ -95,18 +98,17 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
     return f"{names.get(value, value)}:{part}"
 
 
-def _chosen(name: str, rules: Sequence[Rule], held: Mapping[str, Held]) -> tuple[Rule | None, tuple[str, ...]]:
-    """Return the rule of a parameter all of whose tensors are there, or else the first that is for it."""
-    first: tuple[Rule | None, tuple[str, ...]] = (None, ())
+def _chosen(name: str, rules: Sequence[Rule], held: NameIndex) -> tuple[Rule | None, tuple[str, ...]]:
+    """Return the rule of a parameter all of whose tensors are there; a model may be a part of another."""
     for rule in reversed(rules):
         captured = next(captures(rule.baseline, name), None)
         if captured is None:
             continue
-        stored = tuple(substitute(one, captured) for one in rule.candidates)
-        if all(one in held for one in stored):
-            return rule, stored
-        first = first if first[1] else (rule, stored)
-    return first
+        wanted = (substitute(one, captured) for one in rule.candidates)
+        stored = [[one] if one in held else held.with_suffix(one) for one in wanted]
+        if all(len(one) == 1 for one in stored):
+            return rule, tuple(one[0] for one in stored)
+    return None, ()
 
 
 def _weight(stored: tuple[str, ...], rule: Rule | None, held: Mapping[str, Held], parameter: Tensor) -> ServedWeight:

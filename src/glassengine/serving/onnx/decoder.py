@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,7 @@ class Decoder:
         config: Of its folder; None for a file alone.
         pasts: Input of the cache -> the result that it is in the next step.
         logits: Result with the scores of the next token.
+        buffers: Inputs of the cache that are buffers with room for tokens to come -> window of their layer.
     """
 
     place: Path
@@ -80,6 +81,7 @@ class Decoder:
     config: ModelConfig | None
     pasts: Mapping[str, str]
     logits: str
+    buffers: Mapping[str, int] = field(default_factory=dict)
 
 
 def open_decoder(place: str | Path) -> Decoder:
@@ -112,7 +114,17 @@ def open_decoder(place: str | Path) -> Decoder:
     logits = str(config.decoder.outputs.get("logits", "logits")) if config is not None else "logits"
     if logits not in results:
         raise UsageError(f"{path.name} returns no logits", got=", ".join(results)[:200], expected=logits)
-    return Decoder(given, file, config, pasts, logits)
+    return Decoder(given, file, config, pasts, logits, _buffers(file))
+
+
+def _buffers(file: OnnxFile) -> dict[str, int]:
+    """Return the inputs of attention that shifts its cache as its window moves, which it can only in a buffer."""
+    found = {}
+    for node in file.model.graph.node:
+        numbers = {entry.name: int(entry.i) for entry in node.attribute}
+        if numbers.get("sliding_window_cache"):
+            found.update(dict.fromkeys(node.input[3:5], numbers.get("local_window_size", 0)))
+    return found
 
 
 def is_decoder(place: Any) -> bool:
@@ -172,18 +184,21 @@ class Feeds:
         decoder: Whose session it is.
         inputs: Of the session.
         numbers: Of the checkpoint, for sizes that the file does not say.
+        room: Tokens of all steps.
 
     Raises:
         UsageError: It takes something that is not known.
     """
 
-    def __init__(self, decoder: Decoder, inputs: Sequence[Any], numbers: Mapping[str, int | None]) -> None:
+    def __init__(self, decoder: Decoder, inputs: Sequence[Any], numbers: Mapping[str, int | None], room: int) -> None:
         self._pasts = decoder.pasts
         self._types = {one.name: _NUMPY.get(one.type) for one in inputs}
         self._shapes = {one.name: list(one.shape) for one in inputs}
         told = decoder.config.decoder if decoder.config is not None else DecoderConfig()
         self._heads = told.num_key_value_heads or numbers.get("kv_heads")
         self._width = told.head_size or numbers.get("head_dim")
+        # With room for all tokens nothing is shifted out, and places are those of the tokens.
+        self._room = {name: max(room, window) for name, window in decoder.buffers.items()}
         names = told.inputs
         self._roles = {str(names.get(role, role)): role for role in _ROLES}
         unknown = [name for name in self._types if name not in decoder.pasts and name not in self._roles]
@@ -199,7 +214,7 @@ class Feeds:
 
     def _empty(self, name: str) -> np.ndarray[Any, Any]:
         shape = self._shapes[name]
-        known: list[int | None] = [1, self._heads, 0, self._width]
+        known: list[int | None] = [1, self._heads, self._room.get(name, 0), self._width]
         if len(shape) != _CACHE_DIMS or isinstance(shape[_PAST], int):
             raise UsageError(
                 "the decoder keeps a cache of a fixed size, which is not fed here",

@@ -81,7 +81,7 @@ def _steps(
         one.name for one in session.get_outputs() if "bfloat16" not in one.type and one.type.startswith("tensor(")
     ]
     returned = [one.name for one in plain.get_outputs()] if plain is not None else []
-    feeds = Feeds(decoder, session.get_inputs(), run.numbers)
+    feeds = Feeds(decoder, session.get_inputs(), run.numbers, len(run.prompt) + run.steps)
     tokens, left = list(run.prompt), _MOST_BYTES
     for step in range(run.steps + 1):
         given = feeds.of(tokens)
@@ -160,23 +160,25 @@ def with_sums(file: OnnxFile) -> OnnxFile:
 def site_names(graph: Graph) -> dict[str, str]:
     """Return value -> its name in a recording, where PyTorch's exporters have left a path of modules.
 
-    `/model/norm/Mul_1_output_0`, and a value whose node has the path in its metadata, are `model.norm/mul.1`.
+    `/model/norm/Mul_1_output_0`, and a value whose node has the path in its metadata, are `model.norm/Mul.1`. A value
+    without a path is `value/NAME`: exporters call values as `torch.export` calls nodes of other graphs.
     """
     found: dict[str, str] = {}
     counts: Counter[tuple[str, str]] = Counter()
     returned = {value.name for value in graph.file.model.graph.output}
     for node in graph.nodes:
+        found.update({name: f"value/{name}" for name in node.output if "/" not in name and name not in returned})
         if not node.output or node.output[0] in returned:
             continue
         legacy = _LEGACY.fullmatch(node.output[0])
         if legacy is not None and legacy[2] == node.op_type:
-            found[node.output[0]] = f"{legacy[1].replace('/', '.')}/{node.op_type.lower()}.{legacy[3] or 0}"
+            found[node.output[0]] = f"{legacy[1].replace('/', '.')}/{node.op_type}.{legacy[3] or 0}"
             continue
         scope = _scope(node)
         if scope is not None:
             number = counts[scope, node.op_type]
             counts[scope, node.op_type] += 1
-            found[node.output[0]] = f"{scope}/{node.op_type.lower()}.{number}"
+            found[node.output[0]] = f"{scope}/{node.op_type}.{number}"
     return found
 
 

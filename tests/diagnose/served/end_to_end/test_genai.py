@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import onnx
 import pytest
 import torch
 from onnx import helper, numpy_helper
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import glassengine as glass
+from glassengine.errors import BackendError
 from glassengine.results import Comparison
 from glassengine.testing.architectures import FAMILIES
 from glassengine.testing.checkpoints import save_checkpoint
@@ -123,6 +128,7 @@ def without_bias(model: onnx.ModelProto) -> None:
     model.graph.node.remove(add)
 
 
+@pytest.mark.slow
 def test_a_folder_of_the_builder_is_healthy(llama: Path) -> None:
     require_healthy(check(llama))
 
@@ -133,22 +139,34 @@ def test_an_int4_folder_is_judged_op_by_op(llama_int4: Path) -> None:
     assert found.weights is not None and not found.weights.different
 
 
+def of_layer(kind: str) -> str:
+    return f"/model/layers.1/{kind}"
+
+
 @pytest.mark.parametrize(
     ("plant", "step", "site", "said"),
     [
-        (
-            attribute("/model/layers.1/post_attention", "epsilon", 1e-3),
-            0,
-            "layers.1.post_attention_layernorm",
-            "eps is",
-        ),
-        (attribute("/model/layers.1/attn/GroupQuery", "scale", 0.3), 0, "layers.1.self_attn", "attention scale is 0.3"),
         (other_base, 0, "rotary", "freq_base is 20000"),
-        (attribute("/model/layers.1/attn/GroupQuery", "local_window_size", 4), 0, "layers.1.self_attn", "window is 4"),
         (other_slot, 1, "layers.1.self_attn", ""),
+        pytest.param(
+            attribute(of_layer("post_attention"), "epsilon", 1e-3),
+            0, "layers.1.post_attention_layernorm", "eps is 0.001", marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            attribute(of_layer("attn/GroupQuery"), "scale", 0.3),
+            0, "layers.1.self_attn", "attention scale is 0.3", marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            attribute(of_layer("attn/GroupQuery"), "local_window_size", 4),
+            0, "layers.1.self_attn", "window is 4", marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            attribute(of_layer("attn/GroupQuery"), "softcap", 1.0),
+            0, "layers.1.self_attn", "soft cap of the attention is 1", marks=pytest.mark.slow,
+        ),
     ],
-    ids=["eps", "scale", "base", "window", "slot"],
-)
+    ids=["base", "slot", "eps", "scale", "window", "softcap"],
+)  # fmt: skip
 def test_settings_and_runtimes(plant: Plant, step: int, site: str, said: str, llama: Path, tmp_path: Path) -> None:
     found = planted(llama, tmp_path, plant, steps=step)
     first = found.first_divergence
@@ -161,13 +179,164 @@ def test_settings_and_runtimes(plant: Plant, step: int, site: str, said: str, ll
     ("plant", "site"),
     [
         (swapped, "layers.1.mlp.gate_proj"),
-        (initializer("model.layers.1.attn.o_proj.MatMul.weight", lambda w: w.flip(0)), "layers.1.self_attn.o_proj"),
-        (initializer("model.layers.1.input_layernorm.weight", lambda w: w + 1), "layers.1.input_layernorm"),
+        pytest.param(
+            initializer("model.layers.1.attn.o_proj.MatMul.weight", lambda w: w.flip(0)),
+            "layers.1.self_attn.o_proj", marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            initializer("model.layers.1.input_layernorm.weight", lambda w: w + 1),
+            "layers.1.input_layernorm", marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            initializer("model.layers.0.attn.qkv_proj.MatMul.weight", lambda w: w.roll(64, 1)),
+            "layers.0.self_attn.q_proj", marks=pytest.mark.slow,
+        ),
     ],
-    ids=["swapped", "flipped", "norm"],
-)
+    ids=["swapped", "flipped", "norm", "order"],
+)  # fmt: skip
 def test_weights(plant: Plant, site: str, llama: Path, tmp_path: Path) -> None:
     found = planted(llama, tmp_path, plant, steps=0)
+    require_named(found, site)
+
+
+def require_named(found: Comparison, site: str) -> None:
     assert not found.ok and found.first_divergence is not None
     assert found.first_divergence.rung == "weights" and site in found.first_divergence.site
     assert any(site in one.site and one.rung == "record" for one in found.origins)
+
+
+def one_block(name: str) -> Plant:
+    """Double the first scale of a weight in blocks."""
+
+    def double(scales: torch.Tensor) -> torch.Tensor:
+        scales.view(-1)[0] *= 2
+        return scales
+
+    def plant(model: onnx.ModelProto) -> None:
+        node = node_of(model, name)
+        initializer(node.input[2], double)(model)
+
+    return plant
+
+
+def test_one_wrong_scale_of_a_block_is_named(llama_int4: Path, tmp_path: Path) -> None:
+    found = planted(llama_int4, tmp_path, one_block("/model/layers.1/mlp/up_proj/MatMul"), steps=0)
+    require_named(found, "layers.1.mlp.up_proj")
+
+
+@pytest.mark.slow
+def test_a_missing_bias_is_named(tmp_path: Path) -> None:
+    folder = made("qwen2", tmp_path / "qwen2")
+    require_healthy(check(folder, steps=2))
+    found = planted(folder, tmp_path, without_bias, steps=0)
+    require_named(found, "layers.1.self_attn")
+    assert "bias" in found.first_divergence.site  # type: ignore[union-attr]
+
+
+def test_heads_that_do_not_fit_are_said(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(BackendError, match="ONNX Runtime does not take") as caught:
+        planted(llama, tmp_path, attribute(of_layer("attn/GroupQuery"), "kv_num_heads", 1), steps=0)
+    assert "GroupQueryAttention" in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "int4"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_healthy_families(family: str, precision: str, tmp_path: Path) -> None:
+    require_healthy(check(made(family, tmp_path, precision), steps=3))
+
+
+@pytest.mark.slow
+def test_a_window_that_the_builder_leaves_out_is_named(tmp_path: Path) -> None:
+    """The builder of onnxruntime-genai 0.18 writes Mistral without its window."""
+    folder = made("mistral", tmp_path / "mistral")
+    found = check(folder, steps=0)
+    first = found.first_divergence
+    assert not found.ok and first is not None and first.site.startswith("model.layers.0.self_attn/")
+    assert any("window is -1" in hint.text for hint in first.hints)
+
+    def with_window(model: onnx.ModelProto) -> None:
+        for layer in (0, 1):
+            attribute(f"/model/layers.{layer}/attn/GroupQuery", "local_window_size", 8)(model)
+
+    require_healthy(planted(folder, tmp_path, with_window))
+
+
+@pytest.mark.slow
+def test_caches_with_a_window_are_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3: norms with 1, two bases, a cache that moves with its window."""
+    builder: Any = importlib.import_module("onnxruntime_genai.models.builder")
+    load = builder.AutoConfig.from_pretrained
+
+    def with_one_base(*args: Any, **options: Any) -> Any:
+        config = load(*args, **options)  # the builder knows configurations of transformers 4
+        config.rope_local_base_freq = config.rope_parameters["sliding_attention"]["rope_theta"]
+        config.rope_parameters = dict(config.rope_parameters["full_attention"])
+        return config
+
+    monkeypatch.setattr(builder, "AutoConfig", SimpleNamespace(from_pretrained=with_one_base))
+    require_healthy(check(made("gemma3", tmp_path), steps=3))
+
+
+class Exported(torch.nn.Module):
+    """A language model with its cache as flat arguments, as exporters want it."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.model = module.model
+        self.lm_head = module.lm_head
+
+    def forward(self, input_ids: Any, attention_mask: Any, position_ids: Any, *past: Any) -> tuple[Any, ...]:
+        cache = DynamicCache()
+        for layer in range(len(past) // 2):
+            cache.update(past[2 * layer], past[2 * layer + 1], layer)
+        given = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+        states = self.model(**given, past_key_values=cache, use_cache=True).last_hidden_state
+        return (self.lm_head(states), *(part for layer in cache.layers for part in (layer.keys, layer.values)))
+
+
+def exported(folder: Path, dynamo: bool) -> None:
+    module: Any = AutoModelForCausalLM.from_pretrained(
+        folder / "checkpoint", attn_implementation="sdpa" if dynamo else "eager"
+    ).eval()
+    config, layers = module.config, range(module.config.num_hidden_layers)
+    kinds = [f"{layer}.{kind}" for layer in layers for kind in ("key", "value")]
+    size = (1, config.num_key_value_heads, 5, config.head_dim)
+    tokens = (torch.randint(0, 200, (1, 3)), torch.ones(1, 8, dtype=torch.int64), torch.arange(5, 8)[None])
+    names = ["input_ids", "attention_mask", "position_ids", *(f"past_key_values.{kind}" for kind in kinds)]
+    free = [1, 1, 1, *(2 for _ in kinds)]
+    options: dict[str, Any] = {"dynamic_axes": {n: {at: f"{n}_size"} for n, at in zip(names, free, strict=True)}}
+    if dynamo:
+        past = tuple({2: torch.export.Dim.DYNAMIC} for _ in kinds)
+        options = {"dynamic_shapes": (*({1: torch.export.Dim.DYNAMIC} for _ in range(3)), past)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            Exported(module),
+            (*tokens, *(torch.randn(size) for _ in kinds)),
+            str(folder / "model.onnx"),
+            input_names=names,
+            output_names=["logits", *(f"present.{kind}" for kind in kinds)],
+            opset_version=18,
+            dynamo=dynamo,
+            **options,
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamo", [False, True])
+def test_exports_of_torch_are_judged_as_they_are(dynamo: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    save_checkpoint(FAMILIES["llama"]().eval(), tmp_path / "checkpoint")
+    exported(tmp_path, dynamo)
+    require_healthy(glass.check(tmp_path / "checkpoint", candidate=str(tmp_path / "model.onnx"), steps=2))
+    model = onnx.load(tmp_path / "model.onnx")
+    products = [n for n in model.graph.node if n.op_type == "MatMul" and n.input[1] in weights_of(model)]
+    products[4].input[1], products[5].input[1] = products[5].input[1], products[4].input[1]
+    onnx.save(model, tmp_path / "changed.onnx")
+    found = glass.check(tmp_path / "checkpoint", candidate=str(tmp_path / "changed.onnx"), steps=0)
+    require_named(found, "layers.0.mlp.gate_proj")
+
+
+def weights_of(model: onnx.ModelProto) -> set[str]:
+    return {one.name for one in model.graph.initializer}
