@@ -48,7 +48,7 @@ def command(
     map: Map = None,
     layout: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Names in a dump of a serving engine that does not say so: ggml or onnx."),
+        typer.Option(metavar="NAME", help="Naming of a dump of a serving engine, where it has none: ggml or onnx."),
     ] = None,
     library: Annotated[
         str | None,

@@ -102,7 +102,7 @@ def check(
             the baseline's own engine and release engine and climbs the ladder. A quantized checkpoint beside an
             unquantized baseline is judged weight by weight: what quantization costs, and what is a mistake.
         map: Which names of the program belong to which of a record, as for `compare`.
-        layout: How a serving engine names its tensors ("ggml", "onnx"), of a record that does not say so.
+        layout: How a serving engine names its tensors ("ggml", "onnx"), for a record without that name.
         library: Shared library of a serving engine (`gguf:FILE`); None for the one that is installed.
         backend: Back-end of the built engines.
         dtype: As in `build`; of both sides, unless the candidate is an engine.

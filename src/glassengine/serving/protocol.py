@@ -132,7 +132,13 @@ _BUILT_IN = {
     "gguf": "glassengine.serving.ggml.candidate:open_gguf",
     "genai": "glassengine.serving.onnx.candidate:open_genai",
 }
+_DECODES = "glassengine.serving.onnx.decoder:is_decoder"
 _NAMED = re.compile(r"([a-z][a-z0-9_-]*):(.+)", re.DOTALL)
+
+
+def _named(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def kinds() -> tuple[str, ...]:
@@ -153,9 +159,7 @@ def served_as(candidate: object) -> object:
     is_folder = (Path(candidate) / "genai_config.json").is_file()
     if not is_folder and not is_onnx(candidate):
         return candidate
-    from glassengine.serving.onnx.decoder import is_decoder
-
-    return f"genai:{candidate}" if is_folder or is_decoder(candidate) else candidate
+    return f"genai:{candidate}" if is_folder or _named(_DECODES)(candidate) else candidate
 
 
 def open_served(candidate: object, options: Options = Options()) -> Served | None:
@@ -170,8 +174,7 @@ def open_served(candidate: object, options: Options = Options()) -> Served | Non
     kind, place = found.groups()
     try:
         if kind in _BUILT_IN:
-            module, _, name = _BUILT_IN[kind].partition(":")
-            opens = getattr(importlib.import_module(module), name)
+            opens = _named(_BUILT_IN[kind])
         else:
             opens = registered(SERVING)[kind].load()
     except ImportError as error:

@@ -13,11 +13,16 @@ from typing import Any
 def build_genai(checkpoint: Path, folder: Path, precision: str = "fp32", *options: str) -> Path:
     """Build a folder of onnxruntime-genai for the processor, without the network; return it.
 
+    The builder prints what it does, and warns of versions of other packages: both are left out.
+
     Args:
         checkpoint: Directory of a model of transformers with its tokenizer.
         folder: Where `model.onnx` and `genai_config.json` are written.
         precision: "fp32" or "int4".
         options: Extra options of the builder, `NAME=VALUE`.
+
+    Raises:
+        KeyError: The builder does not know the configurations of this transformers, as those of Gemma 3.
     """
     builder = importlib.import_module("onnxruntime_genai.models.builder")
     where: Any = ("", str(checkpoint), str(folder), precision, "cpu", str(folder / "cache"))

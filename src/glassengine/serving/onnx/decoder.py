@@ -34,7 +34,7 @@ _CACHE_DIMS, _PAST = 4, 2
 
 
 class DecoderConfig(msgspec.Struct):
-    """Of genai_config.json, what is said of the decoder."""
+    """The decoder in genai_config.json."""
 
     filename: str = "model.onnx"
     head_size: int | None = None
@@ -49,7 +49,7 @@ class DecoderConfig(msgspec.Struct):
 
 
 class ModelConfig(msgspec.Struct):
-    """Of genai_config.json, what is said of the model."""
+    """The model in genai_config.json."""
 
     type: str = ""
     vocab_size: int | None = None
