@@ -173,10 +173,7 @@ def open_served(candidate: object, options: Options = Options()) -> Served | Non
         return None
     kind, place = found.groups()
     try:
-        if kind in _BUILT_IN:
-            opens = _named(_BUILT_IN[kind])
-        else:
-            opens = registered(SERVING)[kind].load()
+        opens = _named(_BUILT_IN[kind]) if kind in _BUILT_IN else registered(SERVING)[kind].load()
     except ImportError as error:
         hint = f"pip install 'glassengine[{kind}]'" if kind in _BUILT_IN else remedy(registered(SERVING)[kind])
         raise UsageError(f"candidates of the kind {kind!r} cannot be opened", got=str(error), hint=hint) from error
