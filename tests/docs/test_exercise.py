@@ -37,6 +37,7 @@ def clone(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_every_step_works_as_it_is_written(clone: Path) -> None:
     problems = run_page(clone / "CONTRIBUTING.md", clone)
     assert not problems, "\n".join(problems)

@@ -597,6 +597,7 @@ def run_example(code: str, directory: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_examples_of_the_guide_in_three_processes(tmp_path: Path) -> None:
     first = run_example(EXAMPLE_1, tmp_path).stdout
     before, printed, after = re.split(r"(?s)(tensor.*AddmmBackward0>\)\n)", first)

@@ -92,6 +92,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch", "new", "package"), [(1, 1, "one_token.pt2"), (2, 1, "model.pt2"), (1, 3, "model.pt2")]
 )
@@ -110,6 +111,7 @@ def test_values_are_those_of_the_program(
         assert not torch.equal(mine[name], inputs[name]), "the step was written into the caches"
 
 
+@pytest.mark.slow
 def test_both_packages_share_the_weights_outside(program: Program, built: Path) -> None:
     (weight,) = (w for name, w in program.exported.state_dict.items() if name.endswith("up_proj.weight"))
     values = weight.detach().numpy().tobytes()
@@ -120,6 +122,7 @@ def test_both_packages_share_the_weights_outside(program: Program, built: Path) 
         assert not any(re.search(rb"glass(engine)?::", content) for content in contents), "no op of ours is run"
 
 
+@pytest.mark.slow
 def test_the_listing_says_so(program: Program, built: Path) -> None:
     assert "one_token.pt2" in BACKEND.network(program, built).note
 

@@ -85,7 +85,7 @@ def test_forked_processes_run_as_they_would_and_threads_are_waited_for(tmp_path:
     assert opened.complete and opened.steps == [0, 1]
 
 
-@pytest.mark.parametrize("way", ["spawn", "forkserver"])
+@pytest.mark.parametrize("way", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_processes_that_import_the_script_again(tmp_path: Path, way: str) -> None:
     then = f"""
         if __name__ == "__main__":
@@ -136,7 +136,7 @@ def test_a_directory_that_is_taken_away_from_a_script(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("way", ["spawn", "forkserver"])
+@pytest.mark.parametrize("way", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_processes_that_a_recorded_script_starts_afresh(tmp_path: Path, way: str) -> None:
     then = f"""
         def fail():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
 from glassengine.diagnose import check
 from glassengine.results import Comparison
@@ -65,7 +66,18 @@ def test_prompts_agree(dtype: str, number: int, root: Path, tmp_path: Path) -> N
     agrees(check(root / "examples" / "tiny-llama", backend="inductor", dtype=dtype, inputs=inputs), number)
 
 
+@pytest.mark.slow
 def test_prompts_of_a_tiny_model_agree_in_half_precision(tmp_path: Path) -> None:
     """The same with random weights and one layer, which takes a fifth of the time."""
     model = save_checkpoint(models.llama(vocab_size=VOCAB_SIZE, num_hidden_layers=1), tmp_path / "tiny")
     agrees(check(model, backend="inductor", dtype="bfloat16", inputs=prompts_of(2, tmp_path), steps=1), 2)
+
+
+def test_a_block_agrees_in_half_precision(tmp_path: Path) -> None:
+    """The quick relative: a convolution, a norm and attention, on the engine with every output and on the other."""
+    inputs = {name: tensor.bfloat16() for name, tensor in models.vision_inputs(2).items()}
+    save_file(inputs, tmp_path / "inputs.safetensors")
+    model, given = models.vision(), str(tmp_path / "inputs.safetensors")
+    result = check(model, backend="inductor", dtype="bfloat16", inputs=given)
+    assert result.ok and result.verdict == "rounding" and result.coverage == 1.0 and not result.origins
+    assert {pair.judged_by for pair in result.pairs} >= {"noise floor", "reverse replay"}

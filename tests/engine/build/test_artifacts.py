@@ -420,7 +420,8 @@ SAME = (
 )
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("onnxruntime", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
 def test_listings_do_not_depend_on_the_hash_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     sides = [tmp_path / side for side in ("here", "there")]
     other = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
