@@ -22,6 +22,7 @@ PAGES = [
     "coming-from-pytorch-neuronx.md",
     "coming-from-tensorrt-llm.md",
     "coming-from-transformers.md",
+    "continuous-integration.md",
     "my-server-answers-differently.md",
     "onnx-and-pt2.md",
     "quantized-and-adapted.md",

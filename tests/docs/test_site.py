@@ -95,6 +95,7 @@ def test_a_planted_dead_link_ends_the_build(tmp_path: Path) -> None:
     ("schema", "paths"),
     [
         ("vendor.github-workflows", WORKFLOWS),
+        ("vendor.github-actions", [ROOT / "action.yml"]),
         ("vendor.github-issue-forms", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("[0-9]-*.yml"))),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -107,7 +108,7 @@ def test_files_of_the_forge_have_their_schema(schema: str, paths: list[Path]) ->
 
 @needs_tools
 def test_workflows_ask_for_little_and_pin_what_they_use() -> None:
-    done = tool("zizmor", "--offline", "--strict-collection", "--persona", "pedantic", "--no-progress", ".github")
+    done = tool("zizmor", "--offline", "--strict-collection", "--persona", "pedantic", "--no-progress", ".github", "action.yml")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
