@@ -108,7 +108,9 @@ def test_files_of_the_forge_have_their_schema(schema: str, paths: list[Path]) ->
 
 @needs_tools
 def test_workflows_ask_for_little_and_pin_what_they_use() -> None:
-    done = tool("zizmor", "--offline", "--strict-collection", "--persona", "pedantic", "--no-progress", ".github", "action.yml")
+    done = tool(
+        "zizmor", "--offline", "--strict-collection", "--persona", "pedantic", "--no-progress", ".github", "action.yml"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+from glassengine.results import notebook
+
 Verdict = Literal["identical", "rounding", "suspicious", "wrong"]
 VERDICTS: tuple[Verdict, ...] = ("identical", "rounding", "suspicious", "wrong")
 FLAGGED = VERDICTS[2:]
@@ -28,6 +30,10 @@ class Result:
         """Return the same, with sequences that make their items when they are asked for as they are."""
         own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
         return {name: value if is_lazy(value) else plain(value) for name, value in own.items()}
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        return notebook.card_of(self)
 
 
 def is_lazy(value: Any) -> bool:

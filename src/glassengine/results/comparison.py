@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from glassengine.results import notebook
 from glassengine.results.answer import CaseInputs, DriftRow, Fineness, ResultComparison, Standing
 from glassengine.results.base import Result, Verdict
 from glassengine.results.exempt import Exemption
@@ -229,6 +230,29 @@ class Comparison(Result):
     notes: tuple[str, ...] = ()
     generates: bool = False
     schema_version: int = SCHEMA_VERSION
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        return notebook.comparison_card(self)
+
+    def to_pandas(self) -> Any:
+        """Return a data frame with a row for each tensor that was judged.
+
+        Raises:
+            UsageError: pandas is not installed (extra `notebook`).
+        """
+        return notebook.pairs_frame(self.pairs)
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the error of each tensor in order of execution, by verdict, with the noise floor; returns the axes.
+
+        Args:
+            ax: Axes of matplotlib; None makes new ones.
+
+        Raises:
+            UsageError: matplotlib is not installed (extra `notebook`), or nothing was measured.
+        """
+        return notebook.plot_pairs(self.pairs, ax)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from glassengine.executable.run.executable import load_executable
 from glassengine.program.kinds.encoder_decoder import SOURCE_MASK
 from glassengine.program.kinds.image_text import FEATURES
 from glassengine.program.representation.stored import load_names
+from glassengine.results import notebook
 from glassengine.results.engines import Forward, Generation
 from glassengine.sites import SiteTable
 from glassengine.stores.mirror import here
@@ -47,6 +48,25 @@ class Engine(LoadedEngine):
         model: What the user named to take weights from that are not in the engine; None takes the checkpoint that the
             manifest names.
     """
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: where it is, what built it from what, and its first tensors."""
+        own = self.manifest
+        facts = {"directory": self.directory, "back-end": own.backend, "dtype": own.dtype}
+        facts |= {"model": own.model.get("spec"), "tensors": f"{len(self.sites):,}"}
+        first = list(self.sites)[: notebook.MAX_ROWS]
+        rows = [{"site": site.name, "op": site.op, "dtype": site.dtype, "shape": list(site.shape)} for site in first]
+        return notebook.card(f"Engine {own.name}", facts, rows, more=len(self.sites) - len(rows))
+
+    def to_pandas(self) -> Any:
+        """Return a data frame with a row for each named tensor of its program.
+
+        Raises:
+            UsageError: pandas is not installed (extra `notebook`).
+        """
+        names = ("name", "kind", "op", "dtype", "shape", "source")
+        columns = {name: [getattr(site, name) for site in self.sites] for name in names}
+        return notebook.needed("pandas").DataFrame(columns)
 
     @functools.cached_property
     def encoder(self) -> Engine | None:

@@ -11,13 +11,14 @@ from glassengine.recording.layout.layout import MANIFEST, Entry, LeftOut
 from glassengine.recording.layout.statistics import summarize
 from glassengine.recording.read.ranks import RankRecordings
 from glassengine.recording.read.reader import Recording
+from glassengine.recording.read.shown import Shown
 from glassengine.recording.read.source import TensorSource, open_source
 from glassengine.results import Summary
 from glassengine.sites import matches
 from glassengine.stores.places import place
 
 
-class Dump:
+class Dump(Shown):
     """Tensors that are not in one recording, for reading; made by `glassengine.open`.
 
     Attributes:

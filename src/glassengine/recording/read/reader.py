@@ -26,6 +26,7 @@ from glassengine.recording.layout.shard_files import ShardFiles, Shards
 from glassengine.recording.layout.shard_objects import ShardObjects
 from glassengine.recording.layout.sketch import Sketch, sketch
 from glassengine.recording.layout.statistics import summarize
+from glassengine.recording.read.shown import Shown
 from glassengine.recording.read.statistics_cache import StatisticsCache
 from glassengine.recording.rescue.rescue import Recovered, recovered
 from glassengine.recording.write.spool import is_left
@@ -37,7 +38,7 @@ from glassengine.writing.checksums import crc32
 _log = logging.getLogger(__name__)
 
 
-class Recording:
+class Recording(Shown):
     """A recording that is open for reading; made by `Recording.open`.
 
     Attributes:

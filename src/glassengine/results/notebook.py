@@ -1,0 +1,171 @@
+"""How results appear in notebooks: small tables without scripts, data frames, and plots by packages of an extra."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import importlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from glassengine.errors import UsageError
+from glassengine.reading.printable import printable
+
+MAX_ROWS = 12
+_LONGEST = 160
+_COLORS = {"identical": "#999999", "rounding": "#0072b2", "suspicious": "#e69f00", "wrong": "#d55e00"}
+"""Of Okabe and Ito, which people with any color vision tell apart."""
+_SUSPICIOUS, _WRONG = 4.0, 8.0
+"""Times the noise floor; `docs/numerics.md`."""
+
+
+def card(title: str, facts: Mapping[str, object], rows: Iterable[Mapping[str, object]] = (), more: int = 0) -> str:
+    """Return a title, a table of facts, and a table of rows, as HTML that nothing in it can leave.
+
+    Args:
+        title: What it is.
+        facts: Name -> value; those that are None are left out.
+        rows: The same keys each.
+        more: How many rows there are beside these.
+    """
+    told = [
+        f"<tr><th>{_cell(name)}</th><td>{_cell(value)}</td></tr>" for name, value in facts.items() if value is not None
+    ]
+    parts = [f"<div><strong>{_cell(title)}</strong>", f"<table>{''.join(told)}</table>" if told else ""]
+    listed = list(rows)
+    if listed:
+        head = "".join(f"<th>{_cell(name)}</th>" for name in listed[0])
+        body = "".join(f"<tr>{''.join(f'<td>{_cell(value)}</td>' for value in row.values())}</tr>" for row in listed)
+        parts.append(f"<table><tr>{head}</tr>{body}</table>")
+    if more > 0:
+        parts.append(f"<p>and {more:,} more</p>")
+    return "".join([*parts, "</div>"])
+
+
+def card_of(result: Any) -> str:
+    """Return the card of any result: its fields, long ones by their length."""
+    facts = {}
+    for field in dataclasses.fields(result):
+        value = getattr(result, field.name)
+        is_long = isinstance(value, (Sequence, Mapping)) and not isinstance(value, str) and len(value) > 4
+        facts[field.name] = f"{len(value):,} items" if is_long else value
+    return card(type(result).__name__, facts)
+
+
+def comparison_card(result: Any) -> str:
+    """Return the card of a `Comparison`: the answer, the first divergence with its lines, and the worst tensors."""
+    first = result.first_divergence
+    facts: dict[str, object] = {
+        "baseline": result.baseline,
+        "candidate": result.candidate,
+        "compared": f"{result.counts['compared']:,} tensors, coverage {result.coverage:.1%}",
+    }
+    for found in result.results[-1:]:
+        facts["result"] = found.in_words()
+    if first is not None:
+        facts |= {"first divergence": f"{first.site} (step {first.step}, {first.verdict})", "source": first.source}
+        facts["candidate's source"] = first.candidate_source
+        facts["hint"] = first.hints[0].text if first.hints else None
+    own = [pair for pair in result.pairs if pair.verdict in ("suspicious", "wrong") and not pair.inherited]
+    worst = sorted(own, key=lambda pair: (pair.verdict != "wrong", -_ratio(pair)))
+    rows = [
+        {
+            "site": pair.site,
+            "step": pair.step,
+            "verdict": pair.verdict,
+            "error/floor": pair.noise_ratio,
+            "max abs": None if pair.figures is None else pair.figures.max_abs_diff,
+        }
+        for pair in worst[:MAX_ROWS]
+    ]
+    title = f"ok: {result.verdict}" if result.ok else f"NOT OK: {result.not_ok_because or result.standing}"
+    return card(title, facts, rows, more=len(worst) - len(rows))
+
+
+def pairs_frame(pairs: Sequence[Any]) -> Any:
+    """Return a data frame with a row for each pair: its fields, and those of its figures."""
+    columns: dict[str, list[Any]] = {}
+    figures = None
+    for pair in pairs:
+        figures = figures or pair.figures
+    own = () if figures is None else tuple(field.name for field in dataclasses.fields(figures))
+    for pair in pairs:
+        for field in dataclasses.fields(pair):
+            # Statistics of both sides are results of their own.
+            if field.name not in ("figures", "baseline", "candidate", "abs_error", "rel_error"):
+                columns.setdefault(field.name, []).append(getattr(pair, field.name))
+        for name in own:
+            columns.setdefault(name, []).append(None if pair.figures is None else getattr(pair.figures, name))
+    return needed("pandas").DataFrame(columns)
+
+
+def plot_pairs(pairs: Sequence[Any], ax: Any = None) -> Any:
+    """Draw errors in order of execution, by verdict, on a logarithmic axis; returns the axes.
+
+    Args:
+        pairs: Of a comparison.
+        ax: Axes of matplotlib; None makes new ones.
+
+    Raises:
+        UsageError: matplotlib is not installed, or nothing was measured.
+    """
+    by_floor = any(pair.noise_ratio is not None for pair in pairs)
+    measured = [pair for pair in pairs if (pair.noise_ratio if by_floor else pair.figures) is not None]
+    if not measured:
+        raise UsageError("nothing to plot", got=f"{len(pairs)} tensors, none of which was measured")
+    pyplot = needed("matplotlib.pyplot")
+    if ax is None:
+        _, ax = pyplot.subplots(figsize=(9, 4), layout="constrained")
+    values = [pair.noise_ratio if by_floor else pair.figures.max_abs_diff for pair in measured]
+    finite = [value for value in values if value > 0 and math.isfinite(value)]
+    low, high = min(finite, default=1e-3) / 2, max([*finite, 2 * _WRONG if by_floor else 0]) * 2 or 1.0
+    for verdict, color in _COLORS.items():
+        there = [place for place, pair in enumerate(measured) if pair.verdict == verdict]
+        if there:
+            # What is zero lies on the floor of the plot, and what is not finite above everything.
+            heights = [high if not math.isfinite(values[place]) else max(values[place], low) for place in there]
+            marker = "^" if all(not math.isfinite(values[place]) for place in there) else "o"
+            ax.scatter(there, heights, s=14, color=color, marker=marker, label=f"{verdict} ({len(there)})", zorder=3)
+    ax.set_yscale("log")
+    if by_floor:
+        ax.axhspan(low, _SUSPICIOUS, color="0.5", alpha=0.15, label="noise floor")
+        ax.axhline(_WRONG, color="0.5", linewidth=1, linestyle="--")
+    first = next((place for place, pair in enumerate(measured) if pair.verdict == "wrong" and not pair.inherited), None)
+    if first is not None:
+        height = values[first] if math.isfinite(values[first]) and values[first] > 0 else high
+        ax.annotate(_plain(measured[first].site).replace("$", r"\$"), (first, height), fontsize=8)
+    ax.set_ylim(low / 2, high * 2)
+    ax.set_xlabel("tensors in order of execution")
+    ax.set_ylabel("error / noise floor" if by_floor else "largest absolute error")
+    ax.legend(loc="best", fontsize=8)
+    return ax
+
+
+def needed(module: str) -> Any:
+    """Return a module of the extra `notebook`.
+
+    Raises:
+        UsageError: It is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        name = module.partition(".")[0]
+        hint = "pip install 'glassengine[notebook]'"
+        raise UsageError(f"the package {name} is missing", got=str(error), hint=hint) from error
+
+
+def _ratio(pair: Any) -> float:
+    value = pair.noise_ratio
+    return math.inf if value is None or math.isnan(value) else float(value)
+
+
+def _cell(value: object) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else "" if value is None else _plain(str(value))
+    return html.escape(text)
+
+
+def _plain(text: str) -> str:
+    text = printable(text[: 4 * _LONGEST])
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
