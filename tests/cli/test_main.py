@@ -580,6 +580,7 @@ COMMAND_LINES = {
     "profile": "trace",
     "snapshot": "show snapshot",
     "explain": "result",
+    "export": "result --to perfetto -o out.json",
     "mcp": "root",
     "replay": "snapshot",
     "report": "result.json -o report",

@@ -24,6 +24,7 @@ PAGES = [
     "coming-from-transformers.md",
     "continuous-integration.md",
     "my-server-answers-differently.md",
+    "notebooks-and-viewers.md",
     "onnx-and-pt2.md",
     "quantized-and-adapted.md",
     "trust.md",

@@ -25,9 +25,18 @@ from glassengine.writing.files import aside
 
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 _FILE = re.compile(r"-|/dev/.*|.*\.json", re.DOTALL)
-_BEGINNINGS = (b'{\n  "schema_version": ', b'{\n  "$schema": ')
-"""How every document of ours begins, and every schema, and every log of findings."""
-_NOT_WRITTEN = {"--json": "the JSON document cannot be written", "--sarif": "the SARIF log cannot be written"}
+_BEGINNINGS = (
+    b'{\n  "schema_version": ',
+    b'{\n  "$schema": ',
+    b'{\n  "otherData": {\n    "written_by": "Glass Engine"',
+    b'{\n  "main": {\n    "name": "error / noise floor"',
+)
+"""How documents of ours begin, schemas and logs of findings, and what is exported."""
+_NOT_WRITTEN = {
+    "--json": "the JSON document cannot be written",
+    "--sarif": "the SARIF log cannot be written",
+    "--output": "the output cannot be written",
+}
 _OR_STDOUT = {"--json": ", --json=- for stdout"}
 
 

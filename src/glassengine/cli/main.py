@@ -34,6 +34,7 @@ COMMANDS = {
     "check": "Find the first op that is wrong in a port, engine, pass or dump.",
     "check-training": "Find the first training step, and in it the op, that is wrong in a port.",
     "explain": "Explain a result in words: why it is ok or not, or why a tensor has its verdict.",
+    "export": "Write a result for what people open already: Model Explorer, Perfetto, TensorBoard, Netron.",
     "profile": "Show a profile by module, or take one of a running program.",
     "snapshot": "Show the content of a snapshot, or pack it into one file.",
     "replay": "Run a snapshot again, without the original code.",

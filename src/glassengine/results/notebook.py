@@ -119,7 +119,9 @@ def plot_pairs(pairs: Sequence[Any], ax: Any = None) -> Any:
         _, ax = pyplot.subplots(figsize=(9, 4), layout="constrained")
     values = [pair.noise_ratio if by_floor else pair.figures.max_abs_diff for pair in measured]
     finite = [value for value in values if value > 0 and math.isfinite(value)]
-    low, high = min(finite, default=1e-3) / 2, max([*finite, 2 * _WRONG if by_floor else 0]) * 2 or 1.0
+    # The noise floor is always within the plot.
+    shown = [*finite, 1.0, 2 * _WRONG] if by_floor else finite or [1.0]
+    low, high = min(shown) / 2, max(shown) * 2
     for verdict, color in _COLORS.items():
         there = [place for place, pair in enumerate(measured) if pair.verdict == verdict]
         if there:
@@ -136,7 +138,7 @@ def plot_pairs(pairs: Sequence[Any], ax: Any = None) -> Any:
         height = values[first] if math.isfinite(values[first]) and values[first] > 0 else high
         ax.annotate(_plain(measured[first].site).replace("$", r"\$"), (first, height), fontsize=8)
     ax.set_ylim(low / 2, high * 2)
-    ax.set_xlabel("tensors in order of execution")
+    ax.set_xlabel("tensors, as they were judged")
     ax.set_ylabel("error / noise floor" if by_floor else "largest absolute error")
     ax.legend(loc="best", fontsize=8)
     return ax

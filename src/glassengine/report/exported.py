@@ -1,0 +1,236 @@
+"""A comparison for what people open already: Model Explorer, Perfetto, TensorBoard, Netron.
+
+All show the same: of each tensor the worst verdict over cases, steps and ranks, and its error over the noise floor.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from glassengine.errors import BackendError, UsageError, nearest
+from glassengine.reading.files import read_bytes, shown
+from glassengine.reading.printable import printable
+from glassengine.results import VERDICTS, Comparison, Pair
+from glassengine.results.notebook import needed
+from glassengine.writing.files import aside
+
+COLORS = {"identical": "#e8e8e8", "rounding": "#9ecae1", "suspicious": "#ffd92f", "wrong": "#d95f02"}
+_TEXT = {"identical": "#000000", "rounding": "#000000", "suspicious": "#000000", "wrong": "#ffffff"}
+_LARGEST = 1e30
+"""In place of what is not finite, which JSON does not know."""
+_MOST_ONNX_BYTES = 1 << 31
+_PREFIX = "glass."
+
+
+def worst_of(result: Comparison) -> dict[str, Pair]:
+    """Return the worst pair of each site of the baseline, in order of execution."""
+    found: dict[str, Pair] = {}
+    for pair in result.pairs:
+        known = found.setdefault(pair.site, pair)
+        if _badness(pair) > _badness(known):
+            found[pair.site] = pair
+    return found
+
+
+def model_explorer(result: Comparison, names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Return node data of Model Explorer: a value and a color for each node.
+
+    Args:
+        result: What was compared.
+        names: Site -> how the opened graph calls it, e.g. its FX node; sites that it lacks keep their names.
+    """
+    nodes = {}
+    for site, pair in worst_of(result).items():
+        data = {"value": _ratio(pair), "bgColor": COLORS[pair.verdict], "textColor": _TEXT[pair.verdict]}
+        for name in names.get(site, (site,)):
+            nodes[printable(name)] = data
+    return {"main": {"name": "error / noise floor", "results": nodes, "thresholds": [], "gradient": []}}
+
+
+def perfetto(result: Comparison) -> dict[str, Any]:
+    """Return a trace whose time is the order of execution: a slice for each tensor, a row for each step, and a counter.
+
+    A tensor takes one millisecond, since a comparison knows nothing of time.
+    """
+    events: list[dict[str, Any]] = []
+    rows: dict[tuple[str, str, int, int], int] = {}
+    places: dict[tuple[str, str, int, int], int] = {}
+    processes: dict[str, int] = {}
+    for pair in result.pairs:
+        key = (pair.rung or "record", pair.case or "", pair.step, pair.rank)
+        process = processes.setdefault(key[0], len(processes) + 1)
+        if key not in rows:
+            rows[key] = len(rows) + 1
+            rank = f", rank {pair.rank}" if pair.rank else ""
+            name = f"{key[1]}{', ' if key[1] else ''}step {pair.step}{rank}"
+            events.append(_named("thread_name", process, rows[key], name))
+        start = 1000 * places.get(key, 0)
+        places[key] = places.get(key, 0) + 1
+        where = {"pid": process, "tid": rows[key], "ts": start}
+        told = {"verdict": pair.verdict, "candidate_site": printable(pair.candidate_site), "inherited": pair.inherited}
+        told |= {"error/floor": _ratio(pair), "judged_by": pair.judged_by}
+        name = f"{pair.verdict}: {pair.site}" if pair.verdict in ("wrong", "suspicious") else pair.site
+        events.append({"ph": "X", "name": printable(name), "cat": pair.verdict, "dur": 1000, "args": told, **where})
+        if pair.noise_ratio is not None:
+            counter = {"ph": "C", "name": f"error/floor, row {rows[key]}", "args": {"value": _ratio(pair)}}
+            events.append({**counter, **where})
+    events += [_named("process_name", number, 0, name) for name, number in processes.items()]
+    about = {"written_by": "Glass Engine", **_about(result)}
+    return {"otherData": about, "displayTimeUnit": "ms", "traceEvents": events}
+
+
+def write_tensorboard(result: Comparison, directory: Path) -> Path:
+    """Write an event file: how many tensors have which verdict in each step, and histograms of error over noise floor.
+
+    Raises:
+        UsageError: TensorBoard is not installed.
+    """
+    try:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+    except ImportError as error:
+        hint = "pip install 'glassengine[tensorboard]'"
+        raise UsageError("the package tensorboard is missing", got=str(error), hint=hint) from error
+    written, now = io.BytesIO(), time.time()
+    records = RecordWriter(written)
+    records.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
+
+    def add(step: int, **value: Any) -> None:
+        summary = Summary(value=[Summary.Value(**value)])
+        records.write(Event(wall_time=now, step=step, summary=summary).SerializeToString())
+
+    add(0, tag="glass/ok", simple_value=float(result.ok))
+    add(0, tag="glass/coverage", simple_value=result.coverage)
+    rungs = list(dict.fromkeys(pair.rung or "record" for pair in result.pairs))
+    for rung in rungs:
+        of_rung = [pair for pair in result.pairs if (pair.rung or "record") == rung]
+        for step in sorted({pair.step for pair in of_rung}):
+            pairs = [pair for pair in of_rung if pair.step == step]
+            for verdict in VERDICTS:
+                add(step, tag=f"{rung}/{verdict}", simple_value=float(sum(pair.verdict == verdict for pair in pairs)))
+            ratios = [_ratio(pair) for pair in pairs if pair.noise_ratio is not None]
+            if ratios:
+                add(step, tag=f"{rung}/log2 of error over floor", histo=_histogram(HistogramProto, ratios))
+    directory.mkdir(parents=True, exist_ok=True)
+    target = directory / f"events.out.tfevents.{now:.0f}.{socket.gethostname()}.{os.getpid()}.glass"
+    with aside(target) as path:
+        path.write_bytes(written.getvalue())
+    return target
+
+
+def write_onnx(result: Comparison, model: Path, target: Path, *, overwrite: bool = False) -> int:
+    """Write a copy of an ONNX file whose nodes have the verdicts as metadata, which Netron shows.
+
+    Returns the number of these nodes. Weights stay where they are: a file with weights in others beside it is copied
+    into its own directory only.
+
+    Raises:
+        BackendError: onnx is not installed.
+        UsageError: It is not an ONNX file, no tensor of the result is in it, its weights would be lost, or the target
+            is there, or is the file itself.
+    """
+    if target.exists() and (not overwrite or target.samefile(model)):
+        raise UsageError("a file is not replaced", got=shown(target), hint="another name, or --overwrite")
+    try:
+        import onnx
+    except ImportError as error:
+        hint = "pip install 'glassengine[onnx]'"
+        raise BackendError("an ONNX file cannot be read here", got=str(error), hint=hint) from error
+    copy = onnx.ModelProto()
+    try:
+        copy.ParseFromString(read_bytes(model, most=_MOST_ONNX_BYTES))
+    except ValueError as error:
+        raise UsageError("not an ONNX model", got=f"{shown(model)}: {error}") from error
+    except Exception as error:  # of protobuf, whose errors have no common type
+        raise UsageError("not an ONNX model", got=shown(model)) from error
+    is_external = any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in _tensors(copy.graph))
+    if is_external and target.resolve().parent != model.resolve().parent:
+        raise UsageError(
+            "the weights of this file lie beside it",
+            got=f"{shown(target)}: another directory",
+            expected=f"a file in {shown(model.resolve().parent)}",
+        )
+    worst = worst_of(result)
+    there = {pair.candidate_site: pair for pair in reversed(list(worst.values()))}
+    outputs = {name for node in copy.graph.node for name in node.output}
+    by_name: Mapping[str, Pair] = max((worst, there), key=lambda known: len(known.keys() & outputs))
+    if not by_name.keys() & outputs:
+        near = nearest(next(iter(outputs), ""), by_name)
+        raise UsageError("no tensor of the result is in this file", got=shown(model), expected=near or None)
+    count = 0
+    for node in copy.graph.node:
+        pairs = [by_name[name] for name in node.output if name in by_name]
+        if pairs:
+            count += 1
+            _annotate(node, max(pairs, key=_badness))
+    for name, value in _about(result).items():
+        copy.metadata_props.add(key=f"{_PREFIX}{name}", value=printable(str(value)))
+    with aside(target) as path:
+        path.write_bytes(copy.SerializeToString())
+    return count
+
+
+def _tensors(graph: Any) -> Iterator[Any]:
+    yield from graph.initializer
+    for attribute in (attribute for node in graph.node for attribute in node.attribute):
+        yield from (attribute.t, *attribute.tensors)
+        for inner in (attribute.g, *attribute.graphs):
+            yield from _tensors(inner)
+
+
+def _annotate(node: Any, pair: Pair) -> None:
+    kept = [prop for prop in node.metadata_props if not prop.key.startswith(_PREFIX)]
+    del node.metadata_props[:]
+    node.metadata_props.extend(kept)
+    told: dict[str, object] = {"verdict": pair.verdict, "judged_by": pair.judged_by, "inherited": pair.inherited}
+    told |= {"error_over_floor": pair.noise_ratio, "error_over_bound": pair.bound_ratio, "reason": pair.reason}
+    for name, value in told.items():
+        if value is not None:
+            node.metadata_props.add(key=f"{_PREFIX}{name}", value=printable(str(value)))
+
+
+def _badness(pair: Pair) -> tuple[int, float]:
+    return VERDICTS.index(pair.verdict), _ratio(pair)
+
+
+def _ratio(pair: Pair) -> float:
+    """Return the error over the noise floor; without one 0, and for what is wrong a very large number."""
+    if pair.noise_ratio is None:
+        return _LARGEST if pair.verdict == "wrong" else 0.0
+    return pair.noise_ratio if math.isfinite(pair.noise_ratio) else _LARGEST
+
+
+def _named(kind: str, process: int, row: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": process, "tid": row, "ts": 0, "args": {"name": printable(name)}}
+
+
+def _about(result: Comparison) -> dict[str, object]:
+    first = result.first_divergence
+    told: dict[str, object] = {"ok": result.ok, "verdict": result.verdict, "coverage": result.coverage}
+    told |= {"baseline": printable(result.baseline), "candidate": printable(result.candidate)}
+    return told if first is None else told | {"first_divergence": printable(first.site)}
+
+
+def _histogram(kind: Any, ratios: Sequence[float]) -> Any:
+    """Return a histogram of log2, in buckets of one."""
+    numpy = needed("numpy")
+    values = numpy.log2(numpy.clip(numpy.asarray(ratios), 2.0**-20, 2.0**60))
+    low, high = math.floor(values.min()), math.floor(values.max()) + 1
+    counts, edges = numpy.histogram(values, bins=numpy.arange(low, high + 1))
+    return kind(
+        min=float(values.min()),
+        max=float(values.max()),
+        num=float(len(values)),
+        sum=float(values.sum()),
+        sum_squares=float((values**2).sum()),
+        bucket_limit=[float(edge) for edge in edges[1:]],
+        bucket=[float(count) for count in counts],
+    )
