@@ -214,7 +214,7 @@ def _write(result: Comparison, folder: Path, name: str) -> Path:
 
 
 def _store(fresh: Path, stored: Path) -> None:
-    """Put a copy of a recording in the place of the stored one, which stays until the new one is whole."""
+    """Replace the stored recording by a copy of another, once that copy is whole."""
     stored.parent.mkdir(parents=True, exist_ok=True)
     partial = stored.with_name(f".{stored.name}.partial")
     remove_tree(partial)

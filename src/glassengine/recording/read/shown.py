@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from glassengine.recording.layout.layout import Entry, LeftOut
 from glassengine.results import Summary
@@ -13,20 +13,29 @@ from glassengine.results.notebook import MAX_ROWS, card, needed
 _STATISTICS = ("min", "mean", "median", "max", "std", "num_nan", "num_inf")
 
 
-class Shown:
-    """A card, and a data frame of the tensors, for what has these."""
+class _Tensors(Protocol):
+    """What a recording and a dump have in common."""
 
     path: Path
     incomplete_because: str | None
     steps: list[int]
-    entries: Sequence[Entry]
-    left_out: Sequence[LeftOut]
+
+    @property
+    def entries(self) -> Sequence[Entry]:
+        """The tensors."""
+
+    @property
+    def left_out(self) -> Sequence[LeftOut]:
+        """Those without values."""
 
     def summary(self, entry: Entry) -> Summary:
         """Return the statistics of one tensor."""
-        raise NotImplementedError
 
-    def _repr_html_(self) -> str:
+
+class Shown:
+    """A card, and a data frame of the tensors, for what has these."""
+
+    def _repr_html_(self: _Tensors) -> str:
         """Return what a notebook shows: the path, the steps, and the first tensors."""
         first = [self.entries[place] for place in range(min(MAX_ROWS, len(self.entries)))]
         steps = f"{len(self.steps):,}" + (f", {self.steps[0]} to {self.steps[-1]}" if self.steps else "")
@@ -39,7 +48,7 @@ class Shown:
         rows = [{"step": entry.step, "site": entry.site, "tensor": entry.describe()} for entry in first]
         return card(type(self).__name__, facts, rows, more=len(self.entries) - len(rows))
 
-    def to_pandas(self, *, statistics: bool = False) -> Any:
+    def to_pandas(self: _Tensors, *, statistics: bool = False) -> Any:
         """Return a data frame with a row for each tensor.
 
         Args:
