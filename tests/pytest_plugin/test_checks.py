@@ -104,7 +104,7 @@ def test_a_failing_test_shows_the_screen_and_leaves_junit_and_sarif(project: pyt
         ">       glass_check(Net().eval(), Wrong().eval(), inputs=INPUTS)",
         "NotOk: NOT OK: output differs by",
         "first divergence: ./silu.0",
-        "hint     silu here, gelu in the candidate",
+        "silu here, gelu in the candidate",
         "hidden = nn.functional.gelu(self.up(x))",
         "2 comparisons in out, findings in out/glass.sarif",
     ):
@@ -124,6 +124,7 @@ def test_a_failing_test_shows_the_screen_and_leaves_junit_and_sarif(project: pyt
     place = found["locations"][0]["physicalLocation"]
     assert place["artifactLocation"]["uri"] == "models.py" and place["region"]["startLine"] == 15
     assert len(list((project.path / "out").glob("*.json"))) == 2
+    assert len(list((project.path / "out").glob("*/index.html"))) == 2
 
 
 RECORDED = """

@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--glass-report",
         metavar="DIR",
-        help="write what glass_check has compared: a JSON document each, and all findings as glass.sarif",
+        help="write what glass_check has compared: a page and a JSON document each, and all findings as glass.sarif",
     )
     group.addoption(
         "--glass-update",

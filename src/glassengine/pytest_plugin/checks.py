@@ -159,7 +159,8 @@ class Checks:
             self._note(name, value)
         folder = self._item.config.getoption("--glass-report")
         if folder is not None:
-            self._note("document", _write(result, Path(folder), f"{self._item.nodeid}-{self._count}"))
+            name = _file_name(f"{self._item.nodeid}-{self._count}")
+            self._note("document", _write(result, Path(folder), name))
         if not result.ok:
             raise NotOk(_screen(result, of_models), result)
         return result
@@ -205,8 +206,12 @@ def _screen(result: Comparison, of_models: bool) -> str:
 
 
 def _write(result: Comparison, folder: Path, name: str) -> Path:
+    """Write a result as a page for the browser, and as the JSON document beside it, which is returned."""
+    from glassengine.report.page.write import write_report
+
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{_file_name(name)}.json"
+    write_report(result, folder / name)
+    path = folder / f"{name}.json"
     document = {"schema_version": result.schema_version, **result.to_dict()}
     with aside(path) as partial:
         partial.write_text(json.dumps(plain(document), indent=2), encoding="utf-8")

@@ -11,6 +11,7 @@ from glassengine.reading.printable import printable
 from glassengine.report.findings import Finding, SourceLine, findings
 from glassengine.report.terminal_answer import answer
 from glassengine.report.terminal_check import headline, size
+from glassengine.report.words import hint_lines
 from glassengine.results import Comparison
 
 MOST_LINES = 40
@@ -19,6 +20,7 @@ _CONTEXT = 2
 _MAX_HINTS = 3
 _MAX_OTHERS = 4
 _MAX_REASONS = 3
+_NAMES = {"line": "should read"}
 
 
 def agent_text(results: Sequence[Comparison], command: Sequence[str]) -> str:
@@ -71,7 +73,7 @@ def _finding(result: Comparison, found: Finding) -> Iterator[str]:
         yield f"where: {origin.where}: {origin.group}"
     yield f"error: {size(result, origin)}"
     for hint in found.hints[:_MAX_HINTS]:
-        yield f"hint: {hint.text} ({hint.kind}, score {hint.score:.2g})"
+        yield from (f"{_NAMES.get(what, what)}: {text}" for what, text in hint_lines(hint))
     for name, line in (("candidate", found.candidate), ("baseline", found.baseline)):
         if line is not None and not (name == "baseline" and line == found.candidate):
             yield f"{name} source: {line.place}"

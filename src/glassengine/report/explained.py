@@ -8,6 +8,7 @@ from glassengine.errors import UnknownNameError
 from glassengine.report.findings import RULES, findings
 from glassengine.report.terminal_answer import answer
 from glassengine.report.terminal_check import headline
+from glassengine.report.words import hint_lines
 from glassengine.results import VERDICTS, Comparison, Divergence, Figures, Pair, Skipped
 from glassengine.sites import matches
 
@@ -130,6 +131,6 @@ def _origin(origin: Divergence) -> Iterator[str]:
         if source:
             yield f"{name}: {source}"
     for hint in origin.hints:
-        yield f"hint: {hint.text} ({hint.kind}, score {hint.score:.2g})"
+        yield from (f"{what}: {text}" for what, text in hint_lines(hint))
     if origin.reproduction:
         yield f"test: python {origin.reproduction}/test_repro.py"

@@ -160,6 +160,8 @@ def _of_origin(result: Comparison, origin: Divergence, fails: bool) -> Finding:
     rank = f" of rank {origin.rank}" if origin.rank is not None else ""
     kind = f": {origin.hints[0].text}" if origin.hints else ""
     text = f"{origin.site}{rank} is {origin.verdict}{where}{kind}."
+    if origin.hints and origin.hints[0].line is not None:
+        text += f" The line should read: {origin.hints[0].line}."
     if any((pair.rung, pair.step, pair.site) == (origin.rung, origin.step, origin.site) for pair in result.pairs):
         text += f" The error: {size(result, origin)}."
     lines = SourceLine.of(origin.source), SourceLine.of(origin.candidate_source)
