@@ -61,6 +61,14 @@ def test_next_is_a_reproduction_that_is_there(wrong: Comparison) -> None:
     assert "next: python 'a dir/test_repro.py'" in text
 
 
+def test_a_line_of_both_sides_is_not_to_be_changed(wrong: Comparison) -> None:
+    first = wrong.first_divergence
+    assert first is not None
+    shared = dataclasses.replace(first, candidate_source=first.source)
+    text = agent_text([dataclasses.replace(wrong, first_divergence=shared, origins=(shared,))], COMMAND)
+    assert "next: both sides run this line: change what the candidate gives to it" in text
+
+
 def test_ok_has_nothing_to_do(wrong: Comparison) -> None:
     ok = dataclasses.replace(wrong, ok=True, verdict="rounding", origins=(), first_divergence=None, not_ok_because=None)
     assert agent_text([ok], COMMAND).splitlines()[-1] == "next: nothing; both sides agree"

@@ -78,6 +78,17 @@ def test_without_a_line_in_the_repository_the_file_of_the_candidate_is_the_place
     assert "physicalLocation" not in found["locations"][0]
 
 
+def test_where_both_sides_run_one_line_the_place_is_what_made_the_candidate(wrong: Comparison, here: Path) -> None:
+    first = wrong.first_divergence
+    assert first is not None
+    shared = dataclasses.replace(first, candidate_source=first.source)
+    changed = dataclasses.replace(wrong, first_divergence=shared, origins=())
+    (found,) = valid(sarif([changed], "check", here, 1))["results"]
+    place = found["locations"][0]["physicalLocation"]
+    assert place["artifactLocation"]["uri"] == "models/port.py" and place["region"] == {"startLine": 1}
+    assert found["relatedLocations"][0]["physicalLocation"]["artifactLocation"]["uri"] == "ref.py"
+
+
 def test_ok_has_no_result_and_an_error_is_a_notification(wrong: Comparison, here: Path) -> None:
     ok = dataclasses.replace(wrong, ok=True, standing="ok", origins=(), first_divergence=None)
     assert valid(sarif([ok], "check", here, 0))["results"] == []

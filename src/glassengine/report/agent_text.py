@@ -102,6 +102,8 @@ def _next(result: Comparison, found: Finding | None, command: Sequence[str]) -> 
     if origin is not None and origin.reproduction:
         test = shlex.quote(str(Path(origin.reproduction) / "test_repro.py"))
         return f"python {test}  # fails until the op is right; then {again}"
+    if found is not None and found.is_shared:
+        return f"both sides run this line: change what the candidate gives to it (weights, configuration), then {again}"
     if found is not None and found.candidate is not None:
         return f"change {found.candidate.place}, then {again}"
     if command[:1] == ["check"]:

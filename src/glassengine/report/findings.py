@@ -116,6 +116,11 @@ class Finding:
     baseline: SourceLine | None = None
     hints: Sequence[Hint] = ()
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether both sides run one line: what the candidate gives to it is the mistake, and not the line."""
+        return self.candidate is not None and self.candidate == self.baseline
+
 
 def findings(result: Comparison) -> list[Finding]:
     """Return all findings, errors first, in order of execution.

@@ -125,9 +125,9 @@ def _places(finding: Finding, result: Comparison, root: Path) -> tuple[dict[str,
     """Return where to show the finding, which is in the repository, and the lines beside it."""
     sides = [("The candidate's line", finding.candidate), ("The baseline's line", finding.baseline)]
     lines = [(words, line, _physical(line, root)) for words, line in sides if line is not None]
-    where = next((place for _, _, place in lines if place is not None), None)
-    if where is None:
-        where = next(filter(None, (_file(side, root) for side in (result.candidate, result.baseline))), None)
+    own = None if finding.candidate is None or finding.is_shared else _physical(finding.candidate, root)
+    others = [place for _, _, place in lines]
+    where = next(filter(None, (own, _file(result.candidate, root), *others, _file(result.baseline, root))), None)
     related: list[dict[str, Any]] = []
     for words, line, place in lines:
         if place is not None and place != where:
