@@ -134,6 +134,16 @@ def test_documents_of_checks(run: Run, words: tuple[str, ...], status: int) -> N
     assert found == status and document["ok"] == (status == 0)
     if "{nets}:language" in words:
         assert document["severity"]["engine"]["num_tokens"]
+        # A step reads the tokens given, then one that was chosen after the other; ids, as there is no tokenizer.
+        (case,) = document["inputs"]
+        assert case["texts"][0] == "5 17 99 3 42" and len(case["texts"]) == case["num_steps"] > 1
+        assert all(text.isdigit() for text in case["texts"][1:])
+    if document.get("reads"):
+        sites = {pair["site"] for pair in document["pairs"]}
+        assert sites & document["reads"].keys() and any(sites & set(names) for names in document["reads"].values())
+    assert all(
+        pair["dtype"] and pair["shape"] is not None for pair in document.get("pairs", ()) if pair["rung"] != "update"
+    )
     if status == 1:
         # What is validated is no empty list.
         assert document["first_divergence"]["noise_ratio"] is not None or "nan" in str(document)

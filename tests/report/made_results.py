@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -23,6 +24,7 @@ from glassengine.results import (
 
 OPS = ("self_attn.q_proj/linear.0", "self_attn/scaled_dot_product_attention.0", "mlp/mul.0", "mlp.down_proj")
 SOURCE = "modeling_llama.py:251: attn = sdpa(q, k, v, scale=self.scaling)"
+TEXTS = ("The value of an expression", " is", " the", " result")
 PORT = "port.py:40: attn = sdpa(q, k, v, scale=1 / 5.1)"
 
 
@@ -36,7 +38,16 @@ def figures(size: float, *, nonfinite: int = 0) -> Figures:
 
 
 def pair(step: int, site: str, verdict: Verdict, ratio: float | None, **more: Any) -> Pair:
-    told = {"method": "name", "confidence": 1.0, "judged_by": "reverse replay", "rung": "candidate", **more}
+    dtype = "int64" if site.endswith("mul.0") else "float32"
+    told = {
+        "dtype": dtype,
+        "shape": (1, 7, 8),
+        "method": "name",
+        "confidence": 1.0,
+        "judged_by": "reverse replay",
+        "rung": "candidate",
+        **more,
+    }
     return Pair(step, site, told.pop("candidate_site", site), verdict=verdict, noise_ratio=ratio, **told)
 
 
@@ -68,6 +79,7 @@ def comparison(pairs: list[Pair] | None = None, **more: Any) -> Comparison:
             wrong.rung, wrong.step, wrong.site, "sdpa_2", wrong.candidate_site, SOURCE, "wrong", wrong.noise_ratio,
             41.0, 3e-3, 1e-8, hints=(hint,), candidate_source=PORT,
         )  # fmt: skip
+    used = InputUsed("input_ids", 0, "given", "", "int64", (1, 7), 3, 80, 7)
     told: dict[str, Any] = {
         "baseline": "examples/tiny-llama",
         "candidate": "port.py:model",
@@ -97,8 +109,9 @@ def comparison(pairs: list[Pair] | None = None, **more: Any) -> Comparison:
                 "first_changed_token": None,
             }
         },
-        "inputs": (CaseInputs("prompts", 4, (InputUsed("input_ids", 0, "given", "", "int64", (1, 7), 3, 80, 7),)),),
+        "inputs": (CaseInputs("prompts", 4, (used,), TEXTS),),
         "generates": True,
+        "reads": {after.site: (before.site,) for before, after in itertools.pairwise(pairs)},
         **more,
     }  # fmt: skip
     return Comparison(**told)

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -170,9 +170,8 @@ class Judge(Sides):
         """Return a pair of which nothing but the verdict is known."""
         entry = match.baseline
         by = BY_GIVEN_TOLERANCE if self._is_given else BY_TOLERANCE
-        return Pair(
-            entry.step, entry.site, match.candidate_site, match.method, 1.0, verdict or "identical", by, rank=entry.rank
-        )
+        told: dict[str, Any] = {"rank": entry.rank, "dtype": entry.dtype, "shape": tuple(entry.shape)}
+        return Pair(entry.step, entry.site, match.candidate_site, match.method, 1.0, verdict or "identical", by, **told)
 
     def _floor_of(self, match: Match) -> Floor | None:
         return None if self.floor is None or self._is_given else self.floor.of(match.baseline)

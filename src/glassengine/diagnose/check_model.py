@@ -41,7 +41,7 @@ from glassengine.engine.build.ranks import check_mesh, mesh_for
 from glassengine.engine.run.engine import Engine
 from glassengine.engine.run.load import load
 from glassengine.errors import IncomparableError, UnknownNameError, UsageError
-from glassengine.judge.cases import in_one_forward, read_inputs, tokens_in_one_forward
+from glassengine.judge.cases import in_one_forward, read_inputs, texts_of, tokens_in_one_forward
 from glassengine.judge.sides.module import threads_for
 from glassengine.judge.sides.protocol import Place
 from glassengine.judge.sides.recorded import PARTIAL, case_of, recorded_inputs
@@ -294,6 +294,7 @@ def check(
                 environment=environment.describe(),
                 cases=climb.cases,
                 accumulated=alike,
+                texts=texts_of(model, climb.cases, climb.chosen) if climb.program.generates else None,
             )
             results.append(result if stage is None else numbered(result, stage.numbers))
         result = reduce(joined, results)

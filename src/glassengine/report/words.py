@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -115,9 +116,13 @@ def size(pair: Pair | None) -> str:
 
 
 def _without_size(pair: Pair) -> str:
-    """What differs in kind: integers, bools, masks, shapes."""
-    text = pair.reason or "cannot be measured"
+    """What differs in kind: integers, bools, masks, shapes; and what has no noise floor."""
     figures = pair.figures
+    text = pair.reason
+    if text is None and figures is not None and math.isfinite(figures.max_abs_diff):
+        loss = f" ({figures.snr_db:.0f} dB)" if math.isfinite(figures.snr_db) else ""
+        text = f"{figures.num_different} of {figures.num_elements} elements differ{loss}"
+    text = text or "cannot be measured"
     if figures is None or figures.worst_index is None or " at [" in text:
         return text
     which = "first" if figures.max_abs_diff == 1 else "largest"

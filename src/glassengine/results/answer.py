@@ -26,11 +26,13 @@ class CaseInputs(Result):
         case: Its name.
         num_steps: How many steps it has.
         inputs: Each input of the steps that are given.
+        texts: Of a language model, what the first row reads in each step: text, or token ids without a tokenizer.
     """
 
     case: str
     num_steps: int
     inputs: tuple[InputUsed, ...]
+    texts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -197,6 +197,7 @@ class Comparison(Result):
         num_elements: How many the two sides have in common, on the rung that was judged finest.
         notes: Sentences about the candidate as a whole.
         generates: Whether step 0 is a prefill, and the others decode.
+        reads: Of a check, site -> sites whose tensors its op reads.
         schema_version: Changes when a key changes its meaning.
     """
 
@@ -229,6 +230,7 @@ class Comparison(Result):
     num_elements: int = 0
     notes: tuple[str, ...] = ()
     generates: bool = False
+    reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
 
     def _repr_html_(self) -> str:

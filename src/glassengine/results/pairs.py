@@ -47,6 +47,8 @@ class Pair(Result):
         abs_error: Statistics of |c - b|.
         rel_error: Statistics of |c - b| / |b|.
         rank: Process that had the tensor.
+        dtype: Of the baseline's tensor, where known.
+        shape: Likewise.
     """
 
     step: int
@@ -68,6 +70,8 @@ class Pair(Result):
     abs_error: Summary | None = None
     rel_error: Summary | None = None
     rank: int = 0
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
 
 
 class Packed(Sequence[Pair]):

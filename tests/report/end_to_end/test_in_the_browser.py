@@ -12,7 +12,7 @@ import torch
 import glassengine as glass
 from glassengine.report.page.write import write_report
 from tests.report.browser import Tab, chromium
-from tests.report.made_results import HOSTILE, comparison, hostile, layered
+from tests.report.made_results import HOSTILE, TEXTS, comparison, hostile, layered
 
 Open = Callable[..., Tab]
 GUILTY = "model.layers.2.self_attn/scaled_dot_product_attention.0"
@@ -83,6 +83,9 @@ def test_filters_order_and_search_are_in_the_address(tab: Open, report: Path) ->
     assert kept.inner_text() == "60 of 96 tensors"
     page.get_by_label("without inherited").check()
     assert kept.inner_text() == "4 of 96 tensors"
+    page.get_by_label("dtype").select_option("int64")
+    assert kept.inner_text() == "0 of 96 tensors"
+    page.get_by_label("dtype").select_option("")
     page.get_by_label("step").last.select_option("2")
     assert kept.inner_text() == "1 of 96 tensors"
     page.reload()
@@ -105,7 +108,12 @@ def test_the_map_shows_where_an_error_entered_and_leads_to_its_tensors(tab: Open
     assert later.inner_text() == "\u25cb" and "inherited" in (later.get_attribute("class") or "")
     before = rows.nth(names.index("model.layers.1.mlp")).locator("button").first
     assert (before.get_attribute("class") or "") == "floor"
-    assert page.locator(".map thead th").all_inner_texts() == ["module", "prefill", "decode 1", "decode 2", "decode 3"]
+    heads = page.locator(".map thead th").all_inner_texts()
+    assert [head.split("\n") for head in heads[:3]] == [
+        ["module"],
+        ["prefill", TEXTS[0]],
+        ["decode 1", TEXTS[1].strip()],
+    ]
     guilty.locator("button").nth(1).click()
     assert "module=model.layers.2.self_attn" in page.url and "step=1" in page.url
     assert page.locator("#kept").inner_text() == "2 of 96 tensors"
@@ -118,6 +126,9 @@ def test_the_keyboard_reaches_everything(tab: Open, report: Path) -> None:
     assert GUILTY in page.locator("#detail .name").inner_text()
     first = page.locator("#detail").inner_text()
     assert "0, 3, 1" in first and "candidate 0.27" in first and "baseline 0.25" in first and "3110" in first
+    assert "float32[1, 7, 8]" in first
+    inputs = page.locator("#detail h3", has_text="Inputs").locator("+ .links button")
+    assert [one.get_attribute("title") for one in inputs.all()] == ["model.layers.2.self_attn.q_proj/linear.0"]
     page.keyboard.press("j")
     page.wait_for_function("old => document.querySelector('#detail').innerText !== old", arg=first)
     page.locator(".rows").focus()

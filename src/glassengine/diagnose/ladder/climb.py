@@ -35,6 +35,7 @@ class Climb:
 
     `built` is what the engines are built from, `pairs` which of its ops are those of the baseline's program, and
     `candidate` names what is built. `coarsest` is the dtype of the coarsest side, None where that is the baseline's.
+    `chosen` has, of each case, the tokens of its first row that follow each step.
     """
 
     baseline: LoadedModel
@@ -50,6 +51,7 @@ class Climb:
     candidate: str = ""
     skipped: list[Skipped] = field(default_factory=list)
     severity: dict[str, Severity] = field(default_factory=dict)
+    chosen: dict[str, list[int]] = field(default_factory=dict)
     weights: WeightsComparison | None = None
     stack: ExitStack = field(default_factory=ExitStack)
 

@@ -72,6 +72,8 @@ def severity_counter(climb: Climb, progress: Progress) -> OnStep:
         assert climb.model.logits is not None
         node = climb.program.output_nodes["logits"]
         model = climb.model.logits[:, -1]
+        following = model.argmax(-1) if case.tokens is None or step >= case.tokens.shape[1] else case.tokens[:, step]
+        climb.chosen.setdefault(case.name, []).append(int(following[0]))
         size = model.double()
         noise = max(
             floors.get(node, 0.0) * float(size.square().mean().sqrt()),

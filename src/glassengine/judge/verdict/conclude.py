@@ -76,6 +76,7 @@ def conclude(
     environment: Mapping[str, Any],
     cases: Sequence[Case] = (),
     accumulated: str | None = None,
+    texts: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Comparison:
     """Return the comparison; `docs/concepts.md` has the rule of `ok`.
 
@@ -149,14 +150,30 @@ def conclude(
         drift=table(program, [(score.drift, score.results) for score in scores if score.drift is not None]),
         # The one that the verdict rests on comes first.
         fineness=tuple(fineness(score, program) for score in [main, *(s for s in scores if s is not main)]),
-        inputs=tuple(CaseInputs(case.name, case.num_steps, case.inputs) for case in cases),
+        inputs=tuple(
+            CaseInputs(case.name, case.num_steps, case.inputs, (texts or {}).get(case.name, ())) for case in cases
+        ),
         weights=weights,
         written_differently=tuple(_written_differently(program, scores)),
         exemptions=main.ledger.exemptions(),
         num_elements=main.ledger.num_elements,
         notes=() if accumulated is None else (accumulated,),
         generates=program.generates,
+        reads=reads_of(program),
     )
+
+
+def reads_of(program: Program) -> dict[str, tuple[str, ...]]:
+    """Return, of each site, the sites whose tensors its op reads, through nodes that are no sites."""
+    sites = {node: found[0].name for node, found in program.sites.by_node.items() if found}
+    above: dict[Node, tuple[str, ...]] = {}
+    found: dict[str, tuple[str, ...]] = {}
+    for node in program.graph.nodes:
+        read = [(sites[one.name],) if one.name in sites else above[one] for one in node.all_input_nodes]
+        above[node] = tuple(dict.fromkeys(name for names in read for name in names))
+        if node.name in sites and above[node]:
+            found[sites[node.name]] = above[node]
+    return found
 
 
 def _folded(score: Score, program: Program) -> set[str]:

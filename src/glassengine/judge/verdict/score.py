@@ -159,6 +159,8 @@ class Score:
                 case=case.name,
                 inherited=visited.inherited,
                 reason=visited.reason or judgement.reason,
+                dtype=str(reference.native.dtype).removeprefix("torch."),
+                shape=tuple(reference.native.shape),
             )
         )
         if flagged:

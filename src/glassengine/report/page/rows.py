@@ -28,7 +28,7 @@ _CODES = {
 }  # fmt: skip
 _TYPES = {"B": "Uint8", "H": "Uint16", "I": "Uint32", "f": "Float32"}
 _VERDICT = {name: number for number, name in enumerate(VERDICTS)}
-_IN_COLUMNS = {*_CODES, "candidate_site", "inherited"} - {"candidate", "flags"}
+_IN_COLUMNS = {*_CODES, "candidate_site", "inherited"} - {"candidate", "flags"}  # keys of a pair
 _NO_NAME = ""
 _MOST_NAMES = 0xFFFF
 
@@ -71,7 +71,7 @@ class Rows:
         has_nan = pair.noise_ratio is not None and math.isnan(pair.noise_ratio)
         if has_nan or (figures is not None and figures.num_nonfinite_mismatch):
             flags |= NONFINITE
-        dtype = pair.baseline.dtype if pair.baseline is not None else _NO_NAME
+        dtype = pair.baseline.dtype if pair.dtype is None and pair.baseline is not None else pair.dtype
         self._put(
             site=self._sites[pair.site],
             candidate=self._sites[pair.candidate_site],
@@ -150,6 +150,7 @@ class Rows:
             "verdict": VERDICTS[int(numbers["verdict"])],
             "judged_by": names["judged_by"][int(numbers["judged_by"])],
             "rung": names["rung"][int(numbers["rung"])] or None,
+            "dtype": names["dtype"][int(numbers["dtype"])] or None,
             "case": names["case"][int(numbers["case"])] or None,
             "inherited": bool(int(numbers["flags"]) & INHERITED),
             **{name: None if math.isnan(numbers[name]) else numbers[name] for name in ("noise_ratio", "bound_ratio")},

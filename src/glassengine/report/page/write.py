@@ -42,7 +42,8 @@ PAGE = "index.html"
 SCRIPTS = ("theme", "core", "names", "scale", "rows", "map", "course", "table", "detail", "plots", "tree", "main")
 _BEGINNING = b"<!doctype html>\n<!-- A report of Glass Engine"
 _OWN = re.compile(rf"{re.escape(PAGE)}|{FOLDER}|[1-9]\d*")
-_SKIPPED_PER_FILE = 1 << 13
+_SKIPPED_PER_FILE, _READS_PER_FILE = 1 << 13, 1 << 14
+_LONGEST_TEXT = 200
 
 Result = Comparison | Comparisons | Replayed
 
@@ -178,6 +179,8 @@ def _page(
     for item in () if result is None else result.skipped:
         skipped.add(_without_nothing(item.to_dict()))
     skipped.close()
+    if result is not None and result.reads:
+        _write_reads(result.reads, rows, folder)
     valued: tuple[int, ...] = ()
     if values is not None:
         wanted = dict.fromkeys([*([] if first is None else [first]), *rows.flagged(MOST_TENSORS)])
@@ -186,13 +189,28 @@ def _page(
         files=tuple(folder.kinds.values()),
         columns=columns,
         names={name: tuple(map(str, found)) for name, found in rows.names.items()},
-        steps=tuple(StepLabel(step, "") for step in rows.steps),
+        steps=_steps(rows.steps, result),
         generates=result is not None and result.generates,
         first_row=first,
         valued_rows=valued,
         why_no_values=_why_none(values),
     )
     return head_of(shown, pair), page, reasons_of(result)
+
+
+def _write_reads(reads: Mapping[str, Sequence[str]], rows: Rows, folder: DataFolder) -> None:
+    """Write, of each site in the order of their places, the places of the sites that its op reads."""
+    found = ListFiles(folder, "inputs", _READS_PER_FILE)
+    for site in rows.sites:
+        places = (rows.place_of(name) for name in reads.get(site, ()))
+        found.add([place for place in places if place is not None])
+    found.close()
+
+
+def _steps(steps: Sequence[int], result: Comparison | None) -> tuple[StepLabel, ...]:
+    """Return the columns of the map; of a language model with what the first case reads in each step."""
+    texts = next((case.texts for case in result.inputs if case.texts), ()) if result is not None else ()
+    return tuple(StepLabel(step, texts[step][:_LONGEST_TEXT] if step < len(texts) else "") for step in steps)
 
 
 def _why_none(values: Values | None) -> str:
