@@ -164,7 +164,7 @@ def conclude(
 
 
 def reads_of(program: Program) -> dict[str, tuple[str, ...]]:
-    """Return, of each site, the sites whose tensors its op reads, through nodes that are no sites."""
+    """Return, of each site, the sites whose tensors its op reads, through nodes without one."""
     sites = {node: found[0].name for node, found in program.sites.by_node.items() if found}
     above: dict[Node, tuple[str, ...]] = {}
     found: dict[str, tuple[str, ...]] = {}
