@@ -29,6 +29,7 @@ LONG = {
     "kinds": "what kind of mistake hints say, over a corpus: right, wrong, proven, and the cost (--help)",
     "families": "what glass check says of every family, back-end and dtype, written into docs/families.md (--help)",
     "distributed": "one, two and four workers over gigabytes in a store and on the disk; many ranks (--help)",
+    "html": "a report of 100 000 tensors x 4 steps: made, painted and scrolled in a browser (numbers: arguments)",
     "memory": "memory of judging and reading large recordings; takes their size in gigabytes",
 }
 """Run only when named, each alone."""
