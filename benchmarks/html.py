@@ -127,7 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
             surroundings(),
             f"\npython -m benchmarks html: {tensors:,} tensors x {steps} steps, a document of {size:.0f} MB\n",
             f"making the report      {wall:7.1f} s, peak memory {peak:.0f} MB",
-            f"on disk                {total / 1e6:7.1f} MB, {count:.0f} files, index.html {page:.2f} MB, {rows:,.0f} rows",
+            f"on disk                {total / 1e6:7.1f} MB, {count:.0f} files, page {page:.2f} MB, {rows:,.0f} rows",
             *in_the_browser(target),
         ]
     keep("html", "\n".join(lines))
