@@ -41,11 +41,12 @@ from glassengine.engine.build.ranks import check_mesh, mesh_for
 from glassengine.engine.run.engine import Engine
 from glassengine.engine.run.load import load
 from glassengine.errors import IncomparableError, UnknownNameError, UsageError
-from glassengine.judge.cases import in_one_forward, read_inputs, texts_of, tokens_in_one_forward
+from glassengine.judge.cases import in_one_forward, read_inputs, tokens_in_one_forward
 from glassengine.judge.sides.module import threads_for
 from glassengine.judge.sides.protocol import Place
 from glassengine.judge.sides.recorded import PARTIAL, case_of, recorded_inputs
 from glassengine.judge.sides.recorded_ranks import first_rank
+from glassengine.judge.texts import texts_of
 from glassengine.judge.verdict.conclude import conclude
 from glassengine.judge.verdict.drift import Drift, is_less_precise
 from glassengine.judge.verdict.evidence import EvidenceBox

@@ -97,32 +97,6 @@ class Case:
         return max(2, self.num_steps if self.one_token else int(self.input_ids.shape[1]) + self.num_steps - 1)
 
 
-def texts_of(
-    model: LoadedModel, cases: Sequence[Case], chosen: Mapping[str, Sequence[int]]
-) -> dict[str, tuple[str, ...]]:
-    """Return what the first row of each case reads in each step: text, or token ids where there is no tokenizer.
-
-    Args:
-        model: Its tokenizer writes the text.
-        cases: Those with token ids have texts.
-        chosen: Of a case, by name, the token that each step is followed by.
-    """
-    tokenizer = _tokenizer(model)
-    found = {}
-    for case in cases:
-        if case.input_ids is None:
-            continue
-        mask = case.attention_mask
-        prompt = case.input_ids[0] if mask is None else case.input_ids[0][mask[0].bool()]
-        first = [[token] for token in prompt.tolist()] if case.one_token else [prompt.tolist()]
-        rest = [[token] for token in chosen.get(case.name, ())[len(first) - 1 :]]
-        steps = [*first, *rest][: case.num_steps]
-        found[case.name] = tuple(
-            " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids) for ids in steps
-        )
-    return found
-
-
 @dataclass
 class StepInputs:
     """Inputs of one step of a causal LM for the static-cache program, built up step by step.
@@ -320,7 +294,7 @@ def module_cases(inputs: Sequence[Mapping[str, Any]]) -> list[Case]:
 
 
 def _prompt_ids(model: LoadedModel, inputs: str | None, vocabulary: int) -> list[torch.Tensor]:
-    tokenizer = _tokenizer(model)
+    tokenizer = tokenizer_of(model)
     texts = list(PROMPTS)
     if inputs is not None:
         texts = [line for line in read_text(inputs, most=_MAX_PROMPTS_BYTES).splitlines() if line.strip()]
@@ -336,8 +310,8 @@ def _prompt_ids(model: LoadedModel, inputs: str | None, vocabulary: int) -> list
     return [torch.randint(0, min(vocabulary, 1 << 31), (size,), generator=generator) for size in (12, 7)]
 
 
-def _tokenizer(model: LoadedModel) -> Any:
-    """The model's tokenizer if it has a usable one; a directory without tokenizer files still yields an empty one."""
+def tokenizer_of(model: LoadedModel) -> Any:
+    """Return the model's tokenizer if it has a usable one; a directory without tokenizer files still yields an empty one."""
     if model.directory is None:
         return None
     try:
