@@ -311,7 +311,7 @@ def _prompt_ids(model: LoadedModel, inputs: str | None, vocabulary: int) -> list
 
 
 def tokenizer_of(model: LoadedModel) -> Any:
-    """Return the model's tokenizer if it has a usable one; a directory without tokenizer files still yields an empty one."""
+    """Return the usable tokenizer of a model; a directory without tokenizer files still yields an empty one."""
     if model.directory is None:
         return None
     try:
