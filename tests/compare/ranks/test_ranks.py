@@ -150,6 +150,19 @@ def _wrong_in_one_copy() -> list[dict[str, Tensor]]:
     return [first, {**second, "mlp.proj": second["mlp.proj"].roll(1, -1)}]
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_collectives_in_another_order(count: int, judged: Judge) -> None:
+    q, k = ([randn(B, S, D, seed=rank + first) for rank in range(count)] for first in (10, 20))
+    bias = randn(D, seed=5)
+    right = {"x": randn(B, S, D), "q": sum(q) + bias, "k": sum(k)}
+    # The last rank adds up k where the others add up q.
+    sums = sum(q[:-1]) + k[-1], sum(k[:-1]) + q[-1]
+    each = [{"x": right["x"], "q": sums[0] + bias, "k": sums[1]} for _ in range(count - 1)]
+    found = judged(right, [*each, {"x": right["x"], "q": sums[1] + bias, "k": sums[0]}]).first_divergence
+    assert found is not None and (found.site, found.rank) == ("q", None if count == 2 else count - 1)
+    assert "in k, and the other way round: collectives are called in another order" in found.hints[0].text
+
+
 @pytest.mark.parametrize(
     ("each", "baseline", "site", "kind", "text"),
     [

@@ -19,6 +19,7 @@ from glassengine.results import Hint
 
 _MAX_NAMED = 16
 """Ranks that are listed one by one."""
+_MAX_TRIED = 64
 
 
 def rank_hints(source: PutTogether, entry: Entry, whole: Tensor) -> tuple[Hint, ...]:
@@ -45,6 +46,7 @@ def rank_hints(source: PutTogether, entry: Entry, whole: Tensor) -> tuple[Hint, 
     layout = source.layout(entry.step)
     num_groups = 1 if layout is None else layout.num_groups
     found = [
+        *_of_calls(source, entry),
         *_of_sums(assembly, entry.site, whole, error),
         *_of_doubled(assembly, entry.site, judged, whole, error),
         *_of_updates(source, entry, judged, whole, error, num_groups),
@@ -72,6 +74,32 @@ def rank_hints(source: PutTogether, entry: Entry, whole: Tensor) -> tuple[Hint, 
     return (*found, *tensor_hints(whole.double(), judged, None))
 
 
+def out_of_order(source: PutTogether, entry: Entry) -> tuple[list[int], str] | None:
+    """Return the fewer ranks that have here what the others have of another tensor, and the other way round; its site.
+
+    Each rank adds up what comes first in it: two sums called in another order are the same two sums in other places.
+    """
+    here = {rank: tensor for rank, tensor, _ in source.local_parts(entry)}
+    groups: list[list[int]] = []
+    for rank, tensor in here.items():
+        own = next((group for group in groups if torch.equal(here[group[0]], tensor)), None)
+        own.append(rank) if own is not None else groups.append([rank])
+    if len(groups) != 2:
+        return None
+    few, many = sorted(groups, key=len)
+    # What is added later (a bias, a residual) is the same in all ranks.
+    apart = here[few[0]].double() - here[many[0]].double()
+    size = error_of(apart, torch.zeros_like(apart))
+    others = [one for one in source.entries if (one.step, one.shape) == (entry.step, entry.shape)]
+    for other in [one for one in others if one.site != entry.site][:_MAX_TRIED]:
+        there = {rank: tensor for rank, tensor, _ in source.local_parts(other)}
+        if there.keys() == here.keys() and there[few[0]].shape == apart.shape:
+            back = there[many[0]].double() - there[few[0]].double()
+            if error_of(back, apart) <= EXPLAINED * size:
+                return few, other.site
+    return None
+
+
 def wrong_ranks(source: PutTogether, entry: Entry, whole: Tensor) -> tuple[int, ...]:
     """Return the ranks that have `entry` wrong; none if all have, or if unknown."""
     errors = source.errors(entry, whole)
@@ -95,6 +123,14 @@ def hints_of_copies(parts: Sequence[Part], site: str, whole: Tensor) -> tuple[Hi
     if not 0 < error < math.inf:
         return ()
     return (*_of_sums(assembly, site, whole, error), *tensor_hints(whole.double(), judged, None))
+
+
+def _of_calls(source: PutTogether, entry: Entry) -> Iterator[Hint]:
+    """Yield that ranks call collectives in another order."""
+    found = out_of_order(source, entry)
+    if found is not None:
+        text = f"rank {_names(found[0])} has here what the others have in {found[1]}, and the other way round"
+        yield Hint("order", f"{text}: collectives are called in another order there", 0.97)
 
 
 def _of_sums(assembly: Assembly, site: str, whole: Tensor, error: float) -> Iterator[Hint]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from glassengine.compare.matching.matching import Match
-from glassengine.compare.ranks.hints import hints_of_copies, rank_hints, wrong_ranks
+from glassengine.compare.ranks.hints import hints_of_copies, out_of_order, rank_hints, wrong_ranks
 from glassengine.compare.ranks.ranks import PutTogether
 from glassengine.compare.ranks.spread import Part
 from glassengine.recording.layout.layout import Entry
@@ -73,6 +73,8 @@ def of_parts(side: PutTogether, entry: Entry, whole: Tensor) -> tuple[int | None
     ranks = side.ranks_of(entry.step, entry.site)
     wrong = wrong_ranks(side, entry, whole) or (ranks if len(ranks) == 1 else ())
     rank = next(iter(wrong), None)
+    if rank is None and (moved := out_of_order(side, entry)) is not None and 2 * len(moved[0]) < len(ranks):
+        rank = moved[0][0]
     return rank, (*_without_update(side, entry, rank), *rank_hints(side, entry, whole))
 
 
