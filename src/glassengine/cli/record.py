@@ -58,6 +58,9 @@ def command(
     optimizer: Annotated[
         bool, typer.Option("--optimizer", help="Of a script: record parameters and state after each optimizer step.")
     ] = False,
+    microbatches: Annotated[
+        int, typer.Option(metavar="N", help="With --gradients: forwards that may begin before the first backward.")
+    ] = 1,
     watch: Watching = False,
     trigger: Triggers = None,
     tracker: TrackerNames = None,
@@ -108,9 +111,10 @@ def command(
             got = "--inputs, --max-new-tokens, --tokens-of, --device, --noise-floor or --dry-run"
             raise UsageError("a script brings its own inputs, and is run once", got=got)
         watched = watch_of(watch, trigger, tracker)
-        return _script(line, output_dir, {**policy, "gradients": gradients, "optimizer": optimizer, "watch": watched})
-    if gradients or optimizer:
-        got = "--gradients" if gradients else "--optimizer"
+        own = {"gradients": gradients, "optimizer": optimizer, "microbatches": microbatches, "watch": watched}
+        return _script(line, output_dir, {**policy, **own})
+    if gradients or optimizer or microbatches > 1:
+        got = "--gradients" if gradients else "--optimizer" if optimizer else "--microbatches"
         raise UsageError(
             "only a script trains", got=got, hint="glass record --gradients --optimizer -o DIR -- train.py"
         )

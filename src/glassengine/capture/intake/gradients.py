@@ -27,6 +27,7 @@ def watch(tensor: Tensor, site: str, step: int, intake: Intake) -> Any:
         if gradient is None:
             return  # of what a custom function has no gradient for
         path, colon, port = site.partition(":")
+        intake.note_backward(step)
         intake.take(f"{with_call(path, seen)}{colon}{port}" if seen else site, step, gradient)
         seen += 1
 
@@ -48,6 +49,7 @@ class ParameterHooks:
         current_step: Says which step a backward or an update belongs to; None when to none.
         gradients: Whether gradients are delivered.
         optimizer: Whose updates are delivered; True for those of every optimizer.
+        several: Whether backwards may come after the forwards of other steps.
     """
 
     def __init__(
@@ -58,7 +60,9 @@ class ParameterHooks:
         *,
         gradients: bool,
         optimizer: torch.optim.Optimizer | bool | None,
+        several: bool = False,
     ) -> None:
+        self._several = several
         self._names = names.parameters()
         # What ranks exchange is in place when the backward ends, and not before.
         self._is_exchanged = any(isinstance(m, nn.parallel.DistributedDataParallel) for m in names.known)
@@ -93,7 +97,7 @@ class ParameterHooks:
         self._handles.clear()
 
     def _accumulated(self, parameter: Tensor) -> None:
-        step = self._current_step()
+        step = self._intake.step_of_backward() if self._several else self._current_step()
         if step is None or parameter.grad is None:
             return
         backward = torch._C._current_graph_task_id()

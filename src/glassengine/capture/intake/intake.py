@@ -27,6 +27,8 @@ from glassengine.recording.write.policy import NO_VALUES, Policy
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
+_MOST_BACKWARDS = 64
+
 _log = logging.getLogger(__name__)
 
 
@@ -52,6 +54,7 @@ class Intake:
         self._known: dict[str, tuple[bool, bool]] = {}
         self._committed: set[int] = set()
         self._names: dict[int, set[str]] = {}
+        self._backwards: dict[int, int] = {}
 
     def take(self, site: str, step: int, tensor: Tensor, *, axes: Mapping[str, int] | None = None) -> None:
         """Record `tensor` as it is now, if it is wanted; the parts of a tensor that is not plain each for itself."""
@@ -120,6 +123,18 @@ class Intake:
         """Hand over what waits for values that are not computed yet, and compute these now, for `why`."""
         if isinstance(self._writer, PatientWriter):
             self._writer.finish(why)
+
+    def note_backward(self, step: int) -> None:
+        """Note that the backward that runs in this thread is that of `step`."""
+        number = torch._C._current_graph_task_id()
+        if number not in self._backwards:
+            if len(self._backwards) >= _MOST_BACKWARDS:
+                del self._backwards[next(iter(self._backwards))]
+            self._backwards[number] = step
+
+    def step_of_backward(self) -> int | None:
+        """Return the step whose backward runs in this thread; None where nothing is known of it."""
+        return self._backwards.get(torch._C._current_graph_task_id())
 
     def has_ended(self, step: int) -> bool:
         """Return whether `step` is complete: what comes for it is too late."""

@@ -63,10 +63,18 @@ class ModuleHooks:
         policy: Says which steps are wanted.
         gradients: Whether gradients of activations are delivered too.
         holds_steps: Leave a step open when its forward ends, for what comes later: until the next one begins.
+        most_held: How many steps are left open so.
     """
 
     def __init__(
-        self, root: nn.Module, intake: Intake, policy: Policy, *, gradients: bool = False, holds_steps: bool = False
+        self,
+        root: nn.Module,
+        intake: Intake,
+        policy: Policy,
+        *,
+        gradients: bool = False,
+        holds_steps: bool = False,
+        most_held: int = 1,
     ) -> None:
         self.names = ModuleNames(root)
         self.steps = Steps()
@@ -74,6 +82,7 @@ class ModuleHooks:
         self._policy = policy
         self._gradients = gradients
         self._holds_steps = holds_steps
+        self._most_held = most_held
         paths = {module: known.paths[0] for module, known in self.names.known.items()}
         self._delivery = Delivery(root, paths, intake, gradients=gradients)
         self._first_argument = first_argument(root)
@@ -288,7 +297,8 @@ class ModuleHooks:
     def _new_step(self, args: Any, kwargs: Any) -> Forward:
         if is_rehearsal(self._root, args, kwargs):
             return Forward(_NO_STEP, False, threading.get_ident())
-        for step in [step for step, (held, _) in self._held.items() if held.thread == threading.get_ident()]:
+        own = [step for step, (held, _) in self._held.items() if held.thread == threading.get_ident()]
+        for step in sorted(own)[: max(0, len(own) - self._most_held + 1)]:
             self._release(step)
         step = self.steps.next()
         # A tracer passes placeholders, not values.

@@ -52,6 +52,7 @@ class Recorder:
         durable: bool,
         spool_bytes: int | None,
         watch: Watch | None = None,
+        microbatches: int = 1,
     ) -> None:
         self.path = place(path)
         self.model = model
@@ -63,6 +64,7 @@ class Recorder:
         self._durable = durable
         self._spool_bytes = spool_bytes
         self._watch = watch
+        self._microbatches = microbatches
         self._watcher: Watcher | None = None
         self._writer: BackgroundWriter | None = None
 
@@ -86,13 +88,15 @@ class Recorder:
             policy = policy.unlimited()
         self._intake = Intake(self._watcher or writer, policy, rank)
         holds = self._gradients or bool(self._optimizer) or self._watch is not None
-        self._hooks = ModuleHooks(self.model, self._intake, self._policy, gradients=self._gradients, holds_steps=holds)
+        told: dict[str, Any] = {"gradients": self._gradients, "holds_steps": holds, "most_held": self._microbatches}
+        self._hooks = ModuleHooks(self.model, self._intake, self._policy, **told)
         self._parameters = ParameterHooks(
             self._hooks.names,
             self._intake,
             lambda: self._hooks.current_step,
             gradients=self._gradients,
             optimizer=self._optimizer,
+            several=self._microbatches > 1,
         )
         try:
             self._hooks.attach()
@@ -143,7 +147,7 @@ class Recorder:
                 writer.metadata["num_late"] = self._intake.num_late
                 _log.warning(
                     "%d tensors came too late, after the step they belong to: a step ends when the next forward "
-                    "begins; to see the gradients of each, call backward between the forwards",
+                    "begins; to see the gradients of each, call backward between the forwards, or microbatches=N",
                     self._intake.num_late,
                 )
             again = self._hooks.recomputed.num_calls
@@ -235,6 +239,7 @@ def record(
     when_behind: WhenBehind = "wait",
     metadata: Mapping[str, Any] | None = None,
     watch: Watch | bool | None = None,
+    microbatches: int = 1,
 ) -> Recorder:
     """Record every forward of `model` that runs while the returned context manager is entered.
 
@@ -271,6 +276,8 @@ def record(
         metadata: JSON-ready facts to keep with the recording.
         watch: Measure every tensor and record the values of those steps only that a trigger names, with the steps
             before: True, or a `glass.Watch`. A step then ends when the next forward begins.
+        microbatches: How many forwards may begin before the backward of the first one, as in a pipeline: so many steps
+            are left open, in memory.
 
     Raises:
         UsageError: `model` is not, and does not hold, one module; or the directory cannot be written, or exists.
@@ -281,6 +288,8 @@ def record(
     if isinstance(model, torch.jit.ScriptModule):
         what = "a scripted module runs no hooks"
         raise UsageError(what, got=type(model).__name__, hint="record the module it was made from")
+    if microbatches < 1 or (microbatches > 1 and not gradients):
+        raise UsageError("invalid microbatches", got=str(microbatches), expected="1, or more with gradients")
     policy = Policy(sites=sites, values=values, steps=steps, byte_budget=byte_budget, when_behind=when_behind)
     facts = {**describe_model(model), **(metadata or {}), "gradients": gradients, "byte_budget": byte_budget}
     return Recorder(
@@ -294,6 +303,7 @@ def record(
         durable=durable,
         spool_bytes=spool_bytes,
         watch=watch_of(watch),
+        microbatches=microbatches,
     )
 
 

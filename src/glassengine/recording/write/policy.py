@@ -45,6 +45,7 @@ class ScriptOptions(RecordOptions, total=False):
 
     gradients: bool
     optimizer: bool
+    microbatches: int
 
 
 class Policy:

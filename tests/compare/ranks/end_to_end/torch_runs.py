@@ -96,6 +96,7 @@ def train(
     microbatches: int = 1,
     scale: float = 1.0,
     gradients: bool = True,
+    scaled_later: bool = False,
 ) -> None:
     """Two steps."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -104,7 +105,9 @@ def train(
             optimizer.zero_grad()
             rows = (x.chunk(parts)[part].chunk(microbatches) for x in (IDS, LABELS))
             for ids, labels in zip(*rows, strict=True):
-                (loss_of(net(ids), labels) * scale / microbatches).backward()
+                (loss_of(net(ids), labels) * scale / (1 if scaled_later else microbatches)).backward()
+            for parameter in net.parameters() if scaled_later else ():
+                parameter.grad = parameter.grad / microbatches  # type: ignore[operator]
             optimizer.step()
 
 
@@ -179,7 +182,9 @@ def tensor(of: Run, path: Path, rank: int) -> None:
 
 
 def _asked(of: Run, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {"gradients": True, "optimizer": optimizer} if of.options.get("gradients", True) else {}
+    if not of.options.get("gradients", True):
+        return {}
+    return {"gradients": True, "optimizer": optimizer, "microbatches": of.options.get("microbatches", 1)}
 
 
 def pipeline(of: Run, path: Path, rank: int) -> None:
@@ -243,7 +248,7 @@ def one(of: Run, path: Path, rank: int) -> None:
     net = Net()
     if rank == of.rank:
         wanted(of.own)(net)
-    facts = {name: of.options[name] for name in ("microbatches", "gradients") if name in of.options}
+    facts = {name: of.options[name] for name in ("microbatches", "gradients", "scaled_later") if name in of.options}
     train(net, path, **facts)
 
 
@@ -261,10 +266,12 @@ TP2, DP2, PP2 = {"tp": 2}, {"dp": 2}, {"pp": 2}
 ACT: dict[str, Any] = {"rank": 1, "own": scaled("layers.1.act"), "site": "layers.1.act", "blamed": 1}
 GPIPE: dict[str, Any] = {"schedule": "GPipe", "microbatches": 1}
 EARLY: dict[str, Any] = {"schedule": "1F1B", "gradients": False}
+LATER: dict[str, Any] = {"microbatches": 4}
 GATED = "model.layers.0.mlp.act_fn"
 ONE = {
     "one": _of("one", "", {}),
     "one-4": _of("one", "", {}, microbatches=4, gradients=False),
+    "one-4, gradients": _of("one", "", {}, **LATER, scaled_later=True),
     "llama": _of("tp_plan", "", {}),
 }
 RIGHT = {
@@ -283,6 +290,8 @@ RIGHT = {
     "gpipe 4": _of("pipeline", "one", {"pp": 4}, **GPIPE),
     "gpipe, microbatches": _of("pipeline", "one-4", PP2, schedule="GPipe", gradients=False),
     "1f1b, microbatches": _of("pipeline", "one-4", PP2, **EARLY),
+    "gpipe, gradients": _of("pipeline", "one-4, gradients", PP2, schedule="GPipe", **LATER),
+    "1f1b, gradients": _of("pipeline", "one-4, gradients", PP2, schedule="1F1B", **LATER),
 }
 WRONG = {
     "ddp: a slip": _of("ddp", "one", DP2, **ACT),
@@ -300,6 +309,9 @@ WRONG = {
     "gpipe: layer skipped": _of("pipeline", "one", PP2, "layer skipped", **GPIPE, site="layers.2", blamed=1),
     "gpipe: bfloat16": _of("pipeline", "one", PP2, "boundary in bfloat16", **GPIPE, site="layers.2:in[0]", blamed=1),
     "gpipe: loss scale": _of("pipeline", "one", PP2, "loss scale", **GPIPE, site=".:grad_out", blamed=1),
+    "1f1b: loss scale": _of(
+        "pipeline", "one-4, gradients", PP2, "loss scale", schedule="1F1B", **LATER, site=".:grad_out", blamed=1
+    ),
     "1f1b: stale": _of(
         "pipeline", "one-4", PP2, **EARLY, rank=1, own=stale("layers.3.up.weight"), site="layers.3.up", blamed=1
     ),

@@ -1,0 +1,55 @@
+"""Backwards that come after the forwards of other steps, as in a pipeline: gradients belong to their own step."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import glassengine as glass
+from glassengine.errors import UsageError
+from glassengine.recording.read.reader import Recording
+
+BATCHES = [torch.randn(3, 4, generator=torch.Generator().manual_seed(number)) for number in range(6)]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def recorded(path: Path, ahead: int, microbatches: int) -> Recording:
+    """Run `ahead` forwards before the first backward, as a stage of a pipeline does."""
+    model = net()
+    waiting: list[Tensor] = []
+    with glass.record(model, path, gradients=True, microbatches=microbatches):
+        for batch in BATCHES:
+            waiting.append(model(batch).square().sum())
+            if len(waiting) == ahead:
+                waiting.pop(0).backward()
+        for loss in waiting:
+            loss.backward()
+    return Recording.open(path)
+
+
+@pytest.mark.parametrize("ahead", [2, 3])
+def test_gradients_are_those_of_their_own_forward(tmp_path: Path, ahead: int, caplog: pytest.LogCaptureFixture) -> None:
+    recorded(tmp_path / "one", 1, 1)
+    with caplog.at_level(logging.WARNING):
+        found = recorded(tmp_path / "many", ahead, ahead)
+    assert "num_late" not in found.metadata and not caplog.records
+    assert [entry.step for entry in found.entries] == sorted(entry.step for entry in found.entries)
+    result = glass.compare(tmp_path / "one", tmp_path / "many")
+    assert (result.verdict, result.coverage, result.counts["unmatched_candidate"]) == ("identical", 1.0, 0)
+    assert sum(pair.site.endswith(":grad") for pair in result.pairs) == 4 * len(BATCHES)
+
+
+def test_what_comes_later_than_was_said_is_late(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        found = recorded(tmp_path / "many", 3, 2)
+    assert found.metadata["num_late"] and "microbatches=N" in caplog.text
+    with pytest.raises(UsageError, match="microbatches"):
+        glass.record(net(), tmp_path / "none", microbatches=2)
