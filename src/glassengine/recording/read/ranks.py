@@ -1,5 +1,7 @@
 """The recordings of all processes of one run, `rank<r>/` side by side in one directory, as one source.
 
+A rank that has several stages of a pipeline records each into `stage<s>/`: they count as ranks, in their order.
+
 Every tensor keeps the rank it was recorded by; `compare` puts the parts of one tensor together.
 """
 
@@ -21,6 +23,7 @@ from glassengine.stores.places import Remote
 
 _REQUESTS = 8
 _RANK = re.compile(r"rank(\d{1,9})")
+_STAGE = re.compile(r"stage(\d{1,5})")
 
 
 class RankRecordings:
@@ -73,7 +76,21 @@ def _skipped(item: LeftOut) -> Skipped:
 
 
 def rank_directories(path: Path) -> list[tuple[int, Path]]:
-    """Return rank and directory of the recordings `rank<r>/` in `path`."""
+    """Return rank and directory of the recordings `rank<r>/` in `path`.
+
+    Those of `stage<s>/rank<r>/`, where a rank has several stages of a pipeline, are numbered one after another.
+    """
+    own = _of_ranks(path)
+    stages = {} if own else {int(found[1]): item for item in path.iterdir() if (found := _STAGE.fullmatch(item.name))}
+    number = 0
+    for stage in range(max(stages, default=-1) + 1):
+        there = sorted(_of_ranks(stages[stage])) if stage in stages else []
+        own += [(number + place, directory) for place, (_, directory) in enumerate(there)]
+        number += max(1, len(there))  # one that is missing leaves a gap
+    return own
+
+
+def _of_ranks(path: Path) -> list[tuple[int, Path]]:
     numbered = [(int(found[1]), item) for item in path.iterdir() if (found := _RANK.fullmatch(item.name))]
     with ThreadPoolExecutor(_REQUESTS if isinstance(path, Remote) else 1) as pool:
         are_there = list(pool.map(lambda item: (item[1] / MANIFEST).is_file(), numbered))

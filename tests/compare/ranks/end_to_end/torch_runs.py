@@ -5,6 +5,7 @@ python torch_runs.py DIRECTORY STORE RANK WORLD [NAME...]
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from collections.abc import Callable
@@ -211,6 +212,31 @@ def pipeline(of: Run, path: Path, rank: int) -> None:
             optimizer.step()
 
 
+def stages(of: Run, path: Path, rank: int) -> None:
+    """Each rank has two stages."""
+    count = 2 * of.world
+    is_v = of.options["schedule"].startswith("ZBV")
+    own = (rank, count - 1 - rank if is_v else rank + of.world)
+    size = LAYERS // count
+    parts = {i: Net().stage(range(i * size, (i + 1) * size)) for i in own}
+    if rank == of.rank:
+        wanted(of.own)(parts[own[1]])
+    kind: Any = getattr(schedules, f"Schedule{of.options['schedule']}")
+    each = [PipelineStage(part, i, count, torch.device("cpu")) for i, part in parts.items()]
+    schedule = kind(each, 4, loss_fn=loss_of)
+    with contextlib.ExitStack() as stack:
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts.values()]
+        for (i, part), optimizer in zip(parts.items(), optimizers, strict=True):
+            stack.enter_context(glass.record(part, path / f"stage{i}", **_asked(of, optimizer)))
+        for _ in range(2):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            args = (IDS,) if 0 in own else ()
+            schedule.step(*args, **({"target": LABELS} if count - 1 in own else {}))
+            for optimizer in optimizers:
+                optimizer.step()
+
+
 def llama() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -253,7 +279,8 @@ def one(of: Run, path: Path, rank: int) -> None:
 
 
 KINDS: dict[str, Callable[[Run, Path, int], None]] = {
-    "one": one, "ddp": ddp, "fsdp": fsdp, "tensor": tensor, "pipeline": pipeline, "tp_plan": transformer,
+    "one": one, "ddp": ddp, "fsdp": fsdp, "tensor": tensor, "pipeline": pipeline, "stages": stages,
+    "tp_plan": transformer,
 }  # fmt: skip
 
 
@@ -291,6 +318,9 @@ RIGHT = {
     "gpipe, microbatches": _of("pipeline", "one-4", PP2, schedule="GPipe", gradients=False),
     "1f1b, microbatches": _of("pipeline", "one-4", PP2, **EARLY),
     "gpipe, gradients": _of("pipeline", "one-4, gradients", PP2, schedule="GPipe", **LATER),
+    "interleaved": _of("stages", "one-4", PP2, schedule="Interleaved1F1B", gradients=False),
+    "interleaved, gradients": _of("stages", "one-4, gradients", PP2, schedule="Interleaved1F1B", **LATER),
+    "zero bubble": _of("stages", "one-4", PP2, schedule="ZBVZeroBubble", gradients=False),
     "1f1b, gradients": _of("pipeline", "one-4, gradients", PP2, schedule="1F1B", **LATER),
 }
 WRONG = {
@@ -309,6 +339,17 @@ WRONG = {
     "gpipe: layer skipped": _of("pipeline", "one", PP2, "layer skipped", **GPIPE, site="layers.2", blamed=1),
     "gpipe: bfloat16": _of("pipeline", "one", PP2, "boundary in bfloat16", **GPIPE, site="layers.2:in[0]", blamed=1),
     "gpipe: loss scale": _of("pipeline", "one", PP2, "loss scale", **GPIPE, site=".:grad_out", blamed=1),
+    "interleaved: a slip": _of(
+        "stages",
+        "one-4",
+        PP2,
+        schedule="Interleaved1F1B",
+        gradients=False,
+        rank=1,
+        own=scaled("layers.3.act"),
+        site="layers.3.act",
+        blamed=3,
+    ),
     "1f1b: loss scale": _of(
         "pipeline", "one-4, gradients", PP2, "loss scale", schedule="1F1B", **LATER, site=".:grad_out", blamed=1
     ),
