@@ -55,7 +55,7 @@ def add_record(climb: Climb, tensors: RecordedTensors) -> torch.dtype | None:
 
 def judge_sums_again(climb: Climb, tensors: RecordedTensors, progress: Progress) -> None:
     """Judge once more where parts of ranks were taken for shares of a sum that no rank ever made."""
-    if not isinstance(tensors, TensorsOfRanks) or not tensors.rejected(climb.scores[-1].pairs):
+    if not isinstance(tensors, TensorsOfRanks) or not tensors.reject_unmade():
         return
     climb.severity.clear()
     climb.scores[:] = [

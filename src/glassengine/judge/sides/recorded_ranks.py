@@ -8,7 +8,7 @@ part that is not what its own inputs make of it names the rank.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from glassengine.compare.matching.matching import Match
 from glassengine.compare.ranks.assembly import COPIES, error_of
 from glassengine.compare.ranks.of_source import OfRank
-from glassengine.compare.ranks.open_shares import never_added_up
 from glassengine.compare.ranks.rank_and_hints import of_parts
 from glassengine.compare.ranks.ranks import PutTogether
 from glassengine.errors import UsageError
@@ -35,7 +33,7 @@ from glassengine.program.representation.program import Program
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.layout.values import dtype_name
 from glassengine.recording.read.source import TensorSource
-from glassengine.results import Hint, Pair, Skipped
+from glassengine.results import Hint, Skipped
 from glassengine.sites import Site
 
 _INPUT = ".:in"
@@ -108,6 +106,8 @@ class TensorsOfRanks(RecordedTensors):
         self._program, self._model = program, model
         self._whole = ModelStep(source.path)
         self.impossible: dict[str, str] = {}
+        # Whether a node's parts are shares of a sum that is not made yet, and whether each rank has another one.
+        self._standing: dict[tuple[int, str], tuple[bool, bool]] = {}
         inputs: Given = StepInputs.first(case) if case.input_ids is not None else case.steps[0]
         model.begin(case)
         model.step(inputs)
@@ -152,11 +152,8 @@ class TensorsOfRanks(RecordedTensors):
             return found[0], (found[1], *hints)
         return rank, hints
 
-    def is_split(self, site: Site, step: int) -> bool:
+    def is_split(self, entry: Entry) -> bool:
         """Whether ranks that should have the same tensor go on with others: what they make of it has no one cause."""
-        entry = self._entry(site, step)
-        if entry is None or self.together.why_not(entry) is not None:
-            return False
         assembly, _ = self.together.assembly(entry)
         if not assembly.differ or assembly.kind != COPIES:
             return False
@@ -170,32 +167,54 @@ class TensorsOfRanks(RecordedTensors):
 
     def _wrong_term(self, node: Node, step: int, made: Tensor, expected: Tensor) -> tuple[int, Hint] | None:
         read = next((arg for arg in node.args if isinstance(arg, Node)), None)
-        sites = () if read is None else self._program.sites.by_node.get(read.name, ())
-        entry = next((entry for site in sites if (entry := self._entry(site, step)) is not None), None)
-        if entry is None:
+        entries = [] if read is None else self._entries(read.name, step)
+        if not entries:
             return None
-        parts = {rank: tensor for rank, tensor, _ in self.together.local_parts(entry)}
+        parts = {rank: tensor for rank, tensor, _ in self.together.local_parts(entries[0])}
         return wrong_term(node, self._program.weights(), parts, made, expected)
 
     def _entry(self, site: Site, step: int) -> Entry | None:
         found = self.names(site)
         return None if found is None else self._places.get((found[0][0], step))
 
-    def rejected(self, pairs: Sequence[Pair]) -> bool:
-        """Note which parts are shares of a sum that was never made, as `pairs` say; return whether there are any."""
-        judged, own = [], []
-        for pair in pairs:
-            site = self._program.sites.get(pair.site)
-            entry = None if site is None else self._entry(site, pair.step)
-            judged.append(None if entry is None else Match(entry, (entry,), "name"))
-            own.append(entry)
-        known = [i for i, match in enumerate(judged) if match is not None and own[i] is not None]
-        matches = [match for match in judged if match is not None]
-        entries = [entry for entry in own if entry is not None]
-        numbers = never_added_up([pairs[i] for i in known], matches, self.together, entries)
-        for i in numbers:
-            self.together.reject(entries[i])
-        return bool(numbers)
+    def note(self, step: int, nodes: Iterable[str]) -> set[str]:
+        """Note what ranks have of the tensors of some nodes; return those that are another one in each rank."""
+        split = set()
+        for node in nodes:
+            entries = self._entries(node, step)
+            is_split = any(self.is_split(entry) for entry in entries)
+            is_open = not is_split and any(self.together.standing(entry)[0] for entry in entries)
+            self._standing[step, node] = is_open, is_split
+            if is_split:
+                split.add(node)
+        return split
+
+    def reject_unmade(self) -> bool:
+        """Note which parts are shares of a sum that no rank made before it was read; return whether there are any."""
+        found = [
+            (step, node)
+            for (step, node), (is_open, _) in self._standing.items()
+            if is_open and any(self._standing[step, user][1] for user in self._readers(step, self._program.node(node)))
+        ]
+        for step, node in found:
+            for entry in self._entries(node, step):
+                self.together.reject(entry)
+        return bool(found)
+
+    def _readers(self, step: int, node: Node) -> Iterator[str]:
+        """Yield the nearest nodes below that were recorded."""
+        waiting, seen = list(node.users), set(node.users)
+        while waiting:
+            user = waiting.pop()
+            if (step, user.name) in self._standing:
+                yield user.name
+                continue
+            waiting += [other for other in user.users if other not in seen]
+            seen |= user.users.keys()
+
+    def _entries(self, node: str, step: int) -> list[Entry]:
+        found = (self._entry(site, step) for site in self._program.sites.by_node.get(node, ()))
+        return [entry for entry in found if entry is not None and self.together.why_not(entry) is None]
 
     def _made(self, inputs: Given) -> dict[str, Tensor]:
         """Return what the model was given and made in the present step, by site."""
@@ -235,11 +254,7 @@ class RecordedRanks(RecordedModules):
 
     def _made(self) -> dict[str, Tensor]:
         made = super()._made()
-        for node in made:
-            sites = self.baseline.sites.by_node[node]
-            if any(self.tensors.is_split(site, self._steps) for site in sites if site.name in self._values):
-                made[node] = _SEVERAL
-        return made
+        return made | dict.fromkeys(self.tensors.note(self._steps, made), _SEVERAL)
 
     def blamed(self, node: Node, observed: Observed, expected: Tensor) -> tuple[int | None, tuple[Hint, ...]]:
         """Return the rank whose part is wrong, and what explains it."""
