@@ -130,7 +130,7 @@ def _of_calls(source: PutTogether, entry: Entry) -> Iterator[Hint]:
     found = out_of_order(source, entry)
     if found is not None:
         text = f"rank {_names(found[0])} has here what the others have in {found[1]}, and the other way round"
-        yield Hint("order", f"{text}: collectives are called in another order there", 0.97)
+        yield Hint("swapped", f"{text}: collectives are called in another order there", 0.97, evidence="order")
 
 
 def _of_sums(assembly: Assembly, site: str, whole: Tensor, error: float) -> Iterator[Hint]:
