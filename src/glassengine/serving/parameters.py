@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +12,26 @@ from glassengine.compare.matching.assembling import assembled
 from glassengine.compare.matching.maps import Rule
 from glassengine.errors import UsageError
 from glassengine.serving.protocol import ServedWeight
+
+
+class Unread(Mapping[str, ServedWeight]):
+    """What an engine has for each parameter, read whenever it is asked for: a large model is never held twice.
+
+    Args:
+        readers: Parameter -> what reads it.
+    """
+
+    def __init__(self, readers: Mapping[str, Callable[[], ServedWeight]]) -> None:
+        self._readers = readers
+
+    def __getitem__(self, name: str) -> ServedWeight:
+        return self._readers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._readers)
+
+    def __len__(self) -> int:
+        return len(self._readers)
 
 
 def as_parameter(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from glassengine.program import load_model
 from glassengine.progress import Progress, Work, silent
 from glassengine.results import Comparison, Skipped, worst
 from glassengine.serving.alignment import numbers_of
-from glassengine.serving.protocol import Served
+from glassengine.serving.protocol import Served, ServedWeight
 
 
 def check_served(
@@ -98,7 +98,7 @@ def check_served(
         held = served.weights(model.module, config)
         weights = judge_weights(parameters, held, served.extra_weights(), numbers_of(config)) if held else None
         if weights is not None:
-            take_over(model.module, weights)
+            take_over(model.module, held, weights)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="glassengine-served-")))
         progress(Work.RUNNING.says("running the candidate"))
         runs = runs_of(served, model, inputs, steps, folder)
@@ -139,19 +139,21 @@ def check_served(
         return with_reproduction(found, Path(reproduction), climb.scores, climb.program)
 
 
-def take_over(module: nn.Module, weights: WeightsFound) -> None:
+def take_over(module: nn.Module, held: Mapping[str, ServedWeight], weights: WeightsFound) -> None:
     """Give a module the values that the engine computes with, where they are its own but for their rounding."""
     known = dict(module.named_parameters())
-    for name, value in weights.usable().items():
-        if name in known:
+    tied = [name for name in weights.right if name not in known]
+    for name, verdict in weights.right.items():
+        value = held[name].value if name in known and verdict == "rounding" else None
+        if value is not None:
             known[name].data = value.to(known[name].dtype)
-    for name, value in weights.right().items():
+    for name in tied:
         owner, _, own = name.rpartition(".")
-        holder = module.get_submodule(owner)
-        held = getattr(holder, own)
-        if name not in known and not torch.equal(held.detach(), value.to(held.dtype)):
+        holder, value = module.get_submodule(owner), held[name].value
+        now = getattr(holder, own)
+        if value is not None and not torch.equal(now.detach(), value.to(now.dtype)):
             # Tied in the checkpoint, and two tensors in the engine: a head is rounded, and the embedding is not.
-            setattr(holder, own, nn.Parameter(value.to(held.dtype), requires_grad=False))
+            setattr(holder, own, nn.Parameter(value.to(now.dtype), requires_grad=False))
 
 
 def _add(climb: Climb, runs: Runs, config: Any, layout: str | None, *, with_weights: bool) -> list[Alignment]:

@@ -29,7 +29,7 @@ _MOST_TOLD = 64
 
 @dataclass(frozen=True)
 class JudgedWeight:
-    """One parameter: its verdict, and what is wrong with it."""
+    """One parameter: its verdict, and what is wrong with it. Its values are not kept."""
 
     name: str
     served: ServedWeight
@@ -55,18 +55,10 @@ class WeightsFound:
         """What is not the checkpoint's."""
         return [one for one in self.judged if one.verdict == "wrong"]
 
-    def right(self) -> dict[str, Tensor]:
-        """Return the values of all parameters that are right."""
-        judged = ((one.name, one.served.value) for one in self.judged if one.verdict in ("identical", "rounding"))
-        return {name: value for name, value in judged if value is not None}
-
-    def usable(self) -> dict[str, Tensor]:
-        """Return the values that the engine computes with, of parameters that are right but for their rounding."""
-        return {
-            one.name: one.served.value
-            for one in self.judged
-            if one.verdict == "rounding" and one.served.value is not None
-        }
+    @property
+    def right(self) -> dict[str, Verdict]:
+        """The parameters that are right, "identical" or "rounding"."""
+        return {one.name: one.verdict for one in self.judged if one.verdict in ("identical", "rounding")}
 
     def comparison(self) -> WeightsComparison:
         """Return the same as part of a result."""
@@ -141,7 +133,8 @@ def judge_weights(
             skipped.append(Skipped(f"{name}:param", "baseline", reason, rung=RUNG))
         else:
             others = {other: tensor for other, tensor in parameters.items() if other != name}
-            judged.append(_judge(name, parameter.detach().float(), one, others, heads))
+            found = _judge(name, parameter.detach().float(), one, others, heads)
+            judged.append(replace(found, served=replace(one, value=None, step=None)))
     return WeightsFound(tuple(judged), tuple(skipped))
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import numpy as np
 from torch import Tensor, nn
@@ -15,14 +16,14 @@ from glassengine.reading.files import open_regular, read_at, shown
 from glassengine.serving.alignment import Table
 from glassengine.serving.ggml.file import GgufFile, GgufTensor
 from glassengine.serving.ggml.types import dequantized, step_of
-from glassengine.serving.parameters import as_parameter
+from glassengine.serving.parameters import Unread, as_parameter
 from glassengine.serving.protocol import ServedWeight
 
 _TIED = {"output.weight": "token_embd.weight"}
 """What llama.cpp reads instead of a tensor that the file has not."""
 
 
-def served_weights(file: GgufFile, module: nn.Module, table: Table) -> tuple[dict[str, ServedWeight], list[str]]:
+def served_weights(file: GgufFile, module: nn.Module, table: Table) -> tuple[Mapping[str, ServedWeight], list[str]]:
     """Return what the file has for each parameter of a module, and its tensors that stand for none of them.
 
     Args:
@@ -32,7 +33,7 @@ def served_weights(file: GgufFile, module: nn.Module, table: Table) -> tuple[dic
     """
     layers = int(file.number("block_count") or 0)
     with_data = _Reader(file)
-    found: dict[str, ServedWeight] = {}
+    found: dict[str, Callable[[], ServedWeight]] = {}
     used: set[str] = set()
     for name, parameter in _parameters(module):
         rule, stored = stored_names(name, table, file.architecture, layers)
@@ -43,10 +44,10 @@ def served_weights(file: GgufFile, module: nn.Module, table: Table) -> tuple[dic
         used.update(stored)
         if missing or not stored:
             reason = f"the file has no {' and '.join(missing)}" if missing else "gguf has no name for it"
-            found[name] = ServedWeight(stored, None, reason=reason)
+            found[name] = partial(ServedWeight, stored, None, reason=reason)
         else:
-            found[name] = with_data.weight(stored, rule, parameter, tied=tied)
-    return found, [name for name in file.tensors if name not in used]
+            found[name] = partial(with_data.weight, stored, rule, parameter, tied=tied)
+    return Unread(found), [name for name in file.tensors if name not in used]
 
 
 def _parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from glassengine.serving.alignment import Table, numbers_of, table_of
 from glassengine.serving.onnx.decoder import Decoder, open_decoder
 from glassengine.serving.onnx.held import Graph, Held
 from glassengine.serving.onnx.record import run_decoder, site_names
-from glassengine.serving.parameters import as_parameter
+from glassengine.serving.parameters import Unread, as_parameter
 from glassengine.serving.protocol import Options, Run, ServedWeight, Setting
 
 
@@ -52,23 +53,20 @@ class OnnxCandidate:
         names = site_names(graph)
         held = {_renamed(name, names): one for name, one in graph.held().items()}
         table, index = self.table(config), NameIndex(held)
-        found: dict[str, ServedWeight] = {}
+        found: dict[str, Callable[[], ServedWeight]] = {}
         used: set[str] = set()
         for name, parameter in module.named_parameters(remove_duplicate=False):
             rule, stored = _chosen(name, table.weights, index)
-            if all(one in held for one in stored) and stored:
+            if stored:
                 used.update(stored)
-                found[name] = _weight(stored, rule, held, parameter)
+                found[name] = partial(_weight, stored, rule, held, parameter)
+            elif name.endswith(".bias") and _chosen(f"{name.removesuffix('.bias')}.weight", table.weights, index)[1]:
+                found[name] = partial(ServedWeight, (name,), None, reason="nothing is added to the product")
             else:
-                found[name] = ServedWeight((), None, reason="the tables name no node that reads it")
-        for name, one in found.items():
-            # What is added to a product that is known, and is not there, was left out.
-            weight = found.get(f"{name.removesuffix('.bias')}.weight")
-            if name.endswith(".bias") and one.value is None and weight is not None and weight.value is not None:
-                found[name] = ServedWeight((name,), None, reason="nothing is added to the product")
+                found[name] = partial(ServedWeight, (), None, reason="the tables name no node that reads it")
         tensors = {tensor for name in used for tensor in held[name].stored}
         self._extra = [name for name, one in held.items() if name not in used and not tensors.issuperset(one.stored)]
-        return found
+        return Unread(found)
 
     def extra_weights(self) -> Sequence[str]:
         """Return what the graph's nodes read that stands for no parameter."""
