@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from glassengine.program.onnx.operators.microsoft import definition_of_runtime
 from glassengine.program.onnx.operators.tabular import definition_of
 from glassengine.program.onnx.stored.types import UNKNOWN_SIZE, ValueType
 
@@ -24,7 +25,7 @@ def definition(proto: onnx.NodeProto, opset: int, types: Mapping[str, ValueType]
     import onnx
 
     if proto.domain not in STANDARD or proto.op_type in _NOT_BY_DEFINITION:
-        return definition_of(proto)
+        return definition_of(proto) or definition_of_runtime(proto, types)
     try:
         schema: Any = onnx.defs.get_schema(proto.op_type, opset)
         if schema.has_context_dependent_function:

@@ -138,7 +138,7 @@ class Translator:
         if function is not None:
             return called_function(self._function(function, proto), proto.op_type), tuple(inputs), _PRECISION
         kinds = [self._types[name].element_type if name in self._types else 0 for name in proto.input]
-        is_known = proto.domain in STANDARD and proto.op_type in TRANSLATIONS
+        is_known = _key(proto) in TRANSLATIONS
         is_little_used = any(torch_dtype(kind) in _LITTLE_USED for kind in kinds)
         if is_known and not is_little_used:
             try:
@@ -167,7 +167,7 @@ class Translator:
             kinds,
             self._helper,
         )
-        target, args, kwargs = TRANSLATIONS[proto.op_type](node)
+        target, args, kwargs = TRANSLATIONS[_key(proto)](node)
         if isinstance(target, OnnxFunction):
             inspect.signature(target.function).bind(*args, **kwargs)
         return target, args, kwargs
@@ -272,6 +272,10 @@ def free_names(graph: onnx.GraphProto) -> list[str]:
         found |= dict.fromkeys(name for name in read if name and name not in own)
         own.update(node.output)
     return [*found, *(value.name for value in graph.output if value.name not in own and value.name not in found)]
+
+
+def _key(proto: onnx.NodeProto) -> str:
+    return proto.op_type if proto.domain in STANDARD else f"{proto.domain}.{proto.op_type}"
 
 
 def _identifier(name: str) -> str:

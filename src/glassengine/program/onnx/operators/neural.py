@@ -248,12 +248,17 @@ def _hardmax(x: Tensor, *, axis: int = -1) -> Tensor:
     return F.one_hot(x.argmax(axis), x.shape[axis]).movedim(-1, axis).to(x.dtype)
 
 
+def _normalized_dims(node: OnnxNode) -> list[int]:
+    """Return as many zeros as there are dimensions that a normalization is over: bounds ask only how many."""
+    axis = node.attribute("axis", -1)
+    if len(node.proto.output) > 1 or (node.shapes[0] is None and axis >= 0):
+        raise NotImplementedError("statistics of a normalization, or an unknown rank")
+    return [0] * (-axis if axis < 0 else len(node.shapes[0] or ()) - axis)
+
+
 @translation("LayerNormalization")
 def _layer_norm(node: OnnxNode) -> Call:
-    if len(node.proto.output) > 1 or node.shapes[0] is None:
-        raise NotImplementedError("statistics of a normalization")
-    rank = len(node.shapes[0])
-    dims = [0] * (rank - node.attribute("axis", -1) % rank)  # bounds ask only how many there are
+    dims = _normalized_dims(node)
     arguments = (node.inputs[0], dims, node.input(1), node.input(2), node.attribute("epsilon", 1e-5))
     return OnnxFunction(_layer_normalized, "layer_norm"), arguments, {}
 
@@ -267,10 +272,7 @@ def _layer_normalized(x: Tensor, dims: list[int], w: Tensor | None, b: Tensor | 
 
 @translation("RMSNormalization", "SimplifiedLayerNormalization")
 def _rms_norm(node: OnnxNode) -> Call:
-    if len(node.proto.output) > 1 or node.shapes[0] is None:
-        raise NotImplementedError("statistics of a normalization")
-    rank = len(node.shapes[0])
-    dims = [0] * (rank - node.attribute("axis", -1) % rank)
+    dims = _normalized_dims(node)
     arguments = (node.inputs[0], dims, node.input(1), node.attribute("epsilon", 1e-5))
     return OnnxFunction(_rms_normalized, "rms_norm"), arguments, {}
 
