@@ -31,6 +31,7 @@ _VERDICT = {name: number for number, name in enumerate(VERDICTS)}
 _IN_COLUMNS = {*_CODES, "candidate_site", "inherited"} - {"candidate", "flags"}  # keys of a pair
 _NO_NAME = ""
 _MOST_NAMES = 0xFFFF
+_LARGEST = 3.4e38
 
 
 class _Names(dict[str, int]):
@@ -167,8 +168,8 @@ class Rows:
         keys = (
             np.arange(len(self)),
             -np.nan_to_num(difference, nan=0.0),
-            np.nan_to_num(snr, nan=np.inf, posinf=3e38, neginf=-3e38),
-            -np.nan_to_num(ratio, nan=-1.0, posinf=3e38),
+            np.nan_to_num(snr, nan=np.inf, posinf=_LARGEST, neginf=-_LARGEST),
+            -np.nan_to_num(ratio, nan=-1.0, posinf=_LARGEST),
             ~has_no_size,
             flags & INHERITED,
             -verdict,
@@ -204,7 +205,9 @@ def _number(value: float | None) -> float:
     """Return what a column of floats holds; a number beyond float32 becomes the largest one."""
     if value is None:
         return math.nan
-    return max(-3e38, min(3e38, value)) if math.isfinite(value) else value
+    if -_LARGEST <= value <= _LARGEST or not math.isfinite(value):
+        return value
+    return math.copysign(_LARGEST, value)
 
 
 def _encoded(column: Any) -> str:
