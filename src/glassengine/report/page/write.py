@@ -191,6 +191,7 @@ def _page(
         names={name: tuple(map(str, found)) for name, found in rows.names.items()},
         steps=_steps(rows.steps, result),
         generates=result is not None and result.generates,
+        knows_inherited=result is not None and result.calibration is None,
         first_row=first,
         valued_rows=valued,
         why_no_values=_why_none(values),

@@ -67,15 +67,19 @@ function drawMap() {
     el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "module"), ...columns.map((column) => el("th", { scope: "col" }, column.name, column.text ? el("span", { class: "read", title: shown(column.text) }, short(column.text)) : null)))),
     el("tbody", {}, ...shownGroups.map((group) => el("tr", {}, el("th", { scope: "row", title: short(names[group]) }, short(names[group]) || "(root)"),
       ...columns.map((column, place) => el("td", {}, mapCell(cells[group][place], names[group], column)))))));
+  const guilty = shownGroups.findIndex((group) => cells[group].some((cell) => cell?.own));
   const way = el("p", { class: "links" }, state.module ? el("button", { type: "button", on: { click: () => change({ module: state.module.split(".").slice(0, -1).join(".") }) } }, `up from ${short(state.module)}`) : null);
   const more = order.length > shownGroups.length ? el("p", { class: "about" }, `${shownGroups.length} of ${order.length} modules; choose one under Modules to see inside.`) : null;
   body.replaceChildren(way, el("div", { class: "map-scroll", tabindex: 0, role: "region", "aria-label": "Map of modules and steps" }, table), ...(more ? [more] : []), legend());
+  // The first module that is wrong stands a few lines below the top.
+  const line = table.tBodies[0].rows[guilty - 3];
+  if (line) line.closest(".map-scroll").scrollTop = line.offsetTop - table.tHead.offsetHeight;
 }
 
 function mapCell(cell, name, column) {
   if (!cell) return el("span", { class: "empty" });
   const sign = cell.own ? "\u25cf" : cell.inherited ? "\u25cb" : "";
-  const word = cell.own ? ", introduced" : cell.inherited ? ", inherited" : "";
+  const word = cell.own ? (page.knows_inherited ? ", introduced" : "") : cell.inherited ? ", inherited" : "";
   const label = `${short(name) || "root"}, ${column.name}: ${VERDICTS[rows.verdict[cell.row]]}${word} ${sizeOf(cell.row)}`;
   const style = `${classOf(cell.level)}${cell.inherited && !cell.own ? " inherited" : ""}`;
   const open = () => { change({ module: name, step: column.first === column.last ? String(column.first) : "", row: String(cell.row) }, { replace: false }); at("tensors").scrollIntoView(); };
