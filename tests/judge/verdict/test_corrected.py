@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from glassengine.judge.verdict.corrected import corrected, with_lines
+from glassengine.judge.verdict.corrected import corrected, line_of_number, with_lines
+from glassengine.program.export.export import export_module
 from glassengine.results import Altered, Divergence, Hint
 
 
@@ -42,3 +45,34 @@ def test_only_what_is_proven_has_a_line() -> None:
         None, 0, "norm", None, "norm", None, "wrong", 9.0, None, None, None, hints, candidate_source=source
     )
     assert [hint.line for hint in with_lines(found).hints] == ["x = norm(x, 1e-06)", None]
+
+
+class Attention(nn.Module):
+    """Four lines, which are one op of a baseline."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        scores = q @ k.transpose(-2, -1)
+        scores = scores / 8.0
+        shares = scores.softmax(-1)
+        return shares @ v
+
+
+@pytest.mark.parametrize(
+    ("number", "proven", "wanted"),
+    [
+        (0.125, True, "scores = scores / 8.0"),
+        (0.125, False, None),
+        (0.25, True, None),  # nowhere
+        (-1, True, None),  # a whole number is an axis as well
+    ],
+)
+def test_the_line_of_a_region_is_that_of_the_number(number: float, proven: bool, wanted: str | None) -> None:
+    program = export_module(Attention(), {name: torch.randn(1, 2, 3, 4) for name in "qkv"})
+    ports = {port.node for port in program.inputs}
+    end = next(node for node in reversed(program.graph.nodes) if node.op == "call_function").name
+    change = Altered(argument="scale", baseline=0.5, candidate=number)
+    hints = (Hint("scale", "scale", 1.0, proven=proven, change=change),)
+    found = Divergence(None, 0, "sdpa", "sdpa", end, None, "wrong", 9.0, None, None, None, hints)
+    line = line_of_number(program, {**{name: name for name in ports}, "sdpa": end}, found)
+    assert (line is None) if wanted is None else (line is not None and line.endswith(wanted))
+    assert line_of_number(None, {"sdpa": end}, found) is None

@@ -14,7 +14,7 @@ from glassengine.judge.graphs.between import origin_of
 from glassengine.judge.replay.replay import covered
 from glassengine.judge.sides.countable import float_nodes
 from glassengine.judge.sides.protocol import Level, Place
-from glassengine.judge.verdict.corrected import with_lines
+from glassengine.judge.verdict.corrected import line_of_number, with_lines
 from glassengine.judge.verdict.drift import table
 from glassengine.judge.verdict.fineness import coverage, fineness, region_nodes
 from glassengine.judge.verdict.not_judged import not_judged
@@ -263,9 +263,10 @@ def _with_ops_left_out(score: Score, program: Program, divergence: Divergence) -
 
 
 def as_written(score: Score, program: Program, divergence: Divergence) -> Divergence:
-    """Name the op that computes, on both sides, and the line of the candidate's own."""
+    """Name the op that computes, on both sides, and the line of the candidate's own: that of a number proven wrong."""
     named = _at_what_computes(score, program, divergence)
-    return dataclasses.replace(named, candidate_source=_source_there(score, named))
+    line = line_of_number(score.side.program, score.side.counterparts, divergence)
+    return dataclasses.replace(named, candidate_source=line or _source_there(score, named))
 
 
 def _at_what_computes(score: Score, program: Program, divergence: Divergence) -> Divergence:

@@ -1,4 +1,4 @@
-"""The line of the candidate as it should read, where a mistake is one number or one name in it."""
+"""The line of the candidate that has a mistake, and as it should read, where it is one number or one name in it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,51 @@ import io
 import keyword
 import re
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from glassengine.judge.graphs.between import region_of
+from glassengine.program.representation.program import Program
 from glassengine.results import Altered, Divergence, Hint
 
+_DIVISIONS = (torch.ops.aten.div.Tensor, torch.ops.aten.div.Scalar)
 _SOURCE = re.compile(r"[^:]*(?::[^:]*)?:\d+: (.*)", re.DOTALL)
+
+
+def line_of_number(program: Program | None, counterparts: Mapping[str, str], divergence: Divergence) -> str | None:
+    """Return "file:line: line" of the one op of a region that has the number which is proven to be the mistake.
+
+    A region of several lines is named by the op that it ends in; None where no op, or more than one, has the number.
+
+    Args:
+        program: The candidate's; None where it has none.
+        counterparts: Node of the baseline -> node of `program`.
+        divergence: Its first hint counts.
+    """
+    change = next((hint.change for hint in divergence.hints[:1] if hint.proven), None)
+    wrong, end = None if change is None else change.candidate, counterparts.get(divergence.node or "")
+    # A whole number is a size or an axis of other ops as well.
+    if program is None or end is None or not isinstance(wrong, float):
+        return None
+    target = next((node for node in program.graph.nodes if node.name == end), None)
+    ops = [] if target is None else region_of(target, set(counterparts.values()))[0]
+    holders = [op for op in ops if _has(op, wrong)]
+    if len(holders) != 1:
+        return None
+    return next((site.source for site in program.sites.by_node.get(holders[0].name, ()) if site.kind == "op"), None)
+
+
+def _has(op: Node, number: float) -> bool:
+    """Whether an op uses a number, which a division has turned over."""
+    literals = [leaf for leaf in pytree.tree_leaves((op.args, dict(op.kwargs))) if isinstance(leaf, (int, float))]
+    if op.target in _DIVISIONS:
+        literals += [1 / leaf for leaf in literals if leaf]
+    return any(_is_same(leaf, number) for leaf in literals)
 
 
 def with_lines(divergence: Divergence) -> Divergence:
