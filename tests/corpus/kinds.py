@@ -44,7 +44,8 @@ _RIGHT = {
     "dtype other": "cast_truncates overflow weight_int4 weight_int8",
     "eps": "rms_epsilon_x10 rms_epsilon_x1000 layer_norm_epsilon_x10 layer_norm_epsilon_x1000 epsilon_outside "
     "source_epsilon",
-    "other": "norm_skipped layer_norm_of_abs last_token_lost dropout_active not_a_number router_not_normalised "
+    "other scale": "norm_skipped",
+    "other": "layer_norm_of_abs last_token_lost dropout_active not_a_number router_not_normalised "
     "weight_exponent_bit weight_sign_flip weight_nan weight_row_zero vector_one_element source_norm_missing "
     "source_key_norm_missing",
     "other activation": "clamp_added",

@@ -249,7 +249,7 @@ def _with_ops_left_out(score: Score, program: Program, divergence: Divergence) -
     if found.is_one_sided:
         # The two ops are not counterparts then, and how they are written is no evidence.
         others = tuple(hint for hint in divergence.hints if hint.score >= _EXPLAINS)
-        is_known = any(other.proven and other.kind != "other" for other in others)
+        is_known = any(other.proven for other in others)
         hints = (*others, hint) if is_known else (hint, *others)
         divergence = dataclasses.replace(divergence, hints=hints)
         # None of these ops is there, and the region is named by its end.

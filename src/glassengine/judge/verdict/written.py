@@ -19,6 +19,9 @@ from glassengine.results import Kind
 
 _MOST_ONE_SIDED = 4
 _MASKING = frozenset({"masked_fill", "where", "tril", "triu"})
+_CONDITIONS = frozenset(
+    {"logical_not", "logical_and", "logical_or", "bitwise_not", "__and__", "__or__", "le", "lt", "ge", "gt"}
+)
 _MOST = 8
 """Ops of a region beyond which a list of them is not helpful."""
 
@@ -128,7 +131,8 @@ def _kind(ops: Sequence[Node]) -> Kind:
         return "scale"
     if traits and all(one.casts for one in traits):
         return "dtype"
-    return "mask" if {op_name(node) for node in ops} & _MASKING else "other"
+    names = {op_name(node) for node in ops}
+    return "mask" if names & _MASKING and names <= _MASKING | _CONDITIONS else "other"
 
 
 def _names(ops: Sequence[Node]) -> list[str]:

@@ -20,6 +20,9 @@ def tensor_hints(baseline: torch.Tensor, candidate: torch.Tensor, valid: torch.T
     """
     if baseline.shape != candidate.shape or not candidate.is_floating_point():
         return []
+    broken = _not_numbers(baseline, candidate, valid)
+    if broken is not None:
+        return [broken]
     keep = baseline.isfinite() & candidate.isfinite()
     keep = keep if valid is None else keep & valid
     a, b = baseline[keep], candidate.double()[keep]
@@ -42,6 +45,17 @@ def tensor_hints(baseline: torch.Tensor, candidate: torch.Tensor, valid: torch.T
         hints.append(Hint("other", text, 0.4, evidence="values", change=change, unexplained=left))
     hints += _concentrated(baseline, candidate, keep)
     return hints
+
+
+def _not_numbers(baseline: torch.Tensor, candidate: torch.Tensor, valid: torch.Tensor | None) -> Hint | None:
+    """Elements that are no numbers, or infinite, where the baseline has numbers."""
+    known = baseline.isfinite() if valid is None else baseline.isfinite() & valid
+    for found, words in ((candidate.isnan(), "NaN"), (candidate.isinf(), "infinite: an overflow")):
+        count = int((found & known).sum())
+        if count:
+            verb = "is" if count == 1 else "are"
+            return Hint("other", f"{count} of {candidate.numel()} elements {verb} {words}", 0.7, evidence="values")
+    return None
 
 
 def _concentrated(baseline: torch.Tensor, candidate: torch.Tensor, keep: torch.Tensor) -> list[Hint]:

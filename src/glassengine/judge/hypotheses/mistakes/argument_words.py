@@ -66,6 +66,8 @@ def kind_of(question: Question, literal: Literal) -> Kind:
     # What an argument means is the op's own: no trait says it, and only a hint depends on it.
     if op in ("permute", "transpose", "view", "reshape"):
         return "transposed"
+    if op == "getitem":
+        return "swapped"
     if op in ("arange", "roll") or (op == "pow" and name == "self"):
         return "position"
     if op in ("add", "sub") and isinstance(literal.value, int):

@@ -10,10 +10,11 @@ from glassengine.judge.hypotheses.mistakes.arguments import another_op, as_their
 from glassengine.judge.hypotheses.mistakes.coarser import coarser
 from glassengine.judge.hypotheses.mistakes.layouts import neighbors, permuted_operands, reshaped
 from glassengine.judge.hypotheses.mistakes.masks import of_attention
+from glassengine.judge.hypotheses.mistakes.norms import variances
 from glassengine.judge.hypotheses.mistakes.operands import altered, another, exchanged, left_out
-from glassengine.judge.hypotheses.mistakes.operations import activations, other_ops, variances
+from glassengine.judge.hypotheses.mistakes.operations import activations, other_ops
 from glassengine.judge.hypotheses.mistakes.parts import cut_off, dropped, parts
-from glassengine.judge.hypotheses.mistakes.seen import seen_pairs
+from glassengine.judge.hypotheses.mistakes.seen import counted, seen_pairs
 from glassengine.judge.hypotheses.mistakes.solved import bases, solved
 from glassengine.judge.hypotheses.mistakes.weights_read import another_layer, another_module, every_weight, weights
 from glassengine.judge.hypotheses.mistakes.wholes import another_tensor, in_its_own_dtype, rearranged, scaled
@@ -53,6 +54,7 @@ FAMILIES: tuple[tuple[float, Family], ...] = (
     (0.85, rearranged),
     (0.82, parts),
     (0.81, seen_pairs),
+    (0.81, counted),
     (0.8, scaled),
 )
 """Score and family. Each hint was tried and reproduces the candidate's result; the score only ranks."""

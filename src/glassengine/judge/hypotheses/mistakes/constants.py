@@ -12,6 +12,7 @@ from glassengine.judge.hypotheses.trials.trial import Trial
 
 _APART = 1e-6
 """Relative distance from which on two numbers are others."""
+_FEW = 4
 _FAMOUS = (
     ("log2(e)", math.log2(math.e)),
     ("ln(2)", math.log(2)),
@@ -46,8 +47,9 @@ def _named(sizes: Iterable[int]) -> Iterator[tuple[str, float]]:
         yield f"1 / sqrt({width})", width**-0.5
         yield f"1 / {width}", 1 / width
         yield f"sqrt({width})", width**0.5
-        yield f"{width} - 1 of {width}", (width - 1) / width
-        yield f"{width} of {width} - 1", width / (width - 1)
+        if width > _FEW:
+            yield f"{width - 1} / {width}", (width - 1) / width
+            yield f"{width} / {width - 1}", width / (width - 1)
     yield from _FAMOUS
 
 

@@ -100,7 +100,9 @@ def neighbors(question: Question) -> Iterator[Hypothesis]:
         if made.shape[-1] < 4:
             continue
         size = made.shape[-1]
-        for source in trial.inputs:
+        for source in [*trial.inputs, *trial.ops]:
+            if source is node:
+                break
             given = trial.values[source]
             if not isinstance(given, torch.Tensor) or given.shape != made.shape or not given.is_floating_point():
                 continue
@@ -187,6 +189,18 @@ def order_between(ours: torch.Tensor, theirs: torch.Tensor, axis: int, tolerance
     error = float((a[order] - b).square().mean().sqrt())
     is_moved = not torch.equal(order, torch.arange(size))
     return order if is_moved and error <= tolerance * max(scale, 1e-300) else None
+
+
+def kind_of_shift(rank: int, axis: int, *, is_weight: bool) -> Kind:
+    """Return the kind of mistake that it is to move a tensor along an axis: of positions, or of heads and rows.
+
+    Args:
+        rank: Number of dimensions: [rows, heads, positions, width], [rows, positions, width], [rows, positions].
+        axis: Along which it is moved.
+        is_weight: A table of positions, or a kernel.
+    """
+    is_of_rows = not is_weight and ((rank >= 3 and axis == 0) or (rank == 4 and axis == 1))
+    return "permuted" if is_of_rows else "position"
 
 
 def called(order: torch.Tensor) -> tuple[Kind, str]:

@@ -10,6 +10,7 @@ import torch
 from torch.fx import Node
 
 from glassengine.judge.graphs.by_name import argument_names
+from glassengine.judge.hypotheses.mistakes.layouts import kind_of_shift
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, article, tensors_of, with_leaves
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Call
@@ -69,6 +70,8 @@ def left_out(question: Question) -> Iterator[Hypothesis]:
     trial = question.trial
     for node in reversed(trial.ops):
         made = trial.values[node]
+        if isinstance(made, torch.Tensor) and made.dtype is torch.bool:
+            yield from _conditions(question, node, made)
         if not isinstance(made, torch.Tensor) or not made.is_floating_point():
             continue
         name, traits = op_name(node), traits_of(node)
@@ -92,6 +95,22 @@ def left_out(question: Question) -> Iterator[Hypothesis]:
             if first.is_floating_point() and not torch.equal(first, made):
                 kind = _of_missing(traits.kind, name)
                 yield Hypothesis(kind, f"{article(node)} is missing", {node: _value(first)})
+
+
+def _conditions(question: Question, node: Node, made: torch.Tensor) -> Iterator[Hypothesis]:
+    """What an op decides that hides elements: one of two conditions is missing, or it holds everywhere."""
+    trial, name = question.trial, op_name(node)
+    tensors = [(place, source) for place, source in tensors_of(trial, node)]
+    both = len(tensors) == 2 and all(trial.values[source].dtype is torch.bool for _, source in tensors)
+    for i, (_, source) in enumerate(tensors if both else ()):
+        kept = trial.values[tensors[1 - i][1]]
+        if kept.shape != made.shape:
+            kept = kept.expand(made.shape)
+        text = f"a condition of the mask is missing: {question.label(source)}"
+        yield Hypothesis("mask", text, {node: _value(kept)})
+    if not both and name in ("le", "lt", "ge", "gt"):
+        text = f"a condition of the mask is missing: {question.label(node)}"
+        yield Hypothesis("mask", text, {node: _value(torch.ones_like(made))})
 
 
 def _of_missing(role: str, name: str) -> Kind:
@@ -159,16 +178,17 @@ def altered(question: Question) -> Iterator[Hypothesis]:
             if node.name in question.weights:
                 yield Hypothesis("scale", f"1 + {name} instead of {name}", {node: _value(value + 1)})
                 yield Hypothesis("scale", f"{name} - 1 instead of {name}", {node: _value(value - 1)})
-        yield from _moved(node, name, value)
+        yield from _moved(node, name, value, is_weight=node.name in question.weights)
 
 
-def _moved(node: Node, name: str, value: torch.Tensor) -> Iterator[Hypothesis]:
+def _moved(node: Node, name: str, value: torch.Tensor, *, is_weight: bool) -> Iterator[Hypothesis]:
     axes = [axis for axis in range(value.dim()) if value.shape[axis] > 1][-_MOST_AXES:]
     for axis in axes:
+        kind = kind_of_shift(value.dim(), axis, is_weight=is_weight)
         for by in (1, -1):
             text = f"{name} is moved by {by} along axis {axis}"
             for moved in (value.roll(by, axis), _shifted(value, by, axis)):
-                yield Hypothesis("position", text, {node: _value(moved)}, "shift", (0, by), axis)
+                yield Hypothesis(kind, text, {node: _value(moved)}, "shift", (0, by), axis)
         text = f"{name} is turned around along axis {axis}"
         yield Hypothesis("permuted", text, {node: _value(value.flip(axis))}, axis=axis)
     if len(axes) > 1:

@@ -14,13 +14,10 @@ import torch
 from torch.fx import Node
 from torch.nn import functional as F
 
-from glassengine.judge.graphs.by_name import argument_names
+from glassengine.judge.hypotheses.mistakes.norms import batch_norms, eps_outside, other_norms
 from glassengine.judge.hypotheses.trials.hypothesis import (
     Hypothesis,
     bound,
-    literals_of,
-    tensors_of,
-    with_leaves,
 )
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Call
@@ -124,11 +121,13 @@ def other_ops(question: Question) -> Iterator[Hypothesis]:
         if name in ("max", "min") and isinstance(trial.values[node], (tuple, list)):
             for other in ("mean", "min" if name == "max" else "max"):
                 yield Hypothesis("other", f"{other} instead of {name}", {node: _along(other)})
+        if name in ("sqrt", "rsqrt"):
+            yield from eps_outside(question, node)
         if name in ("layer_norm", "rms_norm"):
-            for text, edit in _other_norms(node):
+            for text, edit in other_norms(node):
                 yield Hypothesis("eps" if text.startswith("eps") else "other", text, {node: edit})
         if "batch_norm" in name:
-            yield from _batch_norms(question, node)
+            yield from batch_norms(question, node)
         if name.startswith("constant_pad"):
             for mode in ("reflect", "replicate", "circular"):
                 yield Hypothesis(
@@ -158,95 +157,6 @@ def _by_name(name: str) -> Any:
         return getattr(torch, name)(*args, **kwargs)
 
     return edit
-
-
-def _other_norms(node: Node) -> Iterator[tuple[str, Any]]:
-    is_centered = op_name(node) == "layer_norm"
-
-    def normed(*, center: bool, over: str = "n", eps_outside: bool = False) -> Any:
-        def edit(call: Call) -> Any:
-            args, _ = bound(node.target, call.args, call.kwargs)
-            x, shape, weight = args[:3]
-            bias, eps = (args[3], args[4]) if is_centered else (None, args[3] or 1e-6)
-            axes = tuple(range(-len(shape), 0))
-            x = x - x.mean(axes, keepdim=True) if center else x
-            terms = math.prod(shape) - (1 if over == "n - 1" else 0)
-            spread = x.square().sum(axes, keepdim=True) / terms
-            made = x / (spread.sqrt() + eps if eps_outside else (spread + eps).sqrt())
-            made = made if weight is None else made * weight
-            return made if bias is None else made + bias
-
-        return edit
-
-    if is_centered:
-        yield "the mean is not subtracted: rms_norm instead of layer_norm", normed(center=False)
-    else:
-        yield "the mean is subtracted: layer_norm instead of rms_norm", normed(center=True)
-    yield "the variance is unbiased: of n - 1", normed(center=is_centered, over="n - 1")
-    yield "eps is added to the root, not below it", normed(center=is_centered, eps_outside=True)
-
-
-def _batch_norms(question: Question, node: Node) -> Iterator[Hypothesis]:
-    """Statistics of a batch norm that are left out, exchanged, or not what they are taken for."""
-    names = argument_names(node.target)
-    places = {names[place]: place for place, _ in tensors_of(question.trial, node) if place < len(names)}
-    mean, variance = places.get("running_mean"), places.get("running_var")
-    if mean is None or variance is None:
-        return
-    leaves = dict(tensors_of(question.trial, node))
-    own = [question.trial.values[leaves[place]] for place in (mean, variance)]
-    eps = next((float(item.value) for item in literals_of(node) if item.name == "eps"), 0.0)
-    made: dict[str, dict[int, Any]] = {
-        "the running mean is not subtracted": {mean: torch.zeros_like(own[0])},
-        "it is not divided by the running variance": {variance: torch.ones_like(own[1])},
-        "it is divided by the running variance, not by its root": {variance: (own[1] + eps).square() - eps},
-        "the running variance is not used, and the mean neither": {
-            mean: torch.zeros_like(own[0]),
-            variance: torch.ones_like(own[1]),
-        },
-    }
-    for text, changed in made.items():
-        yield Hypothesis("other", text, {node: _with(changed)})
-    given = question.trial.values.get(node.args[0]) if isinstance(node.args[0], Node) else None
-    if isinstance(given, torch.Tensor) and given.dim() > 1:
-        axes = [axis for axis in range(given.dim()) if axis != 1]
-        changed = {mean: given.mean(axes), variance: given.var(axes, correction=0)}
-        text = "statistics of the batch, not those that were learned: a batch norm in training mode"
-        yield Hypothesis("other", text, {node: _with(changed)})
-
-
-def _with(changed: dict[int, Any]) -> Any:
-    return lambda call: with_leaves(call, changed)
-
-
-def variances(question: Question) -> Iterator[Hypothesis]:
-    """Yield: n - 1 instead of n, in a variance that is one op or a mean of squares."""
-    trial = question.trial
-    for node in reversed(trial.ops):
-        name = op_name(node)
-        tensors = tensors_of(trial, node)
-        if not tensors or name not in ("var", "std", "mean", "var_mean"):
-            continue
-        given, made = trial.values[tensors[0][1]], trial.values[node]
-        if not isinstance(made, torch.Tensor) or not made.numel():
-            continue
-        terms = given.numel() / made.numel()
-        if terms <= 1:
-            continue
-        if name == "mean":
-            text = "the mean is of n - 1: the variance is unbiased"
-            yield Hypothesis("other", text, {node: _times(terms / (terms - 1))})
-        else:
-            power = 0.5 if name == "std" else 1.0
-            for factor, text in (
-                ((terms - 1) / terms, f"{name} is biased in the candidate: it divides by n"),
-                (terms / (terms - 1), f"{name} is unbiased in the candidate: it divides by n - 1"),
-            ):
-                yield Hypothesis("other", text, {node: _times(factor**power)})
-
-
-def _times(factor: float) -> Any:
-    return lambda call: call.value * factor
 
 
 def _padded(mode: str) -> Any:

@@ -17,6 +17,7 @@ from glassengine.program.representation.naming import op_name
 _NEAR = 10
 """Ops below a mask within which an attention or a choice reads it."""
 _MOST_LISTED = 4
+_PLACING = frozenset({"sin", "cos"})
 
 
 def seen_pairs(question: Question) -> Iterator[Hypothesis]:
@@ -29,6 +30,41 @@ def seen_pairs(question: Question) -> Iterator[Hypothesis]:
         return
     made = actual if actual.dtype is right.dtype else actual.to(right.dtype)
     yield Hypothesis("mask", described(seen[0], seen[1]), {end: lambda call: made})
+
+
+def counted(question: Question) -> Iterator[Hypothesis]:
+    """Yield: positions are others, where whole numbers are made from which sines or rows of a table are taken."""
+    right, actual, end = question.right, question.actual, question.trial.end
+    if right.shape != actual.shape or not right.numel() or right.dtype is torch.bool:
+        return
+    whole = [bool((tensor == tensor.round()).all()) for tensor in (right.double(), actual.double())]
+    sources = [question.named.get(node.name, node) for node in [*question.trial.ops, *question.trial.inputs]]
+    is_counted = any(_is_counted(node) for node in sources)
+    if not all(whole) or not is_counted or not _reaches(question, end, _PLACING):
+        return
+    apart = (right != actual).flatten().nonzero().flatten()
+    place = int(apart[0])
+    here, there = (int(tensor.flatten()[place]) for tensor in (right, actual))
+    text = f"position {here} is {there} in the candidate ({len(apart)} of {right.numel()} are others)"
+    made = actual.to(right.dtype)
+    yield Hypothesis("position", text, {end: lambda call: made}, "position", (here, there))
+
+
+def _is_counted(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32)
+
+
+def _reaches(question: Question, end: Node, names: frozenset[str]) -> bool:
+    """Whether one of some ops is a few ops below a node."""
+    known: set[Node] = set()
+    layer = {question.named.get(end.name, end)}
+    for _ in range(_NEAR):
+        layer = {user for node in layer for user in node.users} - known
+        known |= layer
+        if any(op_name(node) in names for node in layer):
+            return True
+    return False
 
 
 def _seen(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -19,7 +19,10 @@ from glassengine.numerics.float64 import retarget, target_of
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind
 
+_LEAST_SAME, _ROUNDINGS = 2.0**-22, 16.0
 _MOST_LAYERS = 64
+_LEAST_ROW, _MOST_ROWS = 32, 8
+"""Of a weight whose levels are counted."""
 _SAME = 2.0**-7
 """Weights in another precision are the same."""
 
@@ -40,15 +43,16 @@ def weights(question: Question) -> Iterator[Hypothesis]:
     theirs = _all_of_theirs(question)
     others = _of_model(question)
     counted = []
+    same = _same(question)
     for node, label in [*read.items(), *ours]:
         value = trial.values[node]
         if not value.is_floating_point():
             continue
         for name, tensor in theirs:
             for held in _as_ours(value, tensor):
-                if _is_same(value, held):
+                if _is_same(value, held, same):
                     continue
-                kind, text = relation(label, name, value, held, others)
+                kind, text = relation(label, name, value, held, others, same)
                 found = Hypothesis(kind, text, {node: _value(held)})
                 if kind != "other":
                     yield found
@@ -115,14 +119,14 @@ def every_weight(question: Question) -> Iterator[Hypothesis]:
 
     The gates of a recurrence in another order, say: in its matrices and in its biases.
     """
-    trial, others = question.trial, _of_model(question)
+    trial, others, same = question.trial, _of_model(question), _same(question)
     for node in trial.ops:
-        same = [theirs for theirs in question.theirs if theirs.target is node.target]
-        if len(same) != 1:
+        alike = [theirs for theirs in question.theirs if theirs.target is node.target]
+        if len(alike) != 1:
             continue
         edits: dict[Node, Edit] = {}
         told: dict[str, tuple[Kind, str]] = {}
-        read = (pytree.tree_leaves((op.args, dict(op.kwargs))) for op in (node, same[0]))
+        read = (pytree.tree_leaves((op.args, dict(op.kwargs))) for op in (node, alike[0]))
         for ours, theirs in zip(*read, strict=False):
             if not isinstance(ours, Node) or not isinstance(theirs, Node):
                 continue
@@ -131,9 +135,9 @@ def every_weight(question: Question) -> Iterator[Hypothesis]:
                 continue
             value = trial.values[ours]
             held = next(_as_ours(value, question.their_weights[own].detach().double()), None)
-            if held is not None and not _is_same(value, held):
+            if held is not None and not _is_same(value, held, same):
                 edits[ours] = _value(held)
-                told[own] = relation(question.label(ours), own, value, held, others)
+                told[own] = relation(question.label(ours), own, value, held, others, same)
         if len(edits) > 1:
             first = next(iter(told))
             rest = [name.rpartition(".")[2] for name in told if name != first]
@@ -190,7 +194,12 @@ def _shared(one: str, other: str) -> int:
 
 
 def relation(
-    name: str, own: str, ours: torch.Tensor, theirs: torch.Tensor, others: Mapping[str, torch.Tensor]
+    name: str,
+    own: str,
+    ours: torch.Tensor,
+    theirs: torch.Tensor,
+    others: Mapping[str, torch.Tensor],
+    same: float = _SAME,
 ) -> tuple[Kind, str]:
     """Return (kind, words) for how the candidate's weight differs from the baseline's of the same op.
 
@@ -200,6 +209,7 @@ def relation(
         ours: float64.
         theirs: float64, same shape.
         others: The baseline's other weights by name.
+        same: Share of its size by which a number may differ.
     """
     there = name if f".{own}".endswith(f".{name}") else f"{own} (here {name})"
     alike = ((n, t.detach().double()) for n, t in others.items() if n != name and t.shape == ours.shape)
@@ -227,13 +237,27 @@ def relation(
                 return "transposed", f"{there}: transposed (axes {b} and {a})"
     power = float(ours.square().sum())
     factor = float((ours * theirs).sum()) / power if power else 0.0
-    if factor and _is_same(ours * factor, theirs):
+    if (dtype := _rounded(ours, theirs)) is not None:
+        return "dtype", f"{there} is rounded to {dtype}"
+    if factor and _is_same(ours * factor, theirs, same):
         return "scale", f"{there} is scaled by {factor:.6g}"
     offset = float((theirs - ours).mean())
-    if _is_same(ours + offset, theirs):
+    if _is_same(ours + offset, theirs, same):
         return "scale", f"{there} is the baseline's plus {offset:.6g}"
-    count = int(((ours - theirs).abs() > _SAME * ours.abs()).sum())
+    levels = _levels(theirs)
+    if levels is not None and (_levels(ours) or levels + 1) > levels:
+        return "dtype", f"{there} has {levels} levels in a row: it is quantized"
+    count = int((~((ours - theirs).abs() <= _SAME * ours.abs())).sum())
     return "other", f"{there} differs in {count} of {ours.numel()} elements"
+
+
+def _levels(weight: torch.Tensor) -> int | None:
+    """Return how many values a row of a quantized weight has at most; None where it has too many to be one."""
+    if weight.dim() < 2 or weight[0].numel() < _LEAST_ROW or not bool(weight.isfinite().all()):
+        return None
+    rows = weight[:_MOST_ROWS].reshape(min(len(weight), _MOST_ROWS), -1)
+    levels = max(int(torch.unique(row).numel()) for row in rows)
+    return levels if 2 < levels <= min(256, rows.shape[1] // 2) else None
 
 
 def _as_ours(ours: torch.Tensor, theirs: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -246,11 +270,24 @@ def _as_ours(ours: torch.Tensor, theirs: torch.Tensor) -> Iterator[torch.Tensor]
         yield theirs.reshape(ours.shape)
 
 
-def _is_same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+def _is_same(ours: torch.Tensor, theirs: torch.Tensor, same: float = _SAME) -> bool:
     if ours.shape != theirs.shape:
         return False
     scale = float(ours.abs().max()) if ours.numel() else 0.0
-    return bool(((ours - theirs).abs() <= _SAME * ours.abs() + 1e-6 * scale).all())
+    return bool(((ours - theirs).abs() <= same * ours.abs() + min(1e-6, same) * scale).all())
+
+
+def _same(question: Question) -> float:
+    """Return by how much weights may differ that are the same: as much as the op rounds."""
+    return min(_SAME, max(_LEAST_SAME, _ROUNDINGS * question.noise))
+
+
+def _rounded(ours: torch.Tensor, theirs: torch.Tensor) -> str | None:
+    """Return the dtype to which a weight was rounded; None where it was not."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+        if torch.equal(ours.float().to(dtype).double(), theirs):
+            return str(dtype).removeprefix("torch.")
+    return None
 
 
 def _value(value: torch.Tensor) -> Edit:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from glassengine.judge.hypotheses.mistakes.layouts import called, order_between
+from glassengine.judge.hypotheses.mistakes.layouts import called, kind_of_shift, order_between
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Edit
@@ -15,6 +15,8 @@ from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 
 _ORDERED = 1e-3
+_ONE = 1e-5
+"""A factor nearer to one is none that anybody writes."""
 
 
 def another_tensor(question: Question) -> Iterator[Hypothesis]:
@@ -30,7 +32,11 @@ def another_tensor(question: Question) -> Iterator[Hypothesis]:
     alike = {n: v for n, v in question.others.items() if n.rpartition("/")[2].partition(".")[0] == op_name(end)}
     for name, value in {**alike, **inputs}.items():
         if isinstance(value, torch.Tensor) and value.shape == question.actual.shape:
-            yield Hypothesis("stale", f"it is {name}", {end: _value(value)})
+            if name in inputs:
+                # What goes in comes out: all that is made of it is missing.
+                yield Hypothesis("other", f"nothing is done: it is {name}", {end: _value(value)})
+            else:
+                yield Hypothesis("stale", f"it is {name}", {end: _value(value)})
 
 
 def rearranged(question: Question) -> Iterator[Hypothesis]:
@@ -44,6 +50,8 @@ def rearranged(question: Question) -> Iterator[Hypothesis]:
             kind, how = called(order)
             size = right.shape[axis]
             text = f"the right values {how}, along axis {axis} (of {size})"
+            if kind == "position":
+                kind = kind_of_shift(right.dim(), axis, is_weight=False)
             yield Hypothesis(kind, text, {end: _taken(axis, order)}, axis=axis)
     for a in range(right.dim()):
         for b in range(a):
@@ -63,15 +71,16 @@ def scaled(question: Question) -> Iterator[Hypothesis]:
     if a.numel() < 4:
         return
     power = float(a.square().sum())
-    if power:
-        factor = float((a * b).sum()) / power
+    factor = float((a * b).sum()) / power if power else 1.0
+    if abs(factor - 1) > _ONE:
         sign = abs(factor + 1) < 1e-6
         text = "the right values with the other sign" if sign else f"{factor:.6g} times the right values"
         factor = -1.0 if sign else factor
         yield Hypothesis("scale", text, {end: _value(right * factor)}, "factor", (1.0, factor))
     offset = float((b - a).mean())
     text = f"the right values plus {offset:.6g}"
-    yield Hypothesis("other", text, {end: _value(right + offset)}, "offset", (0.0, offset))
+    if abs(offset) > _ONE * float(a.square().mean().sqrt()):
+        yield Hypothesis("other", text, {end: _value(right + offset)}, "offset", (0.0, offset))
 
 
 def _value(value: torch.Tensor) -> Edit:
