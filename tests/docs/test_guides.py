@@ -29,6 +29,7 @@ PAGES = [
     "quantized-and-adapted.md",
     "trust.md",
     "watching.md",
+    "what-kind-of-mistake.md",
 ]
 
 

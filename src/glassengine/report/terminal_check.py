@@ -164,6 +164,12 @@ def _about(result: Comparison, found: Divergence) -> Iterator[Text]:
     if found.group is not None:
         others = [d for d in others if d.group != found.group]
     yield Text(f"  after    {inherited} later tensors merely inherited an error")
+    said = found.hints[0].text if found.hints and found.hints[0].proven else None
+    same = [d for d in others if said is not None and d.hints and d.hints[0].text == said]
+    others = [d for d in others if d not in same]
+    if same:
+        where = f"{len(same)} other places" if len(same) > 1 else same[0].site
+        yield Text(f"  also     the same mistake in {where}")
     for other in others[:_MAX_ORIGINS]:
         many = f", {other.where}" if other.where else ""
         kind = f": {other.hints[0].text}" if other.hints else ""

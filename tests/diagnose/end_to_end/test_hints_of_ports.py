@@ -12,6 +12,7 @@ import torch
 
 from glassengine.diagnose import check
 from glassengine.results import Hint
+from tests.corpus.kinds import OF_PORTS
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -58,7 +59,9 @@ def judged(name: str, mistake: str, tmp_path: Path) -> Found:
     ],
 )
 def test_f33_a_hint_of_a_port_by_hand(name: str, mistake: str, tmp_path: Path) -> None:
-    assert judged(name, mistake, tmp_path).is_useful
+    found = judged(name, mistake, tmp_path)
+    assert found.is_useful
+    assert found.hints[0].proven and found.hints[0].kind in OF_PORTS[name, mistake]
 
 
 @pytest.mark.slow

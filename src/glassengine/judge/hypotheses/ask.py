@@ -47,6 +47,8 @@ class Asked:
     candidate: Program | None = None
     counterparts: Mapping[str, str] = field(default_factory=dict)
     flagged: Collection[str] = ()
+    covered: Collection[str] = ()
+    """Flagged nodes that the piece of the last `hints` makes anew: its mistake explains them as well."""
     place: str | None = None
     """Node in which the mistake of the last `hints` was made: an unobserved one, inside of the region."""
 
@@ -73,6 +75,8 @@ class Asked:
             if found is not None and question is not None:
                 hint, hypothesis = found
                 self.place = self._place(question.trial, hypothesis.edits)
+                anew = {*names, hypothesis.lost.name} if hypothesis.lost is not None else names
+                self.covered = {name for name in self.flagged if name in anew and name != node.name}
                 return [hint]
         return []
 

@@ -14,7 +14,7 @@ from torch.fx import Node
 from glassengine.judge.graphs.between import passes_on
 from glassengine.judge.hypotheses.mistakes.arguments import as_theirs, same_op, usual
 from glassengine.judge.hypotheses.mistakes.catalog import FAMILIES, Family
-from glassengine.judge.hypotheses.mistakes.constants import origin_of, sizes_of
+from glassengine.judge.hypotheses.mistakes.constants import origin_in
 from glassengine.judge.hypotheses.mistakes.layouts import reshaped
 from glassengine.judge.hypotheses.mistakes.masks import of_attention
 from glassengine.judge.hypotheses.mistakes.operands import exchanged, left_out
@@ -162,7 +162,7 @@ def change_of(question: Question, hypothesis: Hypothesis) -> Altered:
     here, there = hypothesis.values or (None, None)
     origin = None
     if isinstance(there, float) and hypothesis.kind in ("scale", "other"):
-        origin = origin_of(there, sizes_of(question))
+        origin = origin_in(question, there)
     edited = list(hypothesis.edits)
     return Altered(
         ops=tuple(question.label(node) for node in edited if node.op != "placeholder"),

@@ -40,6 +40,8 @@ class Guesses:
         self._num_asked = 0
         self._looked: set[str] = set()
         self._num_products = 0
+        self.covered: Collection[str] = ()
+        """Nodes flagged before, whose tensors the mistake of the last divergence explains as well."""
         self.place: Site | None = None
         """Op of a region, not its end, whose mistake makes what the side made: that of the last divergence."""
 
@@ -54,6 +56,7 @@ class Guesses:
         """
         asked = self._asked(flagged)
         self.place = None
+        self.covered = ()
         found: list[Hint] = []
         if asked is not None and self._num_asked < _MOST_ASKED:
             self._num_asked += 1
@@ -62,6 +65,7 @@ class Guesses:
                 return [Hint("other", inside.text, 1.0, evidence="inside")]
             found = asked.hints(node, tensor, reference.valid)
             self.place = next(iter(self._program.sites.by_node.get(asked.place or "", ())), None)
+            self.covered = asked.covered if found and found[0].proven else ()
             found = found or asked.differences(node, tensor, reference.valid)
         return found or tensor_hints(reference.exact, tensor, reference.valid)
 

@@ -318,6 +318,11 @@ class Score:
     ) -> Divergence:
         judgement = judged.judgement
         hints = self._guesses.of(node, judged.tensor, reference, [other.name for other in self._flagged])
+        for name in self._guesses.covered:
+            # Of a tensor that was flagged before and is made anew here, the proof is this one.
+            if name in self.divergences and self.divergences[name].step == step:
+                less = (hint for hint in self.divergences[name].hints if not hint.proven)
+                self.divergences[name] = dataclasses.replace(self.divergences[name], hints=(hints[0], *less))
         place = self._guesses.place
         expected = reference.native if judged.predicted is None else judged.predicted
         rank, more = self.side.blamed(node, observed, expected)

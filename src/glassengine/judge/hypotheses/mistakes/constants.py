@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import Trial
 
 _APART = 1e-6
 """Relative distance from which on two numbers are others."""
@@ -53,11 +53,12 @@ def _named(sizes: Iterable[int]) -> Iterator[tuple[str, float]]:
     yield from _FAMOUS
 
 
-def sizes_of(question: Question) -> set[int]:
-    """Return the sizes of the axes of all that is read and made where a tensor was flagged."""
-    return _sizes(question.trial)
+def origin_in(question: Question, number: float) -> str | None:
+    """Return what a number is called where a tensor was flagged: by the sizes that are there, else by the model's."""
+    near = _sizes(question.trial.values.values())
+    return origin_of(number, near) or origin_of(number, _sizes(n.meta.get("val") for n in question.named.values()))
 
 
-def _sizes(trial: Trial) -> set[int]:
-    tensors = (value for value in trial.values.values() if isinstance(value, torch.Tensor))
-    return {size for tensor in tensors for size in tensor.shape}
+def _sizes(values: Iterable[Any]) -> set[int]:
+    tensors = (value for value in values if isinstance(value, torch.Tensor))
+    return {size for tensor in tensors for size in tensor.shape if isinstance(size, int)}

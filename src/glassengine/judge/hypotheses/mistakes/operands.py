@@ -135,7 +135,8 @@ def _of_two(question: Question, node: Node, tensors: list[tuple[int, Node]]) -> 
         is_bias = name == "add" and (lost.name in question.weights or other.dim() < made.dim())
         if traits_of(node).kind == "term":
             verb = "added" if name == "add" else "subtracted"
-            yield Hypothesis("bias missing" if is_bias else "other", f"{what} is not {verb}", {node: _value(one)})
+            kind: Kind = "bias missing" if is_bias else "other"
+            yield Hypothesis(kind, f"{what} is not {verb}", {node: _value(one)}, lost=lost)
             yield Hypothesis(
                 "scale", f"{what} is {verb} twice", {node: _value(made + other if name == "add" else made - other)}
             )
@@ -146,7 +147,7 @@ def _of_two(question: Question, node: Node, tensors: list[tuple[int, Node]]) -> 
             )
             yield Hypothesis("other", f"{what} is multiplied, not {verb}", {node: _value(one * other)})
         elif name == "mul":
-            yield Hypothesis("scale", f"{what} is not multiplied", {node: _value(one.expand(made.shape))})
+            yield Hypothesis("scale", f"{what} is not multiplied", {node: _value(one.expand(made.shape))}, lost=lost)
             yield Hypothesis("scale", f"{what} is multiplied twice", {node: _value(made * other)})
             yield Hypothesis("scale", f"1 + {what} is multiplied, not {what}", {node: _value(made + one)})
             yield Hypothesis("scale", f"{what} - 1 is multiplied, not {what}", {node: _value(made - one)})

@@ -28,6 +28,7 @@ class Hypothesis:
         argument: Name of the literal that is another one; None where none is.
         values: Of this literal, or of a factor: here, in the candidate.
         axis: Of the tensor that it changes, where it is along one.
+        lost: What is not read any more, which the candidate need not have at all.
     """
 
     kind: Kind
@@ -36,6 +37,7 @@ class Hypothesis:
     argument: str | None = None
     values: tuple[Any, Any] | None = None
     axis: int | None = None
+    lost: Node | None = None
 
 
 @dataclass(frozen=True)
