@@ -48,7 +48,7 @@ class Asked:
     counterparts: Mapping[str, str] = field(default_factory=dict)
     flagged: Collection[str] = ()
     covered: Collection[str] = ()
-    """Flagged nodes that the piece of the last `hints` makes anew: its mistake explains them as well."""
+    """Flagged nodes that the piece of the last `hints` recomputes: its mistake explains them as well."""
     place: str | None = None
     """Node in which the mistake of the last `hints` was made: an unobserved one, inside of the region."""
 

@@ -48,7 +48,7 @@ def tensor_hints(baseline: torch.Tensor, candidate: torch.Tensor, valid: torch.T
 
 
 def _not_numbers(baseline: torch.Tensor, candidate: torch.Tensor, valid: torch.Tensor | None) -> Hint | None:
-    """Elements that are no numbers, or infinite, where the baseline has numbers."""
+    """NaN or infinite elements where the baseline has numbers."""
     known = baseline.isfinite() if valid is None else baseline.isfinite() & valid
     for found, words in ((candidate.isnan(), "NaN"), (candidate.isinf(), "infinite: an overflow")):
         count = int((found & known).sum())
