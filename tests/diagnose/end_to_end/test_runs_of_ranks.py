@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import glassengine as glass
-from tests.compare.ranks.end_to_end import spread_runs
+from tests.compare.ranks.end_to_end import spread_runs, torch_runs
 from tests.compare.ranks.end_to_end.places import Place
 from tests.compare.ranks.end_to_end.running import recorded
 from tests.compare.ranks.end_to_end.spread_model import Net
@@ -41,3 +41,13 @@ def test_each_is_judged_with_the_model(name: str, runs: Path) -> None:
     assert {site.replace("layers.1.", "layers.0.").rstrip("0123456789") for site, _ in named} == {
         named[0][0].replace("layers.1.", "layers.0.").rstrip("0123456789")
     }
+
+
+def test_transformers_with_a_plan(tmp_path: Path) -> None:
+    """`tp_plan="auto"`, a prompt and two decode steps."""
+    recorded(torch_runs, tmp_path, ["tp_plan 2", "tp_plan: a slip"])
+    right = glass.check(torch_runs.llama(), candidate=tmp_path / "tp_plan 2")
+    assert (right.ok, right.coverage, right.origins) == (True, 1.0, ())
+    assert {pair.step for pair in right.pairs} == {0, 1, 2}
+    wrong = glass.check(torch_runs.llama(), candidate=tmp_path / "tp_plan: a slip")
+    assert [(found.site.partition("/")[0], found.rank) for found in wrong.origins] == [(torch_runs.GATED, 1)]
