@@ -16,6 +16,8 @@ from glassengine.results.figures import Figures, Summary
 
 _TOGETHER = 256
 """Pairs that are compressed together."""
+_MOST_OPEN = 32
+"""Of these, how many are at hand: who looks at a step goes to and fro in it."""
 
 Tally = Counter[tuple[Verdict, str, bool]]
 """Verdict, what it rests on, whether it is inherited -> how many pairs."""
@@ -87,7 +89,7 @@ class Packed(Sequence[Pair]):
         self._packed: list[bytes] = []
         self._last: list[Pair] = []
         self._changed: dict[int, Pair] = {}
-        self._open: tuple[int, list[Pair]] = -1, []
+        self._open: dict[int, list[Pair]] = {}
 
     def append(self, pair: Pair) -> None:
         """Add a pair."""
@@ -143,9 +145,12 @@ class Packed(Sequence[Pair]):
         number, at = divmod(place, _TOGETHER)
         if number == len(self._packed):
             return self._last[at]
-        if self._open[0] != number:
-            self._open = number, _decoder().decode(zlib.decompress(self._packed[number]))
-        return self._open[1][at]
+        found = self._open.get(number)
+        if found is None:
+            if len(self._open) == _MOST_OPEN:
+                del self._open[next(iter(self._open))]
+            found = self._open[number] = _decoder().decode(zlib.decompress(self._packed[number]))
+        return found[at]
 
 
 @functools.cache
