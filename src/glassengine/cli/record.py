@@ -111,6 +111,8 @@ def command(
             got = "--inputs, --max-new-tokens, --tokens-of, --device, --noise-floor or --dry-run"
             raise UsageError("a script brings its own inputs, and is run once", got=got)
         watched = watch_of(watch, trigger, tracker)
+        if microbatches != 1 and not gradients:
+            raise UsageError("--microbatches is for gradients", got=f"{microbatches}, no --gradients")
         own = {"gradients": gradients, "optimizer": optimizer, "microbatches": microbatches, "watch": watched}
         return _script(line, output_dir, {**policy, **own})
     if gradients or optimizer or microbatches > 1:
