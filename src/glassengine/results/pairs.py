@@ -17,7 +17,7 @@ from glassengine.results.figures import Figures, Summary
 _TOGETHER = 256
 """Pairs that are compressed together."""
 _MOST_OPEN = 32
-"""Of these, how many are at hand: who looks at a step looks at all of it, several times."""
+"""Of these, how many are kept open: who looks at a step looks at all of it, several times."""
 
 Tally = Counter[tuple[Verdict, str, bool]]
 """Verdict, what it rests on, whether it is inherited -> how many pairs."""
