@@ -148,6 +148,8 @@ def test_documents_of_checks(run: Run, words: tuple[str, ...], status: int) -> N
         # What is validated is no empty list.
         assert document["first_divergence"]["noise_ratio"] is not None or "nan" in str(document)
         assert any(pair["figures"] for pair in document["pairs"])
+        values = [pair["values"] for pair in document["pairs"] if pair["values"]]
+        assert bool(values) == ("check" in words[0]) and all(one["worst"] and one["axes"] for one in values)
 
 
 @pytest.fixture

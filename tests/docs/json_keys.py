@@ -21,7 +21,7 @@ for _module in pkgutil.iter_modules(results.__path__, f"{results.__name__}."):
             CLASSES[f"{_module.name.rpartition('.')[2]}.{_name}" if _name in CLASSES else _name] = _class
 FUNCTIONS_ONLY = {
     *("ConformanceReport", "ErrorHistogram", "Finding", "LogitsDifference", "PatternMismatches"),
-    *("Fallback", "PendingTensor", "SliceMaxima", "UlpDistance"),
+    *("Fallback", "PendingTensor"),
 }
 """What only functions of Python return."""
 _WORDS = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "None": "null", "Any": "anything"}

@@ -11,6 +11,7 @@ from glassengine.results import (
     CaseInputs,
     Comparison,
     Divergence,
+    ElementDifference,
     Figures,
     Hint,
     InputUsed,
@@ -18,10 +19,18 @@ from glassengine.results import (
     ResultComparison,
     Rung,
     Skipped,
+    SliceMaxima,
+    TensorValues,
+    UlpDistance,
     Verdict,
     counts_of,
 )
 
+VALUES = TensorValues(
+    (ElementDifference((0, 3, 1), 0.25, 0.27),),
+    UlpDistance(56, 0, 12345, (0, 3, 1), (40, 9, 0, 7)),
+    (SliceMaxima(1, 7, 1, (0.0, 0.0, 0.0, 0.02, 0.0, 0.0, 0.0)),),
+)
 OPS = ("self_attn.q_proj/linear.0", "self_attn/scaled_dot_product_attention.0", "mlp/mul.0", "mlp.down_proj")
 SOURCE = "modeling_llama.py:251: attn = sdpa(q, k, v, scale=self.scaling)"
 TEXTS = ("The value of an expression", " is", " the", " result")
@@ -59,7 +68,9 @@ def layered(*, layers: int = 6, steps: int = 4, guilty: int | None = 2, prefix: 
             for place, op in enumerate(OPS):
                 site, after = f"{prefix}.{layer}.{op}", guilty is not None and (layer, place) > (guilty, 1)
                 if (layer, place) == (guilty, 1):
-                    found.append(pair(step, site, "wrong", 3110.0, bound_ratio=41.0, figures=figures(0.02)))
+                    found.append(
+                        pair(step, site, "wrong", 3110.0, bound_ratio=41.0, figures=figures(0.02), values=VALUES)
+                    )
                 elif after:
                     found.append(pair(step, site, "wrong", 80.0, inherited=True, figures=figures(0.01)))
                 else:

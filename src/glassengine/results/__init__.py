@@ -56,12 +56,14 @@ from glassengine.results.failure import (
     failure,
 )
 from glassengine.results.figures import (
+    ElementDifference,
     ErrorHistogram,
     Figures,
     LogitsDifference,
     PatternMismatches,
     SliceMaxima,
     Summary,
+    TensorValues,
     UlpDistance,
 )
 from glassengine.results.hints import (
@@ -132,6 +134,7 @@ __all__ = [
     "Counts",
     "Divergence",
     "DriftRow",
+    "ElementDifference",
     "EngineColumn",
     "ErrorHistogram",
     "Exemption",
@@ -174,6 +177,7 @@ __all__ = [
     "Standing",
     "StepDifference",
     "Summary",
+    "TensorValues",
     "TokenAgreement",
     "TokenDifference",
     "UlpDistance",

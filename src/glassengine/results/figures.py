@@ -12,9 +12,14 @@ from glassengine.results.base import Result
 class UlpDistance(Result):
     """How many representable values lie between candidate and baseline, over elements finite on both sides.
 
-    `histogram[0]` counts the distance 0, `histogram[k]` distances from 2 ** (k - 1) to below 2 ** k. -0 and +0 are the
-    same value. `worst_index` is the first element that far away, None when all agree; `max_ulp` is None when nothing
-    was counted.
+    -0 and +0 are the same value.
+
+    Attributes:
+        num_finite: Elements that were counted.
+        num_nonfinite_mismatch: Elements that are not, and differ.
+        max_ulp: Largest distance; None when nothing was counted.
+        worst_index: The first element that far away; None when all agree.
+        histogram: The first number counts the distance 0, number k distances from 2 ** (k - 1) to below 2 ** k.
     """
 
     num_finite: int
@@ -38,9 +43,13 @@ class ErrorHistogram(Result):
 
 @dataclass(frozen=True)
 class SliceMaxima(Result):
-    """The largest |c - b| within every slice of one axis; `maxima[i]` is of the indices from `i * step`, `step` many.
+    """The largest |c - b| within every slice of one axis.
 
-    `step` is 1 but for very long axes. A mismatch of non-finite values counts as an infinite error.
+    Attributes:
+        axis: Which one.
+        size: Its length.
+        step: How many indices a slice has: 1, but for long axes.
+        maxima: Number i is of the indices from i * step; a mismatch of non-finite values counts as infinite.
     """
 
     axis: int
@@ -53,6 +62,36 @@ class SliceMaxima(Result):
         """The first index along the axis (of the first `step` many) with the largest error; None where none differs."""
         largest = max(self.maxima, default=0.0)
         return self.maxima.index(largest) * self.step if largest > 0 else None
+
+
+@dataclass(frozen=True)
+class ElementDifference(Result):
+    """One element of two tensors.
+
+    Attributes:
+        index: Where.
+        baseline: Its value there, true as 1.
+        candidate: Likewise.
+    """
+
+    index: tuple[int, ...]
+    baseline: float
+    candidate: float
+
+
+@dataclass(frozen=True)
+class TensorValues(Result):
+    """What single elements of two tensors say, that figures of all of them do not.
+
+    Attributes:
+        worst: Those that differ most, at most 12, a mismatch of NaN or infinity first.
+        ulp: Distances in representable values; None where the dtypes differ or have no such.
+        axes: The largest error of every index along every axis, in at most 256 pieces.
+    """
+
+    worst: tuple[ElementDifference, ...]
+    ulp: UlpDistance | None
+    axes: tuple[SliceMaxima, ...]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import TypedDict, cast, overload
 import msgspec
 
 from glassengine.results.base import FLAGGED, VERDICTS, Result, Verdict
-from glassengine.results.figures import Figures, Summary
+from glassengine.results.figures import Figures, Summary, TensorValues
 
 _TOGETHER = 256
 """Pairs that are compressed together."""
@@ -51,6 +51,7 @@ class Pair(Result):
         rank: Process that had the tensor.
         dtype: Of the baseline's tensor, where known.
         shape: Likewise.
+        values: Of the first that introduced an error, in a check; what `glass report` shows of its elements and axes.
     """
 
     step: int
@@ -74,6 +75,7 @@ class Pair(Result):
     rank: int = 0
     dtype: str | None = None
     shape: tuple[int, ...] | None = None
+    values: TensorValues | None = None
 
 
 class Packed(Sequence[Pair]):

@@ -127,6 +127,7 @@ def test_the_keyboard_reaches_everything(tab: Open, report: Path) -> None:
     first = page.locator("#detail").inner_text()
     assert "0, 3, 1" in first and "candidate 0.27" in first and "baseline 0.25" in first and "3110" in first
     assert "float32[1, 7, 8]" in first
+    assert "Axis 1, size 7" in first and "largest at index 3; 1 of 7 indices differ" in first and "12,345 ulp" in first
     inputs = page.locator("#detail h3", has_text="Inputs").locator("+ .links button")
     assert [one.get_attribute("title") for one in inputs.all()] == ["model.layers.2.self_attn.q_proj/linear.0"]
     page.keyboard.press("j")

@@ -10,12 +10,15 @@ from glassengine.judge.exclusions.in_step import CHOICES
 from glassengine.judge.exclusions.unread import Differing
 from glassengine.numerics.exemptions import PADDING, TIES, Masks
 from glassengine.numerics.judgement import Judgement
+from glassengine.numerics.metrics.elements import tensor_values
 from glassengine.numerics.metrics.measure import measure
 from glassengine.numerics.metrics.tolerance import tolerance
 from glassengine.numerics.verdict import Reference, is_finite
-from glassengine.results import Figures
+from glassengine.results import Figures, TensorValues
 
 _COMPENSATED = 3.0
+_MOST_ELEMENTS = 1 << 24
+"""Of a tensor whose elements are shown."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,16 @@ def figures_of(baseline: torch.Tensor, candidate: torch.Tensor) -> Figures | Non
     names = [str(tensor.dtype).removeprefix("torch.") for tensor in (baseline, candidate)]
     allowed = tolerance(*names)
     return measure(baseline, candidate, rtol=allowed.rtol, atol=allowed.atol)
+
+
+def values_of(reference: Reference, candidate: torch.Tensor) -> TensorValues | None:
+    """Return elements and axes of a tensor that is wrong, where it counts; None where that is not to be had."""
+    baseline = reference.native
+    if baseline.shape != candidate.shape or candidate.numel() > _MOST_ELEMENTS:
+        return None
+    if reference.valid is not None:
+        candidate = torch.where(reference.valid, candidate, baseline.to(candidate.dtype))
+    return tensor_values(baseline, candidate)
 
 
 def is_compensated(local: Judgement, accumulated: Judgement, reference: Reference, tensor: torch.Tensor) -> bool:

@@ -52,7 +52,7 @@ async function drawDetail() {
   const mine = (opened += 1);
   if (!(row >= 0 && row < rows.length)) { box.replaceChildren(); return; }
   const detail = await item("details", row);
-  const [values, beside] = await Promise.all([valuesOf(row), neighbors(row)]);
+  const [values, beside] = await Promise.all([valuesOf(row, detail), neighbors(row)]);
   if (mine !== opened) return;
   const f = detail.figures;
   const there = sites[rows.candidate[row]];

@@ -50,13 +50,13 @@ function axisPlot(axis) {
 
 function worstTable(elements) {
   if (!elements.length) return [];
-  const difference = (one) => (typeof one[1] === "number" && typeof one[2] === "number" ? number(one[2] - one[1], 4) : "");
-  return [el("h3", {}, "Worst elements"), el("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "Worst elements" }, el("table", {}, el("thead", {}, el("tr", {}, ...["index", "baseline", "candidate", "difference"].map((name) => el("th", { scope: "col" }, name)))), el("tbody", {}, ...elements.map((one) => el("tr", {}, el("th", { scope: "row" }, `[${one[0].join(", ")}]`), ...[exact(one[1]), exact(one[2]), difference(one)].map((text) => el("td", { class: "number" }, text)))))))];
+  const difference = (one) => (typeof one.baseline === "number" && typeof one.candidate === "number" ? number(one.candidate - one.baseline, 4) : "");
+  return [el("h3", {}, "Worst elements"), el("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "Worst elements" }, el("table", {}, el("thead", {}, el("tr", {}, ...["index", "baseline", "candidate", "difference"].map((name) => el("th", { scope: "col" }, name)))), el("tbody", {}, ...elements.map((one) => el("tr", {}, el("th", { scope: "row" }, `[${one.index.join(", ")}]`), ...[exact(one.baseline), exact(one.candidate), difference(one)].map((text) => el("td", { class: "number" }, text)))))))];
 }
 
-async function valuesOf(row) {
+async function valuesOf(row, detail) {
   const place = page.valued_rows.indexOf(row);
-  if (place < 0) return [el("p", { class: "about" }, page.why_no_values)];
-  const found = await item("values", place);
-  return [...worstTable(found.worst), ...found.axes.filter((axis) => axis.size > 1).flatMap(axisPlot), ...(found.ulp ? ulpPlot(found.ulp) : []), ...errorPlot(found.errors)];
+  if (place < 0 && !detail.values) return [el("p", { class: "about" }, page.why_no_values)];
+  const found = place < 0 ? detail.values : await item("values", place);
+  return [...worstTable(found.worst), ...found.axes.filter((axis) => axis.size > 1).flatMap(axisPlot), ...(found.ulp ? ulpPlot(found.ulp) : []), ...(found.errors ? errorPlot(found.errors) : [])];
 }
