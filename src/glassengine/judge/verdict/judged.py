@@ -17,6 +17,7 @@ from glassengine.numerics.verdict import Reference, is_finite
 from glassengine.results import Figures, TensorValues
 
 _COMPENSATED = 3.0
+MOST_WITH_VALUES = 64
 _MOST_ELEMENTS = 1 << 24
 """Of a tensor whose elements are shown."""
 
@@ -50,14 +51,21 @@ def figures_of(baseline: torch.Tensor, candidate: torch.Tensor) -> Figures | Non
     return measure(baseline, candidate, rtol=allowed.rtol, atol=allowed.atol)
 
 
-def values_of(reference: Reference, candidate: torch.Tensor) -> TensorValues | None:
-    """Return elements and axes of a tensor that is wrong, where it counts; None where that is not to be had."""
-    baseline = reference.native
-    if baseline.shape != candidate.shape or candidate.numel() > _MOST_ELEMENTS:
-        return None
-    if reference.valid is not None:
-        candidate = torch.where(reference.valid, candidate, baseline.to(candidate.dtype))
-    return tensor_values(baseline, candidate)
+class FirstValues:
+    """Elements and axes of the first tensors that are wrong."""
+
+    def __init__(self) -> None:
+        self._num = 0
+
+    def of(self, reference: Reference, candidate: torch.Tensor) -> TensorValues | None:
+        """Return those of a tensor, where it counts; None of a late, large or differently shaped one."""
+        baseline, self._num = reference.native, self._num + 1
+        is_large = candidate.numel() > _MOST_ELEMENTS
+        if self._num > MOST_WITH_VALUES or is_large or baseline.shape != candidate.shape:
+            return None
+        if reference.valid is not None:
+            candidate = torch.where(reference.valid, candidate, baseline.to(candidate.dtype))
+        return tensor_values(baseline, candidate)
 
 
 def is_compensated(local: Judgement, accumulated: Judgement, reference: Reference, tensor: torch.Tensor) -> bool:

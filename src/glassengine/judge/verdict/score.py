@@ -21,13 +21,13 @@ from glassengine.judge.sides.protocol import Observed, Side
 from glassengine.judge.verdict.drift import Drift
 from glassengine.judge.verdict.evidence import EvidenceBox
 from glassengine.judge.verdict.judged import (
+    FirstValues,
     Judged,
     exempt_by_replay,
     figures_of,
     inherited_in,
     is_compensated,
     padding_differs,
-    values_of,
 )
 from glassengine.judge.verdict.origins import OriginTracker, Why
 from glassengine.numerics.exemptions import BELOW, DRAWN, PADDING, UNREAD, UNWRITTEN, Ledger
@@ -35,9 +35,8 @@ from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.verdict import TIED, Reference, is_finite
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.program import Program
-from glassengine.results import FLAGGED, VERDICTS, Divergence, Pair, Skipped, TensorValues, worst
+from glassengine.results import FLAGGED, VERDICTS, Divergence, Pair, Skipped, worst
 
-MOST_WITH_VALUES = 64
 UNREAD_ELEMENTS = "elements differ that no result reads"
 
 
@@ -68,7 +67,7 @@ class Score:
     sums: dict[str, bool | None] = field(default_factory=dict)
     _tracker: OriginTracker | None = None
     _num_seen: int = 0
-    _num_valued: int = 0
+    _values: FirstValues = field(default_factory=FirstValues)
     _clean: set[str] = field(default_factory=set)
     _contradicting: set[str] = field(default_factory=set)
     _flagged: list[Node] = field(default_factory=list)
@@ -164,7 +163,7 @@ class Score:
                 reason=visited.reason or judgement.reason,
                 dtype=str(reference.native.dtype).removeprefix("torch."),
                 shape=tuple(reference.native.shape),
-                values=self._values(reference, judged.tensor) if flagged and not visited.inherited else None,
+                values=self._values.of(reference, judged.tensor) if flagged and not visited.inherited else None,
             )
         )
         if flagged:
@@ -245,10 +244,6 @@ class Score:
 
     def _several(self, node: Node) -> bool:
         return len(self.side.observed(node.name)) > 1
-
-    def _values(self, reference: Reference, tensor: torch.Tensor) -> TensorValues | None:
-        self._num_valued += 1
-        return values_of(reference, tensor) if self._num_valued <= MOST_WITH_VALUES else None
 
     def _leave_out(self, node: Node, observed: Observed, judgement: Judgement, reference: Reference, step: int) -> None:
         """List a tensor that is not judged, or only in part.
