@@ -238,8 +238,14 @@ class Asked:
         site = self._site(node.name)
         inside = {n.name for n in trial.inputs}
         found: dict[str, torch.Tensor] = {}
+        made = self._made_of(trial)
         for name, value in self._nearest(node):
-            if name in inside or not isinstance(value, torch.Tensor) or tuple(value.shape) not in shapes:
+            if (
+                name in inside
+                or name in made
+                or not isinstance(value, torch.Tensor)
+                or tuple(value.shape) not in shapes
+            ):
                 continue
             if len(found) == _MOST_OTHERS:
                 break
@@ -249,6 +255,14 @@ class Asked:
                 value.detach().double() if value.is_floating_point() else value.detach()
             )
         return found
+
+    def _made_of(self, trial: Trial) -> set[str]:
+        """Return what is made of the piece's own tensors: it has the mistake, and explains nothing."""
+        below = {op.name for op in trial.ops}
+        for node in self.program.graph.nodes:
+            if any(source.name in below for source in node.all_input_nodes):
+                below.add(node.name)
+        return below
 
     def _nearest(self, node: Node) -> Iterator[tuple[str, Any]]:
         order = {other.name: place for place, other in enumerate(self.program.graph.nodes)}

@@ -49,9 +49,10 @@ def weights(question: Question) -> Iterator[Hypothesis]:
         if not value.is_floating_point():
             continue
         for name, tensor in theirs:
-            for held in _as_ours(value, tensor):
-                if _is_same(value, held, same):
-                    continue
+            forms = list(_as_ours(value, tensor))
+            if forms and _is_same(value, forms[0], same):
+                continue  # a square one that is the same as it is, is not a transposed one that differs
+            for held in (form for form in forms if not _is_same(value, form, same)):
                 kind, text = relation(label, name, value, held, others, same)
                 found = Hypothesis(kind, text, {node: _value(held)})
                 if kind != "other":
