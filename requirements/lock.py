@@ -20,17 +20,6 @@ HERE = Path(__file__).resolve().parent
 
 # Not part of the environment of the tests: what only other extras need. torch has a lock of its own.
 OTHERS = {"torch", "accelerate", "adlfs", "gcsfs", "psutil", "tensorrt-rtx-cu13-bindings", "tensorrt-rtx-cu13-libs"}
-OTHERS |= {
-    "mcp",
-    "mcp-types",
-    "opentelemetry-api",
-    "PyJWT",
-    "python-multipart",
-    "sse-starlette",
-    "starlette",
-    "uvicorn",
-}
-OTHERS |= {"contourpy", "cycler", "fonttools", "kiwisolver", "matplotlib", "pyparsing"}
 
 HEAD = "# Written by `make lock`; every file of each version, by hash.\n"
 

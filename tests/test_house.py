@@ -92,21 +92,30 @@ def pins(root: Path) -> dict[str, str]:
 # What the installation for the tests leaves out: a hundred megabytes that need nothing else, what only a model that
 # is loaded in parts of several ranks needs, with psutil and what is there anyway, and the stores of two clouds.
 NOT_INSTALLED = {"accelerate", "adlfs", "gcsfs", "tensorrt-rtx-cu13-bindings", "tensorrt-rtx-cu13-libs"}
-# The server of tools and plots, which the tests of these skip without.
-NOT_INSTALLED |= {"mcp", "mcp-types", "opentelemetry-api", "pyjwt", "python-multipart", "sse-starlette", "starlette"}
-NOT_INSTALLED |= {"uvicorn", "contourpy", "cycler", "fonttools", "kiwisolver", "matplotlib", "pyparsing"}
 
 
 # An environment without them runs all tests but those in a browser, which skip with that reason.
 OF_THE_BROWSER = {"axe-playwright-python", "greenlet", "playwright"}
+# Nor those of the server of tools and of plots.
+OF_TOOLS = {
+    "mcp",
+    "mcp-types",
+    "opentelemetry-api",
+    "pyjwt",
+    "python-multipart",
+    "sse-starlette",
+    "starlette",
+    "uvicorn",
+}
+OF_PLOTS = {"contourpy", "cycler", "fonttools", "kiwisolver", "matplotlib", "pyparsing"}
 
 
 def is_here(name: str) -> bool:
-    """Return whether a package is installed; only one of the browser may be missing."""
+    """Return whether a package is installed; only one of those above may be missing."""
     try:
         distribution(name)
     except PackageNotFoundError:
-        if name in OF_THE_BROWSER:
+        if name in OF_THE_BROWSER | OF_TOOLS | OF_PLOTS:
             return False
         raise
     return True
