@@ -56,6 +56,7 @@ def test_the_four_tools_over_stdio(root: Path) -> None:
         tools = {tool.name: tool for tool in (await session.list_tools()).tools}
         assert sorted(tools) == ["check", "compare", "explain", "show"]
         assert all(tool.description for tool in tools.values())
+        assert {name for name, tool in tools.items() if tool.annotations.read_only_hint} == tools.keys() - {"check"}
 
         answer = await session.call_tool("compare", {"baseline": "one.pt", "candidate": "two.pt"})
         assert not answer.is_error, text_of(answer)
@@ -81,6 +82,7 @@ def test_the_four_tools_over_stdio(root: Path) -> None:
     driven(root, drive)
 
 
+@pytest.mark.slow
 def test_check_runs_a_factory_that_prints_where_that_was_allowed(root: Path) -> None:
     async def drive(session: Any) -> None:
         arguments = {"baseline": "loud.py:net", "candidate": "loud.py:other", "inputs": "x.pt"}
@@ -92,6 +94,7 @@ def test_check_runs_a_factory_that_prints_where_that_was_allowed(root: Path) -> 
     driven(root, drive, "--run-code")
 
 
+@pytest.mark.slow
 def test_a_call_that_takes_too_long_ends(root: Path) -> None:
     (root / "slow.py").write_text("import time\ntime.sleep(600)\n")
 

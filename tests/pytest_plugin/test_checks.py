@@ -197,6 +197,7 @@ def test_options_of_marks_the_nearest_first(project: pytest.Pytester) -> None:
     assert {"glass.ok", "glass.2.ok"} <= junit(project)["test_twice"].keys()
 
 
+@pytest.mark.slow
 def test_workers_send_what_they_found(project: pytest.Pytester) -> None:
     project.makepyfile(test_port=MARKED)
     done = project.runpytest_subprocess(

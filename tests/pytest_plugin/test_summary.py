@@ -1,11 +1,19 @@
-"""The plugin costs nothing where it is not used."""
+"""The plugin costs nothing where it is not used, and sums up what workers send."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+import torch
+
+import glassengine as glass
+from glassengine.pytest_plugin.summary import Summary
 from tests.test_import import HEAVY
 
 CODE = f"""
@@ -29,3 +37,25 @@ def test_a_run_without_comparisons_loads_nothing_heavy(tmp_path: Path) -> None:
     assert "LOADED []" in done.stdout
     own = "['glassengine', 'glassengine.deferred', 'glassengine.pytest_plugin', 'glassengine.pytest_plugin.summary']"
     assert f"OWN {own}" in done.stdout
+
+
+def test_reports_of_workers_become_one_log(tmp_path: Path) -> None:
+    """As pytest-xdist hands them to the controller: reports with properties, of tests that ran in other processes."""
+    torch.save({"a": torch.ones(3)}, tmp_path / "one.pt")
+    torch.save({"a": torch.zeros(3)}, tmp_path / "two.pt")
+    result = glass.compare(tmp_path / "one.pt", tmp_path / "two.pt")
+    document = tmp_path / "test-1.json"
+    document.write_text(json.dumps({"schema_version": 1, **result.to_dict()}))
+    options: dict[str, Any] = {"--glass-report": str(tmp_path)}
+    config: Any = SimpleNamespace(getoption=options.get, rootpath=tmp_path)
+    summary = Summary(config)
+    for when in ("setup", "call", "teardown"):
+        properties = [("glass.ok", "false"), ("glass.2.document", str(document)), ("other", "x")]
+        report: Any = SimpleNamespace(when=when, user_properties=properties)
+        summary.pytest_runtest_logreport(report)
+    summary.pytest_sessionfinish(pytest.ExitCode.TESTS_FAILED)
+    (found,) = json.loads((tmp_path / "glass.sarif").read_text())["runs"][0]["results"]
+    assert found["ruleId"] == "glass/wrong"
+    # Another run that compares nothing leaves no log of this one.
+    Summary(config).pytest_sessionfinish(pytest.ExitCode.OK)
+    assert not (tmp_path / "glass.sarif").exists()

@@ -19,6 +19,7 @@ from typing import IO
 import anyio
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
+from mcp.types import ToolAnnotations
 
 import glassengine
 from glassengine.cli.roots import Roots
@@ -46,8 +47,11 @@ def serve(roots: Roots, timeout: int) -> None:
 def make_server(tools: Tools) -> MCPServer:
     """Return the server, with the tools as its four tools."""
     server = MCPServer("glassengine", version=glassengine.__version__, instructions=_INSTRUCTIONS, log_level="WARNING")
-    for tool in (tools.check, tools.compare, tools.show, tools.explain):
-        server.add_tool(tool, structured_output=False)
+    reads = ToolAnnotations(read_only_hint=True, open_world_hint=False)
+    for tool in (tools.compare, tools.show, tools.explain):
+        server.add_tool(tool, annotations=reads, structured_output=False)
+    # Which runs models, and code of the user's where that was allowed.
+    server.add_tool(tools.check, annotations=ToolAnnotations(open_world_hint=False), structured_output=False)
     return server
 
 

@@ -132,11 +132,17 @@ def plot_pairs(pairs: Sequence[Any], ax: Any = None) -> Any:
     ax.set_yscale("log")
     if by_floor:
         ax.axhspan(low, _SUSPICIOUS, color="0.5", alpha=0.15, label="noise floor")
-        ax.axhline(_WRONG, color="0.5", linewidth=1, linestyle="--")
+        ax.axhline(_WRONG, color="0.5", linewidth=1, linestyle="--", label="wrong above, where no bound says less")
     first = next((place for place, pair in enumerate(measured) if pair.verdict == "wrong" and not pair.inherited), None)
     if first is not None:
         height = values[first] if math.isfinite(values[first]) and values[first] > 0 else high
-        ax.annotate(_plain(measured[first].site).replace("$", r"\$"), (first, height), fontsize=8)
+        ax.annotate(
+            _plain(measured[first].site).replace("$", r"\$"),
+            (first, height),
+            (5, 5),
+            textcoords="offset points",
+            fontsize=8,
+        )
     ax.set_ylim(low / 2, high * 2)
     ax.set_xlabel("tensors, as they were judged")
     ax.set_ylabel("error / noise floor" if by_floor else "largest absolute error")
