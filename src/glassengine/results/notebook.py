@@ -132,7 +132,7 @@ def plot_pairs(pairs: Sequence[Any], ax: Any = None) -> Any:
     ax.set_yscale("log")
     if by_floor:
         ax.axhspan(low, _SUSPICIOUS, color="0.5", alpha=0.15, label="noise floor")
-        ax.axhline(_WRONG, color="0.5", linewidth=1, linestyle="--", label="wrong above, where no bound says less")
+        ax.axhline(_WRONG, color="0.5", linewidth=1, linestyle="--", label="8 times the floor")
     first = next((place for place, pair in enumerate(measured) if pair.verdict == "wrong" and not pair.inherited), None)
     if first is not None:
         height = values[first] if math.isfinite(values[first]) and values[first] > 0 else high
