@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import logging
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +37,9 @@ class NotOk(AssertionError):
     Attributes:
         comparison: All that was found.
     """
+
+    # As pytest's own: the summary of a run has room for the message then.
+    __module__ = "builtins"
 
     def __init__(self, message: str, comparison: Comparison) -> None:
         super().__init__(message)
@@ -81,7 +86,8 @@ class Checks:
             torch.save(dict(inputs), path)
             inputs = path
         given = {"inputs": None if inputs is None else str(inputs), **options}
-        result = glass.check(baseline, candidate=candidate, **self._options(glass.check, given))
+        with _without_traces():
+            result = glass.check(baseline, candidate=candidate, **self._options(glass.check, given))
         return self._concluded(result, of_models=True)
 
     def compare(self, baseline: str | Path, candidate: str | Path, **options: Any) -> Comparison:
@@ -168,6 +174,24 @@ class Checks:
     def _note(self, name: str, value: object) -> None:
         number = "" if self._count <= 1 else f"{self._count}."
         self._item.user_properties.append((f"glass.{number}{name}", str(value)))
+
+
+@contextmanager
+def _without_traces() -> Iterator[None]:
+    """Keep what torch traces of its compiler, thousands of records, from the log that pytest shows of a failed test."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return record.name != "torch.__trace"
+
+    # Those of pytest among them; torch makes handlers of its own for a trace that was asked for.
+    handlers = list(logging.getLogger().handlers)
+    for handler in handlers:
+        handler.addFilter(is_other)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(is_other)
 
 
 def _properties(result: Comparison) -> dict[str, object]:
