@@ -28,7 +28,8 @@ def test_agent_text_takes_the_place_of_the_screen(dumps: Path, capsys: pytest.Ca
     assert main(["compare", "one.pt", "two.pt", "--format", "agent", "--sarif", "out.sarif"]) == 1
     printed = capsys.readouterr().out
     assert printed.startswith("NOT OK") and "op: a; record, step 0, verdict wrong" in printed
-    assert printed.splitlines()[-1].startswith("next: glass compare one.pt two.pt --format agent")
+    last = "next: glass compare one.pt two.pt --format agent --sarif out.sarif --json result.json, then glass explain"
+    assert printed.splitlines()[-1] == f"{last} result.json a"
     (found,) = log(dumps / "out.sarif")["results"]
     assert found["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == "two.pt"
     assert main(["compare", "one.pt", "one.pt", "--sarif", "out.sarif"]) == 0

@@ -61,6 +61,7 @@ def test_the_four_tools_over_stdio(root: Path) -> None:
         answer = await session.call_tool("compare", {"baseline": "one.pt", "candidate": "two.pt"})
         assert not answer.is_error, text_of(answer)
         assert text_of(answer).startswith("NOT OK") and text_of(answer).endswith("exit status 1; result: result-1")
+        assert "\nnext: glass explain result-1 a\n" in text_of(answer)
         answer = await session.call_tool("explain", {"result": "result-1", "site": "a"})
         assert "1 of 4 elements differ" in text_of(answer)
         answer = await session.call_tool("show", {"recording": "one.pt", "pattern": "a"})

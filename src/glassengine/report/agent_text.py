@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -97,7 +98,7 @@ def _next(result: Comparison, found: Finding | None, command: Sequence[str]) -> 
     if result.ok:
         return "nothing; both sides agree" if found is None else f"nothing has to be done; watch {found.site}"
     if result.too_little:
-        return f"{again} --json result.json, and read .skipped for what was not judged and why"
+        return f"{_with_document(command)}, and read .skipped for what was not judged and why"
     origin = None if found is None else found.divergence
     if origin is not None and origin.reproduction:
         test = shlex.quote(str(Path(origin.reproduction) / "test_repro.py"))
@@ -108,7 +109,23 @@ def _next(result: Comparison, found: Finding | None, command: Sequence[str]) -> 
         return f"change {found.candidate.place}, then {again}"
     if command[:1] == ["check"]:
         return f"{again} --reproduction reproduction"
-    return f"{again} --json result.json, and read .first_divergence"
+    site = "" if found is None or found.site is None else f" {shlex.quote(found.site)}"
+    document = _document(command)
+    if document is not None:
+        return f"glass explain {shlex.quote(document)}{site}"
+    return f"{_with_document(command)}, then glass explain result.json{site}"
+
+
+def _document(command: Sequence[str]) -> str | None:
+    """Return the file that the command wrote its document to."""
+    words = [word.partition("=")[2] for word in command if word.startswith("--json=")]
+    words += [after for word, after in itertools.pairwise(command) if word == "--json" and after.endswith(".json")]
+    return next(iter(words), None)
+
+
+def _with_document(command: Sequence[str]) -> str:
+    again = f"glass {shlex.join(command)}"
+    return again if _document(command) is not None else f"{again} --json result.json"
 
 
 def _short(line: str) -> str:
