@@ -13,8 +13,8 @@ from typing import Literal
 
 from glassengine.errors import GlassError
 from glassengine.reading.files import is_regular, read_text
-from glassengine.report.terminal_check import size
-from glassengine.results import FLAGGED, VERDICTS, Comparison, Divergence, Hint, Standing
+from glassengine.report.words import pair_of, size
+from glassengine.results import FLAGGED, VERDICTS, Comparison, Divergence, Hint, Pair, Standing
 
 Level = Literal["error", "warning"]
 
@@ -135,7 +135,11 @@ def findings(result: Comparison) -> list[Finding]:
     # Where that was asked for, and there is no wrong one, it is the suspicious that make it fail.
     least = max((VERDICTS.index(origin.verdict) for origin in origins), default=0)
     decides = not result.ok and result.standing in _BY_OPS
-    found = [_of_origin(result, origin, decides and VERDICTS.index(origin.verdict) >= least) for origin in origins]
+    pairs = _pairs_of(result, origins)
+    found = [
+        _of_origin(origin, pairs.get(_key(origin), ()), decides and VERDICTS.index(origin.verdict) >= least)
+        for origin in origins
+    ]
     if not result.ok and not any(finding.level == "error" for finding in found):
         rule = _RULE_OF.get(result.standing, "wrong")
         text = result.not_ok_because or RULES[rule]
@@ -160,15 +164,28 @@ def _place(rungs: Sequence[str], origin: Divergence) -> int:
     return rungs.index(origin.rung) if origin.rung in rungs else len(rungs)
 
 
-def _of_origin(result: Comparison, origin: Divergence, fails: bool) -> Finding:
+def _key(place: Pair | Divergence) -> tuple[str | None, int, str]:
+    return place.rung, place.step, place.site
+
+
+def _pairs_of(result: Comparison, origins: Sequence[Divergence]) -> dict[tuple[str | None, int, str], list[Pair]]:
+    """Return the pairs of each origin; there may be many of both."""
+    found: dict[tuple[str | None, int, str], list[Pair]] = {_key(origin): [] for origin in origins}
+    for pair in result.pairs if found else ():
+        if (there := found.get(_key(pair))) is not None:
+            there.append(pair)
+    return found
+
+
+def _of_origin(origin: Divergence, pairs: Sequence[Pair], fails: bool) -> Finding:
     where = f", {origin.where}" if origin.where else ""
     rank = f" of rank {origin.rank}" if origin.rank is not None else ""
     kind = f": {origin.hints[0].text}" if origin.hints else ""
     text = f"{origin.site}{rank} is {origin.verdict}{where}{kind}."
     if origin.hints and origin.hints[0].line is not None:
         text += f" The line should read: {origin.hints[0].line}."
-    if any((pair.rung, pair.step, pair.site) == (origin.rung, origin.step, origin.site) for pair in result.pairs):
-        text += f" The error: {size(result, origin)}."
+    if pairs:
+        text += f" The error: {size(pair_of(origin, pairs))}."
     lines = SourceLine.of(origin.source), SourceLine.of(origin.candidate_source)
     return Finding(
         "wrong" if origin.verdict == "wrong" else "suspicious",
