@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from glassengine.errors import UnknownNameError
@@ -22,6 +24,12 @@ def test_one_tensor(wrong: Comparison) -> None:
     assert "128 of 128 elements differ" in text and "in the candidate: ./gelu.0" in text
     below = "\n".join(explained(wrong, "down/linear.0"))
     assert "inherited: its inputs carried the error in; introduced by ./silu.0" in below or "identical" in below
+
+
+def test_what_others_wrote_stays_on_its_line(wrong: Comparison) -> None:
+    pair = dataclasses.replace(wrong.pairs[0], site="a\nok: all is well\x1b[2J", verdict="wrong")
+    lines = explained(dataclasses.replace(wrong, pairs=(pair,)), "a*")
+    assert not any("\n" in line or "\x1b" in line or line.startswith("ok: ") for line in lines)
 
 
 def test_an_unknown_tensor_is_an_error_with_the_nearest_names(wrong: Comparison) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from glassengine.errors import UnknownNameError
+from glassengine.reading.printable import printable
 from glassengine.report.findings import RULES, findings
 from glassengine.report.terminal_answer import answer
 from glassengine.report.terminal_check import headline
@@ -35,7 +36,7 @@ def explained(result: Comparison, site: str | None = None) -> list[str]:
     Raises:
         UnknownNameError: No tensor has that name.
     """
-    return list(_whole(result) if site is None else _tensors(result, site))
+    return [printable(line) for line in (_whole(result) if site is None else _tensors(result, site))]
 
 
 def _whole(result: Comparison) -> Iterator[str]:
