@@ -44,18 +44,23 @@ def test_reports_of_workers_become_one_log(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(3)}, tmp_path / "one.pt")
     torch.save({"a": torch.zeros(3)}, tmp_path / "two.pt")
     result = glass.compare(tmp_path / "one.pt", tmp_path / "two.pt")
+    (tmp_path / "tests/.git").mkdir(parents=True)
+    (tmp_path / "tests/test_x.py").touch()
     document = tmp_path / "test-1.json"
     document.write_text(json.dumps({"schema_version": 1, **result.to_dict()}))
     options: dict[str, Any] = {"--glass-report": str(tmp_path)}
-    config: Any = SimpleNamespace(getoption=options.get, rootpath=tmp_path)
+    config: Any = SimpleNamespace(getoption=options.get, rootpath=tmp_path / "tests")
     summary = Summary(config)
     for when in ("setup", "call", "teardown"):
         properties = [("glass.ok", "false"), ("glass.2.document", str(document)), ("other", "x")]
-        report: Any = SimpleNamespace(when=when, user_properties=properties)
+        report: Any = SimpleNamespace(when=when, user_properties=properties, location=("test_x.py", 4, "test"))
         summary.pytest_runtest_logreport(report)
     summary.pytest_sessionfinish(pytest.ExitCode.TESTS_FAILED)
     (found,) = json.loads((tmp_path / "glass.sarif").read_text())["runs"][0]["results"]
     assert found["ruleId"] == "glass/wrong"
+    # The file of the candidate is outside of the repository: the place is the test.
+    place = found["locations"][0]["physicalLocation"]
+    assert place["artifactLocation"]["uri"] == "test_x.py" and place["region"] == {"startLine": 5}
     # Another run that compares nothing leaves no log of this one.
     Summary(config).pytest_sessionfinish(pytest.ExitCode.OK)
     assert not (tmp_path / "glass.sarif").exists()

@@ -22,7 +22,7 @@ class Summary:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
-        self._documents: list[Path] = []
+        self._documents: list[tuple[Path, tuple[str, int]]] = []
         self._stored: list[str] = []
         self._log: Path | None = None
 
@@ -33,7 +33,8 @@ class Summary:
         for key, value in report.user_properties:
             found = _NAME.fullmatch(key)
             if found is not None and found["name"] == "document":
-                self._documents.append(Path(str(value)))
+                file, line, _ = report.location
+                self._documents.append((Path(str(value)), (str(self._config.rootpath / file), (line or 0) + 1)))
             elif found is not None and found["name"] == "stored":
                 self._stored.append(str(value))
 
@@ -52,8 +53,9 @@ class Summary:
         from glassengine.results.base import plain
         from glassengine.results.stored import read_comparisons
 
-        results = [one for path in self._documents for one in read_comparisons(path)]
-        document = sarif(results, "pytest", repository_of(self._config.rootpath), int(exitstatus))
+        results = [one for path, _ in self._documents for one in read_comparisons(path)]
+        root, tests = repository_of(self._config.rootpath), [test for _, test in self._documents]
+        document = sarif(results, "pytest", root, int(exitstatus), tests)
         log.write_text(json.dumps(plain(document), indent=2) + "\n", encoding="utf-8")
         self._log = log
 

@@ -21,7 +21,13 @@ _WARNINGS = frozenset({"suspicious"})
 _IDS = list(RULES)
 
 
-def sarif(results: Sequence[Comparison], command: str, root: Path, exit_status: int) -> dict[str, Any]:
+def sarif(
+    results: Sequence[Comparison],
+    command: str,
+    root: Path,
+    exit_status: int,
+    asked_at: Sequence[tuple[str, int]] = (),
+) -> dict[str, Any]:
     """Return the log of one command.
 
     Args:
@@ -29,14 +35,23 @@ def sarif(results: Sequence[Comparison], command: str, root: Path, exit_status: 
         command: Its name.
         root: Of the repository; paths below it are relative to it, and other paths do not become locations.
         exit_status: Of the command.
+        asked_at: File and line that asked for each result, for findings without another place: of tests.
     """
-    told = [_result(finding, result, root) for result in results for finding in findings(result)]
-    names = [_slug(result.candidate, root) for result in results]
+    own = dict(enumerate(asked_at))
+    told = [
+        _result(finding, result, root, own.get(number))
+        for number, result in enumerate(results)
+        for finding in findings(result)
+    ]
+    # Of many tests the name of a run does not change when one is added.
+    names = (
+        [] if asked_at else [_slug(side, root) for side in (results[0].baseline, *(one.candidate for one in results))]
+    )
     return _log(
         command,
         told,
         {"executionSuccessful": True, "exitCode": exit_status},
-        automation="/".join(["glass", command, _slug(results[0].baseline, root), *names, ""]),
+        automation="/".join(["glass", command, *names, ""]),
         properties={"ok": all(result.ok for result in results), "coverage": min(result.coverage for result in results)},
     )
 
@@ -99,8 +114,10 @@ def _rule(name: str, text: str) -> dict[str, Any]:
     }
 
 
-def _result(finding: Finding, result: Comparison, root: Path) -> dict[str, Any]:
+def _result(finding: Finding, result: Comparison, root: Path, asked_at: tuple[str, int] | None) -> dict[str, Any]:
     physical, related = _places(finding, result, root)
+    if physical is None and asked_at is not None:
+        physical = _physical(SourceLine(*asked_at, ""), root)
     location: dict[str, Any] = {}
     if physical is not None:
         location["physicalLocation"] = physical
