@@ -105,7 +105,8 @@ def check_served(
         climb = start(model, None, steps, stack, progress, runs.cases[0])
         climb.cases = runs.cases
         climb.skipped += [*(weights.skipped if weights is not None else ()), *runs.skipped]
-        alignments = _add(climb, runs, config, layout, with_weights=weights is not None)
+        has_weights = weights is not None and bool(weights.judged)
+        alignments = _add(climb, runs, config, layout, with_weights=has_weights)
         if reproduction is not None:
             for score in climb.scores:
                 score.evidence = EvidenceBox(climb.program)
@@ -130,7 +131,7 @@ def check_served(
         graph = alignments[0].source.metadata.get("graph") or {}
         origins = with_settings(found.origins, graph, config, served.settings(config))
         found = _with_origins(found, origins)
-        if weights is not None:
+        if weights is not None and has_weights:
             found = with_weights(found, weights, model.spec, served.spec)
         found = dataclasses.replace(found, notes=(*found.notes, *_notes(served, config, alignments)))
         if reproduction is None or found.first_divergence is None or found.first_divergence.node is None:
