@@ -71,3 +71,39 @@ def test_a_place_that_is_taken_is_refused_before_any_work(
 def test_a_plan_has_no_report(records: tuple[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["compare", *records, "--plan", str(tmp_path / "p.json"), "--report", str(tmp_path / "r")]) == 2
     assert "--report" in capsys.readouterr().err and not (tmp_path / "r").exists()
+
+
+NETS = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc, self.scale = torch.nn.Linear(8, 8), scale
+
+    def forward(self, x):
+        return torch.relu(self.fc(x)) * self.scale
+
+def right(): return Net(0.5).eval()
+def wrong(): return Net(0.6).eval()
+def inputs(): return {"x": torch.linspace(-1, 1, 32).reshape(4, 8)}
+"""
+
+
+def test_check_writes_a_report_with_both_lines_and_the_elements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nets.py").write_text(NETS)
+    line = ["check", "nets.py:right", "--candidate", "nets.py:wrong", "--inputs", "nets.py:inputs", "-q"]
+    assert cli.main([*line, "--report", "report", "--json=result.json"]) == 1
+    page = (tmp_path / "report/index.html").read_text()
+    assert "./mul.0 is wrong first" in page and page.count("nets.py:11") >= 1 and "* self.scale" in page
+    assert "0.5" in page and "0.6" in page
+    details = (tmp_path / "report/data/details-0.js").read_text()
+    assert '"values":{"worst":[{"index":[' in details
+    # The document alone makes the same page.
+    assert cli.main(["report", "result.json", "-o", "again"]) == 0
+    for name in ("index.html", "data/details-0.js", "data/rows-0.js"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "report" / name).read_bytes()
