@@ -25,8 +25,11 @@ function number(value, digits = 3) {
   return String(Number(value.toPrecision(digits)));
 }
 
-// All digits that a double has, as the two sides of an element may agree in the first nine.
-const exact = (value) => (typeof value === "number" ? String(value) : String(value ?? ""));
+// All digits that tell two values apart: nine for one that is a float32, else those of a double.
+function exact(value) {
+  if (typeof value !== "number") return String(value ?? "");
+  return String(Math.fround(value) === value ? Number(value.toPrecision(9)) : value);
+}
 const many = (value) => value.toLocaleString("en-US");
 
 function stepName(step) {

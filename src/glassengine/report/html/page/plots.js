@@ -51,7 +51,7 @@ function axisPlot(axis) {
 function worstTable(elements) {
   if (!elements.length) return [];
   const difference = (one) => (typeof one.baseline === "number" && typeof one.candidate === "number" ? number(one.candidate - one.baseline, 4) : "");
-  return [el("h3", {}, "Worst elements"), el("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "Worst elements" }, el("table", {}, el("thead", {}, el("tr", {}, ...["index", "baseline", "candidate", "difference"].map((name) => el("th", { scope: "col" }, name)))), el("tbody", {}, ...elements.map((one) => el("tr", {}, el("th", { scope: "row" }, `[${one.index.join(", ")}]`), ...[exact(one.baseline), exact(one.candidate), difference(one)].map((text) => el("td", { class: "number" }, text)))))))];
+  return [el("h3", {}, "Worst elements"), el("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "Worst elements" }, el("table", {}, el("thead", {}, el("tr", {}, ...["index", "baseline", "candidate", "difference"].map((name) => el("th", { scope: "col" }, name)))), el("tbody", {}, ...elements.map((one) => el("tr", {}, el("th", { scope: "row", class: "number" }, `[${one.index.join(", ")}]`), ...[exact(one.baseline), exact(one.candidate), difference(one)].map((text) => el("td", { class: "number" }, text)))))))];
 }
 
 async function valuesOf(row, detail) {
