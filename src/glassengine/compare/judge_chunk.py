@@ -37,6 +37,7 @@ from glassengine.compare.units import (
 )
 from glassengine.numerics.metrics.tolerance import is_inexact, tolerance
 from glassengine.recording.layout.noise_floor import NoiseFloor, read_noise_floor
+from glassengine.recording.read.ranks import RankRecordings
 from glassengine.recording.read.reader import Recording
 from glassengine.recording.read.source import TensorSource, open_source
 
@@ -209,7 +210,11 @@ class _Step:
 
 def usable_floor(left: TensorSource, right: TensorSource) -> tuple[NoiseFloor | None, str | None]:
     """Return the noise floor of the baseline, or why it cannot be used."""
-    floor = read_noise_floor(left.path) if isinstance(left, Recording) else None
+    floor = None
+    if isinstance(left, Recording):
+        floor = read_noise_floor(left.path)
+    elif isinstance(left, RankRecordings):
+        floor = left.noise_floor()
     if floor is None:
         return None, None
     ours, theirs = (str(side.metadata.get("dtype")) for side in (left, right))

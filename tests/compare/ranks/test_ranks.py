@@ -15,6 +15,7 @@ from glassengine.compare import compare
 from glassengine.compare.ranks.shards import assembled
 from glassengine.errors import CorruptError, UsageError
 from glassengine.recording.layout.layout import Sharding
+from glassengine.recording.layout.noise_floor import FILE, Floor, write_noise_floor
 from glassengine.recording.read.ranks import RankRecordings
 from glassengine.recording.read.reader import Recording
 from glassengine.recording.read.source import open_source
@@ -277,6 +278,27 @@ def test_sides_of_several_ranks_each_are_compared_rank_by_rank(tmp_path: Path) -
     result = compare(x, y)
     assert result.counts["compared"] == 12
     assert [(pair.site, pair.rank) for pair in result.pairs if pair.verdict == "wrong"] == [("mlp.fc", 1)]
+
+
+def test_ranks_are_judged_by_the_noise_floor_of_each(tmp_path: Path) -> None:
+    """Twice as far off as rank 0 may be is rounding in rank 1, whose own noise is larger."""
+    noise = [1e-5, 1e-3]
+    record_ranks(tmp_path / "x", [{"y": randn(4, 4, seed=rank)} for rank in range(2)])
+    for rank, size in enumerate(noise):
+        power = float(randn(4, 4, seed=rank).square().mean())
+        slices = tuple(torch.full((4,), size**2, dtype=torch.float64) for _ in range(2))
+        floors = {("y", 0, rank): Floor(size**2, power, slices)}
+        write_noise_floor(tmp_path / "x" / f"rank{rank}", floors, "by hand")
+    for bad, verdict in ((1, "rounding"), (0, "wrong")):
+        each = [{"y": randn(4, 4, seed=rank) + (noise[1] if rank == bad else 0)} for rank in range(2)]
+        result = compare(tmp_path / "x", record_ranks(tmp_path / f"y{bad}", each))
+        assert (result.verdict, result.first_divergence and result.first_divergence.rank) == (
+            verdict,
+            None if verdict == "rounding" else 0,
+        )
+        assert "noise floor" in {pair.judged_by for pair in result.pairs}
+    (tmp_path / "x" / "rank1" / FILE).unlink()
+    assert compare(tmp_path / "x", tmp_path / "y1").verdict == "wrong"
 
 
 def _place(rank: int, placements: tuple[str, ...], mesh: tuple[int, ...], shape: tuple[int, ...]) -> Sharding:

@@ -67,6 +67,14 @@ class NoiseFloor:
                 known = self._relative.get((site, rank), 0.0)
                 self._relative[site, rank] = max(known, (floor.whole / floor.power) ** 0.5)
 
+    @classmethod
+    def of_ranks(cls, parts: Mapping[int, NoiseFloor]) -> NoiseFloor:
+        """Return the floors of several recordings, each of a rank of its own."""
+        floors = {
+            (site, step, rank): floor for rank, part in parts.items() for (site, step, _), floor in part._floors.items()
+        }
+        return cls(floors, next(iter(parts.values())).how)
+
     def of(self, entry: Entry) -> Floor | None:
         """Return the floor of one tensor of the recording, None where it was not measured."""
         return self._floors.get((entry.site, entry.step, entry.rank))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from glassengine.recording.layout.entries import Entries, LeftOuts, Mapped
 from glassengine.recording.layout.layout import MANIFEST, Entry, LeftOut
+from glassengine.recording.layout.noise_floor import NoiseFloor, read_noise_floor
 from glassengine.recording.read.reader import Recording
 from glassengine.results import Skipped
 from glassengine.stores.places import Remote
@@ -61,6 +62,16 @@ class RankRecordings:
         self.entries = Entries.of_ranks({rank: recording.entries for rank, recording in self._recordings.items()})
         self.left_out = LeftOuts.of_ranks({rank: recording.left_out for rank, recording in self._recordings.items()})
         self.skipped: Sequence[Skipped] = Mapped(_skipped, self.left_out)
+
+    def noise_floor(self) -> NoiseFloor | None:
+        """Return the noise floors of all ranks; None where a rank has none.
+
+        Raises:
+            CorruptError: One is damaged.
+        """
+        found = {rank: read_noise_floor(recording.path) for rank, recording in self._recordings.items()}
+        known = {rank: floor for rank, floor in found.items() if floor is not None}
+        return NoiseFloor.of_ranks(known) if len(known) == len(found) else None
 
     def tensor(self, entry: Entry) -> Tensor:
         """Return the values of one of `entries`."""
