@@ -248,3 +248,10 @@ def test_a_full_disk_leaves_the_recording_as_it_was(tmp_path: Path, monkeypatch:
     assert glass.Recording.open(tmp_path / "a").complete
     assert not [path for path in (tmp_path / "a").iterdir() if path.name.endswith(".partial")]
     assert glass.compare(tmp_path / "a", tmp_path / "a").calibration == "uncalibrated"
+
+
+def test_a_rank_of_several_measures_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    commands.record_target(models.llama(), tmp_path / "a", inputs=INPUTS, then=commands.measure_noise_floor)
+    assert read_noise_floor(tmp_path / "a" / "rank1") is not None

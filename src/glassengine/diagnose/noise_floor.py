@@ -149,12 +149,13 @@ class _Collector:
     def __init__(self, recording: Recording, floors: dict[Key, Floor]) -> None:
         self._recording = recording
         self._padding = Padding(recording)
-        self._entries = {(entry.site, entry.step, entry.rank): entry for entry in recording.entries}
+        # All are of one process, whichever of several that is.
+        self._entries = {(entry.site, entry.step): entry for entry in recording.entries}
         self._floors = floors
 
     def write(self, site: str, step: int, tensor: Tensor, *, rank: int = 0, **facts: Unpack[Facts]) -> None:
         """Compare one tensor, or the recorded rank's shard of one, with the recorded one."""
-        entry = self._entries.get((site, step, rank))
+        entry = self._entries.get((site, step))
         if entry is None or entry.shape != tuple(tensor.shape):
             return
         with self.mode.paused(), torch.no_grad():
