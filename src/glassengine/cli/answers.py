@@ -94,8 +94,9 @@ class Answers:
 
             log = sarif(results, _command(), repository_of(Path.cwd()), exit_status)
             write_text(json_pieces(log), self.sarif, flag="--sarif")
-        write_beside(whole or results[0], self.report, recordings=recordings)
         answer(document, printed)
+        # Last: a full disk costs the page, and not the answer.
+        write_beside(whole or results[0], self.report, recordings=recordings)
         return exit_status
 
 

@@ -56,6 +56,6 @@ def command(
 
         out.print(replayed(result))
 
-    write_beside(result, report)
     answer(result.to_dict, show)
+    write_beside(result, report)
     return 0 if result.ok else 1
