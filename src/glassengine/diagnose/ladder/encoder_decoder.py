@@ -175,6 +175,7 @@ def joined(encoder: Comparison, decoder: Comparison) -> Comparison:
         exemptions=together(*((found.exemptions, found.num_elements) for found in (encoder, decoder))),
         num_elements=encoder.num_elements + decoder.num_elements,
         notes=tuple(dict.fromkeys(encoder.notes + decoder.notes)),
+        reads={**encoder.reads, **decoder.reads},
     )
 
 
