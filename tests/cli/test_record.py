@@ -322,3 +322,21 @@ def test_f40_the_directory_for_artifacts_gets_the_steps_of_a_script(
     assert f"wrote the tensors of 2 steps to {tmp_path / 'artifacts' / 'Linear'}" in capsys.readouterr().err
     assert main(command) == 0  # an earlier run's files are not mixed with the new ones
     assert (tmp_path / "artifacts" / "Linear" / "earlier-001" / "step1.pt").is_file()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["gguf:model.gguf", "--sites", "*"], "a serving engine is recorded whole"),
+        (["gguf:model.gguf", "--dry-run"], "a serving engine is recorded whole"),
+        (["net.py:model", "--as-deployed"], "--as-deployed and --library are for"),
+        (["gguf:model.gguf"], "no such GGUF file"),
+        (["genai:folder"], "no such file"),
+    ],
+)
+def test_flags_of_serving_engines(
+    flags: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["record", *flags, "-o", "rec"]) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "rec").exists()
