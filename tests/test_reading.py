@@ -67,6 +67,12 @@ REASONS: dict[str, dict[str, str]] = {
         "json.loads": "frames of an index, a million a second: bounded, each field checked"
     },
     "recording/ring/file.py": {"os.open": "to make a ring", "read_bytes": "/proc of the kernel"},
+    "report/exported.py": {"ParseFromString": "bytes that the room read; protobuf bounds depth by itself"},
+    "report/page/data.py": {
+        "json.loads": "what was written a moment ago, into a directory of ours",
+        "read_text": "the same",
+    },
+    "report/page/write.py": {"read_text": "style and scripts that ship"},
     "serving/ggml/capture.py": {"json.load": "what our own parent process sent"},
     "stores/mirror.py": {"os.open": "as the room does, which stands above; and directories, to lock them"},
     "testing/quantized.py": {"json.loads": "what the test wrote", "read_text": "what the test wrote"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -30,8 +31,16 @@ print("OWN", sorted(name for name in loaded if name.startswith("glassengine")))
 
 def test_a_run_without_comparisons_loads_nothing_heavy(tmp_path: Path) -> None:
     (tmp_path / "test_nothing.py").write_text("def test_nothing():\n    pass\n")
+    # Where this package is installed as it is, pytest would load the plugin by itself, and other people's too.
+    environ = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", CODE], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
+        [sys.executable, "-c", CODE],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "LOADED []" in done.stdout

@@ -75,7 +75,7 @@ def test_ops_that_the_candidate_lacks_are_named(inputs: str) -> None:
     result = judged(Scores(capped), Scores(as_it_is), inputs)
     assert result.first_divergence is not None and result.first_divergence.site == "./mul.1"
     assert result.first_divergence.candidate_site == "./mul.0"
-    assert hints(result)[0] == "the baseline has div, tanh, mul here, the candidate nothing"
+    assert hints(result)[0] == "tanh is missing"
     assert {pair.verdict for pair in result.pairs if pair.site == "./softmax.0" and not pair.inherited} <= {"rounding"}
 
 
@@ -100,7 +100,7 @@ def test_an_input_rounded_is_not_the_result(inputs: str) -> None:
     result = judged(Norm(as_it_is), Norm(lambda mean: mean.half().float()), inputs)
     assert not result.ok and result.first_divergence is not None
     assert result.first_divergence.site == "./add.0" and result.first_divergence.candidate_site == "./add.0"
-    assert hints(result)[0] == "the baseline has add here, the candidate to float16, to float32, add"
+    assert hints(result)[0] == "mean.0 is rounded to float16 before add"
 
 
 def test_written_with_other_ops_is_no_mistake(inputs: str) -> None:

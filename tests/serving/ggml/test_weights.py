@@ -26,4 +26,4 @@ def test_a_file_that_changes_after_it_was_checked(kind: str, tmp_path: Path) -> 
         if kind == "pipe":
             os.mkfifo(path)
     with pytest.raises(CorruptError, match=r"changed while it was read|cannot be read any more"):
-        served.weights(module, module.config)
+        list(served.weights(module, module.config).values())  # each is read as it is asked for
