@@ -24,6 +24,14 @@ ROOT = "."
 
 KINDS = ("op", "module", "tap", "kv")
 
+_LINE = re.compile(r"(.+?):(\d{1,9}): ?(.*)", re.DOTALL)
+
+
+def parts_of_line(source: str | None) -> tuple[str, int, str] | None:
+    """Return (file, line, code) of the source of a site, "file:line: code"; None where it names no line."""
+    found = _LINE.fullmatch(source or "")
+    return None if found is None else (found[1], int(found[2]), found[3])
+
 
 @dataclass(frozen=True)
 class Site:

@@ -5,7 +5,6 @@ SARIF, the text for coding agents, properties of tests and marks of other viewer
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +14,10 @@ from glassengine.errors import GlassError
 from glassengine.reading.files import is_regular, read_text
 from glassengine.report.words import pair_of, size
 from glassengine.results import FLAGGED, VERDICTS, Comparison, Divergence, Hint, Pair, Standing
+from glassengine.sites import parts_of_line
 
 Level = Literal["error", "warning"]
 
-_SOURCE = re.compile(r"(?P<file>.+?):(?P<line>\d{1,9}): ?(?P<code>.*)", re.DOTALL)
 _MOST_SOURCE_BYTES = 4 << 20
 
 RULES: dict[str, str] = {
@@ -62,8 +61,8 @@ class SourceLine:
     @classmethod
     def of(cls, text: str | None) -> SourceLine | None:
         """Return what "file:line: code" names; None where it names no line."""
-        found = _SOURCE.fullmatch(text or "")
-        return None if found is None else cls(found["file"], int(found["line"]), found["code"].strip())
+        found = parts_of_line(text)
+        return None if found is None else cls(found[0], found[1], found[2].strip())
 
     @property
     def place(self) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import io
 import keyword
-import re
 import tokenize
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -16,11 +15,12 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.judge.graphs.between import region_of
+from glassengine.judge.hypotheses.trials.hypothesis import constants_of
 from glassengine.program.representation.program import Program
 from glassengine.results import Altered, Divergence, Hint
+from glassengine.sites import parts_of_line
 
 _DIVISIONS = (torch.ops.aten.div.Tensor, torch.ops.aten.div.Scalar)
-_SOURCE = re.compile(r"[^:]*(?::[^:]*)?:\d+: (.*)", re.DOTALL)
 
 
 def line_of_number(program: Program | None, counterparts: Mapping[str, str], divergence: Divergence) -> str | None:
@@ -48,7 +48,7 @@ def line_of_number(program: Program | None, counterparts: Mapping[str, str], div
 
 def _has(op: Node, number: float) -> bool:
     """Whether an op uses a number, which a division has turned over."""
-    literals = [leaf for leaf in pytree.tree_leaves((op.args, dict(op.kwargs))) if isinstance(leaf, (int, float))]
+    literals = [leaf for leaf in pytree.tree_leaves(constants_of([op])) if isinstance(leaf, (int, float))]
     if op.target in _DIVISIONS:
         literals += [1 / leaf for leaf in literals if leaf]
     return any(_is_same(leaf, number) for leaf in literals)
@@ -56,12 +56,12 @@ def _has(op: Node, number: float) -> bool:
 
 def with_lines(divergence: Divergence) -> Divergence:
     """Return a divergence whose proven mistakes say how the candidate's line should read."""
-    source = _SOURCE.fullmatch(divergence.candidate_source or "")
+    source = parts_of_line(divergence.candidate_source)
     if source is None:
         return divergence
 
     def lined(hint: Hint) -> Hint:
-        line = corrected(source.group(1), hint.change) if hint.proven and hint.change is not None else None
+        line = corrected(source[2], hint.change) if hint.proven and hint.change is not None else None
         return hint if line is None else replace(hint, line=line)
 
     return replace(divergence, hints=tuple(map(lined, divergence.hints)))
