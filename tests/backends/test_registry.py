@@ -13,7 +13,7 @@ from glassengine.backends.protocol.backend import Availability, CompilingGraphs
 from glassengine.errors import BackendError, UnknownNameError
 from glassengine.plugins import BACKENDS
 
-BUILT_IN = {"eager", "inductor", "onnxruntime", "openvino", "tensorrt_rtx"}
+BUILT_IN = {"eager", "gguf", "inductor", "onnxruntime", "openvino", "tensorrt_rtx"}
 Register = Callable[..., None]
 
 
@@ -46,7 +46,7 @@ def test_built_in_backends_come_by_the_entry_points_default_first() -> None:
 def test_each_is_called_what_it_is_registered_as(name: str) -> None:
     backend = registry.find_backend(name)
     assert backend.name == name
-    assert backend.capabilities.kv in ("functional", "mutated")
+    assert backend.capabilities.kv in ("functional", "mutated", "own")
     assert "float32" in backend.capabilities.dtypes
 
 

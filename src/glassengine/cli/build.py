@@ -19,6 +19,7 @@ from glassengine.cli.shared import (
     Overwrite,
     Passes,
     PipelineParallel,
+    Quantize,
     TensorParallel,
 )
 from glassengine.errors import UsageError
@@ -60,6 +61,7 @@ def command(
         str | None,
         typer.Option(metavar="cpu|cuda", help="Device the engine runs on; default: that of the back-end."),
     ] = None,
+    quantize: Quantize = None,
     dtype: Dtype = "auto",
     add_output: Annotated[
         list[str] | None,
@@ -112,6 +114,7 @@ def command(
     options: dict[str, Any] = {
         "backend": backend,
         "device": device,
+        "quantize": quantize,
         "dtype": dtype,
         "add_output": add_output or (),
         "inputs": inputs,

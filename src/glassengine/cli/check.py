@@ -17,6 +17,7 @@ from glassengine.cli.shared import (
     MinSnr,
     Passes,
     PipelineParallel,
+    Quantize,
     TensorParallel,
     TrustEngine,
     Verdicts,
@@ -55,6 +56,7 @@ def command(
         typer.Option(metavar="FILE", help="Shared library of llama.cpp for gguf:FILE; default: the installed one."),
     ] = None,
     backend: Annotated[str | None, typer.Option(metavar="NAME", help="Back-end of the built engines.")] = None,
+    quantize: Quantize = None,
     dtype: Dtype = "auto",
     inputs: Annotated[
         str | None,
@@ -107,6 +109,7 @@ def command(
             layout=layout,
             library=library,
             backend=backend,
+            quantize=quantize,
             dtype=dtype,
             inputs=inputs,
             steps=steps,

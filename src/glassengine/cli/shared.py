@@ -27,6 +27,10 @@ Baseline = Annotated[
 Dtype = Annotated[
     str, typer.Option(metavar="DTYPE", help="auto (that of the checkpoint), float32, bfloat16, float16 or float64.")
 ]
+Quantize = Annotated[
+    str | None,
+    typer.Option(metavar="TYPE", help="Round matrices to this type (--backend gguf): Q8_0, Q4_K, ..."),
+]
 ModuleInputs = Annotated[
     str | None,
     typer.Option(metavar="FILE|FACTORY", help="Inputs of a plain module: file.py:factory, or a tensor file."),

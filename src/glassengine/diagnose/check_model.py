@@ -36,6 +36,7 @@ from glassengine.diagnose.quantization.module import check_quantized_module, qua
 from glassengine.diagnose.quantization.port import check_quantized_file, is_quantized_file
 from glassengine.diagnose.reproduction.files import require_free
 from glassengine.diagnose.reproduction.reproduce import with_reproduction
+from glassengine.diagnose.served.candidates import built_candidate, is_engine, named_candidate
 from glassengine.diagnose.served.check import check_served
 from glassengine.engine.build.ranks import check_mesh, mesh_for
 from glassengine.engine.run.engine import Engine
@@ -54,12 +55,9 @@ from glassengine.numerics.ops import ACCUMULATIONS, Accumulation
 from glassengine.program import load_model
 from glassengine.program.generation.generation import PLAIN
 from glassengine.program.kinds.image_text import IMAGE_TOKEN, WITHOUT_IMAGES
-from glassengine.program.onnx.stored.file import is_onnx
 from glassengine.progress import Progress, Work, silent
-from glassengine.recording.read.source import file_suffixes, open_source
 from glassengine.results import Comparison, Skipped
-from glassengine.serving.protocol import Options, open_served, served_as
-from glassengine.serving.target import recorded_engine
+from glassengine.serving.protocol import Options
 from glassengine.sites import patterns_of
 from glassengine.stores.places import place
 
@@ -74,6 +72,7 @@ def check(
     layout: str | None = None,
     library: str | Path | None = None,
     backend: str | None = None,
+    quantize: str | None = None,
     dtype: str = "auto",
     inputs: str | None = None,
     steps: int = 3,
@@ -106,6 +105,7 @@ def check(
         layout: How a serving engine names its tensors ("ggml", "onnx"), for a record without that name.
         library: Shared library of a serving engine (`gguf:FILE`); None for the one that is installed.
         backend: Back-end of the built engines.
+        quantize: As in `build`.
         dtype: As in `build`; of both sides, unless the candidate is an engine.
         inputs: A text file with one prompt per line, or what `load_inputs` reads; None takes built-in prompts. A causal
             language model that is given more than tokens (images, say) is judged as a plain module, without a decode
@@ -148,12 +148,20 @@ def check(
         "trust_remote_code": trust_remote_code,
         "revision": revision,
     }
-    served: Any = open_served(candidate if is_onnx(baseline) else served_as(candidate), Options(library=library))
-    record = open_source(str(candidate)) if served is None and _is_record(candidate) else None
-    if record is not None and (layout or record.metadata.get("layout")) and not map:
-        served = recorded_engine(record)
+    how = Options(library=library)
+    served, record = named_candidate(baseline, candidate, how, layout=layout, has_map=bool(map))
+    if candidate is None:
+        served = built_candidate(baseline, backend, quantize, how, progress, dtype=dtype, adapter=adapter, **options)
+    elif quantize is not None:
+        raise UsageError("--quantize is for the engine that a check builds", got=f"the candidate {candidate}")
     if served is not None:
-        unused = {"--map": map, "--backend": backend, "--pass": passes, "--accum": accumulation}
+        unused: dict[str, object] = {
+            "--map": map,
+            "--backend": backend and candidate,
+            "--pass": passes,
+            "--accum": accumulation,
+        }
+        unused |= {"--tensor-parallel": mesh, "--all-rungs": all_rungs, "--bisect-outputs": bisect_outputs}
         if given_more := [name for name, value in unused.items() if value]:
             raise UsageError(f"{given_more[0]} is not for a serving engine", got=str(candidate), hint="leave it out")
         return check_served(
@@ -173,7 +181,7 @@ def check(
         )
     if layout:
         raise UsageError("--layout is for a recording of a serving engine", got=f"the candidate {candidate}")
-    engine = load(str(candidate), trust=trust_engine) if _is_engine(candidate) else None
+    engine = load(str(candidate), trust=trust_engine) if is_engine(candidate) else None
     of_first = None if record is None else first_rank(record)  # refused before anything is loaded
     if map is not None and (record is None or record is not of_first):
         what = "a record of tensors" if record is None else "a record of one process"
@@ -326,19 +334,6 @@ def _accumulation(name: str | None) -> Accumulation:
     if name not in ACCUMULATIONS:
         raise UnknownNameError("accumulation", name, list(ACCUMULATIONS), hint="--accum tf32")
     return ACCUMULATIONS[name]
-
-
-def _is_engine(candidate: Any) -> bool:
-    return isinstance(candidate, (str, Path)) and (place(candidate) / "engine.json").is_file()
-
-
-def _is_record(candidate: Any) -> bool:
-    if not isinstance(candidate, (str, Path)) or not place(candidate).exists():
-        return False
-    path = place(candidate)
-    if path.is_dir():
-        return not any((path / name).is_file() for name in ("config.json", "engine.json"))
-    return path.suffix.lower() in file_suffixes()
 
 
 def _described(climb: Climb, candidate: str | Path | nn.Module | None) -> str:

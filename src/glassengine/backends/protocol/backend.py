@@ -57,7 +57,8 @@ class Capabilities:
 
     Attributes:
         dtypes: Floating dtypes of models it can build, torch names.
-        kv: "mutated" when it writes the cache inputs in place, "functional" when it returns `present_*` outputs.
+        kv: "mutated" when it writes the cache inputs in place, "functional" when it returns `present_*` outputs, "own"
+            when it keeps the caches of each session itself (`KeepingCaches`), and they are neither inputs nor outputs.
         portable: Whether the built files run on another CPU.
         wide_operands: Which products of half-precision models may read float32 registers where the output of the op
             before them is rounded: "none", "thin products" (batched, of one row or column), or all "products".
@@ -226,6 +227,39 @@ def describe_network(backend: Backend, program: Program, directory: Path) -> Net
             reason = f"{type(error).__name__}: {error}"
             logger.warning("the network of back-end %s cannot be listed: %s", backend.name, reason)
     return program_network(program, f"this is the graph it was given, not its own network ({reason}).")
+
+
+@runtime_checkable
+class TakingModels(Protocol):
+    """A back-end that writes a model by its configuration and parameters, rather than its graph."""
+
+    quantizations: Sequence[str]
+    """Types that matrices can be rounded to when they are written."""
+
+    def require(self, module: torch.nn.Module, quantize: str | None, length: int | None) -> None:
+        """Refuse what cannot be written, before anything slow.
+
+        Args:
+            module: With its configuration.
+            quantize: One of `quantizations`.
+            length: Most tokens of a sequence.
+        """
+
+    def build_model(
+        self, module: torch.nn.Module, directory: Path, quantize: str | None, tokenizer: str | None
+    ) -> None:
+        """Write a model into the empty `directory`; `tokenizer` is where that of the checkpoint is."""
+
+    def served(self, directory: Path) -> str:
+        """Return what it wrote as a candidate of a check, by kind and place."""
+
+
+@runtime_checkable
+class KeepingCaches(Protocol):
+    """What `load` returns of a back-end that keeps the caches of each session itself."""
+
+    def open(self, batch_size: int, length: int) -> tuple[Run, Callable[[], None]]:
+        """Return what runs the steps of a session, without caches among inputs and results, and what ends it."""
 
 
 class Backend(Protocol):

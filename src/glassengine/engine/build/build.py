@@ -12,18 +12,20 @@ import logging
 import re
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 from torch import nn
 
 from glassengine import environment
+from glassengine.backends.protocol.backend import TakingModels
 from glassengine.backends.registry import choose_backend, choose_device, find_backend
 from glassengine.engine.build.agreement import require_agreement
 from glassengine.engine.build.artifacts import ArtifactWriter
 from glassengine.engine.build.describe import Settings, about_build
-from glassengine.engine.build.limits import DEFAULT_MAX_SEQ_LEN, check_dtype, check_sizes
+from glassengine.engine.build.limits import DEFAULT_MAX_SEQ_LEN, check_dtype, check_sizes, check_written
+from glassengine.engine.build.options import BuildOptions, Inputs, Model
 from glassengine.engine.build.plan import BuildPlan, plan_build
 from glassengine.engine.build.ranks import check_mesh, mesh_for, write_ranks
 from glassengine.engine.build.write import write_engine
@@ -44,33 +46,6 @@ from glassengine.writing.files import remove_tree
 
 logger = logging.getLogger("glassengine")
 
-Model = str | Path | nn.Module
-Inputs = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
-
-
-class BuildOptions(TypedDict, total=False):
-    """What `build` takes whether it builds or plans."""
-
-    backend: str | None
-    device: str | None
-    dtype: str
-    add_output: Sequence[str]
-    inputs: Inputs | None
-    passes: Sequence[str]
-    max_batch_size: int
-    max_seq_len: int | None
-    overwrite: bool
-    attn_implementation: str | None
-    trust_remote_code: bool
-    revision: str | None
-    adapter: str | Path | None
-    byte_budget: int | None
-    artifacts: str | Path | None
-    sign: str | Path | None
-    tensor_parallel: int
-    pipeline_parallel: int
-    progress: Progress
-
 
 @overload
 def build(
@@ -87,6 +62,7 @@ def build(
     dry_run: bool = False,
     backend: str | None = None,
     device: str | None = None,
+    quantize: str | None = None,
     dtype: str = "auto",
     add_output: Sequence[str] = (),
     inputs: Inputs | None = None,
@@ -115,6 +91,7 @@ def build(
         dry_run: Return what would be built, and its bytes, instead of building.
         backend: Name of a back-end; None takes the default, or says which other one it had to take.
         device: "cpu" or "cuda", what the engine is to run on; None takes what the back-end is for.
+        quantize: Type to round the matrices to ("Q8_0", "Q4_K"), where the back-end has such: "gguf".
         dtype: "auto" (that of the checkpoint), "float32", "bfloat16", "float16" or "float64".
         add_output: Debug outputs, each `SITE|NODE|GLOB[=ALIAS][:DTYPE]` or `@FILE` with a JSON object of names and
             aliases; those of TRTLLM_ADD_OUTPUT are added. An output keeps its own dtype, or is cast to DTYPE when it is
@@ -176,18 +153,20 @@ def build(
     elif not loaded.generation.generates and loaded.stored is None:
         steps = example_inputs(loaded.module, loaded.directory)
     check_dtype(chosen, loaded.dtype)
+    limit = check_sizes(loaded, max_batch_size, max_seq_len)
+    unlike = {"--add-output": add_output, "--inputs": inputs, "--artifacts": artifacts}
+    check_written(chosen, loaded, quantize, limit, {**unlike, "--pass": passes, "--tensor-parallel": mesh})
     if mesh is not None:
-        unlike = {"--add-output": add_output, "--inputs": inputs, "--dry-run": dry_run, "--artifacts": artifacts}
-        check_mesh(mesh, loaded, chosen, [*unlike.items()])
+        check_mesh(mesh, loaded, chosen, [*unlike.items(), ("--dry-run", dry_run)])
     # Reading an engine must not run code: only plain checkpoints are ever loaded again.
     checkpoint = directory_to_record(loaded.directory, revision)
     settings = Settings(
         backend=chosen.name,
         device=device,
         add_output=add_output,
-        implicit_outputs=True,
+        implicit_outputs=not isinstance(chosen, TakingModels),
         max_batch_size=max_batch_size,
-        max_seq_len=check_sizes(loaded, max_batch_size, max_seq_len),
+        max_seq_len=limit,
         overwrite=overwrite,
         byte_budget=byte_budget,
         passes=passes,
@@ -195,6 +174,7 @@ def build(
         reloadable=checkpoint is not None and not trust_remote_code and not passes,
         notes=(note,) if note else (),
         sign=key,
+        quantize=quantize,
     )
     if note:
         logger.warning("%s", note)

@@ -38,6 +38,7 @@ class Settings:
     notes: tuple[str, ...] = ()
     device: str = "cpu"
     sign: Path | None = None
+    quantize: str | None = None
 
 
 def describe_engine(
@@ -93,6 +94,7 @@ def describe_engine(
         git=environment.git_revision(Path.cwd()),
         notes=settings.notes,
         device=settings.device,
+        quantize=settings.quantize or "",
     )
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from glassengine.backends.protocol.backend import Backend
+from collections.abc import Mapping
+
+from glassengine.backends.protocol.backend import Backend, TakingModels
+from glassengine.backends.registry import BackendInfo, find_backend, list_backends
 from glassengine.errors import BackendError, UsageError
 from glassengine.program import LoadedModel
 
@@ -25,6 +28,47 @@ def check_dtype(backend: Backend, dtype: str) -> None:
             expected=backend.capabilities.dtypes,
             hint=f"--dtype {backend.capabilities.dtypes[0]}",
         )
+
+
+def check_written(
+    backend: Backend, model: LoadedModel, quantize: str | None, length: int | None, asked: Mapping[str, object]
+) -> None:
+    """Refuse what a back-end cannot do that writes models rather than graphs, and types where none are written.
+
+    Args:
+        backend: That is to build.
+        model: Loaded.
+        quantize: Type of matrices.
+        length: Most tokens of a sequence.
+        asked: Flag of what needs a graph -> what was asked for.
+
+    Raises:
+        UsageError: It cannot be written, or not so.
+    """
+    if not isinstance(backend, TakingModels):
+        if quantize is not None:
+            able = [info.name for info in list_backends() if isinstance(_found(info), TakingModels)]
+            raise UsageError(
+                f"back-end {backend.name!r} rounds no matrices", got=f"--quantize {quantize}", expected=able or None
+            )
+        return
+    if given := [flag for flag, value in asked.items() if value]:
+        raise UsageError(
+            f"back-end {backend.name!r} runs a model that it writes itself, not its graph",
+            got=given[0],
+            hint="leave it out; glass record shows every tensor of such an engine's file",
+        )
+    if not model.generation.generates or model.generation.has_encoder or model.stored is not None:
+        raise UsageError(
+            f"back-end {backend.name!r} writes language models that generate",
+            got=model.spec,
+            expected="a Hugging Face directory or id",
+        )
+    backend.require(model.module, quantize, length)
+
+
+def _found(info: BackendInfo) -> object:
+    return find_backend(info.name) if info.available else None
 
 
 def check_sizes(model: LoadedModel, batch: int, length: int | None) -> int | None:

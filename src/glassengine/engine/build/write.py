@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from glassengine.backends.protocol.backend import LARGEST
+from glassengine.backends.protocol.backend import LARGEST, TakingModels
 from glassengine.backends.protocol.devices import DEVICE
 from glassengine.backends.registry import choose_backend
 from glassengine.engine.build.artifacts import ArtifactWriter
@@ -70,7 +70,14 @@ def write_engine(
     (directory / files.MAIN).mkdir()
     progress(Work.COMPILING.says(f"compiling {name} with {backend.name}"))
     graph = captured_program(executed)
-    compile_executable(f"{name}/main", lambda path: backend.build(built, path), directory / files.MAIN, graph)
+
+    def make(path: Path) -> None:
+        if isinstance(backend, TakingModels) and model is not None:
+            backend.build_model(model.module, path, settings.quantize, model.directory)
+        else:
+            backend.build(built, path)
+
+    compile_executable(f"{name}/main", make, directory / files.MAIN, graph)
     if artifacts is not None:
         artifacts.network(backend, executed, directory / files.MAIN)
     progress(Work.WRITING.says(f"writing {name}"))

@@ -23,7 +23,7 @@ from glassengine.engine.session.loaded import LoadedEngine
 from glassengine.engine.session.session import Session
 from glassengine.engine.store import files
 from glassengine.engine.store.checked_files import check_files
-from glassengine.engine.store.manifest import Manifest, read_manifest, require_fit, require_intact
+from glassengine.engine.store.manifest import Manifest, read_manifest, require_fit, require_intact, without_caches
 from glassengine.engine.store.trust import require_trust
 from glassengine.errors import UsageError
 from glassengine.executable.graph.graph import captured_program
@@ -276,7 +276,8 @@ def open_engine(found: OnDisk, *, trust: bool = False, model: str | Path | None 
     weights = files.load_weights(path / files.WEIGHTS) if manifest.shares_weights else None
     name = f"{manifest.name}/{files.MAIN}"
     executable = load_executable(name, lambda main: backend.load(main, weights), path / files.MAIN)
-    engine = Engine(path, manifest, executable, names["sites"])
+    keeps_caches = backend.capabilities.kv == "own"
+    engine = Engine(path, without_caches(manifest, "float32") if keeps_caches else manifest, executable, names["sites"])
     engine.model, engine._trusted = model, trust
     # An executable that held its engine would keep it, and its temporary directory, alive.
     owner = weakref.proxy(engine)

@@ -6,7 +6,6 @@ ranks, each of them is one, and all run the same generation.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Mapping
@@ -20,7 +19,7 @@ from glassengine.engine.ranks.children import Children
 from glassengine.engine.ranks.member import Member, join, mesh_of, part_of
 from glassengine.engine.run.engine import Engine, open_engine, read_engine
 from glassengine.engine.store import files
-from glassengine.engine.store.manifest import Manifest, read_manifest
+from glassengine.engine.store.manifest import Manifest, read_manifest, without_caches
 from glassengine.errors import UsageError
 from glassengine.executable.run.executable import Executable
 from glassengine.program.parallel.placements import Shard, whole_of
@@ -45,15 +44,7 @@ class ParallelEngine(Engine):
     """
 
     def __init__(self, directory: Path, manifest: Manifest, sites: SiteTable, start: Callable[[], _Ranks]) -> None:
-        caches = {*manifest.caches, *manifest.caches.values()}
-        seen = dataclasses.replace(
-            manifest,
-            caches={},
-            inputs=tuple(entry for entry in manifest.inputs if entry.name not in caches),
-            outputs=tuple(entry for entry in manifest.outputs if entry.name not in caches),
-            device="cpu",
-        )
-        super().__init__(directory, seen, Executable(f"{manifest.name}/ranks", _no_session), sites)
+        super().__init__(directory, without_caches(manifest), Executable(f"{manifest.name}/ranks", _no_session), sites)
         self._start = start
 
     @functools.cached_property

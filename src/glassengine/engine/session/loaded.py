@@ -6,6 +6,7 @@ What runs an engine (sessions, recorders, encoders) is given this, and `Engine` 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from glassengine.backends.onnx.export import MODEL_FILE
+from glassengine.backends.protocol.backend import KeepingCaches
 from glassengine.engine.prompts.prompts import load_tokenizer
 from glassengine.engine.session.checks import check_inputs, require_module, results_of
 from glassengine.engine.store import files
@@ -152,7 +154,13 @@ class LoadedEngine(HasSites):
 
     def runner(self, session: object, batch_size: int, length: int) -> Callable[..., Any]:
         """Return what runs a step of a session of this size; where others keep its caches, until it is gone."""
-        return self.executable.run
+        keeps = self.executable.function
+        if not isinstance(keeps, KeepingCaches):
+            return self.executable.run
+        step, end = keeps.open(batch_size, length)
+        weakref.finalize(session, end)
+        own = self.executable
+        return Executable(own.name, step, graph=own.graph, backend=own.backend).run
 
     def derive(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> DerivedValues:
         """Return the values of nodes that are computed on reading, for one step; caches as they are after it."""

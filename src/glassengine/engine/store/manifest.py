@@ -12,7 +12,7 @@ import os
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -107,7 +107,7 @@ class Manifest(Result):
         name: Name of the engine, that of its directory when built.
         glassengine: Version that built it.
         backend: Back-end that built it and runs it.
-        kv: "mutated" or "functional", as the back-end's capability.
+        kv: "mutated", "functional" or "own", as the back-end's capability.
         portable: Whether it runs on another processor.
         requires: Package -> version that must be the same where it runs.
         versions: All versions at build time, for the reader.
@@ -141,6 +141,7 @@ class Manifest(Result):
         device: What it was built for, "cpu" or "cuda": where its caches lie.
         mesh: "tensor" and "pipeline" -> number of ranks, for an engine of several; empty for one of one process.
         placements: Weight -> how it is cut among the ranks of a stage; others are whole on each rank that reads them.
+        quantize: Type that its matrices were rounded to when it was built; "" for none.
     """
 
     name: str
@@ -180,6 +181,7 @@ class Manifest(Result):
     device: str = "cpu"
     mesh: dict[str, int] = field(default_factory=dict)
     placements: dict[str, CutWeight] = field(default_factory=dict)
+    quantize: str = ""
     schema_version: int = SCHEMA_VERSION
     format: str = FORMAT
 
@@ -187,6 +189,26 @@ class Manifest(Result):
     def generates(self) -> bool:
         """Whether it has a session: prefill and decode steps."""
         return self.kind == "causal_lm"
+
+
+def without_caches(manifest: Manifest, logits: str | None = None) -> Manifest:
+    """Return the manifest of an engine whose caches lie elsewhere: they are neither inputs nor outputs of a step.
+
+    Args:
+        manifest: As it is stored.
+        logits: Their dtype, where it is not that of the program.
+    """
+    caches = {*manifest.caches, *manifest.caches.values()}
+    outputs = [entry for entry in manifest.outputs if entry.name not in caches]
+    return replace(
+        manifest,
+        caches={},
+        inputs=tuple(entry for entry in manifest.inputs if entry.name not in caches),
+        outputs=tuple(
+            replace(entry, dtype=logits) if logits and entry.name == "logits" else entry for entry in outputs
+        ),
+        device="cpu",
+    )
 
 
 class _Written(msgspec.Struct):

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from glassengine.serving.ggml.library import CALLBACK, Library, Pointer
+from glassengine.serving.ggml.library import CALLBACK, Library
+from glassengine.serving.ggml.opened import Opened
 
 _DTYPES = {
     "f32": "<f4",
@@ -133,61 +134,31 @@ def _word(tensor: int, offset: int) -> int:
 
 def capture(request: dict[str, Any]) -> None:
     """Run the model of a request."""
-    library, folder = Library(request["library"]), Path(request["folder"])
-    keep: list[Any] = []
-    if not request.get("verbose"):
-        quiet = c.CFUNCTYPE(None, c.c_int, c.c_char_p, Pointer)(_log)
-        library.llama_log_set(quiet, None)
-        keep.append(quiet)
-    library.llama_backend_init()
-    if library.has("ggml_backend_load_all_from_path"):
-        library.ggml_backend_load_all_from_path(str(Path(request["library"]).parent).encode())
-    model = library.llama_model_load_from_file(request["file"].encode(), library.llama_model_default_params())
-    if not model:
-        raise RuntimeError(f"llama.cpp does not load it: {' '.join(_LOGGED[-3:])}")
-    vocabulary = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
+    opened = Opened(request["library"], request["file"], verbose=bool(request.get("verbose")))
+    folder = Path(request["folder"])
+    library, vocabulary = opened.library, opened.vocabulary
     prompt, forced, steps = request["prompt"], request.get("following"), request["steps"]
     if any(not 0 <= token < vocabulary for token in [*prompt, *(forced or [])]):
         raise ValueError(f"a token is outside of the vocabulary of {vocabulary}")
     nodes = _Nodes(library, folder, request["most_bytes"])
     callback = CALLBACK(nodes.callback)
     parameters, alive = library.context_parameters(len(prompt) + steps, callback, deployed=request["deployed"])
-    keep += alive
-    context = library.llama_init_from_model(model, parameters)
-    if not context:
-        raise RuntimeError(f"llama.cpp makes no context: {' '.join(_LOGGED[-3:])}")
-    if library.llama_n_ctx(context) < len(prompt) + steps:
-        raise RuntimeError("llama.cpp takes another field for n_ctx")
-    library.llama_set_n_threads(context, request["threads"], request["threads"])
+    context = opened.context(parameters, alive, len(prompt) + steps, request["threads"])
     made, tokens, past = [], list(prompt), 0
     for step in range(steps + 1):
         nodes.begin()
-        batch = library.batch(len(tokens))
-        for index, token in enumerate(tokens):
-            batch.token[index], batch.pos[index] = token, past + index
-            batch.n_seq_id[index], batch.seq_id[index][0], batch.logits[index] = 1, 0, 1
-        batch.n_tokens = len(tokens)
-        code = library.llama_decode(context, batch)
-        if code or nodes.failure:
-            raise RuntimeError(nodes.failure or f"llama_decode returns {code}: {' '.join(_LOGGED[-3:])}")
+        opened.decode(context, [(0, past, tokens)])
+        if nodes.failure:
+            raise RuntimeError(nodes.failure)
         if not nodes.num_called:
             raise RuntimeError("llama.cpp takes another field for cb_eval")
         logits = np.ctypeslib.as_array(library.llama_get_logits_ith(context, len(tokens) - 1), (vocabulary,))
         past += len(tokens)
         made.append(int(logits.argmax()))
         tokens = [forced[step] if forced is not None and step < len(forced) else made[-1]]
-    answer = {"made": made, "vocabulary": vocabulary, "rope_type": library.llama_model_rope_type(model)}
+    answer = {"made": made, "vocabulary": vocabulary, "rope_type": library.llama_model_rope_type(opened.model)}
     nodes.lines.write(json.dumps({"answer": answer}) + "\n")
     nodes.close()
-
-
-_LOGGED: list[str] = []
-
-
-def _log(level: int, text: bytes | None, _: object) -> None:
-    if level >= 3 and text:
-        _LOGGED.append(text.decode("utf-8", "replace").strip()[:400])
-        del _LOGGED[:-20]
 
 
 def main() -> int:

@@ -116,7 +116,7 @@ def _start(request: Mapping[str, Any], folder: Path, file: GgufFile) -> None:
     inside.mkdir()
     try:
         done = subprocess.run(  # noqa: S603 (our own module, by this interpreter)
-            [sys.executable, "-c", _STARTS, str(Path(__file__).resolve().parents[3]), _MODULE],
+            command(_MODULE),
             input=json.dumps(request).encode(),
             capture_output=True,
             timeout=_PATIENCE,
@@ -127,13 +127,22 @@ def _start(request: Mapping[str, Any], folder: Path, file: GgufFile) -> None:
         raise BackendError("llama.cpp did not end", got=f"{shown(file.path)}: {_PATIENCE} s") from error
     if done.returncode == 0:
         return
-    said = done.stderr[-4000:].decode("utf-8", "replace").strip().splitlines()
+    raise failure(file.path, done.returncode, done.stderr)
+
+
+def command(module: str) -> list[str]:
+    """Return the command that runs a module of this package, where it lies here, in a child process."""
+    return [sys.executable, "-c", _STARTS, str(Path(__file__).resolve().parents[3]), module]
+
+
+def failure(path: Path, status: int, stderr: bytes) -> BackendError:
+    """Return the error of a child process that ended with a status, and what it wrote."""
+    said = stderr[-4000:].decode("utf-8", "replace").strip().splitlines()
     last = shown(said[-1]) if said else ""
-    if done.returncode < 0:
-        name = signal.Signals(-done.returncode).name
-        got = f"{shown(file.path)}: {name}{f' after: {last}' if last else ''}"
-        raise BackendError("llama.cpp crashed", got=got, hint="try another build: --library libllama.so")
-    raise BackendError("llama.cpp failed", got=f"{shown(file.path)}: {last}")
+    if status < 0:
+        got = f"{shown(path)}: {signal.Signals(-status).name}{f' after: {last}' if last else ''}"
+        return BackendError("llama.cpp crashed", got=got, hint="try another build: --library libllama.so")
+    return BackendError("llama.cpp failed", got=f"{shown(path)}: {last}")
 
 
 def _lines(folder: Path) -> Iterator[_Node]:

@@ -63,6 +63,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "llama_model_rope_type": (c.c_int, [Pointer]),
     "llama_batch_init": (Batch, [c.c_int32, c.c_int32, c.c_int32]),
     "llama_decode": (c.c_int32, [Pointer, Batch]),
+    "llama_batch_free": (None, [Batch]),
     "llama_free": (None, [Pointer]),
     "llama_get_logits_ith": (c.POINTER(c.c_float), [Pointer, c.c_int32]),
     "llama_n_ctx": (c.c_uint32, [Pointer]),
@@ -82,6 +83,14 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ggml_nbytes": (c.c_size_t, [Pointer]),
     "ggml_backend_tensor_get": (None, [Pointer, Pointer, c.c_size_t, c.c_size_t]),
 }
+
+
+_OPTIONAL: dict[str, tuple[Any, list[Any]]] = {
+    "llama_get_memory": (Pointer, [Pointer]),
+    "llama_memory_seq_rm": (c.c_bool, [Pointer, c.c_int32, c.c_int32, c.c_int32]),
+    "llama_kv_self_seq_rm": (c.c_bool, [Pointer, c.c_int32, c.c_int32, c.c_int32]),
+}
+"""What some builds have under another name."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +129,10 @@ class Library:
                 missing.append(name)
                 continue
             function.restype, function.argtypes = result, arguments
+        for name, (result, arguments) in _OPTIONAL.items():
+            if self.has(name):
+                function = getattr(self._dll, name)
+                function.restype, function.argtypes = result, arguments
         if missing:
             raise LayoutError(f"the library does not export {', '.join(missing[:4])}")
         self.tensor = self._tensor_layout()
@@ -157,13 +170,16 @@ class Library:
             raise LayoutError("struct ggml_tensor has another order")
         return TensorLayout(0, 8, sizes, strides, params, sources, number, offset, at)
 
-    def context_parameters(self, tokens: int, callback: Any, *, deployed: bool) -> tuple[Opaque, tuple[Any, ...]]:
+    def context_parameters(
+        self, tokens: int, callback: Any, *, deployed: bool, sequences: int = 1
+    ) -> tuple[Opaque, tuple[Any, ...]]:
         """Return parameters of a context for so many tokens, with a callback for each node, and what must stay alive.
 
         Args:
-            tokens: Of all steps.
-            callback: A `CALLBACK`.
+            tokens: Of all steps of a sequence.
+            callback: A `CALLBACK`; None for none.
             deployed: Take the defaults for cache and attention: else a float32 cache without flash attention.
+            sequences: Most sequences of a step.
         """
         parameters = self.llama_context_default_params()
         ints = (c.c_int32 * (_PARAMETERS // 4)).from_buffer(parameters)
@@ -175,15 +191,21 @@ class Library:
         evaluate = next((at for at in range(8, 64, 2) if list(ints[at : at + 6]) == [0, 0, 0, 0, 1, 1]), None)
         if run is None or evaluate is None or run >= evaluate:
             raise LayoutError("cb_eval, type_k and type_v are not found in llama_context_params")
-        number = -(-tokens // 256) * 256
+        if sequences > 1 and ints[3] != 1:
+            raise LayoutError("n_seq_max is not found in llama_context_params")
+        number = -(-tokens // 256) * 256 * sequences
         ints[0] = number
         ints[1] = max(ints[1], number)
-        ints[2] = max(ints[2], number)
+        if callback is not None:  # the nodes of a step are those of one graph
+            ints[2] = max(ints[2], number)
+        ints[3] = max(ints[3], sequences)
         has_flash = ints[run + 3] == -1
         if not deployed:
             ints[evaluate + 4] = ints[evaluate + 5] = 0
             if has_flash:
                 ints[run + 3] = 0
+        if callback is None:
+            return parameters, (ints,)
         address = c.cast(callback, Pointer).value or 0
         ints[evaluate], ints[evaluate + 1] = (
             c.c_int32(address & 0xFFFFFFFF).value,

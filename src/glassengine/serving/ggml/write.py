@@ -17,6 +17,7 @@ from glassengine.compare.matching.maps import Rule
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.serving.alignment import numbers_of, table_of
 from glassengine.serving.ggml.quantize import q4_k
+from glassengine.serving.ggml.tokens import Vocabulary, add_vocabulary
 from glassengine.serving.ggml.types import BY_NAME, TensorType
 from glassengine.serving.ggml.weights import stored_names
 
@@ -40,15 +41,22 @@ WRITTEN = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K")
 
 
 def write_gguf(
-    module: nn.Module, path: Path, *, kind: str = "F32", changed: Mapping[str, Tensor] | None = None, **settings: Any
-) -> None:
-    """Write a model of transformers as a GGUF file that llama.cpp runs on token ids.
+    module: nn.Module,
+    path: Path,
+    *,
+    kind: str = "F32",
+    changed: Mapping[str, Tensor] | None = None,
+    vocabulary: Vocabulary | None = None,
+    **settings: Any,
+) -> list[str]:
+    """Write a model of transformers as a GGUF file; return the matrices that are F16 as their rows are no whole blocks.
 
     Args:
         module: With its configuration.
         path: Of the file.
         kind: Type of matrices; vectors, and matrices whose rows are no blocks of it, are F32 and F16.
         changed: Other values for tensors of the file, by their names there.
+        vocabulary: Of its tokenizer; without, llama.cpp runs it on token ids.
         settings: Other settings: `rope_freq_base=500000.0`, by the name after the architecture, dots as underscores.
 
     Raises:
@@ -73,16 +81,22 @@ def write_gguf(
             writer.add_uint32(key, value)
         elif isinstance(value, float):
             writer.add_float32(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
         else:
             writer.add_array(key, value)
     writer.add_name(model_type)
-    writer.add_tokenizer_model("none")
+    add_vocabulary(writer, vocabulary)
+    left = []
     for name, tensor in {**dict(file_tensors(module, architecture)), **(changed or {})}.items():
-        _add(writer, name, tensor, BY_NAME[kind])
+        written = _add(writer, name, tensor, BY_NAME[kind])
+        if written == "F16" and kind != "F16":
+            left.append(name)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return left
 
 
 def file_tensors(module: nn.Module, architecture: str) -> Iterator[tuple[str, Tensor]]:
@@ -134,19 +148,22 @@ def _nothing(name: str) -> Tensor:
     raise UsageError("rules of weights look nothing up", got=name)
 
 
-def _add(writer: Any, name: str, tensor: Tensor, kind: TensorType) -> None:
+def _add(writer: Any, name: str, tensor: Tensor, kind: TensorType) -> str:
+    """Add a tensor; return its type."""
     import gguf
 
     values = tensor.detach().float().contiguous().numpy()
     is_small = values.ndim < 2 or name.startswith("position_embd") or name.endswith("gate_inp.weight")
     if is_small or kind.name == "F32":
         writer.add_tensor(name, values)
-    elif kind.name == "F16" or values.shape[-1] % kind.block:
+        return "F32"
+    if kind.name == "F16" or values.shape[-1] % kind.block:
         writer.add_tensor(name, values.astype(np.float16))
-    else:
-        own = gguf.GGMLQuantizationType(kind.number)
-        blocks = q4_k(values) if kind.name == "Q4_K" else gguf.quants.quantize(values, own)
-        writer.add_tensor(name, blocks, raw_dtype=own)
+        return "F16"
+    own = gguf.GGMLQuantizationType(kind.number)
+    blocks = q4_k(values) if kind.name == "Q4_K" else gguf.quants.quantize(values, own)
+    writer.add_tensor(name, blocks, raw_dtype=own)
+    return kind.name
 
 
 def _renamed(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,6 +222,8 @@ def _settings(config: Any, architecture: str) -> dict[str, Any]:
     }
     if architecture == "phi3":
         found["rope.scaling.original_context_length"] = of("original_max_position_embeddings")
+    if full.get("rope_type") == "linear":
+        found |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(full["factor"])}
     kinds = of("layer_types")
     if architecture == "gemma3" and kinds and of("sliding_window"):
         found["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in kinds]
