@@ -50,7 +50,7 @@ def named_candidate(
         candidate: `gguf:FILE`, an engine of a back-end that writes models, a record, an ONNX file, or something else.
         options: Of the run.
         layout: Of a record that names none.
-        has_map: Whether a record's names are told by the user.
+        has_map: Whether the user names the tensors of a record.
     """
     served: Any = open_served(candidate if is_onnx(baseline) else served_as(candidate), options)
     if served is None and is_engine(candidate):

@@ -53,7 +53,7 @@ class LlamaRun:
 
 
 class _Session:
-    """A process and what is said to it; F32 files are computed as exactly as llama.cpp can, others as by default."""
+    """A process and its pipes; F32 files are computed as exactly as llama.cpp can, others as by default."""
 
     def __init__(self, path: Path, library: Path, batch_size: int, length: int, *, exact: bool) -> None:
         self._path = path

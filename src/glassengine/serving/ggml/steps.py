@@ -4,7 +4,7 @@
 
 The first line names library, file, sequences, their length and whether to compute as exactly as llama.cpp can. Each
 other line is a step: rows of a sequence's number, the position of its first token and its tokens; position 0 begins the
-sequence anew. What answers is a line with the number of tokens and of logits of each, then the logits in float32.
+sequence again. What answers is a line with the number of tokens and of logits of each, then the logits in float32.
 """
 
 from __future__ import annotations
