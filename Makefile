@@ -54,9 +54,11 @@ lint: $(STAMP)
 	$(BIN)/mypy --strict src/glassengine
 	$(BIN)/codespell
 
-# The picture in README.md, from a real run; after a change of what `glass check` prints.
+# The pictures in README.md and docs/report.md, from real runs; after a change of what `glass check` prints, or of the
+# page. The second needs a browser and three minutes; REPORTS="port nan" makes these only.
 pictures: $(STAMP)
 	$(BIN)/python docs/pictures/draw.py
+	$(BIN)/python docs/pictures/reports.py $(REPORTS)
 
 # The JSON schemas of --json, from the classes of the results.
 schemas: $(STAMP)

@@ -107,7 +107,7 @@ def parsed(
         if _too_deep(raw, depth):
             raise ValueError(f"it nests more than {depth} levels")
         if version is not None:
-            _refuse_newer(_decoded(raw, _Version, nonfinite, unique=False).schema_version, version, where, what)
+            refuse_newer(_decoded(raw, _Version, nonfinite, unique=False).schema_version, version, where, what)
         return _decoded(raw, schema, nonfinite, unique)
     except (ValueError, RecursionError, TypeError, MemoryError) as error:
         raise damaged(what, where, error) from error
@@ -152,7 +152,14 @@ def damaged(what: str, where: str | Path, error: object) -> CorruptError:
     return CorruptError(f"{what} is damaged", got=f"{shown(where)}: {reason}")
 
 
-def _refuse_newer(found: int, version: int, where: str | Path, what: str) -> None:
+def refuse_newer(found: object, version: int, where: str | Path, what: str) -> None:
+    """Refuse the schema version of a document that this version of the package does not know.
+
+    Raises:
+        CorruptError: It is a later one, or no version.
+    """
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        raise damaged(what, where, f"schema version {found!r} - at `$.schema_version`")
     if found > version:
         raise CorruptError(
             f"{what} was written by a newer version of Glass Engine",
@@ -160,8 +167,6 @@ def _refuse_newer(found: int, version: int, where: str | Path, what: str) -> Non
             expected=f"at most {version}",
             hint="update Glass Engine",
         )
-    if found < 1:
-        raise ValueError(f"schema version {found} - at `$.schema_version`")
 
 
 def _decoded(raw: bytes, schema: type[Document], nonfinite: bool, unique: bool) -> Document:

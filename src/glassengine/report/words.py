@@ -21,6 +21,7 @@ from glassengine.results import (
 from glassengine.results.exempt import Exemption
 from glassengine.results.inputs_used import InputUsed
 from glassengine.results.pairs import TokenAgreement
+from glassengine.sites import parts_of_line
 
 LONGEST_NAME = 60
 _LESS_THAN_PROOF = ("tried", "argument", "ops", "values", "weights")
@@ -63,9 +64,9 @@ def short(name: str) -> str:
 
 
 def parts_of_source(source: str) -> tuple[str, str]:
-    """Return (place, code) of "file:line: code"."""
-    place, _, code = source.partition(": ")
-    return place, code
+    """Return (place, code) of "file:line: code"; what names no line is a place."""
+    found = parts_of_line(source)
+    return (source, "") if found is None else (f"{found[0]}:{found[1]}", found[2])
 
 
 def step_of(result: Comparison, found: Divergence) -> str:

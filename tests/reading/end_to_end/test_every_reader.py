@@ -35,7 +35,7 @@ from glassengine.program.loading.checkpoint_files import read_tensors, weight_fi
 from glassengine.program.representation.stored import load_graph, load_names
 from glassengine.reading.arrays import MAX_UNFOLDED_BYTES
 from glassengine.reading.tensors import check_unfolded, read_torch
-from glassengine.report.page.document import from_file
+from glassengine.results.stored import read_result
 
 Reader = Callable[[Path], Any]
 
@@ -68,7 +68,7 @@ GIVEN: dict[str, tuple[str, Reader]] = {
     "index": ("model.safetensors.index.json", lambda folder: weight_files(str(folder))),
     "checkpoint": ("pytorch_model.bin", lambda folder: read_tensors([folder / "pytorch_model.bin"])),
     "adapter": ("adapter_config.json", read_adapter),
-    "result": ("result.json", lambda folder: from_file(folder / "result.json", lambda _: lambda *_: None)),
+    "result": ("result.json", lambda folder: read_result(folder / "result.json", lambda _: lambda *_: None)),
 }
 """Files that the user names, or that lie where he says and may be links."""
 

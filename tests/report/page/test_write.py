@@ -200,13 +200,13 @@ def test_a_replay_has_a_report_with_and_without_a_comparison(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("content", "error", "words"),
     [
-        ("{}", UsageError, "no report can be made of this document"),
-        ('{"error": {"what": "x"}}', UsageError, "with the key 'error'"),
+        ("{}", UsageError, "not of a comparison"),
+        ('{"error": {"what": "x"}}', UsageError, "ended with an error"),
         ("[1]", CorruptError, "damaged"),
         ("", CorruptError, "damaged"),
         ('{"pairs": 3}', CorruptError, "damaged"),
         ('{"pairs": [{"step": "x"}]}', CorruptError, "damaged"),
-        ('{"schema_version": 99}', CorruptError, "another schema version"),
+        ('{"schema_version": 99}', CorruptError, "newer version"),
         ('{"counts": 1, "first_divergence": null}', CorruptError, "damaged"),
         ("{} {}", CorruptError, "something follows"),
     ],

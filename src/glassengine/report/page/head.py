@@ -9,9 +9,9 @@ from pathlib import PurePath
 
 from glassengine.reading.printable import printable
 from glassengine.report import words
-from glassengine.report.page.document import Shown
 from glassengine.report.page.origin import Fact, facts_of, is_of_one_process
 from glassengine.results import Comparison, Divergence, DriftRow, Pair, QuantizedWeight, Replayed
+from glassengine.results.stored import Stored
 
 _MOST_ORIGINS = 100
 _MOST_LINES = 200
@@ -75,7 +75,7 @@ class Head:
     notes: tuple[str, ...] = field(default=())
 
 
-def head_of(shown: Shown, pair: Pair | None) -> Head:
+def head_of(shown: Stored, pair: Pair | None) -> Head:
     """Return the top of a page.
 
     Args:

@@ -29,12 +29,12 @@ from glassengine.errors import UsageError
 from glassengine.reading.files import open_regular
 from glassengine.reading.printable import printable
 from glassengine.report.page.data import FOLDER, DataFolder, ListFiles
-from glassengine.report.page.document import OnPair, Plain, Shown, from_file, from_memory
 from glassengine.report.page.head import Head, head_of, reasons_of
 from glassengine.report.page.rows import Rows
 from glassengine.report.page.values import MOST_TENSORS, Values
 from glassengine.results import Comparison, Comparisons, Replayed
 from glassengine.results.report import ReportPage, StepLabel, WrittenReport
+from glassengine.results.stored import OnPair, Plain, Stored, read_result, without_pairs
 from glassengine.writing.files import remove_tree
 from glassengine.writing.locations import local
 
@@ -124,7 +124,7 @@ def _pages(result: Result | str | Path, new: Path, target: Path, values: Sequenc
         rows[number] = Rows(folders[number])
         return rows[number].add
 
-    shown = from_file(result, taker) if isinstance(result, (str, Path)) else from_memory(result, taker)
+    shown = read_result(result, taker) if isinstance(result, (str, Path)) else without_pairs(result, taker)
     for number in range(len(shown)):
         if number not in rows:
             taker(number)
@@ -160,7 +160,7 @@ def _pages(result: Result | str | Path, new: Path, target: Path, values: Sequenc
     )
 
 
-def _worst(shown: Sequence[Shown]) -> Any:
+def _worst(shown: Sequence[Stored]) -> Any:
     from glassengine.results import worst
 
     verdicts = [one.comparison.verdict for one in shown if one.comparison is not None]
@@ -168,7 +168,7 @@ def _worst(shown: Sequence[Shown]) -> Any:
 
 
 def _page(
-    shown: Shown, rows: Rows, folder: DataFolder, values: Values | None
+    shown: Stored, rows: Rows, folder: DataFolder, values: Values | None
 ) -> tuple[Head, ReportPage, list[tuple[str, str, str]]]:
     """Write the data of one page, and return what goes into it."""
     result = shown.comparison
@@ -245,7 +245,7 @@ def _html(head: Head, page: ReportPage, skipped: Sequence[tuple[str, str, str]],
     )
 
 
-def _overview(heads: Sequence[Head], shown: Sequence[Shown]) -> str:
+def _overview(heads: Sequence[Head], shown: Sequence[Stored]) -> str:
     worst_first = sorted(range(len(heads)), key=lambda number: ("bad", "fair", "good").index(heads[number].tone))
     return str(
         _template("overview.html.j2").render(
