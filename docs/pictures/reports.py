@@ -1,4 +1,4 @@
-"""Make ten reports of what is in `cases/`, and keep their first screens: report-*.png. `make pictures` runs this.
+"""Make reports of what is in `cases/`, and keep their first screens: report-*.png. `make pictures` runs this.
 
 Each case is made as a user would make it. The result stands in the first screen at 1280 by 800 pixels, or this fails.
 """
@@ -59,6 +59,14 @@ def _replay(files: Any, directory: str) -> None:
     write_report(files.replay_broken("snapshots"), directory)
 
 
+def _series(files: Any, directory: str) -> None:
+    import nets
+
+    nets.watched("run")
+    nets.watched("other-run", rate=0.3)
+    _command("compare", "run", "other-run")(files, directory)
+
+
 def _quantized(files: Any, directory: str) -> None:
     files.write_four_bits("four-bits", offset=1)
     _command("check", "examples/tiny-llama", "--candidate", "four-bits")(files, directory)
@@ -78,6 +86,7 @@ CASES: dict[str, Case] = {
     "nan": _command("check", "nets.py:right", "--candidate", "nets.py:makes_nan", "--inputs", "nets.py:inputs"),
     "quantized": _quantized,
     "ok": _command("check", "nets.py:right", "--backend", "eager", "--inputs", "nets.py:inputs", status=0),
+    "series": _series,
 }
 """Name -> what makes it."""
 
@@ -85,7 +94,10 @@ CASES: dict[str, Case] = {
 @contextlib.contextmanager
 def _among_copies() -> Iterator[Any]:
     """Work in a directory that holds the cases and the example, so that names in the pictures are short."""
-    with tempfile.TemporaryDirectory() as folder:
+    folder = str(Path(tempfile.gettempdir(), "glass-reports"))
+    # Of one name, which the pictures show.
+    Path(folder).mkdir()
+    try:
         for name in ("nets.py", "files.py"):
             shutil.copy(HERE / "cases" / name, folder)
         shutil.copytree(ROOT / "examples", Path(folder) / "examples")
@@ -94,6 +106,8 @@ def _among_copies() -> Iterator[Any]:
             import files
 
             yield files
+    finally:
+        shutil.rmtree(folder)
 
 
 def _screenshot(page: Any, name: str) -> None:
@@ -109,7 +123,7 @@ def _screenshot(page: Any, name: str) -> None:
 def _opened(browser: Any, report: Path, size: dict[str, int], colors: str) -> Any:
     page = browser.new_context(viewport=size, color_scheme=colors).new_page()
     page.goto((report / "index.html").as_uri())
-    page.wait_for_function("document.documentElement.dataset.ready === 'yes'")
+    page.wait_for_function("document.documentElement.dataset.ready === 'yes' || !document.getElementById('index')")
     return page
 
 

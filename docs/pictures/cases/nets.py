@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+import glassengine as glass
 from glassengine.testing import models
 
 
@@ -103,3 +104,17 @@ def wrong_when_decoding():
 
     attention.forward = forward
     return model
+
+
+def watched(directory, rate=0.01):
+    """Watch a training whose learning rate is another from step 40."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    x = torch.randn(64, 8)
+    with glass.record(net, directory, watch=True):
+        for step in range(80):
+            optimizer.param_groups[0]["lr"] = rate if step >= 40 else 0.01
+            optimizer.zero_grad()
+            (net(x) - x.sum(1, keepdim=True)).square().mean().backward()
+            optimizer.step()

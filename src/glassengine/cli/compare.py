@@ -16,6 +16,7 @@ from glassengine import commands
 from glassengine.cli.answers import Answers
 from glassengine.cli.documents import answer
 from glassengine.cli.options import err, out, quiet_stages
+from glassengine.cli.report import write_beside
 from glassengine.cli.series import are_watched, compare_watched
 from glassengine.cli.shared import Cluster, Jobs, Map, MinCoverage, MinSnr, TrustEngine, decibels
 from glassengine.errors import GlassError, UsageError
@@ -135,17 +136,18 @@ def command(
         "trust_engine": trust_engine or None,
     }
     sides = [baseline, *candidates]
-    told = _given(for_tensors) + answers.given
+    # A page is made of everything.
+    told = _given(for_tensors) + [name for name in answers.given if name != "report"]
     if series or (series is None and are_watched(sides) and not told):
         _refuse(_SERIES, _TENSORS, told)
-        return compare_watched(sides)
+        return compare_watched(sides, answers.report)
     kind = _common_kind(sides)
     _refuse(kind, _TENSORS, told)
     _refuse(kind, _ENGINES, [name for name, value in for_engines.items() if value is not None])
     if kind == _ENGINES:
-        return _engines(sides, for_engines)
+        return _engines(sides, for_engines, answers.report)
     if kind == _ARTIFACTS:
-        return _artifacts(sides)
+        return _artifacts(sides, answers.report)
     return _tensors(baseline, candidates, for_tensors, answers)
 
 
@@ -224,7 +226,7 @@ def _many(baseline: str, candidates: Sequence[str], options: dict[str, Any], ans
     return answers.give(many.to_dict, show, many.comparisons, status, whole=many, recordings=recordings)
 
 
-def _engines(sides: Sequence[str], options: dict[str, Any]) -> int:
+def _engines(sides: Sequence[str], options: dict[str, Any], report: str | None) -> int:
     steps = {"max_new_tokens": options["max_new_tokens"]} if options["max_new_tokens"] is not None else {}
     trust = bool(options["trust_engine"])
     result = commands.side_by_side(sides, prompts=options["input_text"], trust_engine=trust, **steps)
@@ -235,10 +237,11 @@ def _engines(sides: Sequence[str], options: dict[str, Any]) -> int:
         out.print(side_by_side(result))
 
     answer(result.to_dict, show)
+    write_beside(result, report)
     return 0 if result.ok else 1
 
 
-def _artifacts(sides: Sequence[str]) -> int:
+def _artifacts(sides: Sequence[str], report: str | None) -> int:
     if len(sides) != 2:
         raise UsageError("build artifacts are compared two at a time", got=f"{len(sides)} sides")
     # The manifest stands for its directory, where that holds tensors as well.
@@ -252,6 +255,7 @@ def _artifacts(sides: Sequence[str]) -> int:
         out.print(comparison(result))
 
     answer(result.to_dict, show)
+    write_beside(result, report)
     differs = any(stage.status != "identical" for stage in result.stages) or result.differences or result.files
     return 0 if result.ok else 1 if differs else 4
 

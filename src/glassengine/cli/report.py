@@ -19,7 +19,7 @@ def command(
         str,
         typer.Argument(
             metavar="RESULT",
-            help="What --json of check, check-training, compare (of tensors) or replay has written.",
+            help="What --json of check, check-training, compare or replay has written.",
             show_default=False,
         ),
     ],
@@ -76,5 +76,6 @@ def write_beside(result: Any, directory: str | None, *, recordings: Sequence[str
 
 
 def _line(written: WrittenReport) -> str:
-    size = f"{written.total_bytes / 1e6:.1f} MB in {written.num_files} files"
-    return f"report: {written.report} ({written.num_tensors:,} tensors, {size})"
+    files = f"{written.num_files} file{'s' if written.num_files > 1 else ''}"
+    size = f"{max(written.total_bytes / 1e6, 0.1):.1f} MB in {files}"
+    return f"report: {written.report} ({f'{written.num_tensors:,} tensors, ' if written.num_tensors else ''}{size})"

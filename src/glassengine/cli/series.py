@@ -9,6 +9,7 @@ from typing import Any
 from glassengine import commands
 from glassengine.cli.documents import answer
 from glassengine.cli.options import err, out, settings
+from glassengine.cli.report import write_beside
 from glassengine.errors import UsageError
 
 
@@ -17,7 +18,7 @@ def are_watched(sides: Sequence[str]) -> bool:
     return len(sides) == 2 and all(commands.find_series(side) is not None for side in sides)
 
 
-def compare_watched(sides: Sequence[str]) -> int:
+def compare_watched(sides: Sequence[str], report: str | None) -> int:
     """Compare the series of two runs, print the answer and return the exit status."""
     if len(sides) != 2:
         raise UsageError("series are compared two at a time", got=f"{len(sides)} sides")
@@ -31,6 +32,7 @@ def compare_watched(sides: Sequence[str]) -> int:
             err.print("values that both have recorded: glass compare --no-series " + " ".join(sides))
 
     answer(result.to_dict, show)
+    write_beside(result, report, recordings=sides)
     return 0 if result.ok else 4 if result.standing == "uncalibrated" else 1
 
 

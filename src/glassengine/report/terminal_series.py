@@ -11,11 +11,12 @@ from rich.text import Text
 
 from glassengine.reading.printable import printable
 from glassengine.recording.layout.series import MEASURED, NONFINITE, UNMEASURED
+from glassengine.report import words_apart as words
 from glassengine.report.table import new_table
 
 if TYPE_CHECKING:
     from glassengine.recording.read.series import Chosen, SeriesReader
-    from glassengine.results.series import SeriesComparison, SeriesPoint
+    from glassengine.results.series import SeriesComparison
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 60
@@ -90,35 +91,20 @@ def bars(states: Array, values: Array, width: int) -> str:
 def series_comparison(result: SeriesComparison) -> RenderableType:
     """Return the answer for `glass compare` of two watched runs."""
     verdict = Text().append("ok" if result.ok else "NOT OK", style="bold green" if result.ok else "bold red")
-    what = {"same": "the series are the same", "apart": "the series part", "uncalibrated": "the series differ"}
-    verdict.append(f"  {what.get(result.standing, f'the series are {result.standing}')}")
-    if result.standing == "uncalibrated":
-        verdict.append("; uncalibrated: too few steps to know their variation")
+    verdict.append(f"  {words.series_sentence(result)}")
     lines = [f"{result.num_steps} common steps, {result.num_series} common series"]
     if result.first_difference is not None:
-        lines.append(f"first difference: {_told(result.first_difference)}")
+        lines.append(f"first difference: {words.point_words(result.first_difference)}")
     if result.first_parting is not None:
-        lines.append(f"first apart: {_told(result.first_parting)}")
+        lines.append(f"first apart: {words.point_words(result.first_parting)}")
         lines.append(f"{result.num_apart} of {result.num_series} series part")
     parts: list[RenderableType] = [verdict, *map(Text, lines)]
     if result.num_apart > 1:
         table = new_table("step", "site", "baseline", "candidate", "difference", "variation")
         for point in result.partings[:_MOST_PARTINGS]:
-            numbers = (point.baseline, point.candidate, point.difference, point.variation)
-            table.add_row(str(point.step), printable(point.site), *map(_number, numbers))
+            table.add_row(*words.point_cells(point))
         parts.append(table)
         if result.num_apart > _MOST_PARTINGS:
             parts.append(Text(f"{result.num_apart - _MOST_PARTINGS} more"))
     parts += [Text(f"only in {printable(text)}") for text in result.only_one]
     return Group(*parts, *map(Text, result.notes))
-
-
-def _told(point: SeriesPoint) -> str:
-    told = f"step {point.step}, {printable(point.site)}: {_number(point.baseline)} against {_number(point.candidate)}"
-    if point.variation is not None:
-        told += f", a difference of {_number(point.difference)} where the variation is {_number(point.variation)}"
-    return told
-
-
-def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.6g}"

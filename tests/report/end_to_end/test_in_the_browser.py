@@ -10,9 +10,11 @@ import pytest
 import torch
 
 import glassengine as glass
+from glassengine.compare.series.series import compare_series
 from glassengine.report.page.write import write_report
 from tests.report.browser import Tab, chromium
-from tests.report.made_results import HOSTILE, TEXTS, comparison, hostile, layered
+from tests.report.made_results import HOSTILE, TEXTS, comparison, hostile, layered, pair
+from tests.report.page.test_apart import engines, runs
 
 Open = Callable[..., Tab]
 GUILTY = "model.layers.2.self_attn/scaled_dot_product_attention.0"
@@ -72,6 +74,22 @@ def test_the_guilty_line_is_on_the_first_screen_above_everything_else(
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == (
         "rgb(255, 255, 255)" if scheme == "light" else "rgb(15, 19, 24)"
     )
+
+
+def test_modules_stand_in_order_of_execution_and_names_show_their_ends(tab: Open, tmp_path: Path) -> None:
+    names = [f"model.encoder.layers.{number}.attention.self.query/linear.0" for number in range(4)]
+    # A rung that sees only some of the modules does not put these first.
+    program = [pair(0, name, "identical", 0.0, rung="program") for name in names[1:3]]
+    own = [pair(0, name, "wrong", 1e3) for name in (*names[:2], names[3])]
+    write_report(comparison([*program, *own]), tmp_path / "report")
+    page = tab(tmp_path / "report").ready()
+    modules = page.locator(".map tbody th").all_inner_texts()
+    assert [name for name in modules if "query" in name] == [name.partition("/")[0] for name in names]
+    page.locator(".row").first.click()
+    page.locator("#detail .name").wait_for()
+    page.locator(".rows").press("ArrowDown")
+    shown = page.locator(".row code").all_inner_texts()
+    assert len(set(shown)) > 1 and all(text.startswith("\u2026") and text.endswith("query/linear.0") for text in shown)
 
 
 def test_filters_order_and_search_are_in_the_address(tab: Open, report: Path) -> None:
@@ -263,3 +281,20 @@ def test_paper_shows_the_answer_in_light_colors(tab: Open, report: Path) -> None
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert page.locator("nav").is_hidden() and page.locator(".row").count() == 96
     assert len(page.pdf()) > 10_000
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_page_without_tensors_has_tables_and_curves(tab: Open, tmp_path: Path, scheme: str) -> None:
+    package = pytest.importorskip("axe_playwright_python", reason="axe-core is not installed")
+    one, two = runs(tmp_path)
+    write_report(compare_series(one, two), tmp_path / "series", recordings=[one, two])
+    write_report(engines(), tmp_path / "engines")
+    for name, marks in (("series", "svg polyline"), ("engines", "td .chip.wrong")):
+        found = tab(tmp_path / name, scheme=scheme, width=400)
+        page = found.page
+        assert page.locator(marks).count() and page.evaluate("document.documentElement.scrollWidth") <= 400
+        page.locator("#theme").wait_for(state="visible")
+        page.evaluate((Path(package.__path__[0]) / "axe.min.js").read_text(encoding="utf-8"))
+        violations = page.evaluate("async () => (await axe.run()).violations")
+        assert [(v["id"], [n["html"][:200] for n in v["nodes"][:3]]) for v in violations] == []
+        assert found.messages == []

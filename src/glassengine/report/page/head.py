@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
 from glassengine.reading.printable import printable
 from glassengine.report import words
+from glassengine.report.page.curves import Plot
 from glassengine.report.page.origin import Fact, facts_of, is_of_one_process
-from glassengine.results import Comparison, Divergence, DriftRow, Pair, QuantizedWeight, Replayed
+from glassengine.report.page.tables import MOST_LINES, Table, tables_of
+from glassengine.results import Comparison, Divergence, Pair, Replayed
 from glassengine.results.stored import Stored
 
 _MOST_ORIGINS = 100
-_MOST_LINES = 200
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ class Head:
         severity: Of tokens, a line a rung.
         origins: Other ops that introduced an error.
         outputs: Of a replay: name, dtype and shape, as recorded, difference, what is not finite.
-        tables: More tables: title, sentence, columns, rows.
+        tables: More tables.
+        plots: Series of runs.
         notes: Sentences.
     """
 
@@ -71,7 +72,8 @@ class Head:
     severity: tuple[str, ...] = ()
     origins: tuple[tuple[str, ...], ...] = ()
     outputs: tuple[tuple[str, ...], ...] = ()
-    tables: tuple[tuple[str, str, tuple[str, ...], tuple[tuple[str, ...], ...]], ...] = ()
+    tables: tuple[Table, ...] = ()
+    plots: tuple[Plot, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
 
@@ -115,7 +117,7 @@ def _compared(result: Comparison, pair: Pair | None) -> Head:
         results=tuple(_results(result)),
         severity=tuple(_severity(result)),
         origins=tuple(_origins(result)),
-        tables=tuple(_tables(result)),
+        tables=tuple(tables_of(result)),
         notes=tuple(map(printable, result.notes)),
     )
 
@@ -156,7 +158,8 @@ def _sources(found: Divergence | None) -> tuple[Source, ...]:
     if found is None:
         return ()
     one = _source("baseline", found.source, found.site)
-    if found.candidate_source is not None and found.candidate_source == found.source:
+    lines, sites = (found.source, found.candidate_source), (found.site, found.candidate_site or found.site)
+    if lines[0] == lines[1] and (lines[0] is not None or sites[0] == sites[1]):
         return (_source("both sides", found.source, found.site),)
     return one, _source("candidate", found.candidate_source, found.candidate_site)
 
@@ -185,7 +188,7 @@ def _rungs(result: Comparison) -> list[tuple[str, ...]]:
 
 def _results(result: Comparison) -> list[tuple[str, ...]]:
     found = []
-    for one in result.results[:_MOST_LINES]:
+    for one in result.results[:MOST_LINES]:
         text = words.result_line(one, result.severity.get(one.rung))
         cells = (one.rung, one.name, one.verdict, text, f"{one.dtype}[{', '.join(map(str, one.shape))}]")
         found.append(tuple(map(printable, cells)))
@@ -223,73 +226,12 @@ def _place(one: Divergence) -> tuple[object, ...]:
     return one.rung, one.step, one.site, one.rank
 
 
-Table = tuple[str, str, tuple[str, ...], tuple[tuple[str, ...], ...]]
-
-
-def _tables(result: Comparison) -> list[Table]:
-    found: list[Table] = []
-    columns: tuple[str, ...]
-    inputs = [
-        (case.case, str(used.step), used.origin, words.input_line(used), used.recipe)
-        for case in result.inputs
-        for used in case.inputs
-    ]
-    if inputs:
-        columns = ("case", "step", "origin", "input", "how it was made")
-        found.append(_table("Inputs", "What all sides ran on, and whether it was made up.", columns, inputs))
-    if result.fineness:
-        rows = [(one.rung, words.judged(one)) for one in result.fineness]
-        found.append(_table("Fineness", "How finely the inside was judged.", ("rung", "judged"), rows))
-    if result.weights is not None and result.weights.different:
-        ways = [(text,) for text in (*result.weights.how, *result.weights.different)]
-        what = f"{len(result.weights.different)} of {result.weights.compared} differ by more than rounding."
-        found.append(_table("Weights", what, ("weight",), ways))
-    if result.written_differently:
-        different = [(o.rung, o.site, o.candidate_site, o.difference, o.verdict) for o in result.written_differently]
-        columns = ("rung", "site", "there", "difference", "verdict")
-        found.append(_table("Written differently", "The same op with other arguments.", columns, different))
-    if result.drift:
-        drift = [_drift(row) for row in result.drift]
-        columns = ("kind", "site", "SNR dB", "cosine", "introduced dB", "share of the loss")
-        found.append(_table("Drift", "Where a less precise candidate loses its signal.", columns, drift))
-    if result.quantization is not None:
-        weights = [_weight(one) for one in result.quantization.weights]
-        columns = ("weight", "verdict", "SNR dB", "steps, rms", "hint")
-        found.append(_table("Quantization", "What quantization did to each weight, alone.", columns, weights))
-    return found
-
-
-def _table(title: str, sentence: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
-    shown = tuple(tuple(map(printable, row)) for row in rows[:_MOST_LINES])
-    if len(rows) > _MOST_LINES:
-        sentence += f" The first {_MOST_LINES} of {len(rows):,}; the JSON document has all."
-    return title, sentence, columns, shown
-
-
-def _drift(row: DriftRow) -> tuple[str, ...]:
-    numbers = f"{row.snr_db:.1f}", f"{row.cosine_similarity:.6f}", _decibels(row.introduced_db), _percent(row.share)
-    return row.kind, row.site, *numbers
-
-
-def _weight(one: QuantizedWeight) -> tuple[str, ...]:
-    hints = "; ".join(hint.text for hint in one.hints)
-    return one.name, one.verdict, f"{one.snr_db:.1f}", f"{one.rms_steps:.3g}", hints
-
-
-def _decibels(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}"
-
-
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"
-
-
 def reasons_of(result: Comparison | None) -> list[tuple[str, str, str]]:
     """Return what was not compared: side, reason, how many; most first."""
     if result is None:
         return []
     counted = Counter((item.side, item.reason) for item in result.skipped)
-    return [(side, printable(reason), f"{count:,}") for (side, reason), count in counted.most_common(_MOST_LINES)]
+    return [(side, printable(reason), f"{count:,}") for (side, reason), count in counted.most_common(MOST_LINES)]
 
 
 def _replayed(result: Replayed, comparison: Comparison | None, pair: Pair | None) -> Head:
@@ -317,7 +259,7 @@ def _replayed(result: Replayed, comparison: Comparison | None, pair: Pair | None
             "" if not one.max_abs_diff else f"{one.max_abs_diff:.3g}",
             one.nonfinite,
         )
-        for one in sorted(result.outputs, key=lambda one: one.same_bits is not False)[:_MOST_LINES]
+        for one in sorted(result.outputs, key=lambda one: one.same_bits is not False)[:MOST_LINES]
     ]
     return Head(
         mark="ok" if result.ok else "NOT OK",

@@ -28,13 +28,14 @@ from markupsafe import Markup
 from glassengine.errors import UsageError
 from glassengine.reading.files import open_regular
 from glassengine.reading.printable import printable
+from glassengine.report.page.apart import head_of_apart
 from glassengine.report.page.data import FOLDER, DataFolder, ListFiles
 from glassengine.report.page.head import Head, head_of, reasons_of
 from glassengine.report.page.rows import Rows
 from glassengine.report.page.values import MOST_TENSORS, Values
-from glassengine.results import Comparison, Comparisons, Replayed
+from glassengine.results import Comparison, Comparisons, Replayed, Verdict, worst
 from glassengine.results.report import ReportPage, StepLabel, WrittenReport
-from glassengine.results.stored import OnPair, Plain, Stored, read_result, without_pairs
+from glassengine.results.stored import Apart, OnPair, Plain, Stored, read_result, without_pairs
 from glassengine.writing.files import remove_tree
 from glassengine.writing.locations import local
 
@@ -45,7 +46,7 @@ _OWN = re.compile(rf"{re.escape(PAGE)}|{FOLDER}|[1-9]\d*")
 _SKIPPED_PER_FILE, _READS_PER_FILE = 1 << 13, 1 << 14
 _LONGEST_TEXT = 200
 
-Result = Comparison | Comparisons | Replayed
+Result = Comparison | Comparisons | Replayed | Apart
 
 
 def require_place(directory: str | Path) -> Path:
@@ -81,7 +82,7 @@ def write_report(
     """Write the report of a result.
 
     Args:
-        result: What check, check_training, compare (of tensors) or replay has returned, or the file of its `--json`.
+        result: What check, check_training, compare or replay has returned, or the file of its `--json`.
         directory: Where; a report that is there is replaced.
         recordings: Baseline and candidates that were compared, for the values of the worst tensors; none: no values.
 
@@ -91,12 +92,11 @@ def write_report(
         CorruptError: The document or a recording is damaged.
     """
     target = require_place(directory)
-    values = [Values(recordings[0], candidate) for candidate in recordings[1:]]
     target.parent.mkdir(parents=True, exist_ok=True)
     new = target.parent / f".{target.name}.{os.getpid()}.partial"
     remove_tree(new)
     try:
-        written = _pages(result, new, target, values)
+        written = _pages(result, new, target, recordings)
         _put(new, target)
     finally:
         remove_tree(new)
@@ -115,7 +115,7 @@ def _put(new: Path, target: Path) -> None:
         shutil.move(item, target / item.name)
 
 
-def _pages(result: Result | str | Path, new: Path, target: Path, values: Sequence[Values]) -> WrittenReport:
+def _pages(result: Result | str | Path, new: Path, target: Path, recordings: Sequence[str | Path]) -> WrittenReport:
     rows: dict[int, Rows] = {}
     folders: dict[int, DataFolder] = {}
 
@@ -125,9 +125,12 @@ def _pages(result: Result | str | Path, new: Path, target: Path, values: Sequenc
         return rows[number].add
 
     shown = read_result(result, taker) if isinstance(result, (str, Path)) else without_pairs(result, taker)
+    if len(shown) == 1 and shown[0].apart is not None:
+        return _page_apart(shown[0].apart, new, target, recordings)
     for number in range(len(shown)):
         if number not in rows:
             taker(number)
+    values = [Values(recordings[0], candidate) for candidate in recordings[1:]]
     if values and len(values) != len(shown):
         expected = f"the baseline's and {len(shown)} more"
         raise UsageError("the recordings are not those of the result", got=f"{len(values) + 1}", expected=expected)
@@ -138,7 +141,8 @@ def _pages(result: Result | str | Path, new: Path, target: Path, values: Sequenc
     several = len(shown) > 1
     for number, (head, page, skipped) in enumerate(pages):
         up = "../index.html" if several else ""
-        (new / str(number) / PAGE).write_text(_html(head, page, skipped, up=up), encoding="utf-8")
+        of_tensors = page if len(rows[number]) or skipped else None
+        (new / str(number) / PAGE).write_text(_html(head, of_tensors, skipped, up=up), encoding="utf-8")
     if several:
         for number in reversed(range(len(shown))):
             (new / str(number)).rename(new / str(number + 1))
@@ -147,22 +151,48 @@ def _pages(result: Result | str | Path, new: Path, target: Path, values: Sequenc
         for item in (new / "0").iterdir():
             item.rename(new / item.name)
         (new / "0").rmdir()
-    every = [path for path in new.rglob("*") if path.is_file()]
-    return WrittenReport(
-        report=str(target / PAGE),
+    return _written(
+        new,
+        target,
         ok=all(one.replayed.ok if one.replayed else bool(one.comparison and one.comparison.ok) for one in shown),
         verdict=_worst(shown),
         num_tensors=sum(map(len, rows.values())),
         num_with_values=sum(len(page.valued_rows) for _, page, _ in pages),
         without_values=dict(sum((one.without for one in values), Counter())),
+    )
+
+
+def _page_apart(result: Apart, new: Path, target: Path, recordings: Sequence[str | Path]) -> WrittenReport:
+    """Write the page of what has no tensors."""
+    new.mkdir()
+    head = head_of_apart(result, recordings)
+    (new / PAGE).write_text(_html(head, None, (), up=""), encoding="utf-8")
+    return _written(new, target, result.ok)
+
+
+def _written(
+    new: Path,
+    target: Path,
+    ok: bool,
+    verdict: Verdict | None = None,
+    num_tensors: int = 0,
+    num_with_values: int = 0,
+    without_values: Mapping[str, int] | None = None,
+) -> WrittenReport:
+    every = [path for path in new.rglob("*") if path.is_file()]
+    return WrittenReport(
+        report=str(target / PAGE),
+        ok=ok,
+        verdict=verdict,
+        num_tensors=num_tensors,
+        num_with_values=num_with_values,
+        without_values=without_values or {},
         num_files=len(every),
         total_bytes=sum(path.stat().st_size for path in every),
     )
 
 
-def _worst(shown: Sequence[Stored]) -> Any:
-    from glassengine.results import worst
-
+def _worst(shown: Sequence[Stored]) -> Verdict | None:
     verdicts = [one.comparison.verdict for one in shown if one.comparison is not None]
     return worst(verdicts) if verdicts else None
 
@@ -237,12 +267,11 @@ def _template(name: str) -> Any:
     return environment.get_template(name)
 
 
-def _html(head: Head, page: ReportPage, skipped: Sequence[tuple[str, str, str]], *, up: str) -> str:
-    return str(
-        _template("page.html.j2").render(
-            head=head, page=page, index=_as_script(page.to_dict()), skipped=skipped, up=up, **_own_files(SCRIPTS)
-        )
-    )
+def _html(head: Head, page: ReportPage | None, skipped: Sequence[tuple[str, str, str]], *, up: str) -> str:
+    """Return a page; without an index that of what has no tensors, for which nothing but its colors needs a script."""
+    index = "" if page is None else _as_script(page.to_dict())
+    own = _own_files(("theme",) if page is None else SCRIPTS)
+    return str(_template("page.html.j2").render(head=head, page=page, index=index, skipped=skipped, up=up, **own))
 
 
 def _overview(heads: Sequence[Head], shown: Sequence[Stored]) -> str:

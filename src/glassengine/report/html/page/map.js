@@ -39,6 +39,24 @@ function columnsOfSteps() {
   return found;
 }
 
+// On a narrow screen the end of a path: beginnings are alike.
+const ended = (name) => (at("map-body").clientWidth < 640 && name.length > 17 ? `\u2026${name.slice(-16)}` : name);
+
+// Several orders of some groups in one: the longest, and what it lacks behind what it follows in another.
+function merged(orders) {
+  const [longest, ...others] = [...orders].sort((left, right) => right.length - left.length);
+  const order = [...(longest ?? [])];
+  for (const other of others) {
+    let after = -1;
+    for (const group of other) {
+      const place = order.indexOf(group);
+      after = place >= 0 ? place : after + 1;
+      if (place < 0) order.splice(after, 0, group);
+    }
+  }
+  return order;
+}
+
 function drawMap() {
   const body = at("map-body");
   if (!rows.length) { body.replaceChildren(el("p", {}, "No tensor was judged.")); return; }
@@ -48,11 +66,12 @@ function drawMap() {
   let next = 0;
   for (const { step } of page.steps) { while (step > columns[next].last) next += 1; columnOf.set(step, next); }
   const cells = names.map(() => columns.map(() => null));
-  const first = new Map();
+  const seen = new Map();
   for (const row of keptRows(["step", "module", "verdict", "q", "own"], false)) {
     const group = groupOf[rows.site[row]];
     if (group < 0) continue;
-    if (!first.has(group)) first.set(group, row);
+    if (!seen.has(rows.rung[row])) seen.set(rows.rung[row], new Set());
+    seen.get(rows.rung[row]).add(group);
     const line = cells[group];
     const column = columnOf.get(rows.step[row]);
     const level = levelOf(row);
@@ -61,11 +80,11 @@ function drawMap() {
     if (level > cell.level) { cell.level = level; cell.row = row; }
     if (rows.verdict[row] >= SUSPICIOUS) { if (rows.flags[row] & INHERITED) cell.inherited = true; else cell.own = true; }
   }
-  const order = [...first.keys()].sort((left, right) => first.get(left) - first.get(right));
+  const order = merged([...seen.values()].map((groups) => [...groups]));
   const shownGroups = order.slice(0, 4 * MOST_GROUPS);
   const table = el("table", { class: "map" },
     el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "module"), ...columns.map((column) => el("th", { scope: "col" }, column.name, column.text ? el("span", { class: "read", title: shown(column.text) }, short(column.text)) : null)))),
-    el("tbody", {}, ...shownGroups.map((group) => el("tr", {}, el("th", { scope: "row", title: short(names[group]) }, short(names[group]) || "(root)"),
+    el("tbody", {}, ...shownGroups.map((group) => el("tr", {}, el("th", { scope: "row", title: short(names[group]) }, ended(short(names[group])) || "(root)"),
       ...columns.map((column, place) => el("td", {}, mapCell(cells[group][place], names[group], column)))))));
   const guilty = shownGroups.findIndex((group) => cells[group].some((cell) => cell?.own));
   const way = el("p", { class: "links" }, state.module ? el("button", { type: "button", on: { click: () => change({ module: state.module.split(".").slice(0, -1).join(".") }) } }, `up from ${short(state.module)}`) : null);

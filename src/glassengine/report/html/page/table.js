@@ -68,8 +68,12 @@ function drawRows() {
   if (chosen) scroller.setAttribute("aria-activedescendant", chosen.id); else scroller.removeAttribute("aria-activedescendant");
 }
 
-// On a narrow screen the end of a name, which tells tensors apart.
-const narrowed = (name) => (scroller.clientWidth < 640 && name.length > 22 ? `\u2026${name.slice(-21)}` : name);
+// As much of the end of a name as there is room for: beginnings are alike.
+const CHARACTER = 7.9;
+function narrowed(name) {
+  const room = Math.max(8, Math.floor(scroller.firstElementChild.children[2].clientWidth / CHARACTER));
+  return name.length > room ? `\u2026${name.slice(1 - room)}` : name;
+}
 
 function tableRow(row, place, top) {
   const isChosen = state.row === String(row);
