@@ -1,4 +1,4 @@
-"""Series of two watched runs as curves, where the recordings are at hand: those that part, in order of their steps."""
+"""Series of two watched runs as curves, where there are recordings: those that part, in order of their steps."""
 
 from __future__ import annotations
 
