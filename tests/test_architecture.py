@@ -350,7 +350,6 @@ DECIDED_BY_WORDS = {
     ("diagnose/training/gradient_graph.py", "Gradient addition"): "torch's own name of what autograd adds",
     ("cli/interrupts.py", "<frozen importlib"): "Python's own name of a file",
     # How words are laid out on a screen.
-    ("report/words.py", ": "): "the place of a line of code, and the line",
     ("report/words.py", " at ["): "a place that is told already is not told twice",
     ("report/terminal_check.py", "judged "): "the column is called judged",
     # Of one hypothesis, in the function that writes it and the one that reads it.

@@ -37,7 +37,7 @@ def head_of_apart(result: Apart, recordings: Sequence[str | Path]) -> Head:
     if recordings:
         raise UsageError("the recordings are not those of the result", got=", ".join(map(str, recordings)))
     assert not isinstance(result, SeriesComparison)
-    return _engines(result) if isinstance(result, SideBySide) else _artifacts(result)
+    return _artifacts(result) if isinstance(result, ArtifactComparison) else _engines(result)
 
 
 def _engines(result: SideBySide) -> Head:
