@@ -183,16 +183,18 @@ def packages(options: argparse.Namespace) -> list[Row]:
         if "PAIRS" not in file.read_text() or file.stem.startswith("test_"):
             continue
         for pair in _pairs(file.stem):
+            if options.pairs and not any(fnmatch(pair.name, pattern) for pattern in options.pairs):
+                continue
             missing = [name for name in pair.packages if importlib.util.find_spec(name) is None]
             if missing:
                 print(f"{pair.name}: not installed: {', '.join(missing)}", file=sys.stderr, flush=True)
                 continue
             for mistake in list(pair.mistakes)[:: options.share]:
-                kinds = known.get(pair.name, {}).get(mistake)
-                if kinds is None or (options.mistakes and mistake not in options.mistakes):
+                kinds = pair.mistakes[mistake].kinds or known.get(pair.name, {}).get(mistake, "").split(", ")
+                if not kinds[0] or (options.mistakes and mistake not in options.mistakes):
                     continue
-                made = _row_of(pair, mistake, tuple(kinds.split(", ")))
-                rows += [made] if made is not None else []
+                rows.append(_row_of(pair, mistake, tuple(kinds)))
+                _keep(rows, options)
                 print(f"{pair.name}: {mistake}", file=sys.stderr, flush=True)
     return rows
 
@@ -205,7 +207,7 @@ def _pairs(name: str) -> Sequence[Any]:
         return ()
 
 
-def _row_of(pair: Any, mistake: str, kinds: tuple[str, ...]) -> Row | None:
+def _row_of(pair: Any, mistake: str, kinds: tuple[str, ...]) -> Row:
     torch.set_num_threads(1)
     baseline, candidate = pair.make(mistake)
     with tempfile.TemporaryDirectory() as folder:
@@ -214,11 +216,19 @@ def _row_of(pair: Any, mistake: str, kinds: tuple[str, ...]) -> Row | None:
         cost = Cost()
         with cost.measured():
             result = check(baseline, candidate=candidate, inputs=str(path))
-    first = result.first_divergence
-    if first is None:
-        return None
-    is_named = any(fnmatch(first.site, pattern) for pattern in pair.mistakes[mistake].sites)
+    site = "" if result.first_divergence is None else result.first_divergence.site
+    is_named = any(fnmatch(site, pattern) for pattern in pair.mistakes[mistake].sites)
     return Row(pair.name, mistake, "package", kinds, hints_of(result), cost.largest(), is_named)
+
+
+def _keep(rows: Sequence[Row], options: argparse.Namespace) -> None:
+    if options.json:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+
+
+def _as_row(found: dict[str, Any]) -> Row:
+    hints = tuple(tuple(hint) for hint in found.pop("hints"))
+    return Row(**{**found, "expected": tuple(found["expected"])}, hints=hints)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -279,11 +289,16 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser.add_argument("--families", type=lambda text: text.split(","), default=list(FAMILIES))
     parser.add_argument("--dtypes", type=lambda text: text.split(","), default=list(DTYPES))
     parser.add_argument("--mistakes", type=lambda text: text.split(","), default=None)
+    parser.add_argument("--pairs", nargs="+", help="of packages, as patterns of their names: 'diffusers*'")
     parser.add_argument("--share", type=int, default=1, help="every n-th mistake in each program; default all")
     parser.add_argument("--show", action="store_true", help="also what is right, and keep nothing")
     parser.add_argument("--json", type=Path, help="keeps every row")
+    parser.add_argument(
+        "--rows", type=Path, nargs="+", default=[], help="that --json kept: count these, with no sources"
+    )
     options = parser.parse_args(arguments)
-    rows: list[Row] = []
+    rows = [_as_row(found) for path in options.rows for found in json.loads(path.read_text())]
+    options.sources = [] if options.rows else options.sources
     if "ports" in options.sources:
         rows += ports(options)
     if "packages" in options.sources:
@@ -293,8 +308,7 @@ def main(arguments: Sequence[str] = ()) -> None:
             started = time.perf_counter()
             rows += planted(family, dtype, options, number + turn)
             print(f"{family}/{dtype} {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
-            if options.json:
-                options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+            _keep(rows, options)
     shown = rows if options.show else [row for row in rows if not row.is_first]
     text = [f"$ python -m benchmarks kinds {' '.join(arguments)}", surroundings(), "", table(rows), "", said(shown)]
     if options.show or options.mistakes:

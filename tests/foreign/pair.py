@@ -23,11 +23,13 @@ class Mistake:
         sites: Of the baseline, as patterns: one has to be named.
         says: Pieces of text of which a hint that helps holds one. Other hints mislead.
         known: What is wrong with the answer today, if anything is; it counts as a failure.
+        kinds: That are right for its hint, where they are not in `kinds.py`; a second one needs a reason beside it.
     """
 
     sites: Sequence[str]
-    says: Sequence[str]
+    says: Sequence[str] = ()
     known: str = ""
+    kinds: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,30 @@ def edited(module: ModuleType, old: str, new: str) -> Any:
     copy.__dict__.update(__package__=module.__package__, __file__=str(path))
     exec(compile(path.read_text(), str(path), "exec"), copy.__dict__)
     return copy
+
+
+def rewritten(names: Sequence[str], edit: tuple[str, str] | None) -> list[Any]:
+    """Return copies of modules that import each other, given in that order, with one text in one of them another."""
+    originals = {name: importlib.import_module(name) for name in names}
+    texts = {name: Path(str(module.__file__)).read_text() for name, module in originals.items()}
+    texts = {name: text.replace("\N{NO-BREAK SPACE}", " ") for name, text in texts.items()}
+    if edit is not None:
+        number = sum(text.count(edit[0]) for text in texts.values())
+        assert number == 1, f"{edit[0]!r} stands {number} times in {', '.join(names)}"
+        texts = {name: text.replace(*edit) for name, text in texts.items()}
+    folder = Path(tempfile.mkdtemp())
+    made = []
+    try:
+        for name, text in texts.items():
+            path = folder / f"{name.rpartition('.')[2]}.py"
+            path.write_text(text)
+            copy = sys.modules[name] = ModuleType(name)
+            copy.__dict__.update(__package__=originals[name].__package__, __file__=str(path))
+            exec(compile(text, str(path), "exec"), copy.__dict__)
+            made.append(copy)
+    finally:
+        sys.modules.update(originals)
+    return made
 
 
 def copied(target: nn.Module, tensors: Mapping[str, Any]) -> None:

@@ -19,6 +19,7 @@ import series
 import speech
 import text
 import torch
+import unseen
 import vision
 import vision_transformers
 from pair import Pair
@@ -38,6 +39,7 @@ PAIRS = [
     *series.PAIRS,
     *speech.PAIRS,
     *text.PAIRS,
+    *unseen.PAIRS,
 ]
 pytestmark = [
     pytest.mark.slow,
@@ -86,6 +88,7 @@ def outcome(pair: Pair, mistake: str, tmp_path: Path) -> Outcome:
     hints = [*first.hints[:2], *(hint for origin in others[:2] for hint in origin.hints[:1])]
     wanted = pair.mistakes[mistake]
     is_useful = any(text in hint.text for hint in hints for text in wanted.says)
+    is_useful = is_useful or any(hint.kind in wanted.kinds for hint in hints)
     return Outcome(
         not result.ok,
         any(fnmatch(first.site, pattern) for pattern in wanted.sites),

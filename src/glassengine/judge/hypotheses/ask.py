@@ -206,8 +206,10 @@ class Asked:
         return False
 
     def _read(self, trial: Trial, theirs: list[Node]) -> frozenset[str]:
-        sources = {source.name for op in theirs for source in op.all_input_nodes}
-        return frozenset(n.name for n in trial.inputs if self.counterparts.get(n.name) in sources)
+        """Return the inputs of which the candidate's op of the same name reads the counterpart; another op may too."""
+        sources = {(op.target, source.name) for op in theirs for source in op.all_input_nodes}
+        inside = [(n.name, user.target) for n in trial.inputs for user in n.users if user in trial.values]
+        return frozenset(name for name, target in inside if (target, self.counterparts.get(name)) in sources)
 
     def _held(self, theirs: list[Node]) -> dict[str, str]:
         """Return the weights that ops of the candidate read: node -> name."""

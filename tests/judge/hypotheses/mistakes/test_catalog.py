@@ -459,6 +459,22 @@ PLANTED = {
         "the causal part of the mask is missing",
         QKV,
     ),
+    "a mask of numbers that is not added": Planted(
+        lambda q, k, mask: q @ k.mT + torch.where(mask, 0.0, -1e4),
+        lambda q, k, mask: q @ k.mT,
+        lambda q, k, mask: (k @ q.mT).mT + (~mask) * -1e4,
+        "mask",
+        "the mask is not added",
+        ("q", "k", "mask"),
+    ),
+    "parts in another order where rows are put together": Planted(
+        lambda q: q.reshape(2, 24, 2, 4).transpose(1, 2),
+        lambda q: q.reshape(2, 24, 4, 2).permute(0, 3, 1, 2),
+        lambda q: q.flatten(1, 2).unflatten(-1, (2, 4)).transpose(1, 2),
+        "permuted",
+        "an axis is taken apart as 4 x 2 in the candidate",
+        ("q",),
+    ),
     "flipped kernel": Planted(
         F.conv2d,
         lambda x, k: F.conv2d(x, k.flip(2, 3)),
@@ -629,6 +645,12 @@ def test_f35_what_a_right_port_shows_as_well_is_no_explanation() -> None:
     """Exchanged operands of a sum, a scale of one, an equal weight: none of it changes a value."""
     planted = Planted(lambda x, y: x + y, lambda x, y: y + x, lambda x, y: x + y, "", "", ("x", "y"))
     assert hints_of(planted, planted.wrong) == []
+
+
+def test_zeros_are_no_activation_of_negative_numbers() -> None:
+    """What is lost is not what `relu` makes of it."""
+    planted = Planted(lambda x: (-x.abs()).exp(), torch.zeros_like, lambda x: 1 / x.abs().exp(), "", "")
+    assert all(hint.kind != "activation" for hint in hints_of(planted, planted.wrong))
 
 
 def test_a_comparison_has_no_number_that_could_be_solved_for() -> None:

@@ -68,11 +68,50 @@ def kind_of(question: Question, literal: Literal) -> Kind:
         return "transposed"
     if op == "getitem":
         return "swapped"
+    if op in ("slice", "select", "narrow") and name in ("start", "end", "index", "length"):
+        return "swapped" if _is_one_of_several(question, literal.node) else "position"
     if op in ("arange", "roll") or (op == "pow" and name == "self"):
         return "position"
     if op in ("add", "sub") and isinstance(literal.value, int):
         return "position"
     return "other"
+
+
+def kind_of_op(node: Node) -> Kind:
+    """Return the kind of the mistake that another op, or another form of it, stands in the place of this one."""
+    op = op_name(node)
+    if traits_of(node).kind == "activation":
+        return "activation"
+    return "mask" if op in ("tril", "triu", "masked_fill") else "position" if op in ("arange", "roll") else "other"
+
+
+def _is_one_of_several(question: Question, node: Node) -> bool:
+    """Whether a tensor is taken apart into this piece and others that have nothing in common with it."""
+    source = node.args[0]
+    extent = _extent(node)
+    if not isinstance(source, Node) or extent is None:
+        return False
+    for user in question.users(source):
+        other = _extent(user) if user.target is node.target else None
+        if other is not None and other[0] == extent[0] and (other[1] >= extent[2] or other[2] <= extent[1]):
+            return True
+    return False
+
+
+def _extent(node: Node) -> tuple[int, int, int] | None:
+    """Return (axis, start, end) of what a slice or an index takes; None where these are no numbers."""
+    args = node.args[1:]
+    if not args or not all(isinstance(arg, int) for arg in args) or not isinstance(node.args[0], Node):
+        return None
+    size = getattr(node.args[0].meta.get("val"), "shape", ())
+    axis = int(args[0])  # type: ignore[arg-type]
+    if not -len(size) <= axis < len(size) or not isinstance(size[axis], int):
+        return None
+    start, *rest = (int(arg) for arg in args[1:]) if len(args) > 1 else (0,)  # type: ignore[arg-type]
+    end = start + 1 if op_name(node) == "select" else rest[0] if rest else size[axis]
+    length = size[axis]
+    start, end = (max(0, value + length if value < 0 else min(value, length)) for value in (start, end))
+    return axis % len(size), start, end
 
 
 def is_epsilon(question: Question, literal: Literal) -> bool:

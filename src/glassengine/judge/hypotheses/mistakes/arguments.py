@@ -15,11 +15,12 @@ from torch.utils import _pytree as pytree
 
 from glassengine.judge.graphs.between import passes_on
 from glassengine.judge.hypotheses.mistakes.argument_values import fitting, is_same, is_whole, usual_values
-from glassengine.judge.hypotheses.mistakes.argument_words import kind_of, name_of, text_of
+from glassengine.judge.hypotheses.mistakes.argument_words import kind_of, kind_of_op, name_of, text_of
 from glassengine.judge.hypotheses.trials.hypothesis import (
     Hypothesis,
     Literal,
     bound,
+    constants_of,
     is_as_theirs,
     literals_of,
     shown,
@@ -30,7 +31,6 @@ from glassengine.judge.hypotheses.trials.trial import Call, Edit
 from glassengine.numerics.float64 import retarget
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
-from glassengine.results import Kind
 
 _SKIPPED = frozenset(
     {"layout", "device", "pin_memory", "memory_format", "dtype", "dropout_p", "train", "training", "momentum"}
@@ -71,7 +71,8 @@ def same_op(question: Question) -> Iterator[Hypothesis]:
         several = f"{op_name(node)}: {text} in the candidate"
         text = text_of(question, *differing[0]) if len(differing) == 1 else several
         first, value = differing[0]
-        yield Hypothesis(kind_of(question, first), text, {node: edit}, name_of(question, first), (first.value, value))
+        kind = kind_of(question, first)
+        yield Hypothesis(kind, text, {node: edit}, name_of(question, first), (first.value, value))
 
 
 def _in_its_place(question: Question, node: Node) -> Node | None:
@@ -103,9 +104,17 @@ def another_op(question: Question) -> Iterator[Hypothesis]:
         for node in reversed(question.trial.ops):
             tensors = [source for _, source in tensors_of(question.trial, node)]
             if len(tensors) == len(places) and not passes_on(node):
-                kind: Kind = "activation" if traits_of(node).kind == "activation" else "other"
-                text = f"{op_name(node)} here, {op_name(theirs)} in the candidate"
-                yield Hypothesis(kind, text, {node: _called_as(theirs.target, leaves, spec, places)})
+                edits = {node: _called_as(theirs.target, leaves, spec, places)}
+                yield Hypothesis(kind_of_op(node), f"{_called(node, theirs)} in the candidate", edits)
+
+
+def _called(node: Node, theirs: Node) -> str:
+    """Return the names of both ops, with their own numbers where the name is the same: arange 0 to 9, or 1 to 10."""
+    here, there = op_name(node), op_name(theirs)
+    if here != there:
+        return f"{here} here, {there}"
+    own = [", ".join(map(shown, constants_of([op]))) for op in (node, theirs)]
+    return f"{here}({own[0]}) here, {there}({own[1]})"
 
 
 def _called_as(target: Any, leaves: list[Any], spec: Any, places: list[int]) -> Edit:

@@ -32,12 +32,33 @@ def reshaped(question: Question) -> Iterator[Hypothesis]:
             or not isinstance(made, torch.Tensor)
         ):
             continue
-        for axis, _, parts in factored(given.shape, made.shape):
+        split, merged = meeting(given.shape, made.shape), meeting(made.shape, given.shape)
+        for axis, _, parts in factored(split, made.shape):
             for order in _orders(parts):
-                yield Hypothesis("permuted", _apart(parts, order), {node: _split_as(axis, parts, order, made.shape)})
-        for _, first, parts in factored(made.shape, given.shape):
+                yield Hypothesis(
+                    "permuted", _apart(parts, order), {node: _split_as(split, axis, parts, order, made.shape)}
+                )
+        for _, first, parts in factored(merged, given.shape):
             for order in _orders(parts):
                 yield Hypothesis("permuted", _together(parts, order), {node: _merged_as(first, order, made.shape)})
+
+
+def meeting(joined: Sequence[int], parted: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape `joined` with the axes put together that are one in `parted`: [6, 8] of [2, 3, 8] for [6, 2, 4]."""
+    found: list[int] = []
+    i = j = 0
+    while i < len(joined) and j < len(parted):
+        first, (here, there) = i, (joined[i], parted[j])
+        i, start, j = i + 1, j, j + 1
+        while here != there:
+            if here < there and i < len(joined):
+                here, i = here * joined[i], i + 1
+            elif there < here and j < len(parted):
+                there, j = there * parted[j], j + 1
+            else:
+                return tuple(joined)
+        found += [here] if j - start == 1 else joined[first:i]
+    return (*found, *joined[i:])
 
 
 def factored(joined: Sequence[int], parted: Sequence[int]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
@@ -58,9 +79,11 @@ def _orders(parts: Sequence[int]) -> list[tuple[int, ...]]:
     return [order for order in itertools.permutations(range(len(parts))) if list(order) != sorted(order)]
 
 
-def _split_as(axis: int, parts: Sequence[int], order: Sequence[int], shape: Sequence[int]) -> Edit:
+def _split_as(
+    joined: Sequence[int], axis: int, parts: Sequence[int], order: Sequence[int], shape: Sequence[int]
+) -> Edit:
     def edit(call: Call) -> Any:
-        given = call.args[0]
+        given = call.args[0].reshape(joined)
         apart = given.reshape(*given.shape[:axis], *(parts[i] for i in order), *given.shape[axis + 1 :])
         back = [axis + list(order).index(i) for i in range(len(parts))]
         axes = [*range(axis), *back, *range(axis + len(parts), apart.dim())]
@@ -79,15 +102,18 @@ def _merged_as(first: int, order: Sequence[int], shape: Sequence[int]) -> Edit:
 
 
 def _apart(parts: Sequence[int], order: Sequence[int]) -> str:
-    here = " x ".join(map(str, parts))
-    there = " x ".join(str(parts[i]) for i in order)
-    return f"an axis is taken apart as {there} in the candidate, as {here} here: heads are interleaved"
+    return f"an axis is taken apart as {_in_words(parts, order)}"
 
 
 def _together(parts: Sequence[int], order: Sequence[int]) -> str:
-    here = " x ".join(map(str, parts))
-    there = " x ".join(str(parts[i]) for i in order)
-    return f"axes are put together as {there} in the candidate, as {here} here: heads are interleaved"
+    return f"axes are put together as {_in_words(parts, order)}"
+
+
+def _in_words(parts: Sequence[int], order: Sequence[int]) -> str:
+    here, there = (" x ".join(map(str, sizes)) for sizes in (parts, [parts[i] for i in order]))
+    if here == there:
+        return f"{here} in another order: rows and columns are exchanged, or heads are interleaved"
+    return f"{there} in the candidate, as {here} here: heads are interleaved"
 
 
 def neighbors(question: Question) -> Iterator[Hypothesis]:

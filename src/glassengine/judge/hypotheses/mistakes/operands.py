@@ -14,6 +14,7 @@ from glassengine.judge.hypotheses.mistakes.layouts import kind_of_shift
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, article, tensors_of, with_leaves
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Call
+from glassengine.numerics.mask_values import is_mask
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind
@@ -133,7 +134,9 @@ def _of_two(question: Question, node: Node, tensors: list[tuple[int, Node]]) -> 
             continue
         what = question.label(lost)
         is_bias = name == "add" and (lost.name in question.weights or other.dim() < made.dim())
-        if traits_of(node).kind == "term":
+        if name == "add" and is_mask(other):
+            yield Hypothesis("mask", f"the mask is not added: {what}", {node: _value(one)}, lost=lost)
+        elif traits_of(node).kind == "term":
             verb = "added" if name == "add" else "subtracted"
             kind: Kind = "bias missing" if is_bias else "other"
             yield Hypothesis(kind, f"{what} is not {verb}", {node: _value(one)}, lost=lost)

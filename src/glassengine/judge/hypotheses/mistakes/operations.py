@@ -63,6 +63,7 @@ _COMPARED = (("lt", "le"), ("gt", "ge"), ("lt", "gt"), ("le", "ge"), ("eq", "ne"
 def activations(question: Question) -> Iterator[Hypothesis]:
     """Yield: another activation, also where the baseline's is written out with several ops."""
     trial = question.trial
+    theirs = {op_name(op) for op in question.theirs}
     for node in reversed(trial.ops):
         made = trial.values[node]
         if not isinstance(made, torch.Tensor) or not made.is_floating_point():
@@ -79,7 +80,8 @@ def activations(question: Question) -> Iterator[Hypothesis]:
             if own is None or own == "nothing":
                 continue
             for name, act in NAMED.items():
-                if name != own:
+                # A candidate of zeros is what many make of negative numbers, and what is left of a lost factor.
+                if name != own and (name in theirs or bool(act(given).any()) or not bool(made.any())):
                     text = f"{own} here, {name} in the candidate"
                     yield Hypothesis("activation", text, {node: _applied(act, given)}, "activation", (own, name))
 

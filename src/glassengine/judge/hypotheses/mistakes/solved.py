@@ -9,6 +9,7 @@ import torch
 
 from glassengine.judge.hypotheses.mistakes.argument_values import BASES
 from glassengine.judge.hypotheses.mistakes.arguments import becoming, literals
+from glassengine.judge.hypotheses.mistakes.frequencies import base_of, of_another_base
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, Literal
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Edit
@@ -23,21 +24,16 @@ def bases(question: Question) -> Iterator[Hypothesis]:
     theirs = [float(value) for value in question.their_values if isinstance(value, (int, float)) and value > 1]
     for node in question.trial.inputs:
         value = question.trial.values[node]
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.numel() < 3:
+        base = base_of(value) if isinstance(value, torch.Tensor) and value.is_floating_point() else None
+        if base is None:
             continue
         flat = value.flatten()
-        if flat.numel() != max(value.shape) or bool((flat <= 0).any()):
-            continue
-        steps = flat[1:] / flat[:-1]
-        if float(steps.std()) > 1e-5 * float(steps.abs().mean()) or float(steps[0]) >= 1:
-            continue
         places = torch.arange(len(flat), dtype=torch.float64) / len(flat)
-        base = float(steps.mean()) ** -len(flat)
         for other in dict.fromkeys([*theirs, *BASES]):
             if abs(other - base) > 1e-3 * base:
                 made = (flat[0] * other**-places).reshape(value.shape)
-                text = f"base of the frequencies (theta): {base:.6g} here, {other:.6g} in the candidate"
-                yield Hypothesis("position", text, {node: _value(made)}, "base", (float(f"{base:.6g}"), other))
+                values = (float(f"{base:.6g}"), other)
+                yield Hypothesis("position", of_another_base(base, other), {node: _value(made)}, "base", values)
 
 
 def solved(question: Question) -> Iterator[Hypothesis]:

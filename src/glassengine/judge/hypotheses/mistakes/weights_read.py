@@ -11,6 +11,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.judge.graphs.between import passes_on
+from glassengine.judge.hypotheses.mistakes.frequencies import base_of, of_another_base
 from glassengine.judge.hypotheses.mistakes.layouts import called, order_between
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
@@ -245,6 +246,9 @@ def relation(
     offset = float((theirs - ours).mean())
     if _is_same(ours + offset, theirs, same):
         return "scale", f"{there} is the baseline's plus {offset:.6g}"
+    bases = base_of(ours), base_of(theirs)
+    if bases[0] is not None and bases[1] is not None:
+        return "position", of_another_base(bases[0], bases[1])
     levels = _levels(theirs)
     if levels is not None and (_levels(ours) or levels + 1) > levels:
         return "dtype", f"{there} has {levels} levels in a row: it is quantized"

@@ -1,0 +1,47 @@
+"""What kind of mistake it is that an op has another argument, told of whole modules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from glassengine.diagnose import check
+
+WRONG = {
+    "late": ("position", "arange(6, False) here, arange(1, 7, False) in the candidate"),
+    "ahead": ("position", "slice: start: 0 here, -6"),
+    "halves": ("swapped", "are exchanged"),
+    "norm again": ("swapped", "instead of"),
+}
+
+
+class Net(nn.Module):
+    """x [2, 6, 8]: positions, a convolution that looks back, two halves, a residual."""
+
+    def __init__(self, mistake: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.norm = nn.Embedding(9, 8), nn.LayerNorm(8)
+        self.conv, self.out = nn.Conv1d(8, 8, 3, padding=2), nn.Linear(4, 8)
+        self.mistake = mistake
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.table(torch.arange(1, 7) if self.mistake == "late" else torch.arange(6))
+        y = self.conv(self.norm(x).transpose(1, 2))
+        y = (y[:, :, -6:] if self.mistake == "ahead" else y[:, :, :6]).transpose(1, 2)
+        a, b = y[..., :4], y[..., 4:]
+        if self.mistake == "halves":
+            a, b = b, a
+        return self.out(a.tanh() * torch.sigmoid(b)) + (self.norm(x) if self.mistake == "norm again" else x)
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_the_kind_follows_from_what_the_argument_means(mistake: str, tmp_path: Path) -> None:
+    torch.save({"x": torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1))}, tmp_path / "x.pt")
+    first = check(Net().eval(), candidate=Net(mistake).eval(), inputs=str(tmp_path / "x.pt")).first_divergence
+    assert first is not None and first.hints, mistake
+    kind, text = WRONG[mistake]
+    assert first.hints[0].kind == kind and text in first.hints[0].text, first.hints[0]
