@@ -44,7 +44,7 @@ def reshaped(question: Question) -> Iterator[Hypothesis]:
 
 
 def meeting(joined: Sequence[int], parted: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape `joined` with the axes put together that are one in `parted`: [6, 8] of [2, 3, 8] for [6, 2, 4]."""
+    """Return the shape `joined` with axes put together that are one in `parted`: of [2, 3, 8] for [6, 2, 4], [6, 8]."""
     found: list[int] = []
     i = j = 0
     while i < len(joined) and j < len(parted):
