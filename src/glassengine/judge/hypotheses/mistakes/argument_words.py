@@ -78,7 +78,7 @@ def kind_of(question: Question, literal: Literal) -> Kind:
 
 
 def kind_of_op(node: Node) -> Kind:
-    """Return the kind of the mistake that another op, or another form of it, stands in the place of this one."""
+    """Return the kind of the mistake that another op, or another form of it, stands instead of this one."""
     op = op_name(node)
     if traits_of(node).kind == "activation":
         return "activation"
@@ -99,7 +99,7 @@ def _is_one_of_several(question: Question, node: Node) -> bool:
 
 
 def _extent(node: Node) -> tuple[int, int, int] | None:
-    """Return (axis, start, end) of what a slice or an index takes; None where these are no numbers."""
+    """Return (axis, start, end) of what a slice or an index takes; None where they are not whole numbers."""
     args = node.args[1:]
     if not args or not all(isinstance(arg, int) for arg in args) or not isinstance(node.args[0], Node):
         return None

@@ -13,6 +13,9 @@ from glassengine.judge.hypotheses.trials.question import Question
 _APART = 1e-6
 """Relative distance from which on two numbers are others."""
 _FEW = 4
+_LEAST_FREQUENCIES = 3
+_EVEN = 1e-5
+"""Spread of the factors, as a share: as float32 rounds them."""
 _FAMOUS = (
     ("log2(e)", math.log2(math.e)),
     ("ln(2)", math.log(2)),
@@ -62,3 +65,19 @@ def origin_in(question: Question, number: float) -> str | None:
 def _sizes(values: Iterable[Any]) -> set[int]:
     tensors = (value for value in values if isinstance(value, torch.Tensor))
     return {size for tensor in tensors for size in tensor.shape if isinstance(size, int)}
+
+
+def base_of(value: torch.Tensor) -> float | None:
+    """Return the base (the theta of a rotation) of which n numbers (float64, in one axis) are powers -i / n; None where they are not."""
+    flat = value.flatten()
+    if flat.numel() < _LEAST_FREQUENCIES or flat.numel() != max(value.shape) or bool((flat <= 0).any()):
+        return None
+    steps = flat[1:] / flat[:-1]
+    if float(steps.std()) > _EVEN * float(steps.abs().mean()) or float(steps[0]) >= 1:
+        return None
+    return float(float(steps.mean()) ** -len(flat))
+
+
+def of_another_base(here: float, there: float) -> str:
+    """Return how the mistake is reported that a base is another one."""
+    return f"base of the frequencies (theta): {here:.6g} here, {there:.6g} in the candidate"

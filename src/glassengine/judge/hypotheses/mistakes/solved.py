@@ -9,7 +9,7 @@ import torch
 
 from glassengine.judge.hypotheses.mistakes.argument_values import BASES
 from glassengine.judge.hypotheses.mistakes.arguments import becoming, literals
-from glassengine.judge.hypotheses.mistakes.frequencies import base_of, of_another_base
+from glassengine.judge.hypotheses.mistakes.constants import base_of, of_another_base
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, Literal
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Edit

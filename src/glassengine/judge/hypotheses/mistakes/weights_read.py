@@ -11,7 +11,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.judge.graphs.between import passes_on
-from glassengine.judge.hypotheses.mistakes.frequencies import base_of, of_another_base
+from glassengine.judge.hypotheses.mistakes.constants import base_of, of_another_base
 from glassengine.judge.hypotheses.mistakes.layouts import called, order_between
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
