@@ -68,7 +68,7 @@ def _sizes(values: Iterable[Any]) -> set[int]:
 
 
 def base_of(value: torch.Tensor) -> float | None:
-    """Return the base (the theta of a rotation) of which n numbers (float64, in one axis) are powers -i / n; None where they are not."""
+    """Return the theta of which n numbers (float64, in one axis) are powers -i / n; None where they are not."""
     flat = value.flatten()
     if flat.numel() < _LEAST_FREQUENCIES or flat.numel() != max(value.shape) or bool((flat <= 0).any()):
         return None
