@@ -25,6 +25,10 @@ PRIVATE = re.compile(
     r"|--(?:extra-)?index-url|--trusted-host|PIP_INDEX_URL|https?://[\w.-]+/simple\b",
     re.IGNORECASE,
 )
+# Found in every line that is, and a tenth of the time.
+ROUGHLY_PRIVATE = re.compile(
+    "/(?:work|home|root|users|mnt)/|artifactory|nexus|devpi|index-url|trusted-host|pip_index_url|/simple", re.IGNORECASE
+)
 
 
 # Tests lie where the module lies that they test: `src/glassengine/a/b.py` is tested by `tests/a/test_b.py`. Others ask
@@ -56,7 +60,7 @@ OF_THE_HOUSE = {
 
 def private_lines(text: str) -> list[str]:
     """Return the lines of `text` that name somebody's machine or a package index host."""
-    return [line for line in text.splitlines() if PRIVATE.search(line)]
+    return [line for line in text.splitlines() if PRIVATE.search(line)] if ROUGHLY_PRIVATE.search(text) else []
 
 
 def tracked(root: Path) -> list[Path]:
