@@ -104,6 +104,7 @@ def test_a_check_finds_a_planted_mistake(glass: Glass) -> None:
     assert "0.5" in done.stdout and "0.6" in done.stdout  # the hint
 
 
+@pytest.mark.slow
 def test_a_build_writes_artifacts_with_the_page_that_shows_them(glass: Glass, tmp_path: Path) -> None:
     done = glass(
         *("build", "models.py:right", "--inputs", "models.py:inputs", "--backend", "eager", "-q"),

@@ -215,7 +215,7 @@ def test_warnings_and_settings_of_the_caller_are_left_alone() -> None:
     ("dtype", "mebibytes"),
     [
         ("float32", 128),
-        ("bfloat16", 128),
+        pytest.param("bfloat16", 128, marks=pytest.mark.slow),
         *(pytest.param(dtype, 1024, marks=pytest.mark.slow) for dtype in ("float32", "bfloat16", "float64", "int64")),
     ],
 )

@@ -34,7 +34,7 @@ def verdicts(result: Comparison) -> dict[str, str]:
     ("family", "dtype", "steps"),
     [
         ("llama", "float32", None),
-        ("qwen3", "bfloat16", 1),
+        pytest.param("qwen3", "bfloat16", 1, marks=pytest.mark.slow),
         pytest.param("mixtral", "float32", 1, marks=pytest.mark.slow),
         pytest.param("gpt2", "float16", None, marks=pytest.mark.slow),
         pytest.param("gemma3", "float32", None, marks=pytest.mark.slow),
@@ -101,7 +101,7 @@ MISTAKES = {
 
 
 # Named as others are: by a literal that differs, by an op that only the candidate has, and by a stored tensor.
-ALIKE = (norm_epsilon, extra_factor, rotary_base)
+ALIKE = (norm_epsilon, extra_factor, rotary_base, activation)
 
 
 @pytest.mark.parametrize(
@@ -129,14 +129,8 @@ def test_a_mistake_in_a_copy_is_named(llama: nn.Module, mistake: Any, token_ids:
     assert hint is None or any(hint in guess.text for guess in found.hints), found.hints
 
 
-@pytest.mark.parametrize(
-    "mistake",
-    [
-        scaled_attention,
-        *(pytest.param(mistake, marks=pytest.mark.slow) for mistake in (swapped_projections, rotary_base)),
-    ],
-    ids=lambda m: m.__name__,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", [scaled_attention, swapped_projections, rotary_base], ids=lambda m: m.__name__)
 def test_large_mistakes_are_named_in_bfloat16_too(llama: nn.Module, mistake: Any, token_ids: str) -> None:
     candidate = models.llama()
     site = mistake(candidate)
@@ -150,6 +144,7 @@ def test_an_identical_copy_is_ok_and_a_bfloat16_copy_is_rounding(llama: nn.Modul
     assert result.ok, result.first_divergence
 
 
+@pytest.mark.slow
 def test_a_scale_that_moved_into_the_query_is_no_mistake(llama: nn.Module, token_ids: str) -> None:
     candidate: Any = models.llama()
     for layer in candidate.model.layers:
@@ -319,6 +314,7 @@ def test_plain_modules_are_checked_too(tmp_path: Path) -> None:
     assert result.first_divergence.site == "norm/layer_norm.0"
 
 
+@pytest.mark.slow
 def test_models_with_nothing_in_common_are_refused_or_not_ok(llama: nn.Module, token_ids: str) -> None:
     with pytest.raises(IncomparableError, match="other inputs than the baseline"):
         check(llama, candidate=models.vision(), inputs=token_ids)

@@ -72,6 +72,7 @@ def test_freezing_happened(program: Program, frozen: Path) -> None:
     assert holds(frozen, program.exported.state_dict["up.bias"])
 
 
+@pytest.mark.slow
 def test_weights_of_large_models_stay_outside(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -143,7 +143,8 @@ def test_it_is_done_where_nothing_changes(kind: str) -> None:
 
 
 @pytest.mark.skipif(environment.cxx_compiler() is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("of", ["attention alone", pytest.param("qwen3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("of", ["attention alone", "qwen3"])
 def test_an_engine_computes_and_lists_it(of: str, tmp_path: Path) -> None:
     if of == "qwen3":
         program = exported(FAMILIES["qwen3"])

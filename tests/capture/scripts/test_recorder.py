@@ -162,6 +162,7 @@ def test_processes_that_a_recorded_script_starts_afresh(tmp_path: Path, way: str
         assert f"recorded out/{name}/Net: glass show" in done.stderr
 
 
+@pytest.mark.slow
 def test_f43_processes_that_spawned_processes_spawn(tmp_path: Path) -> None:
     then = """
         def engine():
@@ -180,6 +181,7 @@ def test_f43_processes_that_spawned_processes_spawn(tmp_path: Path) -> None:
     assert Recording.open(tmp_path / "out" / "EngineCore" / "Worker" / "Net").steps == [0]
 
 
+@pytest.mark.slow
 def test_recordings_of_an_earlier_run_are_not_told_of(tmp_path: Path) -> None:
     then = """
         if __name__ == "__main__":

@@ -82,7 +82,10 @@ def test_legitimate_variants_raise_no_alarm(dtype: str, share: int) -> None:
     assert any(row.verdict == "rounding" and row.largest > 0.1 for row in rows), "nothing varied"
 
 
-@pytest.mark.parametrize(("execution", "dtype"), [("interpreted", "bfloat16"), ("everything", "bfloat16")])
+@pytest.mark.parametrize(
+    ("execution", "dtype"),
+    [("interpreted", "bfloat16"), pytest.param("everything", "bfloat16", marks=pytest.mark.slow)],
+)
 def test_mistakes_are_found_and_the_op_is_named(execution: str, dtype: str) -> None:
     made = bench("llama", dtype)
     sample = SAMPLE[::2] if execution == "interpreted" else SAMPLE[1::2]

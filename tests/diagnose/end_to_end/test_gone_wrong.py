@@ -101,7 +101,11 @@ def test_f31_cells_one_by_one_are_one_region_of_a_recurrence(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("mistake", "site"), [("gates", "lstm/getitem.0"), ("bias", "lstm/getitem.0"), ("head", "./tanh.0")]
+    ("mistake", "site"),
+    [
+        ("gates", "lstm/getitem.0"),
+        *(pytest.param(*of, marks=pytest.mark.slow) for of in (("bias", "lstm/getitem.0"), ("head", "./tanh.0"))),
+    ],
 )
 def test_f31_a_mistake_in_or_below_cells_is_named_at_its_place(mistake: str, site: str, tmp_path: Path) -> None:
     assert named(judged(Recurrent(), Recurrent(by_hand=True, mistake=mistake), tmp_path, 2, 12, 6)) == [site]

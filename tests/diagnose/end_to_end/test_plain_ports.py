@@ -115,6 +115,7 @@ class WithPositionsOfTheMask(WithMask):
         return self.run(input_ids, seen, (attention_mask.cumsum(-1) - 1).clamp(min=0))
 
 
+@pytest.mark.slow
 def test_queries_and_keys_that_are_rotated_wrong_together_are_the_first_that_is_wrong(padded: str) -> None:
     """An attention follows from neither of them alone; the line is that of the helper, and not of the forward."""
     torch.set_num_threads(1)
@@ -141,6 +142,7 @@ class WithAMaskOfNumbers(WithPositionsOfTheMask):
         return scores + torch.where(near[:, None], 0.0, -1e9)[:, None]
 
 
+@pytest.mark.slow
 def test_a_mask_of_numbers_is_no_counterpart_of_one_of_bools() -> None:
     torch.set_num_threads(1)
     own = models.llama(num_hidden_layers=1)

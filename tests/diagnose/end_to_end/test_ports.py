@@ -102,7 +102,8 @@ def test_a_mistake_in_a_port_is_found_where_it_is(
     assert len(own) <= 3 and all(origin.site.startswith("layers.1") for origin in own)
 
 
-@pytest.mark.parametrize("epsilon", [1e-6, pytest.param(1e-4, marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("epsilon", [1e-6, 1e-4])
 def test_a_language_model_with_a_norm_of_its_own(epsilon: float, token_ids: str) -> None:
     """The weight is multiplied before the result is rounded to bfloat16; prefill, decode steps and padding."""
 

@@ -211,6 +211,7 @@ def test_without_weights_the_tolerance_stands_in(release: Path, debug: Path, mon
     assert "judged by tolerance (uncalibrated)" in draw(result)
 
 
+@pytest.mark.slow
 def test_prompts_of_every_kind(release: Path, tmp_path: Path, few_floors: None) -> None:
     made_up = run(release, release, prompts=None, max_new_tokens=1)
     assert [len(row) for row in made_up.prompt_token_ids] == [16] and made_up.columns[0].decode_ms is None

@@ -62,6 +62,7 @@ def test_f45_products_that_are_summed_coarsely_are_told_of_once(tmp_path: Path) 
     assert "--accum bfloat16" in found.notes[0]
 
 
+@pytest.mark.slow
 def test_f45_another_mistake_beside_them_is_named(tmp_path: Path) -> None:
     found = checked(Net(coarse=True, slope=0.3), tmp_path)
     assert not found.ok and found.first_divergence is not None

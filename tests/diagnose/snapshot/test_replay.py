@@ -57,7 +57,7 @@ def eager(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "backend",
     [
         pytest.param("eager", marks=pytest.mark.slow),
-        "onnxruntime",
+        pytest.param("onnxruntime", marks=pytest.mark.slow),
         pytest.param("openvino", marks=pytest.mark.slow),
         pytest.param("inductor", marks=pytest.mark.slow),
     ],
@@ -106,6 +106,7 @@ def test_the_settings_of_this_process_are_left_as_they_were(eager: Path) -> None
     assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == before[1:]
 
 
+@pytest.mark.slow
 def test_an_inductor_bug_is_cut_down_to_one_op(eager: Path, tmp_path: Path) -> None:
     folder = tmp_path / "repro"
     with bug("accuracy"):

@@ -62,6 +62,7 @@ def test_tokens_are_those_of_transformers(
     assert [list(row) for row in found.prompt_token_ids] == rows
 
 
+@pytest.mark.slow
 def test_whisper_decodes_features(checkpoint: Callable[[str], Path], engine: Callable[[str], glass.Engine]) -> None:
     from transformers import WhisperForConditionalGeneration
 

@@ -44,7 +44,7 @@ def module_engine() -> Engine:
     return glass.build(MLP(), backend="eager", inputs=STEPS)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor", "onnxruntime"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow), "onnxruntime"])
 def test_outputs_by_name(backend: str) -> None:
     module = MLP()
     engine = glass.build(module, backend=backend, inputs=STEPS)

@@ -95,7 +95,7 @@ def test_what_is_pending_is_shown_with_its_lines(device: torch.device) -> None:
         glass.lazy.text(torch.ones(1))
 
 
-@pytest.mark.parametrize("make", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("make", [nn.LSTM, pytest.param(nn.GRU, marks=pytest.mark.slow), nn.RNN])
 def test_recurrent_modules_train_as_in_eager_code(make: Callable[..., nn.Module]) -> None:
     """An LSTM's kernel asks whether gradients are recorded; a GRU writes to parts of one tensor, in its layout."""
     torch.manual_seed(0)

@@ -174,6 +174,7 @@ def test_a_wrong_router_is_named(kind: type[Mixture], route: Route, inputs: str)
     assert ".router" in found.site or kind is HiddenMixture or any("remainder" in hint.text for hint in found.hints)
 
 
+@pytest.mark.slow
 def test_a_mistake_in_one_token_is_found_beside_ties(inputs: str) -> None:
     _, pairs = checked(HiddenMixture, inputs, in_halves, scale=1.3)
     first = next(pair for pair in pairs if pair.verdict == "wrong")
