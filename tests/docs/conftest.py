@@ -12,7 +12,6 @@ Any other block is a mistake, so nothing on a page goes unchecked. In expected o
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import os
 import re
@@ -37,6 +36,8 @@ FENCE = re.compile(
 )
 # What torch says of the machine when its build has CUDA and the machine has not.
 OF_THE_MACHINE = re.compile(r"^W\d{4} .*\] No CUDA runtime is found, .*\n", re.MULTILINE)
+# A script alone, with its output in files, or in front of a pipe.
+SCRIPT = re.compile(r"(?:\w+=\S* )*python (?P<script>[^|>&;]*?)(?P<files>(?: 2?> ?\S+)*)(?: \| (?P<rest>[^&;]*))?$")
 NUMBER = re.compile(r"(?<![\w./])-?\d[\d,.]*(?:e[+-]?\d+)?(?!\w)%?")
 
 
@@ -103,10 +104,11 @@ class Runner:
             return f"{status}\n"
         if words[0] != "glass":
             # A script of the page is an example of what it does, not of its start.
-            python = words[0] == "python" and not set(words) & {"|", ">", "&&"}
-            command = [sys.executable, *words[1:]] if python else ["bash", "-c", text]
-            start = functools.partial(children.run, imports=children.COMPILING) if python else subprocess.run
-            done = start(command, capture_output=True, text=True, check=False, env=self.environ | variables)
+            if words[0] == "python" and (parts := SCRIPT.match(text.replace("\\\n", " "))):
+                return self.script(shlex.split(parts["script"]), parts["files"], parts["rest"], variables)
+            done = subprocess.run(
+                ["bash", "-c", text], capture_output=True, text=True, check=False, env=self.environ | variables
+            )
             self.status = done.returncode
             return done.stdout + OF_THE_MACHINE.sub("", done.stderr)
         stream = io.StringIO()
@@ -119,6 +121,25 @@ class Runner:
                 patch.setenv(name, value)
             self.status = main([found for word in words[1:] for found in expanded(word)])
         return stream.getvalue()
+
+    def script(self, words: list[str], files: str, rest: str | None, variables: dict[str, str]) -> str:
+        """Run `python WORDS > FILES`, or `python WORDS | REST`, as a shell does."""
+        done = children.run(
+            [sys.executable, *words],
+            imports=children.COMPILING,
+            capture_output=True,
+            text=True,
+            check=False,
+            env=self.environ | variables,
+        )
+        self.status, out, error = done.returncode, done.stdout, OF_THE_MACHINE.sub("", done.stderr)
+        for number, name in re.findall(r"(2?)> ?(\S+)", files):
+            Path(name).write_text(error if number else out)
+            out, error = (out, "") if number else ("", error)
+        if rest is not None:
+            end = subprocess.run(["bash", "-c", rest], input=out, capture_output=True, text=True, check=False)
+            self.status, out, error = end.returncode, end.stdout, error + end.stderr
+        return out + error
 
     def python(self, block: Block, page: str) -> None:
         stream = io.StringIO()

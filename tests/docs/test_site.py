@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import os
 import re
 import subprocess
@@ -90,20 +91,29 @@ def test_a_planted_dead_link_ends_the_build(tmp_path: Path) -> None:
     assert "nothing.md" in done.stderr and "#nothing" in done.stderr
 
 
+FORGE = {
+    "vendor.github-workflows": WORKFLOWS,
+    "vendor.github-actions": [ROOT / "action.yml"],
+    "vendor.github-issue-forms": sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("[0-9]-*.yml")),
+}
+CHECKED = """
+import json, sys
+from check_jsonschema import main
+for schema, paths in json.loads(sys.argv[1]).items():
+    if main(["--builtin-schema", schema, *paths], standalone_mode=False):
+        sys.exit(f"not as {schema}")
+"""
+
+
 @needs_tools
-@pytest.mark.parametrize(
-    ("schema", "paths"),
-    [
-        ("vendor.github-workflows", WORKFLOWS),
-        ("vendor.github-actions", [ROOT / "action.yml"]),
-        ("vendor.github-issue-forms", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("[0-9]-*.yml"))),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_files_of_the_forge_have_their_schema(schema: str, paths: list[Path]) -> None:
-    assert paths
-    done = tool("check-jsonschema", "--builtin-schema", schema, *paths)
+def test_files_of_the_forge_have_their_schema(tmp_path: Path) -> None:
+    assert all(FORGE.values())
+    good = {schema: list(map(str, paths)) for schema, paths in FORGE.items()}
+    done = tool("python", "-c", CHECKED, json.dumps(good))
     assert done.returncode == 0, done.stdout + done.stderr
+    (tmp_path / "action.yml").write_text("name: planted\nruns: {using: nothing}\n")
+    done = tool("python", "-c", CHECKED, json.dumps({"vendor.github-actions": [str(tmp_path / "action.yml")]}))
+    assert done.returncode != 0
 
 
 @needs_tools

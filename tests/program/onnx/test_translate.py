@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from glassengine.program.onnx.stored.file import OnnxFile
 from glassengine.program.representation.program import Program
 from glassengine.program.representation.stored import load_program, save_program
 from glassengine.testing.onnx_models import onnx_control_flow, onnx_mlp
+from tests import children
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -355,5 +355,5 @@ def test_a_stored_program_is_what_it_is(tmp_path: Path, options: dict[str, Any])
 def test_the_table_is_filled_by_whoever_translates() -> None:
     """In an interpreter of its own: other tests import the operators themselves."""
     code = "from glassengine.program.onnx.translate import TRANSLATIONS as t; print(*sorted(t))"
-    known = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout.split()
+    known = children.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout.split()
     assert {"Add", "Conv", "MaxPool", "QuantizeLinear", "LSTM", "Resize", "Gather"} <= set(known) and len(known) > 100
