@@ -36,6 +36,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / ".cache" / "inductor"))
 # The code around the kernels of an engine takes as long to compile as all kernels, and no test measures its speed.
 os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
+# Six seconds each, in every new cache: headers that save a kernel nothing, and programs that ask the processor what
+# /proc/cpuinfo says of it.
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Whether a graph is compiled must not depend on earlier runs: tests of the cache name a directory of their own.
 os.environ["GLASS_CACHE_MAX_BYTES"] = "0"
 # Nobody's real key marks the engines of tests.
