@@ -111,6 +111,8 @@ OF_TOOLS = {
     "starlette",
     "uvicorn",
 }
+# Nor the one of the schema of JUnit files.
+OF_SCHEMAS = {"lxml"}
 OF_PLOTS = {"contourpy", "cycler", "fonttools", "kiwisolver", "matplotlib", "pyparsing"}
 
 
@@ -119,7 +121,7 @@ def is_here(name: str) -> bool:
     try:
         distribution(name)
     except PackageNotFoundError:
-        if name in OF_THE_BROWSER | OF_TOOLS | OF_PLOTS:
+        if name in OF_THE_BROWSER | OF_TOOLS | OF_PLOTS | OF_SCHEMAS:
             return False
         raise
     return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from importlib.metadata import entry_points
@@ -17,6 +18,8 @@ import glassengine as glass
 pytest_plugins = ["pytester"]
 
 SCHEMA = Path(__file__).parent.parent / "report/sarif-2.1.0-rtm.5.json"
+# Of Jenkins, under the MIT license; from pytest's source distribution, whose own tests hold its files to it.
+SCHEMA_OF_JUNIT = Path(__file__).with_name("junit-10.xsd")
 MODELS = """
 import torch
 from torch import nn
@@ -94,6 +97,23 @@ def junit(project: pytest.Pytester) -> dict[str, dict[str, str]]:
         name: {found.attrib["name"]: found.attrib["value"] for found in case.iter("property")}
         for name, case in cases.items()
     }
+
+
+def test_the_junit_file_follows_its_schema(project: pytest.Pytester) -> None:
+    """But for where properties stand: pytest writes those of a test into its case, the schema has them in suites."""
+    etree = pytest.importorskip("lxml.etree", reason="lxml is not installed")
+    schema = etree.XMLSchema(etree.parse(SCHEMA_OF_JUNIT))
+    run(project, "--junitxml=junit.xml", "-k", "wrong or without").assert_outcomes(passed=1, failed=1, deselected=1)
+    document = etree.parse(project.path / "junit.xml")
+    found = document.findall(".//testcase/properties")
+    assert len(found) == 1 and len(found[0]) > 5 and not schema.validate(document)
+    for properties in found:
+        schema.assertValid(etree.ElementTree(copy.deepcopy(properties)))
+        properties.getparent().remove(properties)
+    schema.assertValid(document)
+    # Planted: a word that no schema knows.
+    etree.SubElement(document.find(".//testcase"), "glass")
+    assert not schema.validate(document)
 
 
 def test_a_failing_test_shows_the_screen_and_leaves_junit_and_sarif(
