@@ -7,10 +7,10 @@ TOOLS := .venv-tools
 # Two threads for demo and bench; the suite runs workers of one thread, a core each, up to four.
 export OMP_NUM_THREADS ?= 2
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(max(2, min(4, os.cpu_count() or 2)))")
-test test-all test-cuda test-foreign test-foreign-onnx: export OMP_NUM_THREADS = 1
+test test-all test-cuda test-foreign test-foreign-onnx test-serving: export OMP_NUM_THREADS = 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: browser demo test test-all test-cuda test-foreign test-foreign-onnx lint docs pictures schemas dist bench audit sbom lock fuzz faults
+.PHONY: browser demo test test-all test-cuda test-foreign test-foreign-onnx test-serving lint docs pictures schemas dist bench audit sbom lock fuzz faults
 
 demo: $(STAMP)
 	$(BIN)/glass check examples/tiny-llama
@@ -47,6 +47,17 @@ test-foreign: $(STAMP) .venv-foreign/.installed
 test-foreign-onnx: $(STAMP)
 	$(BIN)/pip install -q --no-deps --target .venv/foreign-onnx -r tests/foreign_onnx/requirements.txt
 	PYTHONPATH=.venv/foreign-onnx $(BIN)/python -m pytest -q tests/foreign_onnx -rs
+
+# Engines that serve, each with the versions that it wants, in an environment of its own beside this one's packages; 2 GB.
+test-serving: $(STAMP) .venv-serving/.installed
+	PYTHONPATH=src GLASS_SERVING_PYTHON=$(CURDIR)/.venv-serving/bin/python $(BIN)/python -m pytest -q tests/serving_engines -rs
+
+.venv-serving/.installed: tests/serving_engines/requirements.txt
+	$(PYTHON) -m venv .venv-serving
+	echo "import site; site.addsitedir('$(CURDIR)/.venv/lib/$$(ls .venv/lib)/site-packages')" \
+	  > .venv-serving/lib/$$(ls .venv-serving/lib)/site-packages/beside.pth
+	.venv-serving/bin/pip install -q --no-deps --ignore-installed -r tests/serving_engines/requirements.txt
+	touch $@
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

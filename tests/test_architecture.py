@@ -285,8 +285,12 @@ def test_few_modules_are_tiny() -> None:
     assert len(tiny) < 10, tiny
 
 
+# What runs in the interpreter of an engine cannot import this package, and is told by variables what to do.
+ELSEWHERE = {name for name in MODULES if ".inside." in name}
+
+
 def test_environment_is_read_in_one_module() -> None:
-    found = {module: reads_environment(text_of(module)) for module in MODULES}
+    found = {module: reads_environment(text_of(module)) for module in MODULES.keys() - ELSEWHERE}
     assert [module for module, lines in found.items() if lines] == ["glassengine.environment"]
 
 

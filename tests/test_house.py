@@ -41,6 +41,7 @@ TOPICS = {
     "faults": "system calls that fail, one after the other",
     "foreign": "models of other packages, in an environment of their own",
     "foreign_onnx": "ONNX files of other tools, in an environment of their own",
+    "serving_engines": "engines in environments of their own",
     "fuzz": "changed files of every kind",
     "trust": "files that an attacker wrote",
 }

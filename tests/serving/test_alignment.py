@@ -38,9 +38,9 @@ def test_numbers_are_filled_in() -> None:
 
 
 def test_what_has_no_table_is_named() -> None:
-    assert layouts() == ["ggml", "onnx"]
-    with pytest.raises(UnknownNameError, match="unknown layout 'vllm'"):
-        table_of("vllm", "llama", {})
+    assert layouts() == ["ggml", "onnx", "vllm"]
+    with pytest.raises(UnknownNameError, match="unknown layout 'sglang'"):
+        table_of("sglang", "llama", {})
     with pytest.raises(UnknownNameError, match="'lama'") as found:
         table_of("ggml", "lama", {})
     assert "llama" in str(found.value)

@@ -42,18 +42,24 @@ def command(
     candidate: Annotated[
         str | None,
         typer.Option(
-            metavar="TARGET|ENGINE|RECORD|gguf:FILE|genai:DIR",
+            metavar="TARGET|ENGINE|RECORD|gguf:FILE|genai:DIR|vllm:DIR",
             help="Judge this model, port, engine, dump or served file; default: engines built from the baseline.",
         ),
     ] = None,
     map: Map = None,
     layout: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Naming of a dump of a serving engine, where it has none: ggml or onnx."),
+        typer.Option(
+            metavar="NAME", help="Naming of a dump of a serving engine, where it has none: ggml, onnx or vllm."
+        ),
     ] = None,
     library: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Shared library of llama.cpp for gguf:FILE; default: the installed one."),
+    ] = None,
+    python: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Interpreter that vLLM is installed for, for vllm:DIR; default: this one."),
     ] = None,
     backend: Annotated[str | None, typer.Option(metavar="NAME", help="Back-end of the built engines.")] = None,
     quantize: Quantize = None,
@@ -108,6 +114,7 @@ def command(
             map=map,
             layout=layout,
             library=library,
+            python=python,
             backend=backend,
             quantize=quantize,
             dtype=dtype,

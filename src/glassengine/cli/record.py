@@ -65,11 +65,18 @@ def command(
     trigger: Triggers = None,
     tracker: TrackerNames = None,
     as_deployed: Annotated[
-        bool, typer.Option("--as-deployed", help="Of gguf:FILE or genai:DIR: as it runs by default, not as exactly.")
+        bool,
+        typer.Option(
+            "--as-deployed", help="Of gguf:FILE, genai:DIR or vllm:DIR: as it runs by default, not as exactly."
+        ),
     ] = False,
     library: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Shared library of llama.cpp for gguf:FILE; default: the installed one."),
+    ] = None,
+    python: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Interpreter that vLLM is installed for, for vllm:DIR; default: this one."),
     ] = None,
     noise_floor: Annotated[
         bool,
@@ -131,8 +138,8 @@ def command(
         raise UsageError(
             "a serving engine is recorded whole", got=target[0], expected="--inputs, --tokens-of, --max-new-tokens"
         )
-    if not served and (as_deployed or library):
-        raise UsageError("--as-deployed and --library are for gguf:FILE and genai:DIR", got=target[0])
+    if not served and (as_deployed or library or python):
+        raise UsageError("--as-deployed, --library and --python are for serving engines", got=target[0])
     with progress(f"recording {target[0]}"):
         result = (
             commands.record_served(
@@ -142,6 +149,7 @@ def command(
                 max_new_tokens=max_new_tokens,
                 tokens_of=tokens_of,
                 library=library,
+                python=python,
                 as_deployed=as_deployed,
                 overwrite=overwrite,
             )

@@ -71,6 +71,7 @@ def check(
     map: str | Path | None = None,
     layout: str | None = None,
     library: str | Path | None = None,
+    python: str | Path | None = None,
     backend: str | None = None,
     quantize: str | None = None,
     dtype: str = "auto",
@@ -102,8 +103,9 @@ def check(
             the baseline's own engine and release engine and climbs the ladder. A quantized checkpoint beside an
             unquantized baseline is judged weight by weight: what quantization costs, and what is a mistake.
         map: Which names of the program belong to which of a record, as for `compare`.
-        layout: How a serving engine names its tensors ("ggml", "onnx"), for a record without that name.
+        layout: How a serving engine names its tensors ("ggml", "onnx", "vllm"), for a record without that name.
         library: Shared library of a serving engine (`gguf:FILE`); None for the one that is installed.
+        python: Interpreter that a serving engine is installed for (`vllm:DIR`); None for this one.
         backend: Back-end of the built engines.
         quantize: As in `build`.
         dtype: As in `build`; of both sides, unless the candidate is an engine.
@@ -148,7 +150,7 @@ def check(
         "trust_remote_code": trust_remote_code,
         "revision": revision,
     }
-    how = Options(library=library)
+    how = Options(library=library, python=python)
     served, record = named_candidate(baseline, candidate, how, layout=layout, has_map=bool(map))
     if candidate is None:
         served = built_candidate(baseline, backend, quantize, how, progress, dtype=dtype, adapter=adapter, **options)

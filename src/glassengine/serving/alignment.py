@@ -138,7 +138,8 @@ def _filled(rule: dict[str, Any], numbers: Mapping[str, int | None]) -> dict[str
 def numbers_of(config: Any) -> dict[str, int | None]:
     """Return the numbers of a checkpoint's configuration that tables name.
 
-    heads, kv_heads, head_dim, rotated (of a head), q_width, kv_width (of all heads), hidden, inner, experts, layers.
+    heads, kv_heads, head_dim, rotated (of a head), q_width, kv_width (of all heads), hidden, inner, experts, layers,
+    last (the number of the last layer).
 
     Raises:
         UsageError: It has no number of heads.
@@ -168,5 +169,6 @@ def numbers_of(config: Any) -> dict[str, int | None]:
         "inner": inner,
         "experts": first("num_local_experts", "num_experts"),
         "expert_inner": first("moe_intermediate_size", "intermediate_size"),
+        "last": (first("num_hidden_layers", "n_layer") or 0) - 1,
         "layers": first("num_hidden_layers", "n_layer"),
     }

@@ -12,13 +12,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
 from glassengine.errors import UsageError
 from glassengine.plugins import SERVING, registered, remedy
 from glassengine.program.onnx.stored.file import is_onnx
+from glassengine.recording.read.source import TensorSource
 from glassengine.results import Kind
 
 
@@ -29,10 +30,12 @@ class Options:
     Attributes:
         library: Shared library of the engine; None for the one that is installed.
         threads: Of the engine.
+        python: Interpreter that the engine is installed for; None for this one.
     """
 
     library: str | Path | None = None
     threads: int = 1
+    python: str | Path | None = None
 
 
 @dataclass(frozen=True)
@@ -128,9 +131,18 @@ class Served(Protocol):
         """Run, and write a recording: its own names, with the metadata that `alignment.aligned` reads."""
 
 
+@runtime_checkable
+class ServedTogether(Served, Protocol):
+    """An engine that runs several prompts at once."""
+
+    def record_together(self, runs: Sequence[Run], folder: Path, ways: Sequence[str]) -> Mapping[str, TensorSource]:
+        """Run all prompts each way, "alone" or "together"; return what was recorded, forward by forward."""
+
+
 _BUILT_IN = {
     "gguf": "glassengine.serving.ggml.candidate:open_gguf",
     "genai": "glassengine.serving.onnx.candidate:open_genai",
+    "vllm": "glassengine.serving.vllm.candidate:open_vllm",
 }
 _DECODES = "glassengine.serving.onnx.decoder:is_decoder"
 _NAMED = re.compile(r"([a-z][a-z0-9_-]*):(.+)", re.DOTALL)

@@ -33,18 +33,20 @@ def record_served(
     max_new_tokens: int | None = None,
     tokens_of: str | None = None,
     library: str | None = None,
+    python: str | None = None,
     as_deployed: bool = False,
     overwrite: bool = False,
 ) -> RecordedTarget:
     """Run a serving engine on one prompt and record every tensor that it shows.
 
     Args:
-        target: `gguf:FILE`, `genai:FOLDER`, or another kind.
+        target: `gguf:FILE`, `genai:FOLDER`, `vllm:FOLDER`, or another kind.
         path: Directory of the recording.
         inputs: Names token ids, as for `record_target`.
         max_new_tokens: Tokens to generate; one by default, which is the prefill alone.
         tokens_of: A recording whose prompt and tokens are forced on the engine.
         library: Of the engine.
+        python: Interpreter that the engine is installed for.
         as_deployed: As it runs by default, rather than as exactly as it can.
         overwrite: Replace an existing recording.
 
@@ -52,7 +54,7 @@ def record_served(
         UsageError: No token ids of one row are given, or the engine cannot be opened.
         BackendError: The engine fails.
     """
-    served = open_served(target, Options(library=library))
+    served = open_served(target, Options(library=library, python=python))
     assert served is not None
     known = KnownTokens(tokens_of) if tokens_of is not None else None
     given: Sequence[Mapping[str, Any]]

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from glassengine.errors import UsageError
+from glassengine.errors import BackendError, UsageError
 from glassengine.judge.cases import Case, causal_cases, read_inputs
 from glassengine.judge.sides.protocol import Place
 from glassengine.judge.sides.recorded import case_of
@@ -14,7 +14,8 @@ from glassengine.program import LoadedModel
 from glassengine.recording.read.source import TensorSource, open_source
 from glassengine.results import Skipped
 from glassengine.serving.alignment import numbers_of
-from glassengine.serving.protocol import Run, Served
+from glassengine.serving.protocol import Run, Served, ServedTogether
+from glassengine.serving.requests import Forwards
 from glassengine.serving.target import RecordedEngine
 
 DEPLOYED = "as deployed"
@@ -50,14 +51,18 @@ def runs_of(served: Served, model: LoadedModel, inputs: str | None, steps: int, 
         IncomparableError: A recording does not say on which tokens it was made.
     """
     if isinstance(served, RecordedEngine):
+        rung = DEPLOYED if served.source.metadata.get("as_deployed") else Place.RECORD.value
+        if "forwards" in served.source.metadata:
+            return _of_requests(served.source, rung, model)
         case = case_of(served.source, model.generation)
         assert case is not None
-        rung = DEPLOYED if served.source.metadata.get("as_deployed") else Place.RECORD.value
         return Runs([case], {rung: {case.name: served.source}}, [])
-    given, skipped = _cases(model, inputs, steps)
+    given, skipped = _cases(model, inputs, steps, alone=not isinstance(served, ServedTogether))
     records: dict[str, dict[str, TensorSource]] = {Place.RECORD.value: {}, DEPLOYED: {}}
     cases = []
     numbers = numbers_of(getattr(model.module, "config", None))
+    if isinstance(served, ServedTogether):
+        return _together(served, model, given, steps, folder, skipped)
     for number, case in enumerate(given):
         run = Run(_prompt(case), steps, numbers=numbers)
         served.record(run, folder / f"ops-{number}")
@@ -73,13 +78,69 @@ def runs_of(served: Served, model: LoadedModel, inputs: str | None, steps: int, 
     return Runs(cases, records, skipped)
 
 
-def _cases(model: LoadedModel, inputs: str | None, steps: int) -> tuple[list[Case], list[Skipped]]:
+def _of_requests(source: TensorSource, rung: str, model: LoadedModel) -> Runs:
+    """Return what a server computed, a case for each request."""
+    requests, skipped = Forwards(source).requests()
+    cases: list[Case] = []
+    records: dict[str, TensorSource] = {}
+    for number, request in enumerate(requests):
+        made = case_of(request, model.generation)
+        assert made is not None
+        case = dataclasses.replace(made, name=f"request {number}")
+        cases.append(case)
+        records[case.name] = request
+    if not cases:
+        raise UsageError(
+            "no request of the recording is whole",
+            got=f"{source.path}: {skipped[0].site}: {skipped[0].reason}" if skipped else str(source.path),
+            expected="at least one whose prompt was read while it was recorded",
+        )
+    return Runs(cases, {rung: records}, skipped)
+
+
+def _together(
+    served: ServedTogether,
+    model: LoadedModel,
+    given: list[Case],
+    steps: int,
+    folder: Path,
+    skipped: list[Skipped],
+) -> Runs:
+    """Run prompts alone, then all of them at once, on the same tokens."""
+    numbers = numbers_of(getattr(model.module, "config", None))
+    runs = [Run(_prompt(case), steps, numbers=numbers) for case in given]
+    ways = {Place.RECORD.value: "alone", DEPLOYED: "together"}
+    sources = served.record_together(runs, folder, list(ways.values()))
+    records: dict[str, dict[str, TensorSource]] = {}
+    cases: list[Case] = []
+    for rung, way in ways.items():
+        found, lost = Forwards(sources[way]).requests()
+        skipped = skipped + lost
+        records[rung] = {}
+        for number, (case, run) in enumerate(zip(given, runs, strict=True)):
+            # The last one of this prompt: what ran before it has only filled the prefix cache.
+            one = next((one for one in reversed(found) if one.prompt == tuple(run.prompt)), None)
+            if one is None:
+                raise BackendError("vLLM has not answered a prompt", got=f"{case.name}, {way}")
+            records[rung][case.name] = one
+            if rung == Place.RECORD.value:
+                made = case_of(one, model.generation)
+                assert made is not None
+                cases.append(dataclasses.replace(made, name=case.name, origin=case.origin, recipes=case.recipes))
+            elif one.metadata["token_ids"] != records[Place.RECORD.value][case.name].metadata["token_ids"]:
+                raise BackendError("vLLM was not given the same tokens", got=f"prompt {number}, {way}")
+    return Runs(cases, records, skipped)
+
+
+def _cases(model: LoadedModel, inputs: str | None, steps: int, *, alone: bool) -> tuple[list[Case], list[Skipped]]:
     given = causal_cases(model, read_inputs(inputs), steps)
-    alone = [case for case in given if case.batch == 1]
-    cases = alone[:1] if inputs is None else alone
+    rows = [case for case in given if case.batch == 1]
+    cases = rows[:1] if inputs is None and alone else rows
     if not cases:
         raise UsageError("a serving engine is given prompts of one row", got=f"{given[0].batch} rows in a batch")
-    why = "a serving engine is run on the first built-in prompt" if inputs is None else "prompts are run one at a time"
+    why = "a serving engine is given rows without padding"
+    if alone:
+        why = "the engine is run on the first built-in prompt" if inputs is None else "prompts are run one at a time"
     return cases, [Skipped(case.name, "both", why) for case in given if case not in cases]
 
 

@@ -84,6 +84,10 @@ class RecordedTensors:
             None,
         )
 
+    def has_rule(self, site: Site) -> bool:
+        """Whether a rule names a site by its own name: what a module is given, say, whichever op has made it."""
+        return self._by_name.get(site.name, ((), None))[1] is not None
+
     def read(self, site: Site, step: int, inputs: Given) -> Observed | None:
         """Return the value of a site in a step, None where there is none, or not of every position."""
         found = self._read(site, step)
@@ -188,7 +192,7 @@ class RecordedOps(Side):
             self._caches = empty_caches(self.baseline, named)
         self._values = {}
         for site in self.baseline.sites:
-            if site.node in self._values or ":in" in site.name:
+            if site.node in self._values or (":in" in site.name and not self.tensors.has_rule(site)):
                 continue
             found = self.tensors.read(site, self._step, inputs)
             if found is not None:

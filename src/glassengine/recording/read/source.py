@@ -23,6 +23,7 @@ from glassengine.recording.formats.npy_folder import NpyFolder, holds_arrays
 from glassengine.recording.formats.probe_dump import is_dump, open_dump, open_dumps
 from glassengine.recording.formats.run_results import RunResults, is_run_results
 from glassengine.recording.formats.safetensors_object import SafetensorsObject
+from glassengine.recording.formats.server_folder import open_server_folder
 from glassengine.recording.formats.step_files import StepFiles, holds_step_files
 from glassengine.recording.layout.layout import MANIFEST, Entry
 from glassengine.recording.read.ranks import RankRecordings, rank_directories
@@ -101,6 +102,7 @@ FORMATS: tuple[Format, ...] = (
     Format("a dump of transformers", open_trees),
     Format("a dump of msprobe", open_dumps),
     Format("a dump of SGLang", open_dumped),
+    Format("a folder of the plug-in in vLLM", open_server_folder),
     Format("step files (step0.pt, ...)", _step_files),
     Format("arrays (<name>-step0.npy, ...)", _arrays),
     Format("a dumped file of SGLang", open_dumped, (".pt",)),

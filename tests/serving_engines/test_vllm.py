@@ -1,0 +1,86 @@
+"""vLLM itself, in the interpreter that GLASS_SERVING_PYTHON names: `make test-serving`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+import glassengine as glass
+from glassengine.testing.servers import save_small
+
+PYTHON = os.environ.get("GLASS_SERVING_PYTHON", "")
+pytestmark = pytest.mark.skipif(
+    not PYTHON, reason="make test-serving installs the engines, and names their interpreter"
+)
+
+LONG, SHORT = [(i * 37 + 11) % 250 + 5 for i in range(70)], [7, 99, 3, 200, 41, 17, 5, 88, 120]
+AT_ONCE = ["together"]
+BOTH = ["alone", "together"]
+# family -> mistake -> ways of running, step of the first divergence, where it is
+PLANTS: dict[str, dict[str, tuple[list[str], int, str]]] = {
+    "llama": {
+        "rope_base": (BOTH, 0, "model.rotary_emb/mul.0|model.layers.0.self_attn/add."),
+        "swapped_gate": (BOTH, 0, "model.layers.1.mlp.gate_proj/linear.0"),
+        "eps": (BOTH, 0, "model.layers.1.post_attention_layernorm/"),
+        "norm_plus_one": (BOTH, 0, "model.layers.0.input_layernorm/mul.1"),
+        "attention_scale": (BOTH, 0, "model.layers.1.self_attn/"),
+        "unpermuted_queries": (BOTH, 0, "model.layers.0.self_attn.q_proj/linear.0"),
+        "keys_for_values": (BOTH, 0, "model.layers.1.self_attn.k_proj/linear.0"),
+        "scaled_block": (BOTH, 0, "model.layers.0.mlp.down_proj/linear.0"),
+        "lost_residual": (BOTH, 0, "model.layers.1/add.0"),
+        "embedding_row": (BOTH, 0, "model.embed_tokens/embedding.0"),
+        "head_rows": (BOTH, 0, "lm_head/linear.0"),
+        # It writes in the wrong place in step 1, and the attention of that step reads there.
+        "cache_slot": (BOTH, 1, "model.layers.0.self_attn/"),
+        "chunk_positions": (AT_ONCE, 0, "model.layers.0.self_attn/add."),
+        "exchanged_rows": (AT_ONCE, 1, "model.layers.1.self_attn/"),
+        "exchanged_logits": (AT_ONCE, 0, "lm_head/linear.0"),
+        "stale_prefix": (AT_ONCE, 0, "model.layers.0.self_attn/"),
+    },
+    "qwen2": {"missing_bias": (BOTH, 0, "model.layers.1.self_attn.q_proj/linear.0")},
+    "qwen3": {"query_norm_eps": (BOTH, 0, "model.layers.1.self_attn.q_norm/")},
+    "mistral": {"window_ignored": (BOTH, 0, "model.layers.1.self_attn/")},
+    "gemma3": {},
+    "mixtral": {
+        "scaled_experts": (BOTH, 0, "model.layers.1.mlp"),
+        "router_rows": (BOTH, 0, "model.layers.0.mlp.gate/linear.0"),
+    },
+    "qwen3-moe": {},
+    "phi3": {},
+    "gpt2": {
+        "another_gelu": (BOTH, 0, "transformer.h.0.mlp.act/"),
+        "gpt2_positions": (BOTH, 0, "transformer.wpe/embedding.0"),
+    },
+}
+
+
+@pytest.mark.parametrize("family", PLANTS)
+def test_right_ones_raise_no_alarm_and_planted_mistakes_are_named(family: str, tmp_path: Path) -> None:
+    from tests.serving_engines.store import record
+
+    checkpoint = save_small(family, tmp_path / "checkpoint")
+    plants = {"healthy": BOTH, **{name: ways for name, (ways, _, _) in PLANTS[family].items()}}
+    record(PYTHON, checkpoint, tmp_path / "raw", plants, [LONG, SHORT])
+    unnamed = []
+    for name, ways in plants.items():
+        for way in ways:
+            found = glass.check(checkpoint, candidate=tmp_path / "raw" / name / way)
+            first = found.first_divergence
+            at = f"step {first.step} {first.site}" if first is not None else found.verdict
+            print(f"{family:10} {name:20} {way:10} {at}")  # noqa: T201 - the table of benchmarks/results/serving.txt
+            if name == "healthy":
+                assert found.ok and found.coverage == 1.0 and not found.origins, (way, at, found.not_ok_because)
+                continue
+            _, step, places = PLANTS[family][name]
+            if found.ok or first is None or first.step != step or not first.site.startswith(tuple(places.split("|"))):
+                unnamed.append(f"{name}, {way}: {at}")
+    assert not unnamed
+
+
+def test_the_command_runs_vllm_alone_and_at_once(tmp_path: Path) -> None:
+    checkpoint = save_small("llama", tmp_path / "checkpoint")
+    found = glass.check(checkpoint, candidate=f"vllm:{checkpoint}", python=PYTHON, steps=2)
+    assert found.ok and found.coverage == 1.0 and found.verdict == "rounding", found.not_ok_because
+    assert [rung.name for rung in found.rungs] == ["program", "record", "record as deployed"]
