@@ -194,18 +194,6 @@ def of_rank(rank: int, ranks: int) -> dict[str, str]:
     return known | own
 
 
-def of_another(folder: str | os.PathLike[str], *, is_own: bool) -> dict[str, str]:
-    """Return the environment of an interpreter that is started with the modules of a folder.
-
-    Args:
-        folder: First where it looks for modules.
-        is_own: Whether it is this process's interpreter; another one has packages of other versions, and no PYTHONPATH.
-    """
-    known = dict(os.environ)
-    before = [known.get("PYTHONPATH", "")] if is_own else []
-    return {**known, "PYTHONPATH": os.pathsep.join(path for path in (os.fspath(folder), *before) if path)}
-
-
 class SnapshotRequest(NamedTuple):
     """Values of the variables by which PyTorch NeuronX asks for snapshots; "" for one that is not set."""
 

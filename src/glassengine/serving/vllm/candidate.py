@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import nn
 
-from glassengine import environment
 from glassengine.errors import BackendError, UsageError
 from glassengine.reading.files import shown
 from glassengine.recording.formats.server_folder import ServerFolder
@@ -24,6 +23,7 @@ from glassengine.serving.protocol import Options, Run, ServedWeight, Setting
 
 INSIDE = Path(__file__).parent / "inside"
 """What goes on PYTHONPATH of vLLM's interpreter."""
+_STARTS = "import sys; sys.path[0] = sys.argv[1]; import glassengine_vllm_run as r; sys.exit(r.main())"
 _PATIENCE = 3600
 _HINT = "--python VENV/bin/python, of the environment in which vLLM is installed"
 
@@ -120,18 +120,18 @@ def start(python: str | Path | None, request: Mapping[str, Any]) -> None:
     given = Path(python) if python is not None else Path(sys.executable)
     if not given.is_file():
         raise UsageError("no such interpreter", got=str(given), hint=_HINT)
-    env = environment.of_another(INSIDE, is_own=python is None)
+    # Another interpreter has packages of other versions: PYTHONPATH is for this one.
+    flags = ["-E"] if python is not None else []
     # Its working directory is empty: what lies in the user's would be imported.
     with tempfile.TemporaryDirectory(prefix="glassengine-empty-") as empty:
         try:
             done = subprocess.run(  # noqa: S603 (the interpreter that the user names, our own module)
-                [str(given.absolute()), "-m", "glassengine_vllm_run"],
+                [str(given.absolute()), *flags, "-c", _STARTS, str(INSIDE)],
                 input=json.dumps(request).encode(),
                 capture_output=True,
                 timeout=_PATIENCE,
                 check=False,
                 cwd=empty,
-                env=env,
             )
         except subprocess.TimeoutExpired as error:
             raise BackendError("vLLM did not end", got=f"{_PATIENCE} s") from error
