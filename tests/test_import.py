@@ -37,6 +37,11 @@ def test_leaves_load_nothing_heavy() -> None:
     assert fresh(code) == "[]"
 
 
+def test_a_page_of_a_document_is_made_without_torch() -> None:
+    """It takes half a gigabyte, which is all that a page of 100 000 tensors may take."""
+    assert fresh("import sys, glassengine.report.page.write; print('torch' in sys.modules)") == "False"
+
+
 def test_import_changes_no_setting() -> None:
     code = (
         "import os, sys, logging, warnings\n"

@@ -8,8 +8,7 @@ from pathlib import Path
 from glassengine.errors import UsageError
 from glassengine.reading.printable import printable
 from glassengine.report import words_apart as words
-from glassengine.report.page.curves import Plot, curves
-from glassengine.report.page.head import Head
+from glassengine.report.page.head import Head, Plot
 from glassengine.report.page.origin import Fact
 from glassengine.report.page.tables import Cell, Chip, Table, table
 from glassengine.results import ArtifactComparison, SeriesComparison, SideBySide
@@ -143,7 +142,12 @@ def _series(result: SeriesComparison, recordings: Sequence[str | Path]) -> Head:
     found = words.series_sentence(result)
     if (parting := result.first_parting) is not None:
         found += f", {parting.site} first, in step {parting.step}"
-    drawn = curves(result, *recordings) if recordings else ()
+    drawn: Sequence[Plot] = ()
+    if recordings:
+        # Readers of recordings load what a page of a document does without.
+        from glassengine.report.page.curves import curves
+
+        drawn = curves(result, *recordings)
     sides = result.baseline, result.candidate
     return _head(result.ok, f"{found[:1].upper()}{found[1:]}.", lines, sides, tables, plots=drawn, notes=result.notes)
 

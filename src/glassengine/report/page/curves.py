@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,7 @@ import numpy as np
 from glassengine.reading.printable import printable
 from glassengine.recording.layout.series import MEASURED
 from glassengine.recording.read.series import Chosen, SeriesReader
+from glassengine.report.page.head import Plot
 from glassengine.results.series import SeriesComparison
 
 WIDTH, HEIGHT = 600, 120
@@ -21,25 +21,6 @@ _MOST_POINTS = 600
 _WIDE = 20.0
 
 Array = np.typing.NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Plot:
-    """One series of both runs.
-
-    Attributes:
-        name: Of the series.
-        about: Steps and numbers that the picture spans.
-        baseline: Corners of the pieces of its curve, as `points` of SVG; a number that is not finite is a gap.
-        candidate: Likewise.
-        parting: Where the runs part, from the left; None where they do not.
-    """
-
-    name: str
-    about: str
-    baseline: tuple[str, ...]
-    candidate: tuple[str, ...]
-    parting: str | None
 
 
 def curves(result: SeriesComparison, baseline: str | Path, candidate: str | Path) -> tuple[Plot, ...]:

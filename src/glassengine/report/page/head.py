@@ -8,7 +8,6 @@ from pathlib import PurePath
 
 from glassengine.reading.printable import printable
 from glassengine.report import words
-from glassengine.report.page.curves import Plot
 from glassengine.report.page.origin import Fact, facts_of, is_of_one_process
 from glassengine.report.page.tables import MOST_LINES, Table, tables_of
 from glassengine.results import Comparison, Divergence, Pair, Replayed
@@ -30,6 +29,25 @@ class Source:
     side: str
     place: str
     code: str
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One series of both runs.
+
+    Attributes:
+        name: Of the series.
+        about: Steps and numbers that the picture spans.
+        baseline: Corners of the pieces of its curve, as `points` of SVG; a number that is not finite is a gap.
+        candidate: Likewise.
+        parting: Where the runs part, from the left; None where they do not.
+    """
+
+    name: str
+    about: str
+    baseline: tuple[str, ...]
+    candidate: tuple[str, ...]
+    parting: str | None
 
 
 @dataclass(frozen=True)
