@@ -4,6 +4,7 @@ python -m benchmarks kinds                             all of it, an hour of one
 python -m benchmarks kinds --share 8                   an eighth of the mistakes of each program, by turns
 python -m benchmarks kinds --families llama --dtypes float32 --mistakes rope_sign --show
 python -m benchmarks kinds --sources ports             models of transformers written again by hand
+python -m benchmarks kinds --sources training          losses, gradients and updates of a small language model
 python -m benchmarks kinds --sources packages          packages of others (in .venv-foreign: make test-foreign)
 """
 
@@ -29,9 +30,10 @@ import torch
 
 from benchmarks.report import keep, surroundings
 from glassengine.diagnose import check
+from glassengine.diagnose.training.check import check_training
 from glassengine.judge.hypotheses.guesses import Guesses
 from glassengine.results import Comparison, Hint
-from tests.corpus import corpus
+from tests.corpus import corpus, training
 from tests.corpus.families import CAUSAL_LMS, MODULES, make_bench
 from tests.corpus.kinds import KINDS, OF_PORTS
 from tests.corpus.mistakes.catalog import MISTAKES
@@ -39,7 +41,7 @@ from tests.corpus.mistakes.source import SOURCE_MISTAKES, plant_in_source
 
 DTYPES = ("float32", "bfloat16", "float16")
 FAMILIES = tuple(name for name in (*CAUSAL_LMS, *MODULES) if name != "llama-1024")
-SOURCES = ("planted", "ports", "packages")
+SOURCES = ("planted", "ports", "packages", "training")
 _CHUNK = 24
 _TESTS = Path(__file__).parent.parent / "tests"
 _WRITTEN, _FOREIGN = _TESTS / "diagnose" / "end_to_end", _TESTS / "foreign"
@@ -174,6 +176,22 @@ def ports(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
+def trained(options: argparse.Namespace) -> list[Row]:
+    """Return the rows of training runs: mistakes in the loss, the backward and the update."""
+    torch.set_num_threads(1)
+    rows = []
+    for name in list(training.MISTAKES)[:: options.share]:
+        if options.mistakes and name not in options.mistakes:
+            continue
+        mistake, cost = training.MISTAKES[name], Cost()
+        made = {"optimizer": mistake.baseline, "candidate_optimizer": mistake.candidate}
+        with cost.measured():
+            result = check_training(*training.sides(name), inputs=training.batches(), **made)
+        rows.append(Row("training", name, "training", mistake.kinds, hints_of(result), cost.largest()))
+        print(f"training: {name}", file=sys.stderr, flush=True)
+    return rows
+
+
 def packages(options: argparse.Namespace) -> list[Row]:
     """Return the rows of models of other packages, as far as these are installed."""
     sys.path.insert(0, str(_FOREIGN))
@@ -301,6 +319,9 @@ def main(arguments: Sequence[str] = ()) -> None:
     options.sources = [] if options.rows else options.sources
     if "ports" in options.sources:
         rows += ports(options)
+    if "training" in options.sources:
+        rows += trained(options)
+        _keep(rows, options)
     if "packages" in options.sources:
         rows += packages(options)
     for number, family in enumerate(options.families if "planted" in options.sources else ()):

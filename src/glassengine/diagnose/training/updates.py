@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from glassengine.diagnose.training.findings import RUNGS, Found
 from glassengine.diagnose.training.run import OptimizerFactory, StepTaken, options_of, repeat_update, split
+from glassengine.diagnose.training.update_mistakes import Updates, kind_of_option
 from glassengine.numerics.float64 import double
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.verdict import Reference
@@ -38,6 +39,7 @@ def judge_updates(found: Found, baseline: nn.Module, steps: Sequence[StepTaken],
         results = []
         for (made, _, names), change in zip(lanes, changes, strict=True):
             results.append(repeat_update(made, names, step, change))
+        updates = Updates(lanes[0][0], lanes[0][2], step)
         hints = dict(_options_differ(options_of(lanes[1][0], lanes[1][2]), step.options))
         for site, exact, native, noisy, theirs in _updated(results, step, found, number):
             judgement = Reference(double(exact), native, [double(noisy)], dtype=native.dtype, valid=None).judge(theirs)
@@ -56,7 +58,9 @@ def judge_updates(found: Found, baseline: nn.Module, steps: Sequence[StepTaken],
             found.pairs.append(replace(pair, noise_ratio=judgement.noise_ratio, reason=judgement.reason))
             if judgement.verdict in FLAGGED and site not in flagged:
                 flagged.add(site)
-                guesses = () if hint is None else (Hint("other", hint, 1.0, evidence="argument"),)
+                tried = updates.explain(site, exact, native, theirs)
+                told = tried or (Hint(kind_of_option(hint.partition(":")[0]), hint, 1.0, "argument") if hint else None)
+                guesses = () if told is None else (told,)
                 found.origins.append(
                     Divergence(
                         rung="update",

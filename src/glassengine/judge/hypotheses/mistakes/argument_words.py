@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.fx import Node
 
 from glassengine.judge.hypotheses.trials.hypothesis import Literal, shown
@@ -57,7 +59,7 @@ def kind_of(question: Question, literal: Literal) -> Kind:
     if is_epsilon(question, literal):
         return "eps"
     name, op = literal.name, op_name(literal.node)
-    if name == "scale" or (named(op).kind == "factor" and isinstance(literal.value, float)):
+    if name == "scale" or (named(op).kind == "factor" and isinstance(literal.value, (int, float))):
         return "scale"
     if name in _MASKS:
         return "mask"
@@ -72,9 +74,17 @@ def kind_of(question: Question, literal: Literal) -> Kind:
         return "swapped" if _is_one_of_several(question, literal.node) else "position"
     if op in ("arange", "roll") or (op == "pow" and name == "self"):
         return "position"
-    if op in ("add", "sub") and isinstance(literal.value, int):
-        return "position"
+    if op in ("add", "sub", "rsub") and isinstance(literal.value, int):
+        return _kind_of_term(question, literal.node)
     return "other"
+
+
+def _kind_of_term(question: Question, node: Node) -> Kind:
+    """Return the kind of the mistake that another number is added: to positions, to a factor (1 + gain), to values."""
+    value = question.trial.values.get(node)
+    if not isinstance(value, Tensor) or not value.is_floating_point() or torch.equal(value, value.round()):
+        return "position"
+    return "scale" if any(named(op_name(user)).kind == "factor" for user in question.users(node)) else "other"
 
 
 def kind_of_op(node: Node) -> Kind:
