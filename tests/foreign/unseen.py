@@ -218,7 +218,10 @@ EARLY_EDITS: Edits = {
         "x = x.view(*x.size()[:-1], x.size(-1) // self.n_head, self.n_head).transpose(-1, -2)",
     ),
     "split": ("query, key, value = x.split", "query, value, key = x.split"),
-    "activation": ("return 0.5 * x * (1 + torch.tanh(", "return x * torch.sigmoid(1.702 * x) + 0 * (1 + torch.tanh("),
+    "activation": (
+        "return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3))))\n\n\nclass",
+        "return x * torch.sigmoid(1.702 * x)\n\n\nclass",
+    ),
     "constant": ("(x + 0.044715 * torch.pow(x, 3))))\n\n\nclass", "(x + 0.44715 * torch.pow(x, 3))))\n\n\nclass"),
     "places": (
         "torch.arange(past_length, input_ids.size(-1) + past_length",

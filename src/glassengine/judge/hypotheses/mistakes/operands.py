@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,8 @@ from glassengine.results import Kind
 
 _MOST_OTHERS = 48
 _MOST_AXES = 4
+_SCALED = 1e-6
+"""By how much a tensor that is another one times a number may differ, relative to its largest element."""
 
 
 def exchanged(question: Question) -> Iterator[Hypothesis]:
@@ -227,12 +230,23 @@ def another(question: Question) -> Iterator[Hypothesis]:
                 continue
             kind: Kind = "swapped" if value.is_floating_point() else "mask" if value.dtype is torch.bool else "position"
             text = f"{name} instead of {question.label(node)}"
+            factor = _factor(value, other)
+            if factor is not None:
+                kind, text = "scale", f"{question.label(node)} is scaled by {factor:.6g}: it is {name}"
             yield Hypothesis(kind, text, {node: _value(other)})
             readers = [user for user in node.users if user in trial.values]
             for reader in readers if len(readers) > 1 else ():
                 places = [place for place, leaf in tensors_of(trial, reader) if leaf is node]
                 edit = _with(dict.fromkeys(places, other))
                 yield Hypothesis(kind, f"{text}, where {op_name(reader)} reads it", {reader: edit})
+
+
+def _factor(value: torch.Tensor, other: torch.Tensor) -> float | None:
+    """Return the number that makes one tensor the other; None where none does."""
+    power = float(value.square().sum()) if value.is_floating_point() else 0.0
+    factor = float((value * other).sum()) / power if power and math.isfinite(power) else 0.0
+    is_scaled = factor and float((value * factor - other).abs().max()) <= _SCALED * float(other.abs().max())
+    return factor if is_scaled else None
 
 
 def _operands(question: Question) -> list[Node]:
