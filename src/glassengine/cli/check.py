@@ -12,7 +12,9 @@ from glassengine.cli.options import out, stages
 from glassengine.cli.shared import (
     AdaptedCheckpoint,
     Baseline,
+    Cluster,
     Dtype,
+    Jobs,
     Map,
     MinSnr,
     Passes,
@@ -97,6 +99,8 @@ def command(
     trust_engine: TrustEngine = False,
     tensor_parallel: TensorParallel = 1,
     pipeline_parallel: PipelineParallel = 1,
+    jobs: Jobs = 1,
+    cluster: Cluster = None,
     *,
     checkpoint: AdaptedCheckpoint,
     verdicts: Verdicts,
@@ -132,6 +136,8 @@ def command(
             trust_engine=trust_engine,
             tensor_parallel=tensor_parallel,
             pipeline_parallel=pipeline_parallel,
+            jobs=jobs,
+            cluster=cluster,
             progress=progress,
             **vars(checkpoint),
         )

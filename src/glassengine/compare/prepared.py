@@ -75,7 +75,7 @@ def sendable(options: Request, baseline: Side, candidate: Side, map: Map) -> Req
     Raises:
         UsageError: A side is open, or the map is not a document.
     """
-    sides = [_everywhere(side) if isinstance(side, str | Path) else None for side in (baseline, candidate)]
+    sides = [everywhere(side) if isinstance(side, str | Path) else None for side in (baseline, candidate)]
     if sides[0] is None or sides[1] is None or isinstance(map, TensorMap):
         raise UsageError(
             "other processes cannot be given what is open in this one",
@@ -83,13 +83,13 @@ def sendable(options: Request, baseline: Side, candidate: Side, map: Map) -> Req
             expected="paths",
             hint="jobs=1",
         )
-    told = dict(map) if isinstance(map, Mapping) else None if map is None else _everywhere(map)
+    told = dict(map) if isinstance(map, Mapping) else None if map is None else everywhere(map)
     changed: Request = msgspec.structs.replace(
         options, baseline=sides[0], candidate=sides[1], map=told, token=uuid.uuid4().hex
     )
     return changed
 
 
-def _everywhere(path: str | Path) -> str:
+def everywhere(path: str | Path) -> str:
     """Return a path as another process, which may be in another directory, finds it."""
     return str(place(path).absolute())

@@ -20,15 +20,15 @@ from torch import nn
 
 from glassengine import environment
 from glassengine.backends.registry import choose_backend, get_backend
-from glassengine.compare.matching.maps import load_map
 from glassengine.diagnose.ladder.accumulated import judge_alike
 from glassengine.diagnose.ladder.bisect_release import bisect_release
 from glassengine.diagnose.ladder.climb import Climb
+from glassengine.diagnose.ladder.elsewhere import helpers
 from glassengine.diagnose.ladder.encoder_decoder import joined
-from glassengine.diagnose.ladder.generations import JUDGED
 from glassengine.diagnose.ladder.judging import explain_engine, judge, severity_counter
 from glassengine.diagnose.ladder.other_model import add_model, start_stage
-from glassengine.diagnose.ladder.record import add_record, judge_sums_again, tensors_of
+from glassengine.diagnose.ladder.prepared import accumulation_of, climbs_of, given_to, with_record
+from glassengine.diagnose.ladder.record import judge_sums_again
 from glassengine.diagnose.ladder.rungs import add_built, add_engine, arguments_of
 from glassengine.diagnose.ladder.step_by_step import numbered, staged
 from glassengine.diagnose.quantization.check import check_quantized_checkpoint, is_quantized_candidate
@@ -41,17 +41,16 @@ from glassengine.diagnose.served.check import check_served
 from glassengine.engine.build.ranks import check_mesh, mesh_for
 from glassengine.engine.run.engine import Engine
 from glassengine.engine.run.load import load
-from glassengine.errors import IncomparableError, UnknownNameError, UsageError
-from glassengine.judge.cases import in_one_forward, read_inputs, tokens_in_one_forward
+from glassengine.errors import IncomparableError, UsageError
+from glassengine.judge.cases import in_one_forward, tokens_in_one_forward
 from glassengine.judge.sides.module import threads_for
 from glassengine.judge.sides.protocol import Place
-from glassengine.judge.sides.recorded import PARTIAL, case_of, recorded_inputs
+from glassengine.judge.sides.recorded import PARTIAL
 from glassengine.judge.sides.recorded_ranks import first_rank
 from glassengine.judge.texts import texts_of
 from glassengine.judge.verdict.conclude import conclude
 from glassengine.judge.verdict.drift import Drift, is_less_precise
 from glassengine.judge.verdict.evidence import EvidenceBox
-from glassengine.numerics.ops import ACCUMULATIONS, Accumulation
 from glassengine.program import load_model
 from glassengine.program.generation.generation import PLAIN
 from glassengine.program.kinds.image_text import IMAGE_TOKEN, WITHOUT_IMAGES
@@ -93,6 +92,8 @@ def check(
     adapter: str | Path | None = None,
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
+    jobs: int = 1,
+    cluster: str | None = None,
     progress: Progress = silent,
 ) -> Comparison:
     """Judge a candidate against a baseline and say which op, on which rung, introduced an error first.
@@ -132,6 +133,8 @@ def check(
         adapter: As for `build`, of the baseline.
         tensor_parallel: As for `build`, of the engine that is built: its ranks are a rung of their own.
         pipeline_parallel: As for `build`.
+        jobs: Processes of this machine that replay what a record says; 1 is this one. See `elsewhere`.
+        cluster: Ray tasks do: `ray://HOST:PORT`, or "auto"; `jobs` bounds how many at a time.
         progress: Called with an event when a stage begins.
 
     Raises:
@@ -198,6 +201,9 @@ def check(
             raise UsageError("--reproduction and --accum are for ops", got=f"the quantized checkpoint {candidate}")
         more_told: dict[str, Any] = {"dtype": dtype, "adapter": adapter, "inputs": inputs}
         return check_quantized_checkpoint(baseline, str(candidate), **more_told, **told, **options)
+    where = {"baseline": baseline, "candidate": candidate, "map": map, "inputs": inputs, "adapter": adapter}
+    own = {"dtype": dtype, "steps": steps, "accumulation": accumulation, **options}
+    others = helpers(jobs, cluster, is_record=record is not None, **where, **own)
     if backend is not None:
         get_backend(backend)  # an unusable one is reported before anything is loaded
     progress(Work.LOADING.says("loading the baseline"))
@@ -205,21 +211,13 @@ def check(
     model = load_model(baseline, dtype=wanted, adapter=adapter, **options)
     if mesh is not None:
         check_mesh(mesh, model, choose_backend(backend)[0], [("--bisect-outputs", bisect_outputs)])
-    given = read_inputs(inputs) if of_first is None or inputs is not None else recorded_inputs(of_first, model)
     # An engine is judged on the very programs that it generates with; a port need not have such.
     alone = candidate is not None and (engine is None or not engine.manifest.generates)
     without_encoder = engine is not None and not engine.manifest.has_encoder
     if IMAGE_TOKEN in model.metadata and (alone or without_encoder):
         why = "with images a port is judged in one forward, of --inputs" if engine is None else "the engine takes none"
         model.metadata[WITHOUT_IMAGES], alone = why, True
-    if alone:
-        model = model.judged_as(model.generation.alone)
-    judged = JUDGED[model.generation]
-    given = judged.given(model, given)
-    more = judged.beside(model, given)
-    if more:
-        model, given = model.judged_as(PLAIN), in_one_forward(given)
-    without_decoding = f"{', '.join(more)} given: the model is judged as a plain module" if more else None
+    model, given, without_decoding = given_to(model, inputs, of_first, alone=alone)
     other = None
     if candidate is not None and engine is None and record is None:
         progress(Work.LOADING.says("loading the candidate"))
@@ -242,13 +240,13 @@ def check(
     of_stages: Sequence[Any] = (None,) * len(parts)
     with ExitStack() as stack:
         stack.enter_context(threads_for(model.module))
-        case = case_of(of_first, model.generation) if of_first is not None and inputs is None else None
+        stack.enter_context(others)
         if other is not None and not model.generation.generates:
             of_stages = staged(model, other, arguments_of(model, given), progress)
             climbs: Sequence[Climb] = [start_stage(stage, stack, progress) for stage in of_stages]
             parts = [None] * len(climbs)
         else:
-            climbs = JUDGED[model.generation].start(model, given, steps, stack, progress, case)
+            climbs = climbs_of(model, given, steps, stack, progress, of_first if inputs is None else None)
             parts = parts[-len(climbs) :]
         if model.generation.decodes_tokens and (reason := model.metadata.get(WITHOUT_IMAGES)):
             climbs[0].skipped.append(Skipped("images", "both", f"judged from text alone: {reason}"))
@@ -256,13 +254,12 @@ def check(
             climbs[0].skipped.append(Skipped("decode steps", "both", f"{without_decoding}, without a decode loop"))
         results = []
         for climb, part, stage in zip(climbs, parts, of_stages[-len(climbs) :], strict=True):
-            climb.accumulation = _accumulation(accumulation)
+            climb.accumulation = accumulation_of(accumulation)
             if part is not None:
                 climb.coarsest = getattr(torch, part.manifest.dtype)
                 add_engine(climb, part, progress, only_release=bisect_outputs)
             elif record is not None:
-                tensors = tensors_of(climb, record, load_map(map) if map else None)
-                climb.coarsest = add_record(climb, tensors)
+                tensors = with_record(climb, record, map)
             elif other is not None:
                 climb.coarsest = add_model(climb, other, stage, progress)
             else:
@@ -278,7 +275,8 @@ def check(
                 for score in climb.scores[1:]:
                     score.drift = Drift()
             progress(Work.JUDGING.says(f"judging {len(climb.cases)} case{'s' if len(climb.cases) > 1 else ''}"))
-            judge(climb, climb.scores, on_step=severity_counter(climb, progress))
+            with others.helping(climb, len(climbs)):
+                judge(climb, climb.scores, on_step=severity_counter(climb, progress))
             if record is not None:
                 judge_sums_again(climb, tensors, progress)
             alike = judge_alike(climb, progress)
@@ -328,14 +326,6 @@ def _parts(engine: Engine | None, number: int) -> list[Engine | None]:
             expected="encoder and decoder" if number == 2 else "one program",
         )
     return parts
-
-
-def _accumulation(name: str | None) -> Accumulation:
-    if name is None:
-        name = {"high": "tf32", "medium": "bfloat16"}.get(torch.get_float32_matmul_precision(), "float32")
-    if name not in ACCUMULATIONS:
-        raise UnknownNameError("accumulation", name, list(ACCUMULATIONS), hint="--accum tf32")
-    return ACCUMULATIONS[name]
 
 
 def _described(climb: Climb, candidate: str | Path | nn.Module | None) -> str:

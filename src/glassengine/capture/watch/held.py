@@ -155,6 +155,7 @@ class StepRing:
         self._nbytes = 0
         self._spare: dict[tuple[torch.dtype, torch.Size], list[Tensor]] = {}
         self._spare_bytes = 0
+        self._leaving: HeldStep | None = None
 
     def step(self, number: int) -> HeldStep:
         """Return an open step."""
@@ -172,6 +173,8 @@ class StepRing:
             tensor: Plain, with memory.
             place: Its address.
         """
+        # Memory that is given back at once goes to the system, which is slow: it goes as fast as it is asked for again.
+        self._leave(1)
         held = self.open.get(number) or self.step(number)
         version = None if tensor.is_inference() else tensor._version
         key = (place, version, tensor.shape, tensor.dtype, tensor.stride(), tensor.is_neg(), tensor.is_conj())
@@ -212,8 +215,10 @@ class StepRing:
         held.known.clear()
         held.storages.clear()
         self.ended.append(held)
+        self._leave()
         while len(self.ended) > self.most_steps:
-            self._let_go(self.ended.popleft())
+            self._leave()
+            self._leaving = self.ended.popleft()
         return held
 
     def let_go_of_values(self, held: HeldStep) -> None:
@@ -222,13 +227,28 @@ class StepRing:
 
     def clear(self) -> None:
         """Let go of everything."""
+        self._leave()
         for held in (*self.ended, *self.open.values()):
             self._let_go(held)
         self.ended.clear()
         self.open.clear()
         self._spare.clear()
 
+    def _leave(self, count: int | None = None) -> None:
+        """Let go of so many tensors of the step that is too old; None is all of them."""
+        held = self._leaving
+        if held is None:
+            return
+        end = len(held.items) if count is None else min(held.num_cut + count, len(held.items))
+        for found in held.items[held.num_cut : end]:
+            if isinstance(found, tuple):
+                self._release(found[1])
+        held.num_cut = end
+        if end == len(held.items):
+            self._leaving = None
+
     def _make_room(self, current: HeldStep) -> None:
+        self._leave()
         for held in (*self.ended, *(self.open[number] for number in sorted(self.open)), current):
             while held.num_cut < len(held.items):
                 if self._nbytes <= self._most_bytes:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from glassengine.capture.intake.patience import Writer
 from glassengine.capture.watch.held import Column, HeldStep, Item, StepRing, note_of
+from glassengine.capture.watch.memory import keep_freed
 from glassengine.capture.watch.norms import MEASURED as MEASURED_DTYPES
 from glassengine.capture.watch.norms import DeviceNorms, Number, measure
 from glassengine.capture.watch.trackers import Trackers
@@ -91,10 +92,12 @@ class Watcher:
         self._trackers = Trackers(watch.trackers, watch.tracker_every, writer.path)
         self._num_automatic = 0
         self._error: str | None = None
+        self._give_back: Callable[[], None] = lambda: None
         self._lock = threading.RLock()
 
     def attach(self) -> None:
         """Begin to listen for what comes from outside."""
+        self._give_back = keep_freed(self._watch.ring_bytes)
         problem = self._outside.attach()
         if problem is not None:
             self._log.note(problem)
@@ -103,6 +106,7 @@ class Watcher:
     def detach(self) -> None:
         """Listen no more."""
         self._outside.detach()
+        self._give_back()
 
     def again(self, site: str, step: int, tensor: Tensor, rank: int) -> bool:
         """Take a tensor of a site that is known; false for one that is not."""

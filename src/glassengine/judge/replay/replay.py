@@ -113,6 +113,15 @@ class Replay:
         self._values.accumulate(how)
 
     @property
+    def has_memory(self) -> bool:
+        """Whether what is found of a step depends on the steps before it, beyond the caches of the candidate."""
+        return self._stretches is not None
+
+    def lost(self, node: Node) -> str | None:
+        """Return why a tensor cannot be judged, though it was observed; None where it can."""
+        return None
+
+    @property
     def values(self) -> Mapping[str, Any]:
         """What the candidate was given and made in this step, by baseline node; of segments up to the present one."""
         if self._stretches is not None and self._cut is Cut.SEGMENT:

@@ -115,7 +115,8 @@ def conclude(
         judged = len(ops & main.judged_nodes) / len(ops) if ops else 1.0
     first = _first(origins, order, [score.side.rung for score in scores])
     limits: dict[str, Any] = {"fail_on": fail_on, "min_coverage": min_coverage, "min_snr": min_snr}
-    decision = decide(verdict, results, first, severity, judged, **limits)
+    lost = next((score.lost for score in scores if score.lost is not None), None)
+    decision = decide(verdict, results, first, severity, judged, **limits, lost=lost)
     if accumulated is not None and first is None and decision.standing == "weights differ":
         decision = Decision("differs inside", accumulated)
     left_out = [item for score in scores for item in score.left_out.values()]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from glassengine.judge.exclusions.in_step import CHOICES
 from glassengine.judge.exclusions.unread import Differing
+from glassengine.judge.replay.expected import Replayed
 from glassengine.numerics.exemptions import PADDING, TIES, Masks
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.metrics.elements import tensor_values
@@ -26,14 +28,14 @@ _MOST_ELEMENTS = 1 << 24
 class Judged:
     """A tensor, its judgement, and whether its op introduced the error (None: only the graph can tell).
 
-    `predicted` is what the op should have made where it was replayed, `inherited` the RMS of what the op's inputs
+    `predicted` is what the op should have made where it was replayed, `inherited` gives the RMS of what the op's inputs
     carried in, and `local` the judgement of the op alone.
     """
 
     tensor: torch.Tensor
     judgement: Judgement
     introduced: bool | None
-    inherited: float | None = None
+    inherited: Callable[[], float | None] = lambda: None
     local: Judgement | None = None
     is_clean: bool = False
     contradicts: bool = False
@@ -89,8 +91,9 @@ def padding_differs(tensor: torch.Tensor, reference: Reference) -> bool:
     return bool(((tensor != reference.native) & padding).any())
 
 
-def inherited_in(predicted: torch.Tensor, reference: Reference) -> float | None:
+def inherited_in(found: Replayed, reference: Reference) -> float | None:
     """Return the RMS of what the inputs of an op carried in, from its result on these; None if unknown."""
+    predicted = found.predicted
     if predicted.shape != reference.exact.shape or not predicted.is_floating_point():
         return None
     square = (predicted - reference.exact).square_()
@@ -99,23 +102,20 @@ def inherited_in(predicted: torch.Tensor, reference: Reference) -> float | None:
     return float(square.mean().sqrt()) if square.numel() else 0.0
 
 
-def exempt_by_replay(
-    own: Masks | None, accumulated: Masks, is_tie: bool, tensor: torch.Tensor, predicted: torch.Tensor
-) -> Masks:
+def exempt_by_replay(found: Replayed, accumulated: Masks, tensor: torch.Tensor) -> Masks:
     """Return, by reason, the elements that do not count of a tensor whose op was replayed.
 
     The replay starts from what the candidate chose and drew, so choices above the op leave nothing out.
 
     Args:
-        own: What the replay left out, if it has masks of its own.
+        found: By the replay; it may have masks of its own.
         accumulated: What the reference leaves out.
-        is_tie: Whether the op itself chose otherwise among values that rounding cannot tell apart.
         tensor: The candidate's.
-        predicted: What the op makes of the candidate's own values.
     """
-    if own is not None:
-        return own
-    found = {reason: mask for reason, mask in accumulated.items() if reason not in CHOICES}
-    if is_tie and tensor.shape == predicted.shape:
-        found[TIES] = tensor != predicted
-    return found
+    if found.exempt is not None:
+        return found.exempt
+    masks = {reason: mask for reason, mask in accumulated.items() if reason not in CHOICES}
+    # The op itself chose otherwise among values that rounding cannot tell apart.
+    if found.judgement.is_tie and tensor.shape == found.predicted.shape:
+        masks[TIES] = tensor != found.predicted
+    return masks

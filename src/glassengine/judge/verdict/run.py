@@ -52,10 +52,9 @@ def run_cases(
         reference = ReferenceRun(program, coarsest=coarsest, accumulation=accumulation, relative_floors=floors)
         for score in scores:
             score.begin(case)
-        inputs: Any = StepInputs.first(case) if case.input_ids is not None else case.steps[0]
+        inputs: Any = None
         for step in range(case.num_steps):
-            if step:
-                inputs = _next(case, step, inputs, model)
+            inputs = inputs_of(case, step, inputs, model)
             num_seen = int(inputs.cache_position[-1]) + 1 if isinstance(inputs, StepInputs) else 0
             for score in scores:
                 score.begin_step(num_seen)
@@ -98,8 +97,20 @@ def _compare_results(
         score.results.compare(node, known, theirs, made, where=where, may_tie=score.may_tie)
 
 
-def _next(case: Case, step: int, inputs: Any, model: Side | None) -> Any:
-    if not isinstance(inputs, StepInputs):
+def inputs_of(case: Case, step: int, before: Any, model: Side | None) -> Any:
+    """Return the inputs of a step.
+
+    Args:
+        case: What runs.
+        step: Of it.
+        before: Inputs of the step before it; of the first step they are not read.
+        model: Has run the step before, and chooses the next token where the case does not prescribe it.
+    """
+    if case.input_ids is None:
         return case.steps[step]
+    if step == 0:
+        return StepInputs.first(case)
+    if before.to_come is not None and before.to_come.shape[1]:
+        return before.following(before.to_come[:, 0])
     assert model is not None and model.logits is not None
-    return inputs.following(model.logits[:, -1].argmax(-1))
+    return before.following(model.logits[:, -1].argmax(-1))

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -50,6 +51,7 @@ class Score:
         ledger: Counts elements that did not count.
         drift: What is lost where; None where it is not asked for.
         sums: Of each product that introduced an error, whether coarse sums are why; None where its values do not tell.
+        lost: The first tensor that could not be judged, though it was observed.
         may_tie: Whether in this case the side chose otherwise at a tie, or may have where it was not observed.
     """
 
@@ -65,6 +67,7 @@ class Score:
     may_tie: bool = False
     drift: Drift | None = None
     sums: dict[str, bool | None] = field(default_factory=dict)
+    lost: Skipped | None = None
     _tracker: OriginTracker | None = None
     _num_seen: int = 0
     _values: FirstValues = field(default_factory=FirstValues)
@@ -108,7 +111,7 @@ class Score:
                 site = self.program.sites.by_node[node.name][0].name
                 self.ledger.add(site, reference.exact.numel(), {}, whole=reason)
             return tied
-        found = [(observed, self._judge(node, observed, reference)) for observed in self.side.observed(node.name)]
+        found = [(seen, self._judge(node, seen, reference)) for seen in self._seen(node, step)]
         if not found:
             self.may_tie |= reference.unstable is not None
             self._tracker.visit(node, step, None, tied=tied or is_drawn)
@@ -182,6 +185,16 @@ class Score:
                 self.sums[node.name] = self._guesses.is_summed_coarsely(node, judged.tensor)
         return is_tied or visited.why is Why.TIE
 
+    def _seen(self, node: Node, step: int) -> list[Observed]:
+        """Return what was observed, and can be judged."""
+        seen = self.side.observed(node.name)
+        if seen and self.side.replay is not None and (lost := self.side.replay.lost(node)) is not None:
+            site = self.program.sites.by_node[node.name][0].name
+            why = Skipped(site, "both", lost, step=step, rung=self.side.rung)
+            self.lost = self.lost or self.left_out.setdefault((site, lost), why)
+            return []
+        return seen
+
     def _judge(self, node: Node, observed: Observed, reference: Reference) -> Judged:
         """Judge one observed value: by replay where the op's inputs were observed, else by the accumulated floor."""
         cache_axis = self.program.sites.by_node[node.name][0].axes.get("cache")
@@ -204,8 +217,8 @@ class Score:
             return Judged(tensor, accumulated, None, is_clean=is_clean, exempt=exempt)
         if local.verdict in FLAGGED and is_compensated(local, accumulated, reference, tensor):
             return Judged(tensor, accumulated, None, is_clean=is_clean, contradicts=is_clean, exempt=exempt)
-        exempt = exempt_by_replay(replayed.exempt, exempt, local.is_tie, tensor, replayed.predicted)
-        inherited = inherited_in(replayed.predicted, reference)
+        exempt = exempt_by_replay(replayed, exempt, tensor)
+        inherited = partial(inherited_in, replayed, reference)
         other = self._guesses.not_reached(node) if local.verdict not in FLAGGED else None
         if other is not None:
             local = Judgement("wrong", None, None, other)
@@ -221,16 +234,8 @@ class Score:
         worse = VERDICTS.index(local.verdict) >= VERDICTS.index(accumulated.verdict)
         apart = differing(observed.tensor, replayed.predicted, replayed.again, exempt.values())
         judgement = local if worse else accumulated
-        return Judged(
-            tensor,
-            judgement,
-            True,
-            inherited,
-            is_clean=is_clean,
-            exempt=exempt,
-            differing=apart,
-            predicted=replayed.predicted,
-        )
+        more: dict[str, Any] = {"differing": apart, "predicted": replayed.predicted}
+        return Judged(tensor, judgement, True, inherited, is_clean=is_clean, exempt=exempt, **more)
 
     @cached_property
     def _guesses(self) -> Guesses:
@@ -240,10 +245,7 @@ class Score:
         """The op's site; a module's own where only modules were observed and this one is not what the op made."""
         sites = self.program.sites.by_node[node.name]
         own = [site.name for site in sites if site.name == observed.site and site.kind in ("module", "tap")]
-        return own[0] if own and self._several(node) else sites[0].name
-
-    def _several(self, node: Node) -> bool:
-        return len(self.side.observed(node.name)) > 1
+        return own[0] if own and len(self.side.observed(node.name)) > 1 else sites[0].name
 
     def _leave_out(self, node: Node, observed: Observed, judgement: Judgement, reference: Reference, step: int) -> None:
         """List a tensor that is not judged, or only in part.
@@ -341,7 +343,7 @@ class Score:
             noise_ratio=judgement.noise_ratio,
             bound_ratio=judgement.bound_ratio,
             introduced=judgement.rms_error,
-            inherited=judged.inherited,
+            inherited=judged.inherited(),
             hints=tuple(sorted([*more, *hints], key=lambda hint: (-hint.proven, -hint.score))),
             rank=rank,
         )

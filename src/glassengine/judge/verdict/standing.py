@@ -5,7 +5,7 @@
     token changes      the release engine picks another token than the engine with debug outputs
     weights differ     a weight is another, and no tensor of these inputs depends on it
     over budget        a result has a smaller signal-to-noise ratio than --min-snr
-    too little judged  nothing is wrong, and less than `--min-coverage` was judged finely enough
+    too little judged  nothing is wrong, and less than `--min-coverage` was judged finely enough, or one could not be
 
 Two alarms are softened to suspicious, which is ok unless `--fail-on suspicious`: a tensor that nothing reads, and a
 tensor that was paired by its name alone where the same one was judged from its own inputs and found right, provided
@@ -23,7 +23,7 @@ from glassengine.judge.sides.protocol import Level, Place
 from glassengine.judge.verdict.score import Score
 from glassengine.judge.verdict.severity import Severity
 from glassengine.program.representation.program import Program
-from glassengine.results import FLAGGED, VERDICTS, Divergence, Pair, ResultComparison, Standing, Verdict
+from glassengine.results import FLAGGED, VERDICTS, Divergence, Pair, ResultComparison, Skipped, Standing, Verdict
 
 UNREAD = "nothing reads it: no result can depend on it"
 BY_NAME_ONLY = "by its name alone; from its own inputs it is right, and the results agree"
@@ -47,6 +47,7 @@ def decide(
     fail_on: str,
     min_coverage: float,
     min_snr: float | None = None,
+    lost: Skipped | None = None,
 ) -> Decision:
     """Apply the rule.
 
@@ -59,6 +60,7 @@ def decide(
         fail_on: Lowest verdict that makes the command fail.
         min_coverage: The least coverage that is ok.
         min_snr: Of each result, in dB.
+        lost: A tensor that could not be judged, though it was observed.
     """
 
     def fails(found: str) -> bool:
@@ -84,6 +86,8 @@ def decide(
     over = over_budget(results, min_snr)
     if over is not None:
         return Decision("over budget", over)
+    if lost is not None:
+        return Decision("too little judged", f"not judged: {lost.site}, step {lost.step}: {lost.reason}")
     if coverage < min_coverage:
         wanted = f"(--min-coverage {min_coverage:g})"
         text = f"only {coverage:.0%} of the baseline's float-valued sites were judged {wanted}"

@@ -1,0 +1,72 @@
+"""What a check is given to run, and a record as its candidate: alike in the process that asks and in its helpers."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from glassengine.compare.matching.maps import load_map
+from glassengine.diagnose.ladder.climb import Climb
+from glassengine.diagnose.ladder.generations import JUDGED
+from glassengine.diagnose.ladder.record import add_record, tensors_of
+from glassengine.errors import UnknownNameError
+from glassengine.judge.cases import Inputs, in_one_forward, read_inputs
+from glassengine.judge.sides.recorded import RecordedTensors, case_of, recorded_inputs
+from glassengine.numerics.ops import ACCUMULATIONS, Accumulation
+from glassengine.program import LoadedModel
+from glassengine.program.generation.generation import PLAIN
+from glassengine.progress import Progress
+from glassengine.recording.read.source import TensorSource
+
+
+def accumulation_of(name: str | None) -> Accumulation:
+    """Return how a candidate sums; None is what torch is set to."""
+    if name is None:
+        name = {"high": "tf32", "medium": "bfloat16"}.get(torch.get_float32_matmul_precision(), "float32")
+    if name not in ACCUMULATIONS:
+        raise UnknownNameError("accumulation", name, list(ACCUMULATIONS), hint="--accum tf32")
+    return ACCUMULATIONS[name]
+
+
+def given_to(
+    model: LoadedModel, inputs: str | None, of_first: TensorSource | None, *, alone: bool
+) -> tuple[LoadedModel, Inputs, str | None]:
+    """Return the model as it is judged, what it is given, and why there is no decode loop.
+
+    Args:
+        model: The baseline.
+        inputs: What `--inputs` names.
+        of_first: Record of the first rank; None where the candidate is none.
+        alone: Whether it is judged without the programs that it generates with.
+    """
+    given = read_inputs(inputs) if of_first is None or inputs is not None else recorded_inputs(of_first, model)
+    if alone:
+        model = model.judged_as(model.generation.alone)
+    judged = JUDGED[model.generation]
+    given = judged.given(model, given)
+    more = judged.beside(model, given)
+    if more:
+        model, given = model.judged_as(PLAIN), in_one_forward(given)
+    return model, given, f"{', '.join(more)} given: the model is judged as a plain module" if more else None
+
+
+def climbs_of(
+    model: LoadedModel,
+    given: Inputs,
+    steps: int,
+    stack: ExitStack,
+    progress: Progress,
+    of_first: TensorSource | None = None,
+) -> list[Climb]:
+    """Return the climbs of a model, on what a record was made with where there is one."""
+    case = case_of(of_first, model.generation) if of_first is not None else None
+    return list(JUDGED[model.generation].start(model, given, steps, stack, progress, case))
+
+
+def with_record(climb: Climb, record: TensorSource, rules: Any) -> RecordedTensors:
+    """Add a record to a climb, and return its tensors."""
+    tensors = tensors_of(climb, record, load_map(rules) if rules else None)
+    climb.coarsest = add_record(climb, tensors)
+    return tensors
