@@ -2,7 +2,8 @@
 
 `python -m benchmarks families` checks every cell of families x back-ends x dtypes; `FAMILY/BACKEND/DTYPE ...`, each
 part a glob, checks those alone. `--op-sites` does the same for the table of programs x back-ends, whose cells are
-`PROGRAM/BACKEND`. All other cells stay as they are in the page, which is written after each cell.
+`PROGRAM/BACKEND`, and `--ranks` that of `FAMILY/RANKS`. All other cells stay as they are in the page, which is written
+after each cell.
 """
 
 from __future__ import annotations
@@ -22,16 +23,19 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "families.md"
 
 def main(arguments: Sequence[str] = ()) -> int:
     """Check cells and write the page; return 1 where one does not agree."""
-    from benchmarks.tables import conformance_table, families_table
+    from benchmarks.tables import conformance_table, families_table, ranks_table
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks families", description=__doc__)
     parser.add_argument("cells", nargs="*", default=["*"], metavar="FAMILY/BACKEND/DTYPE")
     parser.add_argument("--op-sites", action="store_true", help="the table of op sites instead")
+    parser.add_argument("--ranks", action="store_true", help="the table of numbers of ranks instead")
     parser.add_argument("--checkpoints", type=Path, help="directory that keeps the tiny checkpoints")
     options = parser.parse_args(list(arguments))
     with tempfile.TemporaryDirectory() as temporary:
         if options.op_sites:
             table, name, check = conformance_table, "op sites", partial(_check_op_sites, temporary)
+        elif options.ranks:
+            table, name, check = ranks_table, "ranks", ranks_table.check_cell
         else:
             checkpoints = options.checkpoints or Path(temporary)
             table, name = families_table, "table"

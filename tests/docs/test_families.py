@@ -10,7 +10,7 @@ from unittest.mock import ANY
 
 import pytest
 
-from benchmarks.tables import conformance_table, families_table, markdown
+from benchmarks.tables import conformance_table, families_table, markdown, ranks_table
 from benchmarks.tables.families_table import CELLS, LIMITATIONS, Cell, check_cell, read, render
 from benchmarks.tables.markdown import DisagreementError
 from glassengine.errors import BackendError
@@ -48,6 +48,20 @@ def test_every_cell_of_the_op_sites_is_a_number(page: str) -> None:
     table = conformance_table.read(markdown.within(page, "op sites"))
     assert table.keys() == set(conformance_table.CELLS)
     assert all(text.isdecimal() for text in table.values()), table
+
+
+def test_families_are_shared_by_ranks_as_the_page_says(page: str) -> None:
+    table = ranks_table.read(markdown.within(page, "ranks"))
+    assert table.keys() == set(ranks_table.CELLS)
+    refused = [cell for cell in ranks_table.CELLS if table[cell].startswith("refused") and cell[0] != "mamba"]
+    for cell in (refused[TODAY % len(refused)], ("gpt2", "tensor parallel 2")):
+        assert ranks_table.check_cell(cell) == table[cell]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", ranks_table.CELLS, ids="/".join)
+def test_every_cell_of_the_ranks_is_true(cell: tuple[str, str], page: str) -> None:
+    assert ranks_table.check_cell(cell) == ranks_table.read(markdown.within(page, "ranks"))[cell]
 
 
 @pytest.mark.parametrize("cell", [CHEAP[TODAY % len(CHEAP)]], ids="/".join)

@@ -15,7 +15,6 @@ from glassengine.workers.processes import Processes
 PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
-from glassengine.workers.pipe import serve
 
 def answer(request):
     print("this is no result")
@@ -30,9 +29,6 @@ def answer(request):
         Path(rest).touch()
         time.sleep(60)
     return request.upper()
-
-if __name__ == "__main__":
-    serve(answer)
 """
 
 
@@ -40,7 +36,12 @@ if __name__ == "__main__":
 def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Processes]:
     (tmp_path / "answering.py").write_text(PROGRAM, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    found = Processes("answering", [], 2)
+
+    def answer(request: bytes) -> bytes:
+        return request
+
+    answer.__module__ = "answering"
+    found = Processes(answer, 2)
     yield found
     found.close()
 

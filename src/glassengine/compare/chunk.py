@@ -1,7 +1,4 @@
-"""`python -m glassengine.compare.chunk PLAN NUMBER`: judges chunks of a plan, one of many jobs without a cluster.
-
-With `--serve` it answers the process that started it, for `glass compare --jobs`.
-"""
+"""`python -m glassengine.compare.chunk PLAN NUMBER`: judges chunks of a plan, one of many jobs without a cluster."""
 
 from __future__ import annotations
 
@@ -11,9 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from glassengine.compare.jobs import judge_planned
-from glassengine.compare.judge_chunk import judge_chunk
 from glassengine.errors import GlassError
-from glassengine.workers.pipe import serve
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,11 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("plan", nargs="?", type=Path, help="file of glass compare --plan")
     parser.add_argument("number", nargs="?", type=int, help="number of this job, from 0, e.g. $SLURM_ARRAY_TASK_ID")
     parser.add_argument("--of", type=int, metavar="N", help="number of jobs; default: one for each chunk")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
-    if given.serve:
-        serve(judge_chunk)
-        return 0
     if given.plan is None or given.number is None:
         parser.error("PLAN and NUMBER are needed")
     try:

@@ -45,7 +45,6 @@ from glassengine.workers.cluster import RayTasks
 from glassengine.workers.processes import Processes
 
 _PRINTED = "uncalibrated: only printed mean, deviation, minimum and maximum are known"
-_PROGRAM = "glassengine.compare.chunk"
 
 
 def compare(
@@ -150,7 +149,7 @@ def _judges(
     if cluster is not None:
         workers = RayTasks(judge_chunk, cluster, jobs if jobs > 1 else None)
     else:
-        workers = Processes(_PROGRAM, ["--serve"], jobs)
+        workers = Processes(judge_chunk, jobs)
     try:
         yield Elsewhere(workers, request)
     finally:

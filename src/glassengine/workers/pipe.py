@@ -1,7 +1,11 @@
-"""Requests and results through a pipe: eight bytes that say how many follow, and these."""
+"""Requests and results through a pipe: eight bytes that say how many follow, and these.
+
+`python -m glassengine.workers.pipe MODULE FUNCTION` answers the process that started it.
+"""
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import signal
@@ -44,3 +48,7 @@ def serve(function: Callable[[bytes], bytes]) -> None:
             send(results, function(request))
         except BrokenPipeError:
             return
+
+
+if __name__ == "__main__":
+    serve(getattr(importlib.import_module(sys.argv[1]), sys.argv[2]))

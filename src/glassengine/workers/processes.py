@@ -8,9 +8,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from glassengine.workers import pipe
 from glassengine.workers.pipe import receive, send
 from glassengine.workers.protocol import AHEAD, ATTEMPTS, Died, windowed
 
@@ -22,14 +23,13 @@ class Processes:
     not run a script again that has no `if __name__ == "__main__"`.
 
     Args:
-        module: Run by `python -m`.
-        arguments: Of it.
+        function: Of bytes, and of a module that can be imported.
         count: How many.
     """
 
-    def __init__(self, module: str, arguments: Sequence[str], count: int) -> None:
+    def __init__(self, function: Callable[[bytes], bytes], count: int) -> None:
         self.count = count
-        self._command = [sys.executable, "-m", module, *arguments]
+        self._command = [sys.executable, "-m", pipe.__name__, function.__module__, function.__name__]
         self._idle: queue.SimpleQueue[_Child] = queue.SimpleQueue()
         self._children = [_Child(self._command) for _ in range(count)]
         for child in self._children:

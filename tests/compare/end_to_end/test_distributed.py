@@ -84,7 +84,7 @@ def test_a_worker_that_is_killed_changes_nothing(sides: Path, small_chunks: None
             # Each thread has the children that it has started.
             lists = [path.read_text(encoding="utf-8") for path in Path("/proc/self/task").glob("*/children")]
             for child in " ".join(lists).split():
-                if b"--serve" in Path(f"/proc/{child}/cmdline").read_bytes() and int(child) not in killed:
+                if b"judge_chunk" in Path(f"/proc/{child}/cmdline").read_bytes() and int(child) not in killed:
                     os.kill(int(child), signal.SIGKILL)
                     killed.append(int(child))
                     break

@@ -40,7 +40,6 @@ from glassengine.workers.processes import Processes
 
 logger = logging.getLogger("glassengine")
 
-_PROGRAM = "glassengine.diagnose.helper"
 _SIDES = 2
 
 
@@ -66,7 +65,7 @@ class Helpers:
             tasks = RayTasks(answer, self._cluster, self._jobs if self._jobs > 1 else None)
             self._pools = [tasks] * _SIDES
         else:
-            self._pools = [Processes(_PROGRAM, [], count) for count in (1, self._jobs - 1)]
+            self._pools = [Processes(answer, count) for count in (1, self._jobs - 1)]
         self._threads = ThreadPoolExecutor(_SIDES, thread_name_prefix="opening")
         for pool in self._pools:
             self._threads.submit(self._open, pool)

@@ -88,7 +88,7 @@ class Foresight:
         before = noise.get_state()
         found = replay.judge(node, tensor, valid)
         floors, is_drawn = replay.ops.relative_floors, not torch.equal(noise.get_state(), before)
-        if is_drawn or floors or (found is not None and found.explanation != "as read"):
+        if is_drawn or floors:
             floors.clear()
             return None
         return _sent(node, tensor, checksum_of_mask(valid, tensor), found)
