@@ -93,10 +93,16 @@ def test_a_plot(found: Comparison, tmp_path: Path) -> None:
     axes = found.plot()
     axes.figure.savefig(tmp_path / "plot.png")
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert "wrong (10)" in labels and axes.get_yscale() == "log"
+    assert {"wrong (9)", "wrong, not finite or of another kind (1)"} <= set(labels) and axes.get_yscale() == "log"
     ratios = tuple(dataclasses.replace(pair, noise_ratio=float(place)) for place, pair in enumerate(found.pairs))
     assert dataclasses.replace(found, pairs=ratios).plot(axes.figure.subplots()).get_ylabel() == "error / noise floor"
     axes.figure.savefig(tmp_path / "plot.png")
+    # What has no ratio because it is NaN, or of another shape, stands on top; what was not measured is counted.
+    nan = tuple(dataclasses.replace(pair, noise_ratio=None if pair.verdict == "wrong" else 1.0) for pair in found.pairs)
+    unknown = dataclasses.replace(nan[0], verdict="identical", noise_ratio=None)
+    axes = dataclasses.replace(found, pairs=(*nan, unknown)).plot(axes.figure.subplots())
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert "wrong, not finite or of another kind (10)" in labels and "1 without a number" in axes.get_xlabel()
     with pytest.raises(UsageError, match="nothing to plot"):
         dataclasses.replace(found, pairs=()).plot()
     sys.modules["matplotlib.pyplot"].close("all")

@@ -111,24 +111,25 @@ def plot_pairs(pairs: Sequence[Any], ax: Any = None) -> Any:
         UsageError: matplotlib is not installed, or nothing was measured.
     """
     by_floor = any(pair.noise_ratio is not None for pair in pairs)
-    measured = [pair for pair in pairs if (pair.noise_ratio if by_floor else pair.figures) is not None]
-    if not measured:
+    sized = [(pair, size) for pair in pairs if (size := _size(pair, by_floor)) is not None]
+    if not sized:
         raise UsageError("nothing to plot", got=f"{len(pairs)} tensors, none of which was measured")
     pyplot = needed("matplotlib.pyplot")
     if ax is None:
         _, ax = pyplot.subplots(figsize=(9, 4), layout="constrained")
-    values = [pair.noise_ratio if by_floor else pair.figures.max_abs_diff for pair in measured]
+    measured, values = [pair for pair, _ in sized], [size for _, size in sized]
     finite = [value for value in values if value > 0 and math.isfinite(value)]
     # The noise floor is always within the plot.
     shown = [*finite, 1.0, 2 * _WRONG] if by_floor else finite or [1.0]
     low, high = min(shown) / 2, max(shown) * 2
     for verdict, color in _COLORS.items():
-        there = [place for place, pair in enumerate(measured) if pair.verdict == verdict]
-        if there:
-            # What is zero lies on the floor of the plot, and what is not finite above everything.
-            heights = [high if not math.isfinite(values[place]) else max(values[place], low) for place in there]
-            marker = "^" if all(not math.isfinite(values[place]) for place in there) else "o"
-            ax.scatter(there, heights, s=14, color=color, marker=marker, label=f"{verdict} ({len(there)})", zorder=3)
+        of_verdict = [place for place, pair in enumerate(measured) if pair.verdict == verdict]
+        # What is zero lies on the floor of the plot, and what is not finite above everything.
+        for marker, word in (("o", verdict), ("^", f"{verdict}, not finite or of another kind")):
+            there = [place for place in of_verdict if math.isfinite(values[place]) == (marker == "o")]
+            heights = [max(values[place], low) if marker == "o" else high for place in there]
+            if there:
+                ax.scatter(there, heights, s=14, color=color, marker=marker, label=f"{word} ({len(there)})", zorder=3)
     ax.set_yscale("log")
     if by_floor:
         ax.axhspan(low, _SUSPICIOUS, color="0.5", alpha=0.15, label="noise floor")
@@ -139,15 +140,23 @@ def plot_pairs(pairs: Sequence[Any], ax: Any = None) -> Any:
         ax.annotate(
             _plain(measured[first].site).replace("$", r"\$"),
             (first, height),
-            (5, 5),
+            (5, 5) if 2 * first < len(measured) else (-5, 5),
             textcoords="offset points",
+            horizontalalignment="left" if 2 * first < len(measured) else "right",
             fontsize=8,
         )
     ax.set_ylim(low / 2, high * 2)
-    ax.set_xlabel("tensors, as they were judged")
+    left_out = len(pairs) - len(measured)
+    ax.set_xlabel("tensors, as they were judged" + (f" ({left_out} without a number left out)" if left_out else ""))
     ax.set_ylabel("error / noise floor" if by_floor else "largest absolute error")
     ax.legend(loc="best", fontsize=8)
     return ax
+
+
+def _size(pair: Any, by_floor: bool) -> float | None:
+    """Return the height of a pair; of one that is wrong in kind, as NaN is, infinity."""
+    size: float | None = pair.noise_ratio if by_floor else getattr(pair.figures, "max_abs_diff", None)
+    return math.inf if size is None and pair.verdict in ("suspicious", "wrong") else size
 
 
 def needed(module: str) -> Any:
