@@ -8,9 +8,8 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from glassengine.errors import CorruptError, UsageError
 from glassengine.reading.documents import converted, refuse_newer
@@ -44,8 +43,7 @@ _APART: tuple[tuple[frozenset[str], type[Apart]], ...] = (
 """Keys that tell what a document is of."""
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """One result, without its pairs.
 
     Attributes:
