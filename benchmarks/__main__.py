@@ -27,6 +27,7 @@ LONG = {
     "size": "memory and time of build, run and check against the size of the model, foreseen and measured (--help)",
     "verdict": "false alarms, mistakes found and ops named over a corpus; takes options of its own (--help)",
     "kinds": "what kind of mistake hints say, over a corpus: right, wrong, proven, and the cost (--help)",
+    "hint_costs": "processor seconds of naming the kind of a mistake, for each divergence at hidden 512",
     "families": "what glass check says of every family, back-end and dtype, written into docs/families.md (--help)",
     "distributed": "one, two and four workers over gigabytes in a store and on the disk; many ranks (--help)",
     "html": "a report of 100 000 tensors x 4 steps: made, painted and scrolled in a browser (numbers: arguments)",

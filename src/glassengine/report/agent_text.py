@@ -12,7 +12,7 @@ from glassengine.reading.printable import printable
 from glassengine.report.findings import Finding, SourceLine, findings
 from glassengine.report.terminal_answer import answer
 from glassengine.report.terminal_check import headline, size
-from glassengine.report.words import hint_lines
+from glassengine.report.words import hint_details, untried
 from glassengine.results import Comparison
 
 MOST_LINES = 40
@@ -74,7 +74,9 @@ def _finding(result: Comparison, found: Finding) -> Iterator[str]:
         yield f"where: {origin.where}: {origin.group}"
     yield f"error: {size(result, origin)}"
     for hint in found.hints[:_MAX_HINTS]:
-        yield from (f"{_NAMES.get(what, what)}: {text}" for what, text in hint_lines(hint))
+        yield from (f"{_NAMES.get(what, what)}: {text}" for what, text in hint_details(hint))
+    if (text := untried(origin)) is not None:
+        yield f"not tried: {text}"
     for name, line in (("candidate", found.candidate), ("baseline", found.baseline)):
         if line is not None and not (name == "baseline" and line == found.candidate):
             yield f"{name} source: {line.place}"

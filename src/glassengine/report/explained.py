@@ -9,7 +9,7 @@ from glassengine.reading.printable import printable
 from glassengine.report.findings import RULES, findings
 from glassengine.report.terminal_answer import answer
 from glassengine.report.terminal_check import headline
-from glassengine.report.words import hint_lines
+from glassengine.report.words import hint_details, untried
 from glassengine.results import VERDICTS, Comparison, Divergence, Figures, Pair, Skipped
 from glassengine.sites import matches
 
@@ -132,6 +132,8 @@ def _origin(origin: Divergence) -> Iterator[str]:
         if source:
             yield f"{name}: {source}"
     for hint in origin.hints:
-        yield from (f"{what}: {text}" for what, text in hint_lines(hint))
+        yield from (f"{what}: {text}" for what, text in hint_details(hint))
+    if (text := untried(origin)) is not None:
+        yield f"not tried: {text}"
     if origin.reproduction:
         yield f"test: python {origin.reproduction}/test_repro.py"

@@ -12,6 +12,7 @@ from urllib.parse import quote
 from glassengine.environment import versions
 from glassengine.reading.printable import printable
 from glassengine.report.findings import RULES, Finding, SourceLine, findings
+from glassengine.report.words import hint_details
 from glassengine.results import Comparison, Message
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
@@ -196,7 +197,8 @@ def _fingerprint(finding: Finding) -> str:
 
 
 def _properties(finding: Finding, result: Comparison) -> dict[str, Any]:
-    found: dict[str, Any] = {"verdict": result.verdict, "hints": [_text(hint.text) for hint in finding.hints]}
+    hints = ["; ".join(f"{what}: {text}" for what, text in hint_details(hint)) for hint in finding.hints]
+    found: dict[str, Any] = {"verdict": result.verdict, "hints": list(map(_text, hints))}
     origin = finding.divergence
     if origin is not None:
         found |= {"rung": origin.rung, "step": origin.step, "candidateSite": _text(origin.candidate_site)}

@@ -26,6 +26,8 @@ from glassengine.sites import parts_of_line
 LONGEST_NAME = 60
 _LESS_THAN_PROOF = ("tried", "argument", "ops", "values", "weights")
 """Evidence of what kind of mistake it is; any other word says where it is."""
+_WORTH_SAYING = 0.005
+"""Share of an error that is left after a proof, and named."""
 _TRAINED = ("forward", "backward", "run", "update")
 """Rungs whose steps are those of a training, not of a generation."""
 
@@ -82,6 +84,22 @@ def hint_lines(hint: Hint) -> Iterator[tuple[str, str]]:
     yield ("mistake", f"{hint.kind}: {hint.text}") if hint.proven else ("hint", hint.text)
     if hint.line is not None:
         yield "line", hint.line
+
+
+def hint_details(hint: Hint) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a hint, and what is known of how well it explains: for answers that have room for it."""
+    yield from hint_lines(hint)
+    if hint.proven:
+        yield "proven", "the baseline with this change makes what the candidate made, up to rounding"
+    if hint.unexplained is not None and (not hint.proven or hint.unexplained >= _WORTH_SAYING):
+        yield "unexplained", f"{hint.unexplained:.2g} of the error"
+
+
+def untried(found: Divergence) -> str | None:
+    """Return that not every kind of mistake was tried; None where all were, or where one is proven."""
+    if not found.num_untried or (found.hints and found.hints[0].proven):
+        return None
+    return f"{found.num_untried} families of mistakes were not tried: what one divergence may cost was spent"
 
 
 def hints_worth_a_line(hints: Sequence[Hint]) -> list[Hint]:

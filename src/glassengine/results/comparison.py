@@ -62,6 +62,7 @@ class Divergence(Result):
         also_at: The others of the group, of the first of them.
         num_alike: How many such places there are.
         rank: Process that made it, of several; None where all did, or where there is one.
+        num_untried: Families of mistakes that were not tried, since what one divergence may cost was spent.
     """
 
     rung: str | None
@@ -82,6 +83,7 @@ class Divergence(Result):
     also_at: tuple[str, ...] = ()
     num_alike: int = 1
     rank: int | None = None
+    num_untried: int = 0
 
     @property
     def leads(self) -> bool:

@@ -16,7 +16,7 @@ from glassengine.judge.hypotheses.explain import differences, explanation
 from glassengine.judge.hypotheses.inside import Inside, inside_of
 from glassengine.judge.hypotheses.trials.hypothesis import constants_of
 from glassengine.judge.hypotheses.trials.question import Question, noise_of
-from glassengine.judge.hypotheses.trials.trial import FAILS, Trial
+from glassengine.judge.hypotheses.trials.trial import FAILS, Budget, Trial
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.program.representation.program import Program
 from glassengine.results import Hint
@@ -51,6 +51,8 @@ class Asked:
     """Flagged nodes that the piece of the last `hints` recomputes: its mistake explains them as well."""
     place: str | None = None
     """Node in which the mistake of the last `hints` was made: an unobserved one, inside of the region."""
+    num_skipped: int = 0
+    """Families of mistakes that the last `hints` did not try, since what one tensor may cost was spent."""
 
     @torch.no_grad()
     def hints(self, node: Node, actual: torch.Tensor, valid: torch.Tensor | None) -> list[Hint]:
@@ -61,17 +63,13 @@ class Asked:
             actual: What the candidate made in its place.
             valid: Mask of the elements that count; None for all.
         """
-        asked: set[frozenset[str]] = set()
-        for depth, besides in [(0, ()), *((depth, self.flagged) for depth in _DEPTHS)]:
-            piece = self._piece(node, depth, besides)
-            if piece is None or len(piece.ops) > _MOST_OPS:
-                continue
-            names = frozenset(op.name for op in piece.ops)
-            if names in asked:
-                continue
-            asked.add(names)
-            question = self.question(node, piece, actual, valid)
+        budget = Budget()
+        pieces = list(self._pieces(node))
+        for names, piece in pieces:
+            budget.begin(is_last=piece is pieces[-1][1])
+            question = self.question(node, piece, actual, valid, budget)
             found = None if question is None else explanation(question)
+            self.num_skipped = 0 if found is not None else budget.num_skipped
             if found is not None and question is not None:
                 hint, hypothesis = found
                 self.place = self._place(question.trial, hypothesis.edits)
@@ -79,6 +77,16 @@ class Asked:
                 self.covered = {name for name in self.flagged if name in anew and name != node.name}
                 return [hint]
         return []
+
+    def _pieces(self, node: Node) -> Iterator[tuple[frozenset[str], Piece]]:
+        """Yield the pieces that end in a node, from its own op on, with the names of their ops; each once."""
+        asked: set[frozenset[str]] = set()
+        for depth, besides in [(0, ()), *((depth, self.flagged) for depth in _DEPTHS)]:
+            piece = self._piece(node, depth, besides)
+            names = frozenset(op.name for op in piece.ops) if piece is not None else frozenset()
+            if piece is not None and len(piece.ops) <= _MOST_OPS and names not in asked:
+                asked.add(names)
+                yield names, piece
 
     def _place(self, trial: Trial, edited: Collection[Node]) -> str | None:
         """Return the op that a mistake is in; None for the last of the piece, and where the candidate's are known."""
@@ -134,10 +142,17 @@ class Asked:
         """Return what makes a node from what the candidate was observed to make; None where that is not known."""
         return self._piece(node, 0, ())
 
-    def question(self, node: Node, piece: Piece, actual: torch.Tensor, valid: torch.Tensor | None) -> Question | None:
+    def question(
+        self,
+        node: Node,
+        piece: Piece,
+        actual: torch.Tensor,
+        valid: torch.Tensor | None,
+        budget: Budget | None = None,
+    ) -> Question | None:
         """Return the question of a piece; None where it does not run on the candidate's values, or makes the same."""
         try:
-            trial = Trial(piece)
+            trial = Trial(piece, budget)
         except FAILS:
             return None
         right = trial.right
@@ -253,9 +268,7 @@ class Asked:
                 break
             if value.numel() > _LARGEST_OTHER:
                 continue
-            found[_short(self._site(name), site)] = (
-                value.detach().double() if value.is_floating_point() else value.detach()
-            )
+            found[_short(self._site(name), site)] = value.detach()
         return found
 
     def _made_of(self, trial: Trial) -> set[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -93,23 +94,27 @@ def explain(question: Question) -> list[Hint]:
 def explanation(question: Question) -> tuple[Hint, Hypothesis] | None:
     """Return the same, and the mistake itself, which knows where it was made; None where nothing fits."""
     near: list[tuple[float, Hypothesis]] = []
+    waiting = deque(_every(question))
     try:
-        for score, hypothesis in _every(question):
-            found = _explained(question, hypothesis, score, near)
-            if found is not None:
-                return found, hypothesis
+        question.trial.spend_first()
+        while waiting:
+            score, hypotheses = waiting[0]
+            for hypothesis in hypotheses:
+                found = _explained(question, hypothesis, score, near)
+                if found is not None:
+                    return found, hypothesis
+            waiting.popleft()
         return _of_two(question, near)
     except OutOfWork:
+        question.trial.budget.num_skipped += len(waiting) or 1
         return None
 
 
-def _every(question: Question) -> Iterator[tuple[float, Hypothesis]]:
+def _every(question: Question) -> Iterator[tuple[float, Iterator[Hypothesis]]]:
     for score, family in FAMILIES:
-        for hypothesis in _fitting(family, question):
-            yield score, hypothesis
+        yield score, _fitting(family, question)
     for family in (as_theirs, usual, other_ops, reshaped):
-        for hypothesis in _everywhere(_fitting(family, question)):
-            yield _EVERYWHERE, hypothesis
+        yield _EVERYWHERE, _everywhere(_fitting(family, question))
 
 
 def _explained(
@@ -117,6 +122,8 @@ def _explained(
 ) -> Hint | None:
     """Return the hint of a mistake that makes what the candidate made; None where it does not, perhaps nearly."""
     made = question.trial.changed(hypothesis.edits)
+    if question.is_apart(made):
+        return None
     distance = question.left(made)
     if made is None or not question.explains(made, distance):
         if near is not None and distance < _NEAR * question.of_right < math.inf:

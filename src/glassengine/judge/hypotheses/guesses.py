@@ -8,6 +8,7 @@ import torch
 from torch.fx import Node
 
 from glassengine.judge.hypotheses.ask import Asked
+from glassengine.judge.hypotheses.literal_shown import literal_shown
 from glassengine.judge.hypotheses.probed_trees import trees_differ
 from glassengine.judge.hypotheses.product_errors import is_summed_coarsely
 from glassengine.judge.replay.values import called
@@ -44,6 +45,8 @@ class Guesses:
         """Nodes flagged before, whose tensors the mistake of the last divergence explains as well."""
         self.place: Site | None = None
         """Op of a region, not its end, whose mistake makes what the side made: that of the last divergence."""
+        self.num_untried = 0
+        """Families of mistakes that were not tried on the last divergence."""
 
     def of(self, node: Node, tensor: torch.Tensor, reference: Reference, flagged: Sequence[str]) -> list[Hint]:
         """Return what kind of mistake it is: one that makes what the side made, or else what only looks like it.
@@ -56,7 +59,7 @@ class Guesses:
         """
         asked = self._asked(flagged)
         self.place = None
-        self.covered = ()
+        self.covered, self.num_untried = (), 0
         found: list[Hint] = []
         if asked is not None and self._num_asked < _MOST_ASKED:
             self._num_asked += 1
@@ -65,6 +68,7 @@ class Guesses:
                 return [Hint("other", inside.text, 1.0, evidence="inside")]
             found = asked.hints(node, tensor, reference.valid)
             self.place = next(iter(self._program.sites.by_node.get(asked.place or "", ())), None)
+            self.num_untried = asked.num_skipped
             self.covered = asked.covered if found and found[0].proven else ()
             found = found or asked.differences(node, tensor, reference.valid)
         return found or tensor_hints(reference.exact, tensor, reference.valid)
@@ -94,7 +98,10 @@ class Guesses:
     def differences(self, node: Node, tensor: torch.Tensor, reference: Reference) -> list[Hint]:
         """Return what of the side's own op is not the baseline's, and changes the result: arguments, weights."""
         asked = self._asked()
-        return [] if asked is None else asked.differences(node, tensor, reference.valid)
+        if asked is None:
+            return []
+        shown = literal_shown(asked, node, tensor, reference.valid)
+        return [shown] if shown is not None else asked.differences(node, tensor, reference.valid)
 
     def _asked(self, flagged: Collection[str] = ()) -> Asked | None:
         """Return what is known of the side in its present step; None where its tensors are not replayed."""

@@ -346,4 +346,5 @@ class Score:
             inherited=judged.inherited(),
             hints=tuple(sorted([*more, *hints], key=lambda hint: (-hint.proven, -hint.score))),
             rank=rank,
+            num_untried=self._guesses.num_untried,
         )

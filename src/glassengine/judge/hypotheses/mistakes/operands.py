@@ -16,6 +16,7 @@ from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, article, 
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Call
 from glassengine.numerics.mask_values import is_mask
+from glassengine.numerics.float64 import double
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind
@@ -225,7 +226,9 @@ def another(question: Question) -> Iterator[Hypothesis]:
         if node.name in question.read and sum(user in trial.values for user in node.users) == 1:
             continue  # the candidate reads the very tensor
         alike = [item for item in question.others.items() if _are_alike(item[1], value)]
-        for name, other in alike[:_MOST_OTHERS]:
+        for name, found in alike[:_MOST_OTHERS]:
+            trial.budget.spend_passes(2, found)
+            other = double(found)
             if torch.equal(other, value):
                 continue
             kind: Kind = "swapped" if value.is_floating_point() else "mask" if value.dtype is torch.bool else "position"

@@ -24,6 +24,8 @@ _LEAST_SAME, _ROUNDINGS = 2.0**-22, 16.0
 _MOST_LAYERS = 64
 _LEAST_ROW, _MOST_ROWS = 32, 8
 """Of a weight whose levels are counted."""
+_PASSES, _PASSES_OF_SAME = 60, 6
+"""How often a weight is read to say how it is related to another one, and to see that it is none."""
 _SAME = 2.0**-7
 """Weights in another precision are the same."""
 
@@ -53,7 +55,9 @@ def weights(question: Question) -> Iterator[Hypothesis]:
             forms = list(_as_ours(value, tensor))
             if forms and _is_same(value, forms[0], same):
                 continue  # a square one that is the same as it is, is not a transposed one that differs
+            trial.budget.spend_passes(_PASSES_OF_SAME * len(forms), value)
             for held in (form for form in forms if not _is_same(value, form, same)):
+                trial.budget.spend_passes(_PASSES, value)
                 kind, text = relation(label, name, value, held, others, same)
                 found = Hypothesis(kind, text, {node: _value(held)})
                 if kind != "other":
@@ -137,7 +141,9 @@ def every_weight(question: Question) -> Iterator[Hypothesis]:
                 continue
             value = trial.values[ours]
             held = next(_as_ours(value, question.their_weights[own].detach().double()), None)
+            trial.budget.spend_passes(_PASSES_OF_SAME, value)
             if held is not None and not _is_same(value, held, same):
+                trial.budget.spend_passes(_PASSES, value)
                 edits[ours] = _value(held)
                 told[own] = relation(question.label(ours), own, value, held, others, same)
         if len(edits) > 1:

@@ -10,11 +10,14 @@ from glassengine.judge.hypotheses.mistakes.layouts import called, kind_of_shift,
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Edit
+from glassengine.numerics.float64 import double
 from glassengine.numerics.mask_values import sentinel
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 
 _ORDERED = 1e-3
+_PASSES_OF_ORDER = 12
+"""How often a tensor is read where its slices are looked for in another one."""
 _ONE = 1e-5
 """A factor nearer to one is none that anybody writes."""
 
@@ -36,7 +39,7 @@ def another_tensor(question: Question) -> Iterator[Hypothesis]:
                 # What goes in comes out: all that is made of it is missing.
                 yield Hypothesis("other", f"nothing is done: it is {name}", {end: _value(value)})
             else:
-                yield Hypothesis("stale", f"it is {name}", {end: _value(value)})
+                yield Hypothesis("stale", f"it is {name}", {end: _value(double(value))})
 
 
 def rearranged(question: Question) -> Iterator[Hypothesis]:
@@ -45,6 +48,7 @@ def rearranged(question: Question) -> Iterator[Hypothesis]:
     if not actual.is_floating_point() or right.shape != actual.shape:
         return
     for axis in reversed(range(right.dim())):
+        question.trial.budget.spend_passes(_PASSES_OF_ORDER, right)
         order = order_between(right.double(), actual.double(), axis, max(16 * question.noise, _ORDERED))
         if order is not None:
             kind, how = called(order)

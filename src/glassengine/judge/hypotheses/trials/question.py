@@ -25,6 +25,8 @@ _CERTAIN = 4.0
 """A proof leaves no more than so many times what rounding leaves of the right op."""
 _APART = 8.0
 """And the right op is farther from what the candidate made than the explanation by this factor at least."""
+_SAMPLED = 4096
+"""Elements that are looked at before all of them are."""
 _LEAST = 3.0
 """From so many roundings on there is something to explain."""
 
@@ -40,7 +42,7 @@ class Question:
         noise: Rounding of the right piece, relative to the size of its result.
         labels: Name of a node of the piece -> what people call it.
         weights: Names of the piece's inputs that are weights.
-        others: What else could have been read: name for people -> tensor, float64 or of whole numbers.
+        others: What else could have been read: name for people -> tensor, in its own dtype.
         theirs: The candidate's own ops that match the piece; empty if unknown.
         their_values: Literal and 0-dim constants that these ops use.
         their_weights: Weights of the candidate that these ops read, by name.
@@ -114,6 +116,42 @@ class Question:
         return _largest(value, self.actual, self.valid) <= 0.25 * max(
             _largest(self.right, self.actual, self.valid), 4 * _ROUNDINGS * self.noise * size
         )
+
+    def is_apart(self, value: torch.Tensor | None) -> bool:
+        """Whether a few elements show already that a value explains nothing, and comes no nearer than the right one.
+
+        An explanation leaves no element farther off than `explains` allows, whichever are looked at.
+        """
+        if value is None or value.shape != self.actual.shape or not value.is_floating_point():
+            return False
+        where, theirs, right_error, most = self._sample
+        if where is None:
+            return False
+        error = torch.where(theirs.abs() < sentinel(theirs.dtype), value.flatten()[where] - theirs, 0.0).abs()
+        if not float(error.max()) > most:
+            return False
+        return right_error > 0 and float(error.square().mean().sqrt()) >= right_error
+
+    @cached_property
+    def _sample(self) -> tuple[torch.Tensor | None, torch.Tensor, float, float]:
+        """Some elements that count: their places, what the candidate made, how far the right value is, and may be."""
+        nothing = None, self.actual, 0.0, 0.0
+        if self.right.shape != self.actual.shape or not self.actual.is_floating_point():
+            return nothing
+        if self.actual.numel() <= _SAMPLED or not self.right.is_floating_point():
+            return nothing
+        step = self.actual.numel() // _SAMPLED | 1
+        where = torch.arange(0, self.actual.numel(), step)
+        if self.valid is not None:
+            where = where[self.valid.flatten()[where]]
+        theirs = self.actual.double().flatten()[where]
+        usable = theirs.abs() < sentinel(theirs.dtype)
+        right = torch.where(usable, self.right.double().flatten()[where] - theirs, 0.0)
+        if not where.numel() or not bool(right.isfinite().all()):
+            return nothing
+        size = 2 * max(_size(self.actual, self.valid), _size(self.right, self.valid))
+        most = 0.25 * max(_largest(self.right, self.actual, self.valid), 4 * _ROUNDINGS * self.noise * size)
+        return where, theirs, float(right.square().mean().sqrt()), most
 
     def unexplained(self, value: torch.Tensor) -> float:
         """Return the share of the error that is left where a value is taken for the right one, 0 to 1."""

@@ -13,13 +13,22 @@ from torch.utils import _pytree as pytree
 from glassengine.errors import BackendError
 from glassengine.judge.graphs.cut import Piece
 from glassengine.numerics.float64 import retarget, retargeted, target_of
+from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of
 
 FAILS = (BackendError, RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, AssertionError)
 """What an op raises that is called with what it does not take."""
 
-_MOST_WORK = 400_000_000
-"""Elements that are computed for one flagged tensor, products counted by their terms: about two seconds."""
+_MOST_WORK = 1_600_000_000
+"""Nanoseconds of one thread that may be spent on one flagged tensor, as they are estimated here."""
+_OF_DEPTH = 0.6
+"""Of what is left, the share that one of several questions about a tensor may spend."""
+_OF_CALL, _OF_TRIAL = 12_000, 60_000
+"""Nanoseconds of calling an op, and of comparing what a changed piece makes, beside those of its elements."""
+_OF_ELEMENT, _OF_PRODUCT = 1.4, 0.07
+"""Nanoseconds of writing one element, and of one multiplication in a product."""
+_OF_EDIT = 4
+"""An edited op reads and writes its tensors so many times."""
 
 
 class OutOfWork(Exception):
@@ -27,20 +36,36 @@ class OutOfWork(Exception):
 
 
 class Budget:
-    """Elements that may still be computed for one tensor that was flagged, however it is asked about."""
+    """Work that may still be done for one tensor that was flagged, however often and deeply it is asked about.
+
+    Work is estimated from shapes and not measured, so that a hint does not depend on how busy a machine is.
+
+    Attributes:
+        num_skipped: Families of mistakes that were not tried, or not all of them, since nothing was left.
+    """
 
     def __init__(self) -> None:
-        self._left = _MOST_WORK
+        self._left: float = _MOST_WORK
+        self._kept = 0.0
+        self.num_skipped = 0
 
-    def spend(self, work: int) -> None:
+    def begin(self, *, is_last: bool) -> None:
+        """Begin a question: it may spend a share of what is left, the last one all of it."""
+        self._kept = 0.0 if is_last else (1 - _OF_DEPTH) * self._left
+
+    def spend(self, work: float) -> None:
         """Take some of it.
 
         Raises:
             OutOfWork: Nothing is left.
         """
         self._left -= work
-        if self._left < 0:
+        if self._left < self._kept:
             raise OutOfWork
+
+    def spend_passes(self, number: int, tensor: torch.Tensor) -> None:
+        """Take what it costs to read or write all elements of a tensor so many times; raises as `spend` does."""
+        self.spend(number * _OF_ELEMENT * tensor.numel())
 
 
 class Call:
@@ -74,20 +99,25 @@ class Trial:
         self.ops = [node for node in graph.nodes if node.op == "call_function"]
         (self.end,) = graph.output_node().all_input_nodes
         self.values: dict[Node, Any] = {}
+        self._called: dict[Node, tuple[Any, Any, Any]] = {}
         for node, tensor in zip(self.inputs, piece.arguments(), strict=True):
             self.values[node] = retarget(tensor)
         for node in self.ops:
             self.values[node] = self._call(node, self.values).value
         self._below = _below(self.ops, self.inputs)
-        self._cost = {node: _cost(node, self.values) for node in self.ops}
+        self._cost = {node: _cost(node, self.values) for node in [*self.inputs, *self.ops]}
         self._made_by: dict[Node, Edit] = {}
-        self._budget = Budget() if budget is None else budget
+        self.budget = Budget() if budget is None else budget
 
     @property
     def right(self) -> torch.Tensor:
         """What the piece makes."""
         found: torch.Tensor = self.values[self.end]
         return found
+
+    def spend_first(self) -> None:
+        """Take what the piece itself costs: once in float64, and once as the baseline rounds; raises `OutOfWork`."""
+        self.budget.spend(2 * sum(self._cost.values()))
 
     def call(self, node: Node) -> Call:
         """Return a node with its arguments in float64."""
@@ -115,6 +145,7 @@ class Trial:
     def _changed(self, edits: Mapping[Node, Edit]) -> dict[Node, Any] | None:
         touched = set(edits).union(*(self._below[node] for node in edits))
         self._spend(node for node in self.ops if node in touched)
+        self.budget.spend(sum(_OF_EDIT * self._cost[node] for node in edits))
         values = dict(self.values)
         try:
             for node in [*self.inputs, *self.ops]:
@@ -145,14 +176,16 @@ class Trial:
         return made if isinstance(made, torch.Tensor) else None
 
     def _spend(self, nodes: Iterable[Node]) -> None:
-        self._budget.spend(sum(self._cost[node] for node in nodes) + 1000)
+        self.budget.spend(sum(self._cost[node] for node in nodes) + _OF_TRIAL)
 
     def _call(self, node: Node, values: Mapping[Node, Any], *, is_known: bool = False) -> Call:
         if node.op == "placeholder":
             return Call(node, None, (), {}, values[node])
-        args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-        args, kwargs = retargeted((args, kwargs))
-        target = target_of(node)
+        if node not in self._called:
+            self._called[node] = target_of(node), *retargeted((node.args, dict(node.kwargs)))
+        target, args, kwargs = self._called[node]
+        args = tuple([_given(item, values) for item in args])
+        kwargs = {name: _given(item, values) for name, item in kwargs.items()}
         value = values[node] if is_known else target(*args, **kwargs)
         return Call(node, target, args, kwargs, value)
 
@@ -166,12 +199,25 @@ def _below(ops: list[Node], inputs: list[Node]) -> dict[Node, set[Node]]:
     return below
 
 
-def _cost(node: Node, values: Mapping[Node, Any]) -> int:
+def _given(item: Any, values: Mapping[Node, Any]) -> Any:
+    """Return what an argument of a node is in float64, given what the nodes make."""
+    if isinstance(item, Node):
+        value = values[item]
+        is_wide = isinstance(value, torch.Tensor) and value.dtype is torch.float64
+        return value if is_wide else retargeted(value)
+    is_several = isinstance(item, (tuple, list, dict, slice))
+    return retargeted(torch.fx.node.map_arg(item, values.__getitem__)) if is_several else item
+
+
+def _cost(node: Node, values: Mapping[Node, Any]) -> float:
+    """Return the estimated nanoseconds of an op."""
     made = [leaf for leaf in pytree.tree_leaves(values[node]) if isinstance(leaf, torch.Tensor)]
     size = sum(leaf.numel() for leaf in made)
-    if traits_of(node).reads_memory:
+    if node.op != "placeholder" and traits_of(node).reads_memory:
         read = [values[source] for source in node.all_input_nodes]
-        terms = max((t.shape[-1] for t in read if isinstance(t, torch.Tensor) and t.dim()), default=1)
-        # A product does some tens of multiplications in the time in which one element is written.
-        return size * max(1, terms // 8)
-    return size
+        shapes = [t.shape for t in read if isinstance(t, torch.Tensor) and t.dim()]
+        is_attention = traits_of(node).rounding is Rounding.ATTENTION
+        # Each query is multiplied by every key, and what comes of it by every value.
+        terms = sum(shape[-2] for shape in shapes[1:2]) * 2 if is_attention else max((s[-1] for s in shapes), default=1)
+        return _OF_CALL + size * (_OF_ELEMENT + _OF_PRODUCT * terms)
+    return _OF_CALL + _OF_ELEMENT * size
