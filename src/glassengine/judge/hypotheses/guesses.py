@@ -40,6 +40,7 @@ class Guesses:
         self._side = side
         self._num_asked = 0
         self._looked: set[str] = set()
+        self._shown: dict[str, Hint] = {}
         self._num_products = 0
         self.covered: Collection[str] = ()
         """Nodes flagged before, whose tensors the mistake of the last divergence explains as well."""
@@ -70,6 +71,9 @@ class Guesses:
             self.place = next(iter(self._program.sites.by_node.get(asked.place or "", ())), None)
             self.num_untried = asked.num_skipped
             self.covered = asked.covered if found and found[0].proven else ()
+            if node.name in self._shown and not (found and found[0].proven):
+                shown = self._shown[node.name]
+                found = [shown, *(hint for hint in found if hint.text.partition(" (")[0] != shown.text)]
             found = found or asked.differences(node, tensor, reference.valid)
         return found or tensor_hints(reference.exact, tensor, reference.valid)
 
@@ -101,6 +105,8 @@ class Guesses:
         if asked is None:
             return []
         shown = literal_shown(asked, node, tensor, reference.valid)
+        if shown is not None:
+            self._shown[node.name] = shown
         return [shown] if shown is not None else asked.differences(node, tensor, reference.valid)
 
     def _asked(self, flagged: Collection[str] = ()) -> Asked | None:
