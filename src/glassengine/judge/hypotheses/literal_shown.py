@@ -2,8 +2,8 @@
 
 In half precision an error may be too small to be told from rounding by its size. Its direction tells them apart: if the
 candidate computes with the other number, its error is the difference that this number makes, once, in every part of the
-tensor. Rounding is a share of that difference near zero, or another one in each part. A number that is
-written elsewhere on both sides (an epsilon beside a root, a scale on the queries) changes nothing, so its share is zero.
+tensor. Rounding is a share of that difference near zero, or another one in each part. A number that is written
+elsewhere on both sides (an epsilon beside a root, a scale on the queries) changes nothing, so its share is zero.
 """
 
 from __future__ import annotations
