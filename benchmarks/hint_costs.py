@@ -14,6 +14,7 @@ import copy
 import importlib
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -136,7 +137,11 @@ def main(arguments: Sequence[str] = ()) -> None:
         seconds, result = measured(mistake, written, port)
         first = result.first_divergence
         hint = first.hints[0] if first is not None and first.hints else None
-        said = "nothing" if hint is None else f"{'proven' if hint.proven else 'hint'}: {hint.kind}: {hint.text[:70]}"
+        said = (
+            "nothing"
+            if hint is None
+            else f"{'proven' if hint.proven else 'hint'}: {hint.kind}: {textwrap.shorten(hint.text, 70)}"
+        )
         largest = max(largest, *seconds, 0.0)
         lines.append(f"{mistake:24s} {max(seconds, default=0.0):6.2f} {len(seconds):6d}  {said}")
         print(lines[-1], file=sys.stderr, flush=True)

@@ -49,6 +49,7 @@ from glassengine.judge.sides.recorded import PARTIAL
 from glassengine.judge.sides.recorded_ranks import first_rank
 from glassengine.judge.texts import texts_of
 from glassengine.judge.verdict.conclude import conclude
+from glassengine.judge.verdict.configured import with_configuration
 from glassengine.judge.verdict.drift import Drift, is_less_precise
 from glassengine.judge.verdict.evidence import EvidenceBox
 from glassengine.program import load_model
@@ -305,6 +306,7 @@ def check(
                 accumulated=alike,
                 texts=texts_of(model, climb.cases, climb.chosen) if climb.program.generates else None,
             )
+            result = with_configuration(result, model.module)
             results.append(result if stage is None else numbered(result, stage.numbers))
         result = reduce(joined, results)
         if reproduction is None or result.first_divergence is None:

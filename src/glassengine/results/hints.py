@@ -38,7 +38,8 @@ class Altered(Result):
         baseline: Its value in the baseline.
         candidate: The value that makes what the candidate made.
         axis: Of the tensor that is in another order, or summed along another axis.
-        origin: What the candidate's number is: "1 / sqrt(64)", "log2(e)", the name of a value of the configuration.
+        origin: What the candidate's number is: "1 / sqrt(64)", "log2(e)".
+        configured: Name of the value of the reference's configuration that the baseline's number is: "rms_norm_eps".
     """
 
     ops: tuple[str, ...] = ()
@@ -48,6 +49,7 @@ class Altered(Result):
     candidate: Any = None
     axis: int | None = None
     origin: str | None = None
+    configured: str | None = None
 
 
 @dataclass(frozen=True)
