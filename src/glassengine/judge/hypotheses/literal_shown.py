@@ -1,6 +1,6 @@
 """A literal that only the candidate has, of which the arithmetic shows that it made the error of a suspicious op.
 
-In half precision an error may be too small to be told from rounding by its size. Its direction tells them apart: if the
+In half precision an error may have about the size of rounding. Its direction shows which of the two it is: if the
 candidate computes with the other number, its error is the difference that this number makes, once, in every part of the
 tensor. Rounding is a share of that difference near zero, or another one in each part. A number that is written
 elsewhere on both sides (an epsilon beside a root, a scale on the queries) changes nothing, so its share is zero.
