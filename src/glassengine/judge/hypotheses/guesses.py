@@ -73,7 +73,7 @@ class Guesses:
             self.covered = asked.covered if found and found[0].proven else ()
             if node.name in self._shown and not (found and found[0].proven):
                 shown = self._shown[node.name]
-                found = [shown, *(hint for hint in found if hint.text.partition(" (")[0] != shown.text)]
+                found = [shown, *(hint for hint in found if not _is_one_number(hint, shown))]
             found = found or asked.differences(node, tensor, reference.valid)
         return found or tensor_hints(reference.exact, tensor, reference.valid)
 
@@ -116,3 +116,9 @@ class Guesses:
             return None
         own = side.program if side.counterparts else None
         return Asked(self._program, side.replay.values, own, side.counterparts, flagged)
+
+
+def _is_one_number(one: Hint, other: Hint) -> bool:
+    """Whether two hints are of the same literal."""
+    keys = [None if hint.change is None else (hint.change.argument, hint.change.candidate) for hint in (one, other)]
+    return keys[0] == keys[1]
