@@ -36,7 +36,7 @@ class Pair(Result):
         confidence: Of the pairing, 0 to 1.
         verdict: "identical", "rounding", "suspicious" or "wrong".
         judged_by: What the verdict rests on: "reverse replay", "segment", "noise floor", "given tolerance", "tolerance
-            (uncalibrated)" or "shape".
+            (uncalibrated)", "bound of a sum" (of the terms of ranks) or "shape".
         figures: The difference; None where it was not worth measuring.
         noise_ratio: Error over the noise floor, in the worst slice.
         bound_ratio: Error over the rounding bound, of the worst element.

@@ -111,6 +111,27 @@ def test_right_ranks_are_right(name: str, mesh: Mesh) -> None:
     assert wrong == []
     assert not [pair for pair in score.pairs if pair.verdict in ("suspicious", "wrong")]
     assert len(score.judged_nodes) > 100
+    sums = [pair for pair in score.pairs if pair.judged_by == "bound of a sum"]
+    assert len({pair.site for pair in sums}) >= 4 and max(pair.bound_ratio or 0.0 for pair in sums) <= 1
+    assert "embed_tokens" in sums[0].site or name == "gpt2"
+
+
+@pytest.mark.slow
+def test_ranks_that_take_the_mean_of_their_terms() -> None:
+    def plant(parts: Parts) -> None:
+        for program in parts[0]:
+            name = reduced(program)
+
+            def change(graph: Any, nodes: dict[str, Any], name: str = name) -> None:
+                call = nodes[f"{name}_all_reduce"]
+                call.args = (call.args[0], "avg", *call.args[2:])
+
+            edited(program, change)
+
+    (first, *_), score = Shared("llama").judged(Mesh(2), plant)
+    assert first.site == "model.layers.0.self_attn.o_proj/linear.0"
+    wrong = [pair.site for pair in score.pairs if pair.judged_by == "bound of a sum" and pair.verdict == "wrong"]
+    assert set(wrong) == {f"{first.site}:all_reduce"}
 
 
 @pytest.mark.slow

@@ -10,10 +10,17 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from glassengine.errors import IncomparableError
-from glassengine.program.parallel.ranks import is_collective
+from glassengine.program.parallel.ranks import is_collective, is_sum
 from glassengine.program.representation.naming import of_any_layout
 from glassengine.program.representation.program import Program
 
+_REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda values: values.sum(0),
+    "avg": lambda values: values.sum(0) / len(values),
+    "max": lambda values: values.amax(0),
+    "min": lambda values: values.amin(0),
+    "product": lambda values: values.prod(0),
+}
 RankObserver = Callable[[int, Node, Any], None]
 _Step = Iterator[Any]
 
@@ -59,8 +66,15 @@ def _meet(calls: Sequence[Any]) -> list[torch.Tensor]:
             hint="the programs of all ranks must meet in the same collectives, with tensors of the same shape",
         )
     values = [call[1] for call in calls]
-    if "all_reduce" in str(calls[0][0].target):
-        total = torch.stack(values).sum(0)
+    if is_sum(calls[0][0]):
+        together, how = torch.stack(values), {call[0].args[1] for call in calls}
+        if len(how) > 1 or not how <= _REDUCTIONS.keys():
+            raise IncomparableError(
+                "ranks reduce in another way",
+                got=", ".join(sorted(how)),
+                expected=f"the same on all ranks: {', '.join(_REDUCTIONS)}",
+            )
+        total = _REDUCTIONS[how.pop()](together)
         return [total.clone() for _ in values]
     rows = torch.cat(values)
     return [rows.clone() for _ in values]

@@ -7,7 +7,7 @@ side without a program of its own has None, one whose tensors are not replayed h
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from functools import cached_property
@@ -22,6 +22,7 @@ from glassengine.judge.graphs.by_name import SitePair
 from glassengine.judge.graphs.cut import Piece, clone, cut
 from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.arranged import Arranged
+from glassengine.judge.sides.collectives import Collective
 from glassengine.judge.sides.countable import float_nodes
 from glassengine.numerics.kernels import UNMEASURED, Kernels
 from glassengine.program.representation.program import Program
@@ -185,6 +186,10 @@ class Side(ABC):
         """Return the results of a side that is observed by the names of the baseline's own nodes."""
         found = {name: self.observed(baseline.output_nodes[name]) for name in results_of(baseline)}
         return {name: several[-1].tensor for name, several in found.items() if several}
+
+    def collectives(self) -> Sequence[Collective]:
+        """Return the sums of the current step that several processes made of their terms; none of one process."""
+        return ()
 
     def blamed(self, node: Node, observed: Observed, expected: torch.Tensor) -> tuple[int | None, tuple[Hint, ...]]:
         """Return which process of several made an error, and what explains it; None where all did, or there is one.

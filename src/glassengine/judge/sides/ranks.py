@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +19,12 @@ from torch.fx import Node
 from glassengine.capture.observers.lockstep import run_ranks
 from glassengine.errors import IncomparableError
 from glassengine.judge.end_to_end import results_of
+from glassengine.judge.sides.collectives import Collective
 from glassengine.judge.sides.program import ProgramSide
 from glassengine.judge.sides.protocol import Observed
 from glassengine.judge.step_inputs import Given, by_name, empty_caches
 from glassengine.program.parallel.placements import Placement, Shard, shard_of, whole_of
-from glassengine.program.parallel.ranks import Layout
+from glassengine.program.parallel.ranks import Layout, is_sum
 from glassengine.program.parallel.stages import HANDED
 from glassengine.program.representation.program import Program
 from glassengine.results import Hint, Kind
@@ -44,6 +46,7 @@ class RanksSide(ProgramSide):
     layout: Layout | None = field(kw_only=True)
     _own: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict, init=False)
     _seen: list[dict[str, Any]] = field(default_factory=list, init=False)
+    _sums: dict[int, dict[str, list[Tensor]]] = field(default_factory=dict, init=False)
 
     @property
     def places(self) -> int:
@@ -63,7 +66,8 @@ class RanksSide(ProgramSide):
         handed: list[dict[str, Tensor]] = [{} for _ in range(self.places)]
         for stage, programs in enumerate(self.parts):
             fed = [self._fed(stage, place, programs[place], named, handed[place]) for place in range(self.places)]
-            outputs = run_ranks(programs, fed, lambda place, node, value: self._note(place, node, value))
+            self._sums[stage] = {}
+            outputs = run_ranks(programs, fed, partial(self._note, stage))
             for place, found in enumerate(outputs):
                 own = programs[place].caches
                 self._own[stage, place] = {past: found[present] for past, present in own.items()}
@@ -98,9 +102,24 @@ class RanksSide(ProgramSide):
             )
         return fed
 
-    def _note(self, place: int, node: Node, value: Any) -> None:
+    def _note(self, stage: int, place: int, node: Node, value: Any) -> None:
+        if is_sum(node):
+            self._sums[stage].setdefault(node.name, []).append(value)
         if node.name in self._wanted or node.name.endswith("_partial"):
             self._seen[place][node.name] = value
+
+    def collectives(self) -> Sequence[Collective]:
+        """Return the sums of the terms of ops that are shared."""
+        ours = {own: node for node, own in self.counterparts.items()}
+        found = []
+        for stage, sums in self._sums.items():
+            for name, results in sums.items():
+                term = next(node for node in self.parts[stage][0].graph.nodes if node.name == name).args[0].name
+                terms = [seen[term] for seen in self._seen if term in seen]
+                node = ours.get(term.removesuffix("_partial"))
+                if node is not None and len(terms) == len(results) == self.places:
+                    found.append(Collective(node, name, stage * self.places, terms, results))
+        return found
 
     def _cut(self, node: str) -> Placement:
         found = None if self.layout is None else self.layout.placed.get(node)

@@ -14,6 +14,7 @@ from glassengine.judge.exclusions.padding import valid_mask
 from glassengine.judge.replay.reference import ReferenceRun
 from glassengine.judge.sides.protocol import Side
 from glassengine.judge.step_inputs import by_name, empty_caches
+from glassengine.judge.verdict.collectives import judge_collectives
 from glassengine.judge.verdict.score import Score
 from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
 from glassengine.numerics.verdict import Reference
@@ -82,6 +83,7 @@ def run_cases(
             for score in scores:
                 score.results.end_step(score.side.results(), made, (case.name, step))
                 score.end_step(named)
+                judge_collectives(score, case, step)
             on_step(case, step, floors)
         for score in scores:
             score.end_case()

@@ -91,6 +91,11 @@ def _none_of(node: Node) -> Any:
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor")
 
 
+def is_sum(node: Node) -> bool:
+    """Whether ranks meet in a node to reduce what each of them has to one tensor."""
+    return is_collective(node) and "all_reduce" in str(node.target)
+
+
 def is_collective(node: Node) -> bool:
     """Whether ranks meet in a node."""
     target = node.target
