@@ -4,6 +4,8 @@
     GatherBlockQuantized              rows of integers times rows of scales
     SkipSimplifiedLayerNormalization  a sum, then a normalization; SkipLayerNormalization likewise
     RotaryEmbedding                   the operator of the standard, with its inputs in another order
+    GroupQueryAttention               products, masks and rotations (`group_query`)
+    QMoE                              the chosen experts' products with dequantized weights (`experts`)
 
 A product at accuracy level 4 may read rounded activations, which a program does not know: it stays ONNX Runtime's own.
 """
@@ -15,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from glassengine.program.onnx.operators.experts import experts
 from glassengine.program.onnx.operators.function import OnnxFunction
+from glassengine.program.onnx.operators.group_query import group_query
 from glassengine.program.onnx.operators.table import Call, OnnxNode, translation
 from glassengine.program.onnx.stored.types import ValueType
 
@@ -111,6 +115,10 @@ def definition_of_runtime(proto: onnx.NodeProto, types: Mapping[str, ValueType])
         return _sum_and_norm(proto, attributes)
     if proto.op_type == "RotaryEmbedding":
         return _rotation(proto, attributes, types)
+    if proto.op_type == "GroupQueryAttention":
+        return group_query(proto, attributes, types, DOMAIN)
+    if proto.op_type == "QMoE":
+        return experts(proto, attributes, types, DOMAIN)
     return None
 
 
