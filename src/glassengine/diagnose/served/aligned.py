@@ -110,4 +110,5 @@ def hidden_kinds(alignment: Alignment) -> set[str]:
     """Return what quantized products read that no site of the program is: those of experts, which choose their rows."""
     graph = alignment.source.metadata.get("graph") or {}
     types = {_type_of_weight(graph, site) for site in graph if "/mul_mat_id." in site}
-    return {READ_AS[kind] for kind in types if kind in READ_AS}
+    mixed = {str(node["reads"]) for node in graph.values() if node.get("op") == "qmoe" and "reads" in node}
+    return {READ_AS[kind] for kind in types if kind in READ_AS} | mixed

@@ -43,6 +43,7 @@ from glassengine.program import load_model
 from glassengine.progress import Progress, Work, silent
 from glassengine.results import Comparison, Skipped, worst
 from glassengine.serving.alignment import numbers_of
+from glassengine.serving.onnx.generator import OWN_LOOP
 from glassengine.serving.protocol import Served, ServedWeight
 
 
@@ -239,6 +240,8 @@ def with_weights(found: Comparison, weights: WeightsFound, baseline: str, candid
 
 def _notes(served: Served, config: Any, alignments: Sequence[Alignment]) -> list[str]:
     notes = [f"as deployed: {choice}" for choice in alignments[0].table.choices]
+    loops = dict.fromkeys(alignment.source.metadata.get("generator") for alignment in alignments)
+    notes += [f"as deployed: {one}" for one in loops if one and one != OWN_LOOP]
     notes += [
         f"{one.name} is {one.found:.6g}, in the checkpoint {one.expected:.6g}"
         for one in served.settings(config)

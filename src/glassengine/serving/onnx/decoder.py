@@ -242,6 +242,17 @@ class Feeds:
         }
         return found | self._caches
 
+    def cleared(self, tokens: Sequence[int], results: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the results of a step with zeros in slots of buffers that hold no token yet: memory of no meaning."""
+        used = self._past + len(tokens)
+        found = dict(results)
+        for name in self._room:
+            present = self._pasts[name]
+            if present in found and found[present].shape[_PAST] > used:
+                found[present] = found[present].copy()
+                found[present][:, :, used:] = 0
+        return found
+
     def take(self, tokens: Sequence[int], results: Mapping[str, Any]) -> None:
         """Keep the cache that a step returned."""
         self._past += len(tokens)

@@ -23,6 +23,7 @@ _ATTENTION = {"GroupQueryAttention": (7, 8), "RotaryEmbedding": (2, 3)}
 """Operator -> places of the tables of cosines and sines among its inputs."""
 _INT8 = 4
 """Level of accuracy at which activations may be rounded to integers of eight bits."""
+_FOUR = 4
 
 
 def facts_of(graph: Graph, names: Mapping[str, str]) -> dict[str, dict[str, Any]]:
@@ -100,13 +101,18 @@ def _base(cosines: Tensor | None, sines: Tensor | None) -> float | None:
 
 def reads_of(node: onnx.NodeProto) -> str | None:
     """Return what a product reads of its activations, as `READERS` calls it; None for what they are."""
-    if node.op_type != "MatMulNBits":
+    if node.op_type not in ("MatMulNBits", "QMoE"):
         return None
     attributes = attributes_of(node)
-    if int(attributes.get("accuracy_level", 0)) != _INT8:
-        return None
+    is_level = int(attributes.get("accuracy_level", 0)) == _INT8
     bits, block = int(attributes.get("bits", 4)), int(attributes.get("block_size", 0))
     name = f"INT8_{block}"
+    if node.op_type == "QMoE":
+        # Experts of eight bits in blocks have a kernel that rounds, and no other.
+        is_rounded = block > 0 and (is_level or int(attributes.get("expert_weight_bits", 4)) != _FOUR)
+        return name if is_rounded and name in READERS else None
+    if not is_level:
+        return None
     return name if name in READERS and _rounds(bits, block) else None
 
 

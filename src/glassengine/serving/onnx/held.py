@@ -126,8 +126,9 @@ class Graph:
     def _of_experts(self, node: onnx.NodeProto) -> dict[str, Held | None]:
         inputs = [*node.input, *[""] * 16]
         if node.op_type == "MoE":
-            return {"weight1": self.resolve(inputs[2]), "weight2": self.resolve(inputs[4])}
-        found: dict[str, Held | None] = {}
+            parts = {"weight1": 2, "bias1": 3, "weight2": 4, "bias2": 5}
+            return {part: self.resolve(inputs[at]) for part, at in parts.items()}
+        found: dict[str, Held | None] = {"bias1": self.resolve(inputs[4]), "bias2": self.resolve(inputs[7])}
         for part, at, zero in (("weight1", 2, 11), ("weight2", 5, 12)):
             names = [name for name in (inputs[at], inputs[at + 1]) if name]
             if len(names) == 2 and all(name in self._protos for name in names):

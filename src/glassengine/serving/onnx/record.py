@@ -2,7 +2,7 @@
 
 As exactly as it can: no optimization. As deployed: all of them; the graph that ONNX Runtime makes of the file is kept,
 and observed without being changed again. What a step returns and gives to the next one is then of a session that is
-not observed at all.
+not observed at all; its scores are those of the loop of onnxruntime-genai where it runs the folder (`generator`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from glassengine.program.onnx.stored.session import open_session, start
 from glassengine.recording.write.writer import RecordingWriter
 from glassengine.serving.onnx.decoder import Decoder, Feeds
 from glassengine.serving.onnx.facts import facts_of
+from glassengine.serving.onnx.generator import OWN_LOOP, generated
 from glassengine.serving.onnx.held import Graph, whole_tensor
 from glassengine.serving.protocol import Run
 
@@ -50,6 +51,7 @@ def run_decoder(decoder: Decoder, run: Run, path: Path, *, architecture: str) ->
         BackendError: ONNX Runtime does not take the graph, or fails.
         UsageError: The decoder takes something that is not known.
     """
+    loop = generated(decoder, run) if run.as_deployed else None
     with tempfile.TemporaryDirectory(prefix="glassengine-onnx-") as folder:
         plain = None
         file = decoder.file
@@ -70,12 +72,20 @@ def run_decoder(decoder: Decoder, run: Run, path: Path, *, architecture: str) ->
             "prompt_lengths": [len(run.prompt)],
             "graph": facts_of(graph, names),
         }
+        if loop is not None:
+            metadata["generator"] = loop.note or OWN_LOOP
         with RecordingWriter(path, metadata=metadata) as writer:
-            _steps(decoder, run, session, plain, names, writer)
+            _steps(decoder, run, session, plain, names, writer, [] if loop is None else loop.logits)
 
 
 def _steps(
-    decoder: Decoder, run: Run, session: Any, plain: Any, names: Mapping[str, str], writer: RecordingWriter
+    decoder: Decoder,
+    run: Run,
+    session: Any,
+    plain: Any,
+    names: Mapping[str, str],
+    writer: RecordingWriter,
+    scores: Sequence[Any],
 ) -> None:
     outputs = [
         one.name for one in session.get_outputs() if "bfloat16" not in one.type and one.type.startswith("tensor(")
@@ -88,6 +98,9 @@ def _steps(
         found = _run(session, outputs, given, decoder.file.path.name)
         if plain is not None:
             found |= _run(plain, returned, given, decoder.file.path.name)
+        found = feeds.cleared(tokens, found)
+        if step < len(scores) and scores[step].shape == found[decoder.logits].shape:
+            found[decoder.logits] = scores[step]
         writer.write(".:in.input_ids", step, torch.tensor([tokens]))
         for name, value in found.items():
             tensor = whole_tensor(value)
