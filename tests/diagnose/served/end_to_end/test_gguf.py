@@ -70,6 +70,39 @@ def test_healthy_files_of_other_families(family: str, tmp_path: Path) -> None:
     require_healthy(check(family, tmp_path, steps=3))
 
 
+def gemma2(folder: Path) -> Any:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 300, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "query_pre_attn_scalar": 16, "sliding_window": 4}
+    torch.manual_seed(0)
+    module = Gemma2ForCausalLM(Gemma2Config(**sizes, **heads, max_position_embeddings=64)).eval()
+    save_checkpoint(module, folder)
+    return module
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("setting", "site"),
+    [
+        ({}, ""),
+        ({"attn_logit_softcapping": 0.5}, "model.layers.0.self_attn/"),
+        ({"final_logit_softcapping": 0.5}, "./mul.0"),
+        ({"attention_sliding_window": 2}, "model/sub.0"),  # of the mask
+    ],
+    ids=["healthy", "attention soft cap", "final soft cap", "window"],
+)
+def test_gemma2(setting: dict[str, Any], site: str, tmp_path: Path) -> None:
+    module = gemma2(tmp_path / "checkpoint")
+    write_gguf(module, tmp_path / "model.gguf", **setting)
+    found = glass.check(tmp_path / "checkpoint", candidate=f"gguf:{tmp_path}/model.gguf", steps=1)
+    if not setting:
+        require_healthy(found)
+    else:
+        first = found.first_divergence
+        assert not found.ok and first is not None and first.step == 0 and first.site.startswith(site)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "setting", "said"),

@@ -1,7 +1,7 @@
 """QMoE of ONNX Runtime's own domain in terms of standard operators: the chosen experts, with dequantized weights.
 
 Each expert computes every token, and the tokens take from each what its share is: nothing where it was not chosen.
-Products whose activations ONNX Runtime rounds to eight bits are left out, and so are weights that are no integers.
+Products whose activations ONNX Runtime rounds to eight bits are left out, and so are weights of eight-bit floats.
 
 Shape legend: T tokens, E experts, C hidden, F inner.
 """
