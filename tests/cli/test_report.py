@@ -10,6 +10,7 @@ import torch
 
 from glassengine.cli import main as cli
 from tests.report.made_results import comparison
+from tests.report.page.test_apart import runs
 
 
 @pytest.fixture
@@ -42,6 +43,19 @@ def test_compare_writes_a_report_with_values_beside_its_answer(
     # A second candidate: a page each.
     assert cli.main(["compare", *records, records[0], "--report", str(target), "-q"]) == 1
     assert (target / "1/data/values-0.js").is_file() and "report:" not in capsys.readouterr().err
+
+
+def test_watched_runs_have_a_report_with_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = map(str, runs(tmp_path))
+    document, target = tmp_path / "result.json", tmp_path / "report"
+    assert cli.main(["compare", one, two, "--report", str(target), "--json", str(document)]) == 1
+    assert f"report: {target / 'index.html'} (0.1 MB in 1 file)" in capsys.readouterr().err
+    assert "<polyline" in (target / "index.html").read_text()
+    line = ["report", str(document), "-o", str(target)]
+    assert cli.main([*line, "--recordings", one, "--recordings", two]) == 0
+    assert "<polyline" in (target / "index.html").read_text()
+    assert cli.main([*line, "--recordings", one]) == 2
+    assert "not those of the result" in capsys.readouterr().err
 
 
 def test_a_result_with_its_recordings_shows_values(
