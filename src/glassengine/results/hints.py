@@ -39,6 +39,7 @@ class Altered(Result):
         candidate: The value that makes what the candidate made.
         axis: Of the tensor that is in another order, or summed along another axis.
         origin: What the candidate's number is: "1 / sqrt(64)", "log2(e)".
+        exchanged: Places of two arguments of the op that have changed places.
         configured: Name of the value of the reference's configuration that the baseline's number is: "rms_norm_eps".
     """
 
@@ -50,6 +51,7 @@ class Altered(Result):
     axis: int | None = None
     origin: str | None = None
     configured: str | None = None
+    exchanged: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,46 @@ def test_a_line_is_corrected_where_its_place_is_clear(
     assert corrected(line, Altered(argument=argument, baseline=here, candidate=there)) == wanted
 
 
+SDPA = "scaled_dot_product_attention"
+
+
+@pytest.mark.parametrize(
+    ("line", "change", "wanted"),
+    [
+        (f"y = F.{SDPA}(q, v, k)", Altered((f"a/{SDPA}.0",), exchanged=(1, 2)), f"y = F.{SDPA}(q, k, v)"),
+        (
+            "y = torch.sub(f(x, 1), z[0], alpha=2)",
+            Altered(("sub.0",), exchanged=(0, 1)),
+            "y = torch.sub(z[0], f(x, 1), alpha=2)",
+        ),
+        ("y = x.sub(z, 1)", Altered(("sub.0",), exchanged=(0, 1)), None),  # a method: its operands are elsewhere
+        ("y = F.gelu(a, b) + F.gelu(c, d)", Altered(("gelu.0",), exchanged=(0, 1)), None),
+        (f"y = F.{SDPA}(*heads)", Altered((f"{SDPA}.0",), exchanged=(1, 2)), None),
+        (f"y = F.{SDPA}(q, v,", Altered((f"{SDPA}.0",), exchanged=(1, 2)), None),  # goes on below
+        (
+            f"y = F.{SDPA}(q, k, v)",
+            Altered((f"{SDPA}.0",), argument="is_causal", baseline=True, candidate=False),
+            f"y = F.{SDPA}(q, k, v, is_causal=True)",
+        ),
+        (
+            "return self.down(F.gelu(x))",
+            Altered(("gelu.0",), argument="approximate", baseline="tanh", candidate="none"),
+            "return self.down(F.gelu(x, approximate='tanh'))",
+        ),
+        (f"y = F.{SDPA}(q, k, v, **more)", Altered((SDPA,), (), "is_causal", True, False), None),
+        ("y = F.gelu(x)", Altered(("gelu.0",), (), "approximate", "tanh", "other"), None),  # not its default
+        ("s = s / 8.0", Altered(("mul.0",), (), "factor", 0.25, 0.125), "s = s / 4.0"),
+        ("s = s / 8.0 / 8.0", Altered(("mul.0",), (), "factor", 0.25, 0.125), None),
+        ("s = s * 8.0", Altered(("mul.0",), (), "factor", 0.25, 0.125), None),
+        ("y = x.permute(0, 3, 1, 2)", Altered(("permute.0",), (), "dims", [0, 2, 1, 3], [0, 3, 1, 2]), (
+            "y = x.permute(0, 2, 1, 3)")),
+        ("y = x.view(1, 0, 3, 1, 2)", Altered(("permute.0",), (), "dims", [0, 2, 1, 3], [0, 3, 1, 2]), None),
+    ],
+)  # fmt: skip
+def test_a_call_is_corrected_where_it_is_the_only_one(line: str, change: Altered, wanted: str | None) -> None:
+    assert corrected(line, change) == wanted
+
+
 def test_only_what_is_proven_has_a_line() -> None:
     change = Altered(argument="eps", baseline=1e-6, candidate=1e-3)
     hints = tuple(Hint("eps", "eps", 1.0, proven=proven, change=change) for proven in (True, False))

@@ -179,6 +179,7 @@ def change_of(question: Question, hypothesis: Hypothesis) -> Altered:
         candidate=_plain(there),
         axis=hypothesis.axis,
         origin=origin,
+        exchanged=hypothesis.exchanged,
     )
 
 

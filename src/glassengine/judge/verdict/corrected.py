@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import io
 import keyword
+import re
 import tokenize
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -16,10 +17,14 @@ from torch.utils import _pytree as pytree
 
 from glassengine.judge.graphs.between import region_of
 from glassengine.judge.hypotheses.trials.hypothesis import constants_of
+from glassengine.judge.verdict.corrected_calls import exchanged, with_argument
 from glassengine.program.representation.program import Program
 from glassengine.results import Altered, Divergence, Hint
 from glassengine.sites import parts_of_line
 
+_OF_AXES = frozenset({"dims", "dim"})
+_LEAST_AXES = 3
+"""Two numbers beside each other are found in many lines."""
 _DIVISIONS = (torch.ops.aten.div.Tensor, torch.ops.aten.div.Scalar)
 
 
@@ -61,30 +66,68 @@ def with_lines(divergence: Divergence) -> Divergence:
         return divergence
 
     def lined(hint: Hint) -> Hint:
-        line = corrected(source[2], hint.change) if hint.proven and hint.change is not None else None
+        if not hint.proven or hint.change is None:
+            return hint
+        # The line is that of the op that was flagged: of another op of its region, a call in it is not the one.
+        own = [op.rpartition("/")[2] for op in hint.change.ops] == [divergence.site.rpartition("/")[2]]
+        line = corrected(source[2], hint.change, is_own=own)
         return hint if line is None else replace(hint, line=line)
 
     return replace(divergence, hints=tuple(map(lined, divergence.hints)))
 
 
-def corrected(line: str, change: Altered) -> str | None:
+def corrected(line: str, change: Altered, *, is_own: bool = True) -> str | None:
     """Return a line with the baseline's literal instead of the candidate's; None where it is not there exactly once.
 
     Args:
         line: Of Python.
         change: What is another in the candidate.
+        is_own: Whether the line is that of the op which is changed: only then its calls are.
     """
     wrong, right = change.candidate, change.baseline
-    if right is None or isinstance(right, list) or type(wrong) is not type(right):
+    op = change.ops[0].rpartition("/")[2].partition(".")[0] if is_own and len(change.ops) == 1 else ""
+    if change.exchanged:
+        return exchanged(line, op, change.exchanged) if op else None
+    if isinstance(right, list):
+        return _with_axes(line, right, wrong) if change.argument in _OF_AXES else None
+    if right is None or type(wrong) is not type(right):
         return None
     is_name = isinstance(wrong, str) and change.argument == "activation"
     if is_name and not (wrong.isidentifier() and right.isidentifier() and not keyword.iskeyword(right)):
         return None
-    places = [(start, end) for start, end, value in _tokens(line, names=is_name) if _is_same(value, wrong)]
+    tokens = list(_tokens(line, names=is_name))
+    places = [(start, end) for start, end, value in tokens if _is_same(value, wrong)]
+    if not places and op and change.argument is not None:
+        divided = _divided(line, tokens, right, wrong)
+        return divided or with_argument(line, op, change.argument, wrong, right)
     if len(places) != 1:
         return None
     ((start, end),) = places
     return line[:start] + (right if is_name else repr(right)) + line[end:]
+
+
+def _with_axes(line: str, right: list[Any], wrong: Any) -> str | None:
+    """Return a line with axes in the right order, where they stand in it once and nothing else could be meant."""
+    if not isinstance(wrong, list) or len(wrong) != len(right) or len(wrong) < _LEAST_AXES:
+        return None
+    found = list(re.finditer(r"(?<![\w.,] )(?<![\w.,-])" + r",\s*".join(map(str, wrong)) + r"(?![\w.]|,\s*-?\w)", line))
+    return line[: found[0].start()] + ", ".join(map(str, right)) + line[found[0].end() :] if len(found) == 1 else None
+
+
+def _divided(line: str, tokens: list[tuple[int, int, Any]], right: Any, wrong: Any) -> str | None:
+    """Return a line with another divisor, where a factor is the one number that it divides by."""
+    if not (isinstance(wrong, float) and isinstance(right, float) and wrong and right):
+        return None
+    places = [
+        (start, end)
+        for start, end, value in tokens
+        if not isinstance(value, (bool, str)) and value and _is_same(1 / value, wrong)
+        if line[:start].rstrip().endswith("/") and not line[:start].rstrip().endswith("//")
+    ]
+    if len(places) != 1:
+        return None
+    ((start, end),) = places
+    return f"{line[:start]}{float(f'{1 / right:.12g}')!r}{line[end:]}"
 
 
 def _tokens(line: str, *, names: bool) -> Iterator[tuple[int, int, Any]]:

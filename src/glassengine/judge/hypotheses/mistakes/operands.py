@@ -41,7 +41,8 @@ def exchanged(question: Question) -> Iterator[Hypothesis]:
             def edit(call: Call, i: int = i, j: int = j, a: Node = a, b: Node = b) -> Any:
                 return with_leaves(call, {i: trial.values[b], j: trial.values[a]})
 
-            yield Hypothesis("swapped", f"{_of_op(question, node, i, a, j, b)} are exchanged", {node: edit})
+            text = f"{_of_op(question, node, i, a, j, b)} are exchanged"
+            yield Hypothesis("swapped", text, {node: edit}, exchanged=(i, j))
     yield from _parts(question)
     for a, b in itertools.combinations(trial.inputs, 2):
         if _are_alike(trial.values[a], trial.values[b]):

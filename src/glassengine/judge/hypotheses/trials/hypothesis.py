@@ -29,6 +29,7 @@ class Hypothesis:
         values: Of this literal, or of a factor: here, in the candidate.
         axis: Of the tensor that it changes, where it is along one.
         lost: What is not read any more, which the candidate need not have at all.
+        exchanged: Places of two arguments of one op that have changed places.
     """
 
     kind: Kind
@@ -38,6 +39,7 @@ class Hypothesis:
     values: tuple[Any, Any] | None = None
     axis: int | None = None
     lost: Node | None = None
+    exchanged: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
