@@ -281,15 +281,17 @@ def test_paper_shows_the_answer_in_light_colors(tab: Open, report: Path) -> None
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert page.locator("nav").is_hidden() and page.locator(".row").count() == 96
     assert len(page.pdf()) > 10_000
+    # Nothing is cut off at the edge of a sheet.
+    page.set_viewport_size({"width": 794, "height": 1123})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 794
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_page_without_tensors_has_tables_and_curves(tab: Open, tmp_path: Path, scheme: str) -> None:
+def test_a_page_without_tensors_has_tables_and_curves(tab: Open, tmp_path: Path) -> None:
     package = pytest.importorskip("axe_playwright_python", reason="axe-core is not installed")
     one, two = runs(tmp_path)
     write_report(compare_series(one, two), tmp_path / "series", recordings=[one, two])
     write_report(engines(), tmp_path / "engines")
-    for name, marks in (("series", "svg polyline"), ("engines", "td .chip.wrong")):
+    for name, marks, scheme in (("series", "svg polyline", "light"), ("engines", "td .chip.wrong", "dark")):
         found = tab(tmp_path / name, scheme=scheme, width=400)
         page = found.page
         assert page.locator(marks).count() and page.evaluate("document.documentElement.scrollWidth") <= 400
