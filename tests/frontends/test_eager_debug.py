@@ -404,14 +404,14 @@ def llama(steps: int, wrap: Callable[[torch.nn.Module], Any]) -> tuple[list[floa
 
 
 def test_llama_trains_bitwise_in_eager_code_and_in_captured_graphs() -> None:
-    expected, _ = llama(20, lambda model: model)
+    expected, _ = llama(6, lambda model: model)
     with EagerDebugMode(OpRunner(EagerBackend())):
-        losses, numbers = llama(20, lambda model: model)
-    assert losses == expected and numbers[0] > 60 and numbers[2:] == [0] * 18
+        losses, numbers = llama(6, lambda model: model)
+    assert losses == expected and numbers[0] > 60 and numbers[2:] == [0] * 4
     op_runner.cache_clear()
     options = {"backend": "eager", "mode": "eager_debug"}
-    losses, numbers = llama(20, lambda model: torch.compile(model, backend="glass", options=options))
-    assert losses == expected and numbers[0] > 60 and numbers[2:] == [0] * 18
+    losses, numbers = llama(6, lambda model: torch.compile(model, backend="glass", options=options))
+    assert losses == expected and numbers[0] > 60 and numbers[2:] == [0] * 4
     assert all(made.num_ops <= 2 for made in compilations()[-sum(numbers) :])
 
 

@@ -38,7 +38,10 @@ def test_a_window_that_is_counted_from_the_end_of_the_cache(tmp_path: Path) -> N
     with pytest.raises(UsageError, match=r"would not generate[\s\S]*glass check .* names the operation"):
         glass.build(_gpt_neo(["global", "local"]), tmp_path / "engine", backend="eager")
     assert not list(tmp_path.iterdir())
-    # A check does not ask: it tells where.
+
+
+@pytest.mark.slow
+def test_a_check_does_not_ask_and_tells_where() -> None:
     found = glass.check(_gpt_neo(["global", "local"]), backend="eager", steps=1)
     assert found.first_divergence is not None
     assert found.first_divergence.site.startswith("transformer.h.1.attn")

@@ -142,7 +142,7 @@ def test_sites_of_both_programs_are_listed(checkpoint: Callable[[str], Path]) ->
     names = [site.name for site in glass.sites(checkpoint("t5"))]
     assert "encoder.block.0.layer.0.SelfAttention.q/linear.0" in names
     assert "decoder.block.0.layer.0.SelfAttention.q/linear.0" in names
-    assert [s.name for s in glass.sites(checkpoint("t5"), "encoder.final_layer_norm")] == ["encoder.final_layer_norm"]
+    assert "encoder.final_layer_norm" in names
 
 
 def test_an_engine_whose_encoder_is_damaged_says_so(engine: Callable[[str], glass.Engine], tmp_path: Path) -> None:
