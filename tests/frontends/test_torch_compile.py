@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +18,7 @@ from glassengine import environment
 from glassengine.executable.graph import observers
 from glassengine.executable.graph.execution import Execution
 from glassengine.testing import models
+from tests import children
 
 EAGER = {"backend": "eager"}
 
@@ -66,9 +67,10 @@ def compiled(model: torch.nn.Module, **options: str) -> torch.nn.Module:
 
 def test_registered_by_name_without_an_import_and_explained_by_variable() -> None:
     call = f"torch.compile(lambda x: x + 1, backend='glass', options={EAGER})(torch.ones(2))"
-    done = subprocess.run(
+    done = children.run(
         [sys.executable, "-c", f"import torch\nprint({call})"],
-        env={"GLASS_EXPLAIN": "1", "PATH": "", "OMP_NUM_THREADS": "1"},
+        imports=children.COMPILING,
+        env={**os.environ, "GLASS_EXPLAIN": "1", "PATH": ""},
         capture_output=True,
         text=True,
         check=True,
@@ -211,6 +213,7 @@ class Appending(torch.nn.Module):
         return (kept @ kept.transpose(-1, -2)).softmax(-1)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(environment.cxx_compiler() is None, reason="needs a C++ compiler")
 def test_forward_and_backward_of_inductor_agree_on_strides() -> None:
     torch.manual_seed(0)

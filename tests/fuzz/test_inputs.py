@@ -19,7 +19,17 @@ import every
 
 KEPT = sorted((Path(__file__).parent / "kept").glob("*.jsonl"))
 # What they read takes a model with a tokenizer, an exported program, or a runtime of somebody else.
-SLOW = ("tokenizer", "prompt_files", "engine_onnxruntime", "exported", "onnx", "command_lines", "server")
+SLOW = (
+    "tokenizer",
+    "prompt_files",
+    "engine_onnxruntime",
+    "exported",
+    "onnx",
+    "command_lines",
+    "server",
+    "adapter",
+    "adapter_bin",
+)
 
 
 def inputs() -> list[campaign.Input]:

@@ -18,7 +18,6 @@ from glassengine.testing.architectures import FAMILIES
 IMAGE_TOKEN = 3
 
 
-@pytest.mark.slow
 def test_images_beside_tokens_are_looked_at(tmp_path: Path) -> None:
     """A mistake in the vision tower shows in a forward with an image only."""
     ids = torch.full((1, 20), 7)

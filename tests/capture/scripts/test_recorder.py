@@ -85,7 +85,8 @@ def test_forked_processes_run_as_they_would_and_threads_are_waited_for(tmp_path:
     assert opened.complete and opened.steps == [0, 1]
 
 
-@pytest.mark.parametrize("way", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["spawn", "forkserver"])
 def test_processes_that_import_the_script_again(tmp_path: Path, way: str) -> None:
     then = f"""
         if __name__ == "__main__":

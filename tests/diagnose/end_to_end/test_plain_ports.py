@@ -83,6 +83,7 @@ def test_a_mask_that_the_inputs_leave_out_is_one_without_padding(tmp_path: Path)
     assert found.ok and found.coverage == 1.0
 
 
+@pytest.mark.slow
 def test_a_mistake_in_a_plain_port_is_found_in_both_directions() -> None:
     torch.set_num_threads(1)
     own = models.llama(num_hidden_layers=1)
@@ -155,6 +156,7 @@ class WithWrongSum(WithMask):
         return super().run(ids, seen & (torch.arange(seen.shape[-1]) != 2), positions)
 
 
+@pytest.mark.slow
 def test_a_region_that_ends_in_a_view_is_named_by_what_computes(padded: str) -> None:
     torch.set_num_threads(1)
     own = models.llama(num_hidden_layers=1)

@@ -42,6 +42,7 @@ def judged(wrong: Path) -> Comparison:
     return check(llava(), candidate=wrong, steps=1)
 
 
+@pytest.mark.slow
 def test_mistakes_in_tower_projector_and_merge_are_named(judged: Comparison) -> None:
     assert not judged.ok and judged.first_divergence is not None
     assert judged.first_divergence.site == f"{TOWER}/linear.0"
@@ -49,6 +50,7 @@ def test_mistakes_in_tower_projector_and_merge_are_named(judged: Comparison) -> 
     assert sites == [f"{TOWER}/linear.0", f"{PROJECTOR}/linear.0", MERGE]
 
 
+@pytest.mark.slow
 def test_the_untouched_model_is_its_programs(judged: Comparison) -> None:
     rungs = {rung.name: rung for rung in judged.rungs}
     assert rungs["program"].verdict in ("identical", "rounding") and rungs["program"].coverage == 1.0
@@ -57,6 +59,7 @@ def test_the_untouched_model_is_its_programs(judged: Comparison) -> None:
     assert {"model.multi_modal_projector.linear_2", "lm_head"} <= of_model
 
 
+@pytest.mark.slow
 def test_prompts_with_and_without_images_are_judged(judged: Comparison) -> None:
     cases = {pair.case for pair in judged.pairs if pair.site == MERGE}
     batch = "prompt 0 with an image and prompt 1, left-padded"
