@@ -647,6 +647,13 @@ def test_f35_what_a_right_port_shows_as_well_is_no_explanation() -> None:
     assert hints_of(planted, planted.wrong) == []
 
 
+@pytest.mark.parametrize(("factor", "is_told"), [(4.0, True), (1 / 3, True), (0.99959, False)])
+def test_a_factor_of_one_number_is_told_where_somebody_may_have_written_it(factor: float, is_told: bool) -> None:
+    """A loss: some number makes any other of it."""
+    planted = Planted(lambda x: x.sum() * 1.0, lambda x: x.sum() * factor, lambda x: x.sum(), "", "")
+    assert bool(hints_of(planted, planted.wrong)) == is_told
+
+
 def test_zeros_are_no_activation_of_negative_numbers() -> None:
     """What is lost is not what `relu` makes of it."""
     planted = Planted(lambda x: (-x.abs()).exp(), torch.zeros_like, lambda x: 1 / x.abs().exp(), "", "")

@@ -17,6 +17,8 @@ from glassengine.ops.traits import named
 from glassengine.program.representation.naming import op_name
 
 _MOST_STEPS = 8
+_FEW = 4
+"""Of fewer elements some number fits whatever the mistake is; people write round ones."""
 
 
 def bases(question: Question) -> Iterator[Hypothesis]:
@@ -43,9 +45,14 @@ def solved(question: Question) -> Iterator[Hypothesis]:
             continue
         start = _start(question, literal)
         found = _newton(question, literal, start)
-        if found is not None:
+        if found is not None and (question.actual.numel() >= _FEW or _is_round(found)):
             yield becoming(question, literal, float(f"{found:.6g}"))
             yield becoming(question, literal, found)
+
+
+def _is_round(number: float) -> bool:
+    """Whether somebody may have written a number, or one over it."""
+    return any(abs(value - float(f"{value:.3g}")) <= 1e-6 * abs(value) for value in (number, 1 / (number or 1.0)))
 
 
 def _is_continuous(question: Question, literal: Literal) -> bool:
