@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import re
+from pathlib import Path
 
 import pytest
 
-from benchmarks.kinds import Row, planted, said, table
+from benchmarks.kinds import Row, planted, said, table, trained
 from glassengine.results import KINDS as VOCABULARY
+from tests.corpus import training
 from tests.corpus.kinds import KINDS, OF_PORTS
 from tests.corpus.mistakes.catalog import MISTAKES
 from tests.corpus.mistakes.source import SOURCE_MISTAKES
 
+TESTS = Path(__file__).parent.parent
 LEAST_RIGHT, MOST_CERTAIN, MOST_WRONG = 0.85, 0.01, 0.05
 
 
@@ -48,6 +52,15 @@ def test_every_mistake_of_the_corpus_has_its_kinds() -> None:
     assert KINDS.keys() == names
     assert {kind for kinds in (*KINDS.values(), *OF_PORTS.values()) for kind in kinds} == set(VOCABULARY)
     assert len(OF_PORTS) > 50
+    assert {kind for mistake in training.MISTAKES.values() for kind in mistake.kinds} < set(VOCABULARY)
+
+
+def test_mistakes_in_packages_have_kinds_of_the_vocabulary() -> None:
+    known = (TESTS / "foreign" / "kinds.py").read_text(), (TESTS / "foreign" / "unseen.py").read_text()
+    of_kinds = re.findall(r'": "([a-z, ]+)",$', known[0], re.M)
+    of_unseen = re.findall(r'\], "([a-z, ]+)"\)', known[1])
+    assert len(of_kinds) > 150 and len(of_unseen) > 45
+    assert {kind for kinds in (*of_kinds, *of_unseen) for kind in kinds.split(", ")} <= set(VOCABULARY)
 
 
 @pytest.mark.slow
@@ -61,3 +74,11 @@ def test_hints_of_a_share_of_the_corpus_are_right(family: str, dtype: str, turn:
     assert sum(one.is_first for one in rows) >= LEAST_RIGHT * number, said(rows)
     assert sum(one.is_wrong and one.is_proven for one in rows) <= max(1, MOST_CERTAIN * number), said(rows)
     assert sum(one.is_wrong for one in rows) <= max(1, MOST_WRONG * number), said(rows)
+
+
+@pytest.mark.slow
+def test_hints_of_training_runs_are_right() -> None:
+    rows = trained(argparse.Namespace(share=1, mistakes=None))
+    assert len(rows) == len(training.MISTAKES)
+    assert sum(one.is_first for one in rows) >= LEAST_RIGHT * len(rows), said(rows)
+    assert sum(one.is_wrong for one in rows) <= MOST_WRONG * len(rows), said(rows)

@@ -29,13 +29,13 @@ KINDS: dict[str, dict[str, str]] = {
         "bilinear": "other",
         "epsilon": "eps",
         "weights not turned": "transposed",
-        "deviation": "other",
+        "deviation": "swapped",  # the other half; first run as "other"
         "kernel": "transposed",
     },
     "diffusers conditioned unet, latent diffusion": {
         "gate first": "swapped, permuted",
         "heads": "permuted",
-        "normed twice": "other",
+        "normed twice": "swapped, other",  # the norm for the residual; first run as "other"
         "no residual": _ADDED,
         "skips": "swapped, permuted",
     },

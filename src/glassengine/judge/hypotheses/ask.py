@@ -203,7 +203,10 @@ class Asked:
             return []
         own = {other.name: other for other in self.candidate.graph.nodes}
         target = own.get(self.counterparts.get(node.name, ""))
-        return [] if target is None else region_of(target, set(self.counterparts.values()))[0]
+        # In the order in which they run, as the ops of a piece are: the second product is the second one on both sides.
+        order = {name: place for place, name in enumerate(own)}
+        ops = [] if target is None else region_of(target, set(self.counterparts.values()))[0]
+        return sorted(ops, key=lambda op: order[op.name])
 
     def _is_another(self, node: Node) -> bool:
         """Whether the candidate's tensor passes on what is the counterpart of another op that `node` is not made of."""
