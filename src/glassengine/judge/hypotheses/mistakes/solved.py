@@ -51,7 +51,7 @@ def solved(question: Question) -> Iterator[Hypothesis]:
 
 
 def _is_round(number: float) -> bool:
-    """Whether somebody may have written a number, or one over it."""
+    """Whether a number looks like one that is written in code, or one over it."""
     return any(abs(value - float(f"{value:.3g}")) <= 1e-6 * abs(value) for value in (number, 1 / (number or 1.0)))
 
 
