@@ -203,10 +203,8 @@ class Asked:
             return []
         own = {other.name: other for other in self.candidate.graph.nodes}
         target = own.get(self.counterparts.get(node.name, ""))
-        # In the order in which they run, as the ops of a piece are: the second product is the second one on both sides.
-        order = {name: place for place, name in enumerate(own)}
-        ops = [] if target is None else region_of(target, set(self.counterparts.values()))[0]
-        return sorted(ops, key=lambda op: order[op.name])
+        ops = set() if target is None else set(region_of(target, set(self.counterparts.values()))[0])
+        return [op for op in own.values() if op in ops]  # in the order in which they run, as the ops of a piece are
 
     def _is_another(self, node: Node) -> bool:
         """Whether the candidate's tensor passes on what is the counterpart of another op that `node` is not made of."""
