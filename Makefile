@@ -50,7 +50,7 @@ test-foreign-onnx: $(STAMP)
 
 # Engines that serve, each with the versions that it wants, in an environment of its own beside this one's packages; 2 GB.
 test-serving: $(STAMP) .venv-serving/.installed
-	PYTHONPATH=src GLASS_SERVING_PYTHON=$(CURDIR)/.venv-serving/bin/python $(BIN)/python -m pytest -q tests/serving_engines -rs
+	PYTHONPATH=src GLASS_SERVING_PYTHON=$(CURDIR)/.venv-serving/bin/python $(BIN)/python -m pytest -q -s tests/serving_engines -rs
 
 .venv-serving/.installed: tests/serving_engines/requirements.txt
 	$(PYTHON) -m venv .venv-serving

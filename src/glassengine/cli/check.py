@@ -44,7 +44,7 @@ def command(
     candidate: Annotated[
         str | None,
         typer.Option(
-            metavar="TARGET|ENGINE|RECORD|gguf:FILE|genai:DIR|vllm:DIR",
+            metavar="TARGET|ENGINE|RECORD|gguf:FILE|genai:DIR|vllm:DIR|executorch:FILE",
             help="Judge this model, port, engine, dump or served file; default: engines built from the baseline.",
         ),
     ] = None,
@@ -61,7 +61,7 @@ def command(
     ] = None,
     python: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Interpreter that vLLM is installed for, for vllm:DIR; default: this one."),
+        typer.Option(metavar="FILE", help="Interpreter that vLLM or ExecuTorch is installed for; default: this one."),
     ] = None,
     backend: Annotated[str | None, typer.Option(metavar="NAME", help="Back-end of the built engines.")] = None,
     quantize: Quantize = None,

@@ -76,7 +76,7 @@ def command(
     ] = None,
     python: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Interpreter that vLLM is installed for, for vllm:DIR; default: this one."),
+        typer.Option(metavar="FILE", help="Interpreter that vLLM or ExecuTorch is installed for; default: this one."),
     ] = None,
     noise_floor: Annotated[
         bool,

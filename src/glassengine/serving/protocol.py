@@ -132,6 +132,13 @@ class Served(Protocol):
 
 
 @runtime_checkable
+class ServedOnce(Served, Protocol):
+    """An engine that computes in one way only."""
+
+    runs_once: bool
+
+
+@runtime_checkable
 class ServedTogether(Served, Protocol):
     """An engine that runs several prompts at once."""
 
@@ -142,6 +149,7 @@ class ServedTogether(Served, Protocol):
 _BUILT_IN = {
     "gguf": "glassengine.serving.ggml.candidate:open_gguf",
     "genai": "glassengine.serving.onnx.candidate:open_genai",
+    "executorch": "glassengine.serving.executorch.candidate:open_executorch",
     "vllm": "glassengine.serving.vllm.candidate:open_vllm",
 }
 _DECODES = "glassengine.serving.onnx.decoder:is_decoder"

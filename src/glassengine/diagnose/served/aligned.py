@@ -59,7 +59,7 @@ def _architecture(layout: str, config: Any) -> str:
     model_type = str(getattr(config, "model_type", ""))
     if layout == "ggml":
         return ARCHITECTURES.get(model_type, model_type)
-    if layout == "vllm":
+    if layout in ("vllm", "sglang"):
         return str((getattr(config, "architectures", None) or [model_type])[0])
     return "gemma" if model_type.startswith(("gemma2", "gemma3")) else "decoder"
 

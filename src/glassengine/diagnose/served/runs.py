@@ -14,7 +14,7 @@ from glassengine.program import LoadedModel
 from glassengine.recording.read.source import TensorSource, open_source
 from glassengine.results import Skipped
 from glassengine.serving.alignment import numbers_of
-from glassengine.serving.protocol import Run, Served, ServedTogether
+from glassengine.serving.protocol import Run, Served, ServedOnce, ServedTogether
 from glassengine.serving.requests import Forwards
 from glassengine.serving.target import RecordedEngine
 
@@ -69,13 +69,15 @@ def runs_of(served: Served, model: LoadedModel, inputs: str | None, steps: int, 
         ops = open_source(folder / f"ops-{number}")
         made = case_of(ops, model.generation)
         assert made is not None and made.tokens is not None
+        cases.append(dataclasses.replace(made, name=case.name, origin=case.origin, recipes=case.recipes))
+        records[Place.RECORD.value][case.name] = ops
+        if isinstance(served, ServedOnce):
+            continue
         following = made.tokens[0].tolist()
         deployed = dataclasses.replace(run, following=following, as_deployed=True)
         served.record(deployed, folder / f"deployed-{number}")
-        cases.append(dataclasses.replace(made, name=case.name, origin=case.origin, recipes=case.recipes))
-        records[Place.RECORD.value][case.name] = ops
         records[DEPLOYED][case.name] = open_source(folder / f"deployed-{number}")
-    return Runs(cases, records, skipped)
+    return Runs(cases, {rung: found for rung, found in records.items() if found}, skipped)
 
 
 def _of_requests(source: TensorSource, rung: str, model: LoadedModel) -> Runs:

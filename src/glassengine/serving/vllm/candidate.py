@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,18 +10,16 @@ from typing import Any
 
 from torch import nn
 
-from glassengine.errors import BackendError, UsageError
-from glassengine.reading.files import shown
+from glassengine.errors import UsageError
 from glassengine.recording.formats.server_folder import ServerFolder
 from glassengine.recording.read.source import TensorSource
 from glassengine.recording.write.writer import RecordingWriter
+from glassengine.serving.interpreter import Interpreter
 from glassengine.serving.protocol import Options, Run, ServedWeight, Setting
 
 INSIDE = Path(__file__).parent / "inside"
 """What goes on PYTHONPATH of vLLM's interpreter."""
-_STARTS = "import sys; sys.path[0] = sys.argv[1]; import glassengine_vllm_run as r; sys.exit(r.main())"
-_PATIENCE = 3600
-_HINT = "--python VENV/bin/python, of the environment in which vLLM is installed"
+_INTERPRETER = Interpreter("vLLM", "vllm", "glassengine_vllm_run", INSIDE)
 
 
 @dataclass
@@ -94,7 +88,7 @@ class VllmCandidate:
             "runs": list(ways),
             "options": {},
         }
-        start(self.options.python, request)
+        _INTERPRETER.start(self.options.python, request)
         return {way: ServerFolder(folder / way) for way in ways}
 
 
@@ -108,39 +102,3 @@ def open_vllm(place: str, options: Options) -> VllmCandidate:
     if not (folder / "config.json").is_file():
         raise UsageError("no checkpoint for vLLM", got=place, expected="a directory with config.json and its weights")
     return VllmCandidate(folder, options)
-
-
-def start(python: str | Path | None, request: Mapping[str, Any]) -> None:
-    """Run vLLM on a request.
-
-    Raises:
-        UsageError: The interpreter is not there, or has no vLLM.
-        BackendError: vLLM failed or crashed.
-    """
-    given = Path(python) if python is not None else Path(sys.executable)
-    if not given.is_file():
-        raise UsageError("no such interpreter", got=str(given), hint=_HINT)
-    # Another interpreter has packages of other versions: PYTHONPATH is for this one.
-    flags = ["-E"] if python is not None else []
-    # Its working directory is empty: what lies in the user's would be imported.
-    with tempfile.TemporaryDirectory(prefix="glassengine-empty-") as empty:
-        try:
-            done = subprocess.run(  # noqa: S603 (the interpreter that the user names, our own module)
-                [str(given.absolute()), *flags, "-c", _STARTS, str(INSIDE)],
-                input=json.dumps(request).encode(),
-                capture_output=True,
-                timeout=_PATIENCE,
-                check=False,
-                cwd=empty,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise BackendError("vLLM did not end", got=f"{_PATIENCE} s") from error
-    if done.returncode == 0:
-        return
-    said = done.stderr[-4000:].decode("utf-8", "replace").strip().splitlines()
-    last = next((line for line in reversed(said) if "Error" in line), said[-1] if said else f"exit {done.returncode}")
-    if "No module named 'vllm" in last:
-        raise UsageError("vLLM is not installed for this interpreter", got=str(given), hint=_HINT)
-    if done.returncode < 0:
-        raise BackendError("vLLM crashed", got=f"{signal.Signals(-done.returncode).name} after: {shown(last.strip())}")
-    raise BackendError("vLLM failed", got=shown(last.strip()))

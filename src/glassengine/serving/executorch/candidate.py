@@ -1,0 +1,109 @@
+"""`executorch:FILE.pte`: ExecuTorch with a program, in the interpreter that it is installed for."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from glassengine.errors import UsageError
+from glassengine.recording.formats.safetensors_file import SafetensorsFile
+from glassengine.recording.write.writer import RecordingWriter
+from glassengine.serving.interpreter import Interpreter
+from glassengine.serving.protocol import Options, Run, ServedWeight, Setting
+
+INSIDE = Path(__file__).parent / "inside"
+_RECORD = "etrecord.bin"
+_INTERPRETER = Interpreter("ExecuTorch", "executorch", "glassengine_executorch", INSIDE)
+
+
+@dataclass
+class ExecutorchCandidate:
+    """A program, with what says which of its operations is which of the exported graph's.
+
+    Args:
+        file: The program.
+        record: Its ETRecord.
+        options: Of the run.
+    """
+
+    file: Path
+    record_file: Path
+    options: Options
+    kind: str = "executorch"
+    choices: Sequence[str] = ()
+    runs_once: bool = True
+
+    @property
+    def spec(self) -> str:
+        """As it was given."""
+        return f"executorch:{self.file}"
+
+    def weights(self, module: nn.Module, config: Any) -> Mapping[str, ServedWeight]:
+        """Return nothing: back-ends pack them."""
+        return {}
+
+    def extra_weights(self) -> Sequence[str]:
+        """Return nothing."""
+        return ()
+
+    def settings(self, config: Any) -> Sequence[Setting]:
+        """Return nothing: numbers of the checkpoint are constants of the program."""
+        return ()
+
+    def record(self, run: Run, path: Path) -> None:
+        """Run the program on a prompt, repeated or cut to the length that the program has; no cache is kept."""
+        with tempfile.TemporaryDirectory(prefix="glassengine-executorch-") as folder:
+            request = {
+                "file": str(self.file.resolve()),
+                "record": str(self.record_file.resolve()),
+                "folder": folder,
+                "prompt": [int(token) for token in run.prompt],
+            }
+            _INTERPRETER.start(self.options.python, request)
+            held = SafetensorsFile(Path(folder) / "values.safetensors")
+            metadata = {
+                "kind": "model",
+                "layout": "executorch",
+                "architecture": "decoder",
+                "target": f"executorch:{self.file.absolute()}",
+                "as_deployed": True,
+                "dtype": "float32",
+                "device": ["cpu"],
+            }
+            with RecordingWriter(path, metadata=metadata) as writer:
+                tokens: list[int] = []
+                for entry in held.entries:
+                    value = held.tensor(entry)
+                    if entry.site == "./in.input_ids":
+                        tokens = [int(token) for token in value[0]]
+                        writer.write(".:in.input_ids", 0, value.clone())
+                    else:
+                        writer.write(entry.site, 0, value)
+                writer.metadata["prompt_lengths"] = [len(tokens)]
+                writer.commit(0, token_ids=[tokens])
+
+
+def open_executorch(place: str, options: Options) -> ExecutorchCandidate:
+    """Return the candidate of a file.
+
+    Raises:
+        UsageError: There is no such file, or its ETRecord is not beside it.
+    """
+    file = Path(place)
+    if not file.is_file():
+        near = sorted(str(path) for path in file.parent.glob("*.pte"))[:4] if file.parent.is_dir() else []
+        raise UsageError("no such program of ExecuTorch", got=place, expected=near or None)
+    record = next((one for one in (file.with_suffix(".etrecord"), file.parent / _RECORD) if one.is_file()), None)
+    if record is None:
+        raise UsageError(
+            "nothing says which operation of the program is which: its ETRecord is not beside it",
+            got=place,
+            expected=f"{file.with_suffix('.etrecord').name} or {_RECORD}",
+            hint="to_edge(..., generate_etrecord=True), and to_executorch().get_etrecord().save(FILE)",
+        )
+    return ExecutorchCandidate(file, record, options)

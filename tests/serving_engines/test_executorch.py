@@ -1,0 +1,63 @@
+"""ExecuTorch itself, in the interpreter that GLASS_SERVING_PYTHON names: `make test-serving`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import glassengine as glass
+from glassengine.testing.servers import save_small
+
+PYTHON = os.environ.get("GLASS_SERVING_PYTHON", "")
+pytestmark = pytest.mark.skipif(
+    not PYTHON, reason="make test-serving installs the engines, and names their interpreter"
+)
+
+# mistake of a conversion -> where the first divergence is
+PLANTS = {
+    "eps": "model.layers.1.post_attention_layernorm/",
+    "rope_base": "model.rotary_emb/",
+    "attention_scale": "model.layers.1.self_attn/",
+    "swapped_gate": "model.layers.0.mlp.gate_proj/linear.0",
+    "transposed": "model.layers.1.self_attn.o_proj/linear.0",
+    "norm_plus_one": "model.norm/mul.1",
+    "other_act": "model.layers.0.mlp.act_fn/",
+}
+
+
+def exported(family: str, folder: Path, plants: list[str], backend: str = "portable") -> Path:
+    checkpoint = save_small(family, folder / "checkpoint")
+    request = {"checkpoint": str(checkpoint), "folder": str(folder), "tokens": 9, "backend": backend, "plants": plants}
+    script = Path(__file__).with_name("export.py")
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([PYTHON, str(script)], input=json.dumps(request), env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return checkpoint
+
+
+@pytest.mark.parametrize(
+    ("family", "backend"), [("llama", "xnnpack"), ("qwen3", "portable"), ("gemma3", "portable"), ("gpt2", "portable")]
+)
+def test_right_ones_raise_no_alarm(family: str, backend: str, tmp_path: Path) -> None:
+    checkpoint = exported(family, tmp_path, ["healthy"], backend)
+    found = glass.check(checkpoint, candidate=f"executorch:{tmp_path}/healthy/model.pte", python=PYTHON)
+    print(f"{family:10} {'healthy':20} {backend:10} {found.verdict} coverage {found.coverage:.2f}")  # noqa: T201
+    assert found.ok and not found.origins, found.not_ok_because
+
+
+def test_planted_mistakes_are_named(tmp_path: Path) -> None:
+    checkpoint = exported("llama", tmp_path, ["healthy", *PLANTS])
+    unnamed = []
+    for name, place in {"healthy": "", **PLANTS}.items():
+        found = glass.check(checkpoint, candidate=f"executorch:{tmp_path}/{name}/model.pte", python=PYTHON)
+        first = found.first_divergence
+        print(f"llama      {name:20} portable   {first.site if first else found.verdict}")  # noqa: T201
+        if name == "healthy":
+            assert found.ok and found.coverage == 1.0, found.not_ok_because
+        elif first is None or not first.site.startswith(place):
+            unnamed.append(f"{name}: {first.site if first else found.verdict}")
+    assert not unnamed
