@@ -116,7 +116,7 @@ def _path(text: str) -> str:
 
 
 def write(folder: Path, tokens: list[int], values: dict[str, Tensor]) -> None:
-    """Write the values as a file of safetensors, which is no pickle."""
+    """Write the values as a file of safetensors."""
     save = importlib.import_module("safetensors.torch").save_file
     values["./in.input_ids"] = torch.tensor([tokens])
     save({name: one.detach().clone().contiguous() for name, one in values.items()}, folder / "values.safetensors")
