@@ -18,7 +18,6 @@ SUITES = {
     "lazy": "microseconds that recording an operation on lazy tensors costs, beside eager code",
     "judge": "time of judging a forward, against the forward",
     "recording": "what glass.record costs: burst, sustained, small models, light statistics",
-    "watch": "what a watch costs a training step of hidden 512 (the numbers of threads, 1 2, are arguments)",
     "reading": "a million steps opened, a hundred thousand tensors shown, thousands of steps compared",
     "uploading": "what recording into an object store costs, that keeps up and that does not",
     "snapshots": "what snapshots cost: armed and never firing, and writing beside the disk's own speed",
@@ -31,6 +30,7 @@ LONG = {
     "families": "what glass check says of every family, back-end and dtype, written into docs/families.md (--help)",
     "distributed": "one, two and four workers over gigabytes in a store and on the disk; many ranks (--help)",
     "html": "a report of 100 000 tensors x 4 steps: made, painted and scrolled in a browser (numbers: arguments)",
+    "watch": "what a watch costs a training step of hidden 512 (the numbers of threads, 1 2, are arguments)",
     "memory": "memory of judging and reading large recordings; takes their size in gigabytes",
 }
 """Run only when named, each alone."""

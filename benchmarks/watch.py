@@ -13,10 +13,9 @@ import contextlib
 import copy
 import os
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +34,8 @@ CONTESTANTS: dict[str, dict[str, Any] | None] = {
 }
 
 
-def main() -> None:
-    threads = [int(text) for text in sys.argv[2:]] or [1, 2]
+def main(arguments: Sequence[str] = ()) -> None:
+    threads = [int(text) for text in arguments] or [1, 2]
     rows = [line for count in threads for line in _table(count)]
     busy = f"load average of the last five minutes: {os.getloadavg()[1]:.1f}, of which up to {max(threads)} are ours"
     keep("watch", "\n".join([*(__doc__ or "").strip().splitlines(), "", surroundings(), busy, "", *rows]))

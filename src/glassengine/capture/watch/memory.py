@@ -1,7 +1,8 @@
 """Memory that is given back stays with the process while it is watched.
 
 A watch holds the tensors of some steps, and gives back those of one as those of another come. glibc hands what is free
-at the end of its heap to the system, and asks for it again page by page: at hidden 512 that costs 2 to 3 % of a step.
+at the end of its heap to the system, and asks for it again page by page: of a step at hidden 512 with gradients
+(1.1 s) that is 10,000 pages and 22 ms, where one model is watched in a process.
 """
 
 from __future__ import annotations
