@@ -23,6 +23,7 @@ from glassengine.compare.ranks.rank_and_hints import rank_and_hints
 from glassengine.compare.ranks.ranks import PutTogether
 from glassengine.compare.ranks.shared_gradients import sum_of
 from glassengine.compare.ranks.sides import expect_counterparts, sides_of_one_rank
+from glassengine.compare.rearranged import rearranged
 from glassengine.compare.requirements import printed_statistics
 from glassengine.compare.units import (
     Answer,
@@ -140,6 +141,8 @@ class Bench:
             judged = [self.match(unit) for unit in chunk.units]
             pairs = [judge.pair_of(one, unit.verdict) for one, unit in zip(judged, chunk.units, strict=True)]
             rank, hints = rank_and_hints(chunk.asked, pairs, judged, judge.left, judge.right)
+            if not hints and not self.is_put_together:
+                hints = rearranged(judged[chunk.asked], judge.left, judge.right)
             return Answer(found=rank, hints=hints)
         outcomes = []
         for unit in chunk.units:

@@ -11,12 +11,12 @@ import torch
 from torch.fx import Node
 
 from glassengine.judge.graphs.by_name import argument_names
-from glassengine.judge.hypotheses.mistakes.layouts import kind_of_shift
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, article, tensors_of, with_leaves
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Call
 from glassengine.numerics.float64 import double
 from glassengine.numerics.mask_values import is_mask
+from glassengine.numerics.metrics.orders import kind_of_shift
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind

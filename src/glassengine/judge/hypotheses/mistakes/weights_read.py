@@ -12,11 +12,11 @@ from torch.utils import _pytree as pytree
 
 from glassengine.judge.graphs.between import passes_on
 from glassengine.judge.hypotheses.mistakes.constants import base_of, of_another_base
-from glassengine.judge.hypotheses.mistakes.layouts import called, order_between
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import FAILS, Edit
 from glassengine.numerics.float64 import retarget, target_of
+from glassengine.numerics.metrics.orders import called, order_between
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import torch
 
-from glassengine.judge.hypotheses.mistakes.layouts import called, kind_of_shift, order_between
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Edit
 from glassengine.numerics.float64 import double
 from glassengine.numerics.mask_values import sentinel
+from glassengine.numerics.metrics.orders import called, kind_of_shift, order_between
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 
