@@ -31,6 +31,7 @@ LONG = {
     "distributed": "one, two and four workers over gigabytes in a store and on the disk; many ranks (--help)",
     "html": "a report of 100 000 tensors x 4 steps: made, painted and scrolled in a browser (numbers: arguments)",
     "watch": "what a watch costs a training step of hidden 512 (the numbers of threads, 1 2, are arguments)",
+    "serving": "mistakes planted in files and runtimes of serving engines, by engine and kind, and how many are named",
     "memory": "memory of judging and reading large recordings; takes their size in gigabytes",
 }
 """Run only when named, each alone."""

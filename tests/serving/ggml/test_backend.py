@@ -164,6 +164,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "glassengine[gguf]" in (raised.value.hint or "")
 
 
+@pytest.mark.slow
 def test_a_check_judges_the_file_that_it_would_build(tmp_path: Path) -> None:
     save_checkpoint(made("llama"), tmp_path / "checkpoint")
     found = glass.check(tmp_path / "checkpoint", backend="gguf", steps=0)

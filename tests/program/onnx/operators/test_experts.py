@@ -100,9 +100,8 @@ def test_forms_that_are_not_known_stay_the_runtimes(form: dict[str, Any], tmp_pa
     assert sum(is_of_runtime_alone(one.target) for one in program.graph.nodes) == 1
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"), [("swiglu_limit", 0.2), pytest.param("activation_alpha", 1.0, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("setting", "value"), [("swiglu_limit", 0.2), ("activation_alpha", 1.0)])
 def test_a_file_is_judged_by_it(setting: str, value: float, tmp_path: Path) -> None:
     torch.save(given(), tmp_path / "inputs.pt")
     form = FORMS["clamped as gpt-oss is"]

@@ -125,14 +125,8 @@ def test_rows_of_several_lengths(tmp_path: Path) -> None:
     torch.testing.assert_close(found["present_key"][1, :, :4], expected["present_key"][1, :, :4], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("scale", 0.4),
-        pytest.param("local_window_size", 2, marks=pytest.mark.slow),
-        pytest.param("softcap", 1.0, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("setting", "value"), [("scale", 0.4), ("local_window_size", 2), ("softcap", 1.0)])
 def test_a_file_is_judged_by_it(setting: str, value: float, tmp_path: Path) -> None:
     torch.save(given(4, 3, batch=1), tmp_path / "inputs.pt")
     path = saved(tmp_path / "model.onnx", do_rotary=1)
