@@ -28,7 +28,7 @@ from glassengine.diagnose.ladder.rungs import start
 from glassengine.diagnose.reproduction.reproduce import with_reproduction
 from glassengine.diagnose.served.aligned import Alignment, hidden_kinds, operands_of
 from glassengine.diagnose.served.literals import with_settings
-from glassengine.diagnose.served.runs import DEPLOYED, Runs, runs_of
+from glassengine.diagnose.served.runs import DEPLOYED, Runs, run_of_encoder, runs_of
 from glassengine.diagnose.served.weights import WeightsFound, judge_weights
 from glassengine.errors import UsageError
 from glassengine.judge.replay.replay import Cut, Replay
@@ -87,7 +87,8 @@ def check_served(
     model = load_model(baseline, dtype="float32" if dtype == "auto" else dtype, adapter=adapter, **options)
     model = model.judged_as(model.generation.alone)
     config = getattr(model.module, "config", None)
-    if config is None or not model.generation.decodes_tokens:
+    encodes = not model.generation.decodes_tokens
+    if config is None or (encodes and not getattr(served, "encodes", False)):
         raise UsageError(
             f"candidates of the kind {served.kind!r} are judged with a language model of transformers",
             got=model.spec,
@@ -102,8 +103,11 @@ def check_served(
             take_over(model.module, held, weights)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="glassengine-served-")))
         progress(Work.RUNNING.says("running the candidate"))
-        runs = runs_of(served, model, inputs, steps, folder)
-        climb = start(model, None, steps, stack, progress, runs.cases[0])
+        if encodes:
+            runs = run_of_encoder(served, model, inputs, folder)
+        else:
+            runs = runs_of(served, model, inputs, steps, folder)
+        climb = start(model, list(runs.cases[0].steps or ()) or None, steps, stack, progress, runs.cases[0])
         climb.cases = runs.cases
         climb.skipped += [*(weights.skipped if weights is not None else ()), *runs.skipped]
         has_weights = weights is not None and bool(weights.judged)

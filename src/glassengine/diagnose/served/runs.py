@@ -6,8 +6,11 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+from glassengine.diagnose.ladder.rungs import arguments_of
 from glassengine.errors import BackendError, UsageError
-from glassengine.judge.cases import Case, causal_cases, read_inputs
+from glassengine.judge.cases import Case, causal_cases, module_cases, read_inputs
 from glassengine.judge.sides.protocol import Place
 from glassengine.judge.sides.recorded import case_of
 from glassengine.program import LoadedModel
@@ -132,6 +135,31 @@ def _together(
             elif one.metadata["token_ids"] != records[Place.RECORD.value][case.name].metadata["token_ids"]:
                 raise BackendError("vLLM was not given the same tokens", got=f"prompt {number}, {way}")
     return Runs(cases, records, skipped)
+
+
+def run_of_encoder(served: Served, model: LoadedModel, inputs: str | None, folder: Path) -> Runs:
+    """Run an encoder on the first row of what the baseline is given, as exactly as it can and as deployed.
+
+    Args:
+        served: What is run.
+        model: The baseline, of one forward.
+        inputs: As for `check`.
+        folder: For the recordings.
+
+    Raises:
+        UsageError: There are no token ids.
+    """
+    given = arguments_of(model, read_inputs(inputs))[0]
+    if "input_ids" not in given:
+        raise UsageError("an encoder is given token ids", got=", ".join(given), expected="input_ids [1, tokens]")
+    ids = torch.as_tensor(given["input_ids"])[:1]
+    (case,) = module_cases([{"input_ids": ids}])
+    records: dict[str, dict[str, TensorSource]] = {}
+    for rung, is_deployed in ((Place.RECORD.value, False), (DEPLOYED, True)):
+        path = folder / f"encoder-{int(is_deployed)}"
+        served.record(Run([int(token) for token in ids[0]], 0, as_deployed=is_deployed), path)
+        records[rung] = {case.name: open_source(path)}
+    return Runs([case], records, [])
 
 
 def _cases(model: LoadedModel, inputs: str | None, steps: int, *, alone: bool) -> tuple[list[Case], list[Skipped]]:

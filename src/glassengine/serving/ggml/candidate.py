@@ -38,6 +38,11 @@ class GgufCandidate:
         """As it was given."""
         return f"gguf:{self.file.path}"
 
+    @property
+    def encodes(self) -> bool:
+        """Whether it is an encoder, which runs in one step."""
+        return self.file.encodes
+
     def table(self, config: Any) -> Table:
         """Return the table of its architecture for a checkpoint."""
         return table_of("ggml", self.file.architecture, numbers_of(config))

@@ -144,6 +144,8 @@ def capture(request: dict[str, Any]) -> None:
     callback = CALLBACK(nodes.callback)
     parameters, alive = library.context_parameters(len(prompt) + steps, callback, deployed=request["deployed"])
     context = opened.context(parameters, alive, len(prompt) + steps, request["threads"])
+    if request["encodes"]:  # it has no scores of a next token
+        library.llama_set_embeddings(context, True)
     made, tokens, past = [], list(prompt), 0
     for step in range(steps + 1):
         nodes.begin()
@@ -152,6 +154,8 @@ def capture(request: dict[str, Any]) -> None:
             raise RuntimeError(nodes.failure)
         if not nodes.num_called:
             raise RuntimeError("llama.cpp takes another field for cb_eval")
+        if request["encodes"]:
+            continue
         logits = np.ctypeslib.as_array(library.llama_get_logits_ith(context, len(tokens) - 1), (vocabulary,))
         past += len(tokens)
         made.append(int(logits.argmax()))

@@ -104,6 +104,7 @@ def run_llama(file: GgufFile, library: Path, run: Run, path: Path, threads: int)
             "steps": run.steps,
             "deployed": run.as_deployed,
             "threads": threads,
+            "encodes": file.encodes,
             "most_bytes": _MOST_BYTES,
         }
         _start(request, Path(folder), file)

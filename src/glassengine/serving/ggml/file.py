@@ -106,6 +106,11 @@ class GgufFile:
         """What llama.cpp calls the kind of model."""
         return str(self.settings.get("general.architecture"))
 
+    @property
+    def encodes(self) -> bool:
+        """Whether every token sees all others, and none follows."""
+        return self.settings.get(f"{self.architecture}.attention.causal") is False
+
     def number(self, name: str) -> float | int | None:
         """Return a number among the settings of the architecture; of one for each layer the first."""
         found = self.settings.get(f"{self.architecture}.{name}")

@@ -86,6 +86,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 _OPTIONAL: dict[str, tuple[Any, list[Any]]] = {
+    "llama_set_embeddings": (None, [Pointer, c.c_bool]),
     "llama_get_memory": (Pointer, [Pointer]),
     "llama_memory_seq_rm": (c.c_bool, [Pointer, c.c_int32, c.c_int32, c.c_int32]),
     "llama_kv_self_seq_rm": (c.c_bool, [Pointer, c.c_int32, c.c_int32, c.c_int32]),

@@ -88,7 +88,7 @@ def write_gguf(
     writer.add_name(model_type)
     add_vocabulary(writer, vocabulary)
     if architecture == "bert":
-        writer.add_token_type_count(int(config.type_vocab_size))
+        writer.add_token_type_count(int(getattr(config, "type_vocab_size", 1)))
     left = []
     for name, tensor in {**dict(file_tensors(module, architecture)), **(changed or {})}.items():
         written = _add(writer, name, tensor, BY_NAME[kind])

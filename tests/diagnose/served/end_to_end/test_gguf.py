@@ -70,6 +70,27 @@ def test_healthy_files_of_other_families(family: str, tmp_path: Path) -> None:
     require_healthy(check(family, tmp_path, steps=3))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("act", "settings", "site"),
+    [
+        ("gelu_pytorch_tanh", {}, ""),
+        ("gelu_pytorch_tanh", {"attention_layer_norm_epsilon": 1e-3}, "embeddings.LayerNorm/layer_norm.0"),
+    ],
+)
+def test_an_encoder_is_run_in_one_step(act: str, settings: dict[str, float], site: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain: Any = FAMILIES["bert"]()
+    plain.config.hidden_act = act
+    module = type(plain)(plain.config).eval()
+    save_checkpoint(module, tmp_path / "checkpoint")
+    write_gguf(module, tmp_path / "model.gguf", **settings)
+    found = glass.check(tmp_path / "checkpoint", candidate=f"gguf:{tmp_path}/model.gguf")
+    first = found.first_divergence
+    assert found.coverage > 0.9 and found.ok is not bool(site), (found.not_ok_because, found.coverage)
+    assert (first is None) is not bool(site) and (first is None or (first.step, first.site) == (0, site))
+
+
 def gemma2(folder: Path) -> Any:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
