@@ -54,7 +54,6 @@ def judged(name: str, mistake: str, tmp_path: Path) -> Found:
     ("name", "mistake"),
     [
         pytest.param("llama", "keys in turn", marks=pytest.mark.slow),
-        pytest.param("bert", "no token types", marks=pytest.mark.slow),
         ("gpt2", "softmax over queries"),
         ("bert", "mask inverted"),
     ],

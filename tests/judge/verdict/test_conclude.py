@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,10 +9,9 @@ from torch import Tensor
 from glassengine.errors import IncomparableError
 from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.protocol import Guarantee, Place
-from glassengine.judge.verdict.conclude import _with_proof, main_of
+from glassengine.judge.verdict.conclude import main_of
 from glassengine.judge.verdict.score import Score
 from glassengine.judge.verdict.severity import Severity
-from glassengine.results import Divergence, Hint
 from tests.judge.hand_made import OPS, Edit, Numbers, chain, concluded, scored
 
 AT_RESULTS, EVERY_OP = Guarantee.RESULTS_AND_CACHES, Guarantee.EVERY_OP
@@ -130,20 +126,3 @@ def test_a_release_engine_alone_is_a_small_share() -> None:
 def test_comparing_nothing_is_an_error() -> None:
     with pytest.raises(IncomparableError, match="nothing was compared"):
         concluded(chain(), scored(chain(), [side(Place.CANDIDATE, {}, ())]))
-
-
-@pytest.mark.parametrize(
-    ("place", "node", "is_explained"),
-    [(Place.UNTOUCHED, "add", True), (Place.UNTOUCHED, "mul", False), (Place.ENGINE, "add", False)],
-)
-def test_a_proof_of_the_same_candidate_observed_otherwise_explains(place: Place, node: str, is_explained: bool) -> None:
-    own, other = (
-        cast("Any", SimpleNamespace(side=SimpleNamespace(rung=rung), proofs=proofs))
-        for rung, proofs in (
-            (Place.CANDIDATE, {}),
-            (place, {"add": Hint("other", "it is not added", 1.0, proven=True)}),
-        )
-    )
-    found = Divergence("candidate", 0, node, node, node, None, "wrong", 9.0, None, None, None)
-    hints = _with_proof(own, [own, other], found).hints
-    assert bool(hints) == is_explained

@@ -73,8 +73,8 @@ class Asked:
             if found is not None and question is not None:
                 hint, hypothesis = found
                 self.place = self._place(question.trial, hypothesis.edits)
-                lost = {hypothesis.lost.name} if hypothesis.lost is not None else set()
-                self.covered = ({*self.flagged} & names | lost) - {node.name}
+                anew = {*names, hypothesis.lost.name} if hypothesis.lost is not None else names
+                self.covered = {name for name in self.flagged if name in anew and name != node.name}
                 return [hint]
         return []
 

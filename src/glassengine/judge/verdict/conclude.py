@@ -61,9 +61,6 @@ _COMPARED = {
 """What is compared on a rung, in words."""
 
 
-_OF_CANDIDATE = (Place.CANDIDATE, Place.UNTOUCHED)
-
-
 def conclude(
     program: Program,
     scores: Sequence[Score],
@@ -95,7 +92,6 @@ def conclude(
         found = sorted(soft.divergences[score.side.rung], key=lambda d: (d.step, order[d.node or ""]))
         found = [_with_observer_effect(divergence, verdicts) for divergence in found]
         found = [_with_ops_left_out(score, program, divergence) for divergence in found]
-        found = [_with_proof(score, scores, divergence) for divergence in found]
         found = [with_lines(as_written(score, program, divergence)) for divergence in found]
         origins += found
         rungs.append(_rung(score, program, found, severity.get(score.side.rung), verdicts[score.side.rung]))
@@ -242,16 +238,6 @@ def _with_observer_effect(divergence: Divergence, verdicts: Mapping[str, str]) -
     proven = [known for known in divergence.hints if known.proven]
     others = [known for known in divergence.hints if not known.proven]
     return dataclasses.replace(divergence, hints=(*proven, hint, *others))
-
-
-def _with_proof(score: Score, scores: Sequence[Score], divergence: Divergence) -> Divergence:
-    """Explain a tensor by what is proven of the same candidate's tensors that were observed in another way."""
-    is_proven = any(hint.proven for hint in divergence.hints)
-    if is_proven or score.side.rung not in _OF_CANDIDATE or divergence.node is None:
-        return divergence
-    others = [other for other in scores if other is not score and other.side.rung in _OF_CANDIDATE]
-    found = next((other.proofs[divergence.node] for other in others if divergence.node in other.proofs), None)
-    return divergence if found is None else dataclasses.replace(divergence, hints=(found, *divergence.hints))
 
 
 def _with_ops_left_out(score: Score, program: Program, divergence: Divergence) -> Divergence:

@@ -36,7 +36,7 @@ from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.verdict import TIED, Reference, is_finite
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.program import Program
-from glassengine.results import FLAGGED, VERDICTS, Divergence, Hint, Pair, Skipped, worst
+from glassengine.results import FLAGGED, VERDICTS, Divergence, Pair, Skipped, worst
 
 UNREAD_ELEMENTS = "elements differ that no result reads"
 
@@ -52,7 +52,6 @@ class Score:
         drift: What is lost where; None where it is not asked for.
         sums: Of each product that introduced an error, whether coarse sums are why; None where its values do not tell.
         lost: The first tensor that could not be judged, though it was observed.
-        proofs: Of nodes that a proven mistake below them explains as well, or leaves out.
         may_tie: Whether in this case the side chose otherwise at a tie, or may have where it was not observed.
     """
 
@@ -68,7 +67,6 @@ class Score:
     may_tie: bool = False
     drift: Drift | None = None
     sums: dict[str, bool | None] = field(default_factory=dict)
-    proofs: dict[str, Hint] = field(default_factory=dict)
     lost: Skipped | None = None
     _tracker: OriginTracker | None = None
     _num_seen: int = 0
@@ -176,8 +174,11 @@ class Score:
         if node.name in self._tracker.origins and flagged and not visited.inherited:
             if self.evidence is not None and node.name not in self.divergences:
                 self.evidence.keep(self.side, node, observed, reference, step)
-            is_new = judged.differing is not None and node.name not in self.divergences
-            if is_new and judged.differing is not None and len(self._differing) < MOST_MARKED:
+            if (
+                judged.differing is not None
+                and node.name not in self.divergences
+                and len(self._differing) < MOST_MARKED
+            ):
                 self._differing[node.name] = judged.differing
             self.divergences.setdefault(node.name, self._divergence(node, observed, judged, reference, step))
             if traits_of(node).reads_memory and self.sums.get(node.name) is None:
@@ -323,7 +324,6 @@ class Score:
         judgement = judged.judgement
         hints = self._guesses.of(node, judged.tensor, reference, [other.name for other in self._flagged])
         for name in self._guesses.covered:
-            self.proofs.setdefault(name, hints[0])
             # Of a tensor that was flagged before and is made anew here, the proof is this one.
             if name in self.divergences and self.divergences[name].step == step:
                 less = (hint for hint in self.divergences[name].hints if not hint.proven)
