@@ -67,13 +67,22 @@ REASONS: dict[str, dict[str, str]] = {
         "json.loads": "frames of an index, a million a second: bounded, each field checked"
     },
     "recording/ring/file.py": {"os.open": "to make a ring", "read_bytes": "/proc of the kernel"},
+    "recording/formats/server_folder.py": {"json.loads": "text in a header that the room read, bounded"},
     "report/exported.py": {"ParseFromString": "bytes that the room read; protobuf bounds depth by itself"},
     "report/page/data.py": {
         "json.loads": "what was written a moment ago, into a directory of ours",
         "read_text": "the same",
     },
     "report/page/write.py": {"read_text": "style and scripts that ship"},
+    "serving/executorch/inside/glassengine_executorch.py": {
+        "json.load": "what our own parent process sent",
+        "read_bytes": "in an interpreter without this package: a model that its runtime is given",
+    },
     "serving/ggml/capture.py": {"json.load": "what our own parent process sent"},
+    "serving/ggml/session.py": {"json.loads": "what our own child process answered"},
+    "serving/ggml/steps.py": {"json.loads": "what our own parent process sent"},
+    "serving/ggml/tokens.py": {"json.loads": "what the library tokenizers made in the same line"},
+    "serving/vllm/inside/glassengine_vllm_run.py": {"json.load": "what our own parent process sent"},
     "stores/mirror.py": {"os.open": "as the room does, which stands above; and directories, to lock them"},
     "testing/quantized.py": {"json.loads": "what the test wrote", "read_text": "what the test wrote"},
     "writing/files.py": {"os.open": "directories, to lock them and to write them out"},

@@ -329,7 +329,7 @@ def test_f40_the_directory_for_artifacts_gets_the_steps_of_a_script(
     [
         (["gguf:model.gguf", "--sites", "*"], "a serving engine is recorded whole"),
         (["gguf:model.gguf", "--dry-run"], "a serving engine is recorded whole"),
-        (["net.py:model", "--as-deployed"], "--as-deployed and --library are for"),
+        (["net.py:model", "--as-deployed"], "--as-deployed, --library and --python are for"),
         (["gguf:model.gguf"], "no such GGUF file"),
         (["genai:folder"], "no such file"),
     ],

@@ -34,9 +34,11 @@ def rearranged(match: Match, left: TensorSource, right: TensorSource) -> tuple[H
     if len(match.candidates) != 1 or match.rule is not None:
         return ()
     ours, theirs = left.tensor(match.baseline), right.tensor(match.candidates[0])
-    if ours.shape != theirs.shape or not theirs.is_floating_point() or not 4 <= ours.numel() <= _LARGEST:
+    if ours.shape != theirs.shape or ours.is_complex() or not theirs.is_floating_point():
         return ()
-    if not bool(theirs.isfinite().all()):
+    if not 4 <= ours.numel() <= _LARGEST:
+        return ()
+    if not bool(theirs.double().isfinite().all()):
         return ()
     proof = _Proof(ours, theirs)
     found = _another(proof, match, left, right) or _order(proof) or _transposed(proof)
@@ -76,7 +78,8 @@ def _another(proof: _Proof, match: Match, left: TensorSource, right: TensorSourc
 
 
 def _is_alike(one: Entry, other: Entry) -> bool:
-    return (one.step, one.rank, one.shape) == (other.step, other.rank, other.shape)
+    places = (one.step, one.rank, one.shape) == (other.step, other.rank, other.shape)
+    return places and not any(entry.dtype.startswith("complex") for entry in (one, other))
 
 
 def _order(proof: _Proof) -> Hint | None:

@@ -12,6 +12,7 @@ from torch import nn
 import glassengine as glass
 from glassengine.results import Comparison
 from glassengine.serving.ggml.write import write_gguf
+from glassengine.testing import models
 from glassengine.testing.architectures import FAMILIES
 from glassengine.testing.checkpoints import save_checkpoint
 
@@ -62,6 +63,16 @@ def test_another_base_is_named_with_the_number(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3"])
 def test_healthy_files(family: str, kind: str, tmp_path: Path) -> None:
     require_healthy(check(family, tmp_path, steps=3, kind=kind))
+
+
+@pytest.mark.slow
+def test_one_head_of_keys(tmp_path: Path) -> None:
+    """The program has fewer copies there, and other numbers: the attention's result is what its projection is given."""
+    torch.manual_seed(0)
+    module = models.llama(num_key_value_heads=1, num_hidden_layers=1)
+    save_checkpoint(module, tmp_path / "checkpoint")
+    write_gguf(module, tmp_path / "model.gguf", kind="F32")
+    require_healthy(glass.check(tmp_path / "checkpoint", candidate=f"gguf:{tmp_path}/model.gguf", steps=1))
 
 
 @pytest.mark.slow
