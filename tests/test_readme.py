@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -12,6 +11,7 @@ from types import ModuleType
 import pytest
 
 from glassengine.cli.main import load_command, main
+from tests.modules import module_at
 
 
 def scrubbed(text: str) -> list[str]:
@@ -29,11 +29,7 @@ def _export_once(exporting_once: Callable[[], AbstractContextManager[None]]) -> 
 @pytest.fixture(scope="module")
 def draw(root: Path) -> ModuleType:
     """Return the script that draws the picture."""
-    spec = importlib.util.spec_from_file_location("draw", root / "docs/pictures/draw.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(root / "docs/pictures/draw.py")
 
 
 def test_the_picture_of_check_is_current(

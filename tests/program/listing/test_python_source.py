@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 from glassengine.program.export.export import export_module
 from glassengine.program.listing.listing import Stage, list_nodes, stage_of
 from glassengine.program.listing.python_source import module_source
+from tests.modules import module_at
 
 
 class Branches(nn.Module):
@@ -59,11 +59,7 @@ def written(stage: Stage, path: Path) -> Any:
     """Return the module that the stage's file defines."""
     source = module_source(stage, list_nodes(stage), 'A "title"\\')
     path.write_text(source)
-    spec = importlib.util.spec_from_file_location(f"written_{abs(hash(path))}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(path)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,14 +9,11 @@ import torch
 from torch import nn
 
 from glassengine.serving.executorch.candidate import INSIDE
+from tests.modules import module_at
 
 
 def ours() -> Any:
-    spec = importlib.util.spec_from_file_location("ours", INSIDE / "glassengine_executorch.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(INSIDE / "glassengine_executorch.py")
 
 
 class Layer(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -17,14 +16,11 @@ from torch import nn
 from glassengine.recording.formats.server_folder import ServerFolder
 from glassengine.serving.requests import Forwards
 from glassengine.serving.vllm.candidate import INSIDE
+from tests.modules import module_at
 
 
 def plugin() -> Any:
-    spec = importlib.util.spec_from_file_location("glassengine_vllm", INSIDE / "glassengine_vllm.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(INSIDE / "glassengine_vllm.py")
 
 
 class Attention(nn.Module):
