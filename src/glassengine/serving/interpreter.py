@@ -7,13 +7,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from glassengine.errors import BackendError, UsageError
 from glassengine.reading.files import shown
+from glassengine.serving.protocol import ServedWeight, Setting
 
 _PATIENCE = 3600
 _STARTS = "import sys, importlib as i; sys.path[0] = sys.argv[1]; sys.exit(i.import_module(sys.argv[2]).main())"
@@ -76,3 +79,19 @@ class Interpreter:
             name = signal.Signals(-done.returncode).name
             raise BackendError(f"{self.engine} crashed", got=f"{name} after: {last}")
         raise BackendError(f"{self.engine} failed", got=last)
+
+
+class Elsewhere:
+    """A candidate of which only the values are seen that its engine computes in another interpreter."""
+
+    def weights(self, module: nn.Module, config: Any) -> Mapping[str, ServedWeight]:
+        """Return nothing: engines pack their weights for the processor that they run on."""
+        return {}
+
+    def extra_weights(self) -> Sequence[str]:
+        """Return nothing."""
+        return ()
+
+    def settings(self, config: Any) -> Sequence[Setting]:
+        """Return nothing: an engine reads the checkpoint as it is, or has its numbers as constants."""
+        return ()

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch import nn
 
 from glassengine.errors import UsageError
 from glassengine.recording.formats.safetensors_file import SafetensorsFile
 from glassengine.recording.write.writer import RecordingWriter
-from glassengine.serving.interpreter import Interpreter
-from glassengine.serving.protocol import Options, Run, ServedWeight, Setting
+from glassengine.serving.interpreter import Elsewhere, Interpreter
+from glassengine.serving.protocol import Options, Run
 
 INSIDE = Path(__file__).parent / "inside"
 _RECORD = "etrecord.bin"
@@ -22,7 +19,7 @@ _INTERPRETER = Interpreter("ExecuTorch", "executorch", "glassengine_executorch",
 
 
 @dataclass
-class ExecutorchCandidate:
+class ExecutorchCandidate(Elsewhere):
     """A program, with what says which of its operations is which of the exported graph's.
 
     Args:
@@ -42,18 +39,6 @@ class ExecutorchCandidate:
     def spec(self) -> str:
         """As it was given."""
         return f"executorch:{self.file}"
-
-    def weights(self, module: nn.Module, config: Any) -> Mapping[str, ServedWeight]:
-        """Return nothing: back-ends pack them."""
-        return {}
-
-    def extra_weights(self) -> Sequence[str]:
-        """Return nothing."""
-        return ()
-
-    def settings(self, config: Any) -> Sequence[Setting]:
-        """Return nothing: numbers of the checkpoint are constants of the program."""
-        return ()
 
     def record(self, run: Run, path: Path) -> None:
         """Run the program on a prompt, repeated or cut to the length that the program has; no cache is kept."""

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import tempfile
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch import nn
 
 from glassengine.errors import UsageError
 from glassengine.recording.formats.server_folder import ServerFolder
 from glassengine.recording.read.source import TensorSource
 from glassengine.recording.write.writer import RecordingWriter
-from glassengine.serving.interpreter import Interpreter
-from glassengine.serving.protocol import Options, Run, ServedWeight, Setting
+from glassengine.serving.interpreter import Elsewhere, Interpreter
+from glassengine.serving.protocol import Options, Run
 
 INSIDE = Path(__file__).parent / "inside"
 """What goes on PYTHONPATH of vLLM's interpreter."""
@@ -23,7 +21,7 @@ _INTERPRETER = Interpreter("vLLM", "vllm", "glassengine_vllm_run", INSIDE)
 
 
 @dataclass
-class VllmCandidate:
+class VllmCandidate(Elsewhere):
     """A checkpoint, and the interpreter that vLLM is installed for.
 
     Args:
@@ -41,29 +39,19 @@ class VllmCandidate:
         """As it was given."""
         return f"vllm:{self.place}"
 
-    def weights(self, module: nn.Module, config: Any) -> Mapping[str, ServedWeight]:
-        """Return nothing: vLLM packs its weights for the processor that it runs on."""
-        return {}
-
-    def extra_weights(self) -> Sequence[str]:
-        """Return nothing."""
-        return ()
-
-    def settings(self, config: Any) -> Sequence[Setting]:
-        """Return nothing: a checkpoint is read by vLLM as it is."""
-        return ()
-
     def record(self, run: Run, path: Path) -> None:
         """Run one prompt, alone or, as deployed, in chunks, and write a recording of the forwards."""
         way = "together" if run.as_deployed else "alone"
         with tempfile.TemporaryDirectory(prefix="glassengine-vllm-") as raw:
             found = self.record_together([run], Path(raw), [way])[way]
             metadata = {**found.metadata, "target": self.spec, "as_deployed": run.as_deployed, "device": ["cpu"]}
+            by_step = defaultdict(list)
+            for entry in found.entries:
+                by_step[entry.step].append(entry)
             with RecordingWriter(path, metadata=metadata) as writer:
                 for step in range(len(metadata["forwards"])):
-                    for entry in found.entries:
-                        if entry.step == step:
-                            writer.write(entry.site, step, found.tensor(entry))
+                    for entry in by_step[step]:
+                        writer.write(entry.site, step, found.tensor(entry))
                     writer.commit(step)
 
     def record_together(self, runs: Sequence[Run], folder: Path, ways: Sequence[str]) -> Mapping[str, TensorSource]:
