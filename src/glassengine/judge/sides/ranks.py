@@ -113,8 +113,9 @@ class RanksSide(ProgramSide):
         ours = {own: node for node, own in self.counterparts.items()}
         found = []
         for stage, sums in self._sums.items():
+            nodes = {node.name: node for node in self.parts[stage][0].graph.nodes}
             for name, results in sums.items():
-                term = next(node for node in self.parts[stage][0].graph.nodes if node.name == name).args[0].name
+                term = nodes[name].args[0].name
                 terms = [seen[term] for seen in self._seen if term in seen]
                 node = ours.get(term.removesuffix("_partial"))
                 if node is not None and len(terms) == len(results) == self.places:
