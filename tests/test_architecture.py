@@ -69,11 +69,6 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-@functools.lru_cache(maxsize=1)
-def parsed(source: str) -> ast.Module:
-    return ast.parse(source)
-
-
 @functools.cache
 def text_of(module: str) -> str:
     return MODULES[module].read_text(encoding="utf-8")
@@ -104,7 +99,7 @@ def imported(
     source: str, module: str, is_package: bool, nodes: Callable[[ast.AST], Iterator[ast.AST]] = statements
 ) -> Iterator[tuple[int, str, str | None]]:
     """Yield (line, module, name or None) for every import in `source`; relative ones are made absolute."""
-    for node in nodes(parsed(source)):
+    for node in nodes(ast.parse(source)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name, None
@@ -115,7 +110,7 @@ def imported(
                 origin = ".".join([*base, *([node.module] if node.module else [])])
             for alias in node.names:
                 yield node.lineno, origin, alias.name
-        elif isinstance(node, ast.Call) and called(node.func) == "import_module":
+        elif isinstance(node, ast.Call) and called(node.func).endswith("import_module"):
             target = node.args[0] if node.args else None
             if isinstance(target, ast.Constant) and isinstance(target.value, str):
                 yield node.lineno, target.value, None
@@ -198,7 +193,7 @@ def reads_environment(source: str) -> list[int]:
     """Return the lines of `source` that touch the environment variables of the process."""
     names = {"environ", "environb", "getenv", "putenv", "unsetenv"}
     found = []
-    for node in ast.walk(parsed(source)):
+    for node in ast.walk(ast.parse(source)):
         if (isinstance(node, ast.Attribute) and node.attr in names and called(node.value) == "os") or (
             isinstance(node, ast.ImportFrom) and node.module == "os" and {alias.name for alias in node.names} & names
         ):
@@ -271,7 +266,7 @@ def test_doors_of_rooms_hold_no_code() -> None:
     """What is defined in a door is exempt from the order of rooms, and would hide a circle."""
     defined = (ast.FunctionDef, ast.ClassDef)
     doors = [module for module in MODULES if is_package(module) and module.count(".") > 1]
-    assert [door for door in doors if any(isinstance(node, defined) for node in parsed(text_of(door)).body)] == []
+    assert [door for door in doors if any(isinstance(node, defined) for node in ast.parse(text_of(door)).body)] == []
 
 
 def test_modules_are_small() -> None:
