@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import transformers
 
 from glassengine.cli.main import load_command, main
 from tests.modules import module_at
@@ -32,6 +33,7 @@ def draw(root: Path) -> ModuleType:
     return module_at(root / "docs/pictures/draw.py")
 
 
+@pytest.mark.slow
 def test_the_picture_of_check_is_current(
     root: Path, draw: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -43,6 +45,19 @@ def test_the_picture_of_check_is_current(
     printed = capsys.readouterr()
     assert status == 1 and printed.err == ""
     assert scrubbed(draw.text_in(picture)) == scrubbed(draw.text_in(draw.drawn(printed.out)))
+
+
+def test_what_the_picture_names_is_there(root: Path, draw: ModuleType) -> None:
+    """The quick relative: the command, the line of code at fault and its text, as they are today."""
+    shown = draw.text_in(draw.PICTURE.read_text(encoding="utf-8"))
+    assert shown.splitlines()[0] == f"$ glass {' '.join(draw.COMMAND)}"
+    path, _, function = draw.COMMAND[-1].partition(":")
+    assert f"def {function}(" in (root / path).read_text(encoding="utf-8")
+    ((source, number, text),) = re.findall(r"^ +source +(\S+):(\d+): (.+)$", shown, re.MULTILINE)
+    installed = Path(transformers.__file__).parents[1] / source
+    assert installed.read_text(encoding="utf-8").splitlines()[int(number) - 1].strip() == text
+    flags = {flag for option in load_command("check").params for flag in option.opts}
+    assert set(re.findall(r"--[a-z][a-z-]+", shown)) <= flags
 
 
 def test_the_picture_names_no_machine_and_loads_nothing(root: Path, draw: ModuleType) -> None:

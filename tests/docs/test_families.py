@@ -15,7 +15,7 @@ from benchmarks.tables.families_table import CELLS, LIMITATIONS, Cell, check_cel
 from benchmarks.tables.markdown import DisagreementError
 from glassengine.errors import BackendError
 
-CHEAP = [cell for cell in CELLS if cell[1] == "eager" and cell[0] in ("bert", "vit", "resnet")]
+CHEAP = [cell for cell in CELLS if cell[1] == "eager" and cell[0] in ("bert", "vit")]
 TODAY = dt.datetime.now(dt.UTC).date().toordinal()
 
 

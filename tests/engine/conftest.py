@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import glassengine as glass
 from glassengine.engine import Engine
@@ -49,19 +51,37 @@ def engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, exporting
         return glass.build(checkpoint, directory, backend="eager", add_output=OUTPUTS)
 
 
+def _compiled_once(name: str, base: Path, build: Callable[[Path], Engine]) -> Engine:
+    """Return an engine that one worker compiles for all; `base` is this worker's folder."""
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    directory = shared / "inductor" / name
+    with (shared / f"inductor-{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return glass.load(directory) if directory.is_dir() else build(directory)
+
+
 @pytest.fixture(scope="session")
 def inductor_engine(
     checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, exporting_once: ExportingOnce
 ) -> Engine:
-    """Return an engine of the default back-end, compiled once for all workers; do not change its directory."""
-    own = tmp_path_factory.getbasetemp()
-    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
-    directory = shared / "inductor" / "tiny"
-    with (shared / "inductor.lock").open("w") as lock, exporting_once():
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if directory.is_dir():
-            return glass.load(directory)
-        return glass.build(checkpoint, directory, backend="inductor", add_output=OUTPUTS)
+    """Return an engine of the default back-end; do not change its directory."""
+
+    def build(directory: Path) -> Engine:
+        with exporting_once():
+            return glass.build(checkpoint, directory, backend="inductor", add_output=OUTPUTS)
+
+    return _compiled_once("tiny", tmp_path_factory.getbasetemp(), build)
+
+
+@pytest.fixture(scope="session")
+def native_engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """Return an engine of the default back-end that takes no time to compile; do not change its directory."""
+
+    def build(directory: Path) -> Engine:
+        given = {"input": torch.ones(2, 64)}
+        return glass.build(nn.Linear(64, 64), directory, backend="inductor", inputs=given)
+
+    return _compiled_once("linear", tmp_path_factory.getbasetemp(), build)
 
 
 @pytest.fixture(scope="session")

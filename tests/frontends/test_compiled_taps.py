@@ -111,6 +111,7 @@ def test_sites_of_a_data_parallel_model(tmp_path: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(environment.cxx_compiler() is None, reason="needs a C++ compiler")
 def test_inductor_has_them_too(tmp_path: Path) -> None:
     compiled = torch.compile(Model(), backend="glass", options={"backend": "inductor"})

@@ -403,6 +403,7 @@ def llama(steps: int, wrap: Callable[[torch.nn.Module], Any]) -> tuple[list[floa
     return losses, numbers
 
 
+@pytest.mark.slow
 def test_llama_trains_bitwise_in_eager_code_and_in_captured_graphs() -> None:
     expected, _ = llama(6, lambda model: model)
     with EagerDebugMode(OpRunner(EagerBackend())):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,17 +18,10 @@ ALWAYS = {
     ("gpt2", "onnxruntime"),
     ("llama", "openvino"),
 }
-"""A program that generates, a plain one, and every back-end. The others are slow, but for one a
-day; tokens of every family are compared with transformers, always. Inductor compiles a plain module here, and a decoder
-where every op of it is judged (`tests/diagnose/end_to_end/test_bundled_model.py`)."""
+"""A program that generates, a plain one, and every back-end. The others are slow; tokens of every family are compared
+with transformers, always. Inductor compiles a plain module here."""
 
-TURNS = [cell for cell in CELLS if cell not in ALWAYS and cell[1] != "inductor"]
-TODAY = TURNS[dt.datetime.now(dt.UTC).date().toordinal() % len(TURNS)]
-
-CASES = [
-    pytest.param(cell, id=" on ".join(cell), marks=() if cell in ALWAYS or cell == TODAY else pytest.mark.slow)
-    for cell in CELLS
-]
+CASES = [pytest.param(cell, id=" on ".join(cell), marks=() if cell in ALWAYS else pytest.mark.slow) for cell in CELLS]
 
 
 @pytest.fixture(scope="module")

@@ -24,20 +24,27 @@ BACKEND = inductor.InductorBackend()
 
 
 class Tapped(nn.Module):
-    """Two linear layers and a tap; the smallest thing in which freezing and marks can be seen."""
+    """Two linear layers and a tap; the smallest thing in which freezing and marks can be seen.
+
+    And an input written in place, a result twice, an input as a result, and a result that is no tensor.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 8)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(glass.tap("hidden", self.up(x).relu()))
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        state.add_(x)
+        y = state.sin()
+        return self.down(glass.tap("hidden", self.up(x).relu())), None, x, y, y
 
 
 @pytest.fixture(scope="module")
 def program() -> Program:
     torch.manual_seed(0)
-    return export_module(Tapped().eval(), [{"x": torch.randn(batch, 16)} for batch in (2, 3)])
+    return export_module(
+        Tapped().eval(), [{"x": torch.randn(batch, 16), "state": torch.ones(batch, 16)} for batch in (2, 3)]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +68,8 @@ def holds(package: Path, weight: torch.Tensor) -> bool:
 
 
 def reference(program: Program, x: torch.Tensor) -> torch.Tensor:
-    return program.exported.module(check_guards=False)(x=x)
+    y: torch.Tensor = program.exported.module(check_guards=False)(x=x, state=torch.ones_like(x))[0]
+    return y
 
 
 def test_freezing_happened(program: Program, frozen: Path) -> None:
@@ -85,7 +93,7 @@ def test_weights_of_large_models_stay_outside(
     assert [name for name, weight in weights.items() if holds(tmp_path, weight)] == ["down.bias"]
     run = load_executable("tapped", lambda path: BACKEND.load(path, weights), tmp_path).run
     x = torch.randn(5, 16)
-    torch.testing.assert_close(run({"x": x})["output"], reference(program, x))
+    torch.testing.assert_close(run({"x": x, "state": torch.ones(5, 16)})["0"], reference(program, x))
 
 
 def test_no_op_of_ours_is_in_the_package(frozen: Path) -> None:
@@ -97,13 +105,13 @@ def test_no_op_of_ours_is_in_the_package(frozen: Path) -> None:
 def test_the_package_runs_without_this_package(program: Program, frozen: Path, tmp_path: Path) -> None:
     x = torch.randn(4, 16)
     torch.save({"x": x, "expected": reference(program, x)}, tmp_path / "case.pt")
-    assert read_io(frozen).inputs == ("x",)
+    assert read_io(frozen).inputs == ("x", "state")
     code = f"""
         import sys, torch
         sys.modules["glassengine"] = None
         case = torch.load({str(tmp_path / "case.pt")!r}, weights_only=True)
         package = torch._inductor.aoti_load_package({str(frozen / "model.pt2")!r})
-        torch.testing.assert_close(package(x=case["x"]), case["expected"])
+        torch.testing.assert_close(package(x=case["x"], state=torch.ones(4, 16))[0], case["expected"])
     """
     children.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], imports=children.COMPILING, check=True)
 
@@ -114,33 +122,22 @@ def test_inputs_of_any_layout_give_the_right_values(program: Program, frozen: Pa
     x = torch.randn(4, 16)
     for same in (x.t().contiguous().t(), torch.stack([x, x], -1)[..., 0], torch.cat([x, x], 1)[:, :16]):
         assert not same.is_contiguous()
-        torch.testing.assert_close(run({"x": same})["output"], reference(program, x))
+        torch.testing.assert_close(run({"x": same, "state": torch.ones(4, 16)})["0"], reference(program, x))
 
 
-class Odd(nn.Module):
-    """An input written in place, a result twice, an input as a result, and a result that is no tensor."""
-
-    def forward(self, state: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor]:
-        state.add_(x)
-        y = state.sin()
-        return y, None, x, y
-
-
-def test_results_that_repeat_and_inputs_that_are_written(tmp_path: Path) -> None:
-    x = torch.randn(3, 4)
-    program = export_module(Odd(), {"state": x.clone(), "x": x})
-    BACKEND.build(program, tmp_path)
-    run = load_executable("odd", lambda path: BACKEND.load(path, None), tmp_path).run
-    for state in (torch.ones(3, 4), torch.ones(4, 3).t()):
-        results = run({"state": state, "x": x})
+def test_results_that_repeat_and_inputs_that_are_written(frozen: Path) -> None:
+    x = torch.randn(3, 16)
+    run = load_executable("tapped", lambda path: BACKEND.load(path, None), frozen).run
+    for state in (torch.ones(3, 16), torch.ones(16, 3).t()):
+        results = run({"x": x, "state": state})
         torch.testing.assert_close(state, 1 + x)
-        assert list(results) == ["0", "2", "3"]
-        torch.testing.assert_close(results["0"], (1 + x).sin())
+        assert list(results) == ["0", "2", "3", "4"]
         torch.testing.assert_close(results["3"], (1 + x).sin())
+        torch.testing.assert_close(results["4"], (1 + x).sin())
         torch.testing.assert_close(results["2"], x)
     # The trap, so that the copies above are not taken for superfluous.
-    raw = torch._inductor.aoti_load_package(str(tmp_path / "model.pt2")).loader.run
-    assert not torch.allclose(raw([torch.ones(3, 4), x.t().contiguous().t()])[0], (1 + x).sin())
+    raw = torch._inductor.aoti_load_package(str(frozen / "model.pt2")).loader.run
+    assert not torch.allclose(raw([x.t().contiguous().t(), torch.ones(3, 16)])[-1], (1 + x).sin())
 
 
 def test_compiler_flags_are_options_of_an_engine(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,6 +178,7 @@ def halves(x: torch.Tensor) -> torch.Tensor:
     return (x[: x.shape[0] // 2] if x.shape[0] % 2 == 0 and x.shape[0] > 8 else x) @ torch.ones(3, 4)
 
 
+@pytest.mark.slow
 def test_graph_with_guards_on_symbols_is_not_taken_where_they_do_not_hold() -> None:
     for rows in (10, 9, 4, 12, 3):
         torch._dynamo.reset()

@@ -110,6 +110,7 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_parallel_model_agrees_with_one_process(recordings: Path) -> None:
     result = compare(recordings / "baseline", recordings / "right")
     assert (result.ok, result.coverage, result.counts["unmatched_candidate"]) == (True, 1.0, 0)
@@ -122,6 +123,7 @@ def test_a_parallel_model_agrees_with_one_process(recordings: Path) -> None:
     assert "in every rank, which are not the same" not in arrangements
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "site", "kind"),
     [
@@ -137,6 +139,7 @@ def test_the_first_wrong_layer_of_a_parallel_model_is_named(recordings: Path, na
         assert "shards of the weight are exchanged, those of the bias are not" in found.hints[0].text
 
 
+@pytest.mark.slow
 def test_results_of_collectives_are_waited_for(recordings: Path) -> None:
     opened = Recording.open(recordings / "right" / "rank1")
     assert "model.layers.0.self_attn.o_proj" in opened.sites() and opened.metadata["rank"] == 1

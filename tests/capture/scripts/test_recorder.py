@@ -137,7 +137,8 @@ def test_a_directory_that_is_taken_away_from_a_script(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("way", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["spawn", "forkserver"])
 def test_processes_that_a_recorded_script_starts_afresh(tmp_path: Path, way: str) -> None:
     then = f"""
         def fail():

@@ -86,6 +86,7 @@ class Block(nn.Module):
         return x + self.down(nn.functional.silu(self.up(self.norm(x))))
 
 
+@pytest.mark.slow
 def test_a_block_agrees_in_half_precision(tmp_path: Path) -> None:
     """The quick relative: a norm and products, on the engine with every output and on the other."""
     torch.manual_seed(0)

@@ -115,6 +115,7 @@ def test_all_rungs_judges_every_op_compiled_alone(
     assert "op-by-op" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_every_op_is_compiled_alone_as_torch_counts_it(inputs: str) -> None:
     torch._dynamo.reset()
     counters.clear()

@@ -85,6 +85,7 @@ def bug(kind: str) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_inductor_gives_the_same_bits_again(tmp_path: Path) -> None:
     snapshot = taken(tmp_path / "snapshots", "inductor")
     assert Snapshot.open(snapshot).meta["backend"] == "inductor"

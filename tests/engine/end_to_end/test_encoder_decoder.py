@@ -138,6 +138,7 @@ def test_what_is_missing_is_told(engine: Callable[[str], glass.Engine]) -> None:
         )
 
 
+@pytest.mark.slow
 def test_sites_of_both_programs_are_listed(checkpoint: Callable[[str], Path]) -> None:
     names = [site.name for site in glass.sites(checkpoint("t5"))]
     assert "encoder.block.0.layer.0.SelfAttention.q/linear.0" in names

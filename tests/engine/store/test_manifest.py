@@ -44,6 +44,7 @@ def test_manifest_says_what_was_built(engine: Engine, model: Any) -> None:
     assert "modeling_llama.py" in str(names["model.layers.0.mlp"].source)
 
 
+@pytest.mark.slow
 def test_default_backend_keeps_weights_in_its_files_only(inductor_engine: Engine) -> None:
     manifest = inductor_engine.manifest
     assert (manifest.weights, manifest.shares_weights, manifest.portable) == ("constants", False, False)
@@ -51,24 +52,24 @@ def test_default_backend_keeps_weights_in_its_files_only(inductor_engine: Engine
     assert sizes["weights.safetensors"] < 10_000 < sizes["main/model.pt2"]
 
 
-def test_forged_instructions_are_refused(inductor_engine: Engine, tmp_path: Path, forge: Forge) -> None:
-    copy = Path(shutil.copytree(inductor_engine.directory, tmp_path / "copy"))
-    forge(copy, cpu_flags=[*inductor_engine.manifest.cpu_flags, "avx1024_ghost"])
+def test_forged_instructions_are_refused(native_engine: Engine, tmp_path: Path, forge: Forge) -> None:
+    copy = Path(shutil.copytree(native_engine.directory, tmp_path / "copy"))
+    forge(copy, cpu_flags=[*native_engine.manifest.cpu_flags, "avx1024_ghost"])
     with pytest.raises(BackendError, match="avx1024_ghost") as caught:
         glass.load(copy)
     assert "not built for this machine" in str(caught.value) and caught.value.exit_status == 3
 
 
-def test_instructions_that_this_processor_lacks(inductor_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    needed = inductor_engine.manifest.cpu_flags
+def test_instructions_that_this_processor_lacks(native_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = native_engine.manifest.cpu_flags
     assert needed, "this machine tells its flags"
     monkeypatch.setattr(environment, "cpu_flags", lambda: frozenset(needed[1:]))
     with pytest.raises(BackendError, match=f"lacks: {needed[0]}"):
-        glass.load(inductor_engine.directory)
+        glass.load(native_engine.directory)
 
 
-def test_portable_cannot_be_forged(inductor_engine: Engine, tmp_path: Path, forge: Forge) -> None:
-    copy = Path(shutil.copytree(inductor_engine.directory, tmp_path / "copy"))
+def test_portable_cannot_be_forged(native_engine: Engine, tmp_path: Path, forge: Forge) -> None:
+    copy = Path(shutil.copytree(native_engine.directory, tmp_path / "copy"))
     forge(copy, portable=True, cpu_flags=["avx1024_ghost"])
     with pytest.raises(BackendError, match="avx1024_ghost"):
         glass.load(copy)
@@ -79,10 +80,10 @@ def test_portable_engine_needs_no_instructions(engine: Engine, monkeypatch: pyte
     assert glass.load(engine.directory).manifest.portable
 
 
-def test_other_architecture(inductor_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_architecture(native_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "riscv128")
     with pytest.raises(BackendError, match="this machine is riscv128"):
-        require_fit(inductor_engine.manifest, portable=False)
+        require_fit(native_engine.manifest, portable=False)
 
 
 @pytest.mark.parametrize("package", ["torch", "onnxruntime"])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import glassengine as glass
 from glassengine.cli.main import main
@@ -143,15 +144,26 @@ def test_a_checkpoint_of_the_hubs_cache_is_recorded_as_its_directory(checkpoint:
     assert directory_to_record(str(snapshot), None) is None
 
 
-def test_s2_native_code_from_elsewhere_is_not_loaded(
-    inductor_engine: Engine, checkpoint: Path, engine: Engine, tmp_path: Path
-) -> None:
-    foreign = Path(shutil.copytree(inductor_engine.directory, tmp_path / "foreign"))
+def test_s2_native_code_from_elsewhere_is_not_loaded(native_engine: Engine, tmp_path: Path) -> None:
+    foreign = Path(shutil.copytree(native_engine.directory, tmp_path / "foreign"))
     assert not read_manifest(foreign).ours, "the key of this test is another one"
     with pytest.raises(UsageError, match="did not build on this machine") as caught:
         glass.load(foreign)
     assert "main/model.pt2" in str(caught.value) and "--trust-engine" in str(caught.value)
     assert glass.load(foreign, trust=True).manifest.backend == "inductor"
+    torch.save({"input": torch.ones(2, 64)}, tmp_path / "x.pt")
+    run = ["run", str(foreign), "--inputs", str(tmp_path / "x.pt"), "-q"]
+    (tmp_path / "net.py").write_text("from torch import nn\n\n\ndef net():\n    return nn.Linear(64, 64)\n")
+    check = ["check", f"{tmp_path}/net.py:net", "--candidate", str(foreign), "--inputs", str(tmp_path / "x.pt"), "-q"]
+    assert (main(run), main(check)) == (2, 2)
+    assert main([*run, "--trust-engine"]) == 0
+
+
+@pytest.mark.slow
+def test_s2_native_code_of_a_language_model_is_not_loaded(
+    inductor_engine: Engine, checkpoint: Path, engine: Engine, tmp_path: Path
+) -> None:
+    foreign = Path(shutil.copytree(inductor_engine.directory, tmp_path / "foreign"))
     run = ["run", str(foreign), "--input-text", "a b", "--max-new-tokens", "2", "-q"]
     compare = ["compare", str(engine.directory), str(foreign), "--max-new-tokens", "2", "-q"]
     assert (main(run), main(compare)) == (2, 2)
@@ -160,9 +172,9 @@ def test_s2_native_code_from_elsewhere_is_not_loaded(
 
 
 def test_s2_what_this_user_built_here_is_loaded_also_from_a_copy(
-    inductor_engine: Engine, tmp_path: Path, own_key: Path
+    native_engine: Engine, tmp_path: Path, own_key: Path
 ) -> None:
-    mine = Path(shutil.copytree(inductor_engine.directory, tmp_path / "mine"))
+    mine = Path(shutil.copytree(native_engine.directory, tmp_path / "mine"))
     sealed(mine)
     key = own_key / trust.KEY_FILE
     assert key.stat().st_mode & 0o777 == 0o600 and len(key.read_bytes()) == 32
@@ -187,10 +199,10 @@ def sealed(directory: Path) -> None:
 
 
 def test_s2_large_native_code_is_hashed_whatever_its_size(
-    inductor_engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    native_engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("glassengine.engine.store.checked_files.HASHED_AT_LOAD_BYTES", 0)
-    mine = Path(shutil.copytree(inductor_engine.directory, tmp_path / "mine"))
+    mine = Path(shutil.copytree(native_engine.directory, tmp_path / "mine"))
     sealed(mine)
     package = mine / "main" / "model.pt2"
     data = bytearray(package.read_bytes())
@@ -230,9 +242,9 @@ def test_nothing_that_is_no_proof_is_one(own_key: Path) -> None:
 
 
 def test_s2_a_file_that_was_added_to_native_code_is_not_this_users(
-    inductor_engine: Engine, tmp_path: Path, own_key: Path
+    native_engine: Engine, tmp_path: Path, own_key: Path
 ) -> None:
-    mine = Path(shutil.copytree(inductor_engine.directory, tmp_path / "mine"))
+    mine = Path(shutil.copytree(native_engine.directory, tmp_path / "mine"))
     sealed(mine)
     assert glass.load(mine).manifest.backend == "inductor"
     (mine / "main" / "more").mkdir()

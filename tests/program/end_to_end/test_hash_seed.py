@@ -1,4 +1,7 @@
-"""What names a tensor does not depend on the hash seed: transformers' Gemma3 iterates over a set of layer types."""
+"""What names a tensor, and what a captured graph is kept under, does not depend on the hash seed.
+
+Transformers' Gemma3 iterates over a set of layer types.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,12 @@ CODE = """
             whole = value.double().clamp(-1e30, 1e30)
             weights = torch.arange(1, whole.numel() + 1, dtype=torch.float64).reciprocal().reshape(whole.shape)
             table[site.name] = [list(value.shape), str(value.dtype), float((whole * weights).sum()), site.fingerprint]
+    from glassengine.executable.graph.graph import CapturedGraph, input_spec
+    x = torch.ones(2, 3)
+    held = {name: torch.tensor([float(len(name))]) for name in {"a", "bb", "ccc"}}
+    function = lambda x: torch.softmax(x * held["bb"], -1, dtype=torch.float64)
+    module = torch.fx.experimental.proxy_tensor.make_fx(function)(x)
+    print(CapturedGraph(module, (input_spec(x, "x", "input"),), ("y",), "inference").hash)
     print(json.dumps(table))
 """
 
@@ -59,12 +68,15 @@ def table_of(output: str) -> dict[str, list[object]]:
     return table
 
 
-def test_name_and_fingerprint_are_the_same_tensor_under_two_hash_seeds() -> None:
+def test_names_fingerprints_and_hashes_are_the_same_under_two_hash_seeds() -> None:
     other = start_export()
-    first = table_of(export_here())
+    here = export_here()
+    first = table_of(here)
     output, _ = other.communicate(timeout=600)
     assert other.returncode == 0
     second = table_of(output)
+    graph_hash, graph_hash_there = here.splitlines()[-2], output.splitlines()[-2]
+    assert graph_hash == graph_hash_there and len(graph_hash) == 32
     assert len(first) > 200
     assert set(first) == set(second)
     different = {name for name in first if first[name] != second[name]}

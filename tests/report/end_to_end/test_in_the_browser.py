@@ -286,6 +286,7 @@ def test_paper_shows_the_answer_in_light_colors(tab: Open, report: Path) -> None
     assert page.evaluate("document.documentElement.scrollWidth") <= 794
 
 
+@pytest.mark.slow
 def test_a_page_without_tensors_has_tables_and_curves(tab: Open, tmp_path: Path) -> None:
     package = pytest.importorskip("axe_playwright_python", reason="axe-core is not installed")
     one, two = runs(tmp_path)
