@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -74,3 +75,68 @@ def test_two_mistakes_at_once_are_named_together() -> None:
 def test_nothing_is_said_of_what_no_mistake_makes() -> None:
     tensors = [drawn(2, 7, 8), drawn(2, 7, 8, seed=1)]
     assert explained(torch.add, lambda x, y: x + y + drawn(2, 7, 8, seed=9), tensors) == []
+
+
+@pytest.mark.parametrize(("size", "num_tried", "is_needed"), [(1.0, 100, True), (0.06, 100, False), (0.06, 1, True)])
+def test_two_mistakes_need_more_than_the_rounding_of_half_precision(
+    size: float, num_tried: int, is_needed: bool
+) -> None:
+    """What a second change removes is told from rounding, and from what one of so many pairs does by chance."""
+    x, error = drawn(4, 64).bfloat16(), drawn(4, 64, seed=1).bfloat16()
+    module = make_fx(lambda x: (x * 1.5,))(x)
+    piece = Piece(module, {"x_1": x}, (module.graph.output_node().all_input_nodes[0].name,))
+    trial = Trial(piece)
+    made = (x.double() * 1.5 + size * error.double()).bfloat16()
+    question = Question(trial, made.double(), None, noise_of(piece, trial.right, made))
+    both, alone = x.double() * 1.5 + size * error.double(), x.double() * 1.5
+    assert question.needs_both(both, (alone, None), num_tried) is is_needed
+    assert not question.needs_both(both, (both, alone), 1)  # one of them is enough
+
+
+def test_a_mask_that_is_moved_is_a_mask() -> None:
+    q, k, v = (drawn(2, 4, 6, 16, seed=seed) for seed in range(3))
+    mask = drawn(2, 1, 6, 6, seed=3) > 0
+    mask[..., 0] = True
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, mask)
+
+    (hint,) = explained(
+        attention, lambda q, k, v, mask: attention(q, k, v, mask.roll(1, -1)), [q, k, v, mask | mask.roll(-1, -1)]
+    )
+    assert hint.proven and hint.kind == "mask" and "moved by" in hint.text
+
+
+def test_the_first_value_that_was_never_written_is_named() -> None:
+    q, k, v = (drawn(2, 4, 6, 16, seed=seed) for seed in range(3))
+
+    def wrong(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, F.pad(v[:, :, 1:], (0, 0, 1, 0)))
+
+    (hint,) = explained(F.scaled_dot_product_attention, wrong, [q, k, v])
+    assert hint.proven and "the first of axis 2" in hint.text and "is zero" in hint.text
+
+
+def test_the_sign_of_positions_is_a_position() -> None:
+    def right(bands: Tensor) -> Tensor:
+        return ((torch.arange(6)[:, None] * 1.0) * bands).sin()
+
+    (hint,) = explained(right, lambda bands: ((torch.arange(6)[:, None] * -1.0) * bands).sin(), [drawn(8)], weights=1)
+    assert hint.proven and (hint.kind, hint.change and hint.change.candidate) == ("position", -1.0), hint
+    (hint,) = explained(lambda x: (x * 1.0).sin(), lambda x: (x * -1.0).sin(), [drawn(5, 8)])
+    assert hint.proven and hint.kind == "scale"
+
+
+def test_what_was_normed_in_place_of_what_was_not() -> None:
+    x, gain = drawn(3, 5, 32), drawn(32, seed=1) + 2
+
+    def right(x: Tensor, gain: Tensor) -> Tensor:
+        y = x.tanh() * 1.5
+        return y + F.layer_norm(y, (32,), gain).sin()
+
+    def wrong(x: Tensor, gain: Tensor) -> Tensor:
+        y = F.layer_norm(x.tanh() * 1.5, (32,), gain)
+        return y + y.sin()
+
+    (hint,) = explained(right, wrong, [x, gain], weights=1)
+    assert hint.proven and hint.kind == "swapped" and "instead of" in hint.text

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
 from glassengine.judge.graphs.between import passes_on, region_of
 from glassengine.judge.graphs.cut import Piece, cut
 from glassengine.judge.hypotheses.explain import differences, explanation
 from glassengine.judge.hypotheses.inside import Inside, inside_of
+from glassengine.judge.hypotheses.still_computed import still_computed
 from glassengine.judge.hypotheses.trials.hypothesis import constants_of
+from glassengine.judge.hypotheses.trials.native import in_its_dtype
 from glassengine.judge.hypotheses.trials.question import Question, noise_of
 from glassengine.judge.hypotheses.trials.trial import FAILS, Budget, Trial
-from glassengine.numerics.judgement import unit_roundoff
 from glassengine.program.representation.program import Program
 from glassengine.results import Hint
 
@@ -179,9 +179,10 @@ class Asked:
             {names[name]: tensor for name, tensor in self.program.weights().items()},
             {other.name: other for other in self.program.graph.nodes},
             self._is_another(node),
-            _native(piece, actual),
+            in_its_dtype(piece, actual),
             held,
             self._read(trial, theirs),
+            still_computed(trial, self.program, self.candidate),
         )
         return found if found.left(right) > 0 else None
 
@@ -192,7 +193,12 @@ class Asked:
         for _ in range(depth):
             layer = {source for op in layer for source in op.all_input_nodes if source.op == "call_function"}
             above |= layer
-        return cut([node], known, known.keys() - {op.name for op in above} - set(besides))
+        return cut([node], known, known.keys() - {op.name for op in above} - self._same(node) - set(besides))
+
+    def _same(self, node: Node) -> set[str]:
+        """Return what was flagged and is paired with the same tensor of the candidate: it is not made of itself."""
+        target = self.counterparts.get(node.name)
+        return {name for name in self.flagged if self.counterparts.get(name) == target}
 
     @property
     def _known(self) -> dict[str, Any]:
@@ -304,35 +310,6 @@ def _above(node: Node) -> set[Node]:
                 found.add(source)
                 waiting.append(source)
     return found
-
-
-def _native(piece: Piece, actual: torch.Tensor) -> torch.Tensor | None:
-    """Return what a piece makes in the dtype of the model, where it casts to a finer one; None where it does not."""
-    own = actual.dtype
-    if not own.is_floating_point or unit_roundoff(own) <= unit_roundoff(torch.float32):
-        return None
-    values: dict[Node, Any] = {}
-    is_cast = False
-
-    def coarse(value: Any) -> Any:
-        is_finer = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != own
-        return value.to(own) if is_finer else own if value in (torch.float32, torch.float64) else value
-
-    try:
-        for place, tensor in zip(piece.module.graph.find_nodes(op="placeholder"), piece.arguments(), strict=True):
-            values[place] = tensor
-        for op in piece.ops:
-            args, kwargs = torch.fx.node.map_arg((op.args, dict(op.kwargs)), values.__getitem__)
-            is_cast = is_cast or torch.float32 in (*args, *kwargs.values())
-            called: Any = op.target
-            values[op] = pytree.tree_map(
-                coarse, called(*pytree.tree_map(coarse, args), **pytree.tree_map(coarse, kwargs))
-            )
-        (end,) = piece.module.graph.output_node().all_input_nodes
-    except FAILS:
-        return None
-    made = values[end]
-    return made.double() if is_cast and isinstance(made, torch.Tensor) else None
 
 
 def _of_weight(name: str) -> str:

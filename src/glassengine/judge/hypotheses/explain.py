@@ -121,6 +121,8 @@ def _explained(
     question: Question, hypothesis: Hypothesis, score: float, near: list[tuple[float, Hypothesis]] | None = None
 ) -> Hint | None:
     """Return the hint of a mistake that makes what the candidate made; None where it does not, perhaps nearly."""
+    if hypothesis.lost is not None and hypothesis.lost.name in question.still_computed:
+        return None
     made = question.trial.changed(hypothesis.edits)
     if question.is_apart(made):
         return None
@@ -138,8 +140,10 @@ def _explained(
 def _of_two(question: Question, near: list[tuple[float, Hypothesis]]) -> tuple[Hint, Hypothesis] | None:
     """Return two mistakes that together make what the candidate made: one that leaves less, and another after it.
 
-    More pairs fit by chance than single mistakes do, so that only a proof counts.
+    More pairs fit by chance than single mistakes do, so that only a proof counts, and only where each of the two is
+    needed, by more than the number of pairs that were tried.
     """
+    num_tried = 0
     for share, first in sorted(near, key=lambda item: item[0])[:_MOST_FIRST]:
         trial = question.trial.after(first.edits)
         if trial is None:
@@ -149,8 +153,14 @@ def _of_two(question: Question, near: list[tuple[float, Hypothesis]]) -> tuple[H
             for second in _fitting(family, rest):
                 if second.edits.keys() & first.edits.keys():
                     continue
+                num_tried += 1
                 hint = _explained(rest, second, _TOGETHER)
                 if hint is None or not hint.proven:
+                    continue
+                # What it changes may hold what the first one made: alone, it is another edit.
+                same = next((one for one in _fitting(family, question) if one.text == second.text), None)
+                alone = rest.right, None if same is None else question.trial.changed(same.edits)
+                if not question.needs_both(trial.changed(second.edits), alone, num_tried):
                     continue
                 both = dataclasses.replace(
                     first, text=f"{first.text}; and {hint.text}", edits={**first.edits, **second.edits}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from glassengine.judge.hypotheses.mistakes.meanings import is_counted
 from glassengine.judge.hypotheses.trials.hypothesis import Literal, shown
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.ops.traits import named, traits_of
@@ -60,7 +61,7 @@ def kind_of(question: Question, literal: Literal) -> Kind:
         return "eps"
     name, op = literal.name, op_name(literal.node)
     if name == "scale" or (named(op).kind == "factor" and isinstance(literal.value, (int, float))):
-        return "scale"
+        return "position" if is_counted(question, literal.node) else "scale"
     if name in _MASKS:
         return "mask"
     if name == "approximate" or named(op).kind == "activation":

@@ -11,9 +11,9 @@ from glassengine.judge.hypotheses.mistakes.coarser import coarser
 from glassengine.judge.hypotheses.mistakes.layouts import neighbors, permuted_operands, reshaped
 from glassengine.judge.hypotheses.mistakes.masks import of_attention
 from glassengine.judge.hypotheses.mistakes.norms import variances
-from glassengine.judge.hypotheses.mistakes.operands import altered, another, exchanged, left_out
+from glassengine.judge.hypotheses.mistakes.operands import altered, another, another_inside, exchanged, left_out
 from glassengine.judge.hypotheses.mistakes.operations import activations, other_ops
-from glassengine.judge.hypotheses.mistakes.parts import cut_off, dropped, parts
+from glassengine.judge.hypotheses.mistakes.parts import cut_off, dropped, parts, zeroed
 from glassengine.judge.hypotheses.mistakes.seen import counted, seen_pairs
 from glassengine.judge.hypotheses.mistakes.solved import bases, solved
 from glassengine.judge.hypotheses.mistakes.weights_read import another_layer, another_module, every_weight, weights
@@ -43,11 +43,13 @@ FAMILIES: tuple[tuple[float, Family], ...] = (
     (0.93, another_module),
     (0.93, every_weight),
     (0.93, another),
+    (0.93, another_inside),
     (0.92, another_tensor),
     (0.92, altered),
     (0.92, in_its_own_dtype),
     (0.92, coarser),
     (0.92, cut_off),
+    (0.92, zeroed),
     (0.92, dropped),
     (0.91, permuted_operands),
     (0.9, solved),

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from glassengine.judge.hypotheses.mistakes.meanings import is_of_places
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Call, Edit
 from glassengine.numerics.metrics.orders import orders_of
 from glassengine.ops.traits import traits_of
+from glassengine.results import Kind
 
 _MOST_FACTORS = 4
 _ROUNDS = 64
@@ -32,14 +34,23 @@ def reshaped(question: Question) -> Iterator[Hypothesis]:
         ):
             continue
         split, merged = meeting(given.shape, made.shape), meeting(made.shape, given.shape)
-        for axis, _, parts in factored(split, made.shape):
+        for axis, first, parts in factored(split, made.shape):
+            kind, how = _of_axes(question, node, first, parts)
             for order in _orders(parts):
-                yield Hypothesis(
-                    "permuted", _apart(parts, order), {node: _split_as(split, axis, parts, order, made.shape)}
-                )
+                text = f"an axis is taken apart as {_in_words(parts, order, how)}"
+                yield Hypothesis(kind, text, {node: _split_as(split, axis, parts, order, made.shape)})
         for _, first, parts in factored(merged, given.shape):
+            kind, how = _of_axes(question, node, first, parts)
             for order in _orders(parts):
-                yield Hypothesis("permuted", _together(parts, order), {node: _merged_as(first, order, made.shape)})
+                text = f"axes are put together as {_in_words(parts, order, how)}"
+                yield Hypothesis(kind, text, {node: _merged_as(first, order, made.shape)})
+
+
+def _of_axes(question: Question, node: Node, first: int, parts: Sequence[int]) -> tuple[Kind, str]:
+    """Return what it is to take axes in another order, and in words: of positions, or of heads and their width."""
+    if is_of_places(question, node, tuple(range(first, first + len(parts)))):
+        return "transposed", "rows and columns are exchanged"
+    return "permuted", "heads are interleaved"
 
 
 def meeting(joined: Sequence[int], parted: Sequence[int]) -> tuple[int, ...]:
@@ -100,19 +111,11 @@ def _merged_as(first: int, order: Sequence[int], shape: Sequence[int]) -> Edit:
     return edit
 
 
-def _apart(parts: Sequence[int], order: Sequence[int]) -> str:
-    return f"an axis is taken apart as {_in_words(parts, order)}"
-
-
-def _together(parts: Sequence[int], order: Sequence[int]) -> str:
-    return f"axes are put together as {_in_words(parts, order)}"
-
-
-def _in_words(parts: Sequence[int], order: Sequence[int]) -> str:
+def _in_words(parts: Sequence[int], order: Sequence[int], how: str) -> str:
     here, there = (" x ".join(map(str, sizes)) for sizes in (parts, [parts[i] for i in order]))
     if here == there:
-        return f"{here} in another order: rows and columns are exchanged, or heads are interleaved"
-    return f"{there} in the candidate, as {here} here: heads are interleaved"
+        return f"{here} in another order: {how}"
+    return f"{there} in the candidate, as {here} here: {how}"
 
 
 def neighbors(question: Question) -> Iterator[Hypothesis]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -10,7 +11,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from glassengine.judge.graphs.between import passes_on
 from glassengine.judge.graphs.by_name import argument_names
+from glassengine.judge.hypotheses.mistakes.meanings import is_counted
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, article, tensors_of, with_leaves
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Call
@@ -95,7 +98,9 @@ def left_out(question: Question) -> Iterator[Hypothesis]:
         # What a reversed subtraction is without its second operand is no value of the first.
         if traits.kind in ("term", "factor") and name != "rsub":
             if len(tensors) == 2:
-                yield from _of_two(question, node, tensors)
+                counts = is_counted(question, node)
+                for found in _of_two(question, node, tensors):
+                    yield dataclasses.replace(found, kind="position") if counts else found
         elif tensors and trial.values[tensors[0][1]].shape == made.shape:
             first = trial.values[tensors[0][1]]
             if first.is_floating_point() and not torch.equal(first, made):
@@ -183,7 +188,8 @@ def altered(question: Question) -> Iterator[Hypothesis]:
                     "position", f"{name} is {abs(by)} too {'small' if by < 0 else 'large'}", {node: _value(moved)}
                 )
         else:
-            yield Hypothesis("scale", f"{name} has the other sign", {node: _value(-value)})
+            kind: Kind = "position" if is_counted(question, node) else "scale"
+            yield Hypothesis(kind, f"{name} has the other sign", {node: _value(-value)})
             if node.name in question.weights:
                 yield Hypothesis("scale", f"1 + {name} instead of {name}", {node: _value(value + 1)})
                 yield Hypothesis("scale", f"{name} - 1 instead of {name}", {node: _value(value - 1)})
@@ -193,7 +199,7 @@ def altered(question: Question) -> Iterator[Hypothesis]:
 def _moved(node: Node, name: str, value: torch.Tensor, *, is_weight: bool) -> Iterator[Hypothesis]:
     axes = [axis for axis in range(value.dim()) if value.shape[axis] > 1][-_MOST_AXES:]
     for axis in axes:
-        kind = kind_of_shift(value.dim(), axis, is_weight=is_weight)
+        kind = "mask" if is_mask(value) else kind_of_shift(value.dim(), axis, is_weight=is_weight)
         for by in (1, -1):
             text = f"{name} is moved by {by} along axis {axis}"
             for moved in (value.roll(by, axis), _shifted(value, by, axis)):
@@ -243,6 +249,21 @@ def another(question: Question) -> Iterator[Hypothesis]:
                 places = [place for place, leaf in tensors_of(trial, reader) if leaf is node]
                 edit = _with(dict.fromkeys(places, other))
                 yield Hypothesis(kind, f"{text}, where {op_name(reader)} reads it", {reader: edit})
+
+
+def another_inside(question: Question) -> Iterator[Hypothesis]:
+    """Yield: an op reads another tensor that the piece itself makes before it: the norm for what was normed."""
+    trial = question.trial
+    for place, node in enumerate(trial.ops):
+        if passes_on(node):
+            continue
+        for at, source in tensors_of(trial, node):
+            value = trial.values[source]
+            for other in (one for one in trial.ops[:place] if one is not source and not passes_on(one)):
+                found = trial.values[other]
+                if _are_alike(found, value) and value.is_floating_point() and not torch.equal(found, value):
+                    text = f"{question.label(other)} instead of {question.label(source)}"
+                    yield Hypothesis("swapped", text, {node: _with({at: found})})
 
 
 def _factor(value: torch.Tensor, other: torch.Tensor) -> float | None:

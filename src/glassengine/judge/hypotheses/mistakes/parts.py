@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
+from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, tensors_of, with_leaves
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Edit
 from glassengine.numerics.mask_values import sentinel
@@ -93,6 +93,22 @@ def dropped(question: Question) -> Iterator[Hypothesis]:
         yield Hypothesis("other", text, {end: _value(made)}, "p", (0.0, 1 - 1 / factor))
 
 
+def zeroed(question: Question) -> Iterator[Hypothesis]:
+    """Yield: the first or the last slice of what a product reads is zero: a position that was never written."""
+    trial = question.trial
+    for node in reversed(trial.ops):
+        for place, source in tensors_of(trial, node) if traits_of(node).reads_memory else ():
+            value = trial.values[source]
+            if not value.is_floating_point() or source.name in question.weights:
+                continue
+            for axis in range(1, value.dim() - 1):
+                for index, which in ((0, "first"), (-1, "last")) if value.shape[axis] > 1 else ():
+                    changed = value.clone()
+                    changed.select(axis, index).zero_()
+                    text = f"the {which} of axis {axis} of {question.label(source)} is zero"
+                    yield Hypothesis("other", text, {node: _read(place, changed)}, axis=axis)
+
+
 def article_of(question: Question) -> str:
     """Return what the result of a piece is called: by its op, or where that only passes on, as the result."""
     end = question.trial.end
@@ -101,3 +117,7 @@ def article_of(question: Question) -> str:
 
 def _value(value: torch.Tensor) -> Edit:
     return lambda call: value
+
+
+def _read(place: int, value: torch.Tensor) -> Edit:
+    return lambda call: with_leaves(call, {place: value})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -53,6 +54,7 @@ class Question:
         named: The baseline's own nodes by name: what reads a piece is not in it.
         is_another: Whether what the candidate made belongs to other ops of the baseline: another tensor of the model is
             no explanation then.
+        still_computed: Names of nodes of the piece that the candidate computes too, for it reads their weights.
         native: The piece in the candidate's dtype without casts to a finer one; None where it has no such casts.
     """
 
@@ -73,6 +75,7 @@ class Question:
     native: torch.Tensor | None = None
     held: Mapping[str, str] = field(default_factory=dict)
     read: frozenset[str] = frozenset()
+    still_computed: frozenset[str] = frozenset()
 
     @property
     def right(self) -> torch.Tensor:
@@ -166,6 +169,31 @@ class Question:
         size = max(_size(value, self.valid), _size(self.right, self.valid))
         return left <= _CERTAIN * self.noise * size and left * _APART <= self.of_right
 
+    def needs_both(self, both: torch.Tensor | None, alone: Sequence[torch.Tensor | None], num_tried: int) -> bool:
+        """Whether two changes together explain what neither does alone, and not since so many pairs were tried.
+
+        A change that has nothing to do with an error comes as near as a share of it, in every other element and in
+        those between, with a chance of this share each. Nothing comes nearer than rounding, much in half precision.
+
+        Args:
+            both: What is made with both.
+            alone: What is made with each of them; None where the ops do not take it.
+            num_tried: Pairs that were tried.
+        """
+        if both is None:
+            return False
+        size = max(_size(both, self.valid), _size(self.right, self.valid))
+        for value in alone:
+            if value is None or value.shape != self.actual.shape:
+                continue
+            chance = 1.0
+            for start in (0, 1):
+                near, far = (_of_every_other(one, self.actual, self.valid, start) for one in (both, value))
+                chance *= max(near, self.noise * size) / far if far else math.inf
+            if not chance * num_tried * _APART <= 1:
+                return False
+        return True
+
     def differs(self, value: torch.Tensor | None) -> bool:
         """Whether a value is another one than the right one: by more than rounding, or by what the candidate shows.
 
@@ -207,6 +235,11 @@ def _distance(a: torch.Tensor, b: torch.Tensor, valid: torch.Tensor | None) -> f
         return float("inf")
     error = torch.where(ours, a - b, 0.0)
     return float(error.square().mean().sqrt()) if error.numel() else 0.0
+
+
+def _of_every_other(a: torch.Tensor, b: torch.Tensor, valid: torch.Tensor | None, start: int) -> float:
+    mask = None if valid is None or valid.shape != b.shape else valid.flatten()[start::2]
+    return _distance(a.double().flatten()[start::2], b.double().flatten()[start::2], mask)
 
 
 def _largest(a: torch.Tensor, b: torch.Tensor, valid: torch.Tensor | None) -> float:

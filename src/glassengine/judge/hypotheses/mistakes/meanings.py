@@ -1,0 +1,62 @@
+"""What the numbers of a tensor mean: positions that are counted, rows and columns of an image or of scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.fx import Node
+
+from glassengine.judge.hypotheses.trials.question import Question
+from glassengine.ops.traits import traits_of
+from glassengine.program.representation.naming import op_name
+
+_NEAR = 8
+"""Steps within which a tensor is counted, or read."""
+_LEAST = 3
+"""Fewer different numbers are flags."""
+_FEW = 64
+_COUNTED = frozenset({"arange", "cumsum"})
+
+
+def is_counted(question: Question, node: Node) -> bool:
+    """Whether a node makes whole numbers of positions that are counted: their sign and factor is a position."""
+    value = question.trial.values.get(node)
+    if not isinstance(value, torch.Tensor) or value.dtype is torch.bool or not value.numel():
+        return False
+    # Most tensors show with a few elements that they are not.
+    for some in (value.flatten()[:_FEW].double(), value.double()):
+        if not bool((some == some.round()).all()):
+            return False
+    if torch.unique(value).numel() < _LEAST:
+        return False
+    return _near(question, node, lambda one: list(one.all_input_nodes), lambda one: op_name(one) in _COUNTED)
+
+
+def is_of_places(question: Question, node: Node, axes: tuple[int, ...]) -> bool:
+    """Whether some axes of what a view reads or makes are rows and columns: of scores, or of what was convolved."""
+    source = node.args[0] if node.args else None
+    if len(axes) != 2 or not isinstance(source, Node):
+        return False
+    if _near(question, node, _softened, lambda one: "softmax" in op_name(one)):
+        return True
+    own = question.named.get(source.name, source)
+    rank = getattr(own.meta.get("val"), "ndim", 0)
+    return "conv" in op_name(own) and axes == (rank - 2, rank - 1)
+
+
+def _softened(node: Node) -> list[Node]:
+    """Return what reads a node, up to a product: what is multiplied by a matrix is no score any more."""
+    return [] if traits_of(node).reads_memory else list(node.users)
+
+
+def _near(
+    question: Question, node: Node, following: Callable[[Node], list[Node]], is_one: Callable[[Node], bool]
+) -> bool:
+    layer, known = [question.named.get(node.name, node)], set()
+    for _ in range(_NEAR):
+        layer = [other for one in layer for other in following(one) if other not in known]
+        known.update(layer)
+        if any(is_one(one) for one in layer):
+            return True
+    return False

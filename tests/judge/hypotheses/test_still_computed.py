@@ -1,0 +1,39 @@
+"""A term that is added in another place is not said to be missing; one that is nowhere is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from glassengine.diagnose import check
+
+
+class Net(nn.Module):
+    """x [2, 6, 8]: a term of a sum, a norm, a product."""
+
+    def __init__(self, mistake: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.term, self.norm, self.head = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+        self.mistake = mistake
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.sin()
+        y = x if self.mistake else x + self.term(x).tanh()
+        y = self.head(self.norm(y))
+        return y * self.term(x).tanh().exp() if self.mistake == "elsewhere" else y
+
+
+@pytest.mark.parametrize(("mistake", "is_said"), [("nowhere", True), ("elsewhere", False)])
+def test_what_the_candidate_reads_elsewhere_is_not_said_to_be_left_out(
+    mistake: str, is_said: bool, tmp_path: Path
+) -> None:
+    torch.save({"x": torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1))}, tmp_path / "x.pt")
+    result = check(Net().eval(), candidate=Net(mistake).eval(), inputs=str(tmp_path / "x.pt"))
+    first = result.first_divergence
+    assert first is not None
+    said = [hint for hint in first.hints if hint.proven and "is not added" in hint.text]
+    assert bool(said) is is_said, first.hints
