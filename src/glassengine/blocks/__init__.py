@@ -2,14 +2,21 @@
 
 Pipeline: `pieces` cuts tensors of one shape into aligned flat pieces in row-major order and widens them; `totals` adds
 up how two tensors differ, in float64 or, where float32 holds the elements and the sums safely, in the faster and
-equally good `float32`; `statistics` has moments and the median of one stream. Invariants: never more than one piece
-per tensor is held besides the tensors, for any size and strides; every dtype that can be widened is allowed, in
-any combination; empty tensors and non-finite elements have defined results.
+equally good `float32`; `statistics` has moments and the median of one stream; `merging` joins sums of parts without
+any tensor. Invariants: never more than one piece per tensor is held besides the tensors, for any size and strides;
+every dtype that can be widened is allowed, in any combination; empty tensors and non-finite elements have defined
+results.
 """
 
-from glassengine.blocks.pieces import BLOCK_ELEMENTS, Stream, agree, blocks, error_stream, flat, real_stream, widen
-from glassengine.blocks.statistics import Moments, lower_median, moments
-from glassengine.blocks.totals import Difference, difference, merged
+from typing import TYPE_CHECKING
+
+from glassengine.deferred import deferred
+
+if TYPE_CHECKING:
+    from glassengine.blocks.merging import Difference, merged
+    from glassengine.blocks.pieces import BLOCK_ELEMENTS, Stream, agree, blocks, error_stream, flat, real_stream, widen
+    from glassengine.blocks.statistics import Moments, lower_median, moments
+    from glassengine.blocks.totals import difference
 
 __all__ = [
     "BLOCK_ELEMENTS",
@@ -27,3 +34,21 @@ __all__ = [
     "real_stream",
     "widen",
 ]
+
+_PUBLIC = {
+    "BLOCK_ELEMENTS": "glassengine.blocks.pieces",
+    "Difference": "glassengine.blocks.merging",
+    "Moments": "glassengine.blocks.statistics",
+    "Stream": "glassengine.blocks.pieces",
+    "agree": "glassengine.blocks.pieces",
+    "blocks": "glassengine.blocks.pieces",
+    "difference": "glassengine.blocks.totals",
+    "error_stream": "glassengine.blocks.pieces",
+    "flat": "glassengine.blocks.pieces",
+    "lower_median": "glassengine.blocks.statistics",
+    "merged": "glassengine.blocks.merging",
+    "moments": "glassengine.blocks.statistics",
+    "real_stream": "glassengine.blocks.pieces",
+    "widen": "glassengine.blocks.pieces",
+}
+__getattr__, __dir__ = deferred(__name__, _PUBLIC)

@@ -7,19 +7,12 @@ import math
 import torch
 from torch import Tensor
 
+from glassengine.blocks.merging import Sums
 from glassengine.blocks.pieces import agree, subtract, widen
 
 
-class Totals:
-    """The running sums behind `difference`; the attributes are the fields of `Difference` but `num_elements`."""
-
-    def __init__(self) -> None:
-        self.num_finite = self.num_different = self.num_mismatched = self.num_beyond = self.num_nonzero = 0
-        self.sum_abs = self.sum_squares = self.max_abs = self.sum_rel = self.max_rel = 0.0
-        self.dot = self.baseline_squares = self.candidate_squares = 0.0
-        self.worst: int | None = None
-        self.baseline_at_worst: float | None = None
-        self.candidate_at_worst: float | None = None
+class Totals(Sums):
+    """Running sums to which pieces are added."""
 
     def add(self, start: int, b: Tensor, c: Tensor, rtol: float, atol: float) -> None:
         """Add one pair of flat pieces that begins at flat position `start`."""
@@ -71,34 +64,6 @@ class Totals:
         if nonzero:
             self.sum_rel += float(relative.sum())
             self.max_rel = max(self.max_rel, float(relative.amax()))
-
-    def merge(self, part: Totals) -> None:
-        """Add the sums of a later piece; its places are of the whole tensor."""
-        is_first = bool(part.num_mismatched) and not self.num_mismatched
-        if is_first or (part.max_abs > self.max_abs and not self.num_mismatched):
-            self.worst, self.baseline_at_worst = part.worst, part.baseline_at_worst
-            self.candidate_at_worst = part.candidate_at_worst
-        self.num_finite += part.num_finite
-        self.num_different += part.num_different
-        self.num_mismatched += part.num_mismatched
-        self.num_beyond += part.num_beyond
-        self.num_nonzero += part.num_nonzero
-        self.sum_abs += part.sum_abs
-        self.sum_squares += part.sum_squares
-        self.sum_rel += part.sum_rel
-        self.dot += part.dot
-        self.baseline_squares += part.baseline_squares
-        self.candidate_squares += part.candidate_squares
-        self.max_abs = max(self.max_abs, part.max_abs)
-        self.max_rel = max(self.max_rel, part.max_rel)
-
-    def add_mismatched(self, count: int, first: int, baseline: float, candidate: float) -> None:
-        """Add elements that are not finite and do not agree; the first is at `first` and has these values."""
-        if not self.num_mismatched:
-            self.worst, self.baseline_at_worst, self.candidate_at_worst = first, baseline, candidate
-        self.num_mismatched += count
-        self.num_different += count
-        self.num_beyond += count
 
 
 def _magnitude(value: Tensor) -> float:

@@ -7,44 +7,15 @@ returns the same sums of a piece and declines the pieces it is not meant for.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from glassengine.blocks.arithmetic import arithmetic_for
+from glassengine.blocks.merging import Difference
 from glassengine.blocks.pieces import BLOCK_ELEMENTS, blocks, flat, one_thread, resolved, widen
 from glassengine.blocks.sums import Totals
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Raw sums of candidate - baseline; sums and counts are over elements that are finite on both sides.
-
-    `num_mismatched` counts elements that are not finite and do not agree (NaN agrees with NaN, an infinity with the
-    same infinity); they are also in `num_different` and `num_beyond`. `worst` is the flat row-major position of the
-    first mismatched element or else of the largest `|c - b|`, and None when nothing differs.
-    """
-
-    num_elements: int
-    num_finite: int
-    num_different: int
-    num_mismatched: int
-    num_beyond: int
-    sum_abs: float
-    sum_squares: float
-    max_abs: float
-    num_nonzero: int
-    sum_rel: float
-    max_rel: float
-    dot: float
-    baseline_squares: float
-    candidate_squares: float
-    worst: int | None
-    baseline_at_worst: float | None
-    candidate_at_worst: float | None
 
 
 def difference(
@@ -70,17 +41,6 @@ def difference(
         if same is not None:
             return same
     return _difference(baseline, candidate, rtol, atol, device)
-
-
-def merged(parts: Sequence[tuple[int, Difference]]) -> Difference:
-    """Return the sums of consecutive parts of one tensor, each with the flat position of its first element."""
-    total = Totals()
-    for start, part in parts:
-        sums = Totals()
-        vars(sums).update((name, value) for name, value in vars(part).items() if name != "num_elements")
-        sums.worst = None if part.worst is None else start + part.worst
-        total.merge(sums)
-    return Difference(sum(part.num_elements for _, part in parts), **vars(total))
 
 
 def _same(b: Tensor, c: Tensor) -> Difference | None:

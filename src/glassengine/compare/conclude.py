@@ -11,10 +11,10 @@ from typing import Any
 
 from glassengine.compare.distribute import Distribution
 from glassengine.compare.first import Order
-from glassengine.compare.judging import BY_FLOOR, BY_GIVEN_TOLERANCE, BY_TOLERANCE, severity
 from glassengine.compare.matching.matching import Match
 from glassengine.compare.matching.phases import phase_of
-from glassengine.compare.ranks.ranks import PutTogether
+from glassengine.compare.ranks.findings import Findings
+from glassengine.compare.ruling import BY_FLOOR, BY_GIVEN_TOLERANCE, BY_TOLERANCE, severity
 from glassengine.compare.units import with_statistics
 from glassengine.recording.layout.entries import Entries
 from glassengine.recording.layout.layout import Entry
@@ -180,4 +180,4 @@ def environment_of(side: TensorSource) -> dict[str, Any]:
     """Return what is known of where a side was made."""
     known = side.metadata.get("environment")
     facts = {**(known if isinstance(known, dict) else {}), "complete": side.complete}
-    return {**facts, "arrangements": side.arrangements} if isinstance(side, PutTogether) else facts
+    return {**facts, "arrangements": side.arrangements} if isinstance(side, Findings) else facts

@@ -15,12 +15,12 @@ from typing import Protocol
 import msgspec
 
 from glassengine.compare.evidence import Evidence
-from glassengine.compare.judging import Judged
 from glassengine.compare.matching.matching import Match
 from glassengine.compare.plan import Plan, Span
 from glassengine.compare.precision import Precision
-from glassengine.compare.ranks.ranks import PutTogether
+from glassengine.compare.ranks.findings import Findings
 from glassengine.compare.ranks.shared_gradients import is_share
+from glassengine.compare.ruling import Judged
 from glassengine.compare.units import (
     Answer,
     Asked,
@@ -287,7 +287,7 @@ class Distribution:
 
     def _note(self, answer: Answer) -> None:
         for side in (self._plan.bench.judge.left, self._plan.bench.judge.right):
-            if isinstance(side, PutTogether):
+            if isinstance(side, Findings):
                 side.note(answer.told)
 
     def _require_unchanged(self, outcomes: Iterable[Outcome]) -> None:

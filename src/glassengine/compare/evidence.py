@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from glassengine.blocks import Difference, merged
 from glassengine.numerics.metrics.drift import DriftSums
-from glassengine.numerics.metrics.slices import Slices
+from glassengine.numerics.metrics.noise_ratio import Means, Slices
 from glassengine.writing.checksums import crc32_joined
 
 
@@ -30,7 +29,7 @@ class Sums:
     @classmethod
     def of(cls, found: Slices) -> Sums:
         """Return the sums as a value."""
-        errors, powers = (tuple(x.numpy().tobytes() for x in side) for side in (found.errors, found.powers))
+        errors, powers = (tuple(x.tobytes() for x in side) for side in (found.errors, found.powers))
         return cls(found.error, found.power, errors, powers)
 
 
@@ -88,10 +87,10 @@ def _slices(parts: Sequence[Sums], shape: tuple[int, ...]) -> Slices | None:
     if not parts:
         return None
 
-    def along(which: str) -> tuple[torch.Tensor, ...]:
-        each = [[torch.from_numpy(np.frombuffer(raw).copy()) for raw in getattr(part, which)] for part in parts]
-        rows = torch.cat([axes[0] for axes in each])
-        others = [torch.stack([axes[axis] for axes in each]).sum(0) for axis in range(1, len(shape))]
+    def along(which: str) -> tuple[Means, ...]:
+        each = [[np.frombuffer(raw) for raw in getattr(part, which)] for part in parts]
+        rows = np.concatenate([axes[0] for axes in each])
+        others = [np.stack([axes[axis] for axes in each]).sum(0) for axis in range(1, len(shape))]
         return (rows, *others)
 
     return Slices(

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from glassengine.numerics.metrics.drift import LOST, DriftSums, by_growth
 from glassengine.numerics.metrics.tolerance import is_inexact, tolerance
 from glassengine.recording.read.source import TensorSource
@@ -57,13 +55,6 @@ class Precision:
             rows.append(sums.row(site, other, "result" if is_result else "module"))
         inner = [row for row in rows if row.kind != "result"]
         return (*by_growth(inner), *(row for row in rows if row.kind == "result"))
-
-
-def drift_of(x: Tensor, y: Tensor) -> DriftSums:
-    """Return the sums of one pair."""
-    sums = DriftSums()
-    sums.add(x, y)
-    return sums
 
 
 def by_drift(sums: DriftSums, *, num_elements: int, is_real: bool) -> Verdict:

@@ -7,8 +7,7 @@ matrix transposed. Said is only what makes the candidate's tensor up to the roun
 from __future__ import annotations
 
 import itertools
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from glassengine.compare.matching.matching import Match
 from glassengine.numerics.judgement import unit_roundoff
@@ -16,6 +15,9 @@ from glassengine.numerics.metrics.orders import called, order_between
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource
 from glassengine.results import Altered, Hint
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _CERTAIN, _APART = 4.0, 8.0
 """A proof leaves so many roundings at most, and the tensor as it is so many times as much (see decision 028)."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from glassengine.errors import IncomparableError, UnknownNameError, UsageError, first_line
 from glassengine.recording.formats.debugger_file import FULL, DebuggerFile
 from glassengine.recording.read.source import TensorSource
@@ -85,6 +83,10 @@ def check_arguments(rtol: float | None, atol: float | None, fail_on: str, min_co
         raise UsageError("invalid --min-coverage", got=str(min_coverage), expected="a share from 0 to 1")
     if fail_on not in VERDICTS[1:]:
         raise UsageError("invalid --fail-on", got=fail_on, expected=VERDICTS[1:])
+    if device == "cpu":
+        return
+    import torch
+
     try:
         torch.zeros(1, dtype=torch.float64, device=device) + 1
     except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:

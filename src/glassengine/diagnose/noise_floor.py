@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Unpack
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
@@ -160,8 +161,9 @@ class _Collector:
             return
         with self.mode.paused(), torch.no_grad():
             ours, theirs = self._recording.tensor(entry), tensor.detach()
-            valid = self._padding.valid(entry, entry.shape)
-            if valid is not None:
+            found_valid = self._padding.valid(entry, entry.shape)
+            if found_valid is not None:
+                valid = torch.from_numpy(found_valid)
                 ours, theirs = (torch.where(valid, side, torch.zeros((), dtype=side.dtype)) for side in (ours, theirs))
             found = slices(ours, theirs)
         key = entry.site, entry.step, entry.rank
@@ -169,7 +171,7 @@ class _Collector:
         whole, parts = found.error, found.errors
         if known is not None:
             whole = max(whole, known.whole)
-            parts = tuple(torch.maximum(a, b) for a, b in zip(parts, known.slices, strict=True))
+            parts = tuple(np.maximum(a, b) for a, b in zip(parts, known.slices, strict=True))
         self._floors[key] = Floor(whole, found.power, parts)
 
     def again(self, site: str, step: int, tensor: Tensor, rank: int) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-
-import torch
+from typing import TYPE_CHECKING, TypeAlias
 
 from glassengine.results import Exemption, ExemptionReason
+
+if TYPE_CHECKING:
+    import torch
 
 PADDING: ExemptionReason = "padding"
 UNWRITTEN: ExemptionReason = "unwritten memory"
@@ -19,7 +21,7 @@ BELOW: ExemptionReason = "below ties or padding"
 DRAWN: ExemptionReason = "random"
 UNREAD: ExemptionReason = "unread"
 
-Masks = Mapping[ExemptionReason, torch.Tensor]
+Masks: TypeAlias = "Mapping[ExemptionReason, torch.Tensor]"
 """Reason -> bool mask, which broadcasts against the tensor, of the elements that do not count."""
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-
+from glassengine.numerics.limits import limits
 from glassengine.results import Verdict
+
+if TYPE_CHECKING:
+    import torch
 
 SUSPICIOUS = 4.0
 
@@ -25,19 +28,19 @@ UNBOUNDED_WRONG = 1000.0
 """Of an op without a rounding bound the floor alone decides from here on, see `docs/decisions`."""
 
 
-_FLUSHED = (torch.bfloat16, torch.float32, torch.float64)
+_FLUSHED = ("bfloat16", "float32", "float64")
 """Dtypes whose numbers below the smallest normal one processors may take for 0."""
 
 
-def unit_roundoff(dtype: torch.dtype) -> float:
-    """Return the unit roundoff u of a floating dtype (half its machine epsilon)."""
-    return torch.finfo(dtype).eps / 2
+def unit_roundoff(dtype: torch.dtype | str) -> float:
+    """Return the unit roundoff u of a floating dtype (half its machine epsilon), or of the one of this name."""
+    return limits(dtype).eps / 2
 
 
-def smallest_precise(dtype: torch.dtype) -> float:
+def smallest_precise(dtype: torch.dtype | str) -> float:
     """Return the largest error of rounding to a floating dtype near zero: half a step, or all that may be flushed."""
-    limits = torch.finfo(dtype)
-    return limits.tiny if dtype in _FLUSHED else limits.tiny * unit_roundoff(dtype)
+    tiny = limits(dtype).tiny
+    return tiny if str(dtype).removeprefix("torch.") in _FLUSHED else tiny * unit_roundoff(dtype)
 
 
 def relative_from(dtype: torch.dtype) -> float:

@@ -10,13 +10,13 @@ import re
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from glassengine.errors import CorruptError, GlassError
 from glassengine.reading.files import open_regular, shown
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # torch searches its messages, which quote names, in time that grows with the square of their length.
 _MAX_NAME_BYTES = 1 << 14
@@ -38,12 +38,13 @@ _MOST_SIGNALS = 100
 _T = TypeVar("_T")
 
 
-def open_safetensors(path: str | Path, *, inside: str | Path | None = None) -> Any:
+def open_safetensors(path: str | Path, *, inside: str | Path | None = None, framework: str = "pt") -> Any:
     """Return an open safetensors file, mapped: `keys()`, `metadata()`, `get_tensor(key)`.
 
     Args:
         path: The file.
         inside: As for `reading.files.open_regular`.
+        framework: What tensors are of, "pt" or "numpy".
 
     Raises:
         UsageError: Without `inside`: there is no such file.
@@ -54,7 +55,7 @@ def open_safetensors(path: str | Path, *, inside: str | Path | None = None) -> A
     open_regular(path, inside=inside).close()
     path = _copied(path)
     try:
-        return uninterrupted(lambda: safe_open(path, framework="pt"))
+        return uninterrupted(lambda: safe_open(path, framework=framework))
     # The last two: it cannot be mapped.
     except (SafetensorError, OSError, ValueError, RuntimeError, MemoryError) as error:
         raise CorruptError("not a safetensors file", got=f"{shown(path)}: {shown(str(error))[:400]}") from error
@@ -109,6 +110,8 @@ def read_torch(
         UsageError: Without `inside`: there is no such file.
         CorruptError: It is damaged, would run code, or fills memory.
     """
+    import torch
+
     where = shown(name if name is not None else str(file))
     try:
         if isinstance(file, io.BytesIO):
@@ -150,6 +153,8 @@ def check_unfolded(value: Any, where: str) -> None:
     Raises:
         CorruptError: It nests too deeply or holds too much.
     """
+    import torch
+
     waiting: list[tuple[Any, int]] = [(value, 0)]
     count = 0
     while waiting:
@@ -161,15 +166,17 @@ def check_unfolded(value: Any, where: str) -> None:
             waiting += [(child, depth + 1) for child in item.values()]
         elif isinstance(item, list | tuple):
             waiting += [(child, depth + 1) for child in item]
-        elif isinstance(item, Tensor) and item.layout is not torch.strided:
+        elif isinstance(item, torch.Tensor) and item.layout is not torch.strided:
             raise CorruptError("a tensor of the file is not dense", got=f"{shown(where)}: {item.layout}")
-        elif isinstance(item, Tensor) and item.nbytes > max(item.untyped_storage().nbytes(), MAX_EXPANDED_BYTES):
+        elif isinstance(item, torch.Tensor) and item.nbytes > max(item.untyped_storage().nbytes(), MAX_EXPANDED_BYTES):
             got = f"{shown(where)}: {item.untyped_storage().nbytes():,} bytes that are expanded to {item.nbytes:,}"
             raise CorruptError("a tensor of the file repeats too much", got=got)
 
 
 def _read_old(file: io.BufferedReader, where: str) -> Any:
     """Read a file of the format before zip archives: pickles, and then the bytes of the tensors."""
+    import torch
+
     file.seek(0)
     head = io.BytesIO(file.read(_MAX_PICKLE_BYTES))
     if not head.getvalue().startswith(_OLD):

@@ -7,12 +7,15 @@ import json
 import os
 import shlex
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -24,10 +27,13 @@ from glassengine.compare import sides as both_sides
 from glassengine.compare.chunk import main as judge_chunks
 from glassengine.compare.compare import compare
 from glassengine.compare.distribute import Here
+from glassengine.compare.judge_chunk import judge_chunk
 from glassengine.compare.units import Answer, Chunk
 from glassengine.errors import CorruptError, UsageError
+from glassengine.recording.layout.noise_floor import Floor, write_noise_floor
 from glassengine.recording.write.writer import RecordingWriter
 from glassengine.workers import Died
+from glassengine.workers.pipe import receive, send
 
 STEPS = 3
 
@@ -134,6 +140,63 @@ def test_jobs_that_leave_files_find_what_one_process_finds(
     with pytest.raises(CorruptError, match="the answer to a chunk is damaged"):
         judged(sides, answers=plan)
     capsys.readouterr()
+
+
+WITHOUT_TORCH = """
+import json, os, sys
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            raise RuntimeError("torch is imported")
+sys.meta_path.insert(0, NoTorch())
+import glassengine.compare.compare
+from glassengine.compare import plan as plans
+from glassengine.workers.pipe import receive, send
+class Starter:
+    def __init__(self, function, count):
+        self.count = count
+    def run(self, requests, attempts=3):
+        for request in requests:
+            send(sys.stdout.buffer, request)
+            yield receive(sys.stdin.buffer)
+    def close(self):
+        pass
+module = sys.modules["glassengine.compare.compare"]
+module.Processes, plans.CHUNK_BYTES = Starter, 5000
+found = module.compare(sys.argv[1], sys.argv[2], jobs=2)
+from glassengine.report.terminal_compare import comparison
+comparison(found)
+send(sys.stdout.buffer, b"")
+send(sys.stdout.buffer, json.dumps(found.to_dict()).encode())
+"""
+
+
+def test_who_plans_and_merges_does_without_torch(tmp_path: Path, small_chunks: None) -> None:
+    """Of ranks, with padding, a noise floor, tensors cut in rows, and some that are the same; this process judges."""
+    for name, error in (("a", 0.0), ("b", 1e-3)):
+        for rank in range(2):
+            path = tmp_path / name / f"rank{rank}"
+            with RecordingWriter(path, metadata={"token_ids": [[0, 1, 2, 3]]}) as writer:
+                for step in range(2):
+                    writer.write(".:in.input_ids", step, torch.arange(4)[None], rank=rank)
+                    writer.write(".:in.attention_mask", step, torch.tensor([[0, 1, 1, 1]]), rank=rank)
+                    for site, size in (("small:out", 8), ("large:out", 1600)):
+                        x = torch.randn(1, 4, size, generator=torch.Generator().manual_seed(rank + step))
+                        writer.write(site, step, x + (error if step and site[0] == "l" else 0), rank=rank)
+                    writer.commit(step)
+            if name == "a":
+                noise = tuple(np.full(size, 1e-12) for size in (1, 4, 1600))
+                write_noise_floor(path, {("large:out", 1, rank): Floor(1e-12, 1.0, noise)}, "by hand")
+    child = [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path / "a"), str(tmp_path / "b")]
+    with subprocess.Popen(child, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as driver:
+        assert driver.stdin is not None and driver.stdout is not None
+        while request := receive(driver.stdout):
+            send(driver.stdin, judge_chunk(request))
+        document = json.loads(receive(driver.stdout) or b"{}")
+    here = judged(tmp_path)
+    assert document == json.loads(json.dumps(here))
+    assert {pair["judged_by"] for pair in here["pairs"]} == {"noise floor", "tolerance (uncalibrated)"}
+    assert here["exemptions"] and here["first_divergence"]["site"] == "large:out"
 
 
 def test_first_stops_after_the_first_chunk_that_is_wrong(sides: Path, small_chunks: None) -> None:

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import glassengine as glass
-from glassengine.compare.matching.assembling import assembled, steps_of
+from glassengine.compare.matching.assembling import assembled
 from glassengine.compare.matching.layouts import apply, parse_operation
-from glassengine.compare.matching.maps import parse_map
+from glassengine.compare.matching.maps import parse_map, steps_of
 from glassengine.errors import UsageError
 from glassengine.recording.write.writer import RecordingWriter
 

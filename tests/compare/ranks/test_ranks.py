@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -286,7 +287,7 @@ def test_ranks_are_judged_by_the_noise_floor_of_each(tmp_path: Path) -> None:
     record_ranks(tmp_path / "x", [{"y": randn(4, 4, seed=rank)} for rank in range(2)])
     for rank, size in enumerate(noise):
         power = float(randn(4, 4, seed=rank).square().mean())
-        slices = tuple(torch.full((4,), size**2, dtype=torch.float64) for _ in range(2))
+        slices = tuple(np.full(4, size**2) for _ in range(2))
         floors = {("y", 0, rank): Floor(size**2, power, slices)}
         write_noise_floor(tmp_path / "x" / f"rank{rank}", floors, "by hand")
     for bad, verdict in ((1, "rounding"), (0, "wrong")):

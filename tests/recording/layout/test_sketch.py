@@ -95,8 +95,8 @@ def test_a_sketch_is_kept_for_the_next_time(tmp_path: Path, monkeypatch: pytest.
     def planted(*_: object) -> None:
         raise AssertionError("computed again")
 
-    monkeypatch.setattr("glassengine.recording.read.reader.sketch", planted)
-    monkeypatch.setattr("glassengine.recording.read.reader.summarize", planted)
+    monkeypatch.setattr("glassengine.recording.layout.sketch.sketch", planted)
+    monkeypatch.setattr("glassengine.recording.layout.statistics.summarize", planted)
     again = Recording.open(tmp_path / "r")
     assert [again.sketch(entry) for entry in again.entries] == first
     assert [again.summary(entry) for entry in again.entries] == summaries

@@ -12,18 +12,12 @@ from glassengine.compare.matching.maps import Rule
 from glassengine.errors import UsageError
 
 
-def steps_of(rule: Rule, step: int) -> range:
-    """Return the steps of the candidate whose tensors stand for one step of the baseline."""
-    last = step + rule.step_offset
-    return range(last if rule.accumulate is None else 0, last + 1)
-
-
 def assembled(rule: Rule, parts: Sequence[tuple[Tensor, Callable[[str], Tensor]]]) -> Tensor:
     """Return the tensor that the candidates of a rule are together.
 
     Args:
         rule: Of a map.
-        parts: Each candidate of each of `steps_of`, with what looks up other tensors of its step.
+        parts: Each candidate of each of `maps.steps_of`, with what looks up other tensors of its step.
 
     Raises:
         UsageError: An operation does not fit, or the tensors do not fit each other.

@@ -23,15 +23,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from glassengine.errors import UsageError, first_line, nearest
 from glassengine.recording.layout.layout import STORED
 
-Lookup = Callable[[str], Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Lookup: TypeAlias = "Callable[[str], Tensor]"
 """Returns the tensor of a name, of the same side, step and rank."""
 
 
@@ -126,6 +126,8 @@ def _slice(x: Tensor, _: Lookup, given: Mapping[str, Any]) -> Tensor:
 
 
 def _split(x: Tensor, _: Lookup, given: Mapping[str, Any]) -> Tensor:
+    import torch
+
     size = x.shape[given["dim"]]
     parts = given.get("parts")
     if parts is not None and (parts < 1 or size % parts):
@@ -136,6 +138,8 @@ def _split(x: Tensor, _: Lookup, given: Mapping[str, Any]) -> Tensor:
 
 
 def _pack(x: Tensor, lookup: Lookup, given: Mapping[str, Any]) -> Tensor:
+    import torch
+
     mask = lookup(given["mask"]) if isinstance(given["mask"], str) else torch.tensor(given["mask"])
     if mask.ndim != 2 or x.ndim < 2 or mask.shape[0] != x.shape[0] or mask.shape[1] < x.shape[1]:
         raise ValueError(f"a mask {list(mask.shape)} does not say which of [batch, sequence] are tokens")
@@ -153,6 +157,8 @@ def _pair(x: Tensor, _: Lookup, given: Mapping[str, Any]) -> Tensor:
 
 def _rotary(x: Tensor, given: Mapping[str, Any], *, to_halves: bool) -> Tensor:
     """Return `x` with the rotated elements of each head in the other order."""
+    import torch
+
     dim, width = range(x.ndim)[given["dim"]], given["width"]
     rotated = width if given["rotated"] is None else given["rotated"]
     if width < 1 or x.shape[dim] % width or not 0 <= rotated <= width or rotated % 2:
@@ -165,6 +171,8 @@ def _rotary(x: Tensor, given: Mapping[str, Any], *, to_halves: bool) -> Tensor:
 
 
 def _cast(x: Tensor, _: Lookup, given: Mapping[str, Any]) -> Tensor:
+    import torch
+
     dtype: torch.dtype = getattr(torch, given["dtype"])
     if x.is_complex() and not dtype.is_complex:
         raise ValueError(f"{given['dtype']} has no imaginary part")
@@ -190,7 +198,7 @@ _KINDS: dict[str, Callable[[object], bool]] = {
     ),
 }
 
-_Run = Callable[[Tensor, Lookup, Mapping[str, Any]], Tensor]
+_Run: TypeAlias = "Callable[[Tensor, Lookup, Mapping[str, Any]], Tensor]"
 
 # name -> (argument -> kind, defaults, what it does)
 _OPERATIONS: dict[str, tuple[dict[str, str], dict[str, Any], _Run]] = {

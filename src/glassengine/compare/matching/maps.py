@@ -206,3 +206,9 @@ def _require_captures(rule: Rule, where: str) -> None:
             raise UsageError(
                 f"{where}: {name!r} has more wildcards than {rule.baseline!r}", got=str(needed), expected=str(there)
             )
+
+
+def steps_of(rule: Rule, step: int) -> range:
+    """Return the steps of the candidate whose tensors stand for one step of the baseline."""
+    last = step + rule.step_offset
+    return range(last if rule.accumulate is None else 0, last + 1)

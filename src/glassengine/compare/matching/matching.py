@@ -9,8 +9,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from glassengine.compare.matching.assembling import steps_of
-from glassengine.compare.matching.maps import Rule, TensorMap
+from glassengine.compare.matching.maps import Rule, TensorMap, steps_of
 from glassengine.compare.matching.rules import pair_names
 from glassengine.errors import UsageError
 from glassengine.recording.layout.layout import Entry

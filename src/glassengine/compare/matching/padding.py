@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from glassengine.recording.layout.layout import Entry
+from glassengine.recording.read.reader import array_of
 from glassengine.recording.read.source import TensorSource
 
 MASK = "attention_mask"
@@ -22,11 +22,14 @@ _INPUT_IDS = "input_ids"
 CACHES = (":kv.key", ":kv.value")
 
 
+_Mask = np.typing.NDArray[np.bool_]
+
+
 class _Valid(NamedTuple):
     """Of one step: the tokens [B, S] that are not padding, and the cache slots [B, T] in use."""
 
-    tokens: Tensor
-    slots: Tensor
+    tokens: _Mask
+    slots: _Mask
 
 
 class Padding:
@@ -47,10 +50,10 @@ class Padding:
         valid = self._of(entry)
         if valid is None:
             return None
-        used = valid.slots.any(0).nonzero()
+        used = np.flatnonzero(valid.slots.any(0))
         return int(used[-1]) + 1 if len(used) else None
 
-    def valid(self, entry: Entry, shape: tuple[int, ...]) -> Tensor | None:
+    def valid(self, entry: Entry, shape: tuple[int, ...]) -> _Mask | None:
         """Return a bool mask that broadcasts against a tensor of `shape` recorded as `entry`; None: all counts."""
         found = self._of(entry)
         if found is None or not shape:
@@ -79,7 +82,7 @@ class Padding:
         entry, ids = (self._roots.get((step, rank, name)) for name in (MASK, _INPUT_IDS))
         if entry is None or ids is None:
             return None
-        mask = self._source.tensor(entry) != 0
+        mask: _Mask = array_of(self._source, entry) != 0
         size = ids.shape[1]
         # The tokens of the step are the last columns, unless the mask covers a cache that is longer than what is in it.
         if mask.shape[0] != ids.shape[0] or mask.shape[1] < size:
@@ -93,10 +96,10 @@ class Padding:
         if self._source.metadata.get("padding") != "left" or not isinstance(lengths, list) or not lengths:
             return None
         longest = max(lengths)
-        prompt = torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]
-        following = torch.ones((len(lengths), step), dtype=torch.bool)
+        prompt = np.arange(longest) >= longest - np.array(lengths)[:, None]
+        following = np.ones((len(lengths), step), dtype=np.bool_)
         tokens = following[:, :1] if step else prompt
-        return _Valid(tokens, torch.cat([prompt, following], 1))
+        return _Valid(tokens, np.concatenate([prompt, following], 1))
 
 
 def _sequence_axis(shape: tuple[int, ...], size: int) -> int | None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from glassengine.compare.ranks.assembly import Assembly
 from glassengine.compare.ranks.samples import factor_of
 from glassengine.compare.ranks.spread import DataLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SAME_FACTOR = 0.02
 

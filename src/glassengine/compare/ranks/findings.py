@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterable
-from typing import NamedTuple, Self
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, NamedTuple, Self
 
-from torch import Tensor
-
-from glassengine.compare.ranks.assembly import Assembly
 from glassengine.compare.ranks.of_source import OfSource
-from glassengine.compare.ranks.spread import DataLayout
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from glassengine.compare.ranks.assembly import Assembly
+    from glassengine.compare.ranks.spread import DataLayout
 
 _Key = tuple[int, str]
 
@@ -52,6 +54,27 @@ class Findings(OfSource):
         self._factors: dict[int, float] = {}
         self._styles: Counter[str] = Counter()
         self._told: dict[_Key, tuple[bool, bool]] = {}
+
+    @property
+    def arrangements(self) -> Mapping[str, int]:
+        """How the tensors that were read were put together -> how many, most frequent first."""
+        raise NotImplementedError
+
+    def expect(self, entry: Entry, source: TensorSource, counterpart: Entry) -> None:
+        """Note that the whole of `entry` is judged against `counterpart`, of `source`."""
+        raise NotImplementedError
+
+    def why_not(self, entry: Entry) -> str | None:
+        """Return why the whole of `entry` cannot be assembled from its parts; None if it can."""
+        raise NotImplementedError
+
+    def reject(self, entry: Entry) -> None:
+        """Note that shares of a sum or mean were never added up: each part is to be the whole."""
+        raise NotImplementedError
+
+    def errors_of_expected(self, entry: Entry) -> dict[int, float] | None:
+        """Return how far what each rank has is from its place in the counterpart; None where it cannot be said."""
+        raise NotImplementedError
 
     def assembly(self, entry: Entry) -> tuple[Assembly, Tensor | None]:
         """Return the parts of a tensor in their places."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from glassengine.compare.ranks.assembly import Assembly, error_of
 from glassengine.compare.ranks.shards import Local, owners
 from glassengine.recording.layout.layout import Entry
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def errors_of_ranks(

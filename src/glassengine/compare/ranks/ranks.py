@@ -11,8 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from glassengine.compare.matching.padding import CACHES
 from glassengine.compare.matching.phases import is_of_activation, is_of_parameter
@@ -27,6 +26,9 @@ from glassengine.compare.ranks.shards import Local, assembled, is_spread, meshes
 from glassengine.compare.ranks.spread import Arrangement, DataLayout, Part, arrangements, choose, shape_of_whole, uneven
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _NUM_FACTORS = 48
 """Gradients of a step from which their common factor is derived."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from glassengine.compare.matching.matching import Match, Matching
-from glassengine.compare.ranks.ranks import PutTogether
-from glassengine.compare.ranks.two_layouts import Joined, is_spread_alike
+import numpy as np
+
+from glassengine.compare.matching.matching import Match, Matching, by_step
+from glassengine.compare.ranks.findings import Findings
+from glassengine.compare.sides import have_same_bytes
 from glassengine.recording.layout.layout import Entry
+from glassengine.recording.read.reader import array_of
 from glassengine.recording.read.source import TensorSource
 
 
@@ -16,11 +19,16 @@ def sides_of_one_rank(left: TensorSource, right: TensorSource) -> tuple[TensorSo
     together first, where the parts of the candidate agree with it, and then the candidate.
     """
     several = [len({entry.rank for entry in side.entries}) > 1 for side in (left, right)]
-    if all(several) and not is_spread_alike(left, right):
+    is_two = all(several) and not is_spread_alike(left, right)
+    if several[0] == several[1] and not is_two:
+        return left, right
+    # What puts tensors together needs torch; who compares rank by rank does not.
+    from glassengine.compare.ranks.ranks import PutTogether
+    from glassengine.compare.ranks.two_layouts import Joined
+
+    if is_two:
         joined = Joined(left, right)
         return joined, PutTogether(right, joined, num_groups=joined.num_groups)
-    if several[0] == several[1]:
-        return left, right
     return (PutTogether(left, right), right) if several[0] else (left, PutTogether(right, left))
 
 
@@ -34,11 +42,11 @@ def expect_counterparts(left: TensorSource, right: TensorSource, matching: Match
     impossible: list[tuple[Entry, str]] = []
     for match in matching.matches:
         reason = None
-        if isinstance(left, PutTogether):
+        if isinstance(left, Findings):
             reason = _reason(left, match.baseline, right, match.candidates[0], match)
-        elif isinstance(right, PutTogether):
+        elif isinstance(right, Findings):
             found = (_reason(right, entry, left, match.baseline, match) for entry in match.candidates)
-            why_not = left.why_not(match.baseline) if isinstance(left, Joined) else None
+            why_not = _undecided(left, match.baseline)
             reason = why_not or next(filter(None, found), None)
         if reason is None:
             possible.append(match)
@@ -47,8 +55,41 @@ def expect_counterparts(left: TensorSource, right: TensorSource, matching: Match
     return Matching(tuple(possible), (*matching.baseline_only, *impossible), matching.candidate_only)
 
 
-def _reason(side: PutTogether, entry: Entry, other: TensorSource, counterpart: Entry, match: Match) -> str | None:
+def _reason(side: Findings, entry: Entry, other: TensorSource, counterpart: Entry, match: Match) -> str | None:
     rule = match.rule
     if len(match.candidates) == 1 and (rule is None or not (rule.baseline_ops or rule.candidate_ops)):
         side.expect(entry, other, counterpart)
     return side.why_not(entry)
+
+
+def _undecided(side: TensorSource, entry: Entry) -> str | None:
+    """Return why a tensor of a baseline that was put together cannot be judged; None if it can."""
+    from glassengine.compare.ranks.two_layouts import Joined
+
+    return side.why_not(entry) if isinstance(side, Joined) else None
+
+
+def is_spread_alike(left: TensorSource, right: TensorSource) -> bool:
+    """Return whether each rank has the same tensors on both sides, of the same shapes and for the same inputs."""
+    if {entry.rank for entry in left.entries} != {entry.rank for entry in right.entries}:
+        return False
+    first: list[tuple[Entry, Entry]] = []
+    for found in by_step(left.entries, right.entries):
+        ours, theirs = ({(e.step, e.rank, e.site): e for e in side.values()} for side in found)
+        common = [(entry, theirs[key]) for key, entry in ours.items() if key in theirs]
+        if any(one.shape != other.shape for one, other in common):
+            return False
+        if not first:
+            inputs = [both for both in common if both[0].site.startswith(".:in") and both[0].dtype == "int64"]
+            first = [both for both in inputs if both[0].step == min(one.step for one, _ in inputs)]
+    if all(have_same_bytes(one, other) for one, other in first):
+        return True
+    given = [(one.site, array_of(left, one), array_of(right, other)) for one, other in first]
+    if all(np.array_equal(one, other) for _, one, other in given):
+        return True
+    # Other data is a finding; the same data in other ranks is another layout.
+    for site in {name for name, _, _ in given}:
+        values = [np.concatenate([both[side].flatten() for name, *both in given if name == site]) for side in range(2)]
+        if not np.array_equal(np.sort(values[0]), np.sort(values[1])):
+            return True
+    return False

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from glassengine.compare.matching.matching import by_step
 from glassengine.compare.matching.phases import is_of_activation, is_of_parameter
 from glassengine.compare.ranks.assembly import EXPLAINED, Assembly, error_of
 from glassengine.compare.ranks.data_layout import data_layout, spreads_of_inputs, with_other_stages
@@ -33,30 +32,6 @@ _UNDECIDED = "both sides number these modules in each rank from 0, with unequal 
 _MAX_WHOLES = 12
 
 _Key = tuple[int, str]
-
-
-def is_spread_alike(left: TensorSource, right: TensorSource) -> bool:
-    """Return whether each rank has the same tensors on both sides, of the same shapes and for the same inputs."""
-    if {entry.rank for entry in left.entries} != {entry.rank for entry in right.entries}:
-        return False
-    first: list[tuple[Entry, Entry]] = []
-    for found in by_step(left.entries, right.entries):
-        ours, theirs = ({(e.step, e.rank, e.site): e for e in side.values()} for side in found)
-        common = [(entry, theirs[key]) for key, entry in ours.items() if key in theirs]
-        if any(one.shape != other.shape for one, other in common):
-            return False
-        if not first:
-            inputs = [both for both in common if both[0].site.startswith(".:in") and both[0].dtype == "int64"]
-            first = [both for both in inputs if both[0].step == min(one.step for one, _ in inputs)]
-    given = [(one.site, left.tensor(one), right.tensor(other)) for one, other in first]
-    if all(torch.equal(one, other) for _, one, other in given):
-        return True
-    # Other data is a finding; the same data in other ranks is another layout.
-    for site in {name for name, _, _ in given}:
-        values = [torch.cat([both[side].flatten() for name, *both in given if name == site]) for side in range(2)]
-        if not torch.equal(values[0].sort().values, values[1].sort().values):
-            return True
-    return False
 
 
 class Joined(OfSource):

@@ -58,11 +58,11 @@ def write_tensors(
         OSError: The file exists or cannot be written.
     """
     # The largest elements first, so that every tensor is aligned to its elements.
-    ordered = sorted(tensors.items(), key=lambda item: -STORED[dtype_name(item[1].dtype)][1].itemsize)
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for key, tensor in ordered:
-        code, _, parts = STORED[dtype_name(tensor.dtype)]
+        code, _, parts, _ = STORED[dtype_name(tensor.dtype)]
         start, end = end, end + tensor.numel() * tensor.element_size()
         shape = [*tensor.shape, parts] if parts > 1 else list(tensor.shape)
         header[key] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from glassengine.capture.runs.known_tokens import prompt_lengths
-from glassengine.compare.matching.assembling import assembled, steps_of
-from glassengine.compare.matching.maps import Rule, TensorMap
+from glassengine.compare.matching.assembling import assembled
+from glassengine.compare.matching.maps import Rule, TensorMap, steps_of
 from glassengine.compare.matching.rules import pair_names
 from glassengine.errors import IncomparableError, UsageError
 from glassengine.judge.cases import Case, StepInputs

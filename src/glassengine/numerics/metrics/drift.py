@@ -16,12 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from glassengine.numerics.mask_values import sentinel
 from glassengine.results import DriftRow
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOST = 0.5
 """Noise over signal from which on a tensor is not the baseline's any more: 3 dB."""
@@ -53,6 +53,8 @@ class DriftSums:
             valid: Bool mask that broadcasts against them: elements that count.
             predicted: What the baseline makes of the candidate's own inputs.
         """
+        from glassengine.numerics.mask_values import sentinel
+
         floats = baseline.is_floating_point() and candidate.is_floating_point()
         if not floats or baseline.shape != candidate.shape or not baseline.numel():
             return
@@ -65,15 +67,15 @@ class DriftSums:
         if valid is not None:
             counted &= valid
         self.num_tensors += 1
-        b, c = torch.where(counted, b, 0.0), torch.where(counted, c, 0.0)
+        b, c = b.where(counted, 0.0), c.where(counted, 0.0)
         self.signal += float(b.square().sum())
         self.power += float(c.square().sum())
         self.dot += float((b * c).sum())
         self.noise += float((c - b).square_().sum())
         if p is not None:
-            p = torch.where(counted & p.isfinite(), p.double(), 0.0)
+            p = p.double().where(counted & p.isfinite(), 0.0)
             self.predicted += float(p.square().sum())
-            self.introduced += float(torch.where(counted, c - p, 0.0).square_().sum())
+            self.introduced += float((c - p).where(counted, 0.0).square_().sum())
 
     def merge(self, other: DriftSums) -> None:
         """Add what another holds."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from glassengine import blocks
+from glassengine.numerics.metrics.figures import figures_of
 from glassengine.recording.layout.statistics import summarize, summarize_stream
 from glassengine.results import Figures, Summary
 
-__all__ = ["figures_of", "measure", "summarize", "summarize_errors"]
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = ["measure", "summarize", "summarize_errors"]
 
 
 def measure(
@@ -40,29 +41,6 @@ def measure(
     return figures_of(raw, tuple(baseline.shape), rtol=rtol, atol=atol)
 
 
-def figures_of(raw: blocks.Difference, shape: tuple[int, ...], *, rtol: float, atol: float) -> Figures:
-    """Return the figures of two tensors of `shape` whose sums are known; see `measure`."""
-    worst = None if raw.worst is None else tuple(int(i) for i in np.unravel_index(raw.worst, shape))
-    return Figures(
-        num_elements=raw.num_elements,
-        num_different=raw.num_different,
-        max_abs_diff=math.inf if raw.num_mismatched else raw.max_abs,
-        mean_abs_diff=raw.sum_abs / max(raw.num_finite, 1),
-        rms_diff=math.sqrt(raw.sum_squares / max(raw.num_finite, 1)),
-        max_rel_diff=math.inf if raw.num_mismatched else raw.max_rel,
-        mean_rel_diff=raw.sum_rel / max(raw.num_nonzero, 1),
-        cosine_similarity=_cosine(raw),
-        snr_db=_snr_db(raw),
-        worst_index=worst,
-        baseline_at_worst=raw.baseline_at_worst,
-        candidate_at_worst=raw.candidate_at_worst,
-        num_nonfinite_mismatch=raw.num_mismatched,
-        num_beyond_tolerance=raw.num_beyond,
-        rtol=rtol,
-        atol=atol,
-    )
-
-
 def summarize_errors(
     baseline: Tensor, candidate: Tensor, *, device: str | torch.device = "cpu"
 ) -> tuple[Summary, Summary]:
@@ -76,20 +54,3 @@ def summarize_errors(
         for relative in (False, True)
     )
     return absolute, relative
-
-
-def _cosine(raw: blocks.Difference) -> float:
-    if raw.num_different == 0 or raw.baseline_squares == raw.candidate_squares == 0:
-        return 1.0
-    if raw.baseline_squares == 0 or raw.candidate_squares == 0:
-        return 0.0
-    # The roots are taken one by one: the product of two sums of squares overflows long before the norms do.
-    return max(-1.0, min(1.0, raw.dot / math.sqrt(raw.baseline_squares) / math.sqrt(raw.candidate_squares)))
-
-
-def _snr_db(raw: blocks.Difference) -> float:
-    if raw.sum_squares == 0:
-        return math.inf
-    if raw.baseline_squares == 0:
-        return -math.inf
-    return 10 * (math.log10(raw.baseline_squares) - math.log10(raw.sum_squares))

@@ -1,52 +1,16 @@
-"""How two tensors differ along every axis, in one pass over blocks: mean squares of the error, slice by slice.
-
-And the test that goes with them, that of `numerics.verdict`, on a floor that was kept with the baseline's recording:
-
-    noise_ratio = max over slices of rms_s(candidate - baseline) / floor_s
-    floor_s^2 = max( noise_s^2, noise^2, r^2 mean(B^2), r^2 mean_s(B^2), (u^2 / 3) mean(B^2) )
-
-B is the baseline, r the largest noise of its site in any step, relative to it.
-"""
+"""How two tensors differ along every axis, in one pass over blocks: mean squares of the error, slice by slice."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from glassengine.blocks import BLOCK_ELEMENTS, agree
-from glassengine.numerics.judgement import smallest_precise, unit_roundoff
 from glassengine.numerics.mask_values import sentinel
-from glassengine.recording.layout.noise_floor import Floor
-
-
-@dataclass(frozen=True)
-class Slices:
-    """Mean squares, over the whole and for every index of every axis.
-
-    Attributes:
-        error: Of candidate - baseline; infinite where an element differs in kind (NaN, infinity, mask, integer).
-        power: Of the baseline.
-        errors: For each axis float64 [size].
-        powers: Likewise.
-    """
-
-    error: float
-    power: float
-    errors: tuple[Tensor, ...]
-    powers: tuple[Tensor, ...]
-
-    def means(self, shape: Sequence[int]) -> Slices:
-        """Return the means of what are sums over a tensor of `shape`."""
-        count = max(1, math.prod(shape))
-        errors, powers = (
-            tuple(sums / max(1, count // max(1, size)) for sums, size in zip(side, shape, strict=True))
-            for side in (self.errors, self.powers)
-        )
-        return Slices(self.error / count, self.power / count, errors, powers)
+from glassengine.numerics.metrics.noise_ratio import Slices
 
 
 def slices(baseline: Tensor, candidate: Tensor) -> Slices:
@@ -73,31 +37,7 @@ def sums_of_squares(baseline: Tensor, candidate: Tensor) -> Slices:
             others = [i for i in range(len(where)) if i != axis]
             errors[axis][index] += square.sum(others) if others else square
             powers[axis][index] += size.sum(others) if others else size
-    return Slices(error, power, tuple(errors), tuple(powers))
-
-
-def noise_ratio(found: Slices, floor: Floor, relative: float, dtype: torch.dtype) -> float:
-    """Return the error over the floor, in the worst slice.
-
-    Args:
-        found: The two sides.
-        floor: What rounding alone does to the baseline.
-        relative: The largest noise of this site in any step, relative to the baseline.
-        dtype: Of the baseline; the last rounding alone is part of every floor.
-    """
-    u, tiny = (unit_roundoff(dtype), smallest_precise(dtype)) if dtype.is_floating_point else (0.0, 0.0)
-    share = max(relative**2, u**2 / 3)
-    least = max(floor.whole, found.power * share, tiny**2 / 3)
-    ratio: float = _ratio(torch.tensor(found.error), torch.tensor(least))
-    for errors, powers, noise in zip(found.errors, found.powers, floor.slices, strict=True):
-        ratio = max(ratio, _ratio(errors, torch.maximum(noise, powers * share).clamp(min=least)))
-    return math.sqrt(ratio)
-
-
-def _ratio(error: Tensor, floor: Tensor) -> float:
-    # An infinite floor (rounding alone changes the kind of value) does not judge the candidate.
-    ratio = torch.where((error > 0) & floor.isfinite(), error / floor, 0.0)
-    return float(ratio.max()) if ratio.numel() else 0.0
+    return Slices(error, power, tuple(x.numpy() for x in errors), tuple(x.numpy() for x in powers))
 
 
 def _squares(b: Tensor, c: Tensor, limit: float) -> tuple[Tensor, Tensor]:

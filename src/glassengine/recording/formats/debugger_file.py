@@ -15,19 +15,19 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from glassengine.errors import CorruptError
 from glassengine.recording.formats.files import why_not_a_file
 from glassengine.recording.formats.json_file import JsonFile
 from glassengine.recording.formats.printed import parse_tensor
 from glassengine.recording.formats.safetensors_file import SafetensorsFile
-from glassengine.recording.layout.layout import STORED, Entry
+from glassengine.recording.layout.layout import STORED, Entry, num_bytes
 from glassengine.results import Skipped
 from glassengine.sites import ROOT, port_site, with_call
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FULL = "_FULL_TENSORS.json"
 SUMMARY = "_SUMMARY.json"
@@ -128,7 +128,7 @@ class DebuggerFile:
         if value is None:
             self._printed |= dict(_statistics(site, step, rank, dtype, shape, found))
             return "statistics only: the values are in the file that ends in _FULL_TENSORS.json"
-        nbytes = math.prod(shape) * STORED[dtype][1].itemsize * STORED[dtype][2]
+        nbytes = num_bytes(dtype, shape)
         if isinstance(value, str):
             name = value.removeprefix("./")
             reason = why_not_a_file(folder, name)
@@ -175,6 +175,8 @@ class PrintedStatistics:
 def _statistics(
     site: str, step: int, rank: int, dtype: str, shape: tuple[int, ...], found: dict[str, Any]
 ) -> Iterator[tuple[Entry, Tensor]]:
+    import torch
+
     sizes = torch.tensor(shape, dtype=torch.int64)
     yield Entry(f"{site}:shape", step, rank, "int64", tuple(sizes.shape), nbytes=sizes.nbytes), sizes
     printed = [_NUMBER.fullmatch(str(found.get(name))) for name in ("std", "mean", "min", "max")]

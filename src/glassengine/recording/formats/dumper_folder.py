@@ -12,15 +12,16 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from glassengine.errors import CorruptError
 from glassengine.recording.formats.torch_file import TorchFile
 from glassengine.recording.layout.layout import Entry
 from glassengine.results import Skipped
 from glassengine.sites import ROOT, port_site, with_call
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SEPARATOR = "___"
 _STEPS = ("step", "forward_pass_id")

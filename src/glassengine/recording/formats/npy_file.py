@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 import mmap
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from glassengine.errors import CorruptError
 from glassengine.reading.arrays import read_header
 from glassengine.reading.files import open_regular
 from glassengine.recording.layout.layout import STORED, Entry
 from glassengine.results import Skipped
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class NpyFile:
@@ -66,6 +67,8 @@ def map_array(path: Path, entry: Entry) -> Tensor:
     Raises:
         CorruptError: The file is damaged, or not what it was when it was described.
     """
+    import torch
+
     with open_regular(path, inside=path.parent) as file:
         try:
             shape, fortran, dtype = read_header(file)

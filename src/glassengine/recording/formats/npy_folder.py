@@ -13,17 +13,18 @@ import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
-from torch import Tensor
 
 from glassengine.errors import CorruptError
 from glassengine.reading.documents import read_document
 from glassengine.recording.formats.npy_file import describe, map_array
 from glassengine.recording.layout.layout import STORED, Entry
 from glassengine.results import Skipped
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _STEP = re.compile(r"(.+)-step(\d{1,9})")
 _FOLDER = re.compile(r"tllm_debug|(?P<kind>PP|TP|rank|iteration)_?(?P<number>\d{1,9})")
@@ -75,6 +76,8 @@ class NpyFolder:
 
     def tensor(self, entry: Entry) -> Tensor:
         """Return the values of one of `entries`, mapped."""
+        import torch
+
         file = self._files[entry.step, entry.rank, entry.site]
         stored = describe(file, entry.site, step=entry.step, rank=entry.rank)
         if isinstance(stored, str) or stored.shape != entry.shape:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from glassengine.errors import CorruptError
 from glassengine.reading.arrays import read_header
@@ -17,6 +15,9 @@ from glassengine.reading.files import open_regular
 from glassengine.recording.formats.npy_file import why_not
 from glassengine.recording.layout.layout import Entry
 from glassengine.results import Skipped
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # A deflated member of a few megabytes can claim and deliver gigabytes.
 _MAX_ARRAY_BYTES = 1 << 34
@@ -77,6 +78,8 @@ class NumpyFile:
         Raises:
             CorruptError: The member is cut or damaged.
         """
+        import torch
+
         try:
             with self._archive.open(self._members[entry.site]) as file:
                 shape, fortran, dtype = read_header(file)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 # torch prints in scientific notation, with a dot behind whole numbers, or as True and False.
 _NUMBER = r"[+-]?(?:inf|nan|\d+\.?\d*(?:e[+-]?\d+)?)"
@@ -52,6 +53,8 @@ def parse_tensor(lines: Sequence[str], shape: tuple[int, ...], dtype: str) -> Te
         return f"it cannot be read at {text[position : position + 20]!r}"
     if len(values) != math.prod(shape):
         return f"{len(values)} values for the shape {list(shape)}"
+    import torch
+
     try:
         return torch.tensor(values, dtype=_widest(values)).reshape(shape).to(getattr(torch, dtype))
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:
@@ -69,6 +72,8 @@ def _value(found: re.Match[str]) -> Any:
 
 def _widest(values: list[Any]) -> torch.dtype | None:
     """Return a dtype that holds every digit; torch's own choice for integers and bools."""
+    import torch
+
     if any(isinstance(value, complex) for value in values):
         return torch.complex128
     return torch.float64 if any(isinstance(value, float) for value in values) else None

@@ -11,9 +11,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from glassengine.errors import CorruptError
 from glassengine.recording.formats.files import KINDS, why_not_a_file
@@ -21,6 +19,9 @@ from glassengine.recording.formats.json_file import JsonFile
 from glassengine.recording.layout.layout import Entry
 from glassengine.results import Skipped
 from glassengine.sites import ROOT, port_site, with_call
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 INDEX = "dump.json"
 _DATA = "dump_tensor_data"

@@ -12,11 +12,9 @@ import io
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from glassengine.errors import CorruptError
 from glassengine.reading.arrays import read_header
@@ -26,6 +24,9 @@ from glassengine.recording.formats.npy_file import why_not
 from glassengine.recording.formats.torch_file import why_not_a_tensor
 from glassengine.recording.layout.layout import Entry
 from glassengine.results import Skipped
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _CLASS = "polygraphy_class"
 _OLD_CLASS = "__polygraphy_encoded_"
@@ -67,6 +68,8 @@ class RunResults:
         Raises:
             CorruptError: They are damaged.
         """
+        import torch
+
         value = self._values[entry]
         try:
             if "tensor" in value:

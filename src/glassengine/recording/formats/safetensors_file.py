@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
-from torch import Tensor
 
 from glassengine.errors import CorruptError
 from glassengine.reading.tensors import open_safetensors
 from glassengine.recording.layout.description import PAD_PREFIX
-from glassengine.recording.layout.layout import STORED, Entry
+from glassengine.recording.layout.layout import STORED, Entry, num_bytes
 from glassengine.results import Skipped
 
-_NAMES = {code: dtype for dtype, (code, _, parts) in STORED.items() if parts == 1}
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_NAMES = {one.code: dtype for dtype, one in STORED.items() if one.parts == 1}
 
 
 class SafetensorsFile:
@@ -42,7 +43,7 @@ class SafetensorsFile:
                 elif code not in _NAMES:
                     skipped.append(Skipped(name, "both", f"no arithmetic for {code}", step=0))
                 else:
-                    nbytes = math.prod(shape) * STORED[_NAMES[code]][1].itemsize
+                    nbytes = num_bytes(_NAMES[code], shape)
                     entries.append(Entry(name, 0, 0, _NAMES[code], shape, nbytes=nbytes))
         except (SafetensorError, OSError) as error:
             raise CorruptError("not a safetensors file", got=f"{path}: {error}") from error

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from glassengine.errors import CorruptError
 from glassengine.reading.documents import parsed
 from glassengine.recording.formats.safetensors_file import SafetensorsFile
-from glassengine.recording.layout.layout import STORED, Entry
+from glassengine.recording.layout.layout import Entry
 from glassengine.stores import objects
 from glassengine.stores.places import Remote
 from glassengine.stores.ranges import changed, read_range
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the format
 
@@ -55,7 +56,9 @@ class SafetensorsObject(SafetensorsFile):
         Raises:
             CorruptError: The file has changed since it was opened.
         """
-        dtype = STORED[entry.dtype][1]
+        import torch
+
+        dtype: torch.dtype = getattr(torch, entry.dtype)
         if not entry.nbytes:
             return torch.empty(entry.shape, dtype=dtype)
         data = read_range(self._url, self._found, self._starts[entry.site], entry.nbytes)

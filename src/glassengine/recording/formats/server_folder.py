@@ -9,14 +9,15 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from glassengine.errors import CorruptError
 from glassengine.recording.formats.safetensors_file import SafetensorsFile
 from glassengine.recording.layout.layout import Entry
 from glassengine.results import Skipped
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _MOST_FORWARDS = 1 << 16
 _MOST_TEXT = 1 << 26

@@ -10,14 +10,15 @@ import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from glassengine.errors import CorruptError
 from glassengine.recording.formats.files import KINDS, TensorFile
 from glassengine.recording.layout.layout import Entry
 from glassengine.results import Skipped
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _STEP = re.compile(r"step(\d{1,9})")
 _RANK = re.compile(r"rank(\d{1,9})")

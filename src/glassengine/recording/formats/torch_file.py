@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from glassengine.errors import CorruptError
 from glassengine.reading.tensors import read_torch
 from glassengine.recording.layout.layout import STORED, Entry
 from glassengine.results import Skipped
 from glassengine.writing.files import open_for_torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # A small file can name one list many times over; these bound what it unfolds to.
 _MAX_DEPTH = 64
@@ -59,6 +59,8 @@ def save_pt(tensors: Mapping[str, Tensor], path: Path) -> None:
     Raises:
         OSError: It cannot be written, for want of room, say.
     """
+    import torch
+
     with open_for_torch(path) as file:
         torch.save(dict(tensors), file)
 
@@ -81,7 +83,9 @@ def _leaves(name: str, value: Any, depth: int, count: list[int]) -> Iterator[tup
 
 def why_not_a_tensor(value: Any) -> str | None:
     """Return why `value` is not given as a tensor, or None."""
-    if not isinstance(value, Tensor):
+    import torch
+
+    if not isinstance(value, torch.Tensor):
         return f"not a tensor: {type(value).__name__}"
     if value.is_quantized or value.is_meta or value.layout != torch.strided:
         kind = "quantized" if value.is_quantized else "meta" if value.is_meta else str(value.layout)

@@ -71,7 +71,7 @@ class Description:
         self.shape = shape
         self.nbytes = num_bytes(dtype, shape)
         self.site_json = json.dumps(site)[1:-1]
-        code, _, parts = STORED[dtype]
+        code, _, parts, _ = STORED[dtype]
         stored = [*shape, parts] if parts > 1 else list(shape)
         self.header = f'":{{"dtype":"{code}","shape":{json.dumps(stored, separators=(",", ":"))},"data_offsets":['
         fixed = {"dtype": dtype, "shape": shape, "axes": dict(axes or {}), "node": node, "nbytes": self.nbytes}

@@ -25,9 +25,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
-import torch
 
 SCHEMA_VERSION = 4
 MANIFEST = "recording.json"
@@ -50,30 +50,50 @@ MAX_SHARD_NUMBER = 99_999
 MAX_ROWS = 1 << 20
 MAX_GROUP_TENSORS = 512
 
-# torch dtype name -> (safetensors code, torch dtype of the stored elements, stored elements per element)
-STORED: dict[str, tuple[str, torch.dtype, int]] = {
-    "bool": ("BOOL", torch.bool, 1),
-    "uint8": ("U8", torch.uint8, 1),
-    "int8": ("I8", torch.int8, 1),
-    "uint16": ("U16", torch.uint16, 1),
-    "int16": ("I16", torch.int16, 1),
-    "uint32": ("U32", torch.uint32, 1),
-    "int32": ("I32", torch.int32, 1),
-    "uint64": ("U64", torch.uint64, 1),
-    "int64": ("I64", torch.int64, 1),
-    "float8_e4m3fn": ("F8_E4M3", torch.float8_e4m3fn, 1),
-    "float8_e4m3fnuz": ("F8_E4M3FNUZ", torch.float8_e4m3fnuz, 1),
-    "float8_e5m2": ("F8_E5M2", torch.float8_e5m2, 1),
-    "float8_e5m2fnuz": ("F8_E5M2FNUZ", torch.float8_e5m2fnuz, 1),
-    "float8_e8m0fnu": ("F8_E8M0", torch.float8_e8m0fnu, 1),
-    "float16": ("F16", torch.float16, 1),
-    "bfloat16": ("BF16", torch.bfloat16, 1),
-    "float32": ("F32", torch.float32, 1),
-    "float64": ("F64", torch.float64, 1),
-    "complex64": ("C64", torch.complex64, 1),
-    # safetensors has no such dtype: declared parts, a last dimension of (real, imaginary)
-    "complex128": ("F64", torch.float64, 2),
+
+class Stored(NamedTuple):
+    """How elements of a dtype are stored.
+
+    Attributes:
+        code: Of safetensors.
+        element: torch dtype name of what is stored.
+        parts: How many of these an element is.
+        num_bytes: Of an element.
+    """
+
+    code: str
+    element: str
+    parts: int
+    num_bytes: int
+
+
+_CODES = {
+    "bool": ("BOOL", 1),
+    "uint8": ("U8", 1),
+    "int8": ("I8", 1),
+    "uint16": ("U16", 2),
+    "int16": ("I16", 2),
+    "uint32": ("U32", 4),
+    "int32": ("I32", 4),
+    "uint64": ("U64", 8),
+    "int64": ("I64", 8),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e4m3fnuz": ("F8_E4M3FNUZ", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "float8_e5m2fnuz": ("F8_E5M2FNUZ", 1),
+    "float8_e8m0fnu": ("F8_E8M0", 1),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "float32": ("F32", 4),
+    "float64": ("F64", 8),
+    "complex64": ("C64", 8),
 }
+STORED: dict[str, Stored] = {
+    **{name: Stored(code, name, 1, num_bytes) for name, (code, num_bytes) in _CODES.items()},
+    # safetensors has no such dtype: declared parts, a last dimension of (real, imaginary)
+    "complex128": Stored("F64", "float64", 2, 16),
+}
+"""By torch dtype name. torch itself is imported where values are: who plans from indices does without."""
 
 
 @dataclass(frozen=True)
@@ -234,5 +254,4 @@ def block_starts(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     """Return the stored bytes of a tensor."""
-    _, stored, parts = STORED[dtype]
-    return math.prod(shape) * stored.itemsize * parts
+    return math.prod(shape) * STORED[dtype].num_bytes

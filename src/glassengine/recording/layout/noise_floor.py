@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 from safetensors import SafetensorError
-from torch import Tensor
 
 from glassengine.errors import CorruptError, GlassError
 from glassengine.reading.documents import parsed
@@ -28,6 +27,8 @@ from glassengine.recording.layout.layout import INDEX, Entry
 from glassengine.stores.delivery import delivered
 from glassengine.writing.checksums import crc32
 from glassengine.writing.files import aside, save_safetensors
+
+_Means = np.typing.NDArray[np.float64]
 
 FILE = "noise_floor.safetensors"
 SCHEMA_VERSION = 1
@@ -48,7 +49,7 @@ class Floor:
 
     whole: float
     power: float
-    slices: tuple[Tensor, ...]
+    slices: tuple[_Means, ...]
 
 
 class NoiseFloor:
@@ -90,6 +91,8 @@ def write_noise_floor(directory: Path, floors: Mapping[Key, Floor], how: str) ->
     Raises:
         GlassError: They cannot be written; the recording is as it was.
     """
+    import torch
+
     index, start = [], 0
     for (site, step, rank), floor in floors.items():
         shape = [len(means) for means in floor.slices]
@@ -97,9 +100,9 @@ def write_noise_floor(directory: Path, floors: Mapping[Key, Floor], how: str) ->
         start += sum(shape)
     slices = [means for floor in floors.values() for means in floor.slices]
     tensors = {
-        "whole": torch.tensor([floor.whole for floor in floors.values()], dtype=torch.float64),
-        "power": torch.tensor([floor.power for floor in floors.values()], dtype=torch.float64),
-        "slices": torch.cat([*slices, torch.empty(0, dtype=torch.float64)]),
+        "whole": np.array([floor.whole for floor in floors.values()], dtype=np.float64),
+        "power": np.array([floor.power for floor in floors.values()], dtype=np.float64),
+        "slices": np.concatenate([*slices, np.empty(0, dtype=np.float64)]),
     }
     metadata = {
         "schema_version": str(SCHEMA_VERSION),
@@ -109,7 +112,7 @@ def write_noise_floor(directory: Path, floors: Mapping[Key, Floor], how: str) ->
     }
     try:
         with delivered(directory / FILE) as target, aside(target) as path:
-            save_safetensors(tensors, path, metadata)
+            save_safetensors({name: torch.from_numpy(values) for name, values in tensors.items()}, path, metadata)
     except OSError as error:
         raise GlassError(
             "the noise floor could not be written; the recording is complete without it", got=f"{directory}: {error}"
@@ -151,18 +154,19 @@ def read_noise_floor(directory: Path) -> NoiseFloor | None:
 
 def _opened(path: Path) -> Any:
     try:
-        return open_safetensors(path, inside=path.parent)
+        return open_safetensors(path, inside=path.parent, framework="numpy")
     except CorruptError as error:
         raise CorruptError("the noise floor of a recording is damaged", got=error.got) from error
 
 
-def _floors(index: Any, whole: Tensor, power: Tensor, slices: Tensor) -> Iterator[tuple[Key, Floor]]:
-    if not len(index) == len(whole) == len(power) or any(t.dtype is not torch.float64 for t in (whole, power, slices)):
+def _floors(index: Any, whole: _Means, power: _Means, slices: _Means) -> Iterator[tuple[Key, Floor]]:
+    if not len(index) == len(whole) == len(power) or any(t.dtype != np.float64 for t in (whole, power, slices)):
         raise ValueError("its parts do not fit together")
     for number, (site, step, rank, start, shape) in enumerate(index):
         if start < 0 or any(size < 0 for size in shape) or start + sum(shape) > len(slices):
             raise ValueError(f"the slices of {site!r} are not in it")
-        parts = torch.split(slices[start : start + sum(shape)], shape) if shape else ()
+        ends = np.cumsum(shape)[:-1].tolist()
+        parts = np.split(slices[start : start + sum(shape)], ends) if shape else ()
         yield (site, step, rank), Floor(float(whole[number]), float(power[number]), tuple(parts))
 
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from torch import Tensor
 
 from glassengine import blocks
 from glassengine.blocks.pieces import one_thread
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NUM_QUANTILES = 33
 LENGTH = 32

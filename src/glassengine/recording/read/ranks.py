@@ -11,9 +11,9 @@ import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import numpy as np
 
 from glassengine.recording.layout.entries import Entries, LeftOuts, Mapped
 from glassengine.recording.layout.layout import MANIFEST, Entry, LeftOut
@@ -21,6 +21,9 @@ from glassengine.recording.layout.noise_floor import NoiseFloor, read_noise_floo
 from glassengine.recording.read.reader import Recording
 from glassengine.results import Skipped
 from glassengine.stores.places import Remote
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _REQUESTS = 8
 _RANK = re.compile(r"rank(\d{1,9})")
@@ -76,6 +79,10 @@ class RankRecordings:
     def tensor(self, entry: Entry) -> Tensor:
         """Return the values of one of `entries`."""
         return self._recordings[entry.rank].tensor(entry)
+
+    def array(self, entry: Entry) -> np.typing.NDArray[Any]:
+        """Return the values of one of `entries`; see `Recording.array`."""
+        return self._recordings[entry.rank].array(entry)
 
     def rows(self, entry: Entry, first: int, end: int) -> tuple[Tensor, int]:
         """Return some rows of one of `entries`; see `Recording.rows`."""

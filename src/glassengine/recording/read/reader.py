@@ -6,14 +6,14 @@ The directory may still be written to, or its writer may have been killed: what 
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 import msgspec
-import torch
-from torch import Tensor
+import numpy as np
 
 from glassengine.errors import CorruptError, UnknownNameError, UsageError
 from glassengine.reading.documents import parsed
@@ -24,10 +24,7 @@ from glassengine.recording.layout.layout import Entry, LeftOut, Location
 from glassengine.recording.layout.recovery import IndexContents, read_index
 from glassengine.recording.layout.shard_files import ShardFiles, Shards
 from glassengine.recording.layout.shard_objects import ShardObjects
-from glassengine.recording.layout.sketch import Sketch, sketch
-from glassengine.recording.layout.statistics import summarize
 from glassengine.recording.read.shown import Shown
-from glassengine.recording.read.statistics_cache import StatisticsCache
 from glassengine.recording.rescue.rescue import Recovered, recovered
 from glassengine.recording.write.spool import is_left
 from glassengine.results import Skipped, Summary
@@ -35,6 +32,13 @@ from glassengine.sites import matches
 from glassengine.stores.places import Remote, place, remote
 from glassengine.writing.checksums import crc32
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from glassengine.recording.layout.sketch import Sketch
+    from glassengine.recording.read.statistics_cache import StatisticsCache
+
+_OF_NUMPY = frozenset(name for name in layout.STORED if name in np.sctypeDict)
 _log = logging.getLogger(__name__)
 
 
@@ -75,7 +79,7 @@ class Recording(Shown):
         self._shards = shards
         self._recovered = more  # which may be gone with this
         is_here = not isinstance(path, Remote)
-        self._statistics = StatisticsCache(path, writable=is_here and manifest["state"] != "writing")
+        self._keeps_statistics = is_here and manifest["state"] != "writing"
         self._verified: set[tuple[int, int]] = set()
         self._kept: tuple[tuple[int, int], Any] | None = None
 
@@ -180,7 +184,7 @@ class Recording(Shown):
         location = entry.location
         assert location is not None
         if entry.nbytes == 0:
-            return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+            return _empty(entry.shape, entry.dtype)
         return _tensor_of(self._bytes(entry, location), entry.dtype, entry.shape)
 
     def rows(self, entry: Entry, first: int, end: int) -> tuple[Tensor, int]:
@@ -188,12 +192,25 @@ class Recording(Shown):
         location, each = entry.location, entry.nbytes // max(1, entry.shape[0])
         assert location is not None and location.block is None
         if each == 0 or end <= first:
-            return torch.empty((end - first, *entry.shape[1:]), dtype=getattr(torch, entry.dtype)), 0
+            return _empty((end - first, *entry.shape[1:]), entry.dtype), 0
         data = self._shards.read(location.shard, location.offset + first * each, (end - first) * each)
         return _tensor_of(data, entry.dtype, (end - first, *entry.shape[1:])), crc32(data)
 
+    def array(self, entry: Entry) -> np.typing.NDArray[Any]:
+        """Return the values of a tensor of a dtype that numpy has, without torch.
+
+        Raises:
+            CorruptError: The bytes do not match their checksum.
+        """
+        location = entry.location
+        assert location is not None
+        data = self._bytes(entry, location) if entry.nbytes else b""
+        return np.frombuffer(data, entry.dtype).reshape(entry.shape)
+
     def summary(self, entry: Entry) -> Summary:
         """Return the statistics of one tensor, computed when they are first asked for."""
+        from glassengine.recording.layout.statistics import summarize
+
         found = self._statistics.summary(entry)
         if found is None:
             found = summarize(self.tensor(entry))
@@ -202,11 +219,19 @@ class Recording(Shown):
 
     def sketch(self, entry: Entry) -> Sketch:
         """Return the sketch of one tensor, computed when it is first asked for."""
+        from glassengine.recording.layout.sketch import sketch
+
         found = self._statistics.sketch(entry)
         if found is None:
             found = sketch(self.tensor(entry))
             self._statistics.put(entry, found)
         return found
+
+    @functools.cached_property
+    def _statistics(self) -> StatisticsCache:
+        from glassengine.recording.read.statistics_cache import StatisticsCache
+
+        return StatisticsCache(self.path, writable=self._keeps_statistics)
 
     def _bytes(self, entry: Entry, location: Location) -> Any:
         """Return the bytes of a tensor that has some; the first time they, or the block they are in, are verified."""
@@ -247,6 +272,23 @@ def _shards(directory: Path, more: Recovered | None) -> Shards:
     return ShardFiles(directory, more.path if more is not None else None)
 
 
+def array_of(source: Any, entry: Entry) -> np.typing.NDArray[Any]:
+    """Return the values of a small tensor of a source, without torch where that is possible."""
+    if isinstance(source, HasArrays) and entry.dtype in _OF_NUMPY:
+        return source.array(entry)
+    tensor = source.tensor(entry)
+    found: np.typing.NDArray[Any] = (tensor if entry.dtype in _OF_NUMPY else tensor.double()).numpy()
+    return found
+
+
+@runtime_checkable
+class HasArrays(Protocol):
+    """A source that gives arrays of numpy."""
+
+    def array(self, entry: Entry) -> np.typing.NDArray[Any]:
+        """See `Recording.array`."""
+
+
 @runtime_checkable
 class HasRows(Protocol):
     """A source that gives some rows of a tensor."""
@@ -264,10 +306,18 @@ def damaged_values(entry: Entry) -> CorruptError:
 
 
 def _tensor_of(data: Any, dtype: str, shape: tuple[int, ...]) -> Tensor:
-    _, stored, parts = layout.STORED[dtype]
+    import torch
+
+    stored = layout.STORED[dtype]
     # Through the element type of the file: a view straight to a complex dtype is not defined for all of them.
-    flat = torch.frombuffer(data, dtype=torch.uint8).view(stored)
-    return (flat if parts == 1 else torch.view_as_complex(flat.view(-1, parts))).reshape(shape)
+    flat = torch.frombuffer(data, dtype=torch.uint8).view(getattr(torch, stored.element))
+    return (flat if stored.parts == 1 else torch.view_as_complex(flat.view(-1, stored.parts))).reshape(shape)
+
+
+def _empty(shape: tuple[int, ...], dtype: str) -> Tensor:
+    import torch
+
+    return torch.empty(shape, dtype=getattr(torch, dtype))
 
 
 def _skipped(item: LeftOut) -> Skipped:

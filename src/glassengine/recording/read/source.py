@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from glassengine.errors import CorruptError, GlassError, UsageError, nearest
 from glassengine.plugins import FORMATS as REGISTERED
@@ -31,6 +29,9 @@ from glassengine.recording.read.reader import Recording
 from glassengine.results import Skipped
 from glassengine.stores.mirror import here
 from glassengine.stores.places import Remote, place
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class TensorSource(Protocol):

@@ -22,10 +22,8 @@ from glassengine.recording.layout.recovery import IndexContents, read_index
 from glassengine.recording.layout.shard_files import ShardFiles, Shards
 from glassengine.recording.layout.tokens import append_tokens
 from glassengine.recording.rescue.journaled import Journaled, JournaledStep
-from glassengine.recording.rescue.replayed import Replay
 from glassengine.recording.ring.file import LeftRing
 from glassengine.recording.write import moved
-from glassengine.recording.write.writer import RecordingWriter
 from glassengine.writing.files import hold, remove_tree
 
 _MAX_MOVED_BYTES = 1 << 30
@@ -187,6 +185,9 @@ def _replay(directory: Path, ring: LeftRing, target: Path) -> int:
     Raises:
         UsageError: They cannot be written.
     """
+    from glassengine.recording.rescue.replayed import Replay
+    from glassengine.recording.write.writer import RecordingWriter
+
     shards = ShardFiles(directory)
     steps, frames = _missing(directory, ring, shards)
     count = 0

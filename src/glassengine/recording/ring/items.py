@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from glassengine.recording.layout.description import Description, group_text
 from glassengine.recording.layout.layout import LeftOut, LightStatistics, LightTable, Location, Sharding
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 @dataclass(slots=True)

@@ -17,13 +17,15 @@ import struct
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from glassengine.recording.layout.layout import LeftOut
 from glassengine.recording.layout.records import left_out_frame
 from glassengine.recording.ring.items import Alias, Block, Copied, Note, Stored, Streamed
-from glassengine.recording.ring.ring import Ring
 from glassengine.writing.checksums import crc32_of_small
+
+if TYPE_CHECKING:
+    from glassengine.recording.ring.ring import Ring
 
 # Magic, CRC-32 of all that follows it, bytes in all, number of rows, step, own position, the last record before it.
 HEAD = struct.Struct("<4sIIIqqQ")

@@ -11,8 +11,6 @@ import mmap
 import os
 import weakref
 
-import torch
-
 from glassengine.errors import GlassError
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -39,7 +37,6 @@ class Memory:
     Attributes:
         address: Where it begins.
         view: Its bytes.
-        tensor: Its bytes.
 
     Raises:
         GlassError: There is not so much memory.
@@ -68,7 +65,6 @@ class Memory:
             # Large pages are mapped many at a time (of a file the kernel makes none); one without them refuses.
             _MADVISE(address, num_bytes, mmap.MADV_HUGEPAGE)
         self.view = memoryview(buffer).cast("B")
-        self.tensor = torch.frombuffer(buffer, dtype=torch.uint8)
 
     def populate(self, start: int, num_bytes: int) -> bool:
         """Map pages now; returns whether the system knows how to."""

@@ -51,7 +51,7 @@ class Ring:
         self._memory = Memory(num_bytes) if file is None else file.memory
         self._part = part
         self._first = first = 0 if file is None else file.first[part]
-        self._tensor = self._memory.tensor[first : first + num_bytes]
+        self._tensor = torch.frombuffer(self._memory.view, dtype=torch.uint8)[first : first + num_bytes]
         self._address = self._memory.address + first
         self.view = self._memory.view[first : first + num_bytes]
         self._head = 0

@@ -12,14 +12,17 @@ import os
 import struct
 from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from glassengine.recording.layout import layout
 from glassengine.recording.layout.layout import LeftOut, Location
 from glassengine.recording.layout.records import left_out_frame, measured_frame
 from glassengine.recording.ring.items import Block, Copied, Note, Stored
-from glassengine.recording.ring.ring import Ring
 from glassengine.recording.write.shard import write_all
 from glassengine.writing.checksums import crc32
+
+if TYPE_CHECKING:
+    from glassengine.recording.ring.ring import Ring
 
 HEAD = struct.Struct("<IIqBxxx")
 PLACE = struct.Struct("<QqqI")

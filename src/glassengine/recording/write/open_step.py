@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass, field
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from glassengine.errors import UsageError
 from glassengine.recording.layout.description import Description, Group
 from glassengine.recording.layout.layout import Location
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass

@@ -10,9 +10,7 @@ import contextlib
 from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, Unpack
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from glassengine.errors import GlassError, UsageError
 from glassengine.recording.layout import layout, records
@@ -25,6 +23,9 @@ from glassengine.recording.write.intact import safe_steps
 from glassengine.recording.write.open_step import OpenStep, Steps
 from glassengine.recording.write.shards import Shards
 from glassengine.writing.checksums import crc32
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class RecordingWriter:

@@ -1,0 +1,55 @@
+"""The limits of floating dtypes by name, as `torch.finfo` has them: who judges figures alone has no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Limits(NamedTuple):
+    """Of a floating dtype; of a complex one those of its parts.
+
+    Attributes:
+        eps: From 1 to the next number.
+        tiny: The smallest normal number.
+    """
+
+    eps: float
+    tiny: float
+
+
+_FLOAT32, _FLOAT64 = Limits(2.0**-23, 2.0**-126), Limits(2.0**-52, 2.0**-1022)
+_FLOAT16 = Limits(2.0**-10, 2.0**-14)
+_LIMITS = {
+    "float8_e4m3fn": Limits(2.0**-3, 2.0**-6),
+    "float8_e4m3fnuz": Limits(2.0**-3, 2.0**-7),
+    "float8_e5m2": Limits(2.0**-2, 2.0**-14),
+    "float8_e5m2fnuz": Limits(2.0**-3, 2.0**-15),
+    "float8_e8m0fnu": Limits(1.0, 2.0**-127),
+    "bfloat16": Limits(2.0**-7, 2.0**-126),
+    "float16": _FLOAT16,
+    "float32": _FLOAT32,
+    "float64": _FLOAT64,
+    "complex32": _FLOAT16,
+    "complex64": _FLOAT32,
+    "complex128": _FLOAT64,
+}
+
+
+def limits(dtype: torch.dtype | str) -> Limits:
+    """Return the limits of a floating or complex dtype, or of the one of this name.
+
+    Raises:
+        TypeError: It is neither.
+    """
+    found = _LIMITS.get(str(dtype).removeprefix("torch."))
+    if found is None:
+        raise TypeError(f"{dtype} has no limits: it is not floating")
+    return found
+
+
+def is_floating(dtype: str) -> bool:
+    """Return whether the dtype of this name is a real floating one."""
+    return dtype in _LIMITS and not dtype.startswith("complex")
