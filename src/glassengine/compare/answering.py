@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from glassengine.blocks.pieces import one_thread
+from glassengine.compare.bench import Bench
 from glassengine.compare.judging import Judge
 from glassengine.compare.matching.matching import Match, Matching
 from glassengine.compare.ranks.findings import Told
@@ -22,9 +22,6 @@ from glassengine.compare.ranks.shared_gradients import sum_of
 from glassengine.compare.ranks.sides import expect_counterparts
 from glassengine.compare.rearranged import rearranged
 from glassengine.compare.units import Answer, Chunk, Outcome, Statistics, Unit
-
-if TYPE_CHECKING:
-    from glassengine.compare.judge_chunk import Bench
 
 
 class Answering:
@@ -39,7 +36,11 @@ class Answering:
         self._step: _Step | None = None
 
     def answer(self, chunk: Chunk) -> Answer:
-        """See `judge_chunk.Bench.answer`."""
+        """Return what is found of a chunk.
+
+        Raises:
+            GlassError: A side is damaged, or a map does not fit it.
+        """
         with one_thread():
             if not self._bench.is_put_together:
                 return self._answer(self._judge, chunk, lambda _: None)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from glassengine.compare.bench import Bench, usable_floor
 from glassengine.compare.conclude import (
     calibration,
     environment_of,
@@ -25,7 +26,7 @@ from glassengine.compare.conclude import (
 )
 from glassengine.compare.distribute import Distribution, Elsewhere, Here, Judges, Verdicts
 from glassengine.compare.jobs import Planned
-from glassengine.compare.judge_chunk import Bench, judge_chunk, usable_floor
+from glassengine.compare.judge_chunk import answers_of, judge_chunk
 from glassengine.compare.matching.maps import TensorMap
 from glassengine.compare.matching.matching import Match
 from glassengine.compare.plan import Plan
@@ -138,7 +139,7 @@ def _judges(
     bench: Bench, request: Request, jobs: int, cluster: str | None, answers: str | Path | None
 ) -> Iterator[Judges]:
     """Yield who judges, and let them go."""
-    here = Here(bench.answer)
+    here = Here(answers_of(bench))
     if answers is not None:
         yield Planned(Path(answers), request, here)
         return

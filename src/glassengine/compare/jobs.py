@@ -129,7 +129,7 @@ def judge_planned(path: Path, number: int, count: int | None = None) -> list[int
         target = _answer_file(path, place)
         if not target.exists():
             chunk = parsed(line, Chunk, path, what="a plan")
-            answer = opened(header.request.key()).answer(chunk)
+            answer = opened(header.request.key())(chunk)
             stored = _Stored(SCHEMA_VERSION, _digest(header.request, chunk), answer)
             with aside(target) as beside:
                 beside.write_bytes(msgspec.msgpack.encode(stored))

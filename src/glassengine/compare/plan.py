@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from glassengine.compare.judge_chunk import Bench
+from glassengine.compare.bench import Bench
 from glassengine.compare.matching.maps import TensorMap
 from glassengine.compare.matching.matching import Match, Matcher, Matching, by_step
 from glassengine.compare.ranks.sides import expect_counterparts

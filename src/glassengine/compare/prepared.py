@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from glassengine.compare.judge_chunk import Bench
+from glassengine.compare.bench import Bench
 from glassengine.compare.matching.maps import TensorMap, load_map
 from glassengine.compare.plan import Plan, planned
 from glassengine.compare.requirements import (

@@ -1,4 +1,4 @@
-"""The verdict on a match by its figures: what they are compared with, and what is said of them; no tensor is asked."""
+"""The verdict on a match by its figures: what they are compared with, and what follows; no tensor is asked."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from glassengine.compare.matching.matching import Match
 from glassengine.compare.matching.padding import CACHES, Padding
 from glassengine.numerics.exemptions import PADDING, Ledger
-from glassengine.recording.layout.layout import Entry
+from glassengine.recording.layout.layout import have_same_bytes
 from glassengine.recording.read.reader import HasRows
 from glassengine.recording.read.source import TensorSource
 from glassengine.results import ExemptionReason
@@ -77,16 +77,3 @@ class Sides:
     def has_layout(self, match: Match) -> bool:
         """Whether a map or a pattern changes the layout of a side."""
         return match.rule is not None or any(matches(pattern, match.baseline.site) for pattern in self.transpose)
-
-
-def have_same_bytes(entry: Entry, other: Entry) -> bool:
-    """Whether both are recorded with the same dtype, shape and checksum, of themselves or of the block they are in.
-
-    Of tensors that differ one in four thousand million has the same checksum, and of those of four bytes or less none.
-    """
-    x, y = entry.location, other.location
-    if x is None or y is None or x.checksum != y.checksum or (entry.dtype, entry.shape) != (other.dtype, other.shape):
-        return False
-    if x.block is None or y.block is None:
-        return x.block is y.block
-    return x.block[1] == y.block[1] and x.offset - x.block[0] == y.offset - y.block[0]

@@ -73,7 +73,7 @@ class Findings(OfSource):
         raise NotImplementedError
 
     def errors_of_expected(self, entry: Entry) -> dict[int, float] | None:
-        """Return how far what each rank has is from its place in the counterpart; None where it cannot be said."""
+        """Return how far what each rank has is from its place in the counterpart; None where that is not known."""
         raise NotImplementedError
 
     def assembly(self, entry: Entry) -> tuple[Assembly, Tensor | None]:

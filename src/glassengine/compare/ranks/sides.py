@@ -6,8 +6,7 @@ import numpy as np
 
 from glassengine.compare.matching.matching import Match, Matching, by_step
 from glassengine.compare.ranks.findings import Findings
-from glassengine.compare.sides import have_same_bytes
-from glassengine.recording.layout.layout import Entry
+from glassengine.recording.layout.layout import Entry, have_same_bytes
 from glassengine.recording.read.reader import array_of
 from glassengine.recording.read.source import TensorSource
 
