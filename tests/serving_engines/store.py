@@ -1,6 +1,6 @@
 """Makes the recordings of vLLM that the ordinary tests judge; by hand, with the interpreter that vLLM is installed for.
 
-python tests/serving_engines/store.py VENV/bin/python FAMILY [PLANT]
+python tests/serving_engines/store.py VENV/bin/python FAMILY [PLANT [DTYPE]]
 """
 
 from __future__ import annotations
@@ -30,9 +30,16 @@ KEPT = re.compile(
 )
 
 
-def record(python: str, checkpoint: Path, folder: Path, plants: dict[str, list[str]], prompts: list[list[int]]) -> None:
+def record(
+    python: str,
+    checkpoint: Path,
+    folder: Path,
+    plants: dict[str, list[str]],
+    prompts: list[list[int]],
+    dtype: str = "float32",
+) -> None:
     """Run vLLM with each mistake planted; a folder for each, and in it one for each way."""
-    request = {"model": str(checkpoint), "folder": str(folder), "dtype": "float32", "steps": 2, "prompts": prompts}
+    request = {"model": str(checkpoint), "folder": str(folder), "dtype": dtype, "steps": 2, "prompts": prompts}
     env = {**os.environ, "PYTHONPATH": f"{INSIDE}{os.pathsep}{HERE}"}
     text = json.dumps({**request, "plants": plants})
     done = subprocess.run([python, str(HERE / "plants.py")], input=text, env=env, capture_output=True, text=True)
@@ -40,11 +47,12 @@ def record(python: str, checkpoint: Path, folder: Path, plants: dict[str, list[s
 
 
 def main() -> None:
-    python, family, plant = [*sys.argv[1:], "healthy"][:3]
+    python, family, plant, dtype = [*sys.argv[1:], *["", "", "healthy", "float32"][len(sys.argv) - 1 :]]
     with tempfile.TemporaryDirectory() as made:
         checkpoint = save_small(family, Path(made) / "checkpoint")
-        record(python, checkpoint, Path(made), {plant: ["together"]}, PROMPTS)
-        target = HERE / "recorded" / f"{family}-{plant}" / "rank0"
+        record(python, checkpoint, Path(made), {plant: ["together"]}, PROMPTS, dtype)
+        name = f"{family}-{plant}" if dtype == "float32" else f"{family}-{plant}-{dtype}"
+        target = HERE / "recorded" / name / "rank0"
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
         for path in sorted((Path(made) / plant / "together" / "rank0").iterdir()):

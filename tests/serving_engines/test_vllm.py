@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 import glassengine as glass
+from glassengine.commands import record_served
+from glassengine.serving.vllm.candidate import INSIDE
+from glassengine.serving.vllm.inside.glassengine_vllm_run import ENVIRONMENT
 from glassengine.testing.servers import save_small
 
 PYTHON = os.environ.get("GLASS_SERVING_PYTHON", "")
@@ -77,6 +87,75 @@ def test_right_ones_raise_no_alarm_and_planted_mistakes_are_named(family: str, t
             if found.ok or first is None or first.step != step or not first.site.startswith(tuple(places.split("|"))):
                 unnamed.append(f"{name}, {way}: {at}")
     assert not unnamed
+
+
+# Mistakes that are smaller than its roundings are not in it.
+IN_BFLOAT16 = ["healthy", "rope_base", "swapped_gate", "attention_scale", "keys_for_values", "lost_residual"]
+IN_BFLOAT16 += ["cache_slot"]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_bfloat16_raises_no_alarm_and_mistakes_are_named_in_it(family: str, tmp_path: Path) -> None:
+    from tests.serving_engines.store import record
+
+    checkpoint = save_small(family, tmp_path / "checkpoint")
+    plants = dict.fromkeys(IN_BFLOAT16 if family == "llama" else IN_BFLOAT16[:1], BOTH)
+    record(PYTHON, checkpoint, tmp_path / "raw", plants, [LONG, SHORT], dtype="bfloat16")
+    for name, ways in plants.items():
+        for way in ways:
+            found = glass.check(checkpoint, candidate=tmp_path / "raw" / name / way)
+            first = found.first_divergence
+            at = f"step {first.step} {first.site}" if first is not None else found.verdict
+            print(f"{family:10} {name:20} {way:10} {at}  bfloat16")  # noqa: T201 - as above
+            if name == "healthy":
+                assert found.ok and found.coverage == 1.0 and not found.origins, (way, at, found.not_ok_because)
+                continue
+            _, step, places = PLANTS[family][name]
+            assert first is not None and first.step == step and first.site.startswith(tuple(places.split("|"))), at
+
+
+def test_a_recording_and_a_server_in_service_are_judged(tmp_path: Path) -> None:
+    checkpoint = save_small("llama", tmp_path / "checkpoint")
+    ids = tmp_path / "ids.json"
+    ids.write_text(json.dumps({"input_ids": [SHORT]}))
+    given = {"inputs": str(ids), "max_new_tokens": 3, "python": PYTHON}
+    record_served(f"vllm:{checkpoint}", tmp_path / "recorded", **given, dtype="bfloat16", as_deployed=True)
+    assert glass.check(checkpoint, candidate=tmp_path / "recorded").ok
+    with served(checkpoint, tmp_path / "served", tmp_path / "log") as url:
+        for prompt in (SHORT, LONG, SHORT[:5]):
+            body = {"model": str(checkpoint), "prompt": prompt, "max_tokens": 3, "temperature": 0}
+            request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())  # noqa: S310
+            request.add_header("content-type", "application/json")
+            with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310 (of this machine)
+                assert json.load(answer)["usage"]["completion_tokens"] == 3
+    found = glass.check(checkpoint, candidate=tmp_path / "served")
+    assert found.ok and found.coverage == 1.0 and "3 cases" in found.to_text(), found.not_ok_because
+
+
+@contextmanager
+def served(checkpoint: Path, folder: Path, log: Path) -> Iterator[str]:
+    """Serve a checkpoint with the plug-in and nothing else of ours; yield where."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(INSIDE), "GLASSENGINE_VLLM_RECORD": str(folder)}
+    # As a server runs: the model in a process of its own. The wheel for processors has no working `vllm` command.
+    env = {name: value for name, value in env.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    line = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint), "--port", str(port)]
+    line += ["--enforce-eager", "--dtype", "float32", "--max-model-len", "128", "--skip-tokenizer-init"]
+    with log.open("wb") as said:
+        server = subprocess.Popen([*line, "--host", "127.0.0.1"], env=env, stdout=said, stderr=said)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(300):
+            assert server.poll() is None, log.read_text()[-3000:]
+            with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=2):  # noqa: S310
+                break
+            time.sleep(1)
+        yield url
+    finally:
+        server.terminate()
+        server.wait(60)
 
 
 def test_the_command_runs_vllm_alone_and_at_once(tmp_path: Path) -> None:

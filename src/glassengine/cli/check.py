@@ -52,7 +52,7 @@ def command(
     layout: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Naming of a dump of a serving engine, where it has none: ggml, onnx or vllm."
+            metavar="NAME", help="Naming of a dump of a serving engine, where it has none: ggml, onnx, vllm or sglang."
         ),
     ] = None,
     library: Annotated[

@@ -134,7 +134,7 @@ def command(
         raise UsageError("more than one TARGET", got=" ".join(target), hint="glass record -o DIR -- script.py ARGS...")
     served = commands.is_served(target[0])
     unused = ("sites", "steps", "byte_budget", "spool_bytes")
-    if served and (dry_run or noise_floor or device or dtype != "auto" or any(policy[name] for name in unused)):
+    if served and (dry_run or noise_floor or device or any(policy[name] for name in unused)):
         raise UsageError(
             "a serving engine is recorded whole", got=target[0], expected="--inputs, --tokens-of, --max-new-tokens"
         )
@@ -150,6 +150,7 @@ def command(
                 tokens_of=tokens_of,
                 library=library,
                 python=python,
+                dtype=dtype,
                 as_deployed=as_deployed,
                 overwrite=overwrite,
             )

@@ -110,7 +110,8 @@ def check(
         python: Interpreter that a serving engine is installed for (`vllm:DIR`); None for this one.
         backend: Back-end of the built engines.
         quantize: As in `build`.
-        dtype: As in `build`; of both sides, unless the candidate is an engine.
+        dtype: As in `build`; of both sides, unless the candidate is an engine. Of `vllm:DIR` that of vLLM: "auto" for
+            float32.
         inputs: A text file with one prompt per line, or what `load_inputs` reads; None takes built-in prompts. A causal
             language model that is given more than tokens (images, say) is judged as a plain module, without a decode
             loop; that is listed among what was skipped.
@@ -154,7 +155,7 @@ def check(
         "trust_remote_code": trust_remote_code,
         "revision": revision,
     }
-    how = Options(library=library, python=python)
+    how = Options(library=library, python=python, dtype=dtype)
     served, record = named_candidate(baseline, candidate, how, layout=layout, has_map=bool(map))
     if candidate is None:
         served = built_candidate(baseline, backend, quantize, how, progress, dtype=dtype, adapter=adapter, **options)

@@ -31,11 +31,13 @@ class Options:
         library: Shared library of the engine; None for the one that is installed.
         threads: Of the engine.
         python: Interpreter that the engine is installed for; None for this one.
+        dtype: In which it computes, for engines that are told; "auto" for the finest.
     """
 
     library: str | Path | None = None
     threads: int = 1
     python: str | Path | None = None
+    dtype: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,13 @@ class ServedOnce(Served, Protocol):
     """An engine that computes in one way only."""
 
     runs_once: bool
+
+
+@runtime_checkable
+class ServedInDtype(Served, Protocol):
+    """An engine that is told in which dtype to compute, by `Options.dtype`."""
+
+    dtype: str
 
 
 @runtime_checkable

@@ -16,7 +16,16 @@ from glassengine.program import load_inputs
 from glassengine.recording.read.reader import Recording
 from glassengine.recording.read.source import TensorSource
 from glassengine.results import RecordedTarget
-from glassengine.serving.protocol import Options, Run, Served, ServedWeight, Setting, is_kind, open_served
+from glassengine.serving.protocol import (
+    Options,
+    Run,
+    Served,
+    ServedInDtype,
+    ServedWeight,
+    Setting,
+    is_kind,
+    open_served,
+)
 from glassengine.writing.files import remove_tree
 
 
@@ -34,6 +43,7 @@ def record_served(
     tokens_of: str | None = None,
     library: str | None = None,
     python: str | None = None,
+    dtype: str = "auto",
     as_deployed: bool = False,
     overwrite: bool = False,
 ) -> RecordedTarget:
@@ -47,6 +57,7 @@ def record_served(
         tokens_of: A recording whose prompt and tokens are forced on the engine.
         library: Of the engine.
         python: Interpreter that the engine is installed for.
+        dtype: In which it computes, for engines that are told; "auto" for the finest.
         as_deployed: As it runs by default, rather than as exactly as it can.
         overwrite: Replace an existing recording.
 
@@ -54,8 +65,10 @@ def record_served(
         UsageError: No token ids of one row are given, or the engine cannot be opened.
         BackendError: The engine fails.
     """
-    served = open_served(target, Options(library=library, python=python))
+    served = open_served(target, Options(library=library, python=python, dtype=dtype))
     assert served is not None
+    if dtype != "auto" and not isinstance(served, ServedInDtype):
+        raise UsageError("the engine computes in the dtypes of its file", got=f"--dtype {dtype}", hint="leave it out")
     known = KnownTokens(tokens_of) if tokens_of is not None else None
     given: Sequence[Mapping[str, Any]]
     if inputs is not None:

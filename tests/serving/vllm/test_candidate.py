@@ -17,3 +17,11 @@ def test_a_place_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     served = open_served(f"vllm:{tmp_path}", Options(python=tmp_path / "nowhere"))
     with pytest.raises(UsageError, match="no such interpreter"):
         served.record(Run([1], 0), tmp_path / "rec")  # type: ignore[union-attr]
+
+
+def test_it_is_told_a_dtype_that_it_has(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for given, told in (("auto", "float32"), ("bfloat16", "bfloat16")):
+        assert open_served(f"vllm:{tmp_path}", Options(dtype=given)).dtype == told  # type: ignore[union-attr]
+    with pytest.raises(UsageError, match="does not compute in this dtype"):
+        open_served(f"vllm:{tmp_path}", Options(dtype="float64"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import torch
 from torch import nn
 
@@ -13,12 +11,11 @@ from glassengine.diagnose.ladder.climb import Climb
 from glassengine.diagnose.ladder.judging import judge, severity_counter
 from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.judge.sides.protocol import Place
-from glassengine.judge.sides.recorded import RecordedModules, RecordedOps, RecordedTensors
+from glassengine.judge.sides.recorded import RecordedModules, RecordedOps, RecordedTensors, dtype_of
 from glassengine.judge.sides.recorded_ranks import RecordedRanks, TensorsOfRanks
 from glassengine.judge.verdict.drift import Drift
 from glassengine.judge.verdict.evidence import EvidenceBox
 from glassengine.judge.verdict.score import Score
-from glassengine.numerics.metrics.tolerance import is_inexact
 from glassengine.progress import Progress
 from glassengine.recording.read.source import TensorSource
 from glassengine.results import Skipped
@@ -33,11 +30,7 @@ def tensors_of(climb: Climb, record: TensorSource, rules: TensorMap | None) -> R
 
 def add_record(climb: Climb, tensors: RecordedTensors) -> torch.dtype | None:
     """A record of another run; returns its dtype: what it says, else that of most of its floating tensors."""
-    known = str(tensors.source.metadata.get("dtype"))
-    if not is_inexact(known):
-        floating = Counter(entry.dtype for entry in tensors.source.entries if is_inexact(entry.dtype))
-        known = floating.most_common(1)[0][0] if floating else known
-    dtype: torch.dtype | None = getattr(torch, known, None)
+    dtype = dtype_of(tensors.source)
     accumulation = climb.of_runtime(of_any_runtime())
     if "op" in tensors.kinds and not isinstance(tensors, TensorsOfRanks):
         replay = Replay(climb.program, compiled=True, dtype=dtype, accumulation=accumulation)

@@ -34,7 +34,7 @@ from glassengine.errors import UsageError
 from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.judge.sides.module import threads_for
 from glassengine.judge.sides.protocol import Place
-from glassengine.judge.sides.recorded import PARTIAL, RecordedOps
+from glassengine.judge.sides.recorded import PARTIAL, RecordedOps, dtype_of
 from glassengine.judge.verdict.conclude import conclude
 from glassengine.judge.verdict.evidence import EvidenceBox
 from glassengine.numerics.ops import ACCUMULATIONS, Accumulation
@@ -44,7 +44,7 @@ from glassengine.progress import Progress, Work, silent
 from glassengine.results import Comparison, Skipped, worst
 from glassengine.serving.alignment import numbers_of
 from glassengine.serving.onnx.generator import OWN_LOOP
-from glassengine.serving.protocol import Served, ServedWeight
+from glassengine.serving.protocol import Served, ServedInDtype, ServedWeight
 
 
 def check_served(
@@ -68,7 +68,7 @@ def check_served(
     Args:
         baseline: The checkpoint.
         served: The engine with its file.
-        dtype: Of the baseline; "auto" for float32, in which such engines compute.
+        dtype: Of the baseline, or of the engine where it is told; "auto" for float32, in which such engines compute.
         inputs: As for `check`; see `runs_of`.
         steps: As for `check`.
         fail_on: As for `check`.
@@ -84,7 +84,8 @@ def check_served(
         UsageError: The baseline is no language model that generates, or the engine cannot run.
     """
     progress(Work.LOADING.says("loading the baseline"))
-    model = load_model(baseline, dtype="float32" if dtype == "auto" else dtype, adapter=adapter, **options)
+    is_told = isinstance(served, ServedInDtype)
+    model = load_model(baseline, dtype="float32" if dtype == "auto" or is_told else dtype, adapter=adapter, **options)
     model = model.judged_as(model.generation.alone)
     config = getattr(model.module, "config", None)
     encodes = not model.generation.decodes_tokens
@@ -179,13 +180,14 @@ def _add(climb: Climb, runs: Runs, config: Any, layout: str | None, *, with_weig
         hidden = max((ROUNDOFF[kind] for kind in hidden_kinds(alignment)), default=0.0)
         coarsest = max([coarsest, hidden, *(ROUNDOFF[kind] for kind in kinds)])
         is_deployed = rung == DEPLOYED
+        dtype = dtype_of(alignment.source) or torch.float32
         accumulation = ACCUMULATIONS[alignment.table.deployed or "float32"] if is_deployed else Accumulation()
         coarsest = max(coarsest, accumulation.u_operands)
         replay = Replay(
             climb.program,
             cut=Cut.REGION,
             compiled=True,
-            dtype=torch.float32,
+            dtype=dtype,
             accumulation=dataclasses.replace(accumulation, kernels=climb.of_runtime(alignment.kernels).kernels),
             operands=operands,
             derive_views=True,
@@ -193,6 +195,7 @@ def _add(climb: Climb, runs: Runs, config: Any, layout: str | None, *, with_weig
             of_regions=dataclasses.replace(accumulation, u_operands=hidden) if hidden else None,
         )
         detail = DEPLOYED if is_deployed else ""
+        climb.coarsest = max((climb.coarsest or torch.float32, dtype), key=lambda one: torch.finfo(one).eps)
         tensors = alignment.by_case
         first = next(iter(tensors.values()))
         climb.add(RecordedOps(first, climb.program, replay=replay, place=Place.RECORD, detail=detail, by_case=tensors))

@@ -7,6 +7,7 @@ by op, one of modules by segments. What it was run on comes from the record: the
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.judge.sides.protocol import Observed, Place, Side
 from glassengine.judge.step_inputs import Given, by_name, empty_caches
+from glassengine.numerics.metrics.tolerance import is_inexact
 from glassengine.program import LoadedModel
 from glassengine.program.generation.generation import Generation
 from glassengine.program.representation.program import Program
@@ -225,6 +227,16 @@ def case_of(source: TensorSource, generation: Generation) -> Case | None:
             hint="give them: --inputs FILE",
         )
     return case
+
+
+def dtype_of(source: TensorSource) -> torch.dtype | None:
+    """Return the floating dtype of a record: what it says, else that of most of its floating tensors."""
+    known = str(source.metadata.get("dtype"))
+    if not is_inexact(known):
+        floating = Counter(entry.dtype for entry in source.entries if is_inexact(entry.dtype))
+        known = floating.most_common(1)[0][0] if floating else known
+    dtype: torch.dtype | None = getattr(torch, known, None)
+    return dtype
 
 
 def recorded_inputs(source: TensorSource, model: LoadedModel) -> list[dict[str, Any]] | None:

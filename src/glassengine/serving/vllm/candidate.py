@@ -17,6 +17,7 @@ from glassengine.serving.protocol import Options, Run
 
 INSIDE = Path(__file__).parent / "inside"
 """What goes on PYTHONPATH of vLLM's interpreter."""
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 _INTERPRETER = Interpreter("vLLM", "vllm", "glassengine_vllm_run", INSIDE)
 
 
@@ -33,6 +34,11 @@ class VllmCandidate(Elsewhere):
     options: Options
     kind: str = "vllm"
     choices: Sequence[str] = ()
+
+    @property
+    def dtype(self) -> str:
+        """In which vLLM is told to compute."""
+        return "float32" if self.options.dtype == "auto" else self.options.dtype
 
     @property
     def spec(self) -> str:
@@ -69,7 +75,7 @@ class VllmCandidate(Elsewhere):
         request = {
             "model": str(self.place.resolve()),
             "folder": str(folder.resolve()),
-            "dtype": "float32",
+            "dtype": self.dtype,
             "steps": runs[0].steps,
             "prompts": [list(map(int, run.prompt)) for run in runs],
             "following": None if any(one is None for one in followed) else [list(one or ()) for one in followed],
@@ -84,8 +90,10 @@ def open_vllm(place: str, options: Options) -> VllmCandidate:
     """Return the candidate of a checkpoint.
 
     Raises:
-        UsageError: There is none.
+        UsageError: There is none, or vLLM does not compute in the dtype.
     """
+    if options.dtype not in DTYPES:
+        raise UsageError("vLLM does not compute in this dtype", got=options.dtype, expected=", ".join(DTYPES))
     folder = Path(place)
     if not (folder / "config.json").is_file():
         raise UsageError("no checkpoint for vLLM", got=place, expected="a directory with config.json and its weights")

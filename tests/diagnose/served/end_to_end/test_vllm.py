@@ -37,3 +37,11 @@ def test_rows_of_two_requests_that_are_exchanged_are_named(tmp_path: Path) -> No
     first = found.first_divergence
     assert not found.ok and first is not None and first.step > 0, "the prefill is right"
     assert first.site.startswith("model.layers.1.self_attn/") and len(found.origins) == 1
+
+
+@pytest.mark.slow
+def test_a_mistake_is_the_only_one_named_in_bfloat16(tmp_path: Path) -> None:
+    found = judged("llama-keys_for_values-bfloat16", tmp_path)
+    first = found.first_divergence
+    assert not found.ok and first is not None and first.step == 0 and first.site.endswith("1.self_attn.k_proj/linear.0")
+    assert {one.site.partition("self_attn.")[2] for one in found.origins} == {"k_proj/linear.0", "v_proj/linear.0"}
