@@ -4,7 +4,7 @@ A table is a file `<layout>/tables/<name>.json`:
 
     {"schema_version": 1,
      "architectures": ["llama"],                                what the engine calls the kinds of model it is for
-     "includes": ["common"],                                    other tables, whose rules come first
+     "includes": ["common"],                                    other tables ("vllm/decoder"), whose rules come first
      "weights": [{"baseline": "*.q_proj.weight", ...}],         parameters of the checkpoint -> the engine's tensors
      "rules": [{"baseline": "model.layers.*.mlp/mul.0", ...}],  sites of the program -> tensors of a recording
      "rounded": {"model.layers.*.mlp/mul.0": "float16"},        what the engine's kernel rounds to inside of an op
@@ -73,15 +73,13 @@ def table_of(layout: str, architecture: str, numbers: Mapping[str, int | None]) 
     Raises:
         UnknownNameError: There is no table.
     """
-    folder = _ROOMS / layout / "tables"
-    if not folder.is_dir():
-        raise UnknownNameError("layout", layout, layouts(), hint="--layout, or names of your own: --map FILE")
+    folder = require_layout(layout)
     files = {path.stem: read_document(path, TableFile, most=_MOST_BYTES) for path in sorted(folder.glob("*.json"))}
     name = next((name for name, one in files.items() if architecture in one.architectures), None)
     if name is None:
         known = [known for one in files.values() for known in one.architectures]
         raise UnknownNameError(f"architecture of {layout}", architecture, known, hint="name its tensors: --map FILE")
-    chain = [files[other] for other in files[name].includes] + [files[name]]
+    chain = [_included(files, other) for other in files[name].includes] + [files[name]]
     told = f"the table {layout}/{name}"
     weights = [rule for one in chain for rule in _rules(one.weights, numbers, told)]
     rules = [rule for one in chain for rule in _rules(one.rules, numbers, told)]
@@ -93,6 +91,26 @@ def table_of(layout: str, architecture: str, numbers: Mapping[str, int | None]) 
         deployed=next((one.deployed for one in reversed(chain) if one.deployed is not None), None),
         choices=[choice for one in chain for choice in one.choices],
     )
+
+
+def _included(files: Mapping[str, TableFile], name: str) -> TableFile:
+    layout, _, own = name.rpartition("/")
+    return (
+        files[own]
+        if not layout
+        else read_document(_ROOMS / layout / "tables" / f"{own}.json", TableFile, most=_MOST_BYTES)
+    )
+
+
+def require_layout(layout: str) -> Path:
+    """Return the folder of the tables of a layout.
+
+    Raises:
+        UnknownNameError: There are none.
+    """
+    if layout not in layouts():
+        raise UnknownNameError("layout", layout, layouts(), hint="--layout, or names of your own: --map FILE")
+    return _ROOMS / layout / "tables"
 
 
 def layouts() -> list[str]:

@@ -96,7 +96,11 @@ class Forwards:
     def requests(self) -> tuple[list[RequestSource], list[Skipped]]:
         """Return each request, in the order in which they began, and those that cannot be judged."""
         found, skipped = [], []
+        unknown = self.source.metadata.get("unknown") or {}
         for name, prompt in self.prompts.items():
+            if name in unknown:
+                skipped.append(Skipped(f"request {name}", "candidate", unknown[name]))
+                continue
             rows, own = dict(self._rows[name]), self._tokens[name]
             tokens = [*prompt, *(own[at] for at in range(len(prompt), 1 + max(own, default=-1)) if at in own)]
             if not prompt or max(own, default=-1) < len(prompt) - 1:

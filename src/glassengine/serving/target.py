@@ -16,6 +16,8 @@ from glassengine.program import load_inputs
 from glassengine.recording.read.reader import Recording
 from glassengine.recording.read.source import TensorSource
 from glassengine.results import RecordedTarget
+from glassengine.serving.alignment import require_layout
+from glassengine.serving.described import described
 from glassengine.serving.protocol import (
     Options,
     Run,
@@ -146,8 +148,20 @@ class RecordedEngine:
         """Do nothing: there is a recording."""
 
 
-def recorded_engine(source: TensorSource) -> RecordedEngine:
-    """Return a recording as an engine, with its weights where the file that it names is still here."""
+def recorded_engine(source: TensorSource, layout: str | None = None) -> RecordedEngine:
+    """Return a recording as an engine, with its weights where the file that it names is still here.
+
+    Args:
+        source: The recording.
+        layout: Of its names, where it does not say it, or says another.
+
+    Raises:
+        UnknownNameError: There is no such layout.
+        UsageError: It is of a server, and does not say which rows are of which request.
+    """
+    if layout is not None:
+        require_layout(layout)
+    source = described(source, layout)
     made_by = source.metadata.get("target")
     try:
         served = open_served(made_by) if isinstance(made_by, str) and is_kind(made_by) else None

@@ -60,7 +60,7 @@ def named_candidate(
             return open_served(backend.served(found.directory / files.MAIN), options), None
     record = open_source(str(candidate)) if served is None and is_record(candidate) else None
     if record is not None and (layout or record.metadata.get("layout")) and not has_map:
-        served = recorded_engine(record)
+        served = recorded_engine(record, layout)
     return served, record
 
 

@@ -183,9 +183,11 @@ class Replay:
 def covered(program: Program, judged: Collection[str]) -> dict[str, set[str]]:
     """Return the nodes inside of regions: node -> judged nodes at which the region ends.
 
-    A node is inside when everything that it flows into, on a way to a result, is judged or inside of a region itself.
+    A node is inside when everything that it flows into, on a way to a result, is judged or inside of a region itself. A
+    cache is a result, too, but the attention of the same step has read it: where that is judged, so is the cache.
     """
     ends: dict[str, set[str] | None] = {}
+    caches = {program.output_nodes[name] for name in program.caches.values()}
     unread = unread_nodes(program)
     for node in reversed(program.graph.nodes):
         if node.op != "call_function" or node.name in judged or not node.users:
@@ -194,6 +196,8 @@ def covered(program: Program, judged: Collection[str]) -> dict[str, set[str]]:
         for user in node.users:
             if user.name in judged:
                 found = None if found is None else found | {user.name}
+            elif user.op == "output" and node.name in caches and len(node.users) > 1:
+                continue
             elif "_assert" not in str(user.target) and user.name not in unread:
                 own = ends.get(user.name)
                 found = None if found is None or own is None else found | own

@@ -18,6 +18,7 @@ from glassengine.recording.formats.dumper_folder import open_dumped
 from glassengine.recording.formats.files import KINDS
 from glassengine.recording.formats.json_file import JsonFile
 from glassengine.recording.formats.npy_folder import NpyFolder, holds_arrays
+from glassengine.recording.formats.pass_folder import open_passes
 from glassengine.recording.formats.probe_dump import is_dump, open_dump, open_dumps
 from glassengine.recording.formats.run_results import RunResults, is_run_results
 from glassengine.recording.formats.safetensors_object import SafetensorsObject
@@ -103,6 +104,7 @@ FORMATS: tuple[Format, ...] = (
     Format("a dump of transformers", open_trees),
     Format("a dump of msprobe", open_dumps),
     Format("a dump of SGLang", open_dumped),
+    Format("forwards of SGLang (TP0_PP0_Rank0_pid1/Pass00000.pt)", open_passes),
     Format("a folder of the plug-in in vLLM", open_server_folder),
     Format("step files (step0.pt, ...)", _step_files),
     Format("arrays (<name>-step0.npy, ...)", _arrays),

@@ -53,7 +53,7 @@ def test_a_recording_that_names_no_layout_is_given_one(folder: Path, tmp_path: P
     found = glass.check(folder / "checkpoint", candidate=tmp_path / "rec", layout="ggml", steps=0)
     assert found.ok and found.coverage == 1.0 and found.weights is None
     with pytest.raises(UsageError, match="layout"):
-        glass.check(folder / "checkpoint", candidate=tmp_path / "rec", layout="sglang", steps=0)
+        glass.check(folder / "checkpoint", candidate=tmp_path / "rec", layout="sgl", steps=0)
     with pytest.raises(UsageError, match="--layout is for a recording"):
         glass.check(folder / "checkpoint", candidate=folder / "checkpoint", layout="ggml")
 

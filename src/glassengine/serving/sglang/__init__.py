@@ -1,0 +1,1 @@
+"""SGLang, by what its dumpers have written: names of modules that are vLLM's."""
