@@ -105,7 +105,7 @@ def check(
             the baseline's own engine and release engine and climbs the ladder. A quantized checkpoint beside an
             unquantized baseline is judged weight by weight: what quantization costs, and what is a mistake.
         map: Which names of the program belong to which of a record, as for `compare`.
-        layout: How a serving engine names its tensors ("ggml", "onnx", "vllm", "sglang"), for a record without that name.
+        layout: How a serving engine names its tensors ("ggml", "onnx", "vllm", "sglang"), where a record has none.
         library: Shared library of a serving engine (`gguf:FILE`); None for the one that is installed.
         python: Interpreter that a serving engine is installed for (`vllm:DIR`); None for this one.
         backend: Back-end of the built engines.

@@ -31,7 +31,7 @@ class Options:
         library: Shared library of the engine; None for the one that is installed.
         threads: Of the engine.
         python: Interpreter that the engine is installed for; None for this one.
-        dtype: In which it computes, for engines that are told; "auto" for the finest.
+        dtype: In which it computes, for engines that take one; "auto" for the finest.
     """
 
     library: str | Path | None = None
@@ -142,7 +142,7 @@ class ServedOnce(Served, Protocol):
 
 @runtime_checkable
 class ServedInDtype(Served, Protocol):
-    """An engine that is told in which dtype to compute, by `Options.dtype`."""
+    """An engine that takes the dtype in which it computes from `Options.dtype`."""
 
     dtype: str
 

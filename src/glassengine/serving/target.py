@@ -59,7 +59,7 @@ def record_served(
         tokens_of: A recording whose prompt and tokens are forced on the engine.
         library: Of the engine.
         python: Interpreter that the engine is installed for.
-        dtype: In which it computes, for engines that are told; "auto" for the finest.
+        dtype: In which it computes, for engines that take one; "auto" for the finest.
         as_deployed: As it runs by default, rather than as exactly as it can.
         overwrite: Replace an existing recording.
 

@@ -68,7 +68,7 @@ def check_served(
     Args:
         baseline: The checkpoint.
         served: The engine with its file.
-        dtype: Of the baseline, or of the engine where it is told; "auto" for float32, in which such engines compute.
+        dtype: Of the baseline, or of the engine where it takes one; "auto" for float32, in which such engines compute.
         inputs: As for `check`; see `runs_of`.
         steps: As for `check`.
         fail_on: As for `check`.
@@ -84,8 +84,8 @@ def check_served(
         UsageError: The baseline is no language model that generates, or the engine cannot run.
     """
     progress(Work.LOADING.says("loading the baseline"))
-    is_told = isinstance(served, ServedInDtype)
-    model = load_model(baseline, dtype="float32" if dtype == "auto" or is_told else dtype, adapter=adapter, **options)
+    takes_one = isinstance(served, ServedInDtype)
+    model = load_model(baseline, dtype="float32" if dtype == "auto" or takes_one else dtype, adapter=adapter, **options)
     model = model.judged_as(model.generation.alone)
     config = getattr(model.module, "config", None)
     encodes = not model.generation.decodes_tokens

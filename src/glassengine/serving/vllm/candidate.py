@@ -37,7 +37,7 @@ class VllmCandidate(Elsewhere):
 
     @property
     def dtype(self) -> str:
-        """In which vLLM is told to compute."""
+        """In which vLLM computes."""
         return "float32" if self.options.dtype == "auto" else self.options.dtype
 
     @property
