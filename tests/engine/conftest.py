@@ -26,6 +26,21 @@ ExportingOnce = Callable[[], AbstractContextManager[None]]
 OUTPUTS = ("model.layers.*.mlp", "mm_default", "lm_head/linear.0=head")
 
 
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 16)
+        self.proj = nn.Linear(16, 8)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        inter = torch.relu(self.fc(hidden_states))
+        glass.tap("inter", inter)
+        return self.proj(inter)
+
+
+INPUTS = [{"hidden_states": torch.randn(size, 8, generator=torch.Generator().manual_seed(1))} for size in (2, 3)]
+
+
 @pytest.fixture(scope="session")
 def model() -> Any:
     return models.llama(vocab_size=VOCAB_SIZE)
@@ -75,13 +90,14 @@ def inductor_engine(
 
 @pytest.fixture(scope="session")
 def native_engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    """Return an engine of the default back-end that takes no time to compile; do not change its directory."""
+    """Return a small engine of the default back-end, with artifacts beside it; do not change its directory."""
 
     def build(directory: Path) -> Engine:
-        given = {"input": torch.ones(2, 64)}
-        return glass.build(nn.Linear(64, 64), directory, backend="inductor", inputs=given)
+        torch.manual_seed(0)
+        artifacts = directory.with_name("artifacts")
+        return glass.build(MLP(), directory, backend="inductor", inputs=INPUTS, artifacts=artifacts)
 
-    return _compiled_once("linear", tmp_path_factory.getbasetemp(), build)
+    return _compiled_once("small", tmp_path_factory.getbasetemp(), build)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 import glassengine as glass
 from glassengine import commands
@@ -31,6 +29,7 @@ from glassengine.program.listing.artifacts import read_manifest
 from glassengine.program.representation.outputs import add_outputs
 from glassengine.writing.files import held
 from tests import children
+from tests.engine.conftest import INPUTS, MLP
 
 STAGES = ["00-exported", "01-functional", "02-pass-double", "03-outputs"]
 PASS = """
@@ -41,21 +40,6 @@ def double(gm):
         new = gm.graph.call_function(torch.ops.aten.mul.Tensor, (node, 2.0))
     node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
 """
-
-
-class MLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(8, 16)
-        self.proj = nn.Linear(16, 8)
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        inter = torch.relu(self.fc(hidden_states))
-        glass.tap("inter", inter)
-        return self.proj(inter)
-
-
-INPUTS = [{"hidden_states": torch.randn(size, 8, generator=torch.Generator().manual_seed(1))} for size in (2, 3)]
 
 
 @dataclass
@@ -437,13 +421,8 @@ def test_listings_do_not_depend_on_the_hash_seed(tmp_path: Path, monkeypatch: py
     assert commands.compare_artifacts(sides[0] / "a", sides[1] / "a").ok
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
-    where = tmp_path_factory.mktemp("inductor")
-    yield Built(mlp(where, backend="inductor", artifacts=where / "a"), where / "a")
-
-
-def test_kernels_are_listed_with_their_nodes(compiled: Built) -> None:
+def test_kernels_are_listed_with_their_nodes(native_engine: Engine) -> None:
+    compiled = Built(native_engine, native_engine.directory.with_name("artifacts"))
     text = compiled.text("inductor_network_def.py")
     compile(text, "network", "exec")
     assert re.search(r"# layer \S+:\d+  # .*relu \(\./relu\.0\)", text)

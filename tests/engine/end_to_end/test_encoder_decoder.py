@@ -118,6 +118,12 @@ def test_text_is_generated_and_recorded(
     recording = glass.Recording.open(tmp_path / "r")
     assert recording.steps == [0, 1, 2]
     assert recording.tensor("decoder.block.1.layer.1.EncDecAttention.q/linear.0", 1).shape == (2, 1, 64)
+
+
+@pytest.mark.slow
+def test_features_come_from_a_file(
+    engine: Callable[[str], glass.Engine], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     torch.save({"input_features": FEATURES[:1]}, tmp_path / "sound.pt")
     whisper = ["run", str(engine("whisper").directory), "--max-new-tokens", "2"]
     assert main([*whisper, "--inputs", str(tmp_path / "sound.pt")]) == 0

@@ -18,6 +18,7 @@ from glassengine.engine import Engine
 from glassengine.engine.store import trust
 from glassengine.engine.store.manifest import FILE, checksum_of, read_manifest
 from glassengine.errors import CorruptError, UsageError
+from tests.engine.conftest import INPUTS
 
 EVIL = """
 from pathlib import Path
@@ -151,9 +152,9 @@ def test_s2_native_code_from_elsewhere_is_not_loaded(native_engine: Engine, tmp_
         glass.load(foreign)
     assert "main/model.pt2" in str(caught.value) and "--trust-engine" in str(caught.value)
     assert glass.load(foreign, trust=True).manifest.backend == "inductor"
-    torch.save({"input": torch.ones(2, 64)}, tmp_path / "x.pt")
+    torch.save(INPUTS[0], tmp_path / "x.pt")
     run = ["run", str(foreign), "--inputs", str(tmp_path / "x.pt"), "-q"]
-    (tmp_path / "net.py").write_text("from torch import nn\n\n\ndef net():\n    return nn.Linear(64, 64)\n")
+    (tmp_path / "net.py").write_text("from torch import nn\n\n\ndef net():\n    return nn.Linear(8, 8)\n")
     check = ["check", f"{tmp_path}/net.py:net", "--candidate", str(foreign), "--inputs", str(tmp_path / "x.pt"), "-q"]
     assert (main(run), main(check)) == (2, 2)
     assert main([*run, "--trust-engine"]) == 0

@@ -127,6 +127,7 @@ def test_a_loop_with_transformers(device: torch.device, counters: Callable[[str]
     assert counters("TensorRead") == 2 * 6 and all("masking_utils.py" in name for name in reads)
 
 
+@pytest.mark.slow
 def test_nothing_is_printed_when_a_program_ends_with_lazy_tensors() -> None:
     """Planted: tensors that live until the modules of the process are gone."""
     code = (
