@@ -55,7 +55,7 @@ def judged(name: str, mistake: str, tmp_path: Path) -> Found:
     [
         pytest.param("llama", "keys in turn", marks=pytest.mark.slow),
         ("gpt2", "softmax over queries"),
-        ("bert", "mask inverted"),
+        pytest.param("bert", "mask inverted", marks=pytest.mark.slow),
     ],
 )
 def test_f33_a_hint_of_a_port_by_hand(name: str, mistake: str, tmp_path: Path) -> None:
