@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +13,9 @@ from rich.console import Console
 from torch import nn
 
 from glassengine.diagnose import check
-from glassengine.judge.verdict.repeated import place_of
+from glassengine.judge.verdict.repeated import place_of, with_proofs
 from glassengine.report import terminal_check
-from glassengine.results import Comparison
+from glassengine.results import Comparison, Divergence, Hint
 
 
 class Layer(nn.Module):
@@ -103,3 +105,29 @@ def test_f36_one_line_of_a_loop_is_one_mistake(tmp_path: Path) -> None:
 )
 def test_numbers_in_paths_are_places_alike(site: str, place: str) -> None:
     assert place_of(site, None) == place
+
+
+def divergence(rung: str, node: str, *hints: Hint, step: int = 0) -> Divergence:
+    return Divergence(
+        rung=rung, step=step, site=node, node=node, candidate_site=node, source=None, verdict="wrong",
+        noise_ratio=9.0, bound_ratio=None, introduced=1.0, inherited=0.0, hints=hints,
+    )  # fmt: skip
+
+
+def test_a_proof_of_the_module_around_explains_what_is_paired_wrongly() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    a = graph.call_function(torch.relu, (x,))
+    b = graph.call_function(torch.tanh, (a,))
+    apart = graph.call_function(torch.abs, (x,))
+    program: Any = SimpleNamespace(graph=graph)
+    proof, guess = Hint("swapped", "exchanged", 0.96, proven=True), Hint("other", "ops differ", 0.5)
+    origins = [divergence("candidate", a.name, guess), divergence("candidate, untouched", b.name, proof)]
+    assert with_proofs(origins, program)[0].hints == (proof, guess)
+    for other in (
+        divergence("candidate, untouched", apart.name, proof),  # not made of it
+        divergence("engine", b.name, proof),  # another run
+        divergence("candidate, untouched", b.name, proof, step=1),
+        divergence("candidate, untouched", b.name, guess),
+    ):
+        assert with_proofs([origins[0], other], program) == [origins[0], other]

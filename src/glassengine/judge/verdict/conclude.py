@@ -18,7 +18,7 @@ from glassengine.judge.verdict.corrected import line_of_number, with_lines
 from glassengine.judge.verdict.drift import table
 from glassengine.judge.verdict.fineness import coverage, fineness, region_nodes
 from glassengine.judge.verdict.not_judged import not_judged
-from glassengine.judge.verdict.repeated import grouped
+from glassengine.judge.verdict.repeated import grouped, with_proofs
 from glassengine.judge.verdict.score import Score
 from glassengine.judge.verdict.severity import Severity
 from glassengine.judge.verdict.standing import Decision, decide, softened
@@ -95,7 +95,7 @@ def conclude(
         found = [with_lines(as_written(score, program, divergence)) for divergence in found]
         origins += found
         rungs.append(_rung(score, program, found, severity.get(score.side.rung), verdicts[score.side.rung]))
-    origins = grouped(origins, program)
+    origins = grouped(with_proofs(origins, program), program)
     pairs = tuple(pair for score in scores for pair in [*soft.pairs[score.side.rung], *_within_regions(score, program)])
     if not pairs:
         raise IncomparableError("nothing was compared", expected="sites that both sides have")

@@ -2,6 +2,9 @@
 
 Two origins are at the same place when their sites differ in the numbers of their module paths only, or, in code that
 loops without modules, when one line made both with the same op.
+
+One mistake that two rungs of one candidate see is one as well: an op that is paired with what is no counterpart has no
+explanation, and the first wrong result of the module around it may have a proof.
 """
 
 from __future__ import annotations
@@ -9,6 +12,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+
+from torch.fx import Node
 
 from glassengine.program.representation.program import Program
 from glassengine.results import VERDICTS, Divergence
@@ -41,6 +46,49 @@ def grouped(origins: Sequence[Divergence], program: Program) -> list[Divergence]
         total = max(numbers.get(place, 0), len(sites))
         found.append(replace(origin, group=place, also_at=others, num_alike=total))
     return found
+
+
+def with_proofs(origins: Sequence[Divergence], program: Program) -> list[Divergence]:
+    """Return the origins; the first one of a rung that nothing proves has the proof of what another one finds first.
+
+    Args:
+        origins: By rung, each in the order of steps and of the graph.
+        program: The baseline's. What is proven is made of the op that has no proof: else it is another mistake.
+    """
+    firsts: dict[str | None, Divergence] = {}
+    for origin in origins:
+        firsts.setdefault(origin.rung, origin)
+    proven = [first for first in firsts.values() if _is_proven(first)]
+    nodes = {node.name: node for node in program.graph.nodes} if 0 < len(proven) < len(firsts) else {}
+    found = []
+    for origin in origins:
+        is_asked = firsts[origin.rung] is origin and not _is_proven(origin) and origin.node in nodes
+        known = (other for other in proven if is_asked and _is_of_one_run(origin, other) and other.node in nodes)
+        other = next((other for other in known if _is_made_of(nodes[other.node or ""], origin.node)), None)
+        found.append(origin if other is None else replace(origin, hints=(other.hints[0], *origin.hints)))
+    return found
+
+
+def _is_proven(origin: Divergence) -> bool:
+    return bool(origin.hints) and origin.hints[0].proven
+
+
+def _is_of_one_run(one: Divergence, other: Divergence) -> bool:
+    """Whether both are of one candidate, as "candidate" and "candidate, untouched" are, in one step."""
+    ours, theirs = ((found.rung or "").partition(",")[0] for found in (one, other))
+    return ours == theirs and one.step == other.step
+
+
+def _is_made_of(node: Node, source: str | None) -> bool:
+    waiting, seen = [node], {node}
+    while waiting:
+        known = waiting.pop()
+        if known.name == source:
+            return True
+        above = [other for other in known.all_input_nodes if other not in seen]
+        seen.update(above)
+        waiting += above
+    return False
 
 
 def place_of(site: str, source: str | None) -> str:

@@ -15,7 +15,7 @@ from glassengine.ops.traits import named, traits_of
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind
 
-_MASKS = frozenset({"is_causal", "diagonal"})
+_MASKS = frozenset({"is_causal", "diagonal", "ignore_index"})
 
 
 def text_of(question: Question, literal: Literal, value: Any) -> str:
@@ -64,6 +64,8 @@ def kind_of(question: Question, literal: Literal) -> Kind:
         return "position" if is_counted(question, literal.node) else "scale"
     if name in _MASKS:
         return "mask"
+    if name == "reduction":
+        return "scale"
     if name == "approximate" or named(op).kind == "activation":
         return "activation"
     # What an argument means is the op's own: no trait says it, and only a hint depends on it.

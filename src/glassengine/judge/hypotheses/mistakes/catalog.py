@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 
 from glassengine.judge.hypotheses.mistakes.arguments import another_op, as_theirs, same_op, usual, whole
 from glassengine.judge.hypotheses.mistakes.coarser import coarser
+from glassengine.judge.hypotheses.mistakes.derivatives import derivatives
 from glassengine.judge.hypotheses.mistakes.layouts import neighbors, permuted_operands, reshaped
+from glassengine.judge.hypotheses.mistakes.losses import losses, relabeled
 from glassengine.judge.hypotheses.mistakes.masks import of_attention
 from glassengine.judge.hypotheses.mistakes.norms import variances
 from glassengine.judge.hypotheses.mistakes.operands import altered, another, another_inside, exchanged, left_out
@@ -29,6 +31,9 @@ FAMILIES: tuple[tuple[float, Family], ...] = (
     (0.98, as_theirs),
     (0.97, of_attention),
     (0.97, bases),
+    (0.97, losses),
+    (0.97, relabeled),
+    (0.97, derivatives),
     (0.96, exchanged),
     (0.96, left_out),
     (0.96, activations),

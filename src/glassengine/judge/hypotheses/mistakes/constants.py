@@ -36,8 +36,8 @@ def origin_of(number: float, sizes: Iterable[int]) -> str | None:
         number: A factor or another literal.
         sizes: Of axes of the tensors that it is used with.
     """
-    if not math.isfinite(number) or number in (0.0, 1.0, -1.0, 0.5, 2.0):
-        return None
+    if not math.isfinite(number) or any(abs(number - one) <= _APART * abs(one) for one in (0.0, 1.0, -1.0, 0.5, 2.0)):
+        return None  # nobody has to be told what these are
     sign, size = ("-", -number) if number < 0 else ("", number)
     for name, value in _named(sizes):
         if abs(size - value) <= _APART * value:
