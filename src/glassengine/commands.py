@@ -1,10 +1,10 @@
 """The commands of `glass` as functions, as far as the package itself has no name for them.
 
 `glass record MODEL` is `record_target`, `glass record gguf:FILE` is `record_served` (`is_served` tells them apart),
-`glass record -- SCRIPT` is `record_script`, and `--noise-floor` is `measure_noise_floor`. `glass compare` of more than
-two records is `compare_many`, with `--plan` `plan_comparison`, of watched runs `compare_series`, of engines
-`side_by_side`, of the artifacts of two builds `compare_artifacts`. `glass upload` is `upload`, `glass verify` is
-`verify_engine`, and `glass doctor --calibrate` is `calibrate`.
+`glass record -- SCRIPT` is `record_script`, and `--noise-floor` is `measure_noise_floor`, of a script
+`measure_script_floor`. `glass compare` of more than two records is `compare_many`, with `--plan` `plan_comparison`, of
+watched runs `compare_series`, of engines `side_by_side`, of the artifacts of two builds `compare_artifacts`. `glass
+upload` is `upload`, `glass verify` is `verify_engine`, and `glass doctor --calibrate` is `calibrate`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from glassengine.compare.series.series import compare_series
     from glassengine.diagnose.engines.side_by_side import side_by_side
     from glassengine.diagnose.noise_floor import measure_noise_floor
+    from glassengine.diagnose.script_floor import measure_script_floor
     from glassengine.engine.store.signing import verify_engine
     from glassengine.program.listing.artifacts import compare_artifacts
     from glassengine.recording.read.series import SeriesReader, find_series
@@ -37,6 +38,7 @@ __all__ = [
     "find_series",
     "is_served",
     "measure_noise_floor",
+    "measure_script_floor",
     "plan_comparison",
     "record_script",
     "record_served",
@@ -55,6 +57,7 @@ _PUBLIC = {
     "find_series": "glassengine.recording.read.series",
     "is_served": "glassengine.serving.target",
     "measure_noise_floor": "glassengine.diagnose.noise_floor",
+    "measure_script_floor": "glassengine.diagnose.script_floor",
     "plan_comparison": "glassengine.compare.jobs",
     "record_script": "glassengine.capture.scripts.run_script",
     "record_served": "glassengine.serving.target",

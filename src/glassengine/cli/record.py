@@ -19,7 +19,7 @@ from glassengine.cli.script_line import ScriptLine, read_script_line
 from glassengine.cli.shared import AdaptedCheckpoint, Dtype, ModuleInputs, Overwrite
 from glassengine.cli.watch_options import TrackerNames, Triggers, Watching, size, watch_of
 from glassengine.errors import IncomparableError, UsageError
-from glassengine.stores.places import place
+from glassengine.stores.places import Remote, place
 
 
 def command(
@@ -80,7 +80,10 @@ def command(
     ] = None,
     noise_floor: Annotated[
         bool,
-        typer.Option("--noise-floor", help="Measure the rounding noise of each tensor in two more runs."),
+        typer.Option(
+            "--noise-floor",
+            help="Measure the rounding noise of each tensor in two more runs; of a script, in three.",
+        ),
     ] = False,
     dtype: Dtype = "auto",
     device: Annotated[
@@ -114,14 +117,17 @@ def command(
     line = read_script_line(target)
     if line is not None:
         given = (inputs, max_new_tokens, tokens_of, device)
-        if any(option is not None for option in given) or dry_run or noise_floor:
-            got = "--inputs, --max-new-tokens, --tokens-of, --device, --noise-floor or --dry-run"
-            raise UsageError("a script brings its own inputs, and is run once", got=got)
+        if any(option is not None for option in given) or dry_run:
+            got = "--inputs, --max-new-tokens, --tokens-of, --device or --dry-run"
+            raise UsageError("a script brings its own inputs, and is run", got=got)
+        if noise_floor and (watch or not values or isinstance(place(output_dir), Remote)):
+            got = "--watch" if watch else "--no-values" if not values else output_dir
+            raise UsageError("--noise-floor needs all values, in a directory of this machine", got=got)
         watched = watch_of(watch, trigger, tracker)
         if microbatches != 1 and not gradients:
             raise UsageError("--microbatches is for gradients", got=f"{microbatches}, no --gradients")
         own = {"gradients": gradients, "optimizer": optimizer, "microbatches": microbatches, "watch": watched}
-        return _script(line, output_dir, {**policy, **own})
+        return _script(line, output_dir, {**policy, **own}, noise_floor=noise_floor)
     if gradients or optimizer or microbatches > 1:
         got = "--gradients" if gradients else "--optimizer" if optimizer else "--microbatches"
         raise UsageError(
@@ -180,18 +186,29 @@ def command(
     return 0 if result.ok else 1
 
 
-def _script(line: ScriptLine, output_dir: str, policy: dict[str, Any]) -> int:
-    directory = place(output_dir)
+def _script(line: ScriptLine, output_dir: str, policy: dict[str, Any], *, noise_floor: bool) -> int:
+    directory, here = place(output_dir), Path.cwd()
     absolute = directory.absolute()
     result = commands.record_script(
         line.script,
         line.arguments,
         path=output_dir,
         is_module=line.is_module,
-        ends_process=settings.owns_process,
+        ends_process=settings.owns_process and not noise_floor,
         **policy,
     )
     sys.stdout.flush()
+    if noise_floor and result.ok:
+        kept = ("sites", "steps", "byte_budget", "gradients", "optimizer", "microbatches")
+        commands.measure_script_floor(
+            line.script,
+            line.arguments,
+            path=absolute,
+            recordings=result.recordings,
+            is_module=line.is_module,
+            directory=here,
+            options={name: policy[name] for name in kept} | {"steps": policy["steps"] and sorted(policy["steps"])},
+        )
 
     def show() -> None:
         # The script's own output is on stdout; what is ours goes beside it.

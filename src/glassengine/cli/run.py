@@ -117,10 +117,11 @@ def command(
         loaded.executable.synchronous = True
     profiling = glass.profiler.profile(profile) if profile is not None else contextlib.nullcontext()
     if loaded.manifest.mesh and environment.rank():
-        # Started by torchrun beside the first rank, which prints and writes for all.
+        # Started by torchrun beside the first rank, which prints for all; each records what it makes.
         texts = list(input_text) if input_text else None
         same = {name: value for name, value in given.items() if value is not None and name != "image"}
         more: dict[str, Any] = {"input_ids": input_ids, "tokenizer": tokenizer, "max_new_tokens": max_new_tokens}
+        more |= {"record": record, "overwrite": overwrite}
         loaded.generate(texts, **more, **same)
         return 0
     if not loaded.manifest.generates:

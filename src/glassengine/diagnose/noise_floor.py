@@ -56,13 +56,20 @@ def measure_noise_floor(path: Path, run_again: Callable[[Writer], None]) -> None
     recording = Recording.open(path)
     floors: dict[Key, Floor] = {}
     for seed in range(NUM_RUNS):
-        collector = _Collector(recording, floors)
-        with RoundedOtherwise(seed) as mode, sdpa_kernel(SDPBackend.MATH):
+        collector = Collector(recording, floors)
+        with otherwise(seed) as mode:
             collector.mode = mode
             run_again(collector)
     if not floors:
         raise GlassError("the noise floor was not measured: the second run made none of the recorded tensors")
     write_noise_floor(path, floors, HOW)
+
+
+@contextmanager
+def otherwise(seed: int) -> Iterator[RoundedOtherwise]:
+    """While it lasts, every op of this thread rounds otherwise, and attention is written out."""
+    with RoundedOtherwise(seed) as mode, sdpa_kernel(SDPBackend.MATH):
+        yield mode
 
 
 class RoundedOtherwise(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -103,7 +110,7 @@ class RoundedOtherwise(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if traits_of(node).casts:
             # `rounds` reads the dtypes of a cast from a traced node; here they are those of the tensors.
             return ((), {}) if _narrows(args, kwargs.get("dtype")) else None
-        if not rounds(node):
+        if traits_of(node).is_random or not rounds(node):  # what is drawn is not rounded
             return None
         wide: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(retarget, (args, kwargs))
         if func._schema.is_mutable:
@@ -142,12 +149,19 @@ def _narrows(args: tuple[Any, ...], target: Any) -> bool:
     return torch.finfo(source).bits > torch.finfo(target).bits
 
 
-class _Collector:
-    """Takes the place of a writer and compares with what was recorded."""
+class Collector:
+    """Takes the place of a writer and compares with what was recorded.
 
-    mode: RoundedOtherwise
+    Args:
+        recording: What was recorded.
+        floors: By tensor; each gets the largest that is seen.
+
+    Attributes:
+        mode: What is on while the model runs.
+    """
 
     def __init__(self, recording: Recording, floors: dict[Key, Floor]) -> None:
+        self.mode = RoundedOtherwise(0)
         self._recording = recording
         self._padding = Padding(recording)
         # All are of one process, whichever of several that is.
@@ -186,7 +200,7 @@ class _Collector:
         """Likewise."""
 
     def hold(self, step: int, *, token_ids: Sequence[Sequence[int]] = ()) -> None:
-        pass
+        """Likewise."""
 
     def commit(self, step: int, *, token_ids: Sequence[Sequence[int]] = (), stopped: str | None = None) -> None:
         """Nothing is kept from step to step."""

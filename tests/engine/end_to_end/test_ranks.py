@@ -31,12 +31,20 @@ def tokens(engine: Any, prompts: list[list[int]], new: int = 8) -> list[Any]:
 def test_two_ranks_share_a_model(tmp_path: Path) -> None:
     """The quick one of many: tokens, parts, and what happens when a rank dies."""
     model = models.llama(num_hidden_layers=1)
-    engine = glass.build(model, tmp_path / "two", backend="eager", tensor_parallel=2, max_seq_len=32)
+    sites = ["model.layers.0.self_attn.o_proj", "model.layers.0.self_attn.q_proj"]
+    options: dict[str, Any] = {"backend": "eager", "max_seq_len": 32, "add_output": sites}
+    engine = glass.build(model, tmp_path / "two", tensor_parallel=2, **options)
     assert isinstance(engine, ParallelEngine) and engine.manifest.mesh == {"tensor": 2, "pipeline": 1}
     ids = torch.tensor(PROMPTS[:1])
-    expected = model.generate(ids, max_new_tokens=4, do_sample=False)[0, ids.shape[1] :].tolist()
-    got = engine.generate(input_ids=PROMPTS[:1], max_new_tokens=4).token_ids[0]
+    with glass.record(model, tmp_path / "model", sites=sites):
+        expected = model.generate(ids, max_new_tokens=4, do_sample=False)[0, ids.shape[1] :].tolist()
+    got = engine.generate(input_ids=PROMPTS[:1], max_new_tokens=4, record=tmp_path / "run").token_ids[0]
     assert list(got) == expected[: len(got)]
+    # Each has recorded what it made: its heads, and what all of them have.
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["rank0", "rank1"]
+    assert glass.open(tmp_path / "run/rank1").tensor(sites[1], 0, 1).shape[-1] == 32
+    found = glass.compare(tmp_path / "model", tmp_path / "run")
+    assert found.ok and found.counts["compared"] == 8 and found.coverage == 1, found.not_ok_because
     # A rank has its part of the weights and no more; together they are the model's.
     part = files.load_weights(part_of(tmp_path / "two", 1) / files.WEIGHTS)
     whole = model.state_dict()
@@ -60,8 +68,8 @@ def test_what_cannot_be_shared_is_refused_before_anything_is_built(tmp_path: Pat
         build(models.llama(num_hidden_layers=1), tensor_parallel=3)
     with pytest.raises(UsageError, match="invalid --tensor-parallel"):
         build(models.llama(num_hidden_layers=1), tensor_parallel=0)
-    with pytest.raises(UsageError, match="--add-output is not possible"):
-        build(models.llama(num_hidden_layers=1), tensor_parallel=2, add_output=["lm_head"])
+    with pytest.raises(UsageError, match="--artifacts is not possible"):
+        build(models.llama(num_hidden_layers=1), tensor_parallel=2, artifacts=tmp_path / "artifacts")
     with pytest.raises(UsageError, match="only decoder-only language models"):
         build(torch.nn.Linear(4, 4), tensor_parallel=2, inputs={"input": torch.ones(1, 4)})
     assert not (tmp_path / "none").exists()

@@ -157,7 +157,8 @@ def build(
     unlike = {"--add-output": add_output, "--inputs": inputs, "--artifacts": artifacts}
     check_written(chosen, loaded, quantize, limit, {**unlike, "--pass": passes, "--tensor-parallel": mesh})
     if mesh is not None:
-        check_mesh(mesh, loaded, chosen, [*unlike.items(), ("--dry-run", dry_run)])
+        others = [(flag, value) for flag, value in unlike.items() if flag != "--add-output"]
+        check_mesh(mesh, loaded, chosen, [*others, ("--dry-run", dry_run)])
     # Reading an engine must not run code: only plain checkpoints are ever loaded again.
     checkpoint = directory_to_record(loaded.directory, revision)
     settings = Settings(

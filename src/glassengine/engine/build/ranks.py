@@ -9,10 +9,11 @@ from typing import Any
 
 from glassengine.backends.protocol.backend import Backend
 from glassengine.engine.build.describe import Settings, describe_engine
+from glassengine.engine.build.plan import planned_outputs
 from glassengine.engine.build.write import write_engine
 from glassengine.engine.ranks.member import as_if_joined, part_of
 from glassengine.engine.store import files
-from glassengine.engine.store.manifest import CutWeight, write_manifest
+from glassengine.engine.store.manifest import AddedOutput, CutWeight, write_manifest
 from glassengine.errors import UsageError
 from glassengine.program import LoadedModel, Program
 from glassengine.program.parallel.placements import Mesh
@@ -115,6 +116,13 @@ def _named_once(program: Program) -> Program:
     return program.replace(without_dead_weights(own))
 
 
+def _outputs_of(part: Program, added: Sequence[AddedOutput]) -> tuple[str, ...]:
+    """Return the debug outputs of a build that one rank has, as they are asked for."""
+    own = [entry for entry in added if part.sites.get(entry.site) is not None]
+    casts = [f":{entry.dtype}" if entry.cast is not None else "" for entry in own]
+    return tuple(f"{entry.site}{cast}" for entry, cast in zip(own, casts, strict=True))
+
+
 def write_ranks(
     program: Program,
     directory: Path,
@@ -144,8 +152,10 @@ def write_ranks(
     """
     program = _named_once(program)
     plan = plan_of(program, model, mesh)
-    alone = dataclasses.replace(settings, add_output=(), implicit_outputs=False, passes=(), reloadable=False, notes=())
+    _, added, left_out = planned_outputs(program, settings)
+    alone = dataclasses.replace(settings, implicit_outputs=False, passes=(), reloadable=False, notes=())
     for rank, part in rank_programs(program, plan, mesh):
+        alone = dataclasses.replace(alone, add_output=_outputs_of(part, added))
         progress(Work.COMPILING.says(f"rank {rank} of {mesh.size}", rank, mesh.size))
         where = part_of(directory, rank)
         where.mkdir()
@@ -165,7 +175,7 @@ def write_ranks(
         name=name,
         settings=dataclasses.replace(settings, notes=notes),
         added=(),
-        left_out={},
+        left_out=left_out,
         weights="all",
         shares_weights=False,
         tokenizer=tokenizer,

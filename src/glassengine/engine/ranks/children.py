@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,6 +27,7 @@ from glassengine.errors import BackendError, GlassError
 from glassengine.program.parallel.placements import Mesh
 from glassengine.reading.files import open_regular
 from glassengine.reading.printable import printable
+from glassengine.stores.places import place
 
 _GRACE_S = 2.0
 _MOST_WORDS = 2000
@@ -77,6 +78,31 @@ class Children:
         self._ask({"do": "open", "batch_size": batch_size, "length": length})
         document, _ = self._answers([0])[0]
         return int(document["number"])
+
+    def record(self, number: int, path: str, rows: Sequence[Sequence[int]], overwrite: bool) -> None:
+        """Record the steps of a session from now on, each rank into `rank<r>` of a directory.
+
+        Raises:
+            BackendError: A rank cannot; names it.
+        """
+        rows = [list(row) for row in rows]
+        path = str(place(path).absolute())
+        self._ask({"do": "record", "number": number, "path": path, "rows": rows, "overwrite": overwrite})
+        self._answers(range(self.mesh.size))
+
+    def end_step(
+        self, number: int, step: int, tokens: Sequence[Sequence[int]], given: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Have all ranks record what they made since the last step; see `Member.end_step`."""
+        rows = [list(row) for row in tokens]
+        self._ask({"do": "end_step", "number": number, "step": step, "tokens": rows}, given)
+        self._answers(range(self.mesh.size))
+
+    def end_record(self, number: int, failed: str | None) -> None:
+        """End the recordings of a session; nothing where the ranks have ended already."""
+        if not self._ended and self.stop.alive:
+            self._ask({"do": "end_record", "number": number, "failed": failed})
+            self._answers(range(self.mesh.size))
 
     def close(self, number: int) -> None:
         """End a session; nothing where the ranks have ended already."""

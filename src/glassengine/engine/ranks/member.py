@@ -10,9 +10,9 @@ import contextlib
 import itertools
 import math
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -86,6 +86,22 @@ def as_if_joined(mesh: Mesh, rank: int) -> Iterator[None]:
         torch._C._distributed_c10d._unregister_process_group(_NAME)
 
 
+class StepRecorder(Protocol):
+    """Writes what this rank makes, step by step."""
+
+    def note(self, fed: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
+        """Take note of what was given and made in a piece of a step."""
+
+    def end_step(self, step: int, tokens: Sequence[Sequence[int]], inputs: Mapping[str, torch.Tensor]) -> None:
+        """Record a step that has run; see `record.RankRecorder`."""
+
+    def end(self, failed: str | None) -> None:
+        """End the recording."""
+
+
+Recording = Callable[[Path, LoadedEngine, int, Sequence[Sequence[int]], bool], StepRecorder]
+
+
 class Member:
     """What a rank does.
 
@@ -93,12 +109,15 @@ class Member:
         part: Its engine.
         manifest: Of the whole engine.
         rank: Of this process.
+        recording: Begins to record what it makes: directory, its engine, its number, prompts, whether to overwrite.
     """
 
-    def __init__(self, part: LoadedEngine, manifest: Manifest, rank: int) -> None:
+    def __init__(self, part: LoadedEngine, manifest: Manifest, rank: int, recording: Recording) -> None:
+        self._recording = recording
         self.part, self.whole, self.rank, self.mesh = part, manifest, rank, mesh_of(manifest)
         self.stage, self.last = self.mesh.stage(rank), self.mesh.pipeline - 1
         self._caches: dict[int, KVCache] = {}
+        self._recorders: dict[int, StepRecorder] = {}
         self._numbers = itertools.count()
         ports = part.manifest.inputs
         self._received = [entry for entry in ports if entry.name.startswith(HANDED)]
@@ -120,6 +139,23 @@ class Member:
     def close(self, number: int) -> None:
         """End a session."""
         self._caches.pop(number, None)
+        self.end_record(number, "a session that was left")
+
+    def record(self, number: int, path: str, rows: Sequence[Sequence[int]], overwrite: bool) -> None:
+        """Record the steps of a session from now on, into `rank<r>` of a directory."""
+        self._recorders[number] = self._recording(Path(path), self.part, self.rank, rows, overwrite)
+
+    def end_step(
+        self, number: int, step: int, tokens: Sequence[Sequence[int]], given: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Record what was made since the last step, in which the ranks were `given` this."""
+        self._recorders[number].end_step(step, tokens, {**given, **self._caches[number].tensors})
+
+    def end_record(self, number: int, failed: str | None) -> None:
+        """End the recording of a session, if there is one."""
+        recorder = self._recorders.pop(number, None)
+        if recorder is not None:
+            recorder.end(failed)
 
     def step(self, number: int, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Run one step of a session; return its logits [B, S, V].
@@ -139,6 +175,8 @@ class Member:
                 dist.recv(tensor, self.rank - self.mesh.tensor)
                 fed[entry.name] = tensor
             outputs = self.part.executable.run(fed)
+            if number in self._recorders:
+                self._recorders[number].note(fed, outputs)
             cache.update(outputs)
             for name in self._sent:
                 dist.send(outputs[name].contiguous().to(self.whole.device), self.rank + self.mesh.tensor)

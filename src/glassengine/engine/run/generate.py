@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -25,6 +25,16 @@ from glassengine.errors import UsageError
 from glassengine.results.engines import Generation
 
 StepCallback = Callable[[Session], None]
+
+
+@runtime_checkable
+class OfRanks(Protocol):
+    """An engine whose ranks record what they make."""
+
+    def recorder(
+        self, path: str | Path, session: Session, rows: Sequence[Sequence[int]], *, overwrite: bool
+    ) -> contextlib.AbstractContextManager[StepCallback]:
+        """See `parallel.ParallelEngine.recorder`."""
 
 
 def generate(
@@ -123,11 +133,16 @@ def _nothing(got: str) -> UsageError:
 @contextlib.contextmanager
 def _recorder(
     record: str | Path | None, session: Session, rows: Sequence[Sequence[int]], overwrite: bool
-) -> Iterator[SessionRecorder | None]:
+) -> Iterator[StepCallback | None]:
     if record is None:
         yield None
         return
-    with SessionRecorder(record, session, rows, overwrite=overwrite) as recorder:
+    engine = session.engine
+    if isinstance(engine, OfRanks):
+        own = engine.recorder(record, session, rows, overwrite=overwrite)
+    else:
+        own = SessionRecorder(record, session, rows, overwrite=overwrite)
+    with own as recorder:
         yield recorder
 
 

@@ -6,9 +6,10 @@ ranks, each of them is one, and all run the same generation.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +19,9 @@ from glassengine import environment
 from glassengine.engine.ranks.children import Children
 from glassengine.engine.ranks.member import Member, join, mesh_of, part_of
 from glassengine.engine.run.engine import Engine, open_engine, read_engine
+from glassengine.engine.run.record import RankRecorder, tokens_of
+from glassengine.engine.session.loaded import STEP_INPUTS, LoadedEngine
+from glassengine.engine.session.session import Session
 from glassengine.engine.store import files
 from glassengine.engine.store.manifest import Manifest, read_manifest, without_caches
 from glassengine.errors import UsageError
@@ -31,6 +35,11 @@ class _Ranks(Protocol):
     def open(self, batch_size: int, length: int) -> int: ...
     def close(self, number: int) -> None: ...
     def step(self, number: int, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]: ...
+    def record(self, number: int, path: str, rows: Sequence[Sequence[int]], overwrite: bool) -> None: ...
+    def end_step(
+        self, number: int, step: int, tokens: Sequence[Sequence[int]], given: Mapping[str, torch.Tensor]
+    ) -> None: ...
+    def end_record(self, number: int, failed: str | None) -> None: ...
 
 
 class ParallelEngine(Engine):
@@ -46,6 +55,7 @@ class ParallelEngine(Engine):
     def __init__(self, directory: Path, manifest: Manifest, sites: SiteTable, start: Callable[[], _Ranks]) -> None:
         super().__init__(directory, without_caches(manifest), Executable(f"{manifest.name}/ranks", _no_session), sites)
         self._start = start
+        self._numbers: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
     @functools.cached_property
     def ranks(self) -> _Ranks:
@@ -54,10 +64,28 @@ class ParallelEngine(Engine):
 
     def runner(self, session: object, batch_size: int, length: int) -> Callable[..., Any]:
         """Return what runs a step on all ranks, which keep the caches until the session is gone."""
-        number = self.ranks.open(batch_size, length)
+        number = self._numbers[session] = self.ranks.open(batch_size, length)
         weakref.finalize(session, self.ranks.close, number).atexit = False
         step = functools.partial(self.ranks.step, number)
         return Executable(self.executable.name, step, graph=self.executable.graph, backend=self.manifest.backend).run
+
+    @contextlib.contextmanager
+    def recorder(
+        self, path: str | Path, session: Session, rows: Sequence[Sequence[int]], *, overwrite: bool
+    ) -> Iterator[Callable[[Session], None]]:
+        """Yield what records a step of `session` that just ran, each rank in `rank<r>` of the directory."""
+        number = self._numbers[session]
+        self.ranks.record(number, str(path), rows, overwrite)
+
+        def end_step(session: Session) -> None:
+            self.ranks.end_step(number, session.step, tokens_of(session, rows), session.read(STEP_INPUTS))
+
+        try:
+            yield end_step
+        except BaseException as error:
+            self.ranks.end_record(number, type(error).__name__)
+            raise
+        self.ranks.end_record(number, None)
 
     def generate(self, *prompts: Any, seed: int | None = None, **options: Any) -> Generation:
         """Generate as `Engine.generate` does; under torchrun all ranks take the seed of the first."""
@@ -116,4 +144,10 @@ def member_of(directory: Path, *, trust: bool, rendezvous: str | None) -> Member
     rank, manifest = environment.rank(), read_manifest(directory).manifest
     part = open_engine(read_engine(part_of(directory, rank)), trust=trust)
     join(mesh_of(manifest), rank, manifest.device, rendezvous)
-    return Member(part, manifest, rank)
+
+    def recording(
+        path: Path, part: LoadedEngine, rank: int, rows: Sequence[Sequence[int]], overwrite: bool
+    ) -> RankRecorder:
+        return RankRecorder(path, part, rank, rows, overwrite=overwrite)
+
+    return Member(part, manifest, rank, recording)

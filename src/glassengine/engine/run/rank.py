@@ -37,6 +37,15 @@ def serve(connection: socket.socket) -> None:
                     send(connection, {"number": number})
             elif document["do"] == "close":
                 member.close(document["number"])
+            elif document["do"] == "record":
+                member.record(document["number"], document["path"], document["rows"], document["overwrite"])
+                send(connection, {})
+            elif document["do"] == "end_step":
+                member.end_step(document["number"], document["step"], document["tokens"], tensors)
+                send(connection, {})
+            elif document["do"] == "end_record":
+                member.end_record(document["number"], document["failed"])
+                send(connection, {})
             else:
                 outputs = member.step(document["number"], tensors)
                 if member.rank == 0:

@@ -11,10 +11,14 @@ from typing import Self
 import torch
 
 from glassengine import environment
+from glassengine.engine.session.loaded import LoadedEngine
 from glassengine.engine.session.session import Session
 from glassengine.engine.store.manifest import Manifest
+from glassengine.engine.store.requests import as_asked
+from glassengine.errors import UsageError
+from glassengine.program.representation.outputs import PREFIX
 from glassengine.recording.background import BackgroundWriter
-from glassengine.sites import Site, SiteTable
+from glassengine.sites import ROOT, Site, SiteTable
 
 
 class Recorder:
@@ -28,6 +32,7 @@ class Recorder:
         rows: Token ids of the prompts, without padding; none where tensors were given.
         padding: "left" or "right", where prompts of one batch are padded.
         overwrite: Replace an existing recording.
+        rank: Of several, which this process is.
 
     Raises:
         UsageError: The recording cannot be written, or exists.
@@ -43,7 +48,9 @@ class Recorder:
         *,
         padding: str,
         overwrite: bool,
+        rank: int = 0,
     ) -> None:
+        self._rank = rank
         nodes = {entry.name: str(entry.node) for entry in manifest.outputs}
         named = {name: result_site(table.by_node[nodes[name]]) for name in results if nodes[name] in table.by_node}
         by_name = {entry.name: table.get(entry.site) for entry in manifest.added_outputs}
@@ -76,7 +83,12 @@ class Recorder:
         return [name for name, _ in self._sites.values()]
 
     def write_step(
-        self, step: int, values: Mapping[str, torch.Tensor], *, token_ids: Sequence[Sequence[int]] = ()
+        self,
+        step: int,
+        values: Mapping[str, torch.Tensor],
+        *,
+        token_ids: Sequence[Sequence[int]] = (),
+        given: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Record one step.
 
@@ -84,9 +96,12 @@ class Recorder:
             step: Its number.
             values: Tensors by the engine's names.
             token_ids: Of each sequence in this step.
+            given: What the model is given, by the names of its arguments.
         """
+        for name, tensor in (given or {}).items():
+            self._writer.write(f"{ROOT}:in.{name}", step, tensor, rank=self._rank)
         for site_name, (name, site) in self._sites.items():
-            self._writer.write(site_name, step, values[name], axes=site.axes, node=site.node)
+            self._writer.write(site_name, step, values[name], rank=self._rank, axes=site.axes, node=site.node)
         self._writer.commit(step, token_ids=token_ids)
 
     def __enter__(self) -> Self:
@@ -119,12 +134,96 @@ class SessionRecorder(Recorder):
 
     def __call__(self, session: Session) -> None:
         """Record the step that just ran."""
-        is_prompt = not session.step and not session.one_token
-        tokens = self._prompts if is_prompt else session.read(["input_ids"])["input_ids"][:, :1].tolist()
-        self.write_step(session.step, session.read(self.names), token_ids=tokens)
+        self.write_step(session.step, session.read(self.names), token_ids=tokens_of(session, self._prompts))
+
+
+def tokens_of(session: Session, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the token ids of each sequence in the step that just ran."""
+    is_prompt = not session.step and not session.one_token
+    if is_prompt:
+        return [list(row) for row in prompts]
+    tokens: list[list[int]] = session.read(["input_ids"])["input_ids"][:, :1].tolist()
+    return tokens
 
 
 def result_site(sites: Sequence[Site]) -> Site:
     """The name of a result that a recording of the model itself would use: the output of a module."""
     modules = [site for site in sites if site.kind == "module" and ":" not in site.name]
     return modules[0] if modules else sites[0]
+
+
+class RankRecorder(Recorder):
+    """Writes what one rank of an engine makes in each step.
+
+    Args:
+        path: Directory of the recordings of all ranks; this one's is `rank<r>` in it.
+        part: What the rank runs.
+        rank: Its number.
+        rows: As for `Recorder`.
+        overwrite: As for `Recorder`.
+
+    Raises:
+        UsageError: As `Recorder`.
+    """
+
+    def __init__(
+        self, path: Path, part: LoadedEngine, rank: int, rows: Sequence[Sequence[int]], *, overwrite: bool
+    ) -> None:
+        results = [entry.name for entry in part.manifest.outputs if entry.name == "logits"]
+        super().__init__(
+            path / f"rank{rank}",
+            part.manifest,
+            part.sites,
+            results,
+            rows,
+            padding="left",
+            overwrite=overwrite,
+            rank=rank,
+        )
+        self._part = part
+        self._ran: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
+
+    def note(self, fed: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
+        """Take note of what the rank was given and made in a step, or in a piece of it."""
+        self._ran.append((dict(fed), dict(outputs)))
+
+    def end_step(self, step: int, tokens: Sequence[Sequence[int]], inputs: Mapping[str, torch.Tensor]) -> None:
+        """Record a step that has run.
+
+        Args:
+            step: Its number.
+            tokens: Of each sequence in it.
+            inputs: What the ranks were given in it, and the caches after it.
+
+        Raises:
+            UsageError: The step ran in pieces.
+        """
+        part, ran = self._part, list(self._ran)
+        self._ran.clear()
+        if len(ran) > 1:
+            raise UsageError(
+                "what ranks make of a prompt in pieces is not recorded",
+                got=f"{len(ran)} pieces",
+                hint="run the prompt in one piece: prefill_chunk=LENGTH (--prefill-chunk LENGTH)",
+            )
+        fed, outputs = ran[0]
+        values: dict[str, torch.Tensor] = {}
+        derived = None
+        for name in self.names:
+            entry = part.added_outputs.get(name)
+            if entry is None:
+                values[name] = outputs[name]
+            elif entry.derived is None:
+                values[name] = as_asked(outputs[PREFIX + entry.node], entry.cast)
+            else:
+                derived = derived or part.derive({**fed, **inputs}, outputs)
+                values[name] = as_asked(derived[entry.node], entry.cast)
+        # The mask has a column for each slot of the caches; the model's own has those up to the last token.
+        mask = inputs["attention_mask"][:, : int(inputs["cache_position"][-1]) + 1].contiguous()
+        self.write_step(
+            step, values, token_ids=tokens, given={"input_ids": inputs["input_ids"], "attention_mask": mask}
+        )
+
+    def end(self, failed: str | None) -> None:
+        """End the recording; `failed` is the kind of error that has stopped the run."""
+        self._writer.close(None if failed is None else f"stopped by {failed}")
