@@ -106,7 +106,7 @@ def _run(asked: Mapping[str, Any], directory: Path, number: int) -> None:
 
 
 def _surroundings(number: int) -> dict[str, str] | None:
-    """Return the environment of a run; ranks meet those of the others at a port of their own. None: that of this one."""
+    """Return the environment of a run; ranks meet those of others at a port of their own. None: that of this one."""
     ranks = environment.num_ranks()
     if ranks in (1, None):
         return None
