@@ -9,15 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from glassengine.errors import CorruptError, UsageError
 from glassengine.reading.tensors import read_torch
 from glassengine.recording.formats.torch_file import why_not_a_tensor
 from glassengine.recording.layout.layout import Entry
 from glassengine.results import Skipped
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _PROCESS = re.compile(r"TP(\d{1,6})_PP(\d{1,6})_Rank(\d{1,6})_pid(\d{1,10})")
 _PASS = re.compile(r"Pass(\d{1,9})\.pt")
@@ -71,11 +72,13 @@ class PassFolder:
 
     def tensor(self, entry: Entry) -> Tensor:
         """Return the values of one of `entries`, mapped."""
+        import torch
+
         file, name, place = self._files[entry]
         if self._open is None or self._open[0] != file:
             self._open = (file, {(one, at): value for one, at, value in _values(file)})
         value = self._open[1].get((name, place))
-        if not isinstance(value, Tensor) or tuple(value.shape) != entry.shape:
+        if not isinstance(value, torch.Tensor) or tuple(value.shape) != entry.shape:
             raise CorruptError("a file changed while it was being read", got=str(file))
         return value
 
