@@ -230,7 +230,7 @@ def _row_of(pair: Any, mistake: str, kinds: tuple[str, ...]) -> Row:
     baseline, candidate = pair.make(mistake)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "inputs.pt"
-        torch.save(dict(pair.inputs), path)
+        pair.keep_inputs(path)
         cost = Cost()
         with cost.measured():
             result = check(baseline, candidate=candidate, inputs=str(path))

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -40,7 +41,7 @@ class Pair:
         name: On screen.
         packages: What has to be installed.
         make: Given a mistake, or "" for a port that is right, returns baseline and candidate of the same weights.
-        inputs: Of one forward, by name.
+        inputs: Of one forward, by name, or of several, one after the other.
         mistakes: By name, which is what `make` is given.
         known: Why the right one is not judged finely enough today, where it is not; it counts as a failure.
     """
@@ -48,9 +49,13 @@ class Pair:
     name: str
     packages: Sequence[str]
     make: Callable[[str], tuple[nn.Module, nn.Module]]
-    inputs: Mapping[str, Tensor]
+    inputs: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
     mistakes: Mapping[str, Mistake] = field(default_factory=dict)
     known: str = ""
+
+    def keep_inputs(self, path: Path) -> None:
+        """Write a file of the inputs for `check`."""
+        torch.save(dict(self.inputs) if isinstance(self.inputs, Mapping) else list(self.inputs), path)
 
 
 def module_of(package: str, file: str) -> Any:

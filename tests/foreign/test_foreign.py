@@ -9,6 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import audio
+import cached
 import diffusion
 import graphs
 import images
@@ -19,6 +20,7 @@ import series
 import speech
 import text
 import torch
+import towers
 import unseen
 import vision
 import vision_transformers
@@ -40,6 +42,8 @@ PAIRS = [
     *speech.PAIRS,
     *text.PAIRS,
     *unseen.PAIRS,
+    *cached.PAIRS,
+    *towers.PAIRS,
 ]
 pytestmark = [
     pytest.mark.slow,
@@ -74,7 +78,7 @@ def checked(pair: Pair, mistake: str, tmp_path: Path) -> Comparison:
     torch.set_num_threads(1)
     baseline, candidate = pair.make(mistake)
     path = tmp_path / "inputs.pt"
-    torch.save(dict(pair.inputs), path)
+    pair.keep_inputs(path)
     return check(baseline, candidate=candidate, inputs=str(path))
 
 

@@ -183,6 +183,7 @@ class Asked:
             held,
             self._read(trial, theirs),
             still_computed(trial, self.program, self.candidate),
+            frozenset(self.program.weights()),
         )
         return found if found.left(right) > 0 else None
 

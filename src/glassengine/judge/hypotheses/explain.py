@@ -20,6 +20,7 @@ from glassengine.judge.hypotheses.mistakes.layouts import reshaped
 from glassengine.judge.hypotheses.mistakes.masks import of_attention
 from glassengine.judge.hypotheses.mistakes.operands import exchanged, left_out
 from glassengine.judge.hypotheses.mistakes.operations import activations, other_ops
+from glassengine.judge.hypotheses.mistakes.seen import pairs_between
 from glassengine.judge.hypotheses.mistakes.weights_read import weights
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
@@ -38,8 +39,10 @@ _NEAR = 0.7
 """The first of two mistakes leaves no more than this share of the error."""
 _MOST_FIRST = 3
 _OF_TWO: tuple[Family, ...] = (same_op, weights, as_theirs, of_attention, left_out, exchanged, activations, usual)
-_DIFFERS = 0.5
-"""Score of what differs, and changes the result, but is not all of it."""
+_DIFFERS, _SEEN = 0.5, 0.8
+"""Scores of what differs, and changes the result, but is not all of it; of an op that the candidate has instead."""
+_CLEARLY = 2.0
+"""An activation of the candidate's own is nearer to what it made than the right one by this factor."""
 
 
 @torch.no_grad()
@@ -63,9 +66,23 @@ def differences(question: Question) -> list[Hint]:
                     found.append(
                         Hint(hypothesis.kind, hypothesis.text, _DIFFERS, evidence, change=change, unexplained=left)
                     )
+        found += [] if found else _nearer_activation(question)
     except OutOfWork:
         pass
     return found
+
+
+def _nearer_activation(question: Question) -> list[Hint]:
+    """Return which activation the candidate's program has: where few bits prove none, it is the nearer one of two."""
+    theirs = {op_name(op) for op in question.theirs if traits_of(op).kind == "activation"}
+    for hypothesis in _fitting(activations, question):
+        name = str(hypothesis.values[1]) if hypothesis.values else ""
+        made = question.trial.changed(hypothesis.edits) if name.partition(" ")[0] in theirs else None
+        if made is not None and question.left(made) * _CLEARLY < question.of_right:
+            change, left = change_of(question, hypothesis), question.unexplained(made)
+            text = hypothesis.text
+            return [Hint(hypothesis.kind, text, _SEEN, "ops", change=change, unexplained=left)]
+    return []
 
 
 def _goes_on_alike(question: Question, node: Node) -> bool:
@@ -134,7 +151,10 @@ def _explained(
     change = change_of(question, hypothesis)
     text = hypothesis.text if change.origin is None else f"{hypothesis.text} ({change.origin})"
     left, proven = question.unexplained(made), question.proves(made)
-    return Hint(hypothesis.kind, text, score, proven=proven, change=change, unexplained=left)
+    pairs = pairs_between(question, made)
+    kind: Kind = hypothesis.kind if pairs is None else "mask"
+    text = text if pairs is None or pairs in text else f"{pairs}: {text}"
+    return Hint(kind, text, score, proven=proven, change=change, unexplained=left)
 
 
 def _of_two(question: Question, near: list[tuple[float, Hypothesis]]) -> tuple[Hint, Hypothesis] | None:

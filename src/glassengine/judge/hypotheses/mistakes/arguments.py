@@ -103,7 +103,9 @@ def another_op(question: Question) -> Iterator[Hypothesis]:
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Node)]
         for node in reversed(question.trial.ops):
             tensors = [source for _, source in tensors_of(question.trial, node)]
-            if len(tensors) == len(places) and not passes_on(node):
+            # Two products of the same tensors are one that is transposed, which is said of the tensor.
+            are_products = traits_of(node).reads_memory and traits_of(theirs).reads_memory
+            if len(tensors) == len(places) and not passes_on(node) and not are_products:
                 edits = {node: _called_as(theirs.target, leaves, spec, places)}
                 yield Hypothesis(kind_of_op(node), f"{_called(node, theirs)} in the candidate", edits)
 

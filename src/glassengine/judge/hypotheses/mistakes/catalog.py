@@ -19,7 +19,13 @@ from glassengine.judge.hypotheses.mistakes.parts import cut_off, dropped, parts,
 from glassengine.judge.hypotheses.mistakes.seen import counted, seen_pairs
 from glassengine.judge.hypotheses.mistakes.solved import bases, solved
 from glassengine.judge.hypotheses.mistakes.weights_read import another_layer, another_module, every_weight, weights
-from glassengine.judge.hypotheses.mistakes.wholes import another_tensor, in_its_own_dtype, rearranged, scaled
+from glassengine.judge.hypotheses.mistakes.wholes import (
+    another_tensor,
+    done_twice,
+    in_its_own_dtype,
+    rearranged,
+    scaled,
+)
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
 
@@ -51,6 +57,7 @@ FAMILIES: tuple[tuple[float, Family], ...] = (
     (0.93, another_inside),
     (0.92, another_tensor),
     (0.92, altered),
+    (0.92, done_twice),
     (0.92, in_its_own_dtype),
     (0.92, coarser),
     (0.92, cut_off),

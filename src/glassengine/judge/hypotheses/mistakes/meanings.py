@@ -16,6 +16,8 @@ _NEAR = 8
 _LEAST = 3
 """Fewer different numbers are flags."""
 _FEW = 64
+_MOST_ABOVE = 32
+"""Ops from which it is asked whether they are made of weights alone."""
 _COUNTED = frozenset({"arange", "cumsum"})
 
 
@@ -31,6 +33,27 @@ def is_counted(question: Question, node: Node) -> bool:
     if torch.unique(value).numel() < _LEAST:
         return False
     return _near(question, node, lambda one: list(one.all_input_nodes), lambda one: op_name(one) in _COUNTED)
+
+
+def is_stored(question: Question, node: Node) -> bool:
+    """Whether a tensor is a weight, or rows of one that are the same for all inputs: a table of positions."""
+    if node.name in question.weights:
+        return True
+    waiting, known = [question.named.get(node.name, node)], set[Node]()
+    while waiting and len(known) < _MOST_ABOVE:
+        sources = [other for other in waiting.pop().all_input_nodes if other not in known]
+        known.update(sources)
+        waiting += sources
+    ends = {other.name for other in known if other.op == "placeholder"}
+    return not waiting and bool(ends) and ends <= question.stored
+
+
+def least_position(value: torch.Tensor) -> int:
+    """Return the least of some whole numbers that count places, none of them negative; 0 where they are none."""
+    if value.dtype is torch.bool or not value.numel() or not bool(value.isfinite().all()):
+        return 0
+    least = float(value.min())
+    return int(least) if least > 0 and bool((value == value.round()).all()) else 0
 
 
 def is_of_places(question: Question, node: Node, axes: tuple[int, ...]) -> bool:

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from glassengine.judge.graphs.between import passes_on
 from glassengine.judge.graphs.by_name import argument_names
-from glassengine.judge.hypotheses.mistakes.meanings import is_counted
+from glassengine.judge.hypotheses.mistakes.meanings import is_counted, is_stored, least_position
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, article, tensors_of, with_leaves
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Call
@@ -47,6 +47,7 @@ def exchanged(question: Question) -> Iterator[Hypothesis]:
             text = f"{_of_op(question, node, i, a, j, b)} are exchanged"
             yield Hypothesis("swapped", text, {node: edit}, exchanged=(i, j))
     yield from _parts(question)
+    yield from _joined(question)
     for a, b in itertools.combinations(trial.inputs, 2):
         if _are_alike(trial.values[a], trial.values[b]):
             edits = {a: _value(trial.values[b]), b: _value(trial.values[a])}
@@ -72,6 +73,19 @@ def _parts(question: Question) -> Iterator[Hypothesis]:
                 edits = {a: _value(trial.values[b]), b: _value(trial.values[a])}
                 text = f"parts {a.args[1]} and {b.args[1]} of {op_name(node)} are exchanged"
                 yield Hypothesis("swapped", text, edits)
+
+
+def _joined(question: Question) -> Iterator[Hypothesis]:
+    """Parts of other sizes that are put together in the other order: a token before all others, what is kept before."""
+    trial = question.trial
+    for node in reversed(trial.ops):
+        tensors = tensors_of(trial, node)
+        if len(tensors) == 2 and argument_names(node.target)[:1] == ["tensors"]:
+            (i, a), (j, b) = tensors
+            if a is not b and trial.values[a].shape != trial.values[b].shape:
+                edit = _with({i: trial.values[b], j: trial.values[a]})
+                text = f"{_of_op(question, node, i, a, j, b)} are exchanged"
+                yield Hypothesis("swapped", text, {node: edit}, exchanged=(i, j))
 
 
 def left_out(question: Question) -> Iterator[Hypothesis]:
@@ -143,7 +157,7 @@ def _of_two(question: Question, node: Node, tensors: list[tuple[int, Node]]) -> 
         if one.shape != made.shape or torch.bool in (one.dtype, other.dtype):
             continue
         what = question.label(lost)
-        is_bias = name == "add" and (lost.name in question.weights or other.dim() < made.dim())
+        is_bias = name == "add" and (is_stored(question, lost) or other.dim() < made.dim())
         if name == "add" and is_mask(other):
             yield Hypothesis("mask", f"the mask is not added: {what}", {node: _value(one)}, lost=lost)
         elif traits_of(node).kind == "term":
@@ -184,15 +198,20 @@ def altered(question: Question) -> Iterator[Hypothesis]:
         elif not value.is_floating_point():
             for by in (-1, 1):
                 moved = (value + by).clamp(min=0) if bool((value >= 0).all()) else value + by
-                yield Hypothesis(
-                    "position", f"{name} is {abs(by)} too {'small' if by < 0 else 'large'}", {node: _value(moved)}
-                )
+                how = f"1 too {'small' if by < 0 else 'large'}"
+                is_counted = op_name(question.named.get(node.name, node)) == "arange"
+                text = f"positions are {how}: {name}" if is_counted else f"{name} is {how}"
+                yield Hypothesis("position", text, {node: _value(moved)})
         else:
             kind: Kind = "position" if is_counted(question, node) else "scale"
             yield Hypothesis(kind, f"{name} has the other sign", {node: _value(-value)})
             if node.name in question.weights:
                 yield Hypothesis("scale", f"1 + {name} instead of {name}", {node: _value(value + 1)})
                 yield Hypothesis("scale", f"{name} - 1 instead of {name}", {node: _value(value - 1)})
+        least = least_position(value)
+        if least:
+            text = f"{name} begins at 0 in the candidate, at {least} here: each step counts anew"
+            yield Hypothesis("position", text, {node: _value(value - least)}, "position", (least, 0))
         yield from _moved(node, name, value, is_weight=node.name in question.weights)
 
 
@@ -211,9 +230,8 @@ def _moved(node: Node, name: str, value: torch.Tensor, *, is_weight: bool) -> It
         yield Hypothesis("permuted", text, {node: _value(value.flip(axes[-2:]))})
     for a, b in itertools.combinations(axes, 2):
         if value.shape[a] == value.shape[b]:
-            yield Hypothesis(
-                "transposed", f"axes {a} and {b} of {name} are transposed", {node: _value(value.transpose(a, b))}
-            )
+            text = f"{name} is transposed" if value.dim() == 2 else f"axes {a} and {b} of {name} are transposed"
+            yield Hypothesis("transposed", text, {node: _value(value.transpose(a, b))})
 
 
 def _shifted(value: torch.Tensor, by: int, axis: int) -> torch.Tensor:
@@ -275,12 +293,17 @@ def _factor(value: torch.Tensor, other: torch.Tensor) -> float | None:
 
 
 def _operands(question: Question) -> list[Node]:
-    """Return the inputs of the piece and the positions that it counts itself, those that are read last first."""
+    """Return the inputs of the piece and the positions that it counts itself, those that are read last first.
+
+    Where an op reads both, positions come before the table that they are looked up in.
+    """
     order = {node: place for place, node in enumerate(question.trial.ops)}
     counted = [node for node in question.trial.ops if op_name(node) == "arange"]
     found = [*question.trial.inputs, *counted]
     last = {node: max((order.get(user, -1) for user in node.users), default=-1) for node in found}
-    return sorted(found, key=lambda node: -last[node])
+    values = question.trial.values
+    is_real = {node: isinstance(t := values[node], torch.Tensor) and t.is_floating_point() for node in found}
+    return sorted(found, key=lambda node: (-last[node], is_real[node]))
 
 
 def _of_op(question: Question, node: Node, i: int, a: Node, j: int, b: Node) -> str:

@@ -63,6 +63,8 @@ def cut_off(question: Question) -> Iterator[Hypothesis]:
     if not bool(actual.isfinite().all()):
         return
     low, high = float(actual.min()), float(actual.max())
+    if low == high:
+        return  # one number everywhere is nothing of the right values
     for least, most in ((low, high), (None, high), (low, None)):
         made = right.clamp(least, most)
         if int((made != right).sum()) < 2:

@@ -17,19 +17,29 @@ from glassengine.program.representation.naming import op_name
 _NEAR = 10
 """Ops below a mask within which an attention or a choice reads it."""
 _MOST_LISTED = 4
-_PLACING = frozenset({"sin", "cos"})
+_NEAR_ABOVE = 6
+PLACING = frozenset({"sin", "cos"})
+"""What makes rotations and tables of positions."""
 
 
 def seen_pairs(question: Question) -> Iterator[Hypothesis]:
     """Yield: what is seen through a mask is other pairs of positions; the words say which."""
     right, actual, end = question.right, question.actual, question.trial.end
-    if right.shape != actual.shape or right.dim() < 2 or right.shape[-1] < 2:
-        return
-    seen = [_seen(tensor) for tensor in (right, actual)]
+    pairs = pairs_between(question, actual)
+    if pairs is not None:
+        made = actual if actual.dtype is right.dtype else actual.to(right.dtype)
+        yield Hypothesis("mask", pairs, {end: lambda call: made})
+
+
+def pairs_between(question: Question, made: torch.Tensor) -> str | None:
+    """Return how a mistake changes which positions are seen, whatever op it is in; None where it does not."""
+    right, end = question.right, question.trial.end
+    if right.shape != made.shape or right.dim() < 2 or right.shape[-1] < 2:
+        return None
+    seen = [_seen(tensor) for tensor in (right, made)]
     if seen[0] is None or seen[1] is None or torch.equal(seen[0], seen[1]) or not _hides(question, end):
-        return
-    made = actual if actual.dtype is right.dtype else actual.to(right.dtype)
-    yield Hypothesis("mask", described(seen[0], seen[1]), {end: lambda call: made})
+        return None
+    return described(seen[0], seen[1])
 
 
 def counted(question: Question) -> Iterator[Hypothesis]:
@@ -40,7 +50,7 @@ def counted(question: Question) -> Iterator[Hypothesis]:
     whole = [bool((tensor == tensor.round()).all()) for tensor in (right.double(), actual.double())]
     sources = [question.named.get(node.name, node) for node in [*question.trial.ops, *question.trial.inputs]]
     is_counted = any(_is_counted(node) for node in sources)
-    if not all(whole) or not is_counted or not _reaches(question, end, _PLACING):
+    if not all(whole) or not is_counted or not _reaches(question, end, PLACING):
         return
     apart = (right != actual).flatten().nonzero().flatten()
     place = int(apart[0])
@@ -53,6 +63,17 @@ def counted(question: Question) -> Iterator[Hypothesis]:
 def _is_counted(node: Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32)
+
+
+def comes_from(question: Question, node: Node, names: frozenset[str]) -> bool:
+    """Whether a node is one of some ops, or made by one a few ops above."""
+    layer, known = {question.named.get(node.name, node)}, set[Node]()
+    for _ in range(_NEAR_ABOVE):
+        if any(op_name(other) in names for other in layer if other.op == "call_function"):
+            return True
+        known |= layer
+        layer = {source for other in layer for source in other.all_input_nodes} - known
+    return False
 
 
 def _reaches(question: Question, end: Node, names: frozenset[str]) -> bool:
@@ -82,7 +103,8 @@ def _hides(question: Question, end: Node) -> bool:
     while waiting:
         node, depth = waiting.pop()
         for user in node.users:
-            is_choice = op_name(user) in ("masked_fill", "where") and node.meta["val"].dtype is torch.bool
+            value = node.meta.get("val")
+            is_choice = op_name(user) in ("masked_fill", "where") and getattr(value, "dtype", None) is torch.bool
             if traits_of(user).rounding is Rounding.ATTENTION or is_choice or "softmax" in op_name(user):
                 return True
             if user not in known and depth < _NEAR:

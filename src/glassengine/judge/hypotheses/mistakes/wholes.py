@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from glassengine.judge.hypotheses.mistakes.seen import PLACING, comes_from
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Edit
@@ -14,10 +15,13 @@ from glassengine.numerics.mask_values import sentinel
 from glassengine.numerics.metrics.orders import called, kind_of_shift, order_between
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
+from glassengine.results import Kind
 
 _ORDERED = 1e-3
 _PASSES_OF_ORDER = 12
 """How often a tensor is read where its slices are looked for in another one."""
+_LEAST_OPS = 3
+"""Fewer ops that are done twice have names: a factor, a sum, an activation."""
 _ONE = 1e-5
 """A factor nearer to one is none that anybody writes."""
 
@@ -37,9 +41,33 @@ def another_tensor(question: Question) -> Iterator[Hypothesis]:
         if isinstance(value, torch.Tensor) and value.shape == question.actual.shape:
             if name in inputs:
                 # What goes in comes out: all that is made of it is missing.
-                yield Hypothesis("other", f"nothing is done: it is {name}", {end: _value(value)})
+                yield Hypothesis(_kind_of_all(question, name), f"nothing is done: it is {name}", {end: _value(value)})
             else:
                 yield Hypothesis("stale", f"it is {name}", {end: _value(double(value))})
+
+
+def done_twice(question: Question) -> Iterator[Hypothesis]:
+    """Yield: what is made is put in once more: it is rotated or normed twice."""
+    trial, right = question.trial, question.right
+    if len(trial.ops) < _LEAST_OPS and traits_of(trial.end).kind != "norm":
+        return
+    for node in trial.inputs:
+        value = trial.values[node]
+        is_alike = isinstance(value, torch.Tensor) and value.shape == right.shape and value.is_floating_point()
+        if is_alike and node.name not in question.weights and right.is_floating_point():
+            made = trial.changed_between(node, right, trial.end)
+            if made is not None:
+                label = question.label(node)
+                text = f"it is done twice: what is made of {label} takes its place once more"
+                yield Hypothesis(_kind_of_all(question, label), text, {trial.end: _value(made)})
+
+
+def _kind_of_all(question: Question, name: str) -> Kind:
+    """Return the kind of the mistake that all that is done to a tensor is not, or twice: positions may be put in."""
+    others = [node for node in question.trial.inputs if question.label(node) != name]
+    is_turned = any(comes_from(question, node, PLACING) for node in others)
+    is_turned = is_turned or any(op_name(node) in PLACING for node in question.trial.ops)
+    return "position" if is_turned else "other"
 
 
 def rearranged(question: Question) -> Iterator[Hypothesis]:
@@ -76,7 +104,7 @@ def scaled(question: Question) -> Iterator[Hypothesis]:
         return
     power = float(a.square().sum())
     factor = float((a * b).sum()) / power if power else 1.0
-    if abs(factor - 1) > _ONE:
+    if abs(factor - 1) > _ONE and factor:  # what makes zeros of all values is no factor that anybody wrote
         sign = abs(factor + 1) < 1e-6
         text = "the right values with the other sign" if sign else f"{factor:.6g} times the right values"
         factor = -1.0 if sign else factor

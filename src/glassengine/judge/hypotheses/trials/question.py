@@ -49,6 +49,7 @@ class Question:
         their_weights: Weights of the candidate that these ops read, by name.
         held: Nodes of the candidate that are such weights -> their names.
         read: Names of the piece's inputs that these ops read the counterparts of.
+        stored: Names of all of the baseline's nodes that are weights.
         full: Name of a node of the piece that is a weight -> its full name.
         model: Every weight of the baseline by its full name.
         named: The baseline's own nodes by name: what reads a piece is not in it.
@@ -76,6 +77,7 @@ class Question:
     held: Mapping[str, str] = field(default_factory=dict)
     read: frozenset[str] = frozenset()
     still_computed: frozenset[str] = frozenset()
+    stored: frozenset[str] = frozenset()
 
     @property
     def right(self) -> torch.Tensor:

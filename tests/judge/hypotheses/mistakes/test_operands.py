@@ -1,0 +1,124 @@
+"""What ops read: parts in the other order, a table that is not added, a product of a transposed weight."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+from glassengine.judge.graphs.cut import Piece
+from glassengine.judge.hypotheses.explain import differences, explain
+from glassengine.judge.hypotheses.trials.question import Question, noise_of
+from glassengine.judge.hypotheses.trials.trial import Trial
+from glassengine.results import Hint
+
+
+def asked(right: Callable[..., Tensor], wrong: Callable[..., Tensor], given: dict[str, Tensor]) -> Question:
+    """Return the question of a wrong function; what is named table or weight is a weight, of the model as well."""
+    module = make_fx(lambda *tensors: (right(*tensors),), pre_dispatch=True)(*given.values())
+    theirs = make_fx(lambda *tensors: (wrong(*tensors),), pre_dispatch=True)(*given.values())
+    places = module.graph.find_nodes(op="placeholder")
+    names = dict(zip((place.name for place in places), given, strict=True))
+    held = frozenset(node for node, name in names.items() if name in ("table", "weight"))
+    end = module.graph.output_node().all_input_nodes[0].name
+    piece = Piece(module, dict(zip(names, given.values(), strict=True)), (end,))
+    trial = Trial(piece)
+    made = wrong(*given.values())
+    ops = [node for node in theirs.graph.nodes if node.op == "call_function"]
+    nodes = {node.name: node for node in module.graph.nodes}
+    noise = noise_of(piece, trial.right, made)
+    return Question(trial, made.double(), None, noise, names, held, theirs=ops, named=nodes, stored=held)
+
+
+def told(right: Callable[..., Tensor], wrong: Callable[..., Tensor], given: dict[str, Tensor]) -> Hint:
+    (hint,) = explain(asked(right, wrong, given))
+    assert hint.proven
+    return hint
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_parts_of_other_sizes_are_put_together_in_the_other_order() -> None:
+    given = {"first": drawn(2, 1, 8), "rest": drawn(2, 6, 8, seed=1)}
+    hint = told(lambda a, b: torch.cat([a, b], 1), lambda a, b: torch.cat([b, a], 1), given)
+    assert (hint.kind, hint.text) == ("swapped", "parts 0 and 1 of cat are exchanged")
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_rows_of_a_table_that_are_not_added_are_a_bias(is_stored: bool) -> None:
+    """Whatever comes in is added to as many rows as there are: only what is stored is a bias."""
+    given = {"x": drawn(1, 6, 8), "table" if is_stored else "y": drawn(10, 8, seed=1)}
+    hint = told(lambda x, table: x + table[None, :6], lambda x, table: x + 0 * table[None, :6], given)
+    assert hint.kind == ("bias missing" if is_stored else "other") and hint.text.endswith("is not added")
+
+
+def test_a_product_of_another_name_is_one_of_a_transposed_weight() -> None:
+    given = {"x": drawn(3, 8), "weight": drawn(8, 8, seed=1)}
+    assert told(F.linear, torch.matmul, given).kind == "transposed"
+
+
+def test_few_bits_show_which_activation_is_nearer() -> None:
+    """Nothing proves it, and the candidate's program has it."""
+
+    def right(x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+    given = {"x": drawn(4, 64).bfloat16()}
+    (hint,) = differences(asked(right, F.gelu, given))
+    assert (hint.kind, hint.proven, hint.text) == ("activation", False, "quick_gelu here, gelu in the candidate")
+    assert not differences(asked(right, right, given))
+
+
+def test_positions_that_each_step_counts_anew() -> None:
+    """All zeros in a step of one token: that is no clamp, and no factor."""
+    given = {"positions": torch.tensor([[5]]), "bands": 0.5 ** torch.arange(8)}
+    hint = told(lambda p, b: p[..., None] * b, lambda p, b: (p - p[:, :1])[..., None] * b, given)
+    assert (hint.kind, hint.text) == (
+        "position",
+        "positions begins at 0 in the candidate, at 5 here: each step counts anew",
+    )
+    question = asked(lambda x: x.exp(), torch.zeros_like, {"x": drawn(4, 8)})
+    assert not explain(dataclasses.replace(question, theirs=(), their_values=()))
+
+
+def test_a_mistake_in_what_hides_is_one_of_the_mask_whatever_its_op_is() -> None:
+    def hidden(moved: int) -> Callable[..., Tensor]:
+        def seen(scores: Tensor, places: Tensor) -> Tensor:
+            return scores.masked_fill(places[None] > places[:, None] + moved, float("-inf"))
+
+        return seen
+
+    given = {"scores": drawn(6, 6), "places": torch.arange(6)}
+
+    def scored(moved: int) -> Callable[..., Tensor]:
+        return lambda scores, places: hidden(moved)(scores, places).softmax(-1)
+
+    module = make_fx(scored(0), pre_dispatch=True)(*given.values())
+    (choice,) = [node for node in module.graph.nodes if "masked_fill" in node.name]
+    question = asked(hidden(0), hidden(1), given)
+    named = {choice.name: choice, question.trial.end.name: choice}
+    (hint,) = explain(dataclasses.replace(question, named=named))
+    assert hint.kind == "mask" and hint.text.startswith("a position sees the next one"), hint
+
+
+def rotated(x: Tensor, turns: Tensor) -> Tensor:
+    half = torch.cat([-x[..., 4:], x[..., :4]], -1)
+    return x * turns.cos() + half * turns.sin()
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_rotation_that_is_left_out_or_done_twice_is_one_of_positions(times: int) -> None:
+    given = {"x": drawn(2, 5, 8), "turns": torch.arange(5.0)[:, None] * 0.5 ** torch.arange(8)}
+
+    def wrong(x: Tensor, turns: Tensor) -> Tensor:
+        return rotated(rotated(x, turns), turns) if times else x + 0
+
+    hint = told(rotated, wrong, given)
+    assert hint.kind == "position" and ("done twice" if times else "nothing is done") in hint.text
