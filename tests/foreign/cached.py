@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from pair import Mistake, Pair, part_of, rewritten, shaken
@@ -117,7 +119,9 @@ def steps(mistake: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, 
     sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_query_groups": 2, "intermediate_size": 48, "block_size": 12}
     options: dict[str, Any] = {"norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMLP", "norm_eps": 1e-5}
     options |= {"rotary_percentage": 1.0, "parallel_residual": False, "bias": False, "padded_vocab_size": 40}
-    other = module.GPT(module.Config(**sizes, **options))
+    # In which its configuration looks for norms.
+    with patch.dict(sys.modules, {"litgpt.model": module}), patch.object(sys.modules["litgpt"], "model", module):
+        other = module.GPT(module.Config(**sizes, **options))
     given: dict[str, Tensor] = {}
     for name, tensor in own.state_dict().items():
         if name.endswith("q_proj.weight"):

@@ -199,8 +199,7 @@ def altered(question: Question) -> Iterator[Hypothesis]:
             for by in (-1, 1):
                 moved = (value + by).clamp(min=0) if bool((value >= 0).all()) else value + by
                 how = f"1 too {'small' if by < 0 else 'large'}"
-                is_counted = op_name(question.named.get(node.name, node)) == "arange"
-                text = f"positions are {how}: {name}" if is_counted else f"{name} is {how}"
+                text = f"positions are {how}: {name}" if _is_arange(question, node) else f"{name} is {how}"
                 yield Hypothesis("position", text, {node: _value(moved)})
         else:
             kind: Kind = "position" if is_counted(question, node) else "scale"
@@ -301,9 +300,11 @@ def _operands(question: Question) -> list[Node]:
     counted = [node for node in question.trial.ops if op_name(node) == "arange"]
     found = [*question.trial.inputs, *counted]
     last = {node: max((order.get(user, -1) for user in node.users), default=-1) for node in found}
-    values = question.trial.values
-    is_real = {node: isinstance(t := values[node], torch.Tensor) and t.is_floating_point() for node in found}
-    return sorted(found, key=lambda node: (-last[node], is_real[node]))
+    return sorted(found, key=lambda node: (-last[node], not _is_arange(question, node)))
+
+
+def _is_arange(question: Question, node: Node) -> bool:
+    return op_name(question.named.get(node.name, node)) == "arange"
 
 
 def _of_op(question: Question, node: Node, i: int, a: Node, j: int, b: Node) -> str:
