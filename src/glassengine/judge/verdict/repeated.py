@@ -62,7 +62,9 @@ def with_proofs(origins: Sequence[Divergence], program: Program) -> list[Diverge
     nodes = {node.name: node for node in program.graph.nodes} if 0 < len(proven) < len(firsts) else {}
     found = []
     for origin in origins:
-        is_asked = firsts[origin.rung] is origin and not _is_proven(origin) and origin.node in nodes
+        # Where the graphs inside of a branch or a loop part is known without a proof.
+        is_known = _is_proven(origin) or any(hint.evidence == "inside" for hint in origin.hints)
+        is_asked = firsts[origin.rung] is origin and not is_known and origin.node in nodes
         known = (other for other in proven if is_asked and _is_of_one_run(origin, other) and other.node in nodes)
         other = next((other for other in known if _is_made_of(nodes[other.node or ""], origin.node)), None)
         found.append(origin if other is None else replace(origin, hints=(other.hints[0], *origin.hints)))
