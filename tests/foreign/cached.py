@@ -185,7 +185,7 @@ PAST_EDITS: Edits = {
         "past_key, past_value = layer_past[0].transpose(-2, -1), layer_past[1]",
         "past_key, past_value = layer_past[0].transpose(-2, -1), layer_past[0]",
     ),
-    "mask of the first": ("self.bias[:, :, ns-nd:ns, :ns]", "self.bias[:, :, :nd, :ns]"),
+    "mask of the first": ("self.bias[:, :, ns-nd:ns, :ns]", "self.bias[:, :, :nd, :ns]"),  # codespell:ignore
     "scale": ("w = w / math.sqrt(v.size(-1))", "w = w / math.sqrt(v.size(-2))"),
     "heads": ("x = x.permute(0, 2, 1, 3).contiguous()\n"
               "        new_x_shape = x.size()[:-2] + (x.size(-2) * x.size(-1),)",
