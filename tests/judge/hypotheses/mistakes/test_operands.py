@@ -76,13 +76,13 @@ def test_few_bits_show_which_activation_is_nearer() -> None:
     assert not differences(asked(right, right, given))
 
 
-def test_positions_that_each_step_counts_anew() -> None:
+def test_positions_that_each_step_counts_from_zero() -> None:
     """All zeros in a step of one token: that is no clamp, and no factor."""
     given = {"positions": torch.tensor([[5]]), "bands": 0.5 ** torch.arange(8)}
     hint = told(lambda p, b: p[..., None] * b, lambda p, b: (p - p[:, :1])[..., None] * b, given)
     assert (hint.kind, hint.text) == (
         "position",
-        "positions begins at 0 in the candidate, at 5 here: each step counts anew",
+        "positions begins at 0 in the candidate, at 5 here: each step counts from there",
     )
     question = asked(lambda x: x.exp(), torch.zeros_like, {"x": drawn(4, 8)})
     assert not explain(dataclasses.replace(question, theirs=(), their_values=()))

@@ -209,7 +209,7 @@ def altered(question: Question) -> Iterator[Hypothesis]:
                 yield Hypothesis("scale", f"{name} - 1 instead of {name}", {node: _value(value - 1)})
         least = least_position(value)
         if least:
-            text = f"{name} begins at 0 in the candidate, at {least} here: each step counts anew"
+            text = f"{name} begins at 0 in the candidate, at {least} here: each step counts from there"
             yield Hypothesis("position", text, {node: _value(value - least)}, "position", (least, 0))
         yield from _moved(node, name, value, is_weight=node.name in question.weights)
 
