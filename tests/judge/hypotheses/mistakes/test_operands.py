@@ -82,7 +82,7 @@ def test_positions_that_each_step_counts_from_zero() -> None:
     hint = told(lambda p, b: p[..., None] * b, lambda p, b: (p - p[:, :1])[..., None] * b, given)
     assert (hint.kind, hint.text) == (
         "position",
-        "positions begins at 0 in the candidate, at 5 here: each step counts from there",
+        "positions begins at 0 in the candidate, at 5 here: each step counts from 0",
     )
     question = asked(lambda x: x.exp(), torch.zeros_like, {"x": drawn(4, 8)})
     assert not explain(dataclasses.replace(question, theirs=(), their_values=()))
@@ -122,3 +122,34 @@ def test_a_rotation_that_is_left_out_or_done_twice_is_one_of_positions(times: in
 
     hint = told(rotated, wrong, given)
     assert hint.kind == "position" and ("done twice" if times else "nothing is done") in hint.text
+
+
+def test_heads_that_are_not_transposed_before_they_are_put_together_are_mixed() -> None:
+    given = {"x": drawn(2, 4, 5, 8)}
+    hint = told(lambda x: x.transpose(1, 2).reshape(2, 5, 32), lambda x: x.reshape(2, 5, 32), given)
+    assert hint.kind == "permuted" and "without being transposed" in hint.text
+
+
+def test_zeros_of_a_mask_are_no_dropout() -> None:
+    """What is hidden is the same in every row; chance hides others."""
+    given = {"x": drawn(4, 16)}
+    alike = (torch.arange(16) % 4 > 0).float()
+    hint = told(lambda x: x * 1.0, lambda x: x * 1.5 * alike, given)
+    assert hint.kind == "scale" and "a mask" in hint.text
+    chosen = (drawn(4, 16, seed=5) > -0.7).float()
+    hint = told(lambda x: x * 1.0, lambda x: x * 1.5 * chosen, given)
+    assert hint.kind == "other" and "dropout" in hint.text
+
+
+def test_what_is_computed_in_half_rounds_what_it_reads_and_makes() -> None:
+    given = {"x": 3 * drawn(8, 64)}
+    hint = told(lambda x: x.softmax(-1), lambda x: x.half().softmax(-1).float(), given)
+    assert (hint.kind, "computed in float16" in hint.text) == ("dtype", True)
+
+
+def test_groups_of_heads_in_turn_are_interleaved() -> None:
+    def spread(x: Tensor) -> Tensor:
+        return x[:, :, None].expand(2, 2, 2, 5, 8).reshape(2, 4, 5, 8)
+
+    hint = told(spread, lambda x: x.repeat(1, 2, 1, 1), {"x": drawn(2, 2, 5, 8)})
+    assert hint.kind == "permuted", hint

@@ -33,6 +33,13 @@ def coarser(question: Question) -> Iterator[Hypothesis]:
                 return rounded(call.value)
 
             yield Hypothesis("dtype", f"the result of {name} is rounded to {word}", {node: of_result}, "dtype")
+            every = tuple(place for place, _ in tensors)
+
+            def of_both(call: Call, rounded: Any = rounded, places: Any = every) -> Any:
+                leaves = torch.utils._pytree.tree_leaves((call.args, dict(call.kwargs)))
+                return rounded(with_leaves(call, {place: rounded(leaves[place]) for place in places}))
+
+            yield Hypothesis("dtype", f"{name} is computed in {word}", {node: of_both}, "dtype")
             chosen = [[item] for item in tensors]
             for some in chosen if len(tensors) == 1 else [*chosen, tensors]:
                 places = [place for place, _ in some]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from glassengine.judge.graphs.between import passes_on
 from glassengine.judge.hypotheses.mistakes.meanings import is_of_places
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
@@ -33,6 +34,7 @@ def reshaped(question: Question) -> Iterator[Hypothesis]:
             or not isinstance(made, torch.Tensor)
         ):
             continue
+        yield from _not_transposed(question, node, made)
         split, merged = meeting(given.shape, made.shape), meeting(made.shape, given.shape)
         for axis, first, parts in factored(split, made.shape):
             kind, how = _of_axes(question, node, first, parts)
@@ -44,6 +46,34 @@ def reshaped(question: Question) -> Iterator[Hypothesis]:
             for order in _orders(parts):
                 text = f"axes are put together as {_in_words(parts, order, how)}"
                 yield Hypothesis(kind, text, {node: _merged_as(first, order, made.shape)})
+
+
+def _not_transposed(question: Question, node: Node, made: torch.Tensor) -> Iterator[Hypothesis]:
+    """What is put together was transposed before, and is not: heads and positions are mixed."""
+    source = node
+    for _ in range(_MOST_FACTORS):
+        above = source.args[0] if source.args else None
+        if not isinstance(above, Node) or not passes_on(source):
+            return
+        source = above
+        given = question.trial.values.get(source)
+        if not isinstance(given, torch.Tensor) or given.numel() != made.numel():
+            return
+        if given.dim() > 2 and source is not node.args[0]:
+            before = given.reshape(made.shape)
+            text = f"{question.label(source)} is put together without being transposed: heads and positions are mixed"
+            yield Hypothesis("permuted", text, {node: _value(before)})
+
+
+def merges(question: Question, node: Node, value: torch.Tensor, a: int, b: int) -> bool:
+    """Whether two neighboring axes of a tensor are put together by what reads it: heads and groups of them."""
+    for user in question.users(node):
+        made = user.meta.get("val")
+        if abs(a - b) == 1 and traits_of(user).kind == "reshape" and isinstance(made, torch.Tensor):
+            shape = meeting(made.shape, value.shape)
+            if any(first <= min(a, b) and max(a, b) < first + len(p) for _, first, p in factored(shape, value.shape)):
+                return True
+    return False
 
 
 def _of_axes(question: Question, node: Node, first: int, parts: Sequence[int]) -> tuple[Kind, str]:

@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from glassengine.judge.graphs.between import passes_on
 from glassengine.judge.graphs.by_name import argument_names
+from glassengine.judge.hypotheses.mistakes.layouts import merges
 from glassengine.judge.hypotheses.mistakes.meanings import is_counted, is_stored, least_position
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, article, tensors_of, with_leaves
 from glassengine.judge.hypotheses.trials.question import Question
@@ -209,12 +210,13 @@ def altered(question: Question) -> Iterator[Hypothesis]:
                 yield Hypothesis("scale", f"{name} - 1 instead of {name}", {node: _value(value - 1)})
         least = least_position(value)
         if least:
-            text = f"{name} begins at 0 in the candidate, at {least} here: each step counts from there"
+            text = f"{name} begins at 0 in the candidate, at {least} here: each step counts from 0"
             yield Hypothesis("position", text, {node: _value(value - least)}, "position", (least, 0))
-        yield from _moved(node, name, value, is_weight=node.name in question.weights)
+        yield from _moved(question, node, value)
 
 
-def _moved(node: Node, name: str, value: torch.Tensor, *, is_weight: bool) -> Iterator[Hypothesis]:
+def _moved(question: Question, node: Node, value: torch.Tensor) -> Iterator[Hypothesis]:
+    name, is_weight = question.label(node), node.name in question.weights
     axes = [axis for axis in range(value.dim()) if value.shape[axis] > 1][-_MOST_AXES:]
     for axis in axes:
         kind = "mask" if is_mask(value) else kind_of_shift(value.dim(), axis, is_weight=is_weight)
@@ -230,7 +232,9 @@ def _moved(node: Node, name: str, value: torch.Tensor, *, is_weight: bool) -> It
     for a, b in itertools.combinations(axes, 2):
         if value.shape[a] == value.shape[b]:
             text = f"{name} is transposed" if value.dim() == 2 else f"axes {a} and {b} of {name} are transposed"
-            yield Hypothesis("transposed", text, {node: _value(value.transpose(a, b))})
+            is_merged = value.dim() > 3 and merges(question, node, value, a, b)
+            kind, text = ("permuted", f"{text}: heads are interleaved") if is_merged else ("transposed", text)
+            yield Hypothesis(kind, text, {node: _value(value.transpose(a, b))})
 
 
 def _shifted(value: torch.Tensor, by: int, axis: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -88,10 +89,15 @@ def dropped(question: Question) -> Iterator[Hypothesis]:
     kept = ~lost & (right.abs() < sentinel(right.dtype))
     power = float(right[kept].square().sum())
     factor = float((right[kept] * actual.double()[kept]).sum()) / power if power else 0.0
-    # An activation that cuts off makes zeros as well, but scales nothing.
-    if factor > 1.01:
+    if abs(factor - 1) <= 0.01 or not math.isfinite(factor):
+        return  # an activation that cuts off makes zeros as well, but scales nothing
+    made = torch.where(lost, 0.0, right * factor)
+    if lost.shape[0] > 1 and bool((lost == lost[:1]).all()):
+        # Chance does not choose the same elements in every row.
+        text = f"{factor:.6g} times the right values, where a mask does not make zeros of them"
+        yield Hypothesis("scale", text, {end: _value(made)}, "factor", (1.0, factor))
+    elif factor > 1:
         text = f"a dropout is on: {share:.1%} of the elements are zero, the others {factor:.4g} times"
-        made = torch.where(lost, 0.0, right * factor)
         yield Hypothesis("other", text, {end: _value(made)}, "p", (0.0, 1 - 1 / factor))
 
 
