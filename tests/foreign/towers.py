@@ -238,7 +238,7 @@ PAIRS = [
             ("offset", "places", "position"),
             ("embedding", "tokens", "scale"),
             ("scale of keys", "attention", "scale"),
-            ("heads", "attention", "permuted"),
+            ("heads", "attention", "permuted, transposed"),  # of heads and tokens, as in cached.py
             ("over queries", "attention", "transposed, other"),  # another axis
             ("two more", "mask", "mask"),
             ("activation", "first", "activation"),

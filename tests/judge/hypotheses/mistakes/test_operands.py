@@ -127,7 +127,7 @@ def test_a_rotation_that_is_left_out_or_done_twice_is_one_of_positions(times: in
 def test_heads_that_are_not_transposed_before_they_are_put_together_are_mixed() -> None:
     given = {"x": drawn(2, 4, 5, 8)}
     hint = told(lambda x: x.transpose(1, 2).reshape(2, 5, 32), lambda x: x.reshape(2, 5, 32), given)
-    assert hint.kind == "permuted" and "without being transposed" in hint.text
+    assert hint.kind == "transposed" and "without being transposed" in hint.text
 
 
 def test_zeros_of_a_mask_are_no_dropout() -> None:

@@ -62,7 +62,7 @@ def _not_transposed(question: Question, node: Node, made: torch.Tensor) -> Itera
         if given.dim() > 2 and source is not node.args[0]:
             before = given.reshape(made.shape)
             text = f"{question.label(source)} is put together without being transposed: heads and positions are mixed"
-            yield Hypothesis("permuted", text, {node: _value(before)})
+            yield Hypothesis("transposed", text, {node: _value(before)})
 
 
 def merges(question: Question, node: Node, value: torch.Tensor, a: int, b: int) -> bool:
