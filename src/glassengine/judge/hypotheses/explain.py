@@ -20,7 +20,7 @@ from glassengine.judge.hypotheses.mistakes.layouts import reshaped
 from glassengine.judge.hypotheses.mistakes.masks import of_attention
 from glassengine.judge.hypotheses.mistakes.operands import exchanged, left_out
 from glassengine.judge.hypotheses.mistakes.operations import activations, other_ops
-from glassengine.judge.hypotheses.mistakes.seen import pairs_between
+from glassengine.judge.hypotheses.mistakes.seen import only_hides, pairs_between
 from glassengine.judge.hypotheses.mistakes.weights_read import weights
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
@@ -41,6 +41,8 @@ _MOST_FIRST = 3
 _OF_TWO: tuple[Family, ...] = (same_op, weights, as_theirs, of_attention, left_out, exchanged, activations, usual)
 _DIFFERS, _SEEN = 0.5, 0.8
 """Scores of what differs, and changes the result, but is not all of it; of an op that the candidate has instead."""
+_OF_PLACES = ("position", "other", "scale")
+"""Kinds of mistakes in numbers that may decide only what is seen."""
 _CLEARLY = 2.0
 """An activation of the candidate's own is nearer to what it made than the right one by this factor."""
 
@@ -154,6 +156,8 @@ def _explained(
     pairs = pairs_between(question, made)
     kind: Kind = hypothesis.kind if pairs is None else "mask"
     text = text if pairs is None or pairs in text else f"{pairs}: {text}"
+    if kind in _OF_PLACES and only_hides(question, hypothesis.edits):
+        kind, text = "mask", f"other positions are seen: {text}"
     return Hint(kind, text, score, proven=proven, change=change, unexplained=left)
 
 

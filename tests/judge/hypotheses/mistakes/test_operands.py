@@ -153,3 +153,15 @@ def test_groups_of_heads_in_turn_are_interleaved() -> None:
 
     hint = told(spread, lambda x: x.repeat(1, 2, 1, 1), {"x": drawn(2, 2, 5, 8)})
     assert hint.kind == "permuted", hint
+
+
+def test_a_number_that_only_decides_what_is_seen_is_one_of_the_mask() -> None:
+    def attention(more: int) -> Callable[..., Tensor]:
+        def made(scores: Tensor, places: Tensor) -> Tensor:
+            seen = places[None] <= places[:, None] + more
+            return torch.where(seen, scores, -1e9).softmax(-1)
+
+        return made
+
+    hint = told(attention(0), attention(1), {"scores": drawn(6, 6), "places": torch.arange(6)})
+    assert hint.kind == "mask" and hint.text.startswith("other positions are seen: "), hint

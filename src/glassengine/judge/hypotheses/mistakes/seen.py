@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch.fx import Node
@@ -39,7 +39,25 @@ def pairs_between(question: Question, made: torch.Tensor) -> str | None:
     seen = [_seen(tensor) for tensor in (right, made)]
     if seen[0] is None or seen[1] is None or torch.equal(seen[0], seen[1]) or not _hides(question, end):
         return None
-    return described(seen[0], seen[1])
+    is_hidden = right.dtype is torch.bool and any(op_name(user) == "masked_fill" for user in question.users(end))
+    return described(~seen[0], ~seen[1]) if is_hidden else described(seen[0], seen[1])
+
+
+def only_hides(question: Question, edited: Collection[Node]) -> bool:
+    """Whether what some nodes make reaches the end of the piece through conditions alone: it decides what is seen."""
+    waiting, known, has_condition = list(edited), set(edited), False
+    while waiting:
+        node = waiting.pop()
+        value = question.trial.values.get(node)
+        if isinstance(value, torch.Tensor) and value.dtype is torch.bool and value.dim() > 1:
+            has_condition = True
+        elif node is question.trial.end:
+            return False
+        else:
+            following = [user for user in node.users if user in question.trial.values and user not in known]
+            known.update(following)
+            waiting += following
+    return has_condition
 
 
 def counted(question: Question) -> Iterator[Hypothesis]:
