@@ -37,9 +37,12 @@ def record(
     plants: dict[str, list[str]],
     prompts: list[list[int]],
     dtype: str = "float32",
+    *,
+    graph: bool = False,
 ) -> None:
     """Run vLLM with each mistake planted; a folder for each, and in it one for each way."""
     request = {"model": str(checkpoint), "folder": str(folder), "dtype": dtype, "steps": 2, "prompts": prompts}
+    request["graph"] = graph
     env = {**os.environ, "PYTHONPATH": f"{INSIDE}{os.pathsep}{HERE}"}
     text = json.dumps({**request, "plants": plants})
     done = subprocess.run([python, str(HERE / "plants.py")], input=text, env=env, capture_output=True, text=True)

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import glassengine as glass
 from glassengine.commands import record_served
@@ -157,6 +158,67 @@ def served(checkpoint: Path, folder: Path, log: Path) -> Iterator[str]:
     finally:
         server.terminate()
         server.wait(60)
+
+
+# Of the graph that vLLM compiles, at the op: what a hook shows as one region is one operation here.
+IN_GRAPH = {
+    "attention_scale": (0, "model.layers.1.self_attn/"),
+    "cache_slot": (1, "model.layers.0.self_attn/"),
+    "rope_base": (0, "model.rotary_emb/"),
+    "norm_plus_one": (0, "model.layers.0.input_layernorm/mul.1"),
+}
+OF_CHECKPOINT = {
+    "rms_norm_eps": (1e-3, "model.layers.0.input_layernorm/add.0"),
+    "rope_theta": (500000.0, "model.rotary_emb/"),
+    "exchanged": (None, "model.layers.1.mlp.gate_proj/linear.0"),
+    "scaled": (None, "model.layers.1.post_attention_layernorm/mul.1"),
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_the_graph_that_it_compiles_raises_no_alarm_and_shows_the_op(family: str, tmp_path: Path) -> None:
+    from tests.serving_engines.store import record
+
+    checkpoint = save_small(family, tmp_path / "checkpoint")
+    plants = {"healthy": BOTH, **(dict.fromkeys(IN_GRAPH, BOTH[:1]) if family == "llama" else {})}
+    record(PYTHON, checkpoint, tmp_path / "raw", plants, [LONG, SHORT], graph=True)
+    for name, ways in plants.items():
+        for way in ways:
+            found = glass.check(checkpoint, candidate=tmp_path / "raw" / name / way)
+            first = found.first_divergence
+            at = f"step {first.step} {first.site}" if first is not None else found.verdict
+            print(f"{family:10} {name:20} {way:10} {at}  graph")  # noqa: T201 - as above
+            if name == "healthy":
+                assert found.ok and found.coverage == 1.0 and not found.origins, (way, at, found.not_ok_because)
+                assert max(one.op_by_op for one in found.fineness) > 0.3
+                continue
+            step, place = IN_GRAPH[name]
+            assert first is not None and first.step == step and first.site.startswith(place), at
+
+
+@pytest.mark.parametrize("name", OF_CHECKPOINT)
+def test_another_checkpoint_is_named_at_the_op(name: str, tmp_path: Path) -> None:
+    right, other = save_small("llama", tmp_path / "right"), save_small("llama", tmp_path / "other")
+    value, place = OF_CHECKPOINT[name]
+    if value is None:
+        weights = load_file(other / "model.safetensors")
+        layer = "model.layers.1"
+        if name == "exchanged":
+            gate, up = (f"{layer}.mlp.{one}_proj.weight" for one in ("gate", "up"))
+            weights[gate], weights[up] = weights[up], weights[gate]
+        else:
+            weights[f"{layer}.post_attention_layernorm.weight"] += 1
+        save_file(weights, other / "model.safetensors", {"format": "pt"})
+    else:
+        config = json.loads((other / "config.json").read_text())
+        of = config["rope_parameters"] if name == "rope_theta" else config
+        assert name in of
+        of[name] = value
+        (other / "config.json").write_text(json.dumps(config))
+    found = glass.check(right, candidate=f"vllm:{other}", python=PYTHON, steps=1)
+    first = found.first_divergence
+    assert not found.ok and first is not None and first.step == 0 and first.site.startswith(place), first
+    print(f"llama      {name:20} alone      step 0 {first.site}  graph, checkpoint")  # noqa: T201 - as above
 
 
 def test_the_command_runs_vllm_alone_and_at_once(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from glassengine.compare.flat import in_rows
 from glassengine.compare.matching.maps import TensorMap
 from glassengine.compare.matching.matching import Match
 from glassengine.compare.precision import two_precisions
@@ -46,6 +47,8 @@ class Bench:
         """
         left, right = printed_statistics(left, right) or (left, right)
         left, right = sides_of_one_rank(left, right)
+        if rules is None and not request.transpose:
+            left, right = in_rows(left, right)
         has_drift = two_precisions(left, right) is not None
         floor, _ = usable_floor(left, right)
         judge = Ruling(

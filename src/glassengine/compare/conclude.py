@@ -11,6 +11,7 @@ from typing import Any
 
 from glassengine.compare.distribute import Distribution
 from glassengine.compare.first import Order
+from glassengine.compare.flat import InRows
 from glassengine.compare.matching.matching import Match
 from glassengine.compare.matching.phases import phase_of
 from glassengine.compare.ranks.findings import Findings
@@ -180,4 +181,6 @@ def environment_of(side: TensorSource) -> dict[str, Any]:
     """Return what is known of where a side was made."""
     known = side.metadata.get("environment")
     facts = {**(known if isinstance(known, dict) else {}), "complete": side.complete}
+    if isinstance(side, InRows):
+        facts["flat"] = dict(side.arrangements)
     return {**facts, "arrangements": side.arrangements} if isinstance(side, Findings) else facts

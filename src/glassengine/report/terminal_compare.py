@@ -177,6 +177,10 @@ def notes(result: Comparison) -> Iterator[Text]:
     for side in ("baseline", "candidate"):
         if not result.environment[side].get("complete", True):
             yield Text(f"\nthe {side} is incomplete: only its completed steps were compared", style="yellow")
+        for how, count in result.environment[side].get("flat", {}).items():
+            yield Text(
+                f"\nthe {side} has no dimension for rows ({how}): {count} of its tensors are compared as one row"
+            )
         arrangements = result.environment[side].get("arrangements")
         if arrangements:
             counted = "; ".join(f"{count} {how}" for how, count in arrangements.items())

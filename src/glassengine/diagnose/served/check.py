@@ -247,6 +247,7 @@ def with_weights(found: Comparison, weights: WeightsFound, baseline: str, candid
 
 def _notes(served: Served, config: Any, alignments: Sequence[Alignment]) -> list[str]:
     notes = [f"as deployed: {choice}" for choice in alignments[0].table.choices]
+    notes += getattr(served, "notes", ())
     loops = dict.fromkeys(alignment.source.metadata.get("generator") for alignment in alignments)
     notes += [f"as deployed: {one}" for one in loops if one and one != OWN_LOOP]
     notes += [

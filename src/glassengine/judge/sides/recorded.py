@@ -224,7 +224,7 @@ def case_of(source: TensorSource, generation: Generation) -> Case | None:
             "the record does not say on which tokens it was made",
             got=f"{source.path}: no token ids of distinguishable rows",
             expected="a recording of a model that is given input_ids [batch, sequence], or those of one row",
-            hint="give them: --inputs FILE",
+            hint="give them: --inputs FILE; of a server: --layout vllm",
         )
     return case
 

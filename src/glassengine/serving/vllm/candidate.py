@@ -5,15 +5,16 @@ from __future__ import annotations
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from glassengine.errors import UsageError
+from glassengine.errors import BackendError, CorruptError, UsageError
 from glassengine.recording.formats.server_folder import ServerFolder
 from glassengine.recording.read.source import TensorSource
 from glassengine.recording.write.writer import RecordingWriter
 from glassengine.serving.interpreter import Elsewhere, Interpreter
 from glassengine.serving.protocol import Options, Run
+from glassengine.serving.requests import Forwards
 
 INSIDE = Path(__file__).parent / "inside"
 """What goes on PYTHONPATH of vLLM's interpreter."""
@@ -34,6 +35,7 @@ class VllmCandidate(Elsewhere):
     options: Options
     kind: str = "vllm"
     choices: Sequence[str] = ()
+    notes: list[str] = field(default_factory=list)
 
     @property
     def dtype(self) -> str:
@@ -71,7 +73,44 @@ class VllmCandidate(Elsewhere):
         Raises:
             BackendError: vLLM failed.
         """
-        followed = [run.following for run in runs]
+        found: dict[str, TensorSource] = {}
+        following = [run.following for run in runs]
+        if "alone" in ways:
+            graph = self._of_graph(runs, following, folder / "graph")
+            if graph is not None:
+                found["alone"] = graph
+                known = {one.prompt: one.metadata["token_ids"][0] for one in Forwards(graph).requests()[0]}
+                tokens = [known.get(tuple(run.prompt), []) for run in runs]
+                following = [one[len(run.prompt) :] for one, run in zip(tokens, runs, strict=True)]
+        left = [way for way in ways if way not in found]
+        if left:
+            self._start(runs, following, folder, left, graph=False)
+        return found | {way: ServerFolder(folder / way) for way in left}
+
+    def _of_graph(
+        self, runs: Sequence[Run], following: Sequence[Sequence[int] | None], folder: Path
+    ) -> TensorSource | None:
+        """Run prompts alone, node by node of the graph that vLLM compiles; None where it compiles none."""
+        try:
+            self._start(runs, following, folder, ["alone"], graph=True)
+            found = ServerFolder(folder / "alone")
+        except (BackendError, CorruptError) as error:
+            self.notes.append(f"vLLM is seen module by module: its graph cannot be run ({error.got or error})")
+            return None
+        if any("/out." in entry.site for entry in found.entries if not entry.site.startswith("./")):
+            return found
+        self.notes.append("vLLM is seen module by module: it does not compile this model")
+        return None
+
+    def _start(
+        self,
+        runs: Sequence[Run],
+        followed: Sequence[Sequence[int] | None],
+        folder: Path,
+        ways: Sequence[str],
+        *,
+        graph: bool,
+    ) -> None:
         request = {
             "model": str(self.place.resolve()),
             "folder": str(folder.resolve()),
@@ -81,9 +120,9 @@ class VllmCandidate(Elsewhere):
             "following": None if any(one is None for one in followed) else [list(one or ()) for one in followed],
             "runs": list(ways),
             "options": {},
+            "graph": graph,
         }
         _INTERPRETER.start(self.options.python, request)
-        return {way: ServerFolder(folder / way) for way in ways}
 
 
 def open_vllm(place: str, options: Options) -> VllmCandidate:

@@ -7,6 +7,9 @@ there when it is whole, so that a server that is ended loses nothing but the for
 
     PYTHONPATH=<this folder> GLASSENGINE_VLLM_RECORD=DIR vllm serve MODEL --enforce-eager
 
+With `--compilation-config '{"mode": 2, "backend": "glassengine_vllm_graph.functional"}'` and VLLM_USE_AOT_COMPILE=0 in
+its place, the graph that vLLM compiles is run, node by node: norms and activations are seen op by op.
+
 GLASSENGINE_VLLM_MOST is the number of forwards that are kept; 256 by default.
 """
 
@@ -67,7 +70,11 @@ class Recorder:
     def attach(self, model: nn.Module, facts: dict[str, Any]) -> None:
         """Watch the modules of a model; facts are written into every file."""
         self._facts = facts
-        if facts.get("compiled"):
+        if facts.get("graph"):
+            graph = importlib.import_module("glassengine_vllm_graph")
+            graph.root[0] = compiled_name(model)
+            graph.watchers[:] = [self._named]
+        if facts.get("compiled") or facts.get("graph"):
             return
         shared: dict[nn.Module, list[str]] = {}
         for name, module in model.named_modules(remove_duplicate=False):
@@ -78,6 +85,10 @@ class Recorder:
             if is_attention or "norm" in type(module).__name__.lower():
                 module.register_forward_pre_hook(self._given(names), with_kwargs=True)
             module.register_forward_hook(self._returned(names))
+
+    def _named(self, name: str, value: torch.Tensor) -> None:
+        if self._values is not None and value.dtype in _CODES:
+            self._values[name] = value.detach().clone()
 
     def _given(self, names: list[str]) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -177,6 +188,12 @@ def requests_of(runner: Any) -> list[dict[str, Any]]:
     return found
 
 
+def compiled_name(model: nn.Module) -> str:
+    """Return the name of the module that vLLM compiles: the first that is wrapped for it."""
+    found = (name for name, module in model.named_modules() if name and hasattr(module, "do_not_compile"))
+    return next(found, "model")
+
+
 _recorders: dict[int, Recorder] = {}
 
 
@@ -188,11 +205,13 @@ def recorder_of(runner: Any) -> Recorder:
         folder = Path(os.environ["GLASSENGINE_VLLM_RECORD"]) / f"rank{rank}"
         found = _recorders[id(runner)] = Recorder(folder, int(os.environ.get("GLASSENGINE_VLLM_MOST") or _MOST))
         config = runner.vllm_config
+        is_graph = str(config.compilation_config.backend).startswith("glassengine_vllm_graph")
         facts = {
             "architecture": str((config.model_config.hf_config.architectures or ["?"])[0]),
             "model": str(config.model_config.model),
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
-            "compiled": int(config.compilation_config.mode or 0) != 0,
+            "compiled": int(config.compilation_config.mode or 0) != 0 and not is_graph,
+            "graph": is_graph,
             "world": int(config.parallel_config.world_size),
             "block_size": int(config.cache_config.block_size or 0),
             "prefix_caching": bool(config.cache_config.enable_prefix_caching),

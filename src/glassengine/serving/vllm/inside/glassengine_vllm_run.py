@@ -1,6 +1,7 @@
 """Runs vLLM without a server on prompts that are given as token ids; started by this package in vLLM's interpreter.
 
-Reads a request from standard input: {"model", "folder", "dtype", "steps", "prompts", "following", "runs", "options"}.
+Reads a request from standard input: {"model", "folder", "dtype", "steps", "prompts", "following", "runs", "options",
+"graph"}; with "graph" the model is run node by node of the graph that vLLM compiles.
 Each of "runs" is "alone", one prompt after the other with nothing shared between them, or "together", all of them at
 once, behind requests of their first halves, so that what those left in the prefix cache is used, and with so few tokens
 in a forward that prompts are taken in chunks, as a busy server takes them.
@@ -22,6 +23,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_USE_AOT_COMPILE": "0",
     "HF_HUB_OFFLINE": "1",
 }
 
@@ -39,12 +41,14 @@ def main() -> int:
 
 def options_of(request: dict[str, Any]) -> dict[str, Any]:
     """Return how vLLM is started: called module by module, with room for the prompts."""
+    how = {"mode": 2, "backend": "glassengine_vllm_graph.functional"}
+    called = {"enforce_eager": False, "compilation_config": how} if request.get("graph") else {"enforce_eager": True}
     return {
         "dtype": request["dtype"],
         "max_model_len": max(map(len, request["prompts"])) + request["steps"] + 1,
         "max_num_seqs": max(4, len(request["prompts"])),
         "seed": 0,
-        "enforce_eager": True,
+        **called,
         "skip_tokenizer_init": True,
         "enable_prefix_caching": True,
         "async_scheduling": False,
