@@ -10,7 +10,8 @@ A table is a file `<layout>/tables/<name>.json`:
      "rounded": {"model.layers.*.mlp/mul.0": "float16"},        what the engine's kernel rounds to inside of an op
      "cannot_show": {"model.layers.*.mlp.experts": "why"},
      "deployed": "float16",                                     what its kernels round to as deployed; none by default
-     "choices": ["K and V are cast to float16"]}                what is otherwise as deployed
+     "choices": ["K and V are cast to float16"],                what is otherwise as deployed
+     "ranks": {"*.qkv_proj/out.0": "qkv"}}                      what ranks have parts of, and how they are joined
 
 In rules a text "$heads" stands for a number of the checkpoint's configuration (`numbers_of`), and "${layers}" in a name
 for its digits. Rules of tables are optional: engines differ from version to version.
@@ -48,6 +49,7 @@ class TableFile(msgspec.Struct, forbid_unknown_fields=True):
     cannot_show: dict[str, str] = {}
     deployed: str | None = None
     choices: list[str] = []
+    ranks: dict[str, str] = {}
 
 
 @dataclass
@@ -60,6 +62,7 @@ class Table:
     cannot_show: Mapping[str, str] = field(default_factory=dict)
     deployed: str | None = None
     choices: Sequence[str] = ()
+    ranks: Mapping[str, str] = field(default_factory=dict)
 
 
 def table_of(layout: str, architecture: str, numbers: Mapping[str, int | None]) -> Table:
@@ -90,6 +93,7 @@ def table_of(layout: str, architecture: str, numbers: Mapping[str, int | None]) 
         cannot_show={key: value for one in chain for key, value in one.cannot_show.items()},
         deployed=next((one.deployed for one in reversed(chain) if one.deployed is not None), None),
         choices=[choice for one in chain for choice in one.choices],
+        ranks={key: value for one in chain for key, value in one.ranks.items()},
     )
 
 

@@ -14,9 +14,11 @@ from glassengine.judge.cases import Case, causal_cases, module_cases, read_input
 from glassengine.judge.sides.protocol import Place
 from glassengine.judge.sides.recorded import case_of
 from glassengine.program import LoadedModel
+from glassengine.recording.formats.server_folder import ranks_of
 from glassengine.recording.read.source import TensorSource, open_source
 from glassengine.results import Skipped
-from glassengine.serving.alignment import numbers_of
+from glassengine.serving.alignment import numbers_of, table_of
+from glassengine.serving.joined import of_ranks
 from glassengine.serving.protocol import Run, Served, ServedOnce, ServedTogether
 from glassengine.serving.requests import Forwards
 from glassengine.serving.target import RecordedEngine
@@ -85,15 +87,19 @@ def runs_of(served: Served, model: LoadedModel, inputs: str | None, steps: int, 
 
 def _of_requests(source: TensorSource, rung: str, model: LoadedModel) -> Runs:
     """Return what a server computed, a case for each request."""
-    requests, skipped = Forwards(source).requests()
     cases: list[Case] = []
     records: dict[str, TensorSource] = {}
-    for number, request in enumerate(requests):
-        made = case_of(request, model.generation)
-        assert made is not None
-        case = dataclasses.replace(made, name=f"request {number}")
-        cases.append(case)
-        records[case.name] = request
+    skipped: list[Skipped] = []
+    for one in _ranks(source, model):
+        requests, lost = Forwards(one).requests()
+        skipped += [item for item in lost if item not in skipped]
+        of_rank = f", rank {one.metadata['rank']}" if one.metadata.get("rank") else ""
+        for number, request in enumerate(requests):
+            made = case_of(request, model.generation)
+            assert made is not None
+            case = dataclasses.replace(made, name=f"request {number}{of_rank}")
+            cases.append(case)
+            records[case.name] = request
     if not cases:
         raise UsageError(
             "no request of the recording is whole",
@@ -101,6 +107,15 @@ def _of_requests(source: TensorSource, rung: str, model: LoadedModel) -> Runs:
             expected="at least one whose prompt was read while it was recorded",
         )
     return Runs(cases, {rung: records}, skipped)
+
+
+def _ranks(source: TensorSource, model: LoadedModel) -> list[TensorSource]:
+    """Return what the ranks of a server have, put together."""
+    ranks = ranks_of(source)
+    if len(ranks) == 1:
+        return ranks
+    numbers = numbers_of(getattr(model.module, "config", None))
+    return of_ranks(ranks, table_of("vllm", str(source.metadata.get("architecture")), numbers).ranks, numbers)
 
 
 def _together(

@@ -24,10 +24,11 @@ _MOST_TEXT = 1 << 26
 
 
 class ServerFolder:
-    """Tensors of the first process of a server.
+    """Tensors of one process of a server.
 
     Args:
         path: The folder.
+        rank: Of the process.
 
     Raises:
         CorruptError: A file is damaged.
@@ -35,12 +36,12 @@ class ServerFolder:
 
     complete = True
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, rank: int = 0) -> None:
         self.path = path
         self.skipped: Sequence[Skipped] = ()
-        files = sorted((path / "rank0").glob("forward-*.safetensors"))[:_MOST_FORWARDS]
+        files = sorted((path / f"rank{rank}").glob("forward-*.safetensors"))[:_MOST_FORWARDS]
         if not files:
-            raise CorruptError("the server's first process has recorded nothing", got=str(path / "rank0"))
+            raise CorruptError("a process of the server has recorded nothing", got=str(path / f"rank{rank}"))
         self._files = [SafetensorsFile(file) for file in files]
         settings = _told(self._files[0], "facts")
         self.metadata: dict[str, Any] = {
@@ -59,6 +60,19 @@ class ServerFolder:
     def tensor(self, entry: Entry) -> Tensor:
         """Return the values of one of `entries`, mapped."""
         return self._files[entry.step].tensor(entry)
+
+
+def ranks_of(source: Any) -> list[Any]:
+    """Return a source for each process of a server whose model is spread over them; the source itself where it is not.
+
+    Raises:
+        CorruptError: A process has recorded nothing.
+    """
+    world = (source.metadata.get("settings") or {}).get("world", 1)
+    spread = (source.metadata.get("settings") or {}).get("tensor_parallel", 1)
+    if not isinstance(source, ServerFolder) or not isinstance(world, int) or world != spread or not 1 < world <= 1024:
+        return [source]
+    return [source, *(ServerFolder(source.path, rank) for rank in range(1, world))]
 
 
 def open_server_folder(path: Path) -> ServerFolder | None:

@@ -213,6 +213,7 @@ def recorder_of(runner: Any) -> Recorder:
             "compiled": int(config.compilation_config.mode or 0) != 0 and not is_graph,
             "graph": is_graph,
             "world": int(config.parallel_config.world_size),
+            "tensor_parallel": int(config.parallel_config.tensor_parallel_size),
             "block_size": int(config.cache_config.block_size or 0),
             "prefix_caching": bool(config.cache_config.enable_prefix_caching),
             "batched_tokens": int(config.scheduler_config.max_num_batched_tokens),

@@ -75,40 +75,49 @@ class _Observed(Interpreter):
 def named(module: GraphModule) -> dict[Node, list[tuple[str, Node]]]:
     """Return what is handed over when a node has run: names, and the nodes whose values have them."""
     found: dict[Node, list[tuple[str, Node]]] = {}
-    for path, nodes in _by_module(module).items():
+    inside = _by_module(module)
+    for path, nodes in _own(inside).items():
         own = set(nodes)
         is_inside = _INSIDE.search(path) is not None
-        results = [node for node in nodes if any(user not in own for user in node.users) and not _is_empty(node)]
+        whole = set(inside[path])
+        results = [node for node in inside[path] if any(u not in whole for u in node.users) and not _is_empty(node)]
         sums = [node for node in nodes if _operation(node) == "add" and _is_of_tensors(node)]
         # A norm that adds the residual returns both; the sum of the last one is read by nobody else.
-        others = results[:-1] if len(results) == 2 else sums[:1] if is_inside and len(results) == 1 else []
-        for place, node in enumerate([*results[-1:], *others]):
-            found.setdefault(node, []).append((f"{path}/out.{place}", node))
+        others = results[:-1] if len(results) == 2 else sums[:1]
+        if len(results) == 1 or (is_inside and len(results) == 2):
+            for place, node in enumerate([*results[-1:], *(others if is_inside else ())]):
+                found.setdefault(node, []).append((f"{path}/out.{place}", node))
         for node in nodes:
             given = [(f"{path}/in.{_GIVEN[word]}", one) for word, one in node.kwargs.items() if word in _GIVEN]
             found.setdefault(node, []).extend((name, one) for name, one in given if isinstance(one, Node))
         if not is_inside:
             continue
-        first = next((node for node in nodes if node.args and isinstance(node.args[0], Node)), None)
+        first = next((node for node in nodes if node.args and isinstance(node.args[0], Node) and _has_rows(node)), None)
         if first is not None and isinstance(first.args[0], Node) and first.args[0] not in own:
             found[first].append((f"{path}/in.0", first.args[0]))
         counts: Counter[str] = Counter()
         for node in nodes:
             name = _operation(node)
-            if kernel_of(node) is None and node not in sums and not _is_empty(node):
+            if kernel_of(node) is None and node not in sums and not _is_empty(node) and _has_rows(node):
                 found[node].append((f"{path}/ops.{name}.{counts[name]}", node))
                 counts[name] += 1
     return found
 
 
 def _by_module(module: GraphModule) -> dict[str, list[Node]]:
-    """Return the nodes of each module that has some of its own, in the order of the graph; not those of the whole."""
+    """Return the nodes of each module and of those inside of it, in the order of the graph; not those of the whole."""
     found: dict[str, list[Node]] = {}
     for node in module.graph.nodes:
         path = path_of(node) if node.op == "call_function" else root[0]
-        if path != root[0]:
+        while path.startswith(f"{root[0]}."):
             found.setdefault(path, []).append(node)
+            path = path.rpartition(".")[0]
     return found
+
+
+def _own(inside: dict[str, list[Node]]) -> dict[str, list[Node]]:
+    """Return of these the nodes that are of no module inside of it."""
+    return {path: [node for node in nodes if path_of(node) == path] for path, nodes in inside.items()}
 
 
 def kernel_of(node: Node) -> str | None:
@@ -128,6 +137,12 @@ def _operation(node: Node) -> str:
 
 def _is_empty(node: Node) -> bool:
     return _operation(node) in _EMPTY
+
+
+def _has_rows(node: Node) -> bool:
+    """Whether a value has a row for each token: what is made of weights alone has sizes that do not change."""
+    value = node.meta.get("val")
+    return not isinstance(value, torch.Tensor) or (value.dim() > 0 and not isinstance(value.shape[0], int))
 
 
 def _is_of_tensors(node: Node) -> bool:
