@@ -30,7 +30,8 @@ def test_a_flat_record_is_compared_as_one_row(tmp_path: Path, capsys: pytest.Cap
         assert found.ok and found.verdict == "identical"
         assert found.environment[side]["flat"] == {"flat [5, 8] for [1, 5, 8]": 6}
     assert main(["compare", str(rows), str(flat)]) == 0
-    assert "no dimension for rows (flat [5, 8] for [1, 5, 8]): 6 of its tensors" in " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "no dimension for rows (flat [5, 8] for [1, 5, 8]): 6 of its tensors" in said
 
 
 def test_what_is_wrong_in_a_flat_record_is_wrong(tmp_path: Path) -> None:
