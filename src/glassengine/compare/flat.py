@@ -1,4 +1,4 @@
-"""A record of a server beside one of rows: [tokens, ...] of a forward for [1, tokens, ...], where all of its tensors are so.
+"""A record of a server beside one of rows: [tokens, ...] of a forward for [1, tokens, ...], throughout.
 
 Servers concatenate the tokens of what they run at once, and have no dimension for rows. Of one request both have the
 same elements in the same order. One tensor that lacks a dimension is a mistake; a record that always does is flat.
