@@ -127,6 +127,16 @@ def test_the_sign_of_positions_is_a_position() -> None:
     assert hint.proven and hint.kind == "scale"
 
 
+def test_a_rotation_the_other_way_is_a_position() -> None:
+    def turned(x: Tensor, sign: float) -> Tensor:
+        return (torch.arange(6)[:, None] * torch.arange(1.0, 5.0)).sin() * sign + x
+
+    (hint,) = explained(lambda x: turned(x, 1.0), lambda x: turned(x, -1.0), [drawn(6, 4)])
+    assert hint.proven and hint.kind == "position", hint
+    (hint,) = explained(lambda x: turned(x, 1.0), lambda x: turned(x, 1.3), [drawn(6, 4)])
+    assert hint.proven and hint.kind == "scale", hint
+
+
 def test_what_was_normed_in_place_of_what_was_not() -> None:
     x, gain = drawn(3, 5, 32), drawn(32, seed=1) + 2
 

@@ -572,6 +572,16 @@ PLANTED = {
         "other",
         "mean instead of max",
     ),
+    "norm over another axis": Planted(
+        lambda x: F.layer_norm(x, (16,)),
+        lambda x: (
+            (x - x.mean(1, keepdim=True))
+            / (1e-5 + (x - x.mean(1, keepdim=True)).square().mean(-1, keepdim=True)).sqrt()
+        ),
+        lambda x: (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + 1e-5).sqrt(),
+        "transposed",
+        "the mean is over axis 1 of 3",
+    ),
     "pooling of an image": Planted(
         lambda x: F.adaptive_avg_pool2d(x, 1),
         lambda x: F.adaptive_max_pool2d(x, 1),

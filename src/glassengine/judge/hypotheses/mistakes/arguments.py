@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from glassengine.judge.graphs.between import passes_on
 from glassengine.judge.hypotheses.mistakes.argument_values import fitting, is_same, is_whole, usual_values
 from glassengine.judge.hypotheses.mistakes.argument_words import kind_of, kind_of_op, name_of, text_of
+from glassengine.judge.hypotheses.mistakes.meanings import turns
 from glassengine.judge.hypotheses.trials.hypothesis import (
     Hypothesis,
     Literal,
@@ -178,9 +179,10 @@ def becoming(question: Question, literal: Literal, value: Any) -> Hypothesis:
     """Return the hypothesis that one argument has another value."""
     name = name_of(question, literal)
     edits = {literal.node: literal.becoming(value)}
-    return Hypothesis(
-        kind_of(question, literal), text_of(question, literal, value), edits, name, (literal.value, value)
-    )
+    kind = kind_of(question, literal)
+    if kind == "scale" and isinstance(value, float) and value == -literal.value and turns(question, literal.node):
+        kind = "position"
+    return Hypothesis(kind, text_of(question, literal, value), edits, name, (literal.value, value))
 
 
 def _is_asked(literal: Literal) -> bool:

@@ -19,6 +19,9 @@ _FEW = 64
 _MOST_ABOVE = 32
 """Ops from which it is asked whether they are made of weights alone."""
 _COUNTED = frozenset({"arange", "cumsum"})
+_TURNING = frozenset({"sin", "cos"})
+_FAR = 24
+"""Steps from a sine up to what counts its positions: they are cast, multiplied and joined."""
 
 
 def is_counted(question: Question, node: Node) -> bool:
@@ -56,6 +59,17 @@ def least_position(value: torch.Tensor) -> int:
     return int(least) if least > 0 and bool((value == value.round()).all()) else 0
 
 
+def turns(question: Question, node: Node) -> bool:
+    """Whether a node makes sines or cosines of positions: with the other sign, they turn the other way."""
+
+    def above(one: Node) -> list[Node]:
+        return [] if op_name(one) in _TURNING else list(one.all_input_nodes)
+
+    if not _near(question, node, above, lambda one: op_name(one) in _TURNING):
+        return False
+    return _near(question, node, lambda one: list(one.all_input_nodes), lambda one: op_name(one) in _COUNTED, _FAR)
+
+
 def is_of_places(question: Question, node: Node, axes: tuple[int, ...]) -> bool:
     """Whether some axes of what a view reads or makes are rows and columns: of scores, or of what was convolved."""
     source = node.args[0] if node.args else None
@@ -74,10 +88,14 @@ def _softened(node: Node) -> list[Node]:
 
 
 def _near(
-    question: Question, node: Node, following: Callable[[Node], list[Node]], is_one: Callable[[Node], bool]
+    question: Question,
+    node: Node,
+    following: Callable[[Node], list[Node]],
+    is_one: Callable[[Node], bool],
+    steps: int = _NEAR,
 ) -> bool:
     layer, known = [question.named.get(node.name, node)], set()
-    for _ in range(_NEAR):
+    for _ in range(steps):
         layer = [other for one in layer for other in following(one) if other not in known]
         known.update(layer)
         if any(is_one(one) for one in layer):

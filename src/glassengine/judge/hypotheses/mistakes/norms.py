@@ -45,6 +45,36 @@ def other_norms(node: Node) -> Iterator[tuple[str, Any]]:
     yield "eps is added to the root, not below it", normed(center=is_centered, eps_outside=True)
 
 
+def over_other_axes(question: Question, node: Node) -> Iterator[Hypothesis]:
+    """Yield: the mean of a norm, its spread or both are taken over another axis."""
+    args, _ = bound(node.target, node.args, dict(node.kwargs))
+    given = question.trial.values.get(args[0]) if isinstance(args[0], Node) else None
+    if not isinstance(given, torch.Tensor) or len(args[1]) != 1:
+        return
+    is_centered = op_name(node) == "layer_norm"
+    for axis in range(given.dim() - 1):
+        if given.shape[axis] < 2:
+            continue
+        for means, spreads, what in ((axis, -1, "the mean"), (-1, axis, "the spread"), (axis, axis, "all")):
+            if means != -1 and not is_centered:
+                continue
+            text = f"{op_name(node)}: {what} is over axis {axis} of {given.dim()}, not over the last one"
+            yield Hypothesis("transposed", text, {node: _over(means, spreads, is_centered)}, axis=axis)
+
+
+def _over(means: int, spreads: int, is_centered: bool) -> Any:
+    def edit(call: Call) -> Any:
+        args, _ = bound(call.node.target, call.args, call.kwargs)
+        x, _, weight = args[:3]
+        bias, eps = (args[3], args[4]) if is_centered else (None, args[3] or 1e-6)
+        x = x - x.mean(means, keepdim=True) if is_centered else x
+        made = x / (x.square().mean(spreads, keepdim=True) + eps).sqrt()
+        made = made if weight is None else made * weight
+        return made if bias is None else made + bias
+
+    return edit
+
+
 def eps_outside(question: Question, node: Node) -> Iterator[Hypothesis]:
     """An epsilon that is added to a root instead of below it, where a norm is written out."""
     source = node.args[0]

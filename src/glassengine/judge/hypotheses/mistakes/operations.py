@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 from torch.nn import functional as F
 
-from glassengine.judge.hypotheses.mistakes.norms import batch_norms, eps_outside, other_norms
+from glassengine.judge.hypotheses.mistakes.norms import batch_norms, eps_outside, other_norms, over_other_axes
 from glassengine.judge.hypotheses.trials.hypothesis import (
     Hypothesis,
     bound,
@@ -128,6 +128,7 @@ def other_ops(question: Question) -> Iterator[Hypothesis]:
         if name in ("layer_norm", "rms_norm"):
             for text, edit in other_norms(node):
                 yield Hypothesis("eps" if text.startswith("eps") else "other", text, {node: edit})
+            yield from over_other_axes(question, node)
         if "batch_norm" in name:
             yield from batch_norms(question, node)
         if name.startswith("constant_pad"):
