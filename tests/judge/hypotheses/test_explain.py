@@ -129,11 +129,12 @@ def test_the_sign_of_positions_is_a_position() -> None:
 
 def test_a_rotation_the_other_way_is_a_position() -> None:
     def turned(x: Tensor, sign: float) -> Tensor:
-        return (torch.arange(6)[:, None] * torch.arange(1.0, 5.0)).sin() * sign + x
+        sines = (torch.arange(6)[:, None] * torch.arange(1.0, 5.0)).sin() * sign
+        return x * sines.exp() + sines
 
     (hint,) = explained(lambda x: turned(x, 1.0), lambda x: turned(x, -1.0), [drawn(6, 4)])
     assert hint.proven and hint.kind == "position", hint
-    (hint,) = explained(lambda x: turned(x, 1.0), lambda x: turned(x, 1.3), [drawn(6, 4)])
+    (hint,) = explained(lambda x: turned(x, 1.0), lambda x: turned(x, 2.0), [drawn(6, 4)])
     assert hint.proven and hint.kind == "scale", hint
 
 

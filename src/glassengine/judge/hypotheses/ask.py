@@ -13,7 +13,7 @@ from glassengine.judge.graphs.between import passes_on, region_of
 from glassengine.judge.graphs.cut import Piece, cut
 from glassengine.judge.hypotheses.explain import differences, explanation
 from glassengine.judge.hypotheses.inside import Inside, inside_of
-from glassengine.judge.hypotheses.still_computed import still_computed
+from glassengine.judge.hypotheses.still_computed import is_still_computed
 from glassengine.judge.hypotheses.trials.hypothesis import constants_of
 from glassengine.judge.hypotheses.trials.native import in_its_dtype
 from glassengine.judge.hypotheses.trials.question import Question, noise_of
@@ -24,7 +24,7 @@ from glassengine.results import Hint
 _USER = "user."
 _DEPTHS = (0, 1, 2, 4)
 """How many ops above the flagged one are asked with it: where a tensor is observed need not be where it is made."""
-_MOST_OPS = 80
+_MOST_OPS = 200
 _MOST_OTHERS = 64
 _LARGEST_OTHER = 1 << 24
 """Elements of what else could have been read: the matrix of a large vocabulary in float64 is a gigabyte."""
@@ -182,7 +182,7 @@ class Asked:
             in_its_dtype(piece, actual),
             held,
             self._read(trial, theirs),
-            still_computed(trial, self.program, self.candidate),
+            lambda lost: is_still_computed(lost, self.program, self.candidate),
             frozenset(self.program.weights()),
         )
         return found if found.left(right) > 0 else None

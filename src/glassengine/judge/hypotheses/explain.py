@@ -140,8 +140,6 @@ def _explained(
     question: Question, hypothesis: Hypothesis, score: float, near: list[tuple[float, Hypothesis]] | None = None
 ) -> Hint | None:
     """Return the hint of a mistake that makes what the candidate made; None where it does not, perhaps nearly."""
-    if hypothesis.lost is not None and hypothesis.lost.name in question.still_computed:
-        return None
     made = question.trial.changed(hypothesis.edits)
     if question.is_apart(made):
         return None
@@ -149,6 +147,8 @@ def _explained(
     if made is None or not question.explains(made, distance):
         if near is not None and distance < _NEAR * question.of_right < math.inf:
             near.append((distance / question.of_right, hypothesis))
+        return None
+    if hypothesis.lost is not None and question.is_still_computed(hypothesis.lost):
         return None
     change = change_of(question, hypothesis)
     text = hypothesis.text if change.origin is None else f"{hypothesis.text} ({change.origin})"

@@ -8,41 +8,40 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from glassengine.judge.hypotheses.trials.trial import Trial
 from glassengine.program.representation.program import Program
 
 _NEAR = 8
 """Steps above a tensor within which a weight is its own."""
 
 
-def still_computed(trial: Trial, program: Program, candidate: Program | None) -> frozenset[str]:
-    """Return the nodes of a piece, read by it alone, with a weight that the candidate reads as often.
+def is_still_computed(node: Node, program: Program, candidate: Program | None) -> bool:
+    """Whether only one op reads a node, and the candidate reads a weight of it as often.
 
     The candidate's results need that weight. That it is left out explains nothing then: it is added elsewhere, or
     the two tensors do not belong together.
 
     Args:
-        trial: Of the piece.
+        node: Of the baseline, or a copy of it.
         program: The baseline's.
         candidate: The candidate's; None where it has none.
     """
-    if candidate is None:
-        return frozenset()
-    inside = {node.name for node in [*trial.inputs, *trial.ops]}
-    readers = _readers(candidate)
-    weights, theirs = program.weights(), candidate.weights()
-
-    def times_read(weight: Node) -> int:
-        own = weights[weight.name]
-        return sum(number for name, number in readers.items() if name in theirs and _is_same(own, theirs[name]))
-
-    found = set()
-    for node in program.graph.nodes:
-        if node.name in inside and all(user.name in inside for user in node.users):
-            own = [one for one in _own(node) if one.name in weights]
-            if any(times_read(one) >= len(one.users) for one in own):
-                found.add(node.name)
-    return frozenset(found)
+    own = next((one for one in program.graph.nodes if one.name == node.name), None)
+    # What something else reads as well (a residual) is computed for that.
+    if candidate is None or own is None or len(own.users) != 1:
+        return False
+    both = [(_readers(one), one.weights()) for one in (program, candidate)]
+    weights = program.weights()
+    for source in _own(own):
+        if source.name in weights:
+            # Weights of the same values (ones) are counted together: which is which is not known.
+            value = weights[source.name]
+            here, there = (
+                sum(number for name, number in readers.items() if name in held and _is_same(value, held[name]))
+                for readers, held in both
+            )
+            if there >= here:
+                return True
+    return False
 
 
 def _own(node: Node) -> Iterator[Node]:

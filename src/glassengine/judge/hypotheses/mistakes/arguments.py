@@ -180,7 +180,8 @@ def becoming(question: Question, literal: Literal, value: Any) -> Hypothesis:
     name = name_of(question, literal)
     edits = {literal.node: literal.becoming(value)}
     kind = kind_of(question, literal)
-    if kind == "scale" and isinstance(value, float) and value == -literal.value and turns(question, literal.node):
+    numbers = isinstance(value, float) and isinstance(literal.value, (int, float))
+    if kind == "scale" and numbers and value == -literal.value and turns(question, literal.node):
         kind = "position"
     return Hypothesis(kind, text_of(question, literal, value), edits, name, (literal.value, value))
 

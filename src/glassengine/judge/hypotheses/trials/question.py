@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -55,7 +55,7 @@ class Question:
         named: The baseline's own nodes by name: what reads a piece is not in it.
         is_another: Whether what the candidate made belongs to other ops of the baseline: another tensor of the model is
             no explanation then.
-        still_computed: Names of nodes of the piece that the candidate computes too, for it reads their weights.
+        is_still_computed: Whether the candidate computes a node all the same that may have been left out.
         native: The piece in the candidate's dtype without casts to a finer one; None where it has no such casts.
     """
 
@@ -76,7 +76,7 @@ class Question:
     native: torch.Tensor | None = None
     held: Mapping[str, str] = field(default_factory=dict)
     read: frozenset[str] = frozenset()
-    still_computed: frozenset[str] = frozenset()
+    is_still_computed: Callable[[Node], bool] = lambda lost: False
     stored: frozenset[str] = frozenset()
 
     @property
