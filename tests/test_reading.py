@@ -34,6 +34,7 @@ REASONS: dict[str, dict[str, str]] = {
     "capture/watch/triggers.py": {"os.open": "to write"},
     "cli/errors.py": {"os.open": "/dev/null"},
     "diagnose/reproduction/bisect_compiler.py": {"json.loads": "what our own child process printed"},
+    "diagnose/script_floor.py": {"json.loads": "what our own parent process asked"},
     "diagnose/snapshot/trial.py": {"json.load": "what our own parent process sent"},
     "schemas/__init__.py": {"json.loads": "the schemas that ship", "read_text": "the schemas that ship"},
     "engine/run/image_prompts.py": {"Image.open": "on a file that the room opened"},
