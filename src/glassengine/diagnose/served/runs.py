@@ -12,7 +12,7 @@ from glassengine.diagnose.ladder.rungs import arguments_of
 from glassengine.errors import BackendError, UsageError
 from glassengine.judge.cases import Case, causal_cases, module_cases, read_inputs
 from glassengine.judge.sides.protocol import Place
-from glassengine.judge.sides.recorded import case_of
+from glassengine.judge.sides.recorded import case_of, recorded_case
 from glassengine.program import LoadedModel
 from glassengine.recording.formats.server_folder import ranks_of
 from glassengine.recording.read.source import TensorSource, open_source
@@ -47,7 +47,8 @@ def runs_of(served: Served, model: LoadedModel, inputs: str | None, steps: int, 
     Args:
         served: What is run; a recording is taken as it is.
         model: The baseline; its tokenizer encodes text.
-        inputs: As for `check`; each prompt is run alone, of the built-in ones the first.
+        inputs: As for `check`; each prompt is run alone, of the built-in ones the first. Of a dump of one forward that
+            does not have its token ids: what it was given.
         steps: Decode steps after the prefill.
         folder: For the recordings.
 
@@ -59,9 +60,9 @@ def runs_of(served: Served, model: LoadedModel, inputs: str | None, steps: int, 
         rung = DEPLOYED if served.source.metadata.get("as_deployed") else Place.RECORD.value
         if "forwards" in served.source.metadata:
             return _of_requests(served.source, rung, model)
-        case = case_of(served.source, model.generation)
-        assert case is not None
-        return Runs([case], {rung: {case.name: served.source}}, [])
+        one = _given(served.source, model, inputs) or case_of(served.source, model.generation)
+        assert one is not None
+        return Runs([one], {rung: {one.name: served.source}}, [])
     given, skipped = _cases(model, inputs, steps, alone=not isinstance(served, ServedTogether))
     records: dict[str, dict[str, TensorSource]] = {Place.RECORD.value: {}, DEPLOYED: {}}
     cases = []
@@ -83,6 +84,14 @@ def runs_of(served: Served, model: LoadedModel, inputs: str | None, steps: int, 
         served.record(deployed, folder / f"deployed-{number}")
         records[DEPLOYED][case.name] = open_source(folder / f"deployed-{number}")
     return Runs(cases, {rung: found for rung, found in records.items() if found}, skipped)
+
+
+def _given(source: TensorSource, model: LoadedModel, inputs: str | None) -> Case | None:
+    """Return the prompt of a dump that does not say it, of one forward: what followed nobody would know."""
+    if inputs is None or recorded_case(source) is not None or len({entry.step for entry in source.entries}) > 1:
+        return None
+    cases, _ = _cases(model, inputs, 0, alone=True)
+    return cases[0]
 
 
 def _of_requests(source: TensorSource, rung: str, model: LoadedModel) -> Runs:

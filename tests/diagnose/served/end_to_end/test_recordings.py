@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import glassengine as glass
 from glassengine import commands
-from glassengine.errors import UsageError
+from glassengine.errors import IncomparableError, UsageError
+from glassengine.recording.read.reader import Recording
 from glassengine.serving.ggml.write import write_gguf
 from glassengine.testing.architectures import FAMILIES
 from glassengine.testing.checkpoints import save_checkpoint
@@ -56,6 +58,19 @@ def test_a_recording_that_names_no_layout_is_given_one(folder: Path, tmp_path: P
         glass.check(folder / "checkpoint", candidate=tmp_path / "rec", layout="sgl", steps=0)
     with pytest.raises(UsageError, match="--layout is for a recording"):
         glass.check(folder / "checkpoint", candidate=folder / "checkpoint", layout="ggml")
+
+
+@pytest.mark.slow
+def test_a_dump_of_one_forward_is_given_its_tokens(folder: Path, tmp_path: Path) -> None:
+    ids = str(folder / "ids.json")
+    commands.record_served(f"gguf:{folder}/plain.gguf", tmp_path / "rec", inputs=ids)
+    recording = Recording.open(tmp_path / "rec")
+    values = {one.site: recording.tensor(one).contiguous() for one in recording.entries}
+    save_file(values, dump := tmp_path / "dump.safetensors")
+    with pytest.raises(IncomparableError, match="on which tokens"):
+        glass.check(folder / "checkpoint", candidate=dump, layout="ggml")
+    found = glass.check(folder / "checkpoint", candidate=dump, layout="ggml", inputs=ids)
+    assert found.ok and found.coverage == 1.0
 
 
 def elsewhere(recording: Path) -> None:
