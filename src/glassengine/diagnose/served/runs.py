@@ -87,7 +87,7 @@ def runs_of(served: Served, model: LoadedModel, inputs: str | None, steps: int, 
 
 
 def _given(source: TensorSource, model: LoadedModel, inputs: str | None) -> Case | None:
-    """Return the prompt of a dump that does not say it, of one forward: of more, the tokens that followed are unknown."""
+    """Return the prompt of a dump of one forward that does not say it; of more, the later tokens are unknown."""
     if inputs is None or recorded_case(source) is not None or len({entry.step for entry in source.entries}) > 1:
         return None
     cases, _ = _cases(model, inputs, 0, alone=True)
