@@ -119,7 +119,7 @@ def command(
         given = (inputs, max_new_tokens, tokens_of, device)
         if any(option is not None for option in given) or dry_run:
             got = "--inputs, --max-new-tokens, --tokens-of, --device or --dry-run"
-            raise UsageError("a script brings its own inputs, and is run", got=got)
+            raise UsageError("a script brings its own inputs, and is run once", got=got)
         if noise_floor and (watch or not values or isinstance(place(output_dir), Remote)):
             got = "--watch" if watch else "--no-values" if not values else output_dir
             raise UsageError("--noise-floor needs all values, in a directory of this machine", got=got)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from glassengine.diagnose.ladder import elsewhere, helper
 from glassengine.errors import UsageError
 from glassengine.judge.replay.foretold import HelpedReplay, Mask
 from glassengine.testing import models
-from glassengine.workers import Died
+from glassengine.workers import Died, pipe, processes
 
 PROMPTS = [[17, 200, 9, 33, 41], [5, 91, 14, 3, 77, 120, 250, 8]]
 NET = """
@@ -165,6 +167,33 @@ def test_processes_and_clusters_find_what_one_finds(tmp_path: Path, where: dict[
     record = recorded(tmp_path)
     expected = glass.check(model_file(tmp_path), candidate=record).to_dict()
     assert glass.check(model_file(tmp_path), candidate=record, **where).to_dict() == expected
+
+
+@pytest.mark.slow
+def test_processes_that_are_killed_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two real ones are killed right after they were asked: they were ready before, and are replaying."""
+    record = recorded(tmp_path)
+    expected = glass.check(model_file(tmp_path), candidate=record).to_dict()
+    children: list[Any] = []
+    killed: list[int] = []
+    init = processes._Child.__init__
+
+    def started(self: Any, command: Any) -> None:
+        init(self, command)
+        children.append(self)
+
+    def send(file: Any, data: bytes) -> None:
+        pipe.send(file, data)
+        asked = msgspec.msgpack.decode(data, type=helper.Asked)
+        if asked.end > asked.first and len(killed) < 2:
+            (pid,) = (one._process.pid for one in children if one._process is not None and one._process.stdin is file)
+            os.kill(pid, signal.SIGKILL)
+            killed.append(pid)
+
+    monkeypatch.setattr(processes._Child, "__init__", started)
+    monkeypatch.setattr(processes, "send", send)
+    found = glass.check(model_file(tmp_path), candidate=record, jobs=2).to_dict()
+    assert found == expected and len(set(killed)) == 2
 
 
 def test_what_cannot_be_shared_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
