@@ -199,7 +199,7 @@ class Asked:
     def _same(self, node: Node) -> set[str]:
         """Return what was flagged and is paired with the same tensor of the candidate: it is not made of itself."""
         target = self.counterparts.get(node.name)
-        return {name for name in self.flagged if self.counterparts.get(name) == target}
+        return {name for name in self.flagged if target is not None and self.counterparts.get(name) == target}
 
     @property
     def _known(self) -> dict[str, Any]:

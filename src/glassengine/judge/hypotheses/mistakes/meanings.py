@@ -96,7 +96,7 @@ def _near(
 ) -> bool:
     layer, known = [question.named.get(node.name, node)], set()
     for _ in range(steps):
-        layer = [other for one in layer for other in following(one) if other not in known]
+        layer = list(dict.fromkeys(other for one in layer for other in following(one) if other not in known))
         known.update(layer)
         if any(is_one(one) for one in layer):
             return True
