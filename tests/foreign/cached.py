@@ -91,7 +91,6 @@ STEPS_EDITS: Edits = {
     "groups": (f"        if n_query_groups != n_head and {SHARED}repeat_interleave(q_per_kv, dim=1)",
                f"        if n_query_groups != n_head and {SHARED}repeat(1, q_per_kv, 1, 1)"),
     "scale": ("self.config.attention_scores_scalar or self.config.head_size)", "self.config.n_embd)"),
-    "norm in half": ("        dtype = x.dtype\n        x = x.float()\n", "        dtype = x.dtype\n"),
     "gate": ("        x = F.silu(x_fc_1) * x_fc_2\n        return self.proj(x)\n\n\nclass GemmaMLP",
              "        x = F.silu(x_fc_2) * x_fc_1\n        return self.proj(x)\n\n\nclass GemmaMLP"),
     "sum": ("norm_x = torch.mean(x * x, dim=self.dim, keepdim=True)",
@@ -247,6 +246,7 @@ STEPS = [
     {"input_ids": tokens(1), "cache_position": torch.tensor([5])},
     {"input_ids": tokens(1), "cache_position": torch.tensor([6])},
 ]
+KEPT = "what a cache holds of the step before has the rounding of that step, which is called suspicious"
 PAIRS = [
     Pair(
         "transformers llama in steps, litgpt",
@@ -269,6 +269,7 @@ PAIRS = [
             ("scale", "attention", "scale"),
             ("order", "attention", "swapped"),
         ),
+        KEPT,
     ),
     Pair(
         "transformers llama in steps, litgpt/bfloat16",
@@ -277,12 +278,12 @@ PAIRS = [
         STEPS,
         written(
             OF_STEPS,
-            ("norm in half", "norm", "dtype"),
             ("gate", "mlp", "swapped"),
             ("epsilon", "second norm", "eps"),
             ("values not written", "cache", "stale"),
             ("scale", "attention", "scale"),
         ),
+        KEPT,
     ),
     Pair(
         "transformers llama in steps, litgpt/float16",
@@ -296,6 +297,7 @@ PAIRS = [
             ("sum", "norm", "scale, other"),  # of a norm: a factor, or another reduction
             ("residual", "layer", "swapped, stale"),
         ),
+        KEPT,
     ),
     Pair(
         "transformers gpt2 with a past, pytorch-transformers",

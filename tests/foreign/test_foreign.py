@@ -106,7 +106,10 @@ def outcome(pair: Pair, mistake: str, tmp_path: Path) -> Outcome:
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
 def test_a_right_port_is_ok_and_finely_judged(pair: Pair, tmp_path: Path) -> None:
     result = checked(pair, "", tmp_path)
-    assert result.ok and not result.origins, result.not_ok_because
+    assert result.ok, result.not_ok_because
+    if result.origins and pair.known:
+        pytest.xfail(pair.known)
+    assert not result.origins
     assert all(found.verdict in ("identical", "rounding") for found in result.pairs)
     fine = result.fineness[0]
     if fine.op_by_op + fine.in_regions < 0.95 and pair.known:
