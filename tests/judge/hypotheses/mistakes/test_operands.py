@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from glassengine.judge.graphs.cut import Piece
 from glassengine.judge.hypotheses.explain import differences, explain
+from glassengine.judge.hypotheses.mistakes.layouts import merges
 from glassengine.judge.hypotheses.trials.question import Question, noise_of
 from glassengine.judge.hypotheses.trials.trial import Trial
 from glassengine.results import Hint
@@ -149,7 +150,7 @@ def test_what_is_computed_in_half_rounds_what_it_reads_and_makes() -> None:
 
 def test_groups_of_heads_in_turn_are_interleaved() -> None:
     def spread(x: Tensor) -> Tensor:
-        return x[:, :, None].expand(2, 2, 2, 5, 8).reshape(2, 4, 5, 8)
+        return x[:, :, None].expand(2, 2, 2, 5, 8).clone().view(2, 4, 5, 8)
 
     hint = told(spread, lambda x: x.repeat(1, 2, 1, 1), {"x": drawn(2, 2, 5, 8)})
     assert hint.kind == "permuted", hint
@@ -165,3 +166,14 @@ def test_a_number_that_only_decides_what_is_seen_is_one_of_the_mask() -> None:
 
     hint = told(attention(0), attention(1), {"scores": drawn(6, 6), "places": torch.arange(6)})
     assert hint.kind == "mask" and hint.text.startswith("other positions are seen: "), hint
+
+
+def test_axes_that_a_copy_joins_are_heads() -> None:
+    def spread(x: Tensor) -> Tensor:
+        return x.clone().view(2, 4, 5, 8)
+
+    module = make_fx(spread, pre_dispatch=True)(drawn(2, 2, 2, 5, 8))
+    (place,) = module.graph.find_nodes(op="placeholder")
+    question = dataclasses.replace(asked(torch.neg, torch.neg, {"x": drawn(2, 2)}), named={place.name: place})
+    assert merges(question, place, drawn(2, 2, 2, 5, 8), 1, 2)
+    assert not merges(question, place, drawn(2, 2, 2, 5, 8), 0, 1)

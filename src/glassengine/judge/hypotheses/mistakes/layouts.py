@@ -67,7 +67,9 @@ def _not_transposed(question: Question, node: Node, made: torch.Tensor) -> Itera
 
 def merges(question: Question, node: Node, value: torch.Tensor, a: int, b: int) -> bool:
     """Whether two neighboring axes of a tensor are put together by what reads it: heads and groups of them."""
-    for user in question.users(node):
+    users = question.users(node)
+    users += [reader for user in users if passes_on(user) for reader in user.users]  # a copy is made first
+    for user in users:
         made = user.meta.get("val")
         if abs(a - b) == 1 and traits_of(user).kind == "reshape" and isinstance(made, torch.Tensor):
             shape = meeting(made.shape, value.shape)
