@@ -25,6 +25,11 @@ PAGES = [
     "coming-from-transformers.md",
     "continuous-integration.md",
     "my-server-answers-differently.md",
+    "my-server-executorch.md",
+    "my-server-llama-cpp.md",
+    "my-server-onnx-runtime-genai.md",
+    "my-server-others.md",
+    "my-server-vllm.md",
     "notebooks-and-viewers.md",
     "onnx-and-pt2.md",
     "quantized-and-adapted.md",
@@ -36,9 +41,11 @@ PAGES = [
 
 NEEDS = {"continuous-integration.md": "jq"}
 """What a page uses of the machine."""
+ELSEWHERE = ("my-server-executorch.md", "my-server-vllm.md")
+"""Pages of engines in an environment of their own: run by `tests/serving_engines`."""
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in ELSEWHERE])
 def test_every_block_runs_and_prints_what_is_shown(page: str, root: Path, run_guide: Run) -> None:
     if page in NEEDS and shutil.which(NEEDS[page]) is None:
         pytest.skip(f"{NEEDS[page]} is not on this machine")

@@ -150,14 +150,14 @@ def _together(
             # The last one of this prompt: what ran before it has only filled the prefix cache.
             one = next((one for one in reversed(found) if one.prompt == tuple(run.prompt)), None)
             if one is None:
-                raise BackendError("vLLM has not answered a prompt", got=f"{case.name}, {way}")
+                raise BackendError(f"{served.spec} has not answered a prompt", got=f"{case.name}, {way}")
             records[rung][case.name] = one
             if rung == Place.RECORD.value:
                 made = case_of(one, model.generation)
                 assert made is not None
                 cases.append(dataclasses.replace(made, name=case.name, origin=case.origin, recipes=case.recipes))
             elif one.metadata["token_ids"] != records[Place.RECORD.value][case.name].metadata["token_ids"]:
-                raise BackendError("vLLM was not given the same tokens", got=f"prompt {number}, {way}")
+                raise BackendError(f"{served.spec} was not given the same tokens", got=f"prompt {number}, {way}")
     return Runs(cases, records, skipped)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from glassengine.program.onnx.operators.composed import composed, given_inputs
 from glassengine.program.onnx.stored.types import ValueType
 
 if TYPE_CHECKING:
@@ -35,10 +36,7 @@ def experts(
         types: Of values, by name.
         domain: Of the operator.
     """
-    from onnx import parser
-
-    own = dict(zip(_INPUTS, proto.input, strict=False))
-    given = {name for name, value in own.items() if value}
+    given = given_inputs(proto, _INPUTS)
     whole = {name: entry.i for name, entry in attributes.items() if entry.type == 2}
     real = {name: entry.f for name, entry in attributes.items() if entry.type == 1}
     bits, block = whole.get("expert_weight_bits", _FOUR), whole.get("block_size", 0)
@@ -46,7 +44,7 @@ def experts(
     rounds = whole.get("accuracy_level", 0) == _INT8 or (block > 0 and bits != _FOUR)
     kind = attributes["quant_type"].s if "quant_type" in attributes else _INTEGERS
     is_known = kind == _INTEGERS and not told and not rounds and bits in (_FOUR, 8)
-    if not is_known or len(proto.input) > len(_INPUTS) or whole.get("use_sparse_mixer") or "fc1" not in given:
+    if not is_known or given is None or whole.get("use_sparse_mixer") or "fc1" not in given:
         return None
     if any(f"{name}_scales" not in given for name in ("fc1", "fc2", "fc3") if name in given):
         return None
@@ -78,13 +76,7 @@ def experts(
         "shape = Shape (x)",
         "y = Reshape (added, shape)",
     ]
-    text = f"""
-        <opset_import: ["" : 18], domain: "{domain}">
-        {proto.op_type} ({", ".join(_INPUTS[: len(proto.input)])}) => (y) {{
-        {chr(10).join(lines)}
-        }}"""
-    function: onnx.FunctionProto = parser.parse_function(text)
-    return function
+    return composed(proto, domain, _INPUTS, ("y",), lines)
 
 
 def _integers(name: str, source: str, bits: int) -> list[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from glassengine.program.onnx.operators.composed import composed, given_inputs
 from glassengine.program.onnx.stored.types import ValueType
 
 if TYPE_CHECKING:
@@ -35,21 +36,18 @@ def group_query(
         types: Of values, by name.
         domain: Of the operator.
     """
-    from onnx import parser
-
-    own = dict(zip(_INPUTS, proto.input, strict=False))
-    given = {name for name, value in own.items() if value}
+    given = given_inputs(proto, _INPUTS)
     kinds = {entry.s for name, entry in attributes.items() if name.endswith("_quant_type")}
-    if given & _LEFT_OUT or kinds - {b"NONE"} or len(proto.output) > 3 or len(proto.input) > len(_INPUTS):
+    if given is None or given.keys() & _LEFT_OUT or kinds - {b"NONE"} or len(proto.output) > 3:
         return None
     if any(attributes[name].i for name in ("sliding_window_cache", "qk_output") if name in attributes):
         return None
-    widths = {name: _last(types, value) for name, value in own.items() if value}
+    widths = {name: _last(types, value) for name, value in given.items()}
     heads, kv_heads = attributes["num_heads"].i, attributes["kv_num_heads"].i
     whole = widths["query"]
     rotates = "do_rotary" in attributes and bool(attributes["do_rotary"].i)
     rotated = 2 * (widths.get("cos") or 0)
-    if whole is None or (rotates and (not rotated or not {"cos", "sin"} <= given)) or heads % kv_heads:
+    if whole is None or (rotates and (not rotated or not {"cos", "sin"} <= given.keys())) or heads % kv_heads:
         return None
     size = whole // (heads if "key" in given else heads + 2 * kv_heads)
     number = {name: entry.f for name, entry in attributes.items() if name in ("scale", "softcap")}
@@ -71,13 +69,7 @@ def group_query(
     smooth = "smooth_softmax" in attributes and attributes["smooth_softmax"].i == 1
     lines += _results(heads, kv_heads, size, has_sink="sink" in given, smooth=smooth)
     made = ("y", "present_key", "present_value")[: len(proto.output)]
-    text = f"""
-        <opset_import: ["" : 18], domain: "{domain}">
-        {proto.op_type} ({", ".join(_INPUTS[: len(proto.input)])}) => ({", ".join(made)}) {{
-        {chr(10).join(lines)}
-        }}"""
-    function: onnx.FunctionProto = parser.parse_function(text)
-    return function
+    return composed(proto, domain, _INPUTS, made, lines)
 
 
 def _last(types: Mapping[str, ValueType], name: str) -> int | None:
