@@ -139,7 +139,7 @@ def test_an_int4_folder_is_judged_op_by_op(llama_int4: Path) -> None:
     found = check(llama_int4)
     require_healthy(found)
     assert found.weights is not None and not found.weights.different
-    # Its one head of keys is copied for the queries as other programs do not: the attention's result has another number.
+    # With one head of keys the program has fewer copies, and other numbers behind them.
     judged = {pair.site for pair in found.pairs if pair.rung == "record"}
     assert {f"model.layers.{layer}.self_attn/view.6" for layer in (0, 1)} <= judged
 
