@@ -210,12 +210,6 @@ def test_through_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert not (tmp_path / "a" / FILE).exists()
 
 
-def test_a_script_is_run_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "script.py").write_text("")
-    assert main(["record", "-o", str(tmp_path / "r"), "--noise-floor", "--", str(tmp_path / "script.py")]) == 2
-    assert "--noise-floor" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("fault", ["cut", "other", "newer"])
 def test_a_damaged_floor_is_refused(tmp_path: Path, fault: str) -> None:
     torch.manual_seed(0)

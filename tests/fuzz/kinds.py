@@ -79,12 +79,16 @@ def make_shared(folder: Path) -> None:
     """Write what kinds need beside their own files, and what they copy."""
     torch.save({"x": X}, folder / "x.pt")
     glass.build(small(), folder / "small", backend="eager", inputs={"x": X}, artifacts=folder / "artifacts")
-    save_checkpoint(language_model(), folder / "model")
-    (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    make_checkpoint(folder)
     glass.build(folder / "model", folder / "language", backend="eager", max_seq_len=64)
     for name in ("a", "b"):
         with glass.record(module := small(), folder / f"record-{name}"):
             module(X)
+
+
+def make_checkpoint(folder: Path) -> None:
+    save_checkpoint(language_model(), folder / "model")
+    (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
 
 
 def built(backend: str, **options: Any) -> Callable[[Path, Path], None]:

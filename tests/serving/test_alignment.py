@@ -38,9 +38,9 @@ def test_numbers_are_filled_in() -> None:
 
 
 def test_what_has_no_table_is_named() -> None:
-    assert layouts() == ["executorch", "ggml", "onnx", "vllm"]
-    with pytest.raises(UnknownNameError, match="unknown layout 'sglang'"):
-        table_of("sglang", "llama", {})
+    assert layouts() == ["executorch", "ggml", "onnx", "sglang", "vllm"]
+    with pytest.raises(UnknownNameError, match="unknown layout 'lmdeploy'"):
+        table_of("lmdeploy", "llama", {})
     with pytest.raises(UnknownNameError, match="'lama'") as found:
         table_of("ggml", "lama", {})
     assert "llama" in str(found.value)

@@ -138,6 +138,10 @@ def test_what_is_missing_is_told(engine: Callable[[str], glass.Engine]) -> None:
         engine("t5").generate()
     with pytest.raises(UsageError, match=r"outside the model's vocabulary"):
         engine("t5").generate(input_ids=[[5, 4000]])
+
+
+@pytest.mark.slow
+def test_features_have_one_sequence_each(engine: Callable[[str], glass.Engine]) -> None:
     with pytest.raises(UsageError, match=r"num_return_sequences=2"):
         engine("whisper").generate(
             inputs={"input_features": FEATURES}, num_return_sequences=2, do_sample=True, max_new_tokens=2
