@@ -11,12 +11,14 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 import glassengine as glass
 from glassengine.commands import record_served
+from glassengine.results import Comparison
 from glassengine.serving.vllm.candidate import INSIDE
 from glassengine.serving.vllm.inside.glassengine_vllm_run import ENVIRONMENT
 from glassengine.testing.servers import save_small
@@ -67,26 +69,37 @@ PLANTS: dict[str, dict[str, tuple[list[str], int, str]]] = {
 }
 
 
-@pytest.mark.parametrize("family", PLANTS)
-def test_right_ones_raise_no_alarm_and_planted_mistakes_are_named(family: str, tmp_path: Path) -> None:
+def judged(
+    family: str, folder: Path, plants: dict[str, list[str]], *, label: str = "", **options: Any
+) -> Iterator[tuple[str, str, Comparison, str]]:
+    """Run a model with each mistake in each way, and yield mistake, way, what is found, and where it is said to be."""
     from tests.serving_engines.store import record
 
-    checkpoint = save_small(family, tmp_path / "checkpoint")
-    plants = {"healthy": BOTH, **{name: ways for name, (ways, _, _) in PLANTS[family].items()}}
-    record(PYTHON, checkpoint, tmp_path / "raw", plants, [LONG, SHORT])
-    unnamed = []
+    checkpoint = save_small(family, folder / "checkpoint")
+    record(PYTHON, checkpoint, folder / "raw", plants, [LONG, SHORT], **options)
     for name, ways in plants.items():
         for way in ways:
-            found = glass.check(checkpoint, candidate=tmp_path / "raw" / name / way)
+            found = glass.check(checkpoint, candidate=folder / "raw" / name / way)
             first = found.first_divergence
             at = f"step {first.step} {first.site}" if first is not None else found.verdict
-            print(f"{family:10} {name:20} {way:10} {at}")  # noqa: T201 - the table of benchmarks/results/serving.txt
+            # The table of benchmarks/results/serving.txt.
+            print(f"{family:10} {name:20} {way:10} {at}  {label}".rstrip())  # noqa: T201
             if name == "healthy":
                 assert found.ok and found.coverage == 1.0 and not found.origins, (way, at, found.not_ok_because)
-                continue
-            _, step, places = PLANTS[family][name]
-            if found.ok or first is None or first.step != step or not first.site.startswith(tuple(places.split("|"))):
-                unnamed.append(f"{name}, {way}: {at}")
+            yield name, way, found, at
+
+
+@pytest.mark.parametrize("family", PLANTS)
+def test_right_ones_raise_no_alarm_and_planted_mistakes_are_named(family: str, tmp_path: Path) -> None:
+    plants = {"healthy": BOTH, **{name: ways for name, (ways, _, _) in PLANTS[family].items()}}
+    unnamed = []
+    for name, way, found, at in judged(family, tmp_path, plants):
+        if name == "healthy":
+            continue
+        _, step, places = PLANTS[family][name]
+        first = found.first_divergence
+        if found.ok or first is None or first.step != step or not first.site.startswith(tuple(places.split("|"))):
+            unnamed.append(f"{name}, {way}: {at}")
     assert not unnamed
 
 
@@ -97,21 +110,11 @@ IN_BFLOAT16 += ["cache_slot"]
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 def test_bfloat16_raises_no_alarm_and_mistakes_are_named_in_it(family: str, tmp_path: Path) -> None:
-    from tests.serving_engines.store import record
-
-    checkpoint = save_small(family, tmp_path / "checkpoint")
     plants = dict.fromkeys(IN_BFLOAT16 if family == "llama" else IN_BFLOAT16[:1], BOTH)
-    record(PYTHON, checkpoint, tmp_path / "raw", plants, [LONG, SHORT], dtype="bfloat16")
-    for name, ways in plants.items():
-        for way in ways:
-            found = glass.check(checkpoint, candidate=tmp_path / "raw" / name / way)
-            first = found.first_divergence
-            at = f"step {first.step} {first.site}" if first is not None else found.verdict
-            print(f"{family:10} {name:20} {way:10} {at}  bfloat16")  # noqa: T201 - as above
-            if name == "healthy":
-                assert found.ok and found.coverage == 1.0 and not found.origins, (way, at, found.not_ok_because)
-                continue
+    for name, _, found, at in judged(family, tmp_path, plants, label="bfloat16", dtype="bfloat16"):
+        if name != "healthy":
             _, step, places = PLANTS[family][name]
+            first = found.first_divergence
             assert first is not None and first.step == step and first.site.startswith(tuple(places.split("|"))), at
 
 
@@ -177,23 +180,14 @@ OF_CHECKPOINT = {
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 def test_the_graph_that_it_compiles_raises_no_alarm_and_shows_the_op(family: str, tmp_path: Path) -> None:
-    from tests.serving_engines.store import record
-
-    checkpoint = save_small(family, tmp_path / "checkpoint")
     plants = {"healthy": BOTH, **(dict.fromkeys(IN_GRAPH, BOTH[:1]) if family == "llama" else {})}
-    record(PYTHON, checkpoint, tmp_path / "raw", plants, [LONG, SHORT], graph=True)
-    for name, ways in plants.items():
-        for way in ways:
-            found = glass.check(checkpoint, candidate=tmp_path / "raw" / name / way)
-            first = found.first_divergence
-            at = f"step {first.step} {first.site}" if first is not None else found.verdict
-            print(f"{family:10} {name:20} {way:10} {at}  graph")  # noqa: T201 - as above
-            if name == "healthy":
-                assert found.ok and found.coverage == 1.0 and not found.origins, (way, at, found.not_ok_because)
-                assert max(one.op_by_op for one in found.fineness) > 0.3
-                continue
-            step, place = IN_GRAPH[name]
-            assert first is not None and first.step == step and first.site.startswith(place), at
+    for name, _, found, at in judged(family, tmp_path, plants, label="graph", graph=True):
+        if name == "healthy":
+            assert max(one.op_by_op for one in found.fineness) > 0.3
+            continue
+        step, place = IN_GRAPH[name]
+        first = found.first_divergence
+        assert first is not None and first.step == step and first.site.startswith(place), at
 
 
 @pytest.mark.parametrize("name", OF_CHECKPOINT)

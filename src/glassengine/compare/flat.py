@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _LEAST, _SHARE = 4, 0.9
-_Key = tuple[str, int, int]
 
 
 class InRows:
@@ -34,8 +33,8 @@ class InRows:
         self.skipped = source.skipped
         self._source = source
         self._places = {dataclasses.replace(one, shape=(1, *one.shape), location=None): one for one in flat}
-        taken = {_key(one): made for made, one in self._places.items()}
-        self.entries: Sequence[Entry] = tuple(taken.get(_key(one), one) for one in source.entries)
+        taken = {one.place: made for made, one in self._places.items()}
+        self.entries: Sequence[Entry] = tuple(taken.get(one.place, one) for one in source.entries)
 
     @property
     def arrangements(self) -> Mapping[str, int]:
@@ -60,14 +59,10 @@ def in_rows(left: TensorSource, right: TensorSource) -> tuple[TensorSource, Tens
 
 def _flat(rows: TensorSource, other: TensorSource) -> list[Entry]:
     """Return the tensors of `other` that lack the dimension of a row, where it is flat throughout; else none."""
-    known = {_key(one): one.shape for one in rows.entries}
-    pairs = [(known[_key(one)], one) for one in other.entries if _key(one) in known]
+    known = {one.place: one.shape for one in rows.entries}
+    pairs = [(known[one.place], one) for one in other.entries if one.place in known]
     hidden = [(shape, one) for shape, one in pairs if len(shape) == 3 and shape[0] == 1]
     found = {one.site for shape, one in hidden if shape[1:] == one.shape}
     if len(found) < _LEAST or len(found) < _SHARE * len({one.site for _, one in hidden}):
         return []
     return [one for shape, one in pairs if shape == (1, *one.shape)]
-
-
-def _key(entry: Entry) -> _Key:
-    return entry.site, entry.step, entry.rank

@@ -180,7 +180,7 @@ class Collector:
                 valid = torch.from_numpy(found_valid)
                 ours, theirs = (torch.where(valid, side, torch.zeros((), dtype=side.dtype)) for side in (ours, theirs))
             found = slices(ours, theirs)
-        key = entry.site, entry.step, entry.rank
+        key = entry.place
         known = self._floors.get(key)
         whole, parts = found.error, found.errors
         if known is not None:

@@ -121,9 +121,9 @@ def _surroundings(number: int) -> dict[str, str] | None:
 def _require_same(path: Path, again: Path) -> None:
     """Raise a `GlassError` where a script that ran again, as it is, did not make the same tensors."""
     ours, theirs = Recording.open(path), _opened(again, path)
-    by_place = {_place(entry): entry for entry in theirs.entries}
+    by_place = {entry.place: entry for entry in theirs.entries}
     for entry in ours.entries:
-        other = by_place.pop(_place(entry), None)
+        other = by_place.pop(entry.place, None)
         if other is None or not _is_same(ours, entry, theirs, other):
             how = "has another value" if other is not None else "is not made"
             raise _differs(f"{entry.site!r}, step {entry.step}, {how} when the script runs again as it is")
@@ -162,9 +162,9 @@ def _floors(path: Path, others: Sequence[Path]) -> dict[Key, Floor]:
     collector = Collector(recording, floors)
     for other in others:
         source = _opened(other, path)
-        by_place = {_place(entry): entry for entry in source.entries}
+        by_place = {entry.place: entry for entry in source.entries}
         for entry in recording.entries:
-            found = by_place.get(_place(entry))
+            found = by_place.get(entry.place)
             if _is_data(entry) and (found is None or not _is_same(recording, entry, source, found)):
                 raise GlassError(
                     "the noise floor was not measured: with other rounding the script gives its model other data",
@@ -185,10 +185,6 @@ def _floors(path: Path, others: Sequence[Path]) -> dict[Key, Floor]:
 
 def _is_data(entry: Entry) -> bool:
     return entry.site.startswith(f"{ROOT}:in") and not is_inexact(entry.dtype)
-
-
-def _place(entry: Entry) -> tuple[str, int, int]:
-    return entry.site, entry.step, entry.rank
 
 
 def main(arguments: Sequence[str]) -> int:

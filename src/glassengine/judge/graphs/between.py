@@ -39,6 +39,17 @@ def region_of(node: Node, found: Collection[str]) -> tuple[list[Node], list[Node
     return ops[::-1], ends
 
 
+def ancestors(node: Node, depth: int | None = None) -> set[Node]:
+    """Return the nodes that `node` is made of, up to `depth` steps above it; None for all."""
+    found: set[Node] = set()
+    layer = {node}
+    while layer and (depth is None or depth > 0):
+        layer = {source for other in layer for source in other.all_input_nodes} - found
+        found |= layer
+        depth = None if depth is None else depth - 1
+    return found
+
+
 def passes_on(node: Node) -> bool:
     """Whether a node makes no values of its own: a cast, a view or a copy."""
     traits = traits_of(node)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from glassengine.judge.graphs.between import passes_on, region_of
+from glassengine.judge.graphs.between import ancestors, passes_on, region_of
 from glassengine.judge.graphs.cut import Piece, cut
 from glassengine.judge.hypotheses.explain import differences, explanation
 from glassengine.judge.hypotheses.inside import Inside, inside_of
@@ -225,7 +225,7 @@ class Asked:
         while passes_on(target) and target.args and isinstance(target.args[0], Node):
             target = target.args[0]
             if target.name in ours:
-                return ours[target.name] not in {source.name for source in _above(node)}
+                return ours[target.name] not in {source.name for source in ancestors(node)}
         return False
 
     def _read(self, trial: Trial, theirs: list[Node]) -> frozenset[str]:
@@ -300,17 +300,6 @@ class Asked:
         for name in sorted(known, key=lambda n: abs(places[n] - here)):
             if name in first or order.get(name, here) < here:
                 yield name, known[name]
-
-
-def _above(node: Node) -> set[Node]:
-    found: set[Node] = set()
-    waiting = [node]
-    while waiting:
-        for source in waiting.pop().all_input_nodes:
-            if source not in found:
-                found.add(source)
-                waiting.append(source)
-    return found
 
 
 def _of_weight(name: str) -> str:

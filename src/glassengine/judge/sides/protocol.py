@@ -18,6 +18,7 @@ from torch.fx import Node
 
 from glassengine.judge.cases import Case, StepInputs
 from glassengine.judge.end_to_end import results_of
+from glassengine.judge.graphs.between import ancestors
 from glassengine.judge.graphs.by_name import SitePair
 from glassengine.judge.graphs.cut import Piece, clone, cut
 from glassengine.judge.replay.replay import Replay
@@ -230,13 +231,3 @@ class Side(ABC):
         """Return what this side's program computes for a `node` of the baseline's, from tensors that both have."""
         target, values = self.around(baseline, node)
         return None if target is None else cut([target], values, values.keys() - {target.name})
-
-
-def ancestors(node: Node, depth: int) -> set[Node]:
-    """Return the nodes up to `depth` steps above `node`."""
-    found: set[Node] = set()
-    layer = {node}
-    for _ in range(depth):
-        layer = {source for other in layer for source in other.all_input_nodes} - found
-        found |= layer
-    return found

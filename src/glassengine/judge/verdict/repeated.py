@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from torch.fx import Node
 
+from glassengine.judge.graphs.between import ancestors
 from glassengine.program.representation.program import Program
 from glassengine.results import VERDICTS, Divergence
 from glassengine.sites import Site
@@ -65,8 +66,8 @@ def with_proofs(origins: Sequence[Divergence], program: Program) -> list[Diverge
         # Where the graphs inside of a branch or a loop part is known without a proof.
         is_known = _is_proven(origin) or any(hint.evidence == "inside" for hint in origin.hints)
         is_asked = firsts[origin.rung] is origin and not is_known and origin.node in nodes
-        known = (other for other in proven if is_asked and _is_of_one_run(origin, other) and other.node in nodes)
-        other = next((other for other in known if _is_made_of(nodes[other.node or ""], origin.node)), None)
+        known = (other for other in proven if is_asked and _is_of_one_run(origin, other))
+        other = next((other for other in known if _is_made_of(nodes.get(other.node or ""), origin.node)), None)
         found.append(origin if other is None else replace(origin, hints=(other.hints[0], *origin.hints)))
     return found
 
@@ -81,16 +82,8 @@ def _is_of_one_run(one: Divergence, other: Divergence) -> bool:
     return ours == theirs and one.step == other.step
 
 
-def _is_made_of(node: Node, source: str | None) -> bool:
-    waiting, seen = [node], {node}
-    while waiting:
-        known = waiting.pop()
-        if known.name == source:
-            return True
-        above = [other for other in known.all_input_nodes if other not in seen]
-        seen.update(above)
-        waiting += above
-    return False
+def _is_made_of(node: Node | None, source: str | None) -> bool:
+    return node is not None and source in {one.name for one in (node, *ancestors(node))}
 
 
 def place_of(site: str, source: str | None) -> str:

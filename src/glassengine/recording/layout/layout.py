@@ -168,6 +168,11 @@ class Entry:
     location: Location | None = None
     sharding: Sharding | None = None
 
+    @property
+    def place(self) -> tuple[str, int, int]:
+        """Site, step and rank: what tells a tensor from all others of a source."""
+        return self.site, self.step, self.rank
+
     def describe(self) -> str:
         """Return dtype and shape, as in `float32[2,3]`."""
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"

@@ -78,7 +78,7 @@ class NoiseFloor:
 
     def of(self, entry: Entry) -> Floor | None:
         """Return the floor of one tensor of the recording, None where it was not measured."""
-        return self._floors.get((entry.site, entry.step, entry.rank))
+        return self._floors.get(entry.place)
 
     def relative(self, entry: Entry) -> float:
         """Return the largest noise of this site in any step, relative to the tensor; one step may underestimate it."""
