@@ -82,7 +82,7 @@ def command(
         bool,
         typer.Option(
             "--noise-floor",
-            help="Measure the rounding noise of each tensor in two more runs; of a script, in three.",
+            help="Measure the rounding noise of each tensor in two more runs; of a script, in four.",
         ),
     ] = False,
     dtype: Dtype = "auto",

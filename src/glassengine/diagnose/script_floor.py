@@ -3,8 +3,8 @@
 A script brings its own inputs and its own random numbers, and cannot be given what it drew before. So it first runs as
 it is: where that does not give the recorded bytes again (no seed, say), the difference would be taken for rounding,
 and the floor would hide mistakes; there is none then. Twice more it runs with every op rounded otherwise, as a model
-does. Where that changes the whole numbers that a model is given (its own tokens), the runs go on with other data, and
-there is no floor either.
+does, and at last as it is again: a script may change with what its runs leave behind. Where rounding changes the whole
+numbers that a model is given (its own tokens), the runs go on with other data, and there is no floor either.
 
 `python -m glassengine.diagnose.script_floor JSON` is one such run.
 """
@@ -48,7 +48,7 @@ def measure_script_floor(
 ) -> None:
     """Measure the noise floors of what a script has recorded and keep them there.
 
-    Costs three runs of the script, two of them several times slower than usual, which write what it writes.
+    Costs four runs of the script, two of them several times slower than usual, which write what it writes.
 
     Args:
         script: As for `record_script`.
@@ -71,12 +71,20 @@ def measure_script_floor(
             _run({**asked, "is_module": is_module, "options": dict(options)}, directory, number)
             return target
 
+        def require_same(again: Path) -> None:
+            for place in places:
+                _require_same(path / place, again / place)
+
         again = run(0, None)
         # Ranks meet in every run; one that stopped here would have the others wait.
-        others = [run(1 + seed, seed) for seed in range(NUM_RUNS)] if environment.num_ranks() != 1 else None
-        for place in places:
-            _require_same(path / place, again / place)
-        others = others or [run(1 + seed, seed) for seed in range(NUM_RUNS)]
+        is_alone = environment.num_ranks() == 1
+        if is_alone:
+            require_same(again)
+        others = [run(1 + seed, seed) for seed in range(NUM_RUNS)]
+        # What a run leaves behind (a counter in a file) may change those after the first repeat only.
+        last = run(1 + NUM_RUNS, None)
+        for repeat in (last,) if is_alone else (again, last):
+            require_same(repeat)
         found = {place: _floors(path / place, [other / place for other in others]) for place in places}
     for place, floors in found.items():
         write_noise_floor(path / place, floors, HOW)
