@@ -38,6 +38,8 @@ _DIRECTORY = "directory"
 _VERSIONS = ("ETag", "etag", "generation", "blob_id", "md5", "content_md5", "last_commit", "LastModified", "created")
 # A try; the library makes several. Users have their own in fsspec's configuration.
 _TIMEOUTS = {"connect_timeout": 10, "read_timeout": 20, "retries": {"total_max_attempts": 3, "mode": "standard"}}
+# Some servers answer a range with the checksum of the whole object. What is read by ranges has checksums of its own.
+_OF_RANGES = {"response_checksum_validation": "when_required"}
 
 Result = TypeVar("Result")
 
@@ -160,7 +162,7 @@ def fetch(url: str, target: Path) -> None:
         UsageError: The store cannot be asked, or the file not be written.
         CorruptError: There is no such object.
     """
-    _with_store(url, lambda store, path: store.get_file(path, str(target)), CorruptError)
+    _with_store(url, lambda store, path: store.get_file(path, str(target)), CorruptError, whole=True)
 
 
 def put(source: Path, url: str) -> None:
@@ -223,14 +225,14 @@ def _text(version: object) -> str:
     return str(version.timestamp() if isinstance(version, datetime) else version)
 
 
-def _store(url: str) -> tuple[AbstractFileSystem, str]:
+def _store(url: str, *, whole: bool) -> tuple[AbstractFileSystem, str]:
     import fsspec
     from fsspec.config import conf
 
     scheme = url.partition(":")[0]
     options: dict[str, Any] = {"use_listings_cache": False}
     if EXTRAS[scheme] == "s3" and "config_kwargs" not in conf.get("s3", {}):
-        options["config_kwargs"] = _TIMEOUTS
+        options["config_kwargs"] = _TIMEOUTS if whole else {**_TIMEOUTS, **_OF_RANGES}
     try:
         store, path = fsspec.core.url_to_fs(url, **options)
     except ImportError as error:
@@ -244,10 +246,14 @@ def _store(url: str) -> tuple[AbstractFileSystem, str]:
 
 
 def _with_store(
-    url: str, ask: Callable[[AbstractFileSystem, str], Result], missing: type[GlassError] = UsageError
+    url: str,
+    ask: Callable[[AbstractFileSystem, str], Result],
+    missing: type[GlassError] = UsageError,
+    *,
+    whole: bool = False,
 ) -> Result:
     try:
-        store, path = _store(url)
+        store, path = _store(url, whole=whole)
         return ask(store, path)
     except GlassError:
         raise
@@ -265,6 +271,8 @@ def failed(url: str, error: BaseException) -> UsageError:
         hint = "credentials are those of the store's own library, e.g. AWS_PROFILE; docs/stores.md lists them"
     elif kinds & {"EndpointConnectionError", "ConnectTimeoutError", "ReadTimeoutError", "TimeoutError"}:
         hint = "another endpoint: AWS_ENDPOINT_URL; longer timeouts: docs/stores.md"
+    elif "FlexibleChecksumError" in kinds:
+        hint = "AWS_RESPONSE_CHECKSUM_VALIDATION=when_required, if a server answers a range with the whole's checksum"
     return UsageError("the store cannot be used", got=f"{url}: {_reason(error)}", hint=hint)
 
 

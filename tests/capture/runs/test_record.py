@@ -701,6 +701,48 @@ def test_parameters_and_state_after_a_step_of_the_optimizer(tmp_path: Path) -> N
         assert found["head.weight:state.exp_avg"].shape == weight.shape and found["head.bias:state.step"] == step + 1
 
 
+class Inherits(torch.optim.Optimizer):
+    """As accelerate does it: an optimizer that never became one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:  # type: ignore[override]
+        self.optimizer.step()
+
+
+class Shares(torch.optim.Optimizer):
+    """As ZeRO does it: another one has the state, of some parameters; what it made is exchanged afterwards."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+        self.inner = inner
+
+    def step(self) -> None:  # type: ignore[override]
+        self.inner.step()
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].zero_()
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+@pytest.mark.parametrize("kind", [Inherits, Shares])
+def test_optimizers_that_call_others(kind: Any, is_told: bool, tmp_path: Path) -> None:
+    model = Model()
+    optimizer = kind(torch.optim.AdamW(model.parameters(), lr=0.1))
+    with record(model, tmp_path / "r", optimizer=optimizer if is_told else True):
+        for _ in range(2):
+            model(X)["logits"].sum().backward()
+            optimizer.step()
+    for step, found in enumerate((values(tmp_path / "r", 0), values(tmp_path / "r", 1))):
+        first = next(name for name, _ in model.named_parameters())
+        assert bool(found[f"{first}:param"].any()) is (kind is Inherits)
+        assert found["head.bias:state.step"] == step + 1 and not any("@" in site for site in found)
+    if is_told:
+        with record(Model(), tmp_path / "o", optimizer=optimizer) as recorder:
+            torch.optim.SGD(model.parameters()).step()
+            assert not recorder._parameters._num_seen
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing_is_recorded_once(tmp_path: Path, reentrant: bool) -> None:
     def run(self: Any, x: torch.Tensor) -> torch.Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import http.server
 import json
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -53,6 +55,8 @@ class Server(http.server.BaseHTTPRequestHandler):
         if fault == "short":
             body = body[:-1]
         self.send_response(206)
+        if fault == "checksum of the whole":  # which would be larger than a block
+            self.send_header("x-amz-checksum-crc32", base64.b64encode(zlib.crc32(DATA * 2).to_bytes(4, "big")).decode())
         self.send_header("ETag", '"1"')
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Content-Range", f"bytes {first}-{last}/{len(DATA)}")
@@ -100,6 +104,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (["hang"], UsageError, "cannot be used"),
         (["403"], UsageError, "credentials are those"),
         (["short"], CorruptError, "not what the store said"),
+        (["checksum of the whole"], UsageError, "AWS_RESPONSE_CHECKSUM_VALIDATION=when_required"),
     ],
 )
 def test_a_server_that_fails(faults: list[str], error: type[GlassError] | None, message: str) -> None:
@@ -114,6 +119,14 @@ def test_a_server_that_fails(faults: list[str], error: type[GlassError] | None, 
             ranges.read_range(URL, found, 10, 300)
         assert URL in str(raised.value)
     assert time.monotonic() - begun < 20 and Server.asked <= 20
+
+
+def test_a_range_may_come_with_the_checksum_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsspec.config import conf
+
+    monkeypatch.delitem(conf["s3"], "config_kwargs")
+    Server.faults = ["checksum of the whole"]
+    assert bytes(ranges.read_range(URL, objects.require(URL), 10, 300)) == DATA[10:310]
 
 
 def test_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:

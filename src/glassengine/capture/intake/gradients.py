@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from glassengine.capture.calls.names import ModuleNames
 from glassengine.capture.intake.intake import Intake
@@ -77,6 +77,10 @@ class ParameterHooks:
         # Of each step that has not ended, how often what was delivered.
         self._num_seen: dict[int, Counter[str]] = {}
         self._handles: list[Any] = []
+        # Those whose step goes on, and those that ended within the step of another one.
+        self._updating: list[torch.optim.Optimizer] = []
+        self._inner: list[torch.optim.Optimizer] = []
+        self._step_of_updates: int | None = None
 
     def attach(self) -> None:
         """Install the hooks."""
@@ -85,10 +89,9 @@ class ParameterHooks:
                 if parameter.requires_grad:
                     handle = parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
                     self._handles.append(handle)
-        if self._optimizer is True:
-            self._handles.append(register_optimizer_step_post_hook(self._updated))
-        elif self._optimizer:
-            self._handles.append(self._optimizer.register_step_post_hook(self._updated))
+        if self._optimizer:
+            self._handles.append(register_optimizer_step_pre_hook(self._begins))
+            self._handles.append(register_optimizer_step_post_hook(self._ends))
 
     def detach(self) -> None:
         """Remove every hook."""
@@ -122,17 +125,40 @@ class ParameterHooks:
         for step in {step for step, _ in waiting}:
             self._intake.hold(step)
 
-    def _updated(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         step = self._current_step()
-        if step is None or not any(p in self._names for group in optimizer.param_groups for p in group["params"]):
+        if step != self._step_of_updates or optimizer in self._updating:  # one before it failed
+            self._step_of_updates = step
+            self._updating.clear()
+            self._inner.clear()
+        self._updating.append(optimizer)
+
+    def _ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Deliver what the outermost of several made: those that share the state among ranks call others, and go on."""
+        if optimizer in self._updating:
+            del self._updating[self._updating.index(optimizer) :]
+        if self._updating:
+            self._inner.append(optimizer)
             return
-        for group in optimizer.param_groups:
+        each, self._inner = [optimizer, *self._inner], []
+        if self._optimizer is True or any(one is known for one in each for known in _wrapped(self._optimizer)):
+            self._updated(each)
+
+    def _updated(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        groups = optimizers[0].param_groups
+        step = self._current_step()
+        if step is None or not any(p in self._names for group in groups for p in group["params"]):
+            return
+        for group in groups:
             for parameter in group["params"]:
                 name = self._names.get(parameter)
                 if name is None:
                     continue
                 self._deliver(step, name, ":param", parameter)
-                for key, value in optimizer.state.get(parameter, {}).items():
+                state: dict[str, Any] = next(
+                    (one.state[parameter] for one in optimizers if one.state.get(parameter)), {}
+                )
+                for key, value in state.items():
                     if isinstance(value, Tensor):
                         self._deliver(step, name, f":state.{key}", value)
         self._intake.hold(step)
@@ -146,3 +172,10 @@ class ParameterHooks:
         call = seen[name + port]
         seen[name + port] += 1
         self._intake.take(f"{with_call(name, call)}{port}", step, tensor)
+
+
+def _wrapped(optimizer: Any) -> Iterator[Any]:
+    """Yield an optimizer, and those that wrappers of it call (accelerate's, Lightning's), which alone have hooks."""
+    while optimizer is not None:
+        yield optimizer
+        optimizer = getattr(optimizer, "optimizer", None)
