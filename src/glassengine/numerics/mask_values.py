@@ -9,6 +9,7 @@ kind. Whether a place is hidden is always compared.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -24,6 +25,7 @@ _SHARE_OF_LARGEST = 0.9
 """Of the largest number of a dtype of fewer: float16 holds activations of half of it, whose errors must be seen."""
 
 
+@functools.cache
 def sentinel(*dtypes: torch.dtype) -> float:
     """Return from which size on values are mask sentinels (finfo.min plus a score) in one of `dtypes`, not numbers."""
     real = [dtype.to_real() if dtype.is_complex else dtype for dtype in dtypes]

@@ -17,7 +17,7 @@ from glassengine.judge.hypotheses.still_computed import is_still_computed
 from glassengine.judge.hypotheses.trials.hypothesis import constants_of
 from glassengine.judge.hypotheses.trials.native import in_its_dtype
 from glassengine.judge.hypotheses.trials.question import Question, noise_of
-from glassengine.judge.hypotheses.trials.trial import FAILS, Budget, Trial
+from glassengine.judge.hypotheses.trials.trial import FAILS, OF_DIFFERENCES, Budget, Trial
 from glassengine.program.representation.program import Program
 from glassengine.results import Hint
 
@@ -112,7 +112,7 @@ class Asked:
         piece = self.piece(node)
         if piece is None or len(piece.ops) > _MOST_OPS:
             return []
-        question = self.question(node, piece, actual, valid)
+        question = self.question(node, piece, actual, valid, Budget(OF_DIFFERENCES))
         return [] if question is None else differences(question)
 
     def counterpart(self, node: Node) -> Node | None:

@@ -21,9 +21,11 @@ FAILS = (BackendError, RuntimeError, IndexError, ValueError, TypeError, NotImple
 
 _MOST_WORK = 1_600_000_000
 """Nanoseconds of one thread that may be spent on one flagged tensor, as they are estimated here."""
+OF_DIFFERENCES = 200_000_000
+"""And beside them on what only differs."""
 _OF_DEPTH = 0.6
 """Of what is left, the share that one of several questions about a tensor may spend."""
-_OF_CALL, _OF_TRIAL = 12_000, 60_000
+_OF_CALL, _OF_TRIAL = 16_000, 80_000
 """Nanoseconds of calling an op, and of comparing what a changed piece makes, beside those of its elements."""
 _OF_ELEMENT, _OF_PRODUCT = 1.4, 0.07
 """Nanoseconds of writing one element, and of one multiplication in a product."""
@@ -40,12 +42,15 @@ class Budget:
 
     Work is estimated from shapes and not measured, so that a hint does not depend on how busy a machine is.
 
+    Args:
+        work: In nanoseconds, as they are estimated here.
+
     Attributes:
         num_skipped: Families of mistakes that were not tried, or not all of them, since nothing was left.
     """
 
-    def __init__(self) -> None:
-        self._left: float = _MOST_WORK
+    def __init__(self, work: float = _MOST_WORK) -> None:
+        self._left = work
         self._kept = 0.0
         self.num_skipped = 0
 
@@ -105,6 +110,7 @@ class Trial:
         for node in self.ops:
             self.values[node] = self._call(node, self.values).value
         self._below = _below(self.ops, self.inputs)
+        self._order = {node: place for place, node in enumerate([*self.inputs, *self.ops])}
         self._cost = {node: _cost(node, self.values) for node in [*self.inputs, *self.ops]}
         self._made_by: dict[Node, Edit] = {}
         self.budget = Budget() if budget is None else budget
@@ -143,18 +149,16 @@ class Trial:
         return found
 
     def _changed(self, edits: Mapping[Node, Edit]) -> dict[Node, Any] | None:
-        touched = set(edits).union(*(self._below[node] for node in edits))
-        self._spend(node for node in self.ops if node in touched)
+        below = set().union(*(self._below[node] for node in edits))
+        order = sorted({*edits, *below}, key=self._order.__getitem__)
+        self._spend(node for node in order if node in below)
         self.budget.spend(sum(_OF_EDIT * self._cost[node] for node in edits))
         values = dict(self.values)
         try:
-            for node in [*self.inputs, *self.ops]:
-                if node in edits:
-                    is_known = not any(source in touched for source in node.all_input_nodes)
-                    values[node] = edits[node](self._call(node, values, is_known=is_known))
-                elif node in touched:
-                    call = self._call(node, values)
-                    values[node] = self._made_by[node](call) if node in self._made_by else call.value
+            for node in order:
+                call = self._call(node, values, is_known=node in edits and node not in below)
+                edit = edits.get(node) or self._made_by.get(node)
+                values[node] = call.value if edit is None else edit(call)
         except FAILS:
             return None
         return values
@@ -205,8 +209,14 @@ def _given(item: Any, values: Mapping[Node, Any]) -> Any:
         value = values[item]
         is_wide = isinstance(value, torch.Tensor) and value.dtype is torch.float64
         return value if is_wide else retargeted(value)
-    is_several = isinstance(item, (tuple, list, dict, slice))
-    return retargeted(torch.fx.node.map_arg(item, values.__getitem__)) if is_several else item
+    if not isinstance(item, (tuple, list, dict, slice)) or _is_plain(item):
+        return item
+    return retargeted(torch.fx.node.map_arg(item, values.__getitem__))
+
+
+def _is_plain(item: Any) -> bool:
+    """Whether a list is of numbers only, as sizes and axes are."""
+    return isinstance(item, (tuple, list)) and all(type(one) is int for one in item)
 
 
 def _cost(node: Node, values: Mapping[Node, Any]) -> float:
