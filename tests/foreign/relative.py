@@ -42,12 +42,14 @@ DISENTANGLED_EDITS: Edits = {
         "        if 'p2p' in self.pos_att_type:",
     ),
     "other way": ("c2p_pos = torch.clamp(relative_pos + att_span,", "c2p_pos = torch.clamp(att_span - relative_pos,"),
-    "not transposed": ("query_layer.size(-2) != key_layer.size(-2)]))", ""),
     "keys of positions": (
         "            p2c_att = torch.bmm(key_layer, pos_query_layer.transpose(-1, -2))",
         "            p2c_att = torch.bmm(key_layer, pos_key_layer.transpose(-1, -2))",
     ),
-    "clamped before": ("torch.clamp(-r_pos + att_span, 0, att_span*2-1)", "torch.clamp(-r_pos + att_span, 0, att_span-1)"),
+    "clamped before": (
+        "torch.clamp(-r_pos + att_span, 0, att_span*2-1)",
+        "torch.clamp(-r_pos + att_span, 0, att_span-1)",
+    ),
     "no norm of places": (
         "if rel_embeddings is not None and ('layer_norm' in self.norm_rel_ebd):",
         "if False:",
@@ -70,7 +72,7 @@ DISENTANGLED_EDITS: Edits = {
     "no positions": ("            attention_scores = (attention_scores + rel_att)\n", "            pass\n"),
     "heads in turn": (
         "        new_x_shape = x.size()[:-1] + (attention_heads, -1)\n        x = x.view(*new_x_shape)\n",
-        "        new_x_shape = x.size()[:-1] + (-1, attention_heads)\n        x = x.view(*new_x_shape).transpose(-1, -2)\n",
+        "        x = x.view(*x.size()[:-1], -1, attention_heads).transpose(-1, -2)\n",
     ),
     "keys and queries": (
         "            c2p_att = torch.bmm(query_layer, pos_key_layer.transpose(-1, -2))\n",
@@ -146,8 +148,9 @@ SERIES_EDITS: Edits = {
     "natural": ("r_softplus_0 = 1.442695041", "r_softplus_0 = 1.0"),
     "activation": ("gate = F.relu(gate)", "gate = F.gelu(gate)"),
     "not itself": ("mask = (row_idx < col_idx)", "mask = (row_idx <= col_idx)"),
-    "moved ahead": ("shifted_idx = (idx_range - indices[:, None, None])", "shifted_idx = (idx_range + indices[:, None, None])"),
-    "unit offset": ("      output = output * self.weight.float()\n    return", "      output = output * (1 + self.weight.float())\n    return"),
+    "moved ahead": ("(idx_range - indices[:, None, None])", "(idx_range + indices[:, None, None])"),
+    "unit offset": ("      output = output * self.weight.float()\n    return",
+                    "      output = output * (1 + self.weight.float())\n    return"),
     "no shortcut": ("    return output + residual\n", "    return output\n"),
     "softened scale": ("scale = scale * softplus_func(self.scaling)", "scale = scale * torch.exp(self.scaling)"),
     "order": ("xq, xk, xv = qkv.split(", "xq, xv, xk = qkv.split("),
@@ -184,7 +187,10 @@ def series(mistake: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module,
             given[name.replace("q_proj", "qkv_proj")] = torch.cat(parts)
         elif ".k_proj." not in name and ".v_proj." not in name and not name.startswith(("position_emb", "horizon")):
             given[name] = tensor
-    pieces = (("layers.", "stacked_transformer.layers."), ("input_ff_layer.input_layer", "input_ff_layer.hidden_layer.0"))
+    pieces = (
+        ("layers.", "stacked_transformer.layers."),
+        ("input_ff_layer.input_layer", "input_ff_layer.hidden_layer.0"),
+    )
     other = filled(in_dtype(other, dtype), renamed(given, *pieces))
     if mistake == "epsilon":
         other.stacked_transformer.layers[1].input_layernorm.eps = 1e-2

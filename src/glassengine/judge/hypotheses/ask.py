@@ -11,8 +11,9 @@ from torch.fx import Node
 
 from glassengine.judge.graphs.between import ancestors, passes_on, region_of
 from glassengine.judge.graphs.cut import Piece, cut
-from glassengine.judge.hypotheses.explain import differences, explanation
+from glassengine.judge.hypotheses.explain import Explanation, differences, explanation
 from glassengine.judge.hypotheses.inside import Inside, inside_of
+from glassengine.judge.hypotheses.standing import Standing
 from glassengine.judge.hypotheses.still_computed import is_still_computed
 from glassengine.judge.hypotheses.trials.hypothesis import constants_of
 from glassengine.judge.hypotheses.trials.native import in_its_dtype
@@ -65,18 +66,24 @@ class Asked:
         """
         budget = Budget()
         pieces = list(self._pieces(node))
+        best: tuple[Explanation, Question, frozenset[str]] | None = None
         for names, piece in pieces:
             budget.begin(is_last=piece is pieces[-1][1])
             question = self.question(node, piece, actual, valid, budget)
             found = None if question is None else explanation(question)
-            self.num_skipped = 0 if found is not None else budget.num_skipped
-            if found is not None and question is not None:
-                hint, hypothesis = found
-                self.place = self._place(question.trial, hypothesis.edits)
-                anew = {*names, hypothesis.lost.name} if hypothesis.lost is not None else names
-                self.covered = {name for name in self.flagged if name in anew and name != node.name}
-                return [hint]
-        return []
+            if found is not None and question is not None and (best is None or found.standing > best[0].standing):
+                best = found, question, names
+            if best is not None and best[0].standing is Standing.SETTLED:
+                break
+        self.num_skipped = 0 if best is not None else budget.num_skipped
+        if best is None:
+            return []
+        (found, question, names) = best
+        lost = found.hypothesis.lost
+        self.place = self._place(question.trial, found.hypothesis.edits)
+        anew = names if lost is None else {*names, lost.name}
+        self.covered = {name for name in self.flagged if name in anew and name != node.name}
+        return [found.hint]
 
     def _pieces(self, node: Node) -> Iterator[tuple[frozenset[str], Piece]]:
         """Yield the pieces that end in a node, from its own op on, with the names of their ops; each once."""
@@ -225,7 +232,24 @@ class Asked:
         while passes_on(target) and target.args and isinstance(target.args[0], Node):
             target = target.args[0]
             if target.name in ours:
-                return ours[target.name] not in {source.name for source in ancestors(node)}
+                is_made_of = ours[target.name] in {source.name for source in ancestors(node)}
+                return not is_made_of and not self._is_read_alike(node)
+        return False
+
+    def _is_read_alike(self, node: Node) -> bool:
+        """Whether an op of both sides reads the two tensors: then they belong together, whatever they are."""
+        target = self.counterparts.get(node.name)
+        below, known = [node], {node}
+        while below:
+            for user in below.pop().users:
+                there = self.counterpart(user)
+                if there is not None and not passes_on(user):
+                    sources = {source for read in there.all_input_nodes for source in _passed(read)}
+                    if any(source.name == target for source in sources):
+                        return True
+                if passes_on(user) and user not in known:
+                    known.add(user)
+                    below.append(user)
         return False
 
     def _read(self, trial: Trial, theirs: list[Node]) -> frozenset[str]:
@@ -300,6 +324,14 @@ class Asked:
         for name in sorted(known, key=lambda n: abs(places[n] - here)):
             if name in first or order.get(name, here) < here:
                 yield name, known[name]
+
+
+def _passed(node: Node) -> Iterator[Node]:
+    """Yield a node, and what it passes on the values of."""
+    yield node
+    while passes_on(node) and node.args and isinstance(node.args[0], Node):
+        node = node.args[0]
+        yield node
 
 
 def _of_weight(name: str) -> str:

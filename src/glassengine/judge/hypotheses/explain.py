@@ -7,6 +7,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from glassengine.judge.hypotheses.mistakes.layouts import reshaped
 from glassengine.judge.hypotheses.mistakes.masks import of_attention
 from glassengine.judge.hypotheses.mistakes.operands import exchanged, left_out
 from glassengine.judge.hypotheses.mistakes.operations import activations, other_ops
+from glassengine.judge.hypotheses.mistakes.roles import are_of_positions
 from glassengine.judge.hypotheses.mistakes.seen import only_hides, pairs_between
 from glassengine.judge.hypotheses.mistakes.weights_read import weights
+from glassengine.judge.hypotheses.standing import Standing, as_certain, standing_of
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import OutOfWork
@@ -104,36 +107,53 @@ def _following(node: Node, ops: Sequence[Node]) -> list[str]:
 
 
 def explain(question: Question) -> list[Hint]:
-    """Return the first mistake of the catalog that makes what the candidate made; none where nothing does."""
+    """Return the best mistake of the catalog that makes what the candidate made; none where nothing does."""
     found = explanation(question)
-    return [] if found is None else [found[0]]
+    return [] if found is None else [found.hint]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A mistake that explains: what is said of it, where it was made, and how much it settles."""
+
+    hint: Hint
+    hypothesis: Hypothesis
+    standing: Standing
 
 
 @torch.no_grad()
-def explanation(question: Question) -> tuple[Hint, Hypothesis] | None:
-    """Return the same, and the mistake itself, which knows where it was made; None where nothing fits."""
+def explanation(question: Question) -> Explanation | None:
+    """Return the best mistake that makes what the candidate made: the first that settles it; None where none fits."""
     near: list[tuple[float, Hypothesis]] = []
+    best: Explanation | None = None
     waiting = deque(_every(question))
     try:
         question.trial.spend_first()
         while waiting:
-            score, hypotheses = waiting[0]
+            score, family, hypotheses = waiting[0]
             for hypothesis in hypotheses:
-                found = _explained(question, hypothesis, score, near)
-                if found is not None:
-                    return found, hypothesis
+                hint = _explained(question, hypothesis, score, near)
+                if hint is None:
+                    continue
+                found = Explanation(as_certain(question, family, hint), hypothesis, standing_of(family, hint))
+                if best is None or found.standing > best.standing:
+                    best = found
+                if best.standing is Standing.SETTLED:
+                    return best
             waiting.popleft()
-        return _of_two(question, near)
+        if best is None:
+            both = _of_two(question, near)
+            best = None if both is None else Explanation(*both, Standing.SETTLED)
     except OutOfWork:
         question.trial.budget.num_skipped += len(waiting) or 1
-        return None
+    return best
 
 
-def _every(question: Question) -> Iterator[tuple[float, Iterator[Hypothesis]]]:
+def _every(question: Question) -> Iterator[tuple[float, Family, Iterator[Hypothesis]]]:
     for score, family in FAMILIES:
-        yield score, _fitting(family, question)
+        yield score, family, _fitting(family, question)
     for family in (as_theirs, usual, other_ops, reshaped):
-        yield _EVERYWHERE, _everywhere(_fitting(family, question))
+        yield _EVERYWHERE, family, _everywhere(_fitting(family, question))
 
 
 def _explained(
@@ -158,6 +178,8 @@ def _explained(
     text = text if pairs is None or pairs in text else f"{pairs}: {text}"
     if kind in _OF_PLACES and only_hides(question, hypothesis.edits):
         kind, text = "mask", f"other positions are seen: {text}"
+    elif are_of_positions(question, hypothesis.edits, kind):
+        kind = "position"
     return Hint(kind, text, score, proven=proven, change=change, unexplained=left)
 
 

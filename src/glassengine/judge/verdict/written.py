@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from glassengine.judge.graphs.between import origin_of, passes_on, region_of
+from glassengine.judge.hypotheses.mistakes.roles import is_placed, turns
 from glassengine.judge.hypotheses.trials.hypothesis import literals_of, shown
 from glassengine.judge.sides.protocol import Side
 from glassengine.ops.traits import traits_of
@@ -102,7 +103,18 @@ def left_out(baseline: Program, side: Side, name: str) -> LeftOut | None:
     lone = [node for node in [*above, *region] if (missing + more).keys() & _names([node])]
     if is_one_sided and sum((missing or more).values()) > _MOST_ONE_SIDED:
         return None  # two tensors that have little to do with each other
-    return LeftOut(text, is_one_sided, _kind(lone) if is_one_sided else "other")
+    kind = _kind(lone) if is_one_sided else "other"
+    if kind == "other" and _is_placing(baseline, nodes[0][name], above):
+        kind = "position"
+    return LeftOut(text, is_one_sided, kind)
+
+
+def _is_placing(baseline: Program, node: Node, ops: Sequence[Node]) -> bool:
+    """Whether all that some ops do is to turn by positions, or to make what turns."""
+    if is_placed(node, frozenset(baseline.weights())):
+        return True
+    acting = [op for op in ops if not passes_on(op)]
+    return bool(acting) and all(turns(op) or (op is node and any(map(turns, op.all_input_nodes))) for op in acting)
 
 
 def _is_another(

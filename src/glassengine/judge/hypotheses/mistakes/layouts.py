@@ -20,7 +20,8 @@ from glassengine.ops.traits import traits_of
 from glassengine.results import Kind
 
 _MOST_FACTORS = 4
-_ROUNDS = 64
+_PARTS = (3, 2)
+"""What one product makes at once for each head: queries, keys and values, keys and values, a value and its gate."""
 
 
 def reshaped(question: Question) -> Iterator[Hypothesis]:
@@ -41,6 +42,11 @@ def reshaped(question: Question) -> Iterator[Hypothesis]:
             for order in _orders(parts):
                 text = f"an axis is taken apart as {_in_words(parts, order, how)}"
                 yield Hypothesis(kind, text, {node: _split_as(split, axis, parts, order, made.shape)})
+            for number in _PARTS if len(parts) == 2 and kind == "permuted" else ():
+                # Each head holds a part of queries, keys and values, or each of those holds its heads.
+                for finer, order in _finer(parts, number):
+                    text = f"an axis is taken apart as {_in_words(finer, order, 'parts of heads are mixed')}"
+                    yield Hypothesis(kind, text, {node: _split_as(split, axis, finer, order, made.shape)})
         for _, first, parts in factored(merged, given.shape):
             kind, how = _of_axes(question, node, first, parts)
             for order in _orders(parts):
@@ -115,6 +121,15 @@ def factored(joined: Sequence[int], parted: Sequence[int]) -> Iterator[tuple[int
             return
         if sum(part > 1 for part in parts) > 1 and len(parts) <= _MOST_FACTORS:
             yield axis, start, parts
+
+
+def _finer(parts: Sequence[int], number: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield two parts with one of them in `number` of its own, and the order in which these come before the heads."""
+    first, second = parts
+    if second % number == 0 and second > number and first > 1:
+        yield (first, number, second // number), (1, 0, 2)
+    if first % number == 0 and first > number and second > 1:
+        yield (number, first // number, second), (1, 0, 2)
 
 
 def _orders(parts: Sequence[int]) -> list[tuple[int, ...]]:

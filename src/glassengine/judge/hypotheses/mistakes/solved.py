@@ -10,6 +10,7 @@ import torch
 from glassengine.judge.hypotheses.mistakes.argument_values import BASES
 from glassengine.judge.hypotheses.mistakes.arguments import becoming, literals
 from glassengine.judge.hypotheses.mistakes.constants import base_of, of_another_base
+from glassengine.judge.hypotheses.mistakes.seen import PLACING
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, Literal
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Edit
@@ -19,6 +20,9 @@ from glassengine.program.representation.naming import op_name
 _MOST_STEPS = 8
 _FEW = 4
 """Of fewer elements some number fits whatever the mistake is; people write round ones."""
+
+_STRETCHES = (0.5, 0.25, 0.125, 2.0, 4.0, 8.0, math.pi, 1 / math.pi, 2 * math.pi, 0.5 / math.pi)
+"""By what people scale positions: longer texts, turns for radians."""
 
 
 def bases(question: Question) -> Iterator[Hypothesis]:
@@ -36,6 +40,10 @@ def bases(question: Question) -> Iterator[Hypothesis]:
                 made = (flat[0] * other**-places).reshape(value.shape)
                 values = (float(f"{base:.6g}"), other)
                 yield Hypothesis("position", of_another_base(base, other), {node: _value(made)}, "base", values)
+    turned = [node for node in question.trial.ops if op_name(node) in PLACING]
+    for factor in _STRETCHES if turned else ():
+        text = f"positions are scaled: {factor:.6g} times the angles of the rotation"
+        yield Hypothesis("position", text, {node: _stretched(factor) for node in turned}, "factor", (1.0, factor))
 
 
 def solved(question: Question) -> Iterator[Hypothesis]:
@@ -105,6 +113,10 @@ def _newton(question: Question, literal: Literal, start: float) -> float | None:
         if abs(moved) <= 1e-9 * abs(number):
             break
     return number if question.explains(value) else None
+
+
+def _stretched(factor: float) -> Edit:
+    return lambda call: call.target(call.args[0] * factor, *call.args[1:], **call.kwargs)
 
 
 def _value(value: torch.Tensor) -> Edit:

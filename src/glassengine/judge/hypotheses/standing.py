@@ -1,0 +1,75 @@
+"""How good an explanation is: one that settles the question ends the search, a weaker one is kept beside it.
+
+Several mistakes may make one tensor. What says no kind ("other"), leaves more than a proof does, or is written off the
+candidate's tensor itself (elements that are zero, a number beyond which nothing lies, an order of its slices) describes
+what came out as well as what was done: a mistake that says what was done, and makes the same, is the better one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection
+from enum import IntEnum
+from typing import Any
+
+from glassengine.judge.graphs.between import ancestors
+from glassengine.judge.hypotheses.mistakes.arguments import as_theirs, same_op
+from glassengine.judge.hypotheses.mistakes.layouts import permuted_operands
+from glassengine.judge.hypotheses.mistakes.parts import cut_off, dropped, parts, zeroed
+from glassengine.judge.hypotheses.mistakes.solved import solved
+from glassengine.judge.hypotheses.mistakes.weights_read import weights
+from glassengine.judge.hypotheses.mistakes.wholes import another_tensor, done_twice, rearranged, scaled
+from glassengine.judge.hypotheses.trials.question import Question
+from glassengine.program.representation.naming import op_name
+from glassengine.results import Hint
+
+_NEAR = 6
+"""Steps above the candidate's tensor within which the op stands that made it what it is."""
+_SHOWN: tuple[Callable[..., Any], ...] = (same_op, weights, as_theirs)
+"""Families whose mistake is a literal or a weight that the candidate's program shows."""
+_DESCRIBED: dict[Callable[..., Any], frozenset[str]] = {
+    cut_off: frozenset({"clamp", "clamp_min", "clamp_max", "minimum", "maximum", "relu", "hardtanh", "relu6"}),
+    dropped: frozenset({"dropout", "native_dropout", "bernoulli", "rand", "rand_like", "alpha_dropout"}),
+    zeroed: frozenset({"slice", "narrow", "constant_pad_nd", "pad", "zeros", "zeros_like", "new_zeros", "where"}),
+    rearranged: frozenset({"roll", "flip", "index_select", "index", "gather", "take_along_dim"}),
+    parts: frozenset({"index_put", "index_copy", "slice_scatter", "select_scatter", "copy", "cat", "where"}),
+    permuted_operands: frozenset(),
+    solved: frozenset(),
+    scaled: frozenset(),
+    done_twice: frozenset(),
+    another_tensor: frozenset(),
+}
+"""Families that describe -> ops one of which a candidate has that does that; none: whatever it has may do it."""
+
+
+class Standing(IntEnum):
+    """How much an explanation settles, least first."""
+
+    NEARLY = 0
+    DESCRIBED = 1
+    FITS = 2
+    DONE = 3
+    SETTLED = 4
+
+
+def standing_of(family: Callable[..., Any], hint: Hint) -> Standing:
+    """Return how much a mistake settles that explains."""
+    is_described = family in _DESCRIBED
+    if not hint.proven:
+        return Standing.NEARLY if is_described or hint.kind == "other" else Standing.FITS
+    if family in _SHOWN:
+        return Standing.SETTLED
+    if is_described:
+        return Standing.DESCRIBED
+    return Standing.DONE if hint.kind == "other" else Standing.SETTLED
+
+
+def as_certain(question: Question, family: Callable[..., Any], hint: Hint) -> Hint:
+    """Return a hint as it is said: a description that the candidate's ops do not bear out is not certain."""
+    makers: Collection[str] = _DESCRIBED.get(family, ())
+    # A factor is a description that any product bears out.
+    if not hint.proven or not makers or not question.theirs or hint.kind == "scale":
+        return hint
+    end = question.theirs[-1]
+    near = {op_name(node) for node in {*question.theirs, *ancestors(end, _NEAR)} if node.op == "call_function"}
+    return hint if near & set(makers) else dataclasses.replace(hint, proven=False)

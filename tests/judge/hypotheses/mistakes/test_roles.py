@@ -1,0 +1,88 @@
+"""What turns by positions, or counts them: mistakes in it are of positions, whatever op they are in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+from glassengine.judge.graphs.cut import Piece
+from glassengine.judge.hypotheses.explain import explain
+from glassengine.judge.hypotheses.trials.question import Question, noise_of
+from glassengine.judge.hypotheses.trials.trial import Trial
+from glassengine.results import Hint
+
+
+def told(right: Callable[..., Tensor], wrong: Callable[..., Tensor], given: dict[str, Tensor]) -> Hint:
+    module, theirs = (make_fx(one, pre_dispatch=True)(*given.values()) for one in (lambda *x: (right(*x),), wrong))
+    names = [place.name for place in module.graph.find_nodes(op="placeholder")]
+    piece = Piece(module, dict(zip(names, given.values(), strict=True)), (module.graph.output_node().args[0][0].name,))
+    trial, made = Trial(piece), wrong(*given.values())
+    ops = [node for node in theirs.graph.nodes if node.op == "call_function"]
+    nodes = {node.name: node for node in module.graph.nodes}
+    noise = noise_of(piece, trial.right, made)
+    (hint,) = explain(Question(trial, made.double(), None, noise, theirs=ops, named=nodes))
+    assert hint.proven
+    return hint
+
+
+def turned(x: Tensor, *, sign: float = 1.0, stretch: float = 1.0) -> Tensor:
+    angles = torch.arange(x.shape[-2]).double()[:, None] * 100.0 ** (-torch.arange(4).double() / 4) * stretch
+    angles = torch.cat([angles, angles], -1).to(x.dtype)
+    halves = torch.cat([-x[..., 4:], x[..., :4]], -1)
+    return x * angles.cos() + sign * (halves * angles.sin())
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def right(x: Tensor) -> Tensor:
+    angles = torch.arange(x.shape[-2]).double()[:, None] * 100.0 ** (-torch.arange(4).double() / 4)
+    angles = torch.cat([angles, angles], -1).to(x.dtype)
+    halves = torch.cat([-x[..., 4:], x[..., :4]], -1)
+    return x * angles.cos() + halves * angles.sin()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (lambda x: turned(x, sign=-1.0), "subtracted"),
+        (lambda x: turned(x, sign=0.0), "not added"),
+        (lambda x: turned(x, stretch=0.25), "positions are scaled: 0.25 times"),
+    ],
+)
+def test_what_turns_by_positions(wrong: Callable[[Tensor], Tensor], text: str) -> None:
+    hint = told(right, wrong, {"x": drawn(2, 3, 6, 8)})
+    assert hint.kind == "position" and text in hint.text
+
+
+def test_a_sum_of_products_of_values_is_scaled() -> None:
+    hint = told(
+        lambda x, y, a, b: x * a + y * b,
+        lambda x, y, a, b: x * a - y * b,
+        {name: drawn(2, 3, 6, 8, seed=seed) for seed, name in enumerate("xyab")},
+    )
+    assert hint.kind == "scale" and "subtracted" in hint.text
+
+
+def test_numbers_that_are_counted_are_positions() -> None:
+    def places(x: Tensor, other: bool) -> Tensor:
+        apart = torch.arange(6)[:, None] - torch.arange(6)[None]
+        return x.gather(-1, (5 - apart if other else apart + 5).clamp(0, 8).expand(2, 6, 6))
+
+    hint = told(lambda x: places(x, False), lambda x: places(x, True), {"x": drawn(2, 6, 9)})
+    assert hint.kind == "position"
+
+
+def test_parts_of_heads_are_mixed() -> None:
+    hint = told(
+        lambda x: F.silu(x.view(2, 5, 2, 24).transpose(1, 2).chunk(3, -1)[0]),
+        lambda x: F.silu(x.chunk(3, -1)[0].view(2, 5, 2, 8).transpose(1, 2)),
+        {"x": drawn(2, 5, 48)},
+    )
+    assert hint.kind == "permuted" and "3 x 2 x 8 in the candidate" in hint.text
