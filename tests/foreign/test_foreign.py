@@ -10,11 +10,13 @@ from pathlib import Path
 
 import audio
 import cached
+import decoders
 import diffusion
 import graphs
 import images
 import pytest
 import recommendation
+import relative
 import sequences
 import series
 import speech
@@ -44,6 +46,8 @@ PAIRS = [
     *unseen.PAIRS,
     *cached.PAIRS,
     *towers.PAIRS,
+    *decoders.PAIRS,
+    *relative.PAIRS,
 ]
 pytestmark = [
     pytest.mark.slow,

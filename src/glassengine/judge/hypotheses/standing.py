@@ -1,8 +1,9 @@
 """How good an explanation is: one that settles the question ends the search, a weaker one is kept beside it.
 
-Several mistakes may make one tensor. What says no kind ("other"), leaves more than a proof does, or is written off the
-candidate's tensor itself (elements that are zero, a number beyond which nothing lies, an order of its slices) describes
-what came out as well as what was done: a mistake that says what was done, and makes the same, is the better one.
+Several mistakes may make one tensor. What leaves more than a proof does, says of another op only that it is another, or
+is written off the candidate's tensor itself (elements that are zero, a number beyond which nothing lies, an order of
+its slices) describes what came out as well as what was done: a mistake that says what was done, and makes the same, is
+the better one.
 """
 
 from __future__ import annotations
@@ -13,11 +14,10 @@ from enum import IntEnum
 from typing import Any
 
 from glassengine.judge.graphs.between import ancestors
-from glassengine.judge.hypotheses.mistakes.arguments import as_theirs, same_op
+from glassengine.judge.hypotheses.mistakes.arguments import another_op
 from glassengine.judge.hypotheses.mistakes.layouts import permuted_operands
 from glassengine.judge.hypotheses.mistakes.parts import cut_off, dropped, parts, zeroed
 from glassengine.judge.hypotheses.mistakes.solved import solved
-from glassengine.judge.hypotheses.mistakes.weights_read import weights
 from glassengine.judge.hypotheses.mistakes.wholes import another_tensor, done_twice, rearranged, scaled
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.program.representation.naming import op_name
@@ -25,8 +25,6 @@ from glassengine.results import Hint
 
 _NEAR = 6
 """Steps above the candidate's tensor within which the op stands that made it what it is."""
-_SHOWN: tuple[Callable[..., Any], ...] = (same_op, weights, as_theirs)
-"""Families whose mistake is a literal or a weight that the candidate's program shows."""
 _DESCRIBED: dict[Callable[..., Any], frozenset[str]] = {
     cut_off: frozenset({"clamp", "clamp_min", "clamp_max", "minimum", "maximum", "relu", "hardtanh", "relu6"}),
     dropped: frozenset({"dropout", "native_dropout", "bernoulli", "rand", "rand_like", "alpha_dropout"}),
@@ -57,11 +55,9 @@ def standing_of(family: Callable[..., Any], hint: Hint) -> Standing:
     is_described = family in _DESCRIBED
     if not hint.proven:
         return Standing.NEARLY if is_described or hint.kind == "other" else Standing.FITS
-    if family in _SHOWN:
-        return Standing.SETTLED
     if is_described:
         return Standing.DESCRIBED
-    return Standing.DONE if hint.kind == "other" else Standing.SETTLED
+    return Standing.DONE if family is another_op and hint.kind == "other" else Standing.SETTLED
 
 
 def as_certain(question: Question, family: Callable[..., Any], hint: Hint) -> Hint:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from glassengine.judge.graphs.between import origin_of, passes_on, region_of
-from glassengine.judge.hypotheses.mistakes.roles import is_placed, turns
+from glassengine.judge.hypotheses.mistakes.roles import counts_alone, is_placed, turns
 from glassengine.judge.hypotheses.trials.hypothesis import literals_of, shown
 from glassengine.judge.sides.protocol import Side
 from glassengine.ops.traits import traits_of
@@ -111,9 +111,10 @@ def left_out(baseline: Program, side: Side, name: str) -> LeftOut | None:
 
 def _is_placing(baseline: Program, node: Node, ops: Sequence[Node]) -> bool:
     """Whether all that some ops do is to turn by positions, or to make what turns."""
-    if is_placed(node, frozenset(baseline.weights())):
+    stored = frozenset(baseline.weights())
+    if is_placed(node, stored):
         return True
-    acting = [op for op in ops if not passes_on(op)]
+    acting = [op for op in ops if not passes_on(op) and not counts_alone(op, stored)]
     return bool(acting) and all(turns(op) or (op is node and any(map(turns, op.all_input_nodes))) for op in acting)
 
 

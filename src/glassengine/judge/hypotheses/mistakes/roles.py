@@ -68,6 +68,11 @@ def is_placed(node: Node, stored: Collection[str]) -> bool:
         known.update(layer)
     else:
         return False
+    return counts_alone(node, stored)
+
+
+def counts_alone(node: Node, stored: Collection[str]) -> bool:
+    """Whether a node is made of whole numbers and stored ones alone, and not of rows that these choose."""
     waiting, above = [node], {node}
     while waiting:
         one = waiting.pop()
