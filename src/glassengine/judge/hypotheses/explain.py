@@ -143,7 +143,7 @@ def explanation(question: Question) -> Explanation | None:
             waiting.popleft()
         if best is None:
             both = _of_two(question, near)
-            best = None if both is None else Explanation(*both, Standing.SETTLED)
+            best = None if both is None else Explanation(*both, Standing.TOGETHER)
     except OutOfWork:
         question.trial.budget.num_skipped += len(waiting) or 1
     return best
@@ -213,8 +213,10 @@ def _of_two(question: Question, near: list[tuple[float, Hypothesis]]) -> tuple[H
                 )
                 left = share * (hint.unexplained or 0.0)
                 change = change_of(question, both)
+                is_of_positions = are_of_positions(question, both.edits, first.kind)
+                kind: Kind = "position" if is_of_positions else first.kind
                 found = dataclasses.replace(
-                    hint, kind=first.kind, text=both.text, change=change, unexplained=left, evidence=TRIED
+                    hint, kind=kind, text=both.text, change=change, unexplained=left, evidence=TRIED
                 )
                 return found, both
     return None

@@ -44,10 +44,11 @@ class Standing(IntEnum):
     """How much an explanation settles, least first."""
 
     NEARLY = 0
-    DESCRIBED = 1
-    FITS = 2
-    DONE = 3
-    SETTLED = 4
+    TOGETHER = 1
+    DESCRIBED = 2
+    FITS = 3
+    DONE = 4
+    SETTLED = 5
 
 
 def standing_of(family: Callable[..., Any], hint: Hint) -> Standing:
