@@ -114,7 +114,7 @@ def explain(question: Question) -> list[Hint]:
 
 @dataclass(frozen=True)
 class Explanation:
-    """A mistake that explains: what is said of it, where it was made, and how much it settles."""
+    """A mistake that explains: its hint, where it was made, and how much it settles."""
 
     hint: Hint
     hypothesis: Hypothesis

@@ -62,7 +62,7 @@ def standing_of(family: Callable[..., Any], hint: Hint) -> Standing:
 
 
 def as_certain(question: Question, family: Callable[..., Any], hint: Hint) -> Hint:
-    """Return a hint as it is said: a description that the candidate's ops do not bear out is not certain."""
+    """Return a hint that is certain only if the ops of the candidate bear it out, where it describes what came out."""
     makers: Collection[str] = _DESCRIBED.get(family, ())
     # A factor is a description that any product bears out.
     if not hint.proven or not makers or not question.theirs or hint.kind == "scale":

@@ -23,7 +23,7 @@ _ABOVE = 8
 _BELOW = 10
 """Steps from a number down to the sine that is taken of it."""
 _MOST = 48
-"""Nodes above a number from which it is told that no values are in it."""
+"""Nodes above a number that are looked at: none of them may have values."""
 _OF_HALVES = frozenset({"neg", "cat", "stack", "slice", "select", "getitem", "unbind", "split", "chunk"})
 """Ops that make the other half of what is turned."""
 
