@@ -18,6 +18,7 @@ from glassengine.judge.hypotheses.mistakes.operations import activations, other_
 from glassengine.judge.hypotheses.mistakes.parts import cut_off, dropped, parts, zeroed
 from glassengine.judge.hypotheses.mistakes.seen import counted, seen_pairs
 from glassengine.judge.hypotheses.mistakes.solved import bases, solved
+from glassengine.judge.hypotheses.mistakes.steps import steps
 from glassengine.judge.hypotheses.mistakes.weights_read import another_layer, another_module, every_weight, weights
 from glassengine.judge.hypotheses.mistakes.wholes import (
     another_tensor,
@@ -40,6 +41,7 @@ FAMILIES: tuple[tuple[float, Family], ...] = (
     (0.97, losses),
     (0.97, relabeled),
     (0.97, derivatives),
+    (0.96, steps),
     (0.96, exchanged),
     (0.96, left_out),
     (0.96, activations),
