@@ -21,7 +21,7 @@ _LEAST_STEPS = 3
 
 
 def steps(question: Question) -> Iterator[Hypothesis]:
-    """Yield: every step of a recurrence has the same mistake: what is carried is lost, kept as it is, or is one late."""
+    """Yield: each step of a recurrence has the same mistake: what is carried is lost, kept as it is, or one late."""
     groups: dict[Any, list[Node]] = {}
     for op in question.trial.ops:
         read = tensors_of(question.trial, op)
