@@ -17,7 +17,7 @@ from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 
 _LEAST_STEPS = 3
-"""Two ops of a kind are no recurrence."""
+"""Fewer alike ops are not taken for steps."""
 
 
 def steps(question: Question) -> Iterator[Hypothesis]:
