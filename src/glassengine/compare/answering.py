@@ -21,6 +21,7 @@ from glassengine.compare.ranks.ranks import PutTogether
 from glassengine.compare.ranks.shared_gradients import sum_of
 from glassengine.compare.ranks.sides import expect_counterparts
 from glassengine.compare.rearranged import rearranged
+from glassengine.compare.rounded_updates import rounded_update
 from glassengine.compare.units import Answer, Chunk, Outcome, Statistics, Unit
 
 
@@ -60,6 +61,7 @@ class Answering:
             judged = [self._bench.match(unit) for unit in chunk.units]
             pairs = [judge.pair_of(one, unit.verdict) for one, unit in zip(judged, chunk.units, strict=True)]
             rank, hints = rank_and_hints(chunk.asked, pairs, judged, judge.left, judge.right)
+            hints = (*rounded_update(judged[chunk.asked], judge.left, judge.right), *hints)
             if not hints and not self._bench.is_put_together:
                 hints = rearranged(judged[chunk.asked], judge.left, judge.right)
             return Answer(found=rank, hints=hints)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from glassengine.compare.matching.matching import Match
+from glassengine.compare.partial_sums import ADDED_OTHERWISE, partial_sums, with_right_sums
 from glassengine.compare.ranks.findings import Findings
 from glassengine.compare.ranks.shared_gradients import OWN_SHARE, SHARED, shared_gradients, shares
 from glassengine.recording.read.source import TensorSource
@@ -30,6 +31,8 @@ def judged_together(
     found: Packed, chosen: Sequence[Match], left: TensorSource, right: TensorSource, again: Again
 ) -> None:
     """Make the verdicts on all pairs out of those on each alone."""
+    for i, k in with_right_sums(found, chosen, partial_sums(left, right)).items():
+        found[i] = dataclasses.replace(found[i], verdict=found[k].verdict, reason=ADDED_OTHERWISE)
     groups = shared_gradients(found, chosen)
     for numbers, together in zip(groups, again.added_up(groups), strict=True):
         if together.verdict not in FLAGGED:

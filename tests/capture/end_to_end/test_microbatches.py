@@ -53,3 +53,24 @@ def test_what_comes_later_than_was_said_is_late(tmp_path: Path, caplog: pytest.L
     assert found.metadata["num_late"] and "microbatches=N" in caplog.text
     with pytest.raises(UsageError, match="microbatches"):
         glass.record(net(), tmp_path / "none", microbatches=2)
+
+
+def test_gradients_that_are_added_up_in_another_order_or_by_the_schedule_itself(tmp_path: Path) -> None:
+    recorded(tmp_path / "one", 1, 1)
+    for name, wrong in (("right", 1.0), ("wrong", 1.1)):
+        model = net()
+        weight = model[2].weight
+        assert isinstance(weight, Tensor)
+        with glass.record(model, tmp_path / name, gradients=True, microbatches=3):
+            for start in (0, 3):
+                losses = [model(batch).square().sum() for batch in BATCHES[start : start + 3]]
+                for loss in reversed(losses):
+                    others = [one for one in model.parameters() if one is not weight]
+                    # As zero-bubble schedules do: the gradient is asked for, and added to the parameter afterwards.
+                    (gradient,) = torch.autograd.grad(loss, [weight], retain_graph=True)
+                    loss.backward(inputs=others)
+                    weight.grad = gradient * wrong if weight.grad is None else weight.grad + gradient * wrong
+    right, wrong_one = (glass.compare(tmp_path / "one", tmp_path / name) for name in ("right", "wrong"))
+    assert (right.ok, right.coverage, right.counts["unmatched_candidate"]) == (True, 1.0, 0)
+    assert any("in another order" in str(pair.reason) for pair in right.pairs)
+    assert not wrong_one.ok and wrong_one.first_divergence.site == "2.weight:grad"

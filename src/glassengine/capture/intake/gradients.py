@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from glassengine.capture.calls.names import ModuleNames
 from glassengine.capture.intake.intake import Intake
+from glassengine.capture.intake.microbatches import Microbatches
 from glassengine.sites import with_call
 
 
@@ -28,6 +30,8 @@ def watch(tensor: Tensor, site: str, step: int, intake: Intake) -> Any:
             return  # of what a custom function has no gradient for
         path, colon, port = site.partition(":")
         intake.note_backward(step)
+        if seen and not intake.takes_again:
+            return
         intake.take(f"{with_call(path, seen)}{colon}{port}" if seen else site, step, gradient)
         seen += 1
 
@@ -49,7 +53,7 @@ class ParameterHooks:
         current_step: Says which step a backward or an update belongs to; None when to none.
         gradients: Whether gradients are delivered.
         optimizer: Whose updates are delivered; True for those of every optimizer.
-        several: Whether backwards may come after the forwards of other steps.
+        microbatches: Where backwards may come after the forwards of other steps.
     """
 
     def __init__(
@@ -60,9 +64,9 @@ class ParameterHooks:
         *,
         gradients: bool,
         optimizer: torch.optim.Optimizer | bool | None,
-        several: bool = False,
+        microbatches: Microbatches,
     ) -> None:
-        self._several = several
+        self._microbatches = microbatches
         self._names = names.parameters()
         # What ranks exchange is in place when the backward ends, and not before.
         self._is_exchanged = any(isinstance(m, nn.parallel.DistributedDataParallel) for m in names.known)
@@ -77,6 +81,8 @@ class ParameterHooks:
         # Of each step that has not ended, how often what was delivered.
         self._num_seen: dict[int, Counter[str]] = {}
         self._handles: list[Any] = []
+        # What has been computed of a parameter in a backward, and not been added to it.
+        self._coming_ones: dict[Tensor, Tensor] = {}
         # Those whose step goes on, and those that ended within the step of another one.
         self._updating: list[torch.optim.Optimizer] = []
         self._inner: list[torch.optim.Optimizer] = []
@@ -89,6 +95,9 @@ class ParameterHooks:
                 if parameter.requires_grad:
                     handle = parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
                     self._handles.append(handle)
+                    if self._microbatches.are_several and not self._is_exchanged:
+                        coming = functools.partial(self._coming, parameter)
+                        self._handles.append(parameter.register_hook(coming))  # type: ignore[no-untyped-call]
         if self._optimizer:
             self._handles.append(register_optimizer_step_pre_hook(self._begins))
             self._handles.append(register_optimizer_step_post_hook(self._ends))
@@ -99,8 +108,24 @@ class ParameterHooks:
             handle.remove()
         self._handles.clear()
 
+    def _coming(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Note a gradient that a schedule may take to itself (zero bubble): it adds it up when the backward is over."""
+        if not self._coming_ones:
+            torch.autograd.Variable._execution_engine.queue_callback(self._taken)
+        self._coming_ones[parameter] = gradient
+
+    def _taken(self) -> None:
+        for parameter, gradient in self._coming_ones.items():
+            step = self._microbatches.step_of(parameter)
+            if step is not None:
+                total = gradient if parameter.grad is None else parameter.grad + gradient
+                self._deliver(step, self._names[parameter], ":grad", total)
+        self._coming_ones.clear()
+
     def _accumulated(self, parameter: Tensor) -> None:
-        step = self._intake.step_of_backward() if self._several else self._current_step()
+        self._coming_ones.pop(parameter, None)
+        several = self._microbatches.are_several
+        step = self._microbatches.step_of(parameter) if several else self._current_step()
         if step is None or parameter.grad is None:
             return
         backward = torch._C._current_graph_task_id()

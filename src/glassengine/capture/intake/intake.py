@@ -42,10 +42,12 @@ class Intake:
 
     Attributes:
         num_late: Tensors of steps that had been completed already.
+        takes_again: Whether what a second backward of a step computes again is recorded, too.
     """
 
     def __init__(self, writer: Writer, policy: Policy, rank: int) -> None:
         self.num_late = 0
+        self.takes_again = True
         self._writer = writer
         self._again = writer.again
         self._policy = policy

@@ -170,6 +170,11 @@ class ModuleHooks:
         forward = self._current()
         return forward.step if forward is not None and forward.records else None
 
+    @property
+    def awaited_steps(self) -> list[int]:
+        """The steps that are held and have gradients, if a backward comes."""
+        return [step for step, (forward, _) in self._held.items() if forward.watched_sites]
+
     def _current(self) -> Forward | None:
         forward = self._local.forward
         if forward is None:

@@ -17,6 +17,7 @@ from glassengine import environment
 from glassengine.capture.calls.names import ModuleNames
 from glassengine.capture.intake.gradients import ParameterHooks
 from glassengine.capture.intake.intake import Intake
+from glassengine.capture.intake.microbatches import Microbatches
 from glassengine.capture.observers.module_hooks import ModuleHooks
 from glassengine.capture.runs.held_module import module_of
 from glassengine.capture.watch import losses
@@ -87,6 +88,8 @@ class Recorder:
             self._watcher = watcher_of(writer, self._watch, policy, rank=rank, shared=shared)
             policy = policy.unlimited()
         self._intake = Intake(self._watcher or writer, policy, rank)
+        # Some pipelines run parts of a backward again for the gradients of parameters.
+        self._intake.takes_again = self._microbatches == 1
         holds = self._gradients or bool(self._optimizer) or self._watch is not None
         told: dict[str, Any] = {"gradients": self._gradients, "holds_steps": holds, "most_held": self._microbatches}
         self._hooks = ModuleHooks(self.model, self._intake, self._policy, **told)
@@ -96,7 +99,7 @@ class Recorder:
             lambda: self._hooks.current_step,
             gradients=self._gradients,
             optimizer=self._optimizer,
-            several=self._microbatches > 1,
+            microbatches=Microbatches(self._microbatches, self._intake, lambda: self._hooks.awaited_steps),
         )
         try:
             self._hooks.attach()
@@ -298,7 +301,7 @@ def record(
         policy,
         gradients=gradients,
         optimizer=optimizer,
-        metadata=facts,
+        metadata=facts if microbatches == 1 else {**facts, "microbatches": microbatches},
         overwrite=overwrite,
         durable=durable,
         spool_bytes=spool_bytes,

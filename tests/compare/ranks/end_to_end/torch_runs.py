@@ -215,7 +215,7 @@ def pipeline(of: Run, path: Path, rank: int) -> None:
 def stages(of: Run, path: Path, rank: int) -> None:
     """Each rank has two stages."""
     count = 2 * of.world
-    is_v = of.options["schedule"].startswith("ZBV")
+    is_v = of.options["schedule"] in ("ZBVZeroBubble", "DualPipeV")
     own = (rank, count - 1 - rank if is_v else rank + of.world)
     size = LAYERS // count
     parts = {i: Net().stage(range(i * size, (i + 1) * size)) for i in own}
@@ -322,6 +322,10 @@ RIGHT = {
     "interleaved, gradients": _of("stages", "one-4, gradients", PP2, schedule="Interleaved1F1B", **LATER),
     "zero bubble": _of("stages", "one-4", PP2, schedule="ZBVZeroBubble", gradients=False),
     "1f1b, gradients": _of("pipeline", "one-4, gradients", PP2, schedule="1F1B", **LATER),
+    **{
+        f"{schedule}, gradients": _of("stages", "one-4, gradients", PP2, schedule=schedule, **LATER)
+        for schedule in ("LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+    },
 }
 WRONG = {
     "ddp: a slip": _of("ddp", "one", DP2, **ACT),
@@ -345,6 +349,17 @@ WRONG = {
         PP2,
         schedule="Interleaved1F1B",
         gradients=False,
+        rank=1,
+        own=scaled("layers.3.act"),
+        site="layers.3.act",
+        blamed=3,
+    ),
+    "zero bubble: a slip": _of(
+        "stages",
+        "one-4, gradients",
+        PP2,
+        schedule="InterleavedZeroBubble",
+        **LATER,
         rank=1,
         own=scaled("layers.3.act"),
         site="layers.3.act",
