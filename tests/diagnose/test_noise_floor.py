@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import glassengine as glass
 from glassengine import commands
 from glassengine.cli.main import main
+from glassengine.diagnose.noise_floor import RoundedOtherwise
 from glassengine.errors import CorruptError, GlassError
 from glassengine.recording.layout.noise_floor import FILE, read_noise_floor
 from glassengine.testing import models
@@ -249,3 +250,14 @@ def test_a_rank_of_several_measures_its_own(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("WORLD_SIZE", "2")
     commands.record_target(models.llama(), tmp_path / "a", inputs=INPUTS, then=commands.measure_noise_floor)
     assert read_noise_floor(tmp_path / "a" / "rank1") is not None
+
+
+def test_parts_of_a_distributed_tensor_are_rounded_otherwise_each() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    parts = [torch.randn(16, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
+    with RoundedOtherwise(0):
+        found = TwoTensor(*parts) * 3
+    for part, own in zip(parts, (found.a, found.b), strict=True):
+        assert not torch.equal(own, part * 3)
+        torch.testing.assert_close(own, part * 3)

@@ -93,6 +93,8 @@ class RoundedOtherwise(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = dict(kwargs or {})
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # ops on what such a tensor consists of (a part of a distributed one) come here
         if self._is_paused:
             return func(*args, **given)
         before = self._kept(func, args, given)
