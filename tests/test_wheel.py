@@ -97,6 +97,7 @@ def test_the_command_and_the_back_ends_are_there(glass: Glass) -> None:
         assert name in doctor.stdout
 
 
+@pytest.mark.slow
 def test_a_check_finds_a_planted_mistake(glass: Glass) -> None:
     done = glass("check", "models.py:right", "--candidate", "models.py:wrong", "--inputs", "models.py:inputs", "-q")
     assert done.returncode == 1, done.stdout + done.stderr

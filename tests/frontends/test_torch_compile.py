@@ -182,7 +182,7 @@ def eager_losses() -> list[float]:
     return train(model, model, 20)[0]
 
 
-@pytest.mark.parametrize("mode", ["compile", "eager_debug"])
+@pytest.mark.parametrize("mode", ["compile", pytest.param("eager_debug", marks=pytest.mark.slow)])
 def test_a_llama_trains_bitwise_as_eager_and_compiles_nothing_after_step_two(
     eager_losses: list[float], mode: str
 ) -> None:

@@ -14,12 +14,12 @@ from glassengine.testing import conformance, models
 MakeSubject = Callable[..., conformance.Subject]
 
 ALWAYS = {
-    *((program, "eager") for program in ("llama", "vit")),
+    ("llama", "eager"),
     ("gpt2", "onnxruntime"),
     ("llama", "openvino"),
 }
 """A program that generates, a plain one, and every back-end. The others are slow; tokens of every family are compared
-with transformers, always. Inductor compiles a plain module here."""
+with transformers, always. Of Inductor's, a plain module is looked at in `tests/backends/inductor/test_backend.py`."""
 
 CASES = [pytest.param(cell, id=" on ".join(cell), marks=() if cell in ALWAYS else pytest.mark.slow) for cell in CELLS]
 
@@ -42,8 +42,7 @@ def test_every_op_site(subject_of: MakeSubject, table: dict[Cell, str], cell: Ce
 @pytest.mark.parametrize(
     ("model", "backend"),
     [
-        ("vision", "inductor"),
-        pytest.param("audio", "inductor", marks=pytest.mark.slow),
+        *(pytest.param(model, "inductor", marks=pytest.mark.slow) for model in ("vision", "audio")),
         *((model, backend) for model in ("vision", "audio") for backend in ("eager", "onnxruntime", "openvino")),
     ],
 )

@@ -69,10 +69,9 @@ def judged(engines: Callable[[str], Path]) -> Callable[[str], Comparison]:
     return make
 
 
-FAMILIES = ["t5", "mamba"]
+FAMILIES = [pytest.param("t5", marks=pytest.mark.slow), "mamba"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_wrong_in_an_engine_is_named(judged: Callable[[str], Comparison], family: str) -> None:
     result = judged(family)

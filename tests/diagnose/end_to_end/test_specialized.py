@@ -136,7 +136,7 @@ def test_f32_a_baseline_that_computes_gradients_in_its_forward(tmp_path: Path) -
         assert result.ok == (factor == 1.0), result.not_ok_because
 
 
-@pytest.mark.parametrize("factor", [1.0, 1.01])
+@pytest.mark.parametrize("factor", [pytest.param(1.0, marks=pytest.mark.slow), 1.01])
 def test_numbers_that_are_tensors_go_into_shapes(factor: float, tmp_path: Path) -> None:
     torch.manual_seed(0)
     baseline, port = Padded(), Padded(is_number=True)

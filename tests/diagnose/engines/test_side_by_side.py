@@ -125,6 +125,7 @@ def few_floors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judging, "FLOOR_STEPS", 1)
 
 
+@pytest.mark.slow
 def test_half_precision_is_within_rounding(
     release: Path, loaded: LoadedModel, tmp_path: Path, few_floors: None
 ) -> None:

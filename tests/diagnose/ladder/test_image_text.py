@@ -101,6 +101,7 @@ def test_what_is_judged_from_text_alone_says_so() -> None:
     assert skipped.reason == "judged from text alone: with images a port is judged in one forward, of --inputs"
 
 
+@pytest.mark.slow
 def test_an_engine_with_images_is_refused_for_a_model_without(wrong: Path) -> None:
     with pytest.raises(IncomparableError, match=r"encoder and decoder[\s\S]*one program"):
         check(models.llama(), candidate=wrong)

@@ -46,9 +46,8 @@ def test_tokens_and_text_of_transformers(engine: Engine, model: Any) -> None:
 
 
 # What compiled back-ends generate is compared with transformers on tiny models (test_tokens_of_transformers).
-@pytest.mark.parametrize(
-    "backend", ["eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("inductor", "onnxruntime"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "inductor", "onnxruntime"])
 def test_bundled_model(backend: str, root: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

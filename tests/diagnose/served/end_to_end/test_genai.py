@@ -151,7 +151,7 @@ def of_layer(kind: str) -> str:
 @pytest.mark.parametrize(
     ("plant", "step", "site", "said"),
     [
-        (other_base, 0, "rotary", "freq_base is 20000"),
+        pytest.param(other_base, 0, "rotary", "freq_base is 20000", marks=pytest.mark.slow),
         (other_slot, 1, "layers.1.self_attn", ""),
         pytest.param(
             attribute(of_layer("post_attention"), "epsilon", 1e-3),

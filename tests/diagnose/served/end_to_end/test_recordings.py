@@ -82,6 +82,7 @@ def elsewhere(recording: Path) -> None:
     manifest.write_text(json.dumps(found))
 
 
+@pytest.mark.slow
 def test_each_prompt_of_a_file_is_run(folder: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("One.\nTwo and three.\n")

@@ -97,7 +97,9 @@ def test_a_scan() -> None:
     agrees(onnx_text(SCAN), {name: value.astype(np.float32) for name, value in feeds.items()})
 
 
-@pytest.mark.parametrize("kind", GATES)
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "LSTM" else pytest.param(kind, marks=pytest.mark.slow) for kind in GATES]
+)
 def test_recurrences_are_judged(tmp_path: Path, kind: str) -> None:
     model = recurrence(kind)
     onnx.save(model, tmp_path / "one.onnx")
