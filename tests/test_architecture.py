@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -84,22 +84,26 @@ def is_type_checking(test: ast.expr) -> bool:
     )
 
 
-def statements(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield every node that can run, parents first."""
+def nodes_of(tree: ast.AST, *, for_types: bool, inside: bool) -> Iterator[ast.AST]:
+    """Yield the statements below `tree`, or every node: what can run, and, if asked, what is there for types alone.
+
+    Statements alone are a twentieth of the nodes.
+    """
     yield tree
-    for child in ast.iter_child_nodes(tree):
-        if isinstance(child, ast.If) and is_type_checking(child.test):
-            for other in child.orelse:
-                yield from statements(other)
-        else:
-            yield from statements(child)
+    for field in tree._fields if inside else ("body", "orelse", "finalbody", "handlers", "cases"):
+        value = getattr(tree, field, None)
+        if field == "body" and not for_types and isinstance(tree, ast.If) and is_type_checking(tree.test):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                yield from nodes_of(child, for_types=for_types, inside=inside)
 
 
 def imported(
-    source: str, module: str, is_package: bool, nodes: Callable[[ast.AST], Iterator[ast.AST]] = statements
+    source: str, module: str, is_package: bool, for_types: bool = False
 ) -> Iterator[tuple[int, str, str | None]]:
     """Yield (line, module, name or None) for every import in `source`; relative ones are made absolute."""
-    for node in nodes(ast.parse(source)):
+    for node in nodes_of(ast.parse(source), for_types=for_types, inside="import_module" in source):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name, None
@@ -117,13 +121,10 @@ def imported(
 
 
 def own_imports(
-    source: str,
-    module: str,
-    is_package: bool = False,
-    nodes: Callable[[ast.AST], Iterator[ast.AST]] = statements,
+    source: str, module: str, is_package: bool = False, for_types: bool = False
 ) -> Iterator[tuple[int, str, str | None]]:
     """Yield (line, module of this package, name or None): `from glassengine.a import b` names a.b where that exists."""
-    for line, origin, name in imported(source, module, is_package, nodes):
+    for line, origin, name in imported(source, module, is_package, for_types):
         if origin == PACKAGE or origin.startswith(PACKAGE + "."):
             if name is not None and f"{origin}.{name}" in MODULES and not is_public(origin, name):
                 yield line, f"{origin}.{name}", None
@@ -134,7 +135,7 @@ def own_imports(
 @functools.cache
 def all_imports(module: str) -> frozenset[str]:
     """Return the modules of this package that `module` imports, also for their types alone."""
-    found = own_imports(text_of(module), module, is_package(module), ast.walk)
+    found = own_imports(text_of(module), module, is_package(module), for_types=True)
     return frozenset({origin for _, origin, _ in found})
 
 
@@ -192,7 +193,9 @@ def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
 def reads_environment(source: str) -> list[int]:
     """Return the lines of `source` that touch the environment variables of the process."""
     names = {"environ", "environb", "getenv", "putenv", "unsetenv"}
-    found = []
+    found: list[int] = []
+    if not any(name in source for name in names):
+        return found
     for node in ast.walk(ast.parse(source)):
         if (isinstance(node, ast.Attribute) and node.attr in names and called(node.value) == "os") or (
             isinstance(node, ast.ImportFrom) and node.module == "os" and {alias.name for alias in node.names} & names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -115,6 +116,7 @@ def reads(call: ast.Call) -> bool:
     return mode is None and (not call.args and (not call.keywords or call.keywords[0].arg == "encoding"))
 
 
+@functools.cache
 def outside() -> dict[str, dict[str, list[int]]]:
     found: dict[str, dict[str, list[int]]] = {}
     for path in sorted(SOURCE.rglob("*.py")):
