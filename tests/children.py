@@ -12,6 +12,7 @@ from __future__ import annotations
 import array
 import atexit
 import ctypes
+import fcntl
 import functools
 import gc
 import importlib.machinery
@@ -23,6 +24,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import types
 import warnings
@@ -41,6 +43,9 @@ _OWN = ("-I", "-X", "-B", "-O")
 _SURROUNDINGS = dict(os.environ)
 
 Request = tuple[list[str], str, dict[str, str], bool]
+_one_at_a_time = threading.Lock()
+_FREE = 1000
+"""Above the numbers of descriptors that are passed on."""
 
 
 class Popen(subprocess.Popen[Any]):
@@ -60,14 +65,15 @@ class Popen(subprocess.Popen[Any]):
             if name.startswith(_READ_AT_START) and name != "PYTHONPATH"
             if environment.get(name) != _SURROUNDINGS.get(name)
         }
-        others = preexec or passed or shell or group != -1 or changed
+        others = preexec or shell or group != -1 or changed
         if sys.platform != "linux" or others or self._words[0] != sys.executable or self._words[1] in _OWN:
             super()._execute_child(*given)
             return
         read, _, _, out, _, error = pipes
-        streams = [number if end == -1 else end for number, end in enumerate((read, out, error))]
+        streams = {number: number if end == -1 else end for number, end in enumerate((read, out, error))}
         request = self._words[1:], os.fspath(cwd or Path.cwd()), environment, session
-        self.pid = _server(self._imports).copy(request, streams)
+        with _one_at_a_time:
+            self.pid = _server(self._imports).copy(request, streams | {number: number for number in passed})
         self._child_created = True
         self._close_pipe_fds(*pipes)
 
@@ -92,6 +98,11 @@ def run(
     return done
 
 
+def started_as_copies(imports: tuple[str, ...]) -> types.SimpleNamespace:
+    """Return what takes the place of the module `subprocess` in a module that starts Python by it."""
+    return types.SimpleNamespace(**vars(subprocess) | {"Popen": functools.partial(Popen, imports=imports)})
+
+
 class _Server:
     """The process that is copied; it ends when its socket is closed."""
 
@@ -106,14 +117,14 @@ class _Server:
         self._socket.close()
         self._process.wait()
 
-    def copy(self, request: Request, streams: list[int]) -> int:
-        """Return the process id of a copy."""
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", streams))]
+    def copy(self, request: Request, descriptors: dict[int, int]) -> int:
+        """Return the process id of a copy, which has the descriptors under the numbers that are their keys."""
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors.values()))]
         prctl = ctypes.CDLL(None).prctl
         # A copy is the child of a process that ends at once, and so becomes one of ours.
         prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         try:
-            self._socket.sendmsg([json.dumps(request).encode()], rights)
+            self._socket.sendmsg([json.dumps([request, list(descriptors)]).encode()], rights)
             return int(struct.unpack("i", self._socket.recv(4))[0])
         finally:
             prctl(_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
@@ -127,7 +138,7 @@ def _server(imports: tuple[str, ...]) -> _Server:
 def _serve(requests: socket.socket) -> Request:
     """Copy this process for every request; return the request in the copy."""
     while True:
-        data, rights, _, _ = requests.recvmsg(_MAX_REQUEST, socket.CMSG_SPACE(3 * 4))
+        data, rights, _, _ = requests.recvmsg(_MAX_REQUEST, socket.CMSG_SPACE(16 * 4))
         if not data:
             os._exit(0)
         streams = array.array("i", rights[0][2])
@@ -142,10 +153,12 @@ def _serve(requests: socket.socket) -> Request:
             requests.close()
             while os.getppid() == parent:
                 time.sleep(0.001)
-            for number, stream in enumerate(streams):
+            (words, directory, environment, session), numbers = json.loads(data)
+            free = [fcntl.fcntl(stream, fcntl.F_DUPFD, _FREE) for stream in streams]
+            os.closerange(3, _FREE)
+            for number, stream in zip(numbers, free, strict=True):
                 os.dup2(stream, number)
-            os.closerange(3, max(*streams, told, tell) + 1)
-            words, directory, environment, session = json.loads(data)
+            os.closerange(_FREE, max(free) + 1)
             return words, directory, environment, session
         os.waitpid(between, 0)
         requests.send(os.read(told, 4))

@@ -45,6 +45,16 @@ def test_it_is_told_what_a_new_process_is_told(how: str, tmp_path: Path) -> None
     assert copy == new
 
 
+def test_descriptors_are_passed_on() -> None:
+    read, write = os.pipe()
+    code = "import os, sys; os.write(int(sys.argv[1]), b'through'); print(sys.argv[2] in os.listdir('/proc/self/fd'))"
+    words = [sys.executable, "-c", code, str(write), str(read)]
+    done = children.run(words, pass_fds=(write,), capture_output=True, text=True)
+    assert done.stdout == "False\n" and os.read(read, 20) == b"through"
+    os.close(read)
+    os.close(write)
+
+
 @pytest.mark.parametrize(
     ("code", "status"),
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 
 from glassengine.blocks import Difference, difference, pieces
 from glassengine.blocks.sums import Totals
+from tests import children
 
 FLOATING = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
 INTEGERS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64]
@@ -242,5 +242,5 @@ def test_large_mapped_tensors_take_a_fixed_amount_of_memory(dtype: str, mebibyte
     """
     size = (mebibytes << 20) // getattr(torch, dtype).itemsize
     code = textwrap.dedent(program).format(size)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
+    done = children.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     assert done.stdout.strip() == "cannot allocate", done.stderr

@@ -125,7 +125,11 @@ CHECK = ("check", "{nets}:right", "--inputs", "{nets}:inputs")
         ((*CHECK, "--candidate", "{nets}:nan", "--metrics"), 1),
         ((*CHECK, "--candidate", "{nets}:right", "--drift"), 0),
         ((*CHECK, "--candidate", "{nets}:missing"), 2),
-        (("check", "{nets}:language", "--inputs", "{nets}:ids", "--backend", "eager", "--steps", "1"), 0),
+        pytest.param(
+            ("check", "{nets}:language", "--inputs", "{nets}:ids", "--backend", "eager", "--steps", "1"),
+            0,
+            marks=pytest.mark.slow,
+        ),
         (("check-training", "{nets}:right", "--inputs", "{nets}:batches", "--loss", "{nets}:mean"), 0),
     ],
 )

@@ -27,9 +27,7 @@ def opened(text: str | bytes, **more: Any) -> StreamedDocument:
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    st.dictionaries(TEXT, st.lists(VALUES, max_size=4), max_size=5), st.sampled_from([None, 1]), st.integers(1, 9)
-)
+@given(st.dictionaries(TEXT, st.lists(VALUES, max_size=4), max_size=5), st.sampled_from([None, 1]), st.integers(1, 9))
 def test_pieces_are_what_the_whole_is(document: dict[str, list[Any]], indent: int | None, block: int) -> None:
     text = json.dumps(document, indent=indent, ensure_ascii=False)
     with pytest.MonkeyPatch.context() as patch:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import signal
-import subprocess
 import sys
 import threading
 import warnings
@@ -27,6 +26,7 @@ from glassengine.recording.read.reader import Recording
 from glassengine.recording.ring import block
 from glassengine.recording.ring import repetition as passage
 from glassengine.testing.models import llama
+from tests import children
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 
@@ -593,7 +593,7 @@ def test_a_model_is_saved_and_copied_while_it_is_recorded(tmp_path: Path) -> Non
         assert torch.equal(copy.copy(model)(X), expected) and torch.equal(graph(X), expected)
     assert Recording.open(tmp_path / "r").steps == [0]
     loading = "import sys, torch; torch.load(sys.argv[1], weights_only=False); assert 'glassengine' not in sys.modules"
-    subprocess.run([sys.executable, "-c", loading, tmp_path / "model.pt"], check=True)
+    children.run([sys.executable, "-c", loading, tmp_path / "model.pt"], check=True)
     for other in (copied, torch.load(tmp_path / "model.pt", weights_only=False)):
         assert other[0] is other[2] and type(other._modules) is dict
         compiled = torch.compile(other, backend="eager", fullgraph=True)

@@ -34,6 +34,7 @@ from glassengine.recording.layout.noise_floor import Floor, write_noise_floor
 from glassengine.recording.write.writer import RecordingWriter
 from glassengine.workers import Died
 from glassengine.workers.pipe import receive, send
+from tests import children
 
 STEPS = 3
 
@@ -76,7 +77,8 @@ def test_rows_say_what_the_whole_says(sides: Path, monkeypatch: pytest.MonkeyPat
             assert other["figures"][name] == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value)
 
 
-def test_processes_find_what_one_finds(sides: Path, small_chunks: None) -> None:
+def test_processes_find_what_one_finds(sides: Path, small_chunks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("glassengine.workers.processes.subprocess", children.started_as_copies(("torch",)))
     assert judged(sides, jobs=2) == judged(sides)
 
 
@@ -165,6 +167,7 @@ module = sys.modules["glassengine.compare.compare"]
 module.Processes, plans.CHUNK_BYTES = Starter, 5000
 found = module.compare(sys.argv[1], sys.argv[2], jobs=2)
 from glassengine.report.terminal_compare import comparison
+from tests import children
 comparison(found)
 send(sys.stdout.buffer, b"")
 send(sys.stdout.buffer, json.dumps(found.to_dict()).encode())

@@ -20,6 +20,7 @@ from glassengine.engine.store import files
 from glassengine.engine.store.manifest import read_manifest
 from glassengine.errors import BackendError, UsageError
 from glassengine.testing import models
+from tests import children
 
 PROMPTS = [[5 + number, 17, 200 - number, *range(30, 30 + number % 4)] for number in range(20)]
 
@@ -28,8 +29,9 @@ def tokens(engine: Any, prompts: list[list[int]], new: int = 8) -> list[Any]:
     return [engine.generate(input_ids=[prompt], max_new_tokens=new).token_ids for prompt in prompts]
 
 
-def test_two_ranks_share_a_model(tmp_path: Path) -> None:
+def test_two_ranks_share_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The quick one of many: tokens, parts, and what happens when a rank dies."""
+    monkeypatch.setattr("glassengine.engine.ranks.children.subprocess", children.started_as_copies(children.MODELS))
     model = models.llama(num_hidden_layers=1)
     sites = ["model.layers.0.self_attn.o_proj", "model.layers.0.self_attn.q_proj"]
     options: dict[str, Any] = {"backend": "eager", "max_seq_len": 32, "add_output": sites}
