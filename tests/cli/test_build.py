@@ -34,10 +34,10 @@ def test_engine_is_built_and_what_matched_is_printed(
 
 
 def test_json_is_one_document(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert build(checkpoint, "-o", tmp_path / "e", "--dtype", "float16", "--json") == 0
+    assert build(checkpoint, "-o", tmp_path / "e", "--max-seq-len", "32", "--json") == 0
     document = json.loads(capsys.readouterr().out)
     assert document["directory"] == str(tmp_path / "e")
-    assert (document["dtype"], document["backend"], document["schema_version"]) == ("float16", "eager", 1)
+    assert (document["max_seq_len"], document["backend"], document["schema_version"]) == (32, "eager", 1)
 
 
 def test_documented_command_line(checkpoint: Path, tmp_path: Path) -> None:

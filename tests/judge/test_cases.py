@@ -13,7 +13,6 @@ from glassengine.errors import UsageError
 from glassengine.judge.cases import causal_cases, module_cases
 from glassengine.program import load_model
 from glassengine.testing import models
-from glassengine.testing.architectures import FAMILIES
 
 IMAGE_TOKEN = 3
 
@@ -24,7 +23,7 @@ def test_images_beside_tokens_are_looked_at(tmp_path: Path) -> None:
     ids[0, 2:18] = IMAGE_TOKEN
     image = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     torch.save({"input_ids": ids, "pixel_values": image}, tmp_path / "inputs.pt")
-    baseline, candidate = FAMILIES["llava"](), FAMILIES["llava"]()
+    baseline, candidate = models.llava(num_layers=1), models.llava(num_layers=1)
     candidate.get_parameter("model.vision_tower.encoder.layers.0.mlp.fc1.weight").data[3] *= 2
     result = check(baseline, candidate=candidate, inputs=str(tmp_path / "inputs.pt"))
     assert not result.ok and result.first_divergence is not None

@@ -18,7 +18,7 @@ from glassengine.program.export.export import export_module
 from glassengine.testing import models
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3"])
+@pytest.fixture(scope="module", params=[pytest.param("llama", marks=pytest.mark.slow), "gemma3"])
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -22,7 +22,9 @@ from glassengine.testing import models
 
 Exported = Callable[[str], tuple[nn.Module, Program]]
 
-FAMILIES = sorted(models.CAUSAL_LMS)
+FAMILIES = [
+    pytest.param(family, marks=pytest.mark.slow) if family == "phi3" else family for family in sorted(models.CAUSAL_LMS)
+]
 PADDED = {"batch": 2, "left_padding": 3}
 CACHE_LENGTH = 20
 

@@ -51,8 +51,14 @@ def bottom(page: Any, selector: str) -> float:
     return float(box["y"] + box["height"])
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        (1280, "light"),
+        (400, "dark"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1280, "dark"), (400, "light"))),
+    ],
+)
 def test_the_guilty_line_is_on_the_first_screen_above_everything_else(
     tab: Open, report: Path, width: int, scheme: str
 ) -> None:
@@ -253,7 +259,7 @@ def test_values_show_the_head_and_the_elements(tab: Open, tmp_path: Path) -> Non
     assert found.messages == []
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_axe_finds_nothing(tab: Open, report: Path, scheme: str) -> None:
     package = pytest.importorskip("axe_playwright_python", reason="axe-core is not installed")
     found = tab(report, scheme=scheme)
