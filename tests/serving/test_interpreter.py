@@ -16,6 +16,11 @@ from glassengine.serving.interpreter import Interpreter
     [
         ("raise ModuleNotFoundError(\"No module named 'other'\")", UsageError, "not installed"),
         ("raise ValueError('head size 16')", BackendError, "Other failed"),
+        (
+            """import sys; sys.exit('Refused: {"what": "no such head", "got": "16", "hint": "32"}')""",
+            UsageError,
+            "no such head",
+        ),
         ("import os; os.kill(os.getpid(), 11)", BackendError, "Other crashed"),
     ],
 )

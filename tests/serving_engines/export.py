@@ -1,6 +1,7 @@
 """Exports small checkpoints to ExecuTorch, right or with a mistake of a conversion. In ExecuTorch's interpreter.
 
-Reads {"checkpoint", "folder", "tokens", "backend": "portable" | "xnnpack", "plants": [...]}; a folder for each.
+Reads {"checkpoint", "folder", "tokens": number or "cache", "backend": "portable" or "xnnpack", "plants": [...]}.
+A folder for each plant.
 """
 
 from __future__ import annotations
@@ -59,16 +60,32 @@ class Logits(torch.nn.Module):
         return self.model(input_ids=input_ids, use_cache=False).logits
 
 
+def exported_of(model, tokens):
+    """Return a model as an exported program: `tokens` is a number, or "cache" for calls of any number."""
+    if tokens != "cache":
+        ids = torch.ones((1, tokens), dtype=torch.int64)
+        return torch.export.export(Logits(model), (ids,), strict=False)
+    from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
+
+    model.generation_config.update(use_cache=True, cache_implementation="static")
+    size = torch.export.Dim("tokens", min=1, max=47)
+    return TorchExportableModuleForDecoderOnlyLM(model, 1, 48).export(
+        torch.ones((1, 5), dtype=torch.int64),
+        cache_position=torch.arange(5),
+        dynamic_shapes={"input_ids": {1: size}, "cache_position": {0: size}},
+    )
+
+
 def main():
     warnings.simplefilter("ignore")
     request = json.load(sys.stdin)
     settings = EdgeCompileConfig(_check_ir_validity=False)
     for name in request["plants"]:
-        model = AutoModelForCausalLM.from_pretrained(request["checkpoint"], attn_implementation="sdpa").eval()
+        how = {"attn_implementation": "sdpa", "experts_implementation": "batched_mm"}
+        model = AutoModelForCausalLM.from_pretrained(request["checkpoint"], **how).eval()
         with torch.no_grad():
             globals()[name](model)
-            ids = torch.ones((1, request["tokens"]), dtype=torch.int64)
-            exported = torch.export.export(Logits(model), (ids,), strict=False)
+            exported = exported_of(model, request["tokens"])
             if request["backend"] == "xnnpack":
                 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 

@@ -29,9 +29,15 @@ PLANTS = {
 }
 
 
-def exported(family: str, folder: Path, plants: list[str], backend: str = "portable") -> Path:
+def exported(family: str, folder: Path, plants: list[str], backend: str = "portable", tokens: int | str = 9) -> Path:
     checkpoint = save_small(family, folder / "checkpoint")
-    request = {"checkpoint": str(checkpoint), "folder": str(folder), "tokens": 9, "backend": backend, "plants": plants}
+    request = {
+        "checkpoint": str(checkpoint),
+        "folder": str(folder),
+        "tokens": tokens,
+        "backend": backend,
+        "plants": plants,
+    }
     script = Path(__file__).with_name("export.py")
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run([PYTHON, str(script)], input=json.dumps(request), env=env, capture_output=True, text=True)
@@ -40,7 +46,8 @@ def exported(family: str, folder: Path, plants: list[str], backend: str = "porta
 
 
 @pytest.mark.parametrize(
-    ("family", "backend"), [("llama", "xnnpack"), ("qwen3", "portable"), ("gemma3", "portable"), ("gpt2", "portable")]
+    ("family", "backend"),
+    [("llama", "xnnpack"), *((family, "portable") for family in ("qwen3", "gemma3", "gpt2", "mixtral"))],
 )
 def test_right_ones_raise_no_alarm(family: str, backend: str, tmp_path: Path) -> None:
     checkpoint = exported(family, tmp_path, ["healthy"], backend)
@@ -49,6 +56,25 @@ def test_right_ones_raise_no_alarm(family: str, backend: str, tmp_path: Path) ->
     found = glass.check(checkpoint, candidate=place, python=PYTHON, min_coverage=least)
     print(f"{family:10} {'healthy':20} {backend:10} {found.verdict} coverage {found.coverage:.2f}")  # noqa: T201
     assert found.ok and not found.origins, found.not_ok_because
+    # A delegate shows its results alone: that is one region.
+    assert backend == "xnnpack" or found.fineness[0].op_by_op > 0.2
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_program_with_a_cache_is_judged_step_by_step(family: str, tmp_path: Path) -> None:
+    """As transformers exports it; the plant is in what a step after the first computes, too."""
+    plants = ["healthy", *(["attention_scale"] if family == "llama" else [])]
+    checkpoint = exported(family, tmp_path, plants, tokens="cache")
+    for name in plants:
+        found = glass.check(checkpoint, candidate=f"executorch:{tmp_path}/{name}/model.pte", python=PYTHON, steps=2)
+        first = found.first_divergence
+        print(f"{family:10} {name:20} cache      {first.site if first else found.verdict}")  # noqa: T201
+        assert {pair.step for pair in found.pairs if pair.rung == "record"} == {0, 1, 2}
+        if name == "healthy":
+            assert found.ok and found.coverage == 1.0 and not found.origins, found.not_ok_because
+        else:
+            assert first is not None and first.site.startswith(PLANTS[name])
+            assert {one.step for one in found.origins} == {0, 1, 2}
 
 
 def test_planted_mistakes_are_named(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ _UNDERFLOW = 2.0**-60
 """Errors near zero that are smaller than this are none for any model: those of all dtypes with eight exponent bits."""
 _MANY = 64
 """Terms: of fewer than these the probabilistic bound allows any error."""
+_LARGE = 1 << 20
+"""Of more elements noise is drawn in 256 levels and in float32: a weight's is the most that a coarse side costs."""
 _LARGEST_ARGUMENT = 1e4
 """Where functions are saturated, or beyond what a sweep covers."""
 
@@ -90,6 +92,8 @@ def rounded(
 
 def disturbed(value: torch.Tensor, u: float, generator: torch.Generator, tiny: float = 0.0) -> torch.Tensor:
     """Return `value` (float64) as rounding to a dtype may have moved it before it was used."""
+    if value.numel() > _LARGE:
+        return _added(value, _half_width(value.float(), u, tiny).mul_(uniform(value.shape, generator)), u)
     unit = torch.rand(value.shape, generator=generator, dtype=torch.float32).double() * 2 - 1
     return torch.where(value.isfinite(), value + _half_width(value.abs(), u, tiny) * unit, value)
 

@@ -19,6 +19,8 @@ from glassengine.reading.files import shown
 from glassengine.serving.protocol import ServedWeight, Setting
 
 _PATIENCE = 3600
+_REFUSED = "Refused: "
+"""Begins a line of standard error that says in JSON (what, got, expected, hint) why there is no run."""
 _STARTS = "import sys, importlib as i; sys.path[0] = sys.argv[1]; sys.exit(i.import_module(sys.argv[2]).main())"
 
 
@@ -71,6 +73,10 @@ class Interpreter:
         if done.returncode == 0:
             return
         said = done.stderr[-4000:].decode("utf-8", "replace").strip().splitlines()
+        refused = next((line for line in said if line.startswith(_REFUSED)), None)
+        if refused is not None:
+            words = {key: shown(str(text)) for key, text in json.loads(refused.removeprefix(_REFUSED)).items()}
+            raise UsageError(words.pop("what"), **words)
         last = next((line for line in reversed(said) if "Error" in line), said[-1] if said else "no word")
         last = shown(last.strip())
         if f"No module named '{self.package}" in last:

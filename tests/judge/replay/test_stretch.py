@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.fx import Node
 
 import glassengine as glass
 from glassengine.judge.cases import Case
-from glassengine.judge.replay import replay
+from glassengine.judge.replay import reference, replay
 from glassengine.judge.replay.stretch import Stretches
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.program.export.export import export_module
@@ -89,14 +91,14 @@ class Remembers(nn.Module):
         return self.third(self.second(self.first(x).relu()).relu())
 
 
-def _walked(observed: dict[str, torch.Tensor]) -> dict[str, str | None]:
+def _walked(observed: dict[str, torch.Tensor], cut: replay.Cut = replay.Cut.SEGMENT) -> dict[str, str | None]:
     """Return the verdict of each layer of `Remembers` on `observed`; None where the segment is not judged."""
     model = models.drawn(Remembers)
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
     program = export_module(model, {"x": x})
     nodes = {node.name: node for node in program.graph.nodes}
     layers = {site.name: nodes[site.node] for site in program.sites if site.kind == "module" and site.name != "."}
-    side = replay.Replay(program, cut=replay.Cut.SEGMENT)
+    side = replay.Replay(program, cut=cut)
     side.begin_step({"x": x}, {layers[name].name: value for name, value in observed.items()})
     found = {}
     for name in ("first", "second", "third"):
@@ -122,6 +124,29 @@ def test_f42_no_segment_stands_on_a_tensor_that_has_another_shape() -> None:
         "second": None,
         "third": "identical",
     }
+
+
+def test_a_product_that_is_judged_alone_is_not_computed_for_a_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.drawn(Remembers)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
+    first = model.first(x) * 1.5  # type: ignore[operator]
+    second = model.second(first.relu())  # type: ignore[operator]
+    third = model.third(second.relu()) * 1.5  # type: ignore[operator]
+    computed: list[str] = []
+    evaluate = reference.ReferenceRun._evaluate
+
+    def counted(self: reference.ReferenceRun, node: Node, *args: Any) -> Any:
+        computed.append(str(node.target))
+        return evaluate(self, node, *args)
+
+    monkeypatch.setattr(reference.ReferenceRun, "_evaluate", counted)
+    found = _walked({"first": first, "second": second, "third": third}, replay.Cut.REGION)
+    assert found == {"first": "wrong", "second": "identical", "third": "wrong"}
+    # The first one's input is known. The others end regions: what the ReLU makes was not observed.
+    assert sum("linear" in one for one in computed) == 2 and sum("relu" in one for one in computed) == 2
+    # Of another shape, it is what nothing is known of.
+    found = _walked({"first": first.flatten(), "second": second, "third": third}, replay.Cut.REGION)
+    assert found == {"first": None, "second": None, "third": "wrong"}
 
 
 def test_f42_what_is_left_of_a_step_stands_on_its_own_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

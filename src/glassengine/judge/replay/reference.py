@@ -37,6 +37,7 @@ from glassengine.writing.checksums import crc32
 NUM_NOISE_RUNS = 2
 
 Observer = Callable[[Node, Reference], None]
+Taken = Callable[[Node, torch.Size], torch.Tensor | None]
 
 
 class ReferenceRun:
@@ -94,11 +95,20 @@ class ReferenceRun:
             observe(node, reference)
 
     def walk(
-        self, inputs: Mapping[str, torch.Tensor], valid: Callable[[Node, torch.Tensor], torch.Tensor | None]
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        valid: Callable[[Node, torch.Tensor], torch.Tensor | None],
+        taken: Taken = lambda *_: None,
     ) -> Generator[tuple[Node, Reference], torch.Tensor | None, None]:
         """Advance all lanes by one step and yield (node, reference) for every tensor, as `step` calls `observe`.
 
         A tensor that is sent back takes the place of the value in every lane: teacher forcing.
+
+        Args:
+            inputs: As for `step`.
+            valid: As for `step`.
+            taken: Gives the value of a product with a weight, for its node and shape, where that is known beforehand
+                and nobody asks for its reference: it is not computed, nor yielded.
         """
         generators = [_generator(self._seed, self._steps, lane) for lane in self._lanes]
         env: dict[Node, list[Any]] = {}
@@ -120,10 +130,13 @@ class ReferenceRun:
                 self._exactness.take(node, env[node][1])
                 self._hidden.visit(node, env[node][0], env)
             elif node.op == "call_function" and "_assert" not in str(node.target):
-                env[node] = self._evaluate(node, env, generators)
+                known = self._taken(node, env, taken)
+                env[node] = self._evaluate(node, env, generators) if known is None else known
                 self._hidden.visit(node, env[node][0], env)
                 exclusions.visit(node, env)
-                if is_tensor_node(node):
+                if known is not None:
+                    exclusions.force(node)
+                elif is_tensor_node(node):
                     exact = env[node][0]
                     excluded = exclusions.of(node, env, valid(node, exact), self._dtype(node, exact))
                     forced = yield node, self._reference(node, env, excluded)
@@ -157,6 +170,21 @@ class ReferenceRun:
         if self._steps and name in self._program.caches:
             return [self._caches[lane][name] for lane in self._lanes]
         return [inputs[name] if lane == 1 else double(inputs[name]) for lane in self._lanes]
+
+    def _taken(self, node: Node, env: Mapping[Node, list[Any]], taken: Taken) -> list[Any] | None:
+        """Return the lanes of a product whose value is known beforehand; None where it is to be computed."""
+        has_weight = any(source.name in self._weights for source in node.all_input_nodes)
+        if not has_weight or not traits_of(node).reads_memory or not is_tensor_node(node):
+            return None
+        args, kwargs = torch.fx.node.map_arg(
+            (node.args, node.kwargs), lambda source: pytree.tree_map(_without_values, env[source][1])
+        )
+        made = target_of(node)(*args, **kwargs)
+        value = taken(node, made.shape)
+        if value is None:
+            return None
+        wide = double(value)
+        return [value.to(made.dtype) if lane == 1 else wide for lane in self._lanes]
 
     def _evaluate(self, node: Node, env: Mapping[Node, list[Any]], generators: list[torch.Generator]) -> list[Any]:
         target = target_of(node)
@@ -277,6 +305,10 @@ class ReferenceRun:
         if node in self._outputs:
             reference.measure_floor()
         return reference
+
+
+def _without_values(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
 
 
 def _generator(*key: object) -> torch.Generator:

@@ -150,7 +150,8 @@ class Replay:
             valid = partial(valid_in_step, self.program, given)
             # Caches are the baseline's, for any candidate: empty before the first step, and kept by the run from there.
             empty = {} if self._stretches.has_run else empty_caches(self.program, named)
-            self._stretches.begin_step({**named, **empty}, made.get, valid)
+            asked = (lambda _: True) if self._cut is Cut.SEGMENT else self._values.lacks_inputs
+            self._stretches.begin_step({**named, **empty}, made.get, valid, asked)
 
     @torch.no_grad()
     def judge(

@@ -66,7 +66,11 @@ class Stretches:
         self.has_run = False
 
     def begin_step(
-        self, inputs: Mapping[str, torch.Tensor], observed: Callable[[str], torch.Tensor | None], valid: Valid
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        observed: Callable[[str], torch.Tensor | None],
+        valid: Valid,
+        is_asked_for: Callable[[Node], bool] = lambda _: True,
     ) -> None:
         """Take over a step of the side.
 
@@ -74,11 +78,13 @@ class Stretches:
             inputs: By name; caches as they were before the first step.
             observed: Gives the side's value of a node, or None.
             valid: As for `ReferenceRun.step`.
+            is_asked_for: Whether `expected` may be called for a node.
         """
         self._finish()
         self._unknown = {past: self._is_unknown(node) for past, node in self._presents if self.has_run}
         self.has_run = True
-        self._walk = self._run.walk(inputs, valid)
+        self._is_asked_for = is_asked_for
+        self._walk = self._run.walk(inputs, valid, self._taken)
         self.values = {self._ports[name]: tensor for name, tensor in inputs.items() if name in self._ports}
         self._observed = observed
         self._current: tuple[Node, Reference] | None = None
@@ -118,6 +124,15 @@ class Stretches:
             self._walk, self._current = None, None
             return False
         return True
+
+    def _taken(self, node: Node, shape: torch.Size) -> torch.Tensor | None:
+        """Return the side's value of a product that is judged without a reference of its own."""
+        value = None if self._is_asked_for(node) else self._observed(node.name)
+        if value is None or value.shape != shape:
+            return None
+        self.values[node.name] = value
+        self._unknown[node.name] = False
+        return value
 
     def _finish(self) -> None:
         """Run the unrequested rest of a step: it contains the caches."""

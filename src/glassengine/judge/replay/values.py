@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -138,19 +138,17 @@ class Values:
         reader = self._operands.get(op.name)
         if reader is None:
             return args, None
-        values, slack = [], []
-        for source, value in zip(op.args, args, strict=True):
-            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-                values.append(value)
-                slack.append(value)
-            elif isinstance(source, Node) and source.name not in self.constant:
+        values: list[Any] = []
+        slack: dict[int, torch.Tensor] = {}
+        for place, (source, value) in enumerate(zip(op.args, args, strict=True)):
+            is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+            if is_float and isinstance(source, Node) and source.name not in self.constant:
                 found = reader(value)
+                slack[place] = found.slack
                 values.append(found.values)
-                slack.append(found.slack.double())
             else:
                 values.append(value)
-                slack.append(value.double().abs() if value.dim() > 1 else torch.zeros_like(value, dtype=torch.float64))
-        return tuple(values), tuple(slack)
+        return tuple(values), _room(op, values, slack)
 
     def narrowed(self, op: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return what the candidate fed to its op, weights in its own dtype."""
@@ -218,3 +216,20 @@ class Values:
 
 def _is_finer(dtype: torch.dtype, other: torch.dtype) -> bool:
     return dtype.is_floating_point and unit_roundoff(dtype) < unit_roundoff(other)
+
+
+def _room(op: Node, values: Sequence[Any], slack: Mapping[int, torch.Tensor]) -> tuple[Any, ...]:
+    """Return arguments of a product whose result is how far it may be another, with `slack` for what it reads."""
+    some: Any = slice(None)
+    if op_name(op) == "linear" and 0 in slack:
+        # Nearly all are far from a tie, and a weight in float64 is the most that the judgement of a product costs.
+        some = slack[0].reshape(-1, slack[0].shape[-1]).any(0).nonzero()[:, 0]
+
+    def of(place: int, value: Any) -> Any:
+        if place in slack:
+            return slack[place][..., some].double()
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return value
+        return value[..., some].double().abs() if value.dim() > 1 else torch.zeros_like(value, dtype=torch.float64)
+
+    return tuple(of(place, value) for place, value in enumerate(values))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,8 +18,8 @@ MOST_ELEMENT = 1.5
 """Steps beyond which an element that is not at an end counts as far away."""
 LEAST_GROUP = 16
 """Minimum number of elements of a meaningful mean."""
-_SPARSE = 16
-"""One of so many errors is kept, to see how they are distributed."""
+_SPARSE = 17
+"""One of so many errors is kept, to see how they are distributed; of any place in a group."""
 
 
 class Sums:
@@ -61,31 +62,34 @@ class Sums:
 
     def _add(self, b: Tensor, c: Tensor, step: Tensor, is_sorted: bool) -> Tensor:
         """Add some rows; return some |e| not at an end."""
-        self.is_finite &= bool(torch.isfinite(c).all())
-        difference, size = c - b, step.abs()
-        e = difference / size.where(size > 0, math.inf)
-        inside = (step > 0).double()
-        self.inside += (torch.stack([b * b, b * c, step.square() / 12]) * inside).sum((1, 2))
-        at_end = e.clamp(-0.5, 0.5)
-        self.noise += float(difference.square().sum())
-        self.bounded += float(torch.where(step > 0, e, at_end).square().sum())
+        self.is_finite &= math.isfinite(float(c.sum()))
+        difference, size, is_inside = c - b, step.abs(), step > 0
+        every = difference / size.where(size > 0, math.inf)
+        inside = is_inside.double()
+        products = b * b, b * c, c * c
+        totals = [_dot(products[0], inside), _dot(products[1], inside), _dot(step * step, inside) / 12]
+        self.inside += torch.stack(totals)
+        self.noise += float(_dot(difference, difference))
         self.num_quantized += int((size > 0).sum())
-        products = torch.stack([b * b, b * c, c * c])
-        self.columns += products.sum(1)
-        errors = e[step > 0].abs()
-        if errors.numel():
-            self.largest = max(self.largest, float(errors.max()))
-            self.num_far += int((errors > MOST_ELEMENT).sum())
-            self.num_inside += errors.numel()
-        e = e * inside
-        values = torch.stack([inside, torch.ones_like(e), e, e.square(), *products], -1)
+        self.columns += torch.stack([one.sum(0) for one in products])
+        e = every * inside
+        at_ends, far = (every - e).clamp_(-0.5, 0.5), e.abs()
+        self.bounded += float(_dot(e, e) + _dot(at_ends, at_ends))
+        self.largest = max(self.largest, float(far.max()))
+        self.num_far += int((far > MOST_ELEMENT).sum())
+        self.num_inside += int(is_inside.sum())
+        values: list[Tensor] = [inside, e, e * e, *products]
         if is_sorted:
             size, order = size.sort(dim=1, stable=True)
-            values = values.gather(1, order[..., None].expand(values.shape))
-        starts = torch.ones_like(size, dtype=torch.bool)
-        starts[:, 1:] = size.diff(dim=1) != 0
-        index = starts.flatten().cumsum(0) - 1
-        totals = torch.zeros((int(index[-1]) + 1, values.shape[-1]), dtype=torch.float64)
-        totals.index_add_(0, index, values.flatten(0, 1))
-        self.groups.append(torch.cat([size[starts][None], totals.T]))
-        return errors[::_SPARSE].float()
+            values = [one.gather(1, order) for one in values]
+        starts = np.ones(size.shape, dtype=bool)
+        starts[:, 1:] = size.diff(dim=1).numpy() != 0
+        first = np.flatnonzero(starts)
+        count = torch.from_numpy(np.diff(first, append=size.numel())).double()
+        own, *rest = (torch.from_numpy(np.add.reduceat(one.flatten().numpy(), first)) for one in values)
+        self.groups.append(torch.stack([size.flatten()[torch.from_numpy(first)], own, count, *rest]))
+        return far.flatten()[::_SPARSE][is_inside.flatten()[::_SPARSE]].float()
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return torch.dot(a.flatten(), b.flatten())

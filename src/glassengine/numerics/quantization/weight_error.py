@@ -195,7 +195,7 @@ def _inputs(columns: Tensor, number: int) -> Iterator[Hint]:
 
 def _single(sums: Sums) -> Iterator[Hint]:
     far, number = sums.num_far, sums.num_inside
-    if far and far < 0.01 * number and float(sums.sample.quantile(0.99)) < _NEAREST:
+    if far and far < 0.01 * number and sums.sample.numel() and float(sums.sample.quantile(0.99)) < _NEAREST:
         text = f"{far} of {number} elements are up to {sums.largest:.3g} steps away, all others rounded"
         yield Hint("other", text, 0.8, evidence="single elements")
 

@@ -41,16 +41,20 @@ class ExecutorchCandidate(Elsewhere):
         return f"executorch:{self.file}"
 
     def record(self, run: Run, path: Path) -> None:
-        """Run the program on a prompt, repeated or cut to the length that the program has; no cache is kept."""
+        """Run the program: on a prompt that is repeated or cut to its length, or with its cache, step by step.
+
+        A program of one token is given the prompt token by token, and the first one counts as the prefill.
+        """
         with tempfile.TemporaryDirectory(prefix="glassengine-executorch-") as folder:
             request = {
                 "file": str(self.file.resolve()),
                 "record": str(self.record_file.resolve()),
                 "folder": folder,
                 "prompt": [int(token) for token in run.prompt],
+                "steps": run.steps,
+                "following": list(run.following) if run.following is not None else None,
             }
             _INTERPRETER.start(self.options.python, request)
-            held = SafetensorsFile(Path(folder) / "values.safetensors")
             metadata = {
                 "kind": "model",
                 "layout": "executorch",
@@ -60,17 +64,26 @@ class ExecutorchCandidate(Elsewhere):
                 "dtype": "float32",
                 "device": ["cpu"],
             }
+            files = sorted(Path(folder).glob("values-*.safetensors"), key=lambda one: int(one.stem.split("-")[1]))
             with RecordingWriter(path, metadata=metadata) as writer:
-                tokens: list[int] = []
-                for entry in held.entries:
-                    value = held.tensor(entry)
-                    if entry.site == "./in.input_ids":
-                        tokens = [int(token) for token in value[0]]
-                        writer.write(".:in.input_ids", 0, value.clone())
-                    else:
-                        writer.write(entry.site, 0, value)
-                writer.metadata["prompt_lengths"] = [len(tokens)]
-                writer.commit(0, token_ids=[tokens])
+                for step, file in enumerate(files):
+                    tokens = _take(file, step, writer)
+                    writer.metadata.setdefault("prompt_lengths", [len(tokens)])
+                    writer.commit(step, token_ids=[tokens])
+
+
+def _take(file: Path, step: int, writer: RecordingWriter) -> list[int]:
+    """Write the values of one call; return its tokens."""
+    held = SafetensorsFile(file)
+    tokens: list[int] = []
+    for entry in held.entries:
+        value = held.tensor(entry)
+        if entry.site == "./in.input_ids":
+            tokens = [int(token) for token in value[0]]
+            writer.write(".:in.input_ids", step, value.clone())
+        else:
+            writer.write(entry.site, step, value)
+    return tokens
 
 
 def open_executorch(place: str, options: Options) -> ExecutorchCandidate:

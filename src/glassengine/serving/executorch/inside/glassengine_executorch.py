@@ -6,19 +6,28 @@ stands for: of the operations that were made of one node the last is its value.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import re
+import struct
+import subprocess
 import sys
 import warnings
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 _BUFFER = 1 << 28
+_ANY = 1 << 30
+_CACHE_DIMS = 4
+_READS = {"linear": 0, "addmm": 1}
+"""Which argument of a product is what it reads."""
+_KERNELS = ("executorch.kernels.quantized", "executorch.extension.llm.custom_ops.custom_ops")
 _MOVES = {
     *(
         "view",
@@ -39,30 +48,145 @@ _MOVES = {
 
 
 def main() -> int:
-    """Run what standard input says: {"file", "record", "folder", "prompt"}."""
+    """Run what standard input says: {"file", "record", "folder", "prompt", "steps", "following"}."""
     warnings.simplefilter("ignore")
     request = json.load(sys.stdin)
     folder = Path(request["folder"])
+    for name in _KERNELS:
+        with suppress(ImportError, AssertionError, OSError):  # of programs with such operations alone
+            importlib.import_module(name)
     portable = importlib.import_module("executorch.extension.pybindings.portable_lib")
+    devtools = importlib.import_module("executorch.devtools")
     data = Path(request["file"]).read_bytes()  # the module reads it in place, as long as it lives
     module = portable._load_for_executorch_from_buffer(data, enable_etdump=True, debug_buffer_size=_BUFFER)
-    about = module.method_meta("forward")
-    if about.num_inputs() != 1 or len(about.input_tensor_meta(0).sizes()) != 2:
-        shapes = [list(about.input_tensor_meta(one).sizes()) for one in range(about.num_inputs())]
-        raise ValueError(f"the program takes {shapes}, and not token ids [1, tokens] alone")
-    length = int(about.input_tensor_meta(0).sizes()[1])
-    prompt = request["prompt"]
-    tokens = [prompt[at % len(prompt)] for at in range(length)]
-    logits = module.forward((torch.tensor([tokens]),))[0].clone()
+    record = devtools.parse_etrecord(request["record"])
+    require_floats(record.exported_program)
+    takes = Inputs(record.exported_program, record.edge_dialect_program)
+    tokens, position = takes.first(request["prompt"]), 0
+    waiting = [*request["prompt"][len(tokens) :], *(request.get("following") or ())] if takes.steps else []
+    more = len(request["prompt"]) - len(tokens) + request["steps"] if takes.steps else 0
+    called = []
+    for _ in range(1 + max(0, min(more, takes.most - len(tokens)))):
+        logits = module.forward(takes.arguments(tokens, position))[0].clone()
+        called.append((tokens, logits if logits.dim() == 3 else logits[:, None]))
+        position += len(tokens)
+        tokens = [waiting.pop(0) if waiting else int(called[-1][1][0, -1].argmax())]
     dump, buffer = str(folder / "etdump.bin"), str(folder / "debug.bin")
     module.write_etdump_result_to_file(dump, buffer)
-    devtools = importlib.import_module("executorch.devtools")
-    inspector = devtools.Inspector(etdump_path=dump, etrecord=request["record"], debug_buffer_path=buffer)
-    record = devtools.parse_etrecord(request["record"])
-    values = values_of(inspector.event_blocks, record)
-    values["./logits.0"] = logits
-    write(folder, tokens, values)
+    inspector = devtools.Inspector(etdump_data=_apart(dump), etrecord=record, debug_buffer_path=buffer)
+    blocks = sorted(inspector.event_blocks, key=lambda block: int(block.bundled_input_index))
+    for step, ((tokens, logits), block) in enumerate(zip(called, blocks, strict=True)):
+        write(folder / f"values-{step}.safetensors", tokens, {**values_of([block], record), "./logits.0": logits})
     return 0
+
+
+def refuse(
+    what: str, got: str, expected: str, hint: str = "export it as the guide's page on ExecuTorch does"
+) -> NoReturn:
+    """End, and say why; `serving.interpreter` makes an error of it."""
+    sys.exit("Refused: " + json.dumps({"what": what, "got": got, "expected": expected, "hint": hint}))
+
+
+def require_floats(exported: Any) -> None:
+    """Refuse a program of rounded weights: the checkpoint's are not what it computes with.
+
+    Raises:
+        SystemExit: It is one.
+    """
+    targets = {str(node.target) for node in exported.graph.nodes if node.op == "call_function"}
+    found = sorted(one for one in targets if re.search(r"quantize|choose_qparams|quantized_decomposed", one))
+    if found:
+        refuse(
+            "the program is quantized, so none of its products is the checkpoint's",
+            ", ".join(found[:3]),
+            "a program of floating weights",
+            "check the export without quantization first: what is left is what the quantization costs",
+        )
+
+
+def _apart(file: str) -> bytes:
+    """Return an ETDump whose calls have numbers, or calls of the same operations would be taken for repetitions.
+
+    Raises:
+        SystemExit: ExecuTorch's own reader does not take what its runtime has written.
+    """
+    form = importlib.import_module("executorch.devtools.etdump.serialize")
+    try:
+        dump = form.deserialize_from_etdump_flatcc(Path(file).read_bytes())
+    except subprocess.CalledProcessError:
+        refuse(
+            "ExecuTorch cannot read what its runtime has written of this program",
+            "its reader (flatc) ends with an error",
+            "an ETDump that executorch.devtools reads",
+            "export it in float32: in ETDumps of bfloat16 programs ExecuTorch 1.5 writes damaged texts",
+        )
+    calls = [run for run in dump.run_data if run.name == "Execute"]
+    numbered = [dataclasses.replace(run, bundled_input_index=number) for number, run in enumerate(calls)]
+    data: bytes = form.serialize_to_etdump_flatcc(dataclasses.replace(dump, run_data=numbered))
+    return struct.pack("<I", len(data)) + data
+
+
+class Inputs:
+    """What a program takes: token ids, and where they begin if it keeps a cache.
+
+    Args:
+        exported: What it was made of.
+        edge: The same with ExecuTorch's operations, which says what it changes.
+
+    Attributes:
+        length: Tokens of a call; None for any number.
+        steps: Whether it can be called for the next token.
+        most: Tokens that its cache holds.
+
+    Raises:
+        SystemExit: It takes something else.
+    """
+
+    def __init__(self, exported: Any, edge: Any) -> None:
+        signature = exported.graph_signature
+        held = {node.name: node.meta.get("val") for node in exported.graph.nodes if node.op == "placeholder"}
+        given = {name: held[name] for name in signature.user_inputs if isinstance(held.get(name), Tensor)}
+        whole = {name: one for name, one in given.items() if not one.dtype.is_floating_point}
+        self._ids = next((name for name, one in whole.items() if one.dim() == 2), "")
+        self._positions = next((name for name, one in whole.items() if one.dim() == 1), None)
+        self._order = list(given)
+        if len(given) != len(signature.user_inputs) or set(given) - {self._ids, self._positions} or not self._ids:
+            shapes = ", ".join(f"{name} {[*map(str, one.shape)]}" for name, one in given.items())
+            refuse(
+                "the program takes something else than token ids",
+                shapes,
+                "token ids [1, tokens], and the position of a cache",
+            )
+        least, most = _range(exported, given[self._ids].shape[1])
+        self.length = most if least == most else None
+        at = (1, 1) if self._positions is None else _range(exported, given[self._positions].shape[0])
+        self._of_each = at != (1, 1) or most == 1
+        self.steps = self._positions is not None and least == 1
+        held = {**exported.state_dict, **exported.constants}
+        caches = [held.get(name) for name in edge.graph_signature.buffers_to_mutate.values()]
+        sizes = [max(one.shape[1:3]) for one in caches if isinstance(one, Tensor) and one.dim() == _CACHE_DIMS]
+        self._longest, self.most = most, min(sizes, default=_ANY)
+
+    def first(self, prompt: list[int]) -> list[int]:
+        """Return the tokens of the first call: the prompt, repeated or cut to the length that the program has."""
+        length = min(len(prompt), self._longest, self.most) if self.length is None else self.length
+        return [prompt[at % len(prompt)] for at in range(length)]
+
+    def arguments(self, tokens: list[int], position: int) -> tuple[Tensor, ...]:
+        """Return what a call is given."""
+        where = torch.arange(position, position + (len(tokens) if self._of_each else 1))
+        given = {self._ids: torch.tensor([tokens]), self._positions: where}
+        return tuple(given[name] for name in self._order)
+
+
+def _range(exported: Any, size: Any) -> tuple[int, int]:
+    """Return the smallest and the largest value of a size, which may be a symbol."""
+    if isinstance(size, int):
+        return size, size
+    known = exported.range_constraints.get(size.node.expr)
+    if known is None:
+        return 1, _ANY
+    return int(known.lower), int(known.upper) if known.upper < _ANY else _ANY
 
 
 def values_of(blocks: Any, record: Any) -> dict[str, Tensor]:
@@ -104,22 +228,24 @@ def sites_of(graph: Any) -> tuple[dict[str, str], dict[str, list[str]]]:
         counts[path, op] += 1
         if op not in _MOVES:
             names[node.name] = f"{_path(path)}/{op}.{number}"
-        if op in ("linear", "addmm") and isinstance(node.args[0], torch.fx.Node):
-            inputs.setdefault(node.args[0].name, []).append(f"{_path(path)}/in.0")
+        read = node.args[_READS[op]] if op in _READS else None
+        if isinstance(read, torch.fx.Node):
+            inputs.setdefault(read.name, []).append(f"{_path(path)}/in.0")
     return names, inputs
 
 
 def _path(text: str) -> str:
     """Return the path below the language model, whatever module of the user's it was exported in."""
-    found = re.search(r"(?:^|\.)((?:model\.(?!model\.)|transformer\.|lm_head).*)$", f"{text}.")
+    text = re.sub(r"\.slice\([^)]*\)", "", text)  # strict exports write layers[:n] so
+    found = re.search(r"(?:^|\.)((?:model\.(?!model\.|transformer\.|lm_head)|transformer\.|lm_head).*)$", f"{text}.")
     return (found[1] if found else text).rstrip(".") or "."
 
 
-def write(folder: Path, tokens: list[int], values: dict[str, Tensor]) -> None:
-    """Write the values as a file of safetensors."""
+def write(file: Path, tokens: list[int], values: dict[str, Tensor]) -> None:
+    """Write the values of a call as a file of safetensors."""
     save = importlib.import_module("safetensors.torch").save_file
     values["./in.input_ids"] = torch.tensor([tokens])
-    save({name: one.detach().clone().contiguous() for name, one in values.items()}, folder / "values.safetensors")
+    save({name: one.detach().clone().contiguous() for name, one in values.items()}, file)
 
 
 if __name__ == "__main__":
