@@ -44,7 +44,7 @@ def command(
     candidate: Annotated[
         str | None,
         typer.Option(
-            metavar="TARGET|ENGINE|RECORD|gguf:FILE|genai:DIR|vllm:DIR|executorch:FILE",
+            metavar="TARGET|ENGINE|RECORD|gguf:FILE|genai:DIR|vllm:DIR|executorch:FILE|openvino:DIR",
             help="Judge this model, port, engine, dump or served file; default: engines built from the baseline.",
         ),
     ] = None,

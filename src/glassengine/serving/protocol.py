@@ -159,8 +159,10 @@ _BUILT_IN = {
     "gguf": "glassengine.serving.ggml.candidate:open_gguf",
     "genai": "glassengine.serving.onnx.candidate:open_genai",
     "executorch": "glassengine.serving.executorch.candidate:open_executorch",
+    "openvino": "glassengine.serving.openvino.candidate:open_openvino",
     "vllm": "glassengine.serving.vllm.candidate:open_vllm",
 }
+_OF_OPENVINO = "openvino_model.xml"
 _DECODES = "glassengine.serving.onnx.decoder:is_decoder"
 _NAMED = re.compile(r"([a-z][a-z0-9_-]*):(.+)", re.DOTALL)
 
@@ -182,9 +184,14 @@ def is_kind(candidate: object) -> bool:
 
 
 def served_as(candidate: object) -> object:
-    """Return kind and place of a candidate that is recognized by what it is: an ONNX file that decodes with a cache."""
+    """Return kind and place of a candidate that is recognized by what it is.
+
+    An ONNX file that decodes with a cache, the folder of it, or what OpenVINO's converter writes.
+    """
     if not isinstance(candidate, (str, Path)):
         return candidate
+    if Path(candidate).suffix == ".xml" or (Path(candidate) / _OF_OPENVINO).is_file():
+        return f"openvino:{candidate}"
     is_folder = (Path(candidate) / "genai_config.json").is_file()
     if not is_folder and not is_onnx(candidate):
         return candidate

@@ -79,7 +79,7 @@ class Ops:
         except DOES_NOT_FIT:
             # The candidate's inputs do not fit the baseline's op: their own shapes are judged where they are made.
             return None
-        if not isinstance(exact, Tensor) or exact.shape != claim.candidate.shape:
+        if not isinstance(exact, Tensor) or exact.shape != claim.candidate.shape or not _fits(claim.valid, exact):
             return None
         operation = Operation(op_name(op), call, exact_args, exact_kwargs, exact)
         is_float = claim.candidate.is_floating_point() and exact.is_floating_point()
@@ -213,6 +213,13 @@ class OneOp(Expected):
                 value = noisy(op, value, *arguments, roundoff.u, generator, how, roundoff.tiny)
             runs.append(value)
         return runs
+
+
+def _fits(valid: Tensor | None, exact: Tensor) -> bool:
+    """Whether a mask of the baseline is one of a tensor: a record may have another one by its name."""
+    return valid is None or all(
+        ours in (1, theirs) for ours, theirs in zip(reversed(valid.shape), reversed(exact.shape), strict=False)
+    )
 
 
 def _reference(claim: Claim, exact: Tensor, native: Tensor, runs: Sequence[Tensor], floor: float) -> Reference:

@@ -108,7 +108,7 @@ class ReferenceRun:
             inputs: As for `step`.
             valid: As for `step`.
             taken: Gives the value of a product with a weight, for its node and shape, where that is known beforehand
-                and nobody asks for its reference: it is not computed, nor yielded.
+                and its reference is not asked for: it is not computed, nor yielded.
         """
         generators = [_generator(self._seed, self._steps, lane) for lane in self._lanes]
         env: dict[Node, list[Any]] = {}

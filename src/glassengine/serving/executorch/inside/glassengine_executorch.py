@@ -28,7 +28,7 @@ _CACHE_DIMS = 4
 _READS = {"linear": 0, "addmm": 1}
 """Which argument of a product is what it reads."""
 _KERNELS = ("executorch.kernels.quantized", "executorch.extension.llm.custom_ops.custom_ops")
-_MOVES = {
+MOVES = {
     *(
         "view",
         "reshape",
@@ -226,7 +226,7 @@ def sites_of(graph: Any) -> tuple[dict[str, str], dict[str, list[str]]]:
         path, op = stack[-1][0], str(node.target).split(".")[1] if "." in str(node.target) else str(node.target)
         number = counts[path, op]
         counts[path, op] += 1
-        if op not in _MOVES:
+        if op not in MOVES:
             names[node.name] = f"{_path(path)}/{op}.{number}"
         read = node.args[_READS[op]] if op in _READS else None
         if isinstance(read, torch.fx.Node):
