@@ -14,6 +14,7 @@ import decoders
 import diffusion
 import graphs
 import images
+import mixers
 import pytest
 import recommendation
 import relative
@@ -48,6 +49,7 @@ PAIRS = [
     *towers.PAIRS,
     *decoders.PAIRS,
     *relative.PAIRS,
+    *mixers.PAIRS,
 ]
 pytestmark = [
     pytest.mark.slow,

@@ -503,7 +503,7 @@ PLANTED = {
         lambda x, k: F.conv1d(F.pad(x, (2, 0)), k),
         lambda x, k: F.conv1d(F.pad(x, (0, 2)), k),
         lambda x, k: F.conv1d(x, k, padding=2)[..., :12],
-        "other",
+        "position",
         "pad: [2, 0] here, [0, 2] in the candidate",
         ("sound", "kernel1"),
     ),

@@ -86,3 +86,32 @@ def test_parts_of_heads_are_mixed() -> None:
         {"x": drawn(2, 5, 48)},
     )
     assert hint.kind == "permuted" and "3 x 2 x 8 in the candidate" in hint.text
+
+
+def test_places_from_the_end_and_padding_on_the_other_side_are_positions() -> None:
+    given = {"x": drawn(2, 6, 4), "table": drawn(6, 4, seed=3)}
+    hint = told(lambda x, t: x + t[torch.arange(6)], lambda x, t: x + t[torch.arange(6).flip(0)], given)
+    assert hint.kind == "position"
+    hint = told(lambda x: F.pad(x, (0, 0, 2, 0)).exp(), lambda x: F.pad(x, (0, 0, 0, 2)).exp(), {"x": drawn(2, 6, 4)})
+    assert hint.kind == "position"
+
+
+def test_the_kind_of_another_einsum_follows_from_its_equation() -> None:
+    def einsum(equation: str) -> Callable[..., Tensor]:
+        return lambda x, y: torch.einsum(equation, x, y)
+
+    given = {"x": drawn(3, 5, 5), "y": drawn(3, 5, 5, seed=1)}
+    assert told(einsum("hnd,hmn->hmd"), einsum("hnd,hnm->hmd"), given).kind == "transposed"
+    hint = told(einsum("hnd,hnd->hn"), lambda x, y: torch.einsum("hnd->hn", x), given)
+    assert hint.kind == "scale" and "is not multiplied" in hint.text
+
+
+def test_a_tiny_number_that_is_added_is_an_epsilon() -> None:
+    hint = told(lambda x: x.exp() + 1e-4, lambda x: x.exp() + 1e-3, {"x": drawn(3, 5)})
+    assert hint.kind == "eps"
+
+
+def test_a_root_of_what_is_cut_off_is_no_activation() -> None:
+    given = {"x": drawn(3, 5).square()}
+    hint = told(lambda x: x.clamp(min=0.0).sqrt(), lambda x: x.clamp(min=0.0), given)
+    assert (hint.kind, hint.text) == ("other", "sqrt is missing")

@@ -15,6 +15,8 @@ from glassengine.ops.traits import named, traits_of
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind
 
+_TINY = 1e-3
+"""What is added to something and is no larger keeps it from zero, whatever reads it."""
 _MASKS = frozenset({"is_causal", "diagonal", "ignore_index"})
 
 
@@ -55,11 +57,15 @@ def name_of(question: Question, literal: Literal) -> str:
     return literal.name
 
 
-def kind_of(question: Question, literal: Literal) -> Kind:
-    """Return the kind of the mistake that this argument is wrong."""
+def kind_of(question: Question, literal: Literal, value: Any) -> Kind:
+    """Return the kind of the mistake that this argument has a value."""
     if is_epsilon(question, literal):
         return "eps"
     name, op = literal.name, op_name(literal.node)
+    if name == "pad" and _is_moved(literal.value, value):
+        return "position"
+    if name == "equation" and isinstance(value, str):
+        return _kind_of_equation(str(literal.value), value)
     if name == "scale" or (named(op).kind == "factor" and isinstance(literal.value, (int, float))):
         return "position" if is_counted(question, literal.node) else "scale"
     if name in _MASKS:
@@ -80,6 +86,22 @@ def kind_of(question: Question, literal: Literal) -> Kind:
     if op in ("add", "sub", "rsub") and isinstance(literal.value, int):
         return _kind_of_term(question, literal.node)
     return "other"
+
+
+def _kind_of_equation(here: str, there: str) -> Kind:
+    """Return the kind of the mistake that a sum over axes is another: operands exchanged, or axes of one transposed."""
+    terms = [text.replace(" ", "").replace("->", ",").split(",") for text in (here, there)]
+    if terms[0] != terms[1] and sorted(terms[0][:-1]) == sorted(terms[1][:-1]) and terms[0][-1] == terms[1][-1]:
+        return "swapped"
+    return "transposed" if [sorted(term) for term in terms[0]] == [sorted(term) for term in terms[1]] else "other"
+
+
+def _is_moved(here: Any, there: Any) -> bool:
+    """Whether both sides pad each axis by as much, at other ends of it: what is between is moved."""
+    if not isinstance(here, (list, tuple)) or not isinstance(there, (list, tuple)) or len(here) != len(there):
+        return False
+    pairs = ([first + last for first, last in zip(pad[::2], pad[1::2], strict=False)] for pad in (here, there))
+    return next(pairs) == next(pairs)
 
 
 def _kind_of_term(question: Question, node: Node) -> Kind:
@@ -138,4 +160,5 @@ def is_epsilon(question: Question, literal: Literal) -> bool:
         or op_name(literal.node) not in ("add", "clamp", "clamp_min")  # how people write it
     ):
         return False
-    return literal.name in ("other", "min") and any(traits_of(user).domain for user in question.users(literal.node))
+    is_read_so = value <= _TINY or any(traits_of(user).domain for user in question.users(literal.node))
+    return literal.name in ("other", "min") and is_read_so

@@ -72,7 +72,7 @@ def same_op(question: Question) -> Iterator[Hypothesis]:
         several = f"{op_name(node)}: {text} in the candidate"
         text = text_of(question, *differing[0]) if len(differing) == 1 else several
         first, value = differing[0]
-        kind = kind_of(question, first)
+        kind = kind_of(question, first, value)
         yield Hypothesis(kind, text, {node: edit}, name_of(question, first), (first.value, value))
 
 
@@ -179,7 +179,7 @@ def becoming(question: Question, literal: Literal, value: Any) -> Hypothesis:
     """Return the hypothesis that one argument has another value."""
     name = name_of(question, literal)
     edits = {literal.node: literal.becoming(value)}
-    kind = kind_of(question, literal)
+    kind = kind_of(question, literal, value)
     numbers = isinstance(value, float) and isinstance(literal.value, (int, float))
     if kind == "scale" and numbers and value == -literal.value and turns(question, literal.node):
         kind = "position"

@@ -110,6 +110,11 @@ def left_out(question: Question) -> Iterator[Hypothesis]:
             elif traits.kind == "norm" and label == "weight":
                 text = f"the weight of {name} is missing: {question.label(source)}"
                 yield Hypothesis("scale", text, {node: _with({place: torch.ones_like(value)})})
+        if name == "einsum" and len(tensors) > 1:
+            for place, source in tensors:
+                ones = torch.ones_like(trial.values[source])
+                text = f"{question.label(source)} is not multiplied"
+                yield Hypothesis("scale", text, {node: _with({place: ones})}, lost=source)
         # What a reversed subtraction is without its second operand is no value of the first.
         if traits.kind in ("term", "factor") and name != "rsub":
             if len(tensors) == 2:

@@ -14,6 +14,7 @@ import torch
 from torch.fx import Node
 from torch.nn import functional as F
 
+from glassengine.judge.graphs.between import ancestors
 from glassengine.judge.hypotheses.mistakes.norms import batch_norms, eps_outside, other_norms, over_other_axes
 from glassengine.judge.hypotheses.trials.hypothesis import (
     Hypothesis,
@@ -55,6 +56,10 @@ NAMED: dict[str, Pointwise] = {
 }
 """Activations by the names that people use."""
 
+_BENDING = frozenset(
+    ["erf", "exp", "exp2", "log", "log1p", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "where", "abs"]
+)
+"""Ops by which an activation is written out, beside those that are one."""
 _EQUAL = 1e-9
 _SAMPLED = 64
 _PAIRS = (("sin", "cos"), ("mean", "sum"), ("amax", "mean"), ("amin", "amax"), ("std", "var"), ("sqrt", "rsqrt"))
@@ -81,6 +86,9 @@ def activations(question: Question) -> Iterator[Hypothesis]:
                     some = some_of(given)
                     sampled[source] = torch.stack([act(some) for act in NAMED.values()])
                 own = _named(given, made, sampled[source])
+                # Of numbers of one sign several are nothing at all, and a square is any.
+                has_both = own is not None and bool((given < 0).any()) and bool((given > 0).any())
+                own = own if has_both and _bends(trial.ops, source, node) else None
             if own is None or own == "nothing":
                 continue
             for name, act in NAMED.items():
@@ -105,6 +113,18 @@ def some_of(value: torch.Tensor) -> torch.Tensor:
     while value.dim() > 1 and value.numel() >= _SAMPLED * value.shape[0]:
         value = value[0]
     return value.flatten()[:_SAMPLED]
+
+
+def _bends(ops: list[Node], source: Node, node: Node) -> bool:
+    """Whether one of the ops by which a node is made of a source is one that activations are written with."""
+    below = {source}
+    for op in ops:
+        if below & set(op.all_input_nodes):
+            below.add(op)
+        if op is node:
+            break
+    between = (below - {source}) & {node, *ancestors(node)}
+    return any(traits_of(op).kind == "activation" or op_name(op) in _BENDING for op in between)
 
 
 def _named(given: torch.Tensor, made: torch.Tensor, sampled: torch.Tensor) -> str | None:

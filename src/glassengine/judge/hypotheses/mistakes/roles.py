@@ -38,10 +38,14 @@ def are_of_positions(question: Question, edited: Collection[Node], kind: Kind) -
     """
     if not edited or kind not in _BY_OP:
         return False
-    if all(is_counted(question, node) for node in edited):
-        return True
     own = [question.named.get(node.name, node) for node in edited]
+    if all(is_counted(question, node) or _counts(there) for node, there in zip(edited, own, strict=True)):
+        return True
     return kind in _OF_VALUES and all(turns(node) or is_placed(node, question.stored) for node in own)
+
+
+def _counts(node: Node) -> bool:
+    return node.op == "call_function" and op_name(node) == "arange"
 
 
 def turns(node: Node) -> bool:
