@@ -68,7 +68,7 @@ def kind_of(question: Question, literal: Literal, value: Any) -> Kind:
         return _kind_of_equation(str(literal.value), value)
     if name == "scale" or (named(op).kind == "factor" and isinstance(literal.value, (int, float))):
         return "position" if is_counted(question, literal.node) else "scale"
-    if name in _MASKS:
+    if name in _MASKS or (op == "masked_fill" and name == "value"):
         return "mask"
     if name == "reduction":
         return "scale"
