@@ -81,10 +81,7 @@ GATED_EDITS: Edits = {
 }
 FEATURES_EDITS: Edits = {
     "halved": ("(diag_data / 2.0)", "diag_data"),
-    "not divided": (
-        "'...de,...nd,...n->...ne', context, q, D_inv",
-        "'...de,...nd->...ne', context, q",
-    ),  # codespell:ignore
+    "not divided": (",...n->...ne', context, q, D_inv", "->...ne', context, q"),
     "keys of values": ("k = create_kernel(k, is_query = False)", "k = create_kernel(v, is_query = False)"),
     "epsilon": ("is_query, normalize_data=True, eps=1e-4", "is_query, normalize_data=True, eps=1e-2"),
     "mean of keys": ("k_cumsum = k.sum(dim = -2)\n    D_inv", "k_cumsum = k.mean(dim = -2)\n    D_inv"),
