@@ -223,3 +223,17 @@ def test_f10_ranks_with_different_numbers_of_rows(tmp_path: Path, monkeypatch: p
     found = run(one, tmp_path / "r").first_divergence
     assert found is not None and (found.step, found.site) == (0, ".:out.loss")
     assert "have 2, 1 rows" in found.hints[0].text
+
+
+def test_f10_ranks_with_different_numbers_of_rows_that_each_count_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each loss is a sum over the rank's rows, divided by the rows of all: the mean of both is right."""
+    monkeypatch.setattr(f"{__name__}.X", X[:3])
+    monkeypatch.setattr(f"{__name__}.Y", Y[:3])
+    one = train([Net()], tmp_path / "one", exchange="none")
+    nets = [Net(lambda errors: errors.sum() / 3 * 2) for _ in range(2)]
+    found = compare(one, train(nets, tmp_path / "two"))
+    assert (found.ok, found.coverage) == (True, 1.0)
+    wrong = train([Net(lambda errors: errors.sum() / 2) for _ in range(2)], tmp_path / "wrong")
+    assert not compare(one, wrong).ok

@@ -44,7 +44,7 @@ def data_layout(inputs: Sequence[tuple[Tensor, Mapping[int, Tensor]]]) -> DataLa
         return None
     counts = _counts(usable, sizes)
     if counts is None:
-        return None
+        return _by_content(usable, sizes)  # ranks with different numbers of rows
     if math.prod(counts) == 1:
         is_same = all(_bytes(part) == _bytes(whole) for whole, parts in usable for part in parts.values())
         all_of_it: tuple[Tensor | None, ...] = (None,) * len(sizes)

@@ -31,7 +31,7 @@ def factor_of_rows(known: Sequence[tuple[Assembly, Tensor]], num_groups: int | N
         if assembly.differ:
             continue
         if assembly.way.whole:
-            counts[assembly.way.whole[0] // assembly.parts[0].tensor.shape[0]] += 1
+            counts[-(-assembly.way.whole[0] // max(1, *(part.tensor.shape[0] for part in assembly.parts)))] += 1
         for i, part in enumerate(assembly.parts):
             factor = factor_of(part.tensor, assembly.place(i, reference))
             if factor is not None:

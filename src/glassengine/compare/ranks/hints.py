@@ -84,7 +84,7 @@ def out_of_order(source: PutTogether, entry: Entry) -> tuple[list[int], str] | N
     for rank, tensor in here.items():
         own = next((group for group in groups if torch.equal(here[group[0]], tensor)), None)
         own.append(rank) if own is not None else groups.append([rank])
-    if len(groups) != 2:
+    if len(groups) != 2 or len({tensor.shape for tensor in here.values()}) > 1:
         return None
     few, many = sorted(groups, key=len)
     # What is added later (a bias, a residual) is the same in all ranks.

@@ -230,11 +230,11 @@ class PutTogether(Findings):
     def _way(self, key: _Key, parts: Sequence[Part], reference: Tensor) -> Arrangement:
         shapes = {tuple(part.tensor.shape) for part in parts}
         whole = tuple(reference.shape)
-        if len(shapes) > 1 and (found := uneven(parts, whole)) is not None:
+        layout = None if is_of_parameter(key[1]) else self.layout(key[0])
+        if len(shapes) > 1 and (found := uneven(parts, whole, layout)) is not None:
             return found
         shape = tuple(parts[0].tensor.shape)
         made = shape_of_whole(shape, whole, is_cache=key[1].endswith(CACHES)) if len(shapes) == 1 else None
-        layout = None if is_of_parameter(key[1]) else self.layout(key[0])
         if made is not None:
             way = choose(parts, arrangements(parts, made, layout), reference, self._styles)
             if way is not None:

@@ -153,8 +153,11 @@ def arrangements(parts: Sequence[Part], whole: Shape, layout: DataLayout | None)
         yield from _on_meshes(parts, shape, whole, [d for d in dims if d not in by_data], by_data)
 
 
-def uneven(parts: Sequence[Part], whole: Shape) -> Arrangement | None:
-    """Return how parts of different sizes along one dimension make up the whole, or several copies of it."""
+def uneven(parts: Sequence[Part], whole: Shape, layout: DataLayout | None = None) -> Arrangement | None:
+    """Return how parts of different sizes along one dimension make up the whole, or several copies of it.
+
+    Those of the rows that each rank was given lie where these do.
+    """
     shapes = [tuple(part.tensor.shape) for part in parts]
     if any(len(shape) != len(whole) for shape in shapes):
         return None
@@ -164,11 +167,24 @@ def uneven(parts: Sequence[Part], whole: Shape) -> Arrangement | None:
         sizes = [shape[dim] for shape in shapes]
         if not 0 < size <= sum(sizes) or sum(sizes) % size or max(sizes) >= size:
             continue
+        if layout is not None and (rows := _rows(parts, size, sizes, layout)) is not None:
+            index = tuple(_along(dim, at, len(whole)) for at in rows)
+            cells = tuple((layout.groups[part.ranks[0]],) for part in parts)
+            return Arrangement(whole, index, cells, (dim,), (dim,))
         for starts in _starts(sizes, size):
             index = tuple(_along(dim, torch.arange(a, a + n), len(whole)) for a, n in zip(starts, sizes, strict=True))
             cells = tuple((start,) for start in starts)
             return Arrangement(whole, index, cells, (dim,))
     return None
+
+
+def _rows(parts: Sequence[Part], size: int, sizes: Sequence[int], layout: DataLayout) -> list[Tensor] | None:
+    """Return where parts of the ranks' own rows lie, or of all positions in them; None where they are of others."""
+    given = [layout.positions(part.ranks) for part in parts]
+    is_flat = size != layout.sizes[0] and size == math.prod(layout.sizes[:2])
+    found = [at and (_flattened(at, layout.sizes) if is_flat else at[0]) for at in given]
+    rows = [at for at, own in zip(found, sizes, strict=True) if isinstance(at, Tensor) and len(at) == own]
+    return rows if len(rows) == len(parts) and (is_flat or size == layout.sizes[0]) else None
 
 
 def _starts(sizes: Sequence[int], whole: int) -> Iterator[list[int]]:
