@@ -175,7 +175,7 @@ def test_an_unmodified_script(tmp_path: Path) -> None:
     assert compiled.sites() == [".:in.x", "."] and compiled.tensor(".").shape == (3, 2)
 
 
-@pytest.mark.parametrize("module", ["package", "package.tools.run"])
+@pytest.mark.parametrize("module", [pytest.param("package", marks=pytest.mark.slow), "package.tools.run"])
 def test_a_module(tmp_path: Path, module: str) -> None:
     ending = "print(sys.argv[0], __spec__.name, __package__)"
     script = textwrap.dedent(SCRIPT).replace("{ending}", ending)

@@ -69,9 +69,10 @@ def judged(engines: Callable[[str], Path]) -> Callable[[str], Comparison]:
     return make
 
 
-FAMILIES = [pytest.param("t5", marks=pytest.mark.slow), "mamba"]
+FAMILIES = ["t5", "mamba"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_wrong_in_an_engine_is_named(judged: Callable[[str], Comparison], family: str) -> None:
     result = judged(family)
@@ -85,6 +86,7 @@ def test_what_is_wrong_in_an_engine_is_named(judged: Callable[[str], Comparison]
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_untouched_model_is_its_program(judged: Callable[[str], Comparison], family: str) -> None:
     rungs = {rung.name: rung for rung in judged(family).rungs}
@@ -93,6 +95,7 @@ def test_the_untouched_model_is_its_program(judged: Callable[[str], Comparison],
     assert rungs["engine"].coverage == 1.0
 
 
+@pytest.mark.slow
 def test_every_token_of_a_recurrent_prompt_is_judged(judged: Callable[[str], Comparison]) -> None:
     # Prompts of 8 and 5 tokens and a decode step; the second is padded where both run together.
     steps = {(pair.case, pair.step) for pair in judged("mamba").pairs if pair.rung == "program"}

@@ -159,7 +159,7 @@ def test_a_router_that_rounds_otherwise_may_choose_otherwise(kind: type[Mixture]
     ("kind", "route"),
     [
         (Mixture, not_normalized),
-        (HiddenMixture, of_the_other_experts),
+        pytest.param(HiddenMixture, of_the_other_experts, marks=pytest.mark.slow),
         pytest.param(Mixture, of_the_other_experts, marks=pytest.mark.slow),
         pytest.param(HiddenMixture, not_normalized, marks=pytest.mark.slow),
     ],
