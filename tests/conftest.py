@@ -126,15 +126,14 @@ def _prepare(config: pytest.Config) -> None:
     worker would compile all tests.
     """
     sources = [path for path in sorted(ROOT.glob("*/**/*.py")) if path.parts[len(ROOT.parts)] in ("src", "tests")]
-    if sys.platform != "linux":
-        return _compile(sources, config)
-    child = os.fork()
+    child = os.fork() if hasattr(os, "fork") else None
     try:
-        _compile(sources[bool(child) :: 2], config)
+        _compile(sources if child is None else sources[bool(child) :: 2], config)
     finally:
-        if not child:
+        if child == 0:
             os._exit(0)
-    os.waitpid(child, 0)
+    if child is not None:
+        os.waitpid(child, 0)
 
 
 def _compile(sources: list[Path], config: pytest.Config) -> None:
