@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from glassengine.judge.graphs.between import region_of
 from glassengine.judge.hypotheses.trials.hypothesis import constants_of
-from glassengine.judge.verdict.corrected_calls import exchanged, with_argument
+from glassengine.judge.verdict.corrected_calls import exchanged, transposed, with_argument, with_bias
 from glassengine.program.representation.program import Program
 from glassengine.results import Altered, Divergence, Hint
 from glassengine.sites import parts_of_line
@@ -88,6 +88,10 @@ def corrected(line: str, change: Altered, *, is_own: bool = True) -> str | None:
     op = change.ops[0].rpartition("/")[2].partition(".")[0] if is_own and len(change.ops) == 1 else ""
     if change.exchanged:
         return exchanged(line, op, change.exchanged) if op else None
+    if change.argument == "bias" and isinstance(right, str):
+        return with_bias(line, op, right) if op else None
+    if change.argument == "transposed":
+        return transposed(line, change.operands[0]) if len(change.operands) == 1 else None
     if isinstance(right, list):
         return _with_axes(line, right, wrong) if change.argument in _OF_AXES else None
     if right is None or type(wrong) is not type(right):

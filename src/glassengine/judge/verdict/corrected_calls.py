@@ -1,4 +1,6 @@
-"""A call in a line of Python, as it should read: two arguments exchanged, or one that was left to its default."""
+"""A call in a line of Python, as it should read: two arguments exchanged, one that was left to its default, a bias that
+stands beside the weight; and a weight that is to be transposed, or not.
+"""
 
 from __future__ import annotations
 
@@ -55,13 +57,67 @@ def with_argument(line: str, op: str, name: str, default: Any, value: Any) -> st
     return f"{line[:end].rstrip().rstrip(',')}, {name}={value!r}{line[end:]}"
 
 
+def with_bias(line: str, op: str, bias: str) -> str | None:
+    """Return a line in which the one call of a function has the bias of the module whose weight it has.
+
+    Args:
+        line: Of Python, of one statement.
+        op: Name of the function.
+        bias: Name of the tensor, with its module.
+    """
+    call, names = _the_call(line, op), list(_parameters(op))
+    if call is None or "bias" not in names or len(call.args) != names.index("bias") or call.end_col_offset is None:
+        return None
+    if any(word.arg in ("bias", None) for word in call.keywords):
+        return None
+    weight = call.args[names.index("weight")]
+    parts, module = ast.unparse(weight).split("."), bias.split(".")[:-1]
+    if not module or not isinstance(weight, ast.Attribute) or parts[-2:] != [module[-1], "weight"]:
+        return None
+    name = ".".join([*parts[:-1], bias.rpartition(".")[2]])
+    _, end = _columns(weight)
+    return f"{line[:end]}, {name}{line[end:]}"
+
+
+def transposed(line: str, weight: str) -> str | None:
+    """Return a line in which a weight is transposed, or is not any more; None where it is not read exactly once.
+
+    Args:
+        line: Of Python, of one statement.
+        weight: Name of a matrix, with its module.
+    """
+    tree = _parsed(line)
+    ending = weight.split(".")[-2:]
+    if tree is None or len(ending) < 2:
+        return None
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _ends(node, ending)]
+    if len(found) != 1:
+        return None
+    _, end = _columns(found[0])
+    rest = line[end:]
+    undone = next((word for word in (".T", ".mT", ".t()") if rest.startswith(word)), None)
+    if undone is None:
+        return None if rest.startswith((".", "[")) else f"{line[:end]}.T{rest}"
+    after = rest[len(undone) :]
+    return None if after[:1].isidentifier() or after.startswith((".", "[")) else line[:end] + after
+
+
+def _ends(node: ast.Attribute, names: list[str]) -> bool:
+    return ast.unparse(node).split(".")[-len(names) :] == names
+
+
+def _parsed(line: str) -> ast.Module | None:
+    """Return the tree of a line that is a whole statement; columns are counted in bytes, so that it is of ASCII."""
+    try:
+        return ast.parse(line) if line.isascii() else None
+    except (SyntaxError, ValueError):
+        return None
+
+
 def _the_call(line: str, op: str) -> ast.Call | None:
     """Return the one call of a function in a line that is a whole statement; None where there is none, or several."""
-    if not line.isascii():
-        return None  # columns are counted in bytes
-    try:
-        tree = ast.parse(line)
-    except (SyntaxError, ValueError):
+    tree = _parsed(line)
+    if tree is None:
         return None
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _is_of(node.func, op)]
     others = sum(isinstance(node, ast.Attribute) and node.attr == op for node in ast.walk(tree))
@@ -98,6 +154,7 @@ _DOCUMENTED: dict[str, dict[str, Any]] = {
         "scale": None,
         "enable_gqa": False,
     },
+    "linear": {"input": inspect.Parameter.empty, "weight": inspect.Parameter.empty, "bias": None},
     "gelu": {"input": inspect.Parameter.empty, "approximate": "none"},
 }
 """Functions that are written in C, as torch documents them; those that mistakes are known of."""

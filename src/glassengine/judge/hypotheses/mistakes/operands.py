@@ -106,7 +106,8 @@ def left_out(question: Question) -> Iterator[Hypothesis]:
             value = trial.values[source]
             if label == "bias" or place == traits.addend:
                 text = f"the bias of {name} is missing: {question.label(source)}"
-                yield Hypothesis("bias missing", text, {node: _with({place: torch.zeros_like(value)})})
+                edits = {node: _with({place: torch.zeros_like(value)})}
+                yield Hypothesis("bias missing", text, edits, "bias", (question.label(source), None))
             elif traits.kind == "norm" and label == "weight":
                 text = f"the weight of {name} is missing: {question.label(source)}"
                 yield Hypothesis("scale", text, {node: _with({place: torch.ones_like(value)})})
@@ -239,7 +240,9 @@ def _moved(question: Question, node: Node, value: torch.Tensor) -> Iterator[Hypo
             text = f"{name} is transposed" if value.dim() == 2 else f"axes {a} and {b} of {name} are transposed"
             is_merged = value.dim() > 3 and merges(question, node, value, a, b)
             kind, text = ("permuted", f"{text}: heads are interleaved") if is_merged else ("transposed", text)
-            yield Hypothesis(kind, text, {node: _value(value.transpose(a, b))})
+            found = Hypothesis(kind, text, {node: _value(value.transpose(a, b))})
+            is_matrix = is_weight and value.dim() == 2
+            yield dataclasses.replace(found, argument="transposed", values=(False, True)) if is_matrix else found
 
 
 def _shifted(value: torch.Tensor, by: int, axis: int) -> torch.Tensor:
