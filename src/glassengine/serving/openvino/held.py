@@ -26,60 +26,62 @@ def held(openvino: Any, model: Any, module: nn.Module) -> Unread:
         module: The checkpoint's.
     """
     constants = {op.get_friendly_name(): op for op in model.get_ordered_ops() if op.get_type_name() == "Constant"}
-    readers = {
-        name: partial(_weight, openvino, constants[f"self.{name}"], parameter)
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-        if f"self.{name}" in constants
+    found = {
+        name: constants.get(f"self.{name}", constants.get(f"self.{name}_compressed"))
+        for name, _ in module.named_parameters(remove_duplicate=False)
     }
-    return Unread(readers)
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    return Unread(
+        {
+            name: partial(_weight, openvino, model, constant, parameters[name])
+            for name, constant in found.items()
+            if constant is not None
+        }
+    )
 
 
-def _weight(openvino: Any, constant: Any, parameter: Tensor) -> ServedWeight:
+def _weight(openvino: Any, model: Any, constant: Any, parameter: Tensor) -> ServedWeight:
+    """Return one weight; `model` is given lest it be gone, and what reads the constant with it."""
     stored = (constant.get_friendly_name(),)
     kind = constant.get_element_type().get_type_name()
-    made = _made(constant)
+    values = _values(openvino, constant)
     if kind in _FLOATS:
-        value = _values(openvino, made[-1].output(0)).to(torch.float32)
-        return as_parameter(stored, None, [value], [None], (_FLOATS[kind],), parameter)
-    scales = [op for op in made if op.get_type_name() == "Multiply"]
-    if kind not in _ROUNDED or len(scales) != 1:
+        return as_parameter(stored, None, [values], [None], (_FLOATS[kind],), parameter)
+    arithmetic = _arithmetic(constant)
+    if kind not in _ROUNDED or "Multiply" not in arithmetic:
         return ServedWeight(stored, None, types=(kind,), reason=f"numbers of the type {kind} are not compared")
-    value = _values(openvino, made[-1].output(0)).to(torch.float32)
-    integers = _values(openvino, made[1].output(0)).to(torch.float32)
-    (scale,) = (
-        _values(openvino, source.get_source_output()).to(torch.float32)
-        for source in scales[0].inputs()
-        if source.get_source_output().get_node().get_friendly_name() not in {op.get_friendly_name() for op in made}
-    )
     bits = int(kind[1:])
     low, high = (0, 2**bits - 1) if kind[0] == "u" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
-    step = scale.abs().expand(integers.shape)
-    step = torch.where((integers == low) | (integers == high), -step, step).reshape(value.shape)
+    scale = _values(openvino, arithmetic["Multiply"])
+    zero = _values(openvino, arithmetic["Subtract"]) if "Subtract" in arithmetic else 0.0
+    step = scale.abs().expand(values.shape)
+    step = torch.where((values == low) | (values == high), -step, step).reshape(parameter.shape)
+    value = ((values - zero) * scale).reshape(parameter.shape)
     return as_parameter(stored, None, [value], [step], (kind,), parameter)
 
 
-def _made(constant: Any) -> list[Any]:
-    """Return a constant and what is made of it and of other constants alone."""
-    found = [constant]
+def _arithmetic(constant: Any) -> dict[str, Any]:
+    """Return the constants that are subtracted from integers, and that they are multiplied with."""
+    found: dict[str, Any] = {}
+    op = constant
     while True:
-        readers = list(found[-1].output(0).get_target_inputs())
+        readers = list(op.output(0).get_target_inputs())
         following = readers[0].get_node() if len(readers) == 1 else None
-        if following is None or following.get_type_name() not in _MADE_BY or not _is_constant(following, found[-1]):
+        if following is None or following.get_type_name() not in _MADE_BY:
             return found
-        found.append(following)
+        others = [one.get_source_output().get_node() for one in following.inputs()]
+        other = next((one for one in others if one.get_friendly_name() != op.get_friendly_name()), None)
+        while other is not None and other.get_type_name() == "Convert":
+            other = other.input(0).get_source_output().get_node()
+        if other is not None and other.get_type_name() != "Constant":
+            return found
+        if other is not None:
+            found[following.get_type_name()] = other
+        op = following
 
 
-def _is_constant(op: Any, but: Any) -> bool:
-    others = [source.get_source_output().get_node() for source in op.inputs()]
-    rest = [one for one in others if one.get_friendly_name() != but.get_friendly_name()]
-    return all(
-        one.get_type_name() == "Constant" or (one.get_type_name() == "Convert" and _is_constant(one, one))
-        for one in rest
-    )
-
-
-def _values(openvino: Any, output: Any) -> Tensor:
-    """Return the values of what depends on constants alone, as OpenVINO computes them."""
-    model = openvino.Model([openvino.op.Result(output)], [])
-    compiled = openvino.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+def _values(openvino: Any, constant: Any) -> Tensor:
+    """Return the numbers of a constant in float32, those of four bits one by one."""
+    wide = openvino.opset13.convert(constant, "f32")
+    compiled = openvino.compile_model(openvino.Model([wide], []), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     return torch.from_numpy(compiled([])[0].copy())

@@ -2,8 +2,8 @@
 
 The converter names what it makes of an operation by module and operation (`__module.model.norm/aten::mul/Multiply_1`),
 and numbers repetitions in an order of its own. So repetitions are numbered here, and only where each is made of the one
-before; of several that were made of one operation the last kind has its value. What an attention reads is taken from
-its inputs.
+before and none was taken away; of several that were made of one operation the last kind has its value. What an
+attention reads is taken from its inputs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PRODUCTS = {"linear", "addmm", "matmul"}
 
 def observed(model: Any) -> dict[str, Any]:
     """Return outputs by module, operation and number; and what products and attention read (`in.0`, `attn.q`)."""
-    groups: dict[tuple[str, str], list[tuple[str, int, Any]]] = {}
+    groups: dict[tuple[str, str], list[tuple[str, int, int, Any]]] = {}
     found: dict[str, Any] = {}
     above: dict[str, int] = {}
     for place, op in enumerate(model.get_ordered_ops()):
@@ -32,19 +32,21 @@ def observed(model: Any) -> dict[str, Any]:
         known = _NAME.fullmatch(op.get_friendly_name())
         if known is None or op.get_output_size() != 1 or not op.output(0).get_element_type().is_real():
             continue
-        path, name, kind, _ = known.groups()
+        path, name, kind, written = known.groups()
         if op.get_type_name() == _ATTENTION:
             found.update(_read(path, sources))
         if op.get_type_name() == "MatMul" and name in _PRODUCTS:
             found[f"{path}/in.0"] = sources[0]
         if name not in MOVES:
-            groups.setdefault((path, name), []).append((kind, place, op))
+            groups.setdefault((path, name), []).append((kind, int(written or 0), place, op))
     for (path, name), ops in groups.items():
-        last = ops[-1][0]
-        same = [(place, op) for kind, place, op in ops if kind == last]
-        pairs = pairwise(same)
-        if all(above[after.get_friendly_name()] >> place & 1 for (place, _), (_, after) in pairs):
-            found |= {f"{path}/{name}.{number}": op.output(0) for number, (_, op) in enumerate(same)}
+        same = [(number, place, op) for kind, number, place, op in ops if kind == ops[-1][0]]
+        kind, number, _, op = ops[-1]
+        is_chain = all(above[after.get_friendly_name()] >> place & 1 for (_, place, _), (*_, after) in pairwise(same))
+        if is_chain and sorted(written for written, *_ in same) == list(range(len(same))):
+            found |= {f"{path}/{name}.{place}": op.output(0) for place, (*_, op) in enumerate(same)}
+        elif len(same) == 1 and op.get_type_name() != kind:
+            found[f"{path}/{name}.{number}"] = op.output(0)  # several became one, by the name of the last
     return found
 
 
