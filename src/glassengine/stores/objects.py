@@ -268,7 +268,8 @@ def failed(url: str, error: BaseException) -> UsageError:
     kinds = {kind.__name__ for kind in type(error).__mro__}
     hint = None
     if isinstance(error, PermissionError) or any("Credential" in kind or "Auth" in kind for kind in kinds):
-        hint = "credentials are those of the store's own library, e.g. AWS_PROFILE; docs/stores.md lists them"
+        hint = "credentials are those of the store's own library, e.g. AWS_PROFILE (docs/stores.md lists them);"
+        hint += " they have to allow listing and reading, and writing where something is written"
     elif kinds & {"EndpointConnectionError", "ConnectTimeoutError", "ReadTimeoutError", "TimeoutError"}:
         hint = "another endpoint: AWS_ENDPOINT_URL; longer timeouts: docs/stores.md"
     elif "FlexibleChecksumError" in kinds:
