@@ -351,7 +351,7 @@ PAIRS = [
         ("curated_transformers",),
         partial(neox, dtype=torch.float16),
         _in(KEPT, torch.float16),
-        some(NEOX_MISTAKES, "from zero", "split after", "activation", "keys last"),
+        some(NEOX_MISTAKES, "from zero", "split after", "keys last"),
     ),
     Pair(
         "transformers qwen2 packed, torchtune",

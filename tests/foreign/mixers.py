@@ -6,6 +6,8 @@ Kinds were written before anything was run on them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,15 +36,22 @@ class Features(nn.Module):
 def both(make: Callable[[Any], nn.Module], name: str, edits: Edits, **options: Any) -> Any:
     """Return what makes a pair: a model of a package's module, and the one of its source with a mistake."""
 
-    def pair(mistake: str) -> tuple[nn.Module, nn.Module]:
+    def pair(mistake: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
         part_of(name, **options)
         torch.manual_seed(0)
         own = shaken(make(rewritten([name], None)[0]))
         other = make(rewritten([name], edits.get(mistake))[0])
         other.load_state_dict(own.state_dict())
-        return own.eval(), other.eval()
+        return own.to(dtype).eval(), other.to(dtype).eval()
 
     return pair
+
+
+def halved(pair: Pair, dtype: torch.dtype) -> Pair:
+    """Return a pair in another dtype."""
+    given = {name: t.to(dtype) if t.is_floating_point() else t for name, t in dict(pair.inputs).items()}  # type: ignore
+    name = f"{pair.name}/{str(dtype).removeprefix('torch.')}"
+    return replace(pair, name=name, make=partial(pair.make, dtype=dtype), inputs=given)
 
 
 LINFORMER_EDITS: Edits = {
@@ -115,7 +124,7 @@ class Masked(nn.Module):
 SEEN = torch.ones(2, 12, dtype=torch.bool)
 SEEN[1, 8:] = False
 ANY = {"all": ["*"]}
-PAIRS = [
+SINGLE = [
     Pair(
         "linformer",
         ("linformer",),
@@ -217,4 +226,8 @@ PAIRS = [
             ("activation", "all", "activation"),
         ),
     ),
+]
+PAIRS = [
+    *SINGLE,
+    *(halved(pair, torch.bfloat16) for pair in SINGLE if pair.name in ("linformer", "g-mlp", "perceiver")),
 ]
