@@ -38,7 +38,7 @@ def test_numbers_are_filled_in() -> None:
 
 
 def test_what_has_no_table_is_named() -> None:
-    assert layouts() == ["executorch", "ggml", "onnx", "sglang", "vllm"]
+    assert layouts() == ["executorch", "ggml", "onnx", "openvino", "sglang", "vllm"]
     with pytest.raises(UnknownNameError, match="unknown layout 'lmdeploy'"):
         table_of("lmdeploy", "llama", {})
     with pytest.raises(UnknownNameError, match="'lama'") as found:
