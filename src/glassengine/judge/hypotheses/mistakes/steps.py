@@ -48,8 +48,10 @@ def _carried(question: Question, group: Sequence[Node]) -> Iterator[Hypothesis]:
             verb = "multiplied" if kind == "factor" else "added"
             text = f"what each step carries on is not {verb} ({what}), {where}: the state before is lost"
             yield Hypothesis("stale", text, dict.fromkeys(chain, _alone(other)))
-            text = f"{question.label(_leaf(chain[-1], other))} is not {verb}, {where}"
-            yield Hypothesis("scale" if kind == "factor" else "other", text, dict.fromkeys(chain, _alone(place)))
+        if kind == "factor":
+            # What is added in each step is what the recurrence is given: all of it is left out by no mistake in steps.
+            text = f"{question.label(_leaf(chain[-1], other))} is not multiplied, {where}"
+            yield Hypothesis("scale", text, dict.fromkeys(chain, _alone(place)))
         first = trial.values[_leaf(chain[0], place)]
         # Where it is zero, the state is lost.
         if first.shape == trial.values[_leaf(chain[-1], place)].shape and bool(first.any()):
