@@ -12,7 +12,7 @@ import re
 from itertools import pairwise
 from typing import Any
 
-from glassengine.serving.executorch.inside.glassengine_executorch import MOVES
+from glassengine.serving.executorch.inside.glassengine_executorch import MOVES, OTHERWISE
 
 _NAME = re.compile(r"__module\.(.+?)/aten::(\w+)/([A-Za-z]\w*?)(?:_(\d+))?")
 _ATTENTION = "ScaledDotProductAttention"
@@ -37,7 +37,7 @@ def observed(model: Any) -> dict[str, Any]:
             found.update(_read(path, sources))
         if op.get_type_name() == "MatMul" and name in _PRODUCTS:
             found[f"{path}/in.0"] = sources[0]
-        if name not in MOVES:
+        if name not in MOVES and not path.endswith(OTHERWISE):
             groups.setdefault((path, name), []).append((kind, int(written or 0), place, op))
     for (path, name), ops in groups.items():
         same = [(number, place, op) for kind, number, place, op in ops if kind == ops[-1][0]]

@@ -25,6 +25,8 @@ from torch import Tensor
 _BUFFER = 1 << 28
 _ANY = 1 << 30
 _CACHE_DIMS = 4
+OTHERWISE = ".experts"
+"""Modules whose operations an export chooses (`experts_implementation`): another one's have the same names."""
 _READS = {"linear": 0, "addmm": 1}
 """Which argument of a product is what it reads."""
 _KERNELS = ("executorch.kernels.quantized", "executorch.extension.llm.custom_ops.custom_ops")
@@ -226,7 +228,7 @@ def sites_of(graph: Any) -> tuple[dict[str, str], dict[str, list[str]]]:
         path, op = stack[-1][0], str(node.target).split(".")[1] if "." in str(node.target) else str(node.target)
         number = counts[path, op]
         counts[path, op] += 1
-        if op not in MOVES:
+        if op not in MOVES and not path.endswith(OTHERWISE):
             names[node.name] = f"{_path(path)}/{op}.{number}"
         read = node.args[_READS[op]] if op in _READS else None
         if isinstance(read, torch.fx.Node):
