@@ -87,6 +87,7 @@ def _gain_dropped(e: Edit) -> None:
 
 
 def _gain(e: Edit) -> Op:
+    """Return a product of what was normalized and a weight; frequencies of positions are multiplied too."""
     weights = e.program.weight_names()
     return e.one(
         e.find(
@@ -94,7 +95,7 @@ def _gain(e: Edit) -> Op:
             where=lambda n: (
                 len(inputs_of(n)) == 2
                 and any(s.name in weights for s in inputs_of(n))
-                and any(s.op == "call_function" for s in inputs_of(n))
+                and any(comes_from(s, "rsqrt") for other in inputs_of(n) for s in (other, *inputs_of(other)))
             ),
         )
     )
