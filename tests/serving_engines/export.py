@@ -68,8 +68,8 @@ def exported_of(model, tokens):
     from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
 
     model.generation_config.update(use_cache=True, cache_implementation="static")
-    size = torch.export.Dim("tokens", min=1, max=47)
-    return TorchExportableModuleForDecoderOnlyLM(model, 1, 48).export(
+    size = torch.export.Dim("tokens", min=1, max=95)
+    return TorchExportableModuleForDecoderOnlyLM(model, 1, 96).export(
         torch.ones((1, 5), dtype=torch.int64),
         cache_position=torch.arange(5),
         dynamic_shapes={"input_ids": {1: size}, "cache_position": {0: size}},

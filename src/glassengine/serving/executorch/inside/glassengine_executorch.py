@@ -27,6 +27,8 @@ _ANY = 1 << 30
 _CACHE_DIMS = 4
 OTHERWISE = ".experts"
 """Modules whose operations an export chooses (`experts_implementation`): another one's have the same names."""
+_WITH_POSITIONS = ("model", "transformer")
+"""Modules that count positions: how many sums that takes depends on the cache."""
 _READS = {"linear": 0, "addmm": 1}
 """Which argument of a product is what it reads."""
 _KERNELS = ("executorch.kernels.quantized", "executorch.extension.llm.custom_ops.custom_ops")
@@ -228,7 +230,7 @@ def sites_of(graph: Any) -> tuple[dict[str, str], dict[str, list[str]]]:
         path, op = stack[-1][0], str(node.target).split(".")[1] if "." in str(node.target) else str(node.target)
         number = counts[path, op]
         counts[path, op] += 1
-        if op not in MOVES and not path.endswith(OTHERWISE):
+        if op not in MOVES and not path.endswith(OTHERWISE) and _path(path) not in _WITH_POSITIONS:
             names[node.name] = f"{_path(path)}/{op}.{number}"
         read = node.args[_READS[op]] if op in _READS else None
         if isinstance(read, torch.fx.Node):
