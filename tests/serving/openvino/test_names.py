@@ -78,6 +78,26 @@ def test_weights_are_what_the_graph_makes_of_its_constants(kind: str) -> None:
         assert torch.equal(one.value, weight.half().float() if kind == "f16" else weight)
 
 
+def test_gains_without_a_name_are_found_by_their_module_and_numbers() -> None:
+    module = nn.Sequential(nn.LayerNorm(8), nn.LayerNorm(8))
+    with torch.no_grad():
+        for one in module.parameters():
+            one.uniform_(0.5, 1.5)
+    x = ops.parameter([1, 8], np.float32)
+    made: Any = x
+    for name, parameter in module.named_parameters():
+        where, _, leaf = name.partition(".")
+        values = parameter.detach().numpy().astype("f2")
+        values[3] += 0.25 if name == "1.weight" else 0
+        constant = ops.convert(ops.constant(values[None]), np.float32)
+        op = ops.multiply(made, constant) if leaf == "weight" else ops.add(made, constant)
+        made = named(op, f"__module.{where}/aten::layer_norm/{'Multiply' if leaf == 'weight' else 'Add'}")
+    found = held(openvino, openvino.Model([made], [x]), module)
+    # Another gain is not taken for a rounded one: the op that reads it is wrong.
+    assert sorted(found) == ["0.bias", "0.weight", "1.bias"]
+    assert found["0.weight"].types == ("F16",)
+
+
 def test_what_is_no_decoder_is_refused(tmp_path: Any) -> None:
     with pytest.raises(UsageError, match="no such file"):
         open_served(f"openvino:{tmp_path}", Options())

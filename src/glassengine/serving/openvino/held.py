@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,8 @@ from glassengine.serving.parameters import Unread, as_parameter
 from glassengine.serving.protocol import ServedWeight
 
 _FLOATS = {"f32": "F32", "f16": "F16", "bf16": "BF16", "f64": "F64"}
+_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+_SHAPED = ("Convert", "Reshape", "Unsqueeze")
 _ROUNDED = ("u8", "i8", "u4", "i4")
 _MADE_BY = ("Convert", "Subtract", "Multiply", "Reshape")
 """What a constant goes through on its way to a product: its zero, its scale, its groups put together."""
@@ -26,11 +29,13 @@ def held(openvino: Any, model: Any, module: nn.Module) -> Unread:
         module: The checkpoint's.
     """
     constants = {op.get_friendly_name(): op for op in model.get_ordered_ops() if op.get_type_name() == "Constant"}
-    found = {
-        name: constants.get(f"self.{name}", constants.get(f"self.{name}_compressed"))
-        for name, _ in module.named_parameters(remove_duplicate=False)
-    }
     parameters = dict(module.named_parameters(remove_duplicate=False))
+    found = {name: constants.get(f"self.{name}", constants.get(f"self.{name}_compressed")) for name in parameters}
+    unnamed = _unnamed(model)
+    for name, parameter in parameters.items():
+        if found[name] is None and parameter.dim() == 1:
+            near = unnamed.get(name.rpartition(".")[0], ())
+            found[name] = next((one for one in near if _is_rounded(openvino, one, parameter)), None)
     return Unread(
         {
             name: partial(_weight, openvino, model, constant, parameters[name])
@@ -38,6 +43,29 @@ def held(openvino: Any, model: Any, module: nn.Module) -> Unread:
             if constant is not None
         }
     )
+
+
+def _unnamed(model: Any) -> dict[str, list[Any]]:
+    """Return constants that ops of a module multiply with or add, by module: those of norms have no names."""
+    found: dict[str, list[Any]] = {}
+    for op in model.get_ordered_ops():
+        path, _, rest = op.get_friendly_name().removeprefix("__module.").partition("/")
+        if rest and op.get_type_name() in ("Multiply", "Add"):
+            for one in op.inputs():
+                source = one.get_source_output().get_node()
+                while source.get_type_name() in _SHAPED:
+                    source = source.input(0).get_source_output().get_node()
+                if source.get_type_name() == "Constant" and source.get_element_type().get_type_name() in _DTYPES:
+                    found.setdefault(path, []).append(source)
+    return found
+
+
+def _is_rounded(openvino: Any, constant: Any, parameter: Tensor) -> bool:
+    """Whether a constant has the numbers of a parameter, rounded to the type that it is stored in."""
+    if math.prod(constant.get_output_shape(0)) != parameter.numel():
+        return False
+    dtype = _DTYPES[constant.get_element_type().get_type_name()]
+    return torch.equal(_values(openvino, constant).flatten(), parameter.detach().to(dtype).float())
 
 
 def _weight(openvino: Any, model: Any, constant: Any, parameter: Tensor) -> ServedWeight:
