@@ -17,7 +17,7 @@ from glassengine.judge.graphs.between import ancestors
 from glassengine.judge.hypotheses.mistakes.arguments import another_op
 from glassengine.judge.hypotheses.mistakes.layouts import permuted_operands
 from glassengine.judge.hypotheses.mistakes.parts import cut_off, dropped, parts, zeroed
-from glassengine.judge.hypotheses.mistakes.solved import solved
+from glassengine.judge.hypotheses.mistakes.solved import solved, stretched
 from glassengine.judge.hypotheses.mistakes.wholes import another_tensor, done_twice, rearranged, scaled
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.program.representation.naming import op_name
@@ -33,6 +33,7 @@ _DESCRIBED: dict[Callable[..., Any], frozenset[str]] = {
     parts: frozenset({"index_put", "index_copy", "slice_scatter", "select_scatter", "copy", "cat", "where"}),
     permuted_operands: frozenset(),
     solved: frozenset(),
+    stretched: frozenset(),
     scaled: frozenset(),
     done_twice: frozenset(),
     another_tensor: frozenset(),

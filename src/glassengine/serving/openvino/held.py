@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from glassengine.serving.parameters import Unread, as_parameter
 from glassengine.serving.protocol import ServedWeight
 
-_FLOATS = {"f32": "F32", "f16": "F16", "bf16": "BF16", "f64": "F64"}
-_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+_FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "f64": torch.float64}
 _SHAPED = ("Convert", "Reshape", "Unsqueeze")
 _ROUNDED = ("u8", "i8", "u4", "i4")
 _MADE_BY = ("Convert", "Subtract", "Multiply", "Reshape")
@@ -55,7 +54,7 @@ def _unnamed(model: Any) -> dict[str, list[Any]]:
                 source = one.get_source_output().get_node()
                 while source.get_type_name() in _SHAPED:
                     source = source.input(0).get_source_output().get_node()
-                if source.get_type_name() == "Constant" and source.get_element_type().get_type_name() in _DTYPES:
+                if source.get_type_name() == "Constant" and source.get_element_type().get_type_name() in _FLOATS:
                     found.setdefault(path, []).append(source)
     return found
 
@@ -64,7 +63,7 @@ def _is_rounded(openvino: Any, constant: Any, parameter: Tensor) -> bool:
     """Whether a constant has the numbers of a parameter, rounded to the type that it is stored in."""
     if math.prod(constant.get_output_shape(0)) != parameter.numel():
         return False
-    dtype = _DTYPES[constant.get_element_type().get_type_name()]
+    dtype = _FLOATS[constant.get_element_type().get_type_name()]
     return torch.equal(_values(openvino, constant).flatten(), parameter.detach().to(dtype).float())
 
 
@@ -74,7 +73,7 @@ def _weight(openvino: Any, model: Any, constant: Any, parameter: Tensor) -> Serv
     kind = constant.get_element_type().get_type_name()
     values = _values(openvino, constant)
     if kind in _FLOATS:
-        return as_parameter(stored, None, [values], [None], (_FLOATS[kind],), parameter)
+        return as_parameter(stored, None, [values], [None], (kind.upper(),), parameter)
     arithmetic = _arithmetic(constant)
     if kind not in _ROUNDED or "Multiply" not in arithmetic:
         return ServedWeight(stored, None, types=(kind,), reason=f"numbers of the type {kind} are not compared")

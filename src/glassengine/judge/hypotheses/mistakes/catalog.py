@@ -17,7 +17,7 @@ from glassengine.judge.hypotheses.mistakes.operands import altered, another, ano
 from glassengine.judge.hypotheses.mistakes.operations import activations, other_ops
 from glassengine.judge.hypotheses.mistakes.parts import cut_off, dropped, parts, zeroed
 from glassengine.judge.hypotheses.mistakes.seen import counted, seen_pairs
-from glassengine.judge.hypotheses.mistakes.solved import bases, solved
+from glassengine.judge.hypotheses.mistakes.solved import bases, solved, stretched
 from glassengine.judge.hypotheses.mistakes.steps import steps
 from glassengine.judge.hypotheses.mistakes.weights_read import another_layer, another_module, every_weight, weights
 from glassengine.judge.hypotheses.mistakes.wholes import (
@@ -38,6 +38,7 @@ FAMILIES: tuple[tuple[float, Family], ...] = (
     (0.98, as_theirs),
     (0.97, of_attention),
     (0.97, bases),
+    (0.97, stretched),
     (0.97, losses),
     (0.97, relabeled),
     (0.97, derivatives),

@@ -40,6 +40,10 @@ def bases(question: Question) -> Iterator[Hypothesis]:
                 made = (flat[0] * other**-places).reshape(value.shape)
                 values = (float(f"{base:.6g}"), other)
                 yield Hypothesis("position", of_another_base(base, other), {node: _value(made)}, "base", values)
+
+
+def stretched(question: Question) -> Iterator[Hypothesis]:
+    """Yield: positions are scaled, seen at all angles of a rotation at once."""
     turned = [node for node in question.trial.ops if op_name(node) in PLACING]
     for factor in _STRETCHES if turned else ():
         text = f"positions are scaled: {factor:.6g} times the angles of the rotation"
