@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from torch.utils._traceback import CapturedTraceback
 
 from glassengine.program.export.export import export_module
 from glassengine.program.representation.stored import load_graph, save_program
-from glassengine.program.user_code.tracing import fast_tracing, without_collections
+from glassengine.program.user_code.tracing import fast_tracing, fast_writing, without_collections
 
 
 def test_collections_go_on_after_an_error() -> None:
@@ -55,6 +56,20 @@ def test_a_graph_is_written_once_and_the_same_everywhere(tmp_path: Path) -> None
     assert written["a"] == written["b"] != written["c"]
     shapes = [node.meta["val"].shape for node in load_graph(tmp_path / "b").graph.nodes if node.op == "placeholder"]
     assert shapes == [(2, 3)]
+
+
+def test_what_is_written_fast_is_what_torch_writes(tmp_path: Path) -> None:
+    exported = export_module(_Scaled(), {"x": torch.ones(2, 3)}).exported
+    torch.export.save(exported, tmp_path / "slow.pt2")
+    with fast_writing():
+        torch.export.save(exported, tmp_path / "fast.pt2")
+    described = [_description(tmp_path / f"{name}.pt2") for name in ("slow", "fast")]
+    assert described[0] == described[1]
+
+
+def _description(path: Path) -> bytes:
+    with zipfile.ZipFile(path) as archive:
+        return archive.read(next(name for name in archive.namelist() if name.endswith("models/model.json")))
 
 
 def test_frames_are_those_of_torch() -> None:

@@ -36,6 +36,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from glassengine.errors import CorruptError
 from glassengine.program.store.archive import inert_archive, load_archive
+from glassengine.program.user_code.tracing import fast_writing
 
 _SYMBOLS = {torch.SymInt: SymIntArgument, torch.SymFloat: SymFloatArgument, torch.SymBool: SymBoolArgument}
 
@@ -119,7 +120,8 @@ def graph_archive(flat: FlatGraph) -> bytes:
     )
     exported._guards_code = []  # code, which a reader would have to trust
     buffer = io.BytesIO()
-    torch.export.save(exported, buffer)
+    with fast_writing():
+        torch.export.save(exported, buffer)
     return buffer.getvalue()
 
 

@@ -23,7 +23,7 @@ from glassengine.program.onnx.stored.file import read_onnx
 from glassengine.program.representation.program import GRAPH_LEVEL, OnnxGraph, Port, Program
 from glassengine.program.store.archive import inert_archive, load_archive
 from glassengine.program.user_code.raised import RAISED
-from glassengine.program.user_code.tracing import fast_reading, without_collections
+from glassengine.program.user_code.tracing import fast_reading, fast_writing
 from glassengine.reading.documents import Size, converted, damaged, read_document
 from glassengine.sites import Site, SiteTable
 
@@ -74,7 +74,7 @@ def _save_graph(program: Program, directory: Path) -> None:
     bare._guards_code = []  # code, which a reader would have to trust; inputs are checked by the engine
     # torch would end the process where its own writes fail.
     buffer = io.BytesIO()
-    with without_collections():
+    with fast_writing():
         torch.export.save(bare, buffer)
     path.write_bytes(buffer.getvalue())
     _written[exported] = like, buffer.getvalue()

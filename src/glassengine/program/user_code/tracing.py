@@ -92,3 +92,15 @@ def fast_reading() -> Iterator[None]:
         mock.patch.object(serialize, "typing", own),
     ):
         yield
+
+
+@contextlib.contextmanager
+def fast_writing() -> Iterator[None]:
+    """Store programs without collections, and without torch's trial of a canonical form, which it makes and drops.
+
+    That trial copies the whole description of a graph: a third of the time of `torch.export.save`.
+    """
+    from torch._export.serde import serialize
+
+    with without_collections(), mock.patch.object(serialize, "canonicalize", lambda *given: None):
+        yield
