@@ -203,7 +203,8 @@ def _plan(baseline: str, candidate: str, plan: str, options: dict[str, Any]) -> 
 
     def show() -> None:
         file = shlex.quote(plan)
-        out.print(f"{plan}: {count} chunks. Each is judged by a job of its own, or some by one:", highlight=False)
+        shown = f"{count} chunk{'' if count == 1 else 's'}"
+        out.print(f"{plan}: {shown}. Each is judged by a job of its own, or some by one:", highlight=False)
         out.print(f"  python -m glassengine.compare.chunk {file} NUMBER [--of JOBS]", highlight=False)
         merged = shlex.join(["glass", "compare", baseline, candidate, "--merge", plan])
         out.print(f"then, with the same options: {merged}", highlight=False)

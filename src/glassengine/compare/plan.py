@@ -82,6 +82,7 @@ class Plan:
         kinds: Of each pair: whether it is judged, known to be the same, or cut into rows.
         spans: The chunks, in order.
         skipped: What is not judged, with the reason.
+        impossible: Of that, what has a counterpart that the parts of its ranks do not make up.
         unmatched: Side -> tensors that were asked for and have no counterpart.
         counted: Tensors of the baseline by which coverage is measured: those of floats where there are any.
         judged: How many of these have a counterpart.
@@ -96,6 +97,7 @@ class Plan:
     kinds: bytearray = field(default_factory=bytearray)
     spans: list[Span] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
+    impossible: list[Skipped] = field(default_factory=list)
     unmatched: dict[str, int] = field(default_factory=lambda: {"baseline": 0, "candidate": 0})
     counted: int = 0
     judged: int = 0
@@ -229,6 +231,7 @@ class _Maker:
     def end(self) -> None:
         self._close()
         plan = self._plan
+        plan.impossible = self._alone["impossible"]
         plan.skipped = [*self._deselected, *itertools.chain(*self._alone.values())]
         plan.floats_alone = self._wanted[0] > 0
         plan.counted, plan.judged = self._wanted[not plan.floats_alone], self._judged[not plan.floats_alone]

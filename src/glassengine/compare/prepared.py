@@ -65,7 +65,7 @@ def prepared(
     require_names(transpose, left)
     plan = planned(bench, rules, show_only=show_only, floating_point_only=floating_point_only)
     if not len(plan.pairs):
-        raise nothing_to_compare(left, right)
+        raise nothing_to_compare(left, right, plan.impossible)
     return plan, options
 
 

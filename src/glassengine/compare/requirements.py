@@ -9,7 +9,7 @@ from glassengine.errors import IncomparableError, UnknownNameError, UsageError, 
 from glassengine.recording.formats.debugger_file import FULL, DebuggerFile
 from glassengine.recording.read.source import TensorSource
 from glassengine.recording.write.policy import NO_VALUES
-from glassengine.results import VERDICTS
+from glassengine.results import VERDICTS, Skipped
 from glassengine.sites import ROOT, matches
 
 
@@ -99,8 +99,24 @@ def check_arguments(rtol: float | None, atol: float | None, fail_on: str, min_co
         ) from error
 
 
-def nothing_to_compare(left: TensorSource, right: TensorSource) -> IncomparableError:
-    """Return the error to raise where no pair is left to judge."""
+def nothing_to_compare(
+    left: TensorSource, right: TensorSource, impossible: Sequence[Skipped] = ()
+) -> IncomparableError:
+    """Return the error to raise where no pair is left to judge.
+
+    Args:
+        left: The baseline.
+        right: The candidate.
+        impossible: Tensors that both sides have, and that the parts of the ranks do not make up.
+    """
+    if impossible:
+        first, *others = impossible
+        return IncomparableError(
+            "there is nothing to compare: the tensors of the ranks do not make up those of the other side",
+            got=f"step {first.step}, {first.site}: {first.reason}" + (f"; so {len(others)} more" if others else ""),
+            expected="ranks that share rows and positions out, or have all of them",
+            hint="pad the rows of all ranks to one length, or compare a rank alone: RUN/rank0 with its own baseline",
+        )
 
     def describe(side: TensorSource) -> str:
         steps = sorted({entry.step for entry in side.entries})

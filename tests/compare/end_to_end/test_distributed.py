@@ -118,7 +118,8 @@ def test_jobs_that_leave_files_find_what_one_process_finds(
     plan, result = tmp_path / "plan.jsonl", tmp_path / "result.json"
     names = [str(sides / "a"), str(sides / "b")]
     assert main(["compare", *names, "--plan", str(tmp_path / "a plan")]) == 0
-    said = capsys.readouterr().out.partition("options: ")[2]
+    first, _, said = capsys.readouterr().out.partition("options: ")
+    assert " chunks. Each" in first
     assert shlex.split(said) == ["glass", "compare", *names, "--merge", str(tmp_path / "a plan")]
     assert main(["compare", *names, "--plan", str(plan), f"--json={result}"]) == 0
     count = json.loads(result.read_text(encoding="utf-8"))["num_chunks"]
@@ -282,3 +283,9 @@ def test_damaged_bytes_are_found_in_rows_as_well(tmp_path: Path, where: str, sma
 def test_what_is_open_is_not_sent(sides: Path) -> None:
     with pytest.raises(UsageError, match="cannot be given what is open"):
         compare(glass.open(sides / "a"), sides / "b", jobs=2)
+
+
+def test_a_plan_of_one_chunk_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"a": torch.ones(2)}, tmp_path / "x.pt")
+    assert main(["compare", *[str(tmp_path / "x.pt")] * 2, "--plan", str(tmp_path / "plan")]) == 0
+    assert ": 1 chunk. Each" in capsys.readouterr().out

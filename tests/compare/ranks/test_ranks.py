@@ -14,7 +14,7 @@ from torch import Tensor
 from glassengine.cli.main import main
 from glassengine.compare import compare
 from glassengine.compare.ranks.shards import assembled
-from glassengine.errors import CorruptError, UsageError
+from glassengine.errors import CorruptError, IncomparableError, UsageError
 from glassengine.recording.layout.layout import Sharding
 from glassengine.recording.layout.noise_floor import FILE, Floor, write_noise_floor
 from glassengine.recording.read.ranks import RankRecordings
@@ -409,3 +409,12 @@ def test_the_screen_says_how_and_gives_the_hint(tmp_path: Path, capsys: pytest.C
     assert "hint    the results of ranks 0, 1 add up to the baseline: a reduction (all-reduce) is missing" in shown
     assert "of several ranks, the tensors of the candidate were put together: 2 in every rank; 2 concatenated" in shown
     assert main(["compare", str(x), str(record_ranks(tmp_path / "z", parts()))]) == 0
+
+
+def test_rows_padded_to_another_length_per_rank_are_said_to_be_why(tmp_path: Path) -> None:
+    ids = torch.arange(32).reshape(4, 8)
+    ids[:2, 6:] = 0
+    one = record(tmp_path / "one", {".:in.input_ids": ids, "x": ids.float()})
+    each = [{".:in.input_ids": part, "x": part.float()} for part in (ids[:2, :6], ids[2:])]
+    with pytest.raises(IncomparableError, match=r"do not make up \[4, 8\]; so 1 more(.|\n)*one length"):
+        compare(one, record_ranks(tmp_path / "ranks", each))
