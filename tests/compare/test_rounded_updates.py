@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 import glassengine as glass
 from glassengine.compare.compare import compare
+from glassengine.compare.rounded_updates import NOT_JUDGED
 
 
 class Net(nn.Module):
@@ -40,3 +42,64 @@ def test_a_bias_ahead_of_a_norm(rate: float, is_rounding: bool, tmp_path: Path) 
     first = compare(one, recorded(tmp_path / "other", list(range(15, -1, -1)), rate)).first_divergence
     assert first is not None and (first.site == "up.bias:param") is is_rounding
     assert any("whose gradients are rounding" in hint.text for hint in first.hints) is is_rounding
+
+
+class _InOrder(torch.autograd.Function):
+    """A bias whose gradient is summed up in an order of rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor, order: list[int]) -> torch.Tensor:
+        ctx.order = order
+        return x + bias
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
+        found = torch.zeros_like(grad[0])
+        for row in ctx.order:
+            found = found + grad[row]
+        return grad, found, None
+
+
+class Up(nn.Linear):
+    order: list[int]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = _InOrder.apply(nn.functional.linear(x, self.weight), self.bias, self.order)
+        return found
+
+
+class Attention(nn.Module):
+    def __init__(self, order: list[int]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key = nn.Linear(6, 8), Up(6, 8)
+        self.key.order = order
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.query(x) @ self.key(x).T).softmax(-1) @ x
+
+
+def trained(path: Path, order: list[int], rate: float = 0.01, shift: float = 0.0, scale: float = 1.0) -> Path:
+    net, batch = Attention(order), torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=rate)
+    with glass.record(net, path, gradients=True, optimizer=optimizer):
+        for step in range(3):
+            optimizer.zero_grad()
+            (net(batch).square().mean() * scale).backward()
+            with torch.no_grad():
+                net.key.bias += shift if step == 1 else 0.0
+            optimizer.step()
+    return path
+
+
+def test_what_is_explained_by_rounding_is_not_judged_and_never_ok(tmp_path: Path) -> None:
+    one, other = trained(tmp_path / "one", list(range(16))), list(range(15, -1, -1))
+    right = compare(one, trained(tmp_path / "right", other))
+    assert (right.ok, right.too_little, right.verdict) == (False, True, "suspicious")
+    reasons = {pair.site: pair.reason for pair in right.pairs if pair.verdict == "suspicious"}
+    assert {"key", "key.bias:param"} <= set(reasons) and set(reasons.values()) == {NOT_JUDGED}
+    assert right.coverage < 1 and right.not_ok_because is not None and NOT_JUDGED in right.not_ok_because
+    mistakes: list[dict[str, float]] = [{"rate": 0.0101}, {"shift": 1.0}, {"scale": 1.01}]
+    for i, mistake in enumerate(mistakes):
+        wrong = compare(one, trained(tmp_path / f"wrong{i}", other, **mistake))
+        assert (wrong.ok, wrong.too_little, wrong.verdict) == (False, False, "wrong"), mistake

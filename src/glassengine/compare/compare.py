@@ -32,6 +32,7 @@ from glassengine.compare.matching.matching import Match
 from glassengine.compare.plan import Plan
 from glassengine.compare.precision import Precision, over_budget, two_precisions
 from glassengine.compare.prepared import prepared, sendable
+from glassengine.compare.rounded_updates import NOT_JUDGED, not_judged
 from glassengine.compare.together import judged_together
 from glassengine.compare.units import Request
 from glassengine.errors import UsageError
@@ -186,9 +187,15 @@ def _compared(
     judged_together(pairs, chosen, left, right, distribution)
     summarize_worst(pairs, distribution, all_of_them=bool(show_only))
     lost = [_lost(plan.pairs[number], why) for number, why in sorted(verdicts.lost.items())]
+    unsure = not_judged(pairs, chosen, left, right)
+    for i in unsure:
+        pairs[i] = dataclasses.replace(pairs[i], verdict="suspicious", reason=NOT_JUDGED)
+        lost.append(Skipped(pairs[i].site, "both", NOT_JUDGED, step=pairs[i].step))
     is_whole = verdicts.stopped_at is None
     verdict = worst(own for (own, _, _), count in pairs.tally.items() if count)
-    coverage = plan.coverage([plan.pairs[i].baseline for i in _missing(plan, verdicts)])
+    coverage = plan.coverage(
+        [*(plan.pairs[i].baseline for i in _missing(plan, verdicts)), *(chosen[i].baseline for i in unsure)]
+    )
     is_bad = VERDICTS.index(verdict) >= VERDICTS.index(fail_on)
     drift = () if precision is None else precision.table()
     over = over_budget(drift, min_snr)
