@@ -33,7 +33,7 @@ _LARGER = 2
 NOT_JUDGED = (
     "its gradients are rounding, of which Adam makes whole steps: not judged without glass record --noise-floor"
 )
-"""Why neither ok nor wrong is said."""
+"""The reason of what is neither ok nor wrong."""
 
 
 def rounded_update(match: Match, left: TensorSource, right: TensorSource) -> tuple[Hint, ...]:
