@@ -97,12 +97,14 @@ bench: $(STAMP)
 
 # Brought up to date only when what it is made from changes; never cleared, since torch alone takes minutes. Everything is
 # installed by the hashes of the lock files and nothing is resolved. Which build of torch there is, is the index's choice
-# (CPU, one of several accelerators, one's own): an unknown one is installed, and said. What an accelerated build needs
-# comes with it, pinned by torch itself.
+# (CPU, one of several accelerators, one's own): an unknown one is installed, and said. One that lies on this machine
+# (`find-links`) comes first: beside an index that lists its hashes, pip would never choose it. What an accelerated build
+# needs comes with it, pinned by torch itself.
 $(STAMP): pyproject.toml constraints.txt requirements/tests.lock requirements/torch.lock
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --require-hashes --no-deps -r requirements/tests.lock
-	$(BIN)/pip install --require-hashes --no-deps -r requirements/torch.lock \
+	$(BIN)/pip install -q --no-index --require-hashes --no-deps -r requirements/torch.lock 2>/dev/null \
+	  || $(BIN)/pip install --require-hashes --no-deps -r requirements/torch.lock \
 	  || echo "WARNING: this index serves a build of torch whose hash is not in requirements/torch.lock" >&2
 	$(BIN)/pip install -c constraints.txt torch
 	$(BIN)/pip install --no-deps --no-build-isolation -e .
