@@ -43,7 +43,7 @@ _OWN = ("-I", "-X", "-B", "-O")
 _SURROUNDINGS = dict(os.environ)
 
 Request = tuple[list[str], str, dict[str, str], bool]
-_one_at_a_time = threading.Lock()
+_one_at_a_time = threading.RLock()  # a server may be a copy of another one
 _FREE = 1000
 """Above the numbers of descriptors that are passed on."""
 
@@ -109,7 +109,9 @@ class _Server:
     def __init__(self, imports: tuple[str, ...]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, __file__, str(theirs.fileno()), *imports]
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=_SURROUNDINGS)
+        # The import of torch is half of what a server with more than it takes.
+        start = Popen if imports[0] == "torch" and imports[1:] else subprocess.Popen
+        self._process = start(command, pass_fds=[theirs.fileno()], env=_SURROUNDINGS)
         theirs.close()
         atexit.register(self._end)
 

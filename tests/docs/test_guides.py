@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 import shutil
@@ -95,6 +96,7 @@ def test_a_page_that_is_right_passes(page: str, tmp_path: Path, run_guide: Run) 
 BULLET = re.compile(r"^- (?:.*\n)(?:  .*\n)*", re.MULTILINE)
 
 
+@functools.cache
 def executed(page: str) -> str:
     return "\n".join(block.text for block in blocks_of(page) if block.mark != "original")
 
@@ -106,6 +108,7 @@ def codes_of(page: str) -> Iterator[tuple[str, str]]:
             yield bullet, " ".join(code.split())
 
 
+@functools.cache
 def flags_of(command: str) -> set[str]:
     parameters = load_command(command).params
     return {flag for parameter in parameters for flag in (*parameter.opts, *parameter.secondary_opts)}
@@ -143,10 +146,14 @@ def unchecked(bullet: str, code: str, page: str, source: str) -> str | None:
     return None
 
 
+@pytest.fixture(scope="module")
+def source(root: Path) -> str:
+    return "\n".join(path.read_text(encoding="utf-8").lower() for path in (root / "src").rglob("*.py"))
+
+
 @pytest.mark.parametrize("page", PAGES)
-def test_f37_code_in_bullets_is_there_and_runs(page: str, root: Path) -> None:
+def test_f37_code_in_bullets_is_there_and_runs(page: str, root: Path, source: str) -> None:
     text = (root / "docs" / "guide" / page).read_text(encoding="utf-8")
-    source = "\n".join(path.read_text(encoding="utf-8").lower() for path in (root / "src").rglob("*.py"))
     problems = {code: unchecked(bullet, code, text, source) for bullet, code in codes_of(text)}
     assert not {code: problem for code, problem in problems.items() if problem is not None}
 

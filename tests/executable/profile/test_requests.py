@@ -47,6 +47,7 @@ class Served:
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setattr(profile_requests, "REQUEST_S", 0.5)
     monkeypatch.setattr(profile_requests, "ACCEPTS_PER_S", 1000.0)
+    monkeypatch.setattr(profile_requests, "CLOSING_S", 0.1)
     served = Served()
     yield served
     served.listener.close()

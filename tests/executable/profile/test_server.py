@@ -19,6 +19,7 @@ import torch
 import glassengine as glass
 from glassengine import spans
 from glassengine.errors import UsageError
+from glassengine.executable.profile import requests as profile_requests
 from glassengine.executable.profile import taker as profile_taker
 from glassengine.executable.profile.server import ProfileServer
 from glassengine.executable.profile.taker import MAX_S, MAX_STEPS
@@ -38,7 +39,9 @@ def wait_for(done: Callable[[], object], seconds: float = 20.0) -> None:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ProfileServer]:
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProfileServer]:
+    monkeypatch.setattr(profile_requests, "POLL_S", 0.02)
+    monkeypatch.setattr(profile_requests, "CLOSING_S", 0.1)
     server = glass.profiler.start_server(0, directory=tmp_path / "profiles")
     yield server
     server.stop()

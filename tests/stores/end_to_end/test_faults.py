@@ -49,7 +49,7 @@ class Server(http.server.BaseHTTPRequestHandler):
             self.wfile.write(body)
             return
         if fault == "hang":
-            time.sleep(1)
+            time.sleep(0.4)  # longer than the client reads
         first, last = (int(text) for text in self.headers["Range"].removeprefix("bytes=").split("-"))
         body = DATA[first : last + 1]
         if fault == "short":
@@ -75,7 +75,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(http.server.ThreadingHTTPServer, "handle_error", lambda *_: None)
     serving = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    thread = threading.Thread(target=serving.serve_forever)
+    thread = threading.Thread(target=serving.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
