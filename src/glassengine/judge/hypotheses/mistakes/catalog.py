@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from glassengine.judge.hypotheses.mistakes.arguments import another_op, as_theirs, same_op, usual, whole
 from glassengine.judge.hypotheses.mistakes.coarser import coarser
 from glassengine.judge.hypotheses.mistakes.derivatives import derivatives
+from glassengine.judge.hypotheses.mistakes.fused import fused
 from glassengine.judge.hypotheses.mistakes.layouts import neighbors, permuted_operands, reshaped
 from glassengine.judge.hypotheses.mistakes.losses import losses, relabeled
 from glassengine.judge.hypotheses.mistakes.masks import of_attention
@@ -52,6 +53,7 @@ FAMILIES: tuple[tuple[float, Family], ...] = (
     (0.95, another_op),
     (0.94, neighbors),
     (0.94, reshaped),
+    (0.94, fused),
     (0.93, whole),
     (0.93, another_layer),
     (0.93, another_module),
