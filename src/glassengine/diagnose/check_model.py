@@ -9,7 +9,7 @@ An encoder-decoder is two programs, and climbs twice (see `two_programs`); so do
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial, reduce
 from pathlib import Path
@@ -42,7 +42,7 @@ from glassengine.engine.build.ranks import check_mesh, mesh_for
 from glassengine.engine.run.engine import Engine
 from glassengine.engine.run.load import load
 from glassengine.errors import IncomparableError, UsageError
-from glassengine.judge.cases import in_one_forward, tokens_in_one_forward
+from glassengine.judge.cases import as_inputs, in_one_forward, tokens_in_one_forward
 from glassengine.judge.sides.module import threads_for
 from glassengine.judge.sides.protocol import Place
 from glassengine.judge.sides.recorded import PARTIAL
@@ -75,7 +75,7 @@ def check(
     backend: str | None = None,
     quantize: str | None = None,
     dtype: str = "auto",
-    inputs: str | None = None,
+    inputs: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     steps: int = 3,
     passes: Sequence[str] = (),
     all_rungs: bool = False,
@@ -112,9 +112,9 @@ def check(
         quantize: As in `build`.
         dtype: As in `build`; of both sides, unless the candidate is an engine. Of `vllm:DIR` that of vLLM: "auto" for
             float32.
-        inputs: A text file with one prompt per line, or what `load_inputs` reads; None takes built-in prompts. A causal
-            language model that is given more than tokens (images, say) is judged as a plain module, without a decode
-            loop; that is listed among what was skipped.
+        inputs: A text file with one prompt per line, what `load_inputs` reads, or keyword arguments (a dict, or one a
+            step); None takes built-in prompts. A causal language model that is given more than tokens (images, say) is
+            judged as a plain module, without a decode loop; that is listed among what was skipped.
         steps: Number of decode steps after the prefill.
         passes: User passes on the program, each a rung of its own.
         all_rungs: Climb op-by-op too: every op compiled alone. Without it only what the engine got wrong is.
@@ -145,6 +145,7 @@ def check(
         IncomparableError: The two sides have nothing in common to judge.
     """
     passes = patterns_of(passes, "passes")
+    inputs = as_inputs(inputs)
     mesh = mesh_for(tensor_parallel, pipeline_parallel)
     if mesh is not None and candidate is not None:
         raise UsageError("--tensor-parallel is for the engine that a check builds", got=f"the candidate {candidate}")

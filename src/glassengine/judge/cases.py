@@ -21,6 +21,7 @@ from glassengine.engine.prompts.tokenizing import encode, token_rows
 from glassengine.errors import UsageError
 from glassengine.program import LoadedModel, load_inputs
 from glassengine.program.export.examples import named_inputs
+from glassengine.program.inputs.given import steps_of
 from glassengine.program.kinds.causal_lm import accepted
 from glassengine.program.kinds.image_text import first_constants, following_constants
 from glassengine.program.kinds.steps import MadeUp
@@ -170,9 +171,16 @@ Inputs = str | Sequence[Mapping[str, Any]] | None
 _OF_TOKENS = ("input_ids", "attention_mask")
 
 
-def read_inputs(inputs: str | None) -> Inputs:
-    """Return the tensors that `inputs` names, or itself where it is a text file or None."""
-    return inputs if inputs is None or Path(inputs).suffix == ".txt" else load_inputs(inputs)
+def as_inputs(inputs: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None) -> Inputs:
+    """Return what a caller gave as `--inputs` names it, or one dict a step; raises `UsageError` for anything else."""
+    if inputs is None or isinstance(inputs, str | Path):
+        return None if inputs is None else str(inputs)
+    return steps_of(inputs, "inputs")
+
+
+def read_inputs(inputs: Inputs) -> Inputs:
+    """Return the tensors that `inputs` names, or itself where it is a text file, None or tensors already."""
+    return load_inputs(inputs) if isinstance(inputs, str) and Path(inputs).suffix != ".txt" else inputs
 
 
 def beside_tokens(inputs: Inputs) -> list[str]:

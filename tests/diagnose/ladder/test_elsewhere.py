@@ -203,6 +203,8 @@ def test_what_cannot_be_shared_is_refused(tmp_path: Path, capsys: pytest.Capture
     record = recorded(tmp_path, steps=1)
     with pytest.raises(UsageError, match="a model that is open in this one"):
         glass.check(torch.nn.Linear(12, 12), candidate=record, jobs=2)
+    with pytest.raises(UsageError, match="tensors of this one"):
+        glass.check(spec, candidate=record, inputs={"x": torch.ones(1, 12)}, jobs=2)
     with pytest.raises(UsageError, match="invalid --jobs"):
         glass.check(spec, candidate=record, jobs=0)
 

@@ -153,6 +153,13 @@ def helpers(jobs: int, cluster: str | None, *, is_record: bool, **arguments: Any
             expected="a directory, or file.py:factory",
             hint="jobs=1",
         )
+    if not isinstance(arguments["inputs"], str | None):
+        raise UsageError(
+            "other processes cannot be given tensors of this one",
+            got="inputs",
+            expected="a file, or file.py:factory",
+            hint="jobs=1",
+        )
     paths = {name: arguments[name] for name in ("baseline", "candidate", "map", "inputs", "adapter")}
     told = {name: None if path is None else _found_by(path) for name, path in paths.items()}
     return Helpers(Subject(**{**arguments, **told}, token=uuid.uuid4().hex), jobs, cluster)

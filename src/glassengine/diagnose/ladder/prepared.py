@@ -31,7 +31,7 @@ def accumulation_of(name: str | None) -> Accumulation:
 
 
 def given_to(
-    model: LoadedModel, inputs: str | None, of_first: TensorSource | None, *, alone: bool
+    model: LoadedModel, inputs: Inputs, of_first: TensorSource | None, *, alone: bool
 ) -> tuple[LoadedModel, Inputs, str | None]:
     """Return the model as it is judged, what it is given, and why there is no decode loop.
 

@@ -45,7 +45,7 @@ def check_quantized_checkpoint(
     *,
     dtype: str = "auto",
     adapter: str | Path | None = None,
-    inputs: str | None = None,
+    inputs: Inputs = None,
     steps: int = 3,
     fail_on: str = "wrong",
     min_snr: float | None = None,

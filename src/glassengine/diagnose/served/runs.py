@@ -10,7 +10,7 @@ import torch
 
 from glassengine.diagnose.ladder.rungs import arguments_of
 from glassengine.errors import BackendError, UsageError
-from glassengine.judge.cases import Case, causal_cases, module_cases, read_inputs
+from glassengine.judge.cases import Case, Inputs, causal_cases, module_cases, read_inputs
 from glassengine.judge.sides.protocol import Place
 from glassengine.judge.sides.recorded import case_of, recorded_case
 from glassengine.program import LoadedModel
@@ -41,7 +41,7 @@ class Runs:
     skipped: list[Skipped]
 
 
-def runs_of(served: Served, model: LoadedModel, inputs: str | None, steps: int, folder: Path) -> Runs:
+def runs_of(served: Served, model: LoadedModel, inputs: Inputs, steps: int, folder: Path) -> Runs:
     """Run an engine on prompts: as exactly as it can, then on the same tokens as deployed.
 
     Args:
@@ -86,7 +86,7 @@ def runs_of(served: Served, model: LoadedModel, inputs: str | None, steps: int, 
     return Runs(cases, {rung: found for rung, found in records.items() if found}, skipped)
 
 
-def _given(source: TensorSource, model: LoadedModel, inputs: str | None) -> Case | None:
+def _given(source: TensorSource, model: LoadedModel, inputs: Inputs) -> Case | None:
     """Return the prompt of a dump of one forward that does not say it; of more, the later tokens are unknown."""
     if inputs is None or recorded_case(source) is not None or len({entry.step for entry in source.entries}) > 1:
         return None
@@ -161,7 +161,7 @@ def _together(
     return Runs(cases, records, skipped)
 
 
-def run_of_encoder(served: Served, model: LoadedModel, inputs: str | None, folder: Path) -> Runs:
+def run_of_encoder(served: Served, model: LoadedModel, inputs: Inputs, folder: Path) -> Runs:
     """Run an encoder on the first row of what the baseline is given, as exactly as it can and as deployed.
 
     Args:
@@ -186,7 +186,7 @@ def run_of_encoder(served: Served, model: LoadedModel, inputs: str | None, folde
     return Runs([case], records, [])
 
 
-def _cases(model: LoadedModel, inputs: str | None, steps: int, *, alone: bool) -> tuple[list[Case], list[Skipped]]:
+def _cases(model: LoadedModel, inputs: Inputs, steps: int, *, alone: bool) -> tuple[list[Case], list[Skipped]]:
     given = causal_cases(model, read_inputs(inputs), steps)
     rows = [case for case in given if case.batch == 1]
     cases = rows[:1] if inputs is None and alone else rows

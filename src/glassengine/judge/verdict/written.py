@@ -12,6 +12,7 @@ from glassengine.judge.graphs.between import origin_of, passes_on, region_of
 from glassengine.judge.hypotheses.mistakes.roles import counts_alone, is_placed, turns
 from glassengine.judge.hypotheses.trials.hypothesis import literals_of, shown
 from glassengine.judge.sides.protocol import Side
+from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.outputs import weight_only_nodes
@@ -101,12 +102,20 @@ def left_out(baseline: Program, side: Side, name: str) -> LeftOut | None:
     missing, more = Counter(ours) - Counter(theirs), Counter(theirs) - Counter(ours)
     is_one_sided = not (missing and more)
     lone = [node for node in [*above, *region] if (missing + more).keys() & _names([node])]
+    if any(
+        only and all(_is_attention(node) for node in lone if only.keys() & _names([node])) for only in (missing, more)
+    ):
+        return None  # attention as one op or as several: so does a right port
     if is_one_sided and sum((missing or more).values()) > _MOST_ONE_SIDED:
         return None  # two tensors that have little to do with each other
     kind = _kind(lone) if is_one_sided else "other"
     if kind == "other" and _is_placing(baseline, nodes[0][name], above):
         kind = "position"
     return LeftOut(text, is_one_sided, kind)
+
+
+def _is_attention(node: Node) -> bool:
+    return traits_of(node).rounding is Rounding.ATTENTION
 
 
 def _is_placing(baseline: Program, node: Node, ops: Sequence[Node]) -> bool:

@@ -29,13 +29,13 @@ def load_inputs(spec: str) -> list[dict[str, Any]]:
         UsageError: No such file, an unknown ending, or something else than dicts of tensors and plain values.
     """
     if is_factory(spec):
-        return _steps(call_factory(spec), spec)
+        return steps_of(call_factory(spec), spec)
     path = place(spec)
     if not path.is_file():
         siblings = [str(p) for p in path.parent.glob("*") if p.is_file()] if path.parent.is_dir() else []
         raise UnknownNameError("inputs file", spec, siblings, hint="--inputs FILE, or --inputs file.py:factory")
     try:
-        steps = _steps(_read(path), spec)
+        steps = steps_of(_read(path), spec)
         check_unfolded(steps, spec)
     except CorruptError as error:
         got = f"{error.what}: {error.got}"
@@ -70,7 +70,12 @@ def _tensor(values: list[Any]) -> Any:
     return _tensors(values) if any(isinstance(value, dict) for value in values) else torch.tensor(values)
 
 
-def _steps(data: Any, spec: str) -> list[dict[str, Any]]:
+def steps_of(data: Any, spec: str) -> list[dict[str, Any]]:
+    """Return a dict, or a list of them, as one dict a step; `spec` names them in the error.
+
+    Raises:
+        UsageError: It is something else, or nothing.
+    """
     steps = list(data) if isinstance(data, (list, tuple)) else [data]
     if not steps or not all(isinstance(step, Mapping) for step in steps):
         kinds = ", ".join(sorted({type(step).__name__ for step in steps})) or "nothing"

@@ -103,7 +103,7 @@ def _orders(widths: Sequence[int], heads_of: dict[int, set[int]]) -> Iterator[tu
     # Queries share keys: as many groups as there are heads of the narrowest part.
     for groups in sorted(heads_of[min(widths)]):
         if groups > 1 and all(width % groups == 0 for width in widths):
-            grouped = every.reshape(groups, -1).split([width // groups for width in widths], dim=1)
+            grouped = torch.split(every.reshape(groups, -1), [width // groups for width in widths], dim=1)
             text = (
                 f"holds its {number} parts in each of {groups} groups in the candidate, one part after the other here"
             )
@@ -122,7 +122,7 @@ def _not_grouped(question: Question, node: Node) -> Iterator[Hypothesis]:
             continue
         groups, members, width = parts
         sizes = [groups * (members - _BESIDE) * width, *[groups * width] * _BESIDE]
-        found = [part.reshape(groups, -1) for part in torch.arange(sum(sizes)).split(sizes)]
+        found = [part.reshape(groups, -1) for part in torch.split(torch.arange(sum(sizes)), sizes)]
         order = torch.cat(found, dim=1).reshape(-1)
         text = f"holds one part after the other in the candidate, its {members} parts in each of {groups} groups here"
         source = question.label(node.all_input_nodes[0])
