@@ -21,7 +21,8 @@ from glassengine.judge.hypotheses.mistakes.layouts import reshaped
 from glassengine.judge.hypotheses.mistakes.masks import of_attention
 from glassengine.judge.hypotheses.mistakes.operands import exchanged, left_out
 from glassengine.judge.hypotheses.mistakes.operations import activations, other_ops
-from glassengine.judge.hypotheses.mistakes.roles import are_of_positions
+from glassengine.judge.hypotheses.mistakes.roles import are_of_positions, is_counted_alone
+from glassengine.judge.hypotheses.mistakes.rotations import unturned
 from glassengine.judge.hypotheses.mistakes.seen import only_hides, pairs_between
 from glassengine.judge.hypotheses.mistakes.weights_read import weights
 from glassengine.judge.hypotheses.standing import Standing, as_certain, standing_of
@@ -152,7 +153,7 @@ def explanation(question: Question) -> Explanation | None:
 def _every(question: Question) -> Iterator[tuple[float, Family, Iterator[Hypothesis]]]:
     for score, family in FAMILIES:
         yield score, family, _fitting(family, question)
-    for family in (as_theirs, usual, other_ops, reshaped):
+    for family in (unturned, as_theirs, usual, other_ops, reshaped):
         yield _EVERYWHERE, family, _everywhere(_fitting(family, question))
 
 
@@ -178,9 +179,28 @@ def _explained(
     text = text if pairs is None or pairs in text else f"{pairs}: {text}"
     if kind in _OF_PLACES and only_hides(question, hypothesis.edits):
         kind, text = "mask", f"other positions are seen: {text}"
-    elif are_of_positions(question, hypothesis.edits, kind):
+    elif are_of_positions(question, hypothesis.edits, kind) or _is_of_lost_positions(question, hypothesis, kind):
         kind = "position"
+    elif kind == "other" and _only_moves(question, hypothesis):
+        kind = "permuted"
     return Hint(kind, text, score, proven=proven, change=change, unexplained=left)
+
+
+def _only_moves(question: Question, hypothesis: Hypothesis) -> bool:
+    """Whether the one op that is changed makes the same elements in another order: heads repeated in turn, not each."""
+    nodes = list(hypothesis.edits)
+    right = question.trial.values[nodes[0]]
+    if len(nodes) > 1 or not isinstance(right, torch.Tensor) or not right.is_floating_point():
+        return False
+    made = hypothesis.edits[nodes[0]](question.trial.call(nodes[0]))
+    if not isinstance(made, torch.Tensor) or made.shape != right.shape:
+        return False
+    return torch.equal(*(tensor.double().flatten().sort().values for tensor in (right, made)))
+
+
+def _is_of_lost_positions(question: Question, hypothesis: Hypothesis, kind: Kind) -> bool:
+    """Whether what is left out is made of positions alone: a slope times their distance, a table of sines."""
+    return kind == "other" and hypothesis.lost is not None and is_counted_alone(question, hypothesis.lost)
 
 
 def _of_two(question: Question, near: list[tuple[float, Hypothesis]]) -> tuple[Hint, Hypothesis] | None:

@@ -122,7 +122,7 @@ def test_a_rotation_that_is_left_out_or_done_twice_is_one_of_positions(times: in
         return rotated(rotated(x, turns), turns) if times else x + 0
 
     hint = told(rotated, wrong, given)
-    assert hint.kind == "position" and ("done twice" if times else "nothing is done") in hint.text
+    assert hint.kind == "position" and ("done twice" if times else "a rotation by positions is left out") in hint.text
 
 
 def test_heads_that_are_not_transposed_before_they_are_put_together_are_mixed() -> None:

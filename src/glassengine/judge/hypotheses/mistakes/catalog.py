@@ -17,6 +17,7 @@ from glassengine.judge.hypotheses.mistakes.norms import variances
 from glassengine.judge.hypotheses.mistakes.operands import altered, another, another_inside, exchanged, left_out
 from glassengine.judge.hypotheses.mistakes.operations import activations, other_ops
 from glassengine.judge.hypotheses.mistakes.parts import cut_off, dropped, parts, zeroed
+from glassengine.judge.hypotheses.mistakes.rotations import unturned
 from glassengine.judge.hypotheses.mistakes.seen import counted, seen_pairs
 from glassengine.judge.hypotheses.mistakes.solved import bases, solved, stretched
 from glassengine.judge.hypotheses.mistakes.steps import steps
@@ -52,6 +53,7 @@ FAMILIES: tuple[tuple[float, Family], ...] = (
     (0.95, usual),
     (0.95, another_op),
     (0.94, neighbors),
+    (0.94, unturned),
     (0.94, reshaped),
     (0.94, fused),
     (0.93, whole),

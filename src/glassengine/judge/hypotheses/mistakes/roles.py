@@ -7,7 +7,7 @@ from collections.abc import Collection
 import torch
 from torch.fx import Node
 
-from glassengine.judge.graphs.between import origin_of, passes_on
+from glassengine.judge.graphs.between import ancestors, origin_of, passes_on
 from glassengine.judge.hypotheses.mistakes.meanings import is_counted
 from glassengine.judge.hypotheses.mistakes.seen import PLACING
 from glassengine.judge.hypotheses.trials.question import Question
@@ -41,7 +41,13 @@ def are_of_positions(question: Question, edited: Collection[Node], kind: Kind) -
     own = [question.named.get(node.name, node) for node in edited]
     if all(is_counted(question, node) or _counts(there) for node, there in zip(edited, own, strict=True)):
         return True
-    return kind in _OF_VALUES and all(turns(node) or is_placed(node, question.stored) for node in own)
+    return all(is_placed(node, question.stored) or (kind in _OF_VALUES and turns(node)) for node in own)
+
+
+def is_counted_alone(question: Question, node: Node) -> bool:
+    """Whether a node is made of positions that are counted, and of stored numbers: distances, times a slope."""
+    own = question.named.get(node.name, node)
+    return counts_alone(own, question.stored) and any(map(_counts, ancestors(own)))
 
 
 def _counts(node: Node) -> bool:
@@ -58,8 +64,13 @@ def turns(node: Node) -> bool:
     if _is_turned(node):
         return any(_is_rotation(reader) for reader in _readers(node))
     readers = _readers(node)
-    is_half = op_name(node) in _OF_HALVES if node.op == "call_function" else False
+    is_half = node.op == "call_function" and (op_name(node) in _OF_HALVES or _is_signed(node))
     return is_half and bool(readers) and all(turns(reader) for reader in readers if reader is not node)
+
+
+def _is_signed(node: Node) -> bool:
+    """Whether a node is a tensor times a number: a half with its sign."""
+    return traits_of(node).kind == "factor" and len(node.all_input_nodes) == 1
 
 
 def is_placed(node: Node, stored: Collection[str]) -> bool:
@@ -110,6 +121,15 @@ def _is_rotation(node: Node) -> bool:
         return False
     sources = [origin_of(source) for source in node.all_input_nodes]
     return len(sources) == 2 and all(map(_is_turned, sources))
+
+
+def turned_by(node: Node) -> Node | None:
+    """Return what a rotation turns: the tensor of which its other product multiplies the other half; None of others."""
+    if not _is_rotation(node):
+        return None
+    products = [origin_of(source) for source in node.all_input_nodes]
+    read = [next(one for one in product.all_input_nodes if not _is_placing(one)) for product in products]
+    return next((a for a, b in (read, read[::-1]) if origin_of(a) in ancestors(b, _BELOW)), None)
 
 
 def _is_turned(node: Node) -> bool:

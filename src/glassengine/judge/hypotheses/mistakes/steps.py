@@ -27,11 +27,18 @@ def steps(question: Question) -> Iterator[Hypothesis]:
         read = tensors_of(question.trial, op)
         if len(read) > 1 and not passes_on(op):
             shapes = tuple(question.trial.values[source].shape for _, source in read)
-            groups.setdefault((op.target, shapes), []).append(op)
+            groups.setdefault((op.target, shapes, _module_of(question, op)), []).append(op)
     for group in groups.values():
         if len(group) >= _LEAST_STEPS:
             yield from _carried(question, group)
             yield from _one_late(question, group)
+
+
+def _module_of(question: Question, op: Node) -> str:
+    """Return the path of the module that calls an op: layers that follow each other are no steps of one recurrence."""
+    stack = question.named.get(op.name, op).meta.get("nn_module_stack") or {"": ("", None)}
+    path: str = list(stack.values())[-1][0]
+    return path
 
 
 def _carried(question: Question, group: Sequence[Node]) -> Iterator[Hypothesis]:
