@@ -177,12 +177,12 @@ def _explained(
     pairs = pairs_between(question, made)
     kind: Kind = hypothesis.kind if pairs is None else "mask"
     text = text if pairs is None or pairs in text else f"{pairs}: {text}"
+    if kind == "other" and _only_moves(question, hypothesis):
+        kind = "permuted"
     if kind in _OF_PLACES and only_hides(question, hypothesis.edits):
         kind, text = "mask", f"other positions are seen: {text}"
     elif are_of_positions(question, hypothesis.edits, kind) or _is_of_lost_positions(question, hypothesis, kind):
         kind = "position"
-    elif kind == "other" and _only_moves(question, hypothesis):
-        kind = "permuted"
     return Hint(kind, text, score, proven=proven, change=change, unexplained=left)
 
 

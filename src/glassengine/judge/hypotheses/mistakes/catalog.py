@@ -13,6 +13,7 @@ from glassengine.judge.hypotheses.mistakes.fused import fused
 from glassengine.judge.hypotheses.mistakes.layouts import neighbors, permuted_operands, reshaped
 from glassengine.judge.hypotheses.mistakes.losses import losses, relabeled
 from glassengine.judge.hypotheses.mistakes.masks import of_attention
+from glassengine.judge.hypotheses.mistakes.more import done_more
 from glassengine.judge.hypotheses.mistakes.norms import variances
 from glassengine.judge.hypotheses.mistakes.operands import altered, another, another_inside, exchanged, left_out
 from glassengine.judge.hypotheses.mistakes.operations import activations, other_ops
@@ -70,6 +71,7 @@ FAMILIES: tuple[tuple[float, Family], ...] = (
     (0.92, cut_off),
     (0.92, zeroed),
     (0.92, dropped),
+    (0.91, done_more),
     (0.91, permuted_operands),
     (0.9, solved),
     (0.85, rearranged),

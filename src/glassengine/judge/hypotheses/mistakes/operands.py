@@ -233,7 +233,7 @@ def _moved(question: Question, node: Node, value: torch.Tensor) -> Iterator[Hypo
         text = f"{name} is turned around along axis {axis}"
         yield Hypothesis("permuted", text, {node: _value(value.flip(axis))}, axis=axis)
     if len(axes) > 1:
-        text = f"{name} is turned around along axes {axes[-2:]}: its kernel is flipped"
+        text = f"{name} is turned around along axes {axes[-2:]}{': its kernel is flipped' if is_weight else ''}"
         yield Hypothesis("permuted", text, {node: _value(value.flip(axes[-2:]))})
     for a, b in itertools.combinations(axes, 2):
         if value.shape[a] == value.shape[b]:

@@ -233,6 +233,9 @@ def _convolutions(question: Question, node: Node) -> Iterator[Hypothesis]:
     for mode in ("reflect", "replicate", "circular"):
         text = f"padding by {mode} in the candidate, by zeros here"
         yield Hypothesis("other", text, {node: _padded_before(sizes, mode)})
+    if any(size > 1 for size in args[3]):
+        text = "padding as TensorFlow's SAME: no more before than behind"
+        yield Hypothesis("other", text, {node: _padded_as_same(spatial)})
     if spatial == 1:
         for left, right, where in ((2 * sizes[0], 0, "left"), (0, 2 * sizes[0], "right")):
             text = f"all padding is on the {where} side"
@@ -249,6 +252,21 @@ def _padded_before(sizes: list[Any], mode: str) -> Any:
         both = [size if isinstance(size, tuple) else (size, size) for size in reversed(sizes)]
         given = F.pad(args[0], [side for pair in both for side in pair], mode=mode)
         return call.target(given, *args[1:4], [0] * len(sizes), *args[5:], **kwargs)
+
+    return edit
+
+
+def _padded_as_same(spatial: int) -> Any:
+    """Pad so that there are as many results as strides in what is given, and what is odd comes behind."""
+
+    def edit(call: Call) -> Any:
+        args, _ = bound(call.node.target, call.args, call.kwargs)
+        strides, steps = (list(each) * (spatial // len(each)) for each in (args[3], args[5]))
+        sizes = []
+        for size, kernel, stride, step in zip(args[0].shape[2:], args[1].shape[2:], strides, steps, strict=True):
+            missing = max((math.ceil(size / stride) - 1) * stride + (kernel - 1) * step + 1 - size, 0)
+            sizes.append((missing // 2, missing - missing // 2))
+        return _padded_before(sizes, "constant")(call)
 
     return edit
 

@@ -18,6 +18,8 @@ from glassengine.results import Kind
 _OF_VALUES: tuple[Kind, ...] = ("position", "other", "scale")
 _BY_OP: tuple[Kind, ...] = (*_OF_VALUES, "permuted", "transposed", "bias missing")
 """Kinds by which a mistake goes for the op that it is in, in values and in whole numbers."""
+_LOOKED_UP = frozenset({"embedding", "index", "index_select"})
+_OF_ORDER: tuple[Kind, ...] = ("permuted", "transposed")
 _ABOVE = 8
 """Steps from a factor up to the sine or cosine that it is."""
 _BELOW = 10
@@ -39,15 +41,26 @@ def are_of_positions(question: Question, edited: Collection[Node], kind: Kind) -
     if not edited or kind not in _BY_OP:
         return False
     own = [question.named.get(node.name, node) for node in edited]
+    if kind in _OF_ORDER and all(_is_table_by_positions(question, node) for node in own):
+        return True
     if all(is_counted(question, node) or _counts(there) for node, there in zip(edited, own, strict=True)):
         return True
     return all(is_placed(node, question.stored) or (kind in _OF_VALUES and turns(node)) for node in own)
 
 
+def _is_table_by_positions(question: Question, node: Node) -> bool:
+    """Whether a node is rows of a stored table that counted positions choose: in another order, they are others'."""
+    rows = origin_of(node)
+    if rows.op != "call_function" or op_name(rows) not in _LOOKED_UP or len(rows.all_input_nodes) != 2:
+        return False
+    table, places = rows.all_input_nodes
+    return table.name in question.stored and is_counted_alone(question, places)
+
+
 def is_counted_alone(question: Question, node: Node) -> bool:
     """Whether a node is made of positions that are counted, and of stored numbers: distances, times a slope."""
     own = question.named.get(node.name, node)
-    return counts_alone(own, question.stored) and any(map(_counts, ancestors(own)))
+    return counts_alone(own, question.stored) and any(map(_counts, {own, *ancestors(own)}))
 
 
 def _counts(node: Node) -> bool:
