@@ -10,7 +10,7 @@ from torch import nn
 
 from glassengine.diagnose import check
 from glassengine.errors import UsageError
-from glassengine.judge.cases import as_inputs, causal_cases, module_cases, read_inputs
+from glassengine.judge.cases import causal_cases, module_cases
 from glassengine.program import load_model
 from glassengine.testing import models
 
@@ -35,15 +35,6 @@ def test_tokens_that_are_missing_are_named(llama: nn.Module, tmp_path: Path) -> 
     torch.save({"attention_mask": torch.ones(1, 4).long()}, tmp_path / "inputs.pt")
     with pytest.raises(UsageError, match="no input_ids"):
         check(llama, inputs=str(tmp_path / "inputs.pt"))
-
-
-def test_what_a_caller_gives_is_a_name_or_one_dict_a_step(tmp_path: Path) -> None:
-    step = {"x": torch.ones(2)}
-    assert as_inputs(None) is None and as_inputs(tmp_path / "a.pt") == str(tmp_path / "a.pt")
-    assert as_inputs(step) == read_inputs(as_inputs([step])) == [step]
-    for wrong in (torch.ones(2), [torch.ones(2)], []):
-        with pytest.raises(UsageError, match="inputs does not hold inputs"):
-            as_inputs(wrong)
 
 
 def test_built_in_prompts_fit_a_model_of_few_positions() -> None:

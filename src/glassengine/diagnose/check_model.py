@@ -42,7 +42,8 @@ from glassengine.engine.build.ranks import check_mesh, mesh_for
 from glassengine.engine.run.engine import Engine
 from glassengine.engine.run.load import load
 from glassengine.errors import IncomparableError, UsageError
-from glassengine.judge.cases import as_inputs, in_one_forward, tokens_in_one_forward
+from glassengine.judge.cases import tokens_in_one_forward
+from glassengine.judge.given import as_inputs, in_one_forward
 from glassengine.judge.sides.module import threads_for
 from glassengine.judge.sides.protocol import Place
 from glassengine.judge.sides.recorded import PARTIAL

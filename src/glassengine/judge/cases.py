@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +18,9 @@ from torch import nn
 from glassengine.engine.prompts.prompts import load_tokenizer
 from glassengine.engine.prompts.tokenizing import encode, token_rows
 from glassengine.errors import UsageError
-from glassengine.program import LoadedModel, load_inputs
+from glassengine.judge.given import OF_TOKENS, Inputs
+from glassengine.program import LoadedModel
 from glassengine.program.export.examples import named_inputs
-from glassengine.program.inputs.given import steps_of
 from glassengine.program.kinds.causal_lm import accepted
 from glassengine.program.kinds.image_text import first_constants, following_constants
 from glassengine.program.kinds.steps import MadeUp
@@ -165,36 +164,6 @@ class StepInputs:
         }
 
 
-Inputs = str | Sequence[Mapping[str, Any]] | None
-"""What `--inputs` names: a text file of prompts, keyword arguments of each step, or nothing."""
-
-_OF_TOKENS = ("input_ids", "attention_mask")
-
-
-def as_inputs(inputs: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None) -> Inputs:
-    """Return what a caller gave as `--inputs` names it, or one dict a step; raises `UsageError` for anything else."""
-    if inputs is None or isinstance(inputs, str | Path):
-        return None if inputs is None else str(inputs)
-    return steps_of(inputs, "inputs")
-
-
-def read_inputs(inputs: Inputs) -> Inputs:
-    """Return the tensors that `inputs` names, or itself where it is a text file, None or tensors already."""
-    return load_inputs(inputs) if isinstance(inputs, str) and Path(inputs).suffix != ".txt" else inputs
-
-
-def beside_tokens(inputs: Inputs) -> list[str]:
-    """Return the keyword arguments that a decode loop does not use: images, embeddings, explicit positions."""
-    if inputs is None or isinstance(inputs, str):
-        return []
-    return list(dict.fromkeys(key for step in inputs for key in step if key not in _OF_TOKENS))
-
-
-def in_one_forward(inputs: Inputs) -> Inputs:
-    """Return the inputs of a causal LM for forwards that nothing follows: no cache comes out of them."""
-    return inputs if inputs is None or isinstance(inputs, str) else [{"use_cache": False, **step} for step in inputs]
-
-
 def taken_by(module: nn.Module, step: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments of a step for `module`: one that knows no cache is not told to use none."""
     return {name: value for name, value in step.items() if name != "use_cache" or accepted(module, {name: value})}
@@ -211,7 +180,7 @@ def tokens_in_one_forward(model: LoadedModel, port: nn.Module, inputs: Inputs) -
     Raises:
         UsageError: As for `causal_cases`.
     """
-    known = accepted(port, dict.fromkeys(_OF_TOKENS))
+    known = accepted(port, dict.fromkeys(OF_TOKENS))
     if inputs is not None and not isinstance(inputs, str):
         return [{"use_cache": False, **_all_real(step, known), **step} for step in inputs]
     recipes = _RECIPES if inputs is None else {}

@@ -20,7 +20,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from glassengine.diagnose.ladder.climb import Climb, begun
 from glassengine.errors import UsageError
-from glassengine.judge.cases import Case, Inputs, StepInputs, causal_cases
+from glassengine.judge.cases import Case, StepInputs, causal_cases
+from glassengine.judge.given import Inputs
 from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.numerics.exemptions import together

@@ -12,7 +12,7 @@ from glassengine.diagnose.ladder.climb import Climb
 from glassengine.diagnose.ladder.generations import JUDGED
 from glassengine.diagnose.ladder.record import add_record, tensors_of
 from glassengine.errors import UnknownNameError
-from glassengine.judge.cases import Inputs, in_one_forward, read_inputs
+from glassengine.judge.given import Inputs, in_one_forward, read_inputs
 from glassengine.judge.sides.recorded import RecordedTensors, case_of, recorded_inputs
 from glassengine.numerics.ops import ACCUMULATIONS, Accumulation
 from glassengine.program import LoadedModel

@@ -28,7 +28,8 @@ from glassengine.engine.build.build import build_program
 from glassengine.engine.run.engine import Engine
 from glassengine.engine.run.parallel import ParallelEngine
 from glassengine.errors import GlassError, IncomparableError, UsageError
-from glassengine.judge.cases import Case, Inputs, causal_cases, module_cases
+from glassengine.judge.cases import Case, causal_cases, module_cases
+from glassengine.judge.given import Inputs
 from glassengine.judge.graphs.by_name import SitePair
 from glassengine.judge.pairing.programs import pair_programs
 from glassengine.judge.pairing.weights import compare_paired_weights

@@ -21,7 +21,7 @@ from glassengine.diagnose.quantization.checkpoint_drift import checkpoint_drift
 from glassengine.diagnose.quantization.effects import Weight, difference, forwards_of, one_by_one, outcome_of, watching
 from glassengine.diagnose.quantization.result import RUNG, concluded, finished, result_of, within_budget
 from glassengine.errors import IncomparableError
-from glassengine.judge.cases import Inputs, read_inputs
+from glassengine.judge.given import Inputs, read_inputs
 from glassengine.judge.sides.module import threads_for
 from glassengine.numerics.quantization import rescaling
 from glassengine.numerics.quantization.weight_error import WeightError, judge_weight

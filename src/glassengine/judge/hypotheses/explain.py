@@ -17,12 +17,11 @@ from glassengine.judge.graphs.between import passes_on
 from glassengine.judge.hypotheses.mistakes.arguments import as_theirs, same_op, usual
 from glassengine.judge.hypotheses.mistakes.catalog import FAMILIES, Family
 from glassengine.judge.hypotheses.mistakes.constants import origin_in
-from glassengine.judge.hypotheses.mistakes.layouts import reshaped
+from glassengine.judge.hypotheses.mistakes.layouts import reshaped, unturned
 from glassengine.judge.hypotheses.mistakes.masks import of_attention
 from glassengine.judge.hypotheses.mistakes.operands import exchanged, left_out
 from glassengine.judge.hypotheses.mistakes.operations import activations, other_ops
 from glassengine.judge.hypotheses.mistakes.roles import are_of_positions, is_counted_alone
-from glassengine.judge.hypotheses.mistakes.rotations import unturned
 from glassengine.judge.hypotheses.mistakes.seen import only_hides, pairs_between
 from glassengine.judge.hypotheses.mistakes.weights_read import weights
 from glassengine.judge.hypotheses.standing import Standing, as_certain, standing_of

@@ -10,7 +10,7 @@ from glassengine.judge.hypotheses.mistakes.arguments import another_op, as_their
 from glassengine.judge.hypotheses.mistakes.coarser import coarser
 from glassengine.judge.hypotheses.mistakes.derivatives import derivatives
 from glassengine.judge.hypotheses.mistakes.fused import fused
-from glassengine.judge.hypotheses.mistakes.layouts import neighbors, permuted_operands, reshaped
+from glassengine.judge.hypotheses.mistakes.layouts import neighbors, permuted_operands, reshaped, unturned
 from glassengine.judge.hypotheses.mistakes.losses import losses, relabeled
 from glassengine.judge.hypotheses.mistakes.masks import of_attention
 from glassengine.judge.hypotheses.mistakes.more import done_more
@@ -18,7 +18,6 @@ from glassengine.judge.hypotheses.mistakes.norms import variances
 from glassengine.judge.hypotheses.mistakes.operands import altered, another, another_inside, exchanged, left_out
 from glassengine.judge.hypotheses.mistakes.operations import activations, other_ops
 from glassengine.judge.hypotheses.mistakes.parts import cut_off, dropped, parts, zeroed
-from glassengine.judge.hypotheses.mistakes.rotations import unturned
 from glassengine.judge.hypotheses.mistakes.seen import counted, seen_pairs
 from glassengine.judge.hypotheses.mistakes.solved import bases, solved, stretched
 from glassengine.judge.hypotheses.mistakes.steps import steps

@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from glassengine.judge.graphs.between import passes_on
 from glassengine.judge.hypotheses.mistakes.meanings import is_of_places
+from glassengine.judge.hypotheses.mistakes.roles import turned_by
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Call, Edit
@@ -194,6 +195,18 @@ def _interleavings(size: int) -> list[tuple[str, torch.Tensor]]:
         ("pairs of neighbors are rotated in the candidate, halves here (interleaved)", apart),
         ("halves are rotated in the candidate, pairs of neighbors here (interleaved)", half.T.reshape(-1)),
     ]
+
+
+def unturned(question: Question) -> Iterator[Hypothesis]:
+    """Yield: what a rotation turns goes on as it is; of the same words for all, as they are left out together."""
+    trial = question.trial
+    held = {node.name: trial.values[node] for node in [*trial.inputs, *trial.ops]}
+    for node in trial.ops:
+        own = question.named.get(node.name)
+        turned = None if own is None else turned_by(own)
+        value, made = None if turned is None else held.get(turned.name), trial.values[node]
+        if isinstance(value, torch.Tensor) and isinstance(made, torch.Tensor) and value.shape == made.shape:
+            yield Hypothesis("position", "a rotation by positions is left out", {node: _value(value)})
 
 
 def permuted_operands(question: Question) -> Iterator[Hypothesis]:
