@@ -79,7 +79,9 @@ class Attention(nn.Module):
         return (self.query(x) @ self.key(x).T).softmax(-1) @ x
 
 
-def trained(path: Path, order: list[int], rate: float = 0.01, shift: float = 0.0, scale: float = 1.0) -> Path:
+def trained(
+    path: Path, order: list[int], rate: float = 0.01, shift: float = 0.0, scale: float = 1.0, slip: float = 0.0
+) -> Path:
     net, batch = Attention(order), torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
     optimizer = torch.optim.AdamW(net.parameters(), lr=rate)
     with glass.record(net, path, gradients=True, optimizer=optimizer):
@@ -88,6 +90,7 @@ def trained(path: Path, order: list[int], rate: float = 0.01, shift: float = 0.0
             (net(batch).square().mean() * scale).backward()
             with torch.no_grad():
                 net.key.bias += shift if step == 1 else 0.0
+                net.query.weight[1] += slip if step == 2 else 0.0
             optimizer.step()
     return path
 
@@ -103,6 +106,14 @@ def test_what_is_explained_by_rounding_is_not_judged_and_never_ok(tmp_path: Path
     for i, mistake in enumerate(mistakes):
         wrong = compare(one, trained(tmp_path / f"wrong{i}", other, **mistake))
         assert (wrong.ok, wrong.too_little, wrong.verdict) == (False, False, "wrong"), mistake
+
+
+def test_a_mistake_after_updates_of_rounding_is_the_first(tmp_path: Path) -> None:
+    one, other = trained(tmp_path / "one", list(range(16))), list(range(15, -1, -1))
+    found = compare(one, trained(tmp_path / "wrong", other, slip=1e-3))
+    first = found.first_divergence
+    assert found.verdict == "wrong" and first is not None and (first.site, first.step) == ("query.weight:param", 2)
+    assert {pair.site for pair in found.pairs if pair.reason == NOT_JUDGED} == {"key", "key.bias:param"}
 
 
 class _Product(torch.autograd.Function):

@@ -7,8 +7,9 @@ that it is all that differs.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from glassengine.compare.matching.matching import Match
@@ -31,6 +32,8 @@ _MOST_STEPS = 16
 # Roundings of a weight itself, by which it may differ.
 _OWN = 4
 _MOST_WRONG = 1024
+# Of a step, after which nothing more of it is asked.
+_MOST_OTHERS = 8
 # The first update of Adam is a whole step, those after it that are recorded are parts of one.
 _LARGER = 2
 NOT_JUDGED = (
@@ -76,7 +79,7 @@ def rounded_update(match: Match, left: TensorSource, right: TensorSource) -> tup
 
 
 def not_judged(pairs: Packed, chosen: Sequence[Match], left: TensorSource, right: TensorSource) -> list[int]:
-    """Return the places of all that is wrong, where each is an update of rounding or what reads one; else none.
+    """Return the places of what is wrong as an update of rounding or what reads one, up to the first that is neither.
 
     That a gradient is rounding is known from its terms: it is no larger than what rounding can leave of their sum, or,
     of a weight, differs by no more than that. A parameter is off by no more than such steps amount to, and a result by
@@ -88,83 +91,79 @@ def not_judged(pairs: Packed, chosen: Sequence[Match], left: TensorSource, right
         left: The baseline.
         right: The candidate.
     """
-    wrong = [i for i in pairs.flagged() if pairs[i].verdict == "wrong"]
-    if not wrong or len(wrong) > _MOST_WRONG:
-        return []
-    updated = {chosen[i].baseline.site for i in wrong if chosen[i].baseline.site.endswith((_BIAS, _WEIGHT))}
-    read = {chosen[i].baseline.site for i in wrong} - updated
-    if any(":" in site for site in read):
-        return []
-    if any(pairs[i].judged_by != BY_TOLERANCE or chosen[i].rule is not None for i in wrong):
-        return []
-    wanted = updated | {site + end for site in read for end in (_BIAS, _WEIGHT)}
-    matches = {(one.baseline.step, one.baseline.site): one for one in chosen if one.baseline.site in wanted}
-    flagged = {(chosen[i].baseline.step, chosen[i].baseline.site) for i in wrong}
-    updates = _Updates(matches, flagged, left, right)
-    for i in sorted(wrong, key=lambda i: (chosen[i].baseline.step, chosen[i].baseline.site not in updated)):
-        entry = chosen[i].baseline
-        if entry.site in updated:
-            if not rounded_update(chosen[i], left, right) or updates.of(entry.step, entry.site) is None:
-                return []
-        elif not updates.explain(chosen[i]):
-            return []
-    return wrong
+    by_step: dict[int, list[int]] = {}
+    for i in pairs.flagged() if left.metadata.get("gradients") else ():
+        if pairs[i].verdict == "wrong":
+            by_step.setdefault(pairs[i].step, []).append(i)
+    updates, found = _Updates(chosen, left, right), []
+    for step in sorted(by_step):
+        own = sorted(by_step[step], key=lambda i: not pairs[i].site.endswith((_BIAS, _WEIGHT)))
+        explained, num_other = [], 0
+        for i in own if len(own) <= _MOST_WRONG else ():
+            is_plain = pairs[i].judged_by == BY_TOLERANCE and chosen[i].rule is None
+            if is_plain and updates.explain(chosen[i]):
+                explained.append(i)
+            elif (num_other := num_other + 1) >= _MOST_OTHERS:
+                break
+        found += explained
+        if len(explained) < len(own):
+            break
+    return found
 
 
 class _Updates:
     """Differences of parameters, each proven to be made of rounding.
 
     Args:
-        matches: (step, site) -> of parameters.
-        flagged: Which of them are wrong.
+        chosen: What was judged.
         left: The baseline.
         right: The candidate.
     """
 
-    def __init__(
-        self,
-        matches: Mapping[tuple[int, str], Match],
-        flagged: Collection[tuple[int, str]],
-        left: TensorSource,
-        right: TensorSource,
-    ) -> None:
-        self._matches, self._flagged, self._left, self._right = matches, flagged, left, right
+    def __init__(self, chosen: Sequence[Match], left: TensorSource, right: TensorSource) -> None:
+        self._chosen, self._left, self._right = chosen, left, right
         self._known: dict[tuple[int, str], Tensor | None] = {}
-        paths = {site.removesuffix(_BIAS).removesuffix(_WEIGHT) for _, site in matches}
-        wanted = {path + port for path in paths for port in (_TERMS, _INPUT)}
-        self._places = {(one.step, one.site): one for one in left.entries if one.site in wanted}
-
-    def of(self, step: int, site: str) -> Tensor | None:
-        """Return by how much a parameter differs after a step; None where that is not made of rounding."""
-        if (step, site) not in self._known:
-            match, found = self._matches[step, site], None
-            is_proven = _is_of_terms if (step, site) in self._flagged and site.endswith(_BIAS) else _has_own_gradients
-            if is_proven(match, self._left, self._right, self._places):
-                found = _difference(match, self._left, self._right)
-            self._known[step, site] = found
-        return self._known[step, site]
 
     def explain(self, match: Match) -> bool:
-        """Whether a result differs by what its parameters did after the step before, and by no more than rounding."""
-        entry, other = match.baseline, match.candidates[0]
-        found = _difference(match, self._left, self._right)
+        """Whether a tensor that is wrong is off by what rounding has made of updates, and by nothing else."""
+        entry = match.baseline
+        if entry.site.endswith((_BIAS, _WEIGHT)):
+            return bool(rounded_update(match, self._left, self._right)) and self._of(match, is_wrong=True) is not None
         before = [(entry.step - 1, entry.site + end) for end in (_BIAS, _WEIGHT)]
-        if found is None or not any(place in self._matches for place in before):
+        if ":" in entry.site or not any(place in self._matches for place in before):
             return False
-        for place in before:
-            by = self.of(*place) if place in self._matches else None
-            if place in self._matches and by is None:
-                return False
+        found = _difference(match, self._left, self._right)
+        for one in (self._matches[place] for place in before if place in self._matches):
+            by = self._of(one)
             if by is not None and by.dim() == 2:
                 given = self._places.get((entry.step, entry.site + _INPUT))
                 if given is None or isinstance(self._left, Findings) or given.shape[-1] != by.shape[-1]:
                     return False
                 by = self._left.tensor(given).double() @ by.T
-            if by is not None and found.shape[-1:] != by.shape[-1:]:
+            if found is None or by is None or found.shape[-1:] != by.shape[-1:]:
                 return False
-            found = found if by is None else found - by
-        allowed = tolerance(entry.dtype, other.dtype)
-        return not bool((found.abs() > allowed.atol + allowed.rtol * self._left.tensor(entry).double().abs()).any())
+            found = found - by
+        return found is not None and not bool(_beyond(match, found, self._left).any())
+
+    def _of(self, match: Match, *, is_wrong: bool = False) -> Tensor | None:
+        """Return by how much a parameter differs after a step; None where that is not made of rounding."""
+        place = match.baseline.step, match.baseline.site
+        if place not in self._known:
+            is_proven = _is_of_terms if is_wrong and place[1].endswith(_BIAS) else _has_own_gradients
+            is_so = is_proven(match, self._left, self._right, self._places)
+            self._known[place] = _difference(match, self._left, self._right) if is_so else None
+        return self._known[place]
+
+    @functools.cached_property
+    def _matches(self) -> Mapping[tuple[int, str], Match]:
+        ends = (_BIAS, _WEIGHT)
+        return {(one.baseline.step, one.baseline.site): one for one in self._chosen if one.baseline.site.endswith(ends)}
+
+    @functools.cached_property
+    def _places(self) -> _Places:
+        paths = {site.removesuffix(_BIAS).removesuffix(_WEIGHT) for _, site in self._matches}
+        wanted = {path + port for path in paths for port in (_TERMS, _INPUT)}
+        return {(one.step, one.site): one for one in self._left.entries if one.site in wanted}
 
 
 def _difference(match: Match, left: TensorSource, right: TensorSource) -> Tensor | None:
