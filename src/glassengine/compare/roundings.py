@@ -4,6 +4,10 @@ An error of one rounding is at most u of a number, and u / sqrt(3) of a tensor i
 one after another, it is sqrt(n) times that, as each goes its own way. A tolerance for each element does not know the
 others: a small one, to which large ones have been added up, has the error of these.
 
+n is the number of tensors of such a dtype that were recorded before. Three training steps of a small GPT on two ranks of
+FSDP2 (mixed precision, parameters in bfloat16, AdamW), against one process: at most 0.72 of it in each of 1552 tensors that
+are beyond tolerance. Results that one rank has 5 % too large are at 2.4 where they are made, over both ranks.
+
 It counts only where both sides have rounded to such a dtype before: tolerances of float32 have an absolute part.
 """
 
@@ -16,13 +20,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from glassengine.compare.matching.matching import Match
-from glassengine.numerics.judgement import unit_roundoff
+from glassengine.numerics.judgement import smallest_precise, unit_roundoff
 from glassengine.numerics.limits import is_floating
-from glassengine.numerics.metrics.noise_ratio import Slices, noise_ratio
+from glassengine.numerics.metrics.noise_ratio import Slices
 from glassengine.numerics.metrics.tolerance import tolerance
 from glassengine.recording.layout.entries import Entries
 from glassengine.recording.layout.layout import Entry
-from glassengine.recording.layout.noise_floor import Floor
 from glassengine.recording.read.source import TensorSource
 from glassengine.results import Figures
 
@@ -105,10 +108,19 @@ def is_coarse(dtype: str) -> bool:
 
 def may_be_rounding(figures: Figures, found: Slices, noise: Noise) -> bool:
     """Return whether an error is no more than roundings add up to, in any slice, and has no direction."""
-    if figures.num_nonfinite_mismatch or not math.isfinite(found.error):
+    if figures.num_nonfinite_mismatch or not math.isfinite(found.error) or _is_scaled(figures):
         return False
-    none = Floor(0.0, 1.0, tuple(np.zeros(len(one)) for one in found.errors))
-    return noise_ratio(found, none, noise.relative, noise.dtype) <= _MOST and not _is_scaled(figures)
+    share = (_MOST * noise.relative) ** 2
+    least = max(found.power * share, smallest_precise(noise.dtype) ** 2)
+    if found.error > least:
+        return False
+    for errors, powers in zip(found.errors, found.powers, strict=True):
+        # Of the squares of k normal numbers, added up in each of m slices, the largest sum.
+        k, x = figures.num_elements / len(errors), math.log(len(errors))
+        allowed = np.maximum(powers * share, least) * (1 + 2 * math.sqrt(x / k) + 2 * x / k)
+        if bool((errors > allowed).any()):
+            return False
+    return True
 
 
 def is_along(difference: Tensor, other: Tensor) -> bool:
