@@ -4,9 +4,9 @@ An error of one rounding is at most u of a number, and u / sqrt(3) of a tensor i
 one after another, it is sqrt(n) times that, as each goes its own way. A tolerance for each element does not know the
 others: a small one, to which large ones have been added up, has the error of these.
 
-n is the number of tensors of such a dtype that were recorded before. Three training steps of a small GPT on two ranks of
-FSDP2 (mixed precision, parameters in bfloat16, AdamW), against one process: at most 0.72 of it in each of 1552 tensors that
-are beyond tolerance. Results that one rank has 5 % too large are at 2.4 where they are made, over both ranks.
+n is the number of tensors of such a dtype that were recorded before. Three training steps of a small GPT on two ranks
+of FSDP2 (mixed precision, parameters in bfloat16, AdamW), against one process, are off by at most 0.72 of it in 1552
+tensors beyond tolerance. Results that one rank has 5 % too large are off by 2.4 of it where they are made.
 
 It counts only where both sides have rounded to such a dtype before: tolerances of float32 have an absolute part.
 """
