@@ -180,8 +180,8 @@ def _rows(parts: Sequence[Part], size: int, sizes: Sequence[int], layout: DataLa
     """Return where parts of the ranks' own rows lie, or of all positions in them; None where they are of others."""
     given = [layout.positions(part.ranks) for part in parts]
     is_flat = size != layout.sizes[0] and size == math.prod(layout.sizes[:2])
-    found = [at and (_flattened(at, layout.sizes) if is_flat else at[0]) for at in given]
-    rows = [at for at, own in zip(found, sizes, strict=True) if isinstance(at, Tensor) and len(at) == own]
+    found = [(_flattened(at, layout.sizes) if is_flat else at[0]) if at else None for at in given]
+    rows = [at for at, own in zip(found, sizes, strict=True) if at is not None and len(at) == own]
     return rows if len(rows) == len(parts) and (is_flat or size == layout.sizes[0]) else None
 
 
