@@ -181,6 +181,11 @@ def local_rank() -> int:
     return int(value) if value.isdecimal() else rank()
 
 
+def everything() -> dict[str, str]:
+    """Return all variables as they are now: for what is started later as if it were now."""
+    return dict(os.environ)
+
+
 def of_rank(rank: int, ranks: int) -> dict[str, str]:
     """Return the environment of a process that is started as a rank on this machine, as torchrun would set it."""
     own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
