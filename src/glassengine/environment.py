@@ -29,18 +29,8 @@ _RECORDED = re.compile(
     r"^(GLASS|DEBUG_ARTIFACTS|TRTLLM|TORCH|TORCHINDUCTOR|PYTORCH|HF|TRANSFORMERS|TOKENIZERS|OMP|MKL|KMP|GOMP|ORT|CUDA|"
     r"NVIDIA|XLA|NEURON|CUBLAS|NCCL)(_|$)|^(CC|CXX|CFLAGS|CXXFLAGS|PYTHONHASHSEED)$"
 )
-_SECRET_WORDS = {
-    "TOKEN",
-    "KEY",
-    "APIKEY",
-    "SECRET",
-    "PASSWORD",
-    "PASSWD",
-    "CREDENTIAL",
-    "CREDENTIALS",
-    "AUTH",
-    "COOKIE",
-}
+_SECRET_WORDS = {"TOKEN", "KEY", "APIKEY", "SECRET", "PASSWORD"}
+_SECRET_WORDS |= {"PASSWD", "CREDENTIAL", "CREDENTIALS", "AUTH", "COOKIE"}
 _SECRET_VALUE = re.compile(r"hf_[A-Za-z0-9]{16,}|(?<=://)[^/@\s]+(?=@)")
 
 
@@ -179,6 +169,11 @@ def local_rank() -> int:
     """Return the rank of this process on its machine, from LOCAL_RANK; without it, that among all."""
     value = os.environ.get("LOCAL_RANK", "")
     return int(value) if value.isdecimal() else rank()
+
+
+def everything() -> dict[str, str]:
+    """Return all variables as they are now: for what is started later as if it were now."""
+    return dict(os.environ)
 
 
 def of_rank(rank: int, ranks: int) -> dict[str, str]:

@@ -188,7 +188,7 @@ def command(
 
 def _script(line: ScriptLine, output_dir: str, policy: dict[str, Any], *, noise_floor: bool) -> int:
     directory, here = place(output_dir), Path.cwd()
-    absolute = directory.absolute()
+    absolute, variables = directory.absolute(), environment.everything()
     result = commands.record_script(
         line.script,
         line.arguments,
@@ -208,6 +208,7 @@ def _script(line: ScriptLine, output_dir: str, policy: dict[str, Any], *, noise_
             is_module=line.is_module,
             directory=here,
             options={name: policy[name] for name in kept} | {"steps": policy["steps"] and sorted(policy["steps"])},
+            variables=variables,
         )
 
     def show() -> None:

@@ -16,6 +16,7 @@ from glassengine.compare.ranks.sides import sides_of_one_rank
 from glassengine.compare.requirements import printed_statistics
 from glassengine.compare.ruling import Ruling
 from glassengine.compare.units import Request, Unit
+from glassengine.compare.wrapped import of_one_model
 from glassengine.numerics.metrics.tolerance import is_inexact, tolerance
 from glassengine.recording.layout.noise_floor import NoiseFloor, read_noise_floor
 from glassengine.recording.read.ranks import RankRecordings
@@ -46,6 +47,8 @@ class Bench:
             rules: What its map says.
         """
         left, right = printed_statistics(left, right) or (left, right)
+        if rules is None:
+            left, right = of_one_model(left, right)
         left, right = sides_of_one_rank(left, right)
         if rules is None and not request.transpose:
             left, right = in_rows(left, right)

@@ -33,6 +33,7 @@ from glassengine.compare.plan import Plan
 from glassengine.compare.precision import Precision, over_budget, two_precisions
 from glassengine.compare.prepared import prepared, sendable
 from glassengine.compare.rounded_updates import NOT_JUDGED, not_judged
+from glassengine.compare.roundings import ROUNDED
 from glassengine.compare.together import judged_together
 from glassengine.compare.units import Request
 from glassengine.errors import UsageError
@@ -187,10 +188,10 @@ def _compared(
     judged_together(pairs, chosen, left, right, distribution)
     summarize_worst(pairs, distribution, all_of_them=bool(show_only))
     lost = [_lost(plan.pairs[number], why) for number, why in sorted(verdicts.lost.items())]
-    unsure = not_judged(pairs, chosen, left, right)
-    for i in unsure:
+    for i in not_judged(pairs, chosen, left, right):
         pairs[i] = dataclasses.replace(pairs[i], verdict="suspicious", reason=NOT_JUDGED)
-        lost.append(Skipped(pairs[i].site, "both", NOT_JUDGED, step=pairs[i].step))
+    unsure = [i for i in pairs.flagged() if pairs[i].reason in (NOT_JUDGED, ROUNDED)]
+    lost += [Skipped(pairs[i].site, "both", str(pairs[i].reason), step=pairs[i].step) for i in unsure]
     is_whole = verdicts.stopped_at is None
     verdict = worst(own for (own, _, _), count in pairs.tally.items() if count)
     coverage = plan.coverage(

@@ -17,6 +17,7 @@ from glassengine.compare.matching.phases import phase_of
 from glassengine.compare.ranks.findings import Findings
 from glassengine.compare.ruling import BY_FLOOR, BY_GIVEN_TOLERANCE, BY_TOLERANCE, severity
 from glassengine.compare.units import with_statistics
+from glassengine.compare.wrapped import RENAMED
 from glassengine.recording.layout.entries import Entries
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.layout.noise_floor import NoiseFloor
@@ -181,6 +182,8 @@ def environment_of(side: TensorSource) -> dict[str, Any]:
     """Return what is known of where a side was made."""
     known = side.metadata.get("environment")
     facts = {**(known if isinstance(known, dict) else {}), "complete": side.complete}
+    if RENAMED in side.metadata:
+        facts[RENAMED] = side.metadata[RENAMED]
     if isinstance(side, InRows):
         facts["flat"] = dict(side.arrangements)
     return {**facts, "arrangements": side.arrangements} if isinstance(side, Findings) else facts

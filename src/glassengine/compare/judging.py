@@ -15,6 +15,8 @@ from glassengine.compare import shapes
 from glassengine.compare.both import Both
 from glassengine.compare.evidence import Evidence, Sums
 from glassengine.compare.matching.matching import Match
+from glassengine.compare.ranks.findings import Findings
+from glassengine.compare.roundings import ROUNDED, is_along
 from glassengine.compare.ruling import BY_SHAPE, Judged, Kind, Ruling
 from glassengine.compare.sides import Counted
 from glassengine.numerics.mask_values import both_may_hide, without_hidden
@@ -60,9 +62,19 @@ class Judge(Ruling, Both):
             x, y = shown
             figures = measure(x, y, rtol=allowed.rtol, atol=allowed.atol, device=self.device)
         drift = _drift_of(x, y) if self.has_drift else None
-        return Judged(
-            self.verdict(match, figures, _kind(x), _kind(y), drift, functools.partial(slices, x, y)), drift, counted
-        )
+        pair = self.verdict(match, figures, _kind(x), _kind(y), drift, functools.partial(slices, x, y))
+        if pair.reason == ROUNDED and self._is_another_update(match, y, x):
+            pair = dataclasses.replace(pair, verdict="wrong", reason=None)
+        return Judged(pair, drift, counted)
+
+    def _is_another_update(self, match: Match, y: Tensor, x: Tensor) -> bool:
+        """Whether a parameter differs by a multiple of its gradient: by another learning rate, or scale of the loss."""
+        noise = self.noise_of(match)
+        if noise is None or noise.gradient is None or isinstance(self.left, Findings):
+            return False
+        gradient = self.left.tensor(noise.gradient).double()
+        difference = y.double() - x.double()
+        return gradient.shape == x.shape and any(is_along(difference, one) for one in (gradient, gradient.sign()))
 
     def rows(self, match: Match, first: int, end: int) -> tuple[Evidence, Counted]:
         """Return the figures of some rows of a match that `can_be_cut`."""
@@ -70,13 +82,13 @@ class Judge(Ruling, Both):
         counted = self.count(match, match.baseline.shape, rows=(first, end))
         allowed = self.tolerance(match, _name(x), _name(y))
         found = difference(x, y, rtol=allowed.rtol, atol=allowed.atol, device=self.device)
-        floor = self.floor_of(match)
+        has_sums = self.floor_of(match) is not None or self.noise_of(match) is not None
         return Evidence(
             first * math.prod(match.baseline.shape[1:]),
             found,
             bool(found.num_beyond) and both_may_hide(x, y),
             _drift_of(x, y) if self.has_drift else None,
-            None if floor is None else Sums.of(sums_of_squares(x, y)),
+            Sums.of(sums_of_squares(x, y)) if has_sums else None,
             checksums,
         ), counted
 

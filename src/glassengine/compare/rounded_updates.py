@@ -7,8 +7,9 @@ that it is all that differs.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from glassengine.compare.matching.matching import Match
@@ -23,17 +24,25 @@ from glassengine.results import Hint, Packed
 if TYPE_CHECKING:
     from torch import Tensor
 
+_INPUT = ":in[0]"
 _PARAMETER, _GRADIENT, _BIAS, _WEIGHT, _TERMS = ":param", ":grad", ".bias:param", ".weight:param", ":grad_out"
 # Of an element of a gradient: by so much of itself it is another one on the other side.
 _UNSURE = 1e-4
 _MOST_STEPS = 16
-_MOST_WRONG = 4096
+# Roundings of a weight itself, by which it may differ.
+_OWN = 4
+_MOST_WRONG = 1024
+# Of a step, after which nothing more of it is asked.
+_MOST_OTHERS = 8
 # The first update of Adam is a whole step, those after it that are recorded are parts of one.
 _LARGER = 2
 NOT_JUDGED = (
     "its gradients are rounding, of which Adam makes whole steps: not judged without glass record --noise-floor"
 )
 """The reason of what is neither ok nor wrong."""
+
+
+_Places = Mapping[tuple[int, str], Entry]
 
 
 def rounded_update(match: Match, left: TensorSource, right: TensorSource) -> tuple[Hint, ...]:
@@ -70,10 +79,11 @@ def rounded_update(match: Match, left: TensorSource, right: TensorSource) -> tup
 
 
 def not_judged(pairs: Packed, chosen: Sequence[Match], left: TensorSource, right: TensorSource) -> list[int]:
-    """Return the places of all that is wrong, where each is an update of rounding or what reads one; else none.
+    """Return the places of what is wrong as an update of rounding or what reads one, up to the first that is neither.
 
-    That a gradient is rounding is known from its terms: it is no larger than what rounding can leave of their sum. A
-    parameter is off by no more than such steps amount to, and a result by the difference of its bias alone.
+    That a gradient is rounding is known from its terms: it is no larger than what rounding can leave of their sum, or,
+    of a weight, differs by no more than that. A parameter is off by no more than such steps amount to, and a result by
+    what the differences of its weight and its bias make of its input.
 
     Args:
         pairs: All verdicts.
@@ -81,26 +91,79 @@ def not_judged(pairs: Packed, chosen: Sequence[Match], left: TensorSource, right
         left: The baseline.
         right: The candidate.
     """
-    wrong = [i for i in pairs.flagged() if pairs[i].verdict == "wrong"]
-    sites = {chosen[i].baseline.site for i in wrong}
-    biases = {site for site in sites if site.endswith(_BIAS)}
-    read = {site + _BIAS for site in sites - biases}
-    if not biases or not read <= biases or len(wrong) > _MOST_WRONG:
-        return []
-    if any(pairs[i].judged_by != BY_TOLERANCE or chosen[i].rule is not None for i in wrong):
-        return []
-    known: dict[str, list[tuple[int, Tensor]]] = {}
-    for i in sorted(wrong, key=lambda i: (chosen[i].baseline.step, not chosen[i].baseline.site.endswith(_BIAS))):
-        entry = chosen[i].baseline
-        if entry.site in biases:
-            if not rounded_update(chosen[i], left, right) or not _is_of_terms(entry, chosen[i], left, right):
-                return []
-            found = _difference(chosen[i], left, right)
-            assert found is not None
-            known.setdefault(entry.site, []).append((entry.step, found))
-        elif not _is_of_bias(chosen[i], known.get(entry.site + _BIAS, ()), left, right):
-            return []
-    return wrong
+    by_step: dict[int, list[int]] = {}
+    for i in pairs.flagged() if left.metadata.get("gradients") else ():
+        if pairs[i].verdict == "wrong":
+            by_step.setdefault(pairs[i].step, []).append(i)
+    updates, found = _Updates(chosen, left, right), []
+    for step in sorted(by_step):
+        own = sorted(by_step[step], key=lambda i: not pairs[i].site.endswith((_BIAS, _WEIGHT)))
+        explained, num_other = [], 0
+        for i in own if len(own) <= _MOST_WRONG else ():
+            is_plain = pairs[i].judged_by == BY_TOLERANCE and chosen[i].rule is None
+            if is_plain and updates.explain(chosen[i]):
+                explained.append(i)
+            elif (num_other := num_other + 1) >= _MOST_OTHERS:
+                break
+        found += explained
+        if len(explained) < len(own):
+            break
+    return found
+
+
+class _Updates:
+    """Differences of parameters, each proven to be made of rounding.
+
+    Args:
+        chosen: What was judged.
+        left: The baseline.
+        right: The candidate.
+    """
+
+    def __init__(self, chosen: Sequence[Match], left: TensorSource, right: TensorSource) -> None:
+        self._chosen, self._left, self._right = chosen, left, right
+        self._known: dict[tuple[int, str], Tensor | None] = {}
+
+    def explain(self, match: Match) -> bool:
+        """Whether a tensor that is wrong is off by what rounding has made of updates, and by nothing else."""
+        entry = match.baseline
+        if entry.site.endswith((_BIAS, _WEIGHT)):
+            return bool(rounded_update(match, self._left, self._right)) and self._of(match, is_wrong=True) is not None
+        before = [(entry.step - 1, entry.site + end) for end in (_BIAS, _WEIGHT)]
+        if ":" in entry.site or not any(place in self._matches for place in before):
+            return False
+        found = _difference(match, self._left, self._right)
+        for one in (self._matches[place] for place in before if place in self._matches):
+            by = self._of(one)
+            if by is not None and by.dim() == 2:
+                given = self._places.get((entry.step, entry.site + _INPUT))
+                if given is None or isinstance(self._left, Findings) or given.shape[-1] != by.shape[-1]:
+                    return False
+                by = self._left.tensor(given).double() @ by.T
+            if found is None or by is None or found.shape[-1:] != by.shape[-1:]:
+                return False
+            found = found - by
+        return found is not None and not bool(_beyond(match, found, self._left).any())
+
+    def _of(self, match: Match, *, is_wrong: bool = False) -> Tensor | None:
+        """Return by how much a parameter differs after a step; None where that is not made of rounding."""
+        place = match.baseline.step, match.baseline.site
+        if place not in self._known:
+            is_proven = _is_of_terms if is_wrong and place[1].endswith(_BIAS) else _has_own_gradients
+            is_so = is_proven(match, self._left, self._right, self._places)
+            self._known[place] = _difference(match, self._left, self._right) if is_so else None
+        return self._known[place]
+
+    @functools.cached_property
+    def _matches(self) -> Mapping[tuple[int, str], Match]:
+        ends = (_BIAS, _WEIGHT)
+        return {(one.baseline.step, one.baseline.site): one for one in self._chosen if one.baseline.site.endswith(ends)}
+
+    @functools.cached_property
+    def _places(self) -> _Places:
+        paths = {site.removesuffix(_BIAS).removesuffix(_WEIGHT) for _, site in self._matches}
+        wanted = {path + port for path in paths for port in (_TERMS, _INPUT)}
+        return {(one.step, one.site): one for one in self._left.entries if one.site in wanted}
 
 
 def _difference(match: Match, left: TensorSource, right: TensorSource) -> Tensor | None:
@@ -114,24 +177,18 @@ def _difference(match: Match, left: TensorSource, right: TensorSource) -> Tensor
     return x - y if x.shape == y.shape else None
 
 
-def _is_of_terms(entry: Entry, match: Match, left: TensorSource, right: TensorSource) -> bool:
-    """Whether where a parameter differs all its gradients are rounding of their terms, and it is off by such steps."""
+def _is_of_terms(match: Match, left: TensorSource, right: TensorSource, places: _Places) -> bool:
+    """Whether all gradients of a bias are rounding of their terms where it differs, and it is off by such steps."""
+    entry = match.baseline
     found = _difference(match, left, right)
-    updates = [_values(left, site) for site in (entry.site, entry.site.removesuffix(_BIAS) + _WEIGHT)]
-    changes = [float((b - a).abs().max()) for each in updates for a, b in itertools.pairwise(each)]
-    if found is None or not changes:
+    if found is None or not _is_of_steps(match, found, left):
         return False
-    off, count = found.abs(), entry.step - min(one.step for one in left.entries if one.site == entry.site) + 1
-    allowed = tolerance(entry.dtype, match.candidates[0].dtype)
-    differs = off > allowed.atol + allowed.rtol * left.tensor(entry).double().abs()
-    if float(off.max()) > 2 * _LARGER * count * max(changes) + allowed.atol:
-        return False
-    of_terms = entry.site.removesuffix(_BIAS) + _TERMS
-    terms = {one.step: one for one in left.entries if one.site == of_terms}
+    differs = _beyond(match, found, left)
     for one, _ in _gradients(entry, left, right):
-        if one.step not in terms:
+        terms = places.get((one.step, entry.site.removesuffix(_BIAS) + _TERMS))
+        if terms is None:
             return False
-        each = left.tensor(terms[one.step]).double().abs()
+        each = left.tensor(terms).double().abs()
         sizes = each.reshape(-1, each.shape[-1])
         gradient = left.tensor(one).double().abs()
         if sizes.shape[-1:] != gradient.shape:
@@ -142,21 +199,58 @@ def _is_of_terms(entry: Entry, match: Match, left: TensorSource, right: TensorSo
     return True
 
 
+def _has_own_gradients(match: Match, left: TensorSource, right: TensorSource, places: _Places) -> bool:
+    """Whether a parameter is off by what its gradients are, step by step, and these by no more than their terms allow.
+
+    An update that divides by the size of a gradient changes by no more than the gradient does, relative to it.
+    """
+    entry = match.baseline
+    found, change = _difference(match, left, right), _largest_change(match, left)
+    if found is None or found.dim() > 2 or isinstance(left, Findings) or change is None:
+        return False
+    # Also what is within the absolute part of a tolerance: a result adds up many of them.
+    own = _OWN * limits(entry.dtype).eps * (left.tensor(entry).double().abs() + change)
+    differs, relative = found.abs() > own, found * 0
+    path = entry.site.removesuffix(_WEIGHT).removesuffix(_BIAS)
+    for one, other in _gradients(entry, left, right):
+        terms, given = (places.get((one.step, path + port)) for port in (_TERMS, _INPUT))
+        off = _difference(Match(one, (other,), match.method), left, right)
+        if terms is None or given is None or off is None or off.shape != found.shape:
+            return False
+        sizes, inputs = (left.tensor(each).double().abs().flatten(0, -2) for each in (terms, given))
+        inputs = inputs if found.dim() == 2 else sizes.new_ones(len(sizes), 1)
+        if len(sizes) != len(inputs) or found.shape != (sizes.shape[-1], inputs.shape[-1])[: found.dim()]:
+            return False
+        sums = (sizes.T @ inputs).reshape(found.shape)
+        if bool((differs & (off.abs() > len(sizes) * limits(one.dtype).eps * sums)).any()):
+            return False
+        relative += (off / left.tensor(one).double()).abs().nan_to_num(0.0).clamp(max=2.0)
+    return not bool((differs & (found.abs() > _LARGER * change * relative + own)).any())
+
+
+def _is_of_steps(match: Match, found: Tensor, left: TensorSource) -> bool:
+    """Whether a parameter is off by no more than the steps amount to that it, or the weight beside it, has made."""
+    entry, change = match.baseline, _largest_change(match, left)
+    count = entry.step - min(one.step for one in left.entries if one.site == entry.site) + 1
+    allowed = tolerance(entry.dtype, match.candidates[0].dtype)
+    return change is not None and float(found.abs().max()) <= 2 * _LARGER * count * change + allowed.atol
+
+
+def _largest_change(match: Match, left: TensorSource) -> float | None:
+    """Return the largest step of a parameter, or of the weight beside it; None where no two steps are recorded."""
+    site = match.baseline.site
+    updates = [_values(left, each) for each in (site, site.removesuffix(_BIAS) + _WEIGHT)]
+    return max((float((b - a).abs().max()) for each in updates for a, b in itertools.pairwise(each)), default=None)
+
+
+def _beyond(match: Match, found: Tensor, left: TensorSource) -> Tensor:
+    allowed = tolerance(match.baseline.dtype, match.candidates[0].dtype)
+    return found.abs() > allowed.atol + allowed.rtol * left.tensor(match.baseline).double().abs()
+
+
 def _values(side: TensorSource, site: str) -> list[Tensor]:
     of_site = sorted((one for one in side.entries if one.site == site), key=lambda one: one.step)
     return [side.tensor(one).double() for one in of_site[:_MOST_STEPS]]
-
-
-def _is_of_bias(match: Match, known: Sequence[tuple[int, Tensor]], left: TensorSource, right: TensorSource) -> bool:
-    """Whether a result differs by what its bias did after the step before, and by no more than rounding else."""
-    entry, other = match.baseline, match.candidates[0]
-    bias = next((found for step, found in reversed(known) if step == entry.step - 1), None)
-    found = _difference(match, left, right)
-    if bias is None or found is None or found.shape[-1:] != bias.shape:
-        return False
-    rest = (found - bias).abs()
-    allowed = tolerance(entry.dtype, other.dtype)
-    return not bool((rest > allowed.atol + allowed.rtol * left.tensor(entry).double().abs()).any())
 
 
 def _differ(g: Tensor, h: Tensor, one: Entry, other: Entry) -> bool:

@@ -13,6 +13,7 @@ from glassengine.blocks.merging import merged
 from glassengine.compare.evidence import Evidence, whole_of
 from glassengine.compare.matching.matching import Match
 from glassengine.compare.precision import by_drift
+from glassengine.compare.roundings import ROUNDED, Noise, Roundings, may_be_rounding
 from glassengine.compare.sides import Counted, Sides
 from glassengine.numerics.judgement import SUSPICIOUS, WRONG
 from glassengine.numerics.limits import is_floating, limits
@@ -125,7 +126,18 @@ class Ruling(Sides):
             is_real = is_floating(x.dtype) and is_floating(y.dtype)
             left = by_drift(drift, num_elements=math.prod(x.shape), is_real=is_real)
             return dataclasses.replace(pair, verdict=left, judged_by=BY_PRECISION)
+        noise = self.noise_of(match) if pair.verdict == "wrong" else None
+        if noise is not None and may_be_rounding(figures, of_slices(), noise):
+            return dataclasses.replace(pair, verdict="suspicious", reason=ROUNDED)
         return pair
+
+    def noise_of(self, match: Match) -> Noise | None:
+        """Return what roundings add up to in a tensor, where tolerances are those of dtypes and do not know it."""
+        return None if self._is_given or self.has_drift or self.floor is not None else self._roundings.before(match)
+
+    @functools.cached_property
+    def _roundings(self) -> Roundings:
+        return Roundings(self.left, self.right)
 
     def pair_of(self, match: Match, verdict: Verdict | None = None) -> Pair:
         """Return a pair of which nothing but the verdict is known."""

@@ -9,6 +9,7 @@ from typing import Protocol
 from glassengine.compare.matching.matching import Match
 from glassengine.compare.partial_sums import ADDED_OTHERWISE, partial_sums, with_right_sums
 from glassengine.compare.ranks.findings import Findings
+from glassengine.compare.ranks.open_shares import never_added_up
 from glassengine.compare.ranks.shared_gradients import OWN_SHARE, SHARED, shared_gradients, shares
 from glassengine.recording.read.source import TensorSource
 from glassengine.results import FLAGGED, Packed, Pair
@@ -43,8 +44,6 @@ def judged_together(
         found[i] = dataclasses.replace(found[i], verdict=found[k].verdict, reason=f"{OWN_SHARE}: {found[k].site}")
     for side, is_left in ((left, True), (right, False)):
         if isinstance(side, Findings):
-            from glassengine.compare.ranks.open_shares import never_added_up
-
             entries = [one.baseline if is_left else one.candidates[0] for one in chosen]
             open_ones = never_added_up(found, chosen, side, entries)
             for i, pair in zip(open_ones, again.rejected(open_ones), strict=True):

@@ -45,6 +45,7 @@ def measure_script_floor(
     is_module: bool,
     directory: Path,
     options: Mapping[str, Any],
+    variables: Mapping[str, str] | None = None,
 ) -> None:
     """Measure the noise floors of what a script has recorded and keep them there.
 
@@ -58,6 +59,7 @@ def measure_script_floor(
         is_module: As for `record_script`.
         directory: In which the script was started.
         options: What was recorded, as for `record_script`.
+        variables: The environment in which the script was started, which it may have changed; None is that of now.
 
     Raises:
         GlassError: The script does not make the recorded tensors again, or rounding changes its data; no floor is kept.
@@ -68,7 +70,7 @@ def measure_script_floor(
         def run(number: int, seed: int | None) -> Path:
             target = Path(folder) / str(number)
             asked = {"seed": seed, "path": str(target), "script": script, "arguments": list(arguments)}
-            _run({**asked, "is_module": is_module, "options": dict(options)}, directory, number)
+            _run({**asked, "is_module": is_module, "options": dict(options)}, directory, number, variables)
             return target
 
         def require_same(again: Path) -> None:
@@ -90,13 +92,13 @@ def measure_script_floor(
         write_noise_floor(path / place, floors, HOW)
 
 
-def _run(asked: Mapping[str, Any], directory: Path, number: int) -> None:
+def _run(asked: Mapping[str, Any], directory: Path, number: int, variables: Mapping[str, str] | None) -> None:
     command = [sys.executable, "-m", __name__, json.dumps(asked)]
     with tempfile.TemporaryFile() as words:
         done = subprocess.run(  # noqa: S603 (this interpreter, and a module of this package)
             command,
             cwd=directory,
-            env=_surroundings(number),
+            env=_surroundings(number, variables),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=words,
@@ -113,11 +115,11 @@ def _run(asked: Mapping[str, Any], directory: Path, number: int) -> None:
             )
 
 
-def _surroundings(number: int) -> dict[str, str] | None:
+def _surroundings(number: int, variables: Mapping[str, str] | None) -> Mapping[str, str] | None:
     """Return the environment of a run; ranks meet those of others at a port of their own. None: that of this one."""
     ranks = environment.num_ranks()
     if ranks in (1, None):
-        return None
+        return variables
     known = environment.of_rank(environment.rank(), ranks) | {"LOCAL_RANK": str(environment.local_rank())}
     port = known.get("MASTER_PORT", "")
     if port.isdecimal():

@@ -181,6 +181,8 @@ def notes(result: Comparison) -> Iterator[Text]:
             yield Text(
                 f"\nthe {side} has no dimension for rows ({how}): {count} of its tensors are compared as one row"
             )
+        if renamed := result.environment[side].get("renamed"):
+            yield Text(f"\none model is inside of another module: {renamed}")
         arrangements = result.environment[side].get("arrangements")
         if arrangements:
             counted = "; ".join(f"{count} {how}" for how, count in arrangements.items())

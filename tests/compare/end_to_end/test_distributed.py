@@ -191,16 +191,39 @@ def test_who_plans_and_merges_does_without_torch(tmp_path: Path, small_chunks: N
             if name == "a":
                 noise = tuple(np.full(size, 1e-12) for size in (1, 4, 1600))
                 write_noise_floor(path, {("large:out", 1, rank): Floor(1e-12, 1.0, noise)}, "by hand")
-    child = [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path / "a"), str(tmp_path / "b")]
+    here = driven_without_torch(tmp_path)
+    assert {pair["judged_by"] for pair in here["pairs"]} == {"noise floor", "tolerance (uncalibrated)"}
+    assert here["exemptions"] and here["first_divergence"]["site"] == "large:out"
+
+
+def test_who_puts_ranks_together_does_without_torch(tmp_path: Path, small_chunks: None) -> None:
+    """One process against two ranks, which have shares of a sum, rows of a product, and one thing wrong."""
+    x, parts = torch.arange(24.0).reshape(4, 6), torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    shares = (parts, x - parts)
+    for rank in (None, 0, 1):
+        with RecordingWriter(tmp_path / ("a" if rank is None else f"b/rank{rank}"), metadata={}) as writer:
+            for step in range(2):
+                own = {".:in[0]": x, "up": x.T, "down": x, "sum": x + 1, "norm": x / 3}
+                if rank is not None:
+                    own |= {"up": x.T.chunk(2)[rank], "down": shares[rank], "norm": x / 3 + (step and rank)}
+                for site, tensor in own.items():
+                    writer.write(site, step, tensor.contiguous(), rank=rank or 0)
+                writer.commit(step)
+    here = driven_without_torch(tmp_path)
+    assert here["first_divergence"]["site"] == "norm" and here["first_divergence"]["rank"] == 1
+
+
+def driven_without_torch(sides: Path) -> dict[str, Any]:
+    """Compare both sides in a process that cannot import torch, for which this one judges, and in this one alone."""
+    child = [sys.executable, "-c", WITHOUT_TORCH, str(sides / "a"), str(sides / "b")]
     with subprocess.Popen(child, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as driver:
         assert driver.stdin is not None and driver.stdout is not None
         while request := receive(driver.stdout):
             send(driver.stdin, judge_chunk(request))
         document = json.loads(receive(driver.stdout) or b"{}")
-    here = judged(tmp_path)
+    here = judged(sides)
     assert document == json.loads(json.dumps(here))
-    assert {pair["judged_by"] for pair in here["pairs"]} == {"noise floor", "tolerance (uncalibrated)"}
-    assert here["exemptions"] and here["first_divergence"]["site"] == "large:out"
+    return here
 
 
 def test_first_stops_after_the_first_chunk_that_is_wrong(sides: Path, small_chunks: None) -> None:

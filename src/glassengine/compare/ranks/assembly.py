@@ -6,12 +6,12 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from glassengine.compare.ranks.spread import Arrangement, Part, put, take
-from glassengine.numerics.metrics.measure import measure
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EXPLAINED = 0.02
 """Another reading of the parts is right when it leaves at most this fraction of the error."""
@@ -62,6 +62,8 @@ class Assembly:
 
     def whole(self, reference: Tensor) -> Tensor:
         """Return the whole; of copies that differ the worst ones."""
+        import torch
+
         if self.kind == NUMBERS:
             return _numbered(self.parts, reference)
         chosen: list[tuple[Part, int]] = []
@@ -118,6 +120,8 @@ def settled(
         is_of_parameter: Whether the tensor belongs to a parameter, which is the same for all data.
         is_updated: Whether it is what an update made.
     """
+    import torch
+
     cells = assembly.cells()
     parts = assembly.parts
     if all(_same(parts[cell[0]].tensor, parts[i].tensor) for cell in cells for i in cell[1:]):
@@ -151,6 +155,8 @@ def _numbered(parts: Sequence[Part], reference: Tensor) -> Tensor:
 
     A rank counts from the first row of its share, and puts some number in place of those it does not have.
     """
+    import torch
+
     found = torch.full_like(reference, -1)
     starts: list[int] = []
     for part in parts:
@@ -173,11 +179,15 @@ def _numbered(parts: Sequence[Part], reference: Tensor) -> Tensor:
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
+    import torch
+
     return torch.equal(x, y) or error_of(x, y) == 0
 
 
 def error_of(x: Tensor, y: Tensor) -> float:
     """Return the root mean square of `y - x`; infinite for other shapes, or where one alone is not finite."""
+    from glassengine.numerics.metrics.measure import measure
+
     if x.shape != y.shape:
         return math.inf
     figures = measure(x, y, rtol=0.0, atol=0.0)

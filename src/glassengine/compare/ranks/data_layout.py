@@ -9,11 +9,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from glassengine.compare.ranks.spread import DataLayout, take
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _NUM_AXES = 2
 """Data lies along the first dimensions of the inputs: rows and positions."""
@@ -108,6 +109,8 @@ def with_other_stages(layout: DataLayout, ranks: Iterable[int]) -> DataLayout:
 
 def _by_content(usable: Sequence[tuple[Tensor, Mapping[int, Tensor]]], sizes: tuple[int, ...]) -> DataLayout | None:
     """Return who has which rows where they are dealt out in any order; None where rows are alike, or one is missing."""
+    import torch
+
     rows = {_row(usable, i): i for i in range(sizes[0])}
     ranks = sorted(usable[0][1])
     found: dict[int, tuple[int | None, ...]] = {}
@@ -162,17 +165,23 @@ def _spreads(num_ranks: int, counts: Sequence[int]) -> Iterator[list[tuple[int, 
 
 
 def _block(at: int, count: int, size: int) -> Tensor:
+    import torch
+
     one = size // count
     return torch.arange(at * one, (at + 1) * one)
 
 
 def _zigzag(at: int, count: int, size: int) -> Tensor:
+    import torch
+
     if size % (2 * count):
         return _block(at, count, size)
     return torch.cat([_block(at, 2 * count, size), _block(2 * count - 1 - at, 2 * count, size)])
 
 
 def _every(at: int, count: int, size: int) -> Tensor:
+    import torch
+
     return torch.arange(at, size, count)
 
 
@@ -180,5 +189,7 @@ _WAYS: tuple[Callable[[int, int, int], Tensor], ...] = (_block, _zigzag, _every)
 
 
 def _bytes(tensor: Tensor) -> tuple[tuple[int, ...], bytes]:
+    import torch
+
     plain = tensor.detach().contiguous()
     return tuple(plain.shape), plain.reshape(-1).view(torch.uint8).numpy().tobytes()

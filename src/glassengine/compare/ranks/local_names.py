@@ -13,8 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from glassengine.compare.matching.phases import paths_above, phase_of
 from glassengine.compare.ranks.samples import agreement, share_of_sample
 from glassengine.recording.layout.layout import Entry
@@ -251,6 +249,8 @@ def _of_stages(source: TensorSource, whole: TensorSource, names: LocalNames) -> 
 
 
 def _are_same(source: TensorSource, entry: Entry, other: Entry) -> bool:
+    import torch
+
     if entry.rank == other.rank and entry.location is not None and entry.location == other.location:
         return True
     return torch.equal(source.tensor(entry), source.tensor(other))

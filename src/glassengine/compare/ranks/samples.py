@@ -6,9 +6,10 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Shape = tuple[int, ...]
 
@@ -64,6 +65,8 @@ def factor_of(part: Tensor, reference: Tensor) -> float | None:
 @functools.lru_cache(maxsize=1024)
 def sampled(shape: Shape, whole: Shape) -> tuple[Tensor, ...]:
     """Return the positions of some elements of a part; of a cache that is longer than the whole, of the first ones."""
+    import torch
+
     sizes = [min(p, w) for p, w in zip(shape, whole, strict=True)]
     numel = math.prod(sizes)
     if numel <= _NUM_SAMPLES:

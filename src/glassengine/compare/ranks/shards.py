@@ -8,17 +8,18 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from glassengine.compare.ranks.spread import Part
 from glassengine.recording.layout.layout import Entry, Sharding
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _SHARD = re.compile(r"_?S\((-?\d+)(?:, (\d+))?\)")
 _REPLICATED, _SUM, _MEAN = "R", "P(sum)", "P(avg)"
 
-Local = tuple[int, Tensor, Sharding]
+Local = tuple[int, "Tensor", Sharding]
 """Rank, values and sharding of what one process has."""
 
 
@@ -97,6 +98,8 @@ def assembled(parts: Sequence[Local]) -> tuple[Part, ...]:
 
 def owners(parts: Sequence[Local]) -> Tensor | None:
     """Return which rank each element of one copy is from, given its parts; None where ranks add up to it."""
+    import torch
+
     if any(text in (_SUM, _MEAN) for text in parts[0][2].placements):
         return None
     named = [(rank, torch.full(tensor.shape, rank), _first_copy(one)) for rank, tensor, one in parts]
@@ -144,6 +147,8 @@ def _joined(by_place: dict[tuple[int, ...], Tensor], sharding: Sharding) -> Tens
 
 
 def _join(placement: str, parts: list[Tensor]) -> Tensor:
+    import torch
+
     shard = _SHARD.fullmatch(placement)
     if shard is not None:
         return torch.cat(parts, int(shard[1]))

@@ -6,6 +6,8 @@ import numpy as np
 
 from glassengine.compare.matching.matching import Match, Matching, by_step
 from glassengine.compare.ranks.findings import Findings
+from glassengine.compare.ranks.ranks import PutTogether
+from glassengine.compare.ranks.two_layouts import Joined
 from glassengine.recording.layout.layout import Entry, have_same_bytes
 from glassengine.recording.read.reader import array_of
 from glassengine.recording.read.source import TensorSource
@@ -21,10 +23,6 @@ def sides_of_one_rank(left: TensorSource, right: TensorSource) -> tuple[TensorSo
     is_two = all(several) and not is_spread_alike(left, right)
     if several[0] == several[1] and not is_two:
         return left, right
-    # What puts tensors together needs torch; who compares rank by rank does not.
-    from glassengine.compare.ranks.ranks import PutTogether
-    from glassengine.compare.ranks.two_layouts import Joined
-
     if is_two:
         joined = Joined(left, right)
         return joined, PutTogether(right, joined, num_groups=joined.num_groups)
@@ -63,8 +61,6 @@ def _reason(side: Findings, entry: Entry, other: TensorSource, counterpart: Entr
 
 def _undecided(side: TensorSource, entry: Entry) -> str | None:
     """Return why a tensor of a baseline that was put together cannot be judged; None if it can."""
-    from glassengine.compare.ranks.two_layouts import Joined
-
     return side.why_not(entry) if isinstance(side, Joined) else None
 
 

@@ -12,18 +12,12 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from glassengine.compare.ranks.samples import Index, Shape, agreement, moved_by, sampled, taken_at
 
-from glassengine.compare.ranks.samples import (
-    Index,
-    Shape,
-    agreement,
-    moved_by,
-    sampled,
-    taken_at,
-)
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _MAX_GROUP = 64
 """Query heads per key head up to which a fused projection is recognized."""
@@ -105,6 +99,8 @@ def take(whole: Tensor, index: Index) -> Tensor:
 
 def put(whole: Tensor, index: Index, part: Tensor) -> None:
     """Write `part` into `whole` at `index`."""
+    import torch
+
     whole, rest = _narrowed(whole, index)
     if not rest:
         whole.copy_(part)
@@ -158,6 +154,8 @@ def uneven(parts: Sequence[Part], whole: Shape, layout: DataLayout | None = None
 
     Those of the rows that each rank was given lie where these do.
     """
+    import torch
+
     shapes = [tuple(part.tensor.shape) for part in parts]
     if any(len(shape) != len(whole) for shape in shapes):
         return None
@@ -182,8 +180,8 @@ def _rows(parts: Sequence[Part], size: int, sizes: Sequence[int], layout: DataLa
     """Return where parts of the ranks' own rows lie, or of all positions in them; None where they are of others."""
     given = [layout.positions(part.ranks) for part in parts]
     is_flat = size != layout.sizes[0] and size == math.prod(layout.sizes[:2])
-    found = [at and (_flattened(at, layout.sizes) if is_flat else at[0]) for at in given]
-    rows = [at for at, own in zip(found, sizes, strict=True) if isinstance(at, Tensor) and len(at) == own]
+    found = [(_flattened(at, layout.sizes) if is_flat else at[0]) if at else None for at in given]
+    rows = [at for at, own in zip(found, sizes, strict=True) if at is not None and len(at) == own]
     return rows if len(rows) == len(parts) and (is_flat or size == layout.sizes[0]) else None
 
 
@@ -232,6 +230,8 @@ def _data_dims(
 
 
 def _flattened(at: tuple[Tensor | None, ...], sizes: tuple[int, ...]) -> Tensor:
+    import torch
+
     rows, columns = (torch.arange(size) if x is None else x for x, size in zip(at, sizes, strict=True))
     return (rows[:, None] * sizes[1] + columns).flatten()
 
@@ -289,6 +289,8 @@ def _coordinates(number: int, axes: Sequence[tuple[int, int]]) -> dict[int, int]
 
 def _share(at: int, count: int, size: int, pieces: tuple[int, ...] | None) -> Tensor:
     """Return the positions of share `at` of `count`: `size` in one run, or a run of each piece."""
+    import torch
+
     if pieces is None:
         return torch.arange(at * size, (at + 1) * size)
     starts = itertools.accumulate((piece * count for piece in pieces), initial=0)

@@ -12,9 +12,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from glassengine.compare.matching.phases import is_of_activation, is_of_parameter
 from glassengine.compare.ranks.assembly import EXPLAINED, Assembly, error_of
@@ -27,6 +25,9 @@ from glassengine.compare.ranks.shards import Local, assembled, is_spread, meshes
 from glassengine.compare.ranks.spread import Arrangement, DataLayout, Part, arrangements, put, uneven
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _UNDECIDED = "both sides number these modules in each rank from 0, with unequal shares, and several ranks have the same"
 _MAX_WHOLES = 12
@@ -96,6 +97,8 @@ class Joined(OfSource):
         return way.whole
 
     def _found_way(self, key: _Key) -> tuple[Arrangement, str]:
+        import torch
+
         ours, theirs = self._joined(key), _parts(self._other, self._theirs.get(key, []))
         shape = tuple(ours[0].tensor.shape)
         is_one = all(part.tensor.shape == ours[0].tensor.shape for part in ours)
@@ -166,6 +169,8 @@ _COPIES, _SUM, _MEAN, _MEAN_OF_SUMS = "in place", "added up", "averaged", "added
 
 
 def _whole(parts: Sequence[Part], way: Arrangement, how: str, num_groups: int) -> Tensor:
+    import torch
+
     whole = torch.empty(way.whole, dtype=parts[0].tensor.dtype)
     for members in Assembly(tuple(parts), way).cells():
         part = parts[members[0]].tensor
@@ -178,6 +183,8 @@ def _whole(parts: Sequence[Part], way: Arrangement, how: str, num_groups: int) -
 
 def _num_agreeing(parts: Sequence[Part], whole: Tensor, layout: DataLayout | None, how: str, scales: bool) -> int:
     """Return how many parts agree with what `whole` has in their place, in the best of all ways."""
+    import torch
+
     shape = tuple(parts[0].tensor.shape)
     best = 0
     sample = sampled(shape, tuple(whole.shape))
@@ -201,6 +208,8 @@ def _num_agreeing(parts: Sequence[Part], whole: Tensor, layout: DataLayout | Non
 
 
 def _all_same(tensors: Sequence[Tensor], cells: Sequence[Sequence[int]]) -> bool:
+    import torch
+
     return all(torch.equal(tensors[cell[0]], tensors[i]) for cell in cells for i in cell[1:])
 
 
@@ -285,6 +294,8 @@ def _layouts(
 
 
 def _filled(parts: Mapping[int, Tensor], place: Mapping[int, tuple[Tensor | None, ...]], whole: Shape) -> Tensor | None:
+    import torch
+
     first = next(iter(parts.values()))
     if first.dim() > len(whole) + 1 or first.dim() < 1:
         return None

@@ -131,7 +131,7 @@ def ddp(of: Run, path: Path, rank: int) -> None:
 
 
 def fsdp(of: Run, path: Path, rank: int) -> None:
-    net = Net()
+    net = Net().to(of.options.get("dtype", torch.float32))
     net.checkpoints = of.options.get("checkpoints", False)
     if rank == of.rank:
         wanted(of.own)(net)
@@ -271,7 +271,7 @@ def transformer(of: Run, path: Path, rank: int) -> None:
 
 
 def one(of: Run, path: Path, rank: int) -> None:
-    net = Net()
+    net = Net().to(of.options.get("dtype", torch.float32))
     if rank == of.rank:
         wanted(of.own)(net)
     facts = {name: of.options[name] for name in ("microbatches", "gradients", "scaled_later") if name in of.options}
@@ -300,7 +300,9 @@ ONE = {
     "one-4": _of("one", "", {}, microbatches=4, gradients=False),
     "one-4, gradients": _of("one", "", {}, **LATER, scaled_later=True),
     "llama": _of("tp_plan", "", {}),
+    "one, bfloat16": _of("one", "", {}, dtype=torch.bfloat16),
 }
+UNSURE = {"fsdp2, bfloat16": _of("fsdp", "one, bfloat16", DP2, dtype=torch.bfloat16)}
 RIGHT = {
     "ddp2": _of("ddp", "one", DP2),
     "ddp4": _of("ddp", "one", {"dp": 4}),
@@ -335,6 +337,7 @@ WRONG = {
     "ddp: rows of rank 0": _of("ddp", "one", DP2, rank=1, own="rows of rank 0", site=".:in[0]", blamed=1, hint="order"),
     "fsdp: a slip": _of("fsdp", "one", DP2, **ACT),
     "fsdp: divided twice": _of("fsdp", "one", DP2, "divided twice", site="head.weight:grad", hint="average"),
+    "fsdp: a slip in bfloat16": _of("fsdp", "one, bfloat16", DP2, dtype=torch.bfloat16, **ACT),
     "fsdp: stale shard": _of("fsdp", "one", DP2, rank=1, own="stale shard", site="layers.2.up"),
     "dtensor: not reduced": _of("tensor", "one", TP2, "not reduced", site="layers.1.down", hint="reduction"),
     "dtensor: a slip": _of("tensor", "one", TP2, **ACT),
@@ -372,7 +375,7 @@ WRONG = {
         "pipeline", "one-4", PP2, **EARLY, rank=1, own=stale("layers.3.up.weight"), site="layers.3.up", blamed=1
     ),
 }
-ALL = {**ONE, **RIGHT, **WRONG}
+ALL = {**ONE, **UNSURE, **RIGHT, **WRONG}
 
 
 def run(name: str, of: Run, directory: Path) -> None:
