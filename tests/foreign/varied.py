@@ -22,11 +22,11 @@ G = torch.Generator().manual_seed(17)
 ANY = {"all": ["*"]}
 
 
-def of_files(make: Callable[[Any], nn.Module], names: Sequence[str], edits: Edits) -> Any:
+def of_files(make: Callable[[Any], nn.Module], names: Sequence[str], edits: Edits, **options: Any) -> Any:
     """Return what makes a pair: a model of modules of a package, the last one, and of their sources with a mistake."""
 
     def pair(mistake: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
-        part_of(names[-1])
+        part_of(names[-1], **options)
         torch.manual_seed(0)
         own = shaken(make(rewritten(names, None)[-1]))
         other = make(rewritten(names, edits.get(mistake))[-1])

@@ -191,6 +191,7 @@ class Asked:
             self._read(trial, theirs),
             lambda lost: is_still_computed(lost, self.program, self.candidate),
             frozenset(self.program.weights()),
+            self.program.kept(),
         )
         return found if found.left(right) > 0 else None
 

@@ -108,7 +108,7 @@ def another_op(question: Question) -> Iterator[Hypothesis]:
             are_products = traits_of(node).reads_memory and traits_of(theirs).reads_memory
             if len(tensors) == len(places) and not passes_on(node) and not are_products:
                 edits = {node: _called_as(theirs.target, leaves, spec, places)}
-                yield Hypothesis(kind_of_op(node), f"{_called(node, theirs)} in the candidate", edits)
+                yield Hypothesis(kind_of_op(node, theirs), f"{_called(node, theirs)} in the candidate", edits)
 
 
 def _called(node: Node, theirs: Node) -> str:

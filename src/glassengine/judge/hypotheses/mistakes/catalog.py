@@ -17,6 +17,7 @@ from glassengine.judge.hypotheses.mistakes.more import done_more
 from glassengine.judge.hypotheses.mistakes.norms import variances
 from glassengine.judge.hypotheses.mistakes.operands import altered, another, another_inside, exchanged, left_out
 from glassengine.judge.hypotheses.mistakes.operations import activations, other_ops
+from glassengine.judge.hypotheses.mistakes.packed import packed
 from glassengine.judge.hypotheses.mistakes.parts import cut_off, dropped, parts, zeroed
 from glassengine.judge.hypotheses.mistakes.rotations import unturned
 from glassengine.judge.hypotheses.mistakes.seen import counted, seen_pairs
@@ -38,6 +39,7 @@ Family = Callable[[Question], Iterator[Hypothesis]]
 FAMILIES: tuple[tuple[float, Family], ...] = (
     (1.0, same_op),
     (1.0, weights),
+    (1.0, packed),
     (0.98, as_theirs),
     (0.97, of_attention),
     (0.97, bases),

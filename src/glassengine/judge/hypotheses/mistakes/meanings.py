@@ -42,13 +42,24 @@ def is_stored(question: Question, node: Node) -> bool:
     """Whether a tensor is a weight, or rows of one that are the same for all inputs: a table of positions."""
     if node.name in question.weights:
         return True
+    ends = _made_of(question, node)
+    return bool(ends) and ends <= question.stored
+
+
+def is_of_before(question: Question, node: Node) -> bool:
+    """Whether a tensor holds what the step before left, and nothing of this one."""
+    ends = _made_of(question, node) or frozenset({node.name})
+    return bool(ends & question.kept) and ends <= question.stored | question.kept
+
+
+def _made_of(question: Question, node: Node) -> frozenset[str]:
+    """Return the inputs and weights that a node is made of by few ops; nothing where it is made by more of them."""
     waiting, known = [question.named.get(node.name, node)], set[Node]()
     while waiting and len(known) < _MOST_ABOVE:
         sources = [other for other in waiting.pop().all_input_nodes if other not in known]
         known.update(sources)
         waiting += sources
-    ends = {other.name for other in known if other.op == "placeholder"}
-    return not waiting and bool(ends) and ends <= question.stored
+    return frozenset() if waiting else frozenset(other.name for other in known if other.op == "placeholder")
 
 
 def least_position(value: torch.Tensor) -> int:

@@ -14,7 +14,7 @@ from torch.fx import Node
 from glassengine.judge.graphs.between import passes_on
 from glassengine.judge.graphs.by_name import argument_names
 from glassengine.judge.hypotheses.mistakes.layouts import merges
-from glassengine.judge.hypotheses.mistakes.meanings import is_counted, is_stored, least_position
+from glassengine.judge.hypotheses.mistakes.meanings import is_counted, is_of_before, is_stored, least_position
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, article, tensors_of, with_leaves
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Call
@@ -125,7 +125,7 @@ def left_out(question: Question) -> Iterator[Hypothesis]:
         elif tensors and trial.values[tensors[0][1]].shape == made.shape:
             first = trial.values[tensors[0][1]]
             if first.is_floating_point() and not torch.equal(first, made):
-                kind = _of_missing(traits.kind, name)
+                kind = _of_missing(node)
                 yield Hypothesis(kind, f"{article(node)} is missing", {node: _value(first)})
 
 
@@ -145,13 +145,17 @@ def _conditions(question: Question, node: Node, made: torch.Tensor) -> Iterator[
         yield Hypothesis("mask", text, {node: _value(torch.ones_like(made))})
 
 
-def _of_missing(role: str, name: str) -> Kind:
+def _of_missing(node: Node) -> Kind:
     """Return the kind of mistake that it is to leave out an op that makes one tensor of another."""
-    if role == "activation":
+    name = op_name(node)
+    if traits_of(node).kind == "activation" or name in ("exp", "exp2"):
         return "activation"
     if name in ("index_copy", "index_put", "slice_scatter", "select_scatter"):
         return "stale"  # what it should write is not there
-    return "scale" if name == "neg" else "mask" if name in ("masked_fill", "tril", "triu") else "other"
+    is_turned_over = name == "reciprocal" or (name == "pow" and node.args[1:] == (-1,))
+    if name == "neg" or is_turned_over:
+        return "scale"
+    return "mask" if name in ("masked_fill", "tril", "triu") else "permuted" if name == "flip" else "other"
 
 
 def _of_two(question: Question, node: Node, tensors: list[tuple[int, Node]]) -> Iterator[Hypothesis]:
@@ -169,7 +173,7 @@ def _of_two(question: Question, node: Node, tensors: list[tuple[int, Node]]) -> 
             yield Hypothesis("mask", f"the mask is not added: {what}", {node: _value(one)}, lost=lost)
         elif traits_of(node).kind == "term":
             verb = "added" if name == "add" else "subtracted"
-            kind: Kind = "bias missing" if is_bias else "other"
+            kind: Kind = "stale" if is_of_before(question, lost) else "bias missing" if is_bias else "other"
             yield Hypothesis(kind, f"{what} is not {verb}", {node: _value(one)}, lost=lost)
             yield Hypothesis(
                 "scale", f"{what} is {verb} twice", {node: _value(made + other if name == "add" else made - other)}
@@ -292,7 +296,8 @@ def another_inside(question: Question) -> Iterator[Hypothesis]:
                 found = trial.values[other]
                 if _are_alike(found, value) and value.is_floating_point() and not torch.equal(found, value):
                     text = f"{question.label(other)} instead of {question.label(source)}"
-                    yield Hypothesis("swapped", text, {node: _with({at: found})})
+                    is_old = is_of_before(question, other) and not is_of_before(question, source)
+                    yield Hypothesis("stale" if is_old else "swapped", text, {node: _with({at: found})})
 
 
 def _factor(value: torch.Tensor, other: torch.Tensor) -> float | None:

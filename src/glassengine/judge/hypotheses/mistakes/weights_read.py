@@ -279,6 +279,19 @@ def _as_ours(ours: torch.Tensor, theirs: torch.Tensor) -> Iterator[torch.Tensor]
         yield theirs.T
     if theirs.shape != ours.shape and theirs.squeeze().shape == ours.squeeze().shape:
         yield theirs.reshape(ours.shape)
+    yield from _partly(ours, theirs)
+
+
+def _partly(ours: torch.Tensor, theirs: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield a table without its first rows, or its last ones, beside those: the port keeps them elsewhere."""
+    if ours.dim() != theirs.dim() or ours.dim() < 2:
+        return
+    differing = [axis for axis in range(ours.dim()) if ours.shape[axis] != theirs.shape[axis]]
+    if len(differing) != 1 or ours.shape[differing[0]] - theirs.shape[differing[0]] not in (1, 2):
+        return
+    axis, number = differing[0], ours.shape[differing[0]] - theirs.shape[differing[0]]
+    yield torch.cat([ours.narrow(axis, 0, number), theirs], axis)
+    yield torch.cat([theirs, ours.narrow(axis, theirs.shape[axis], number)], axis)
 
 
 def _is_same(ours: torch.Tensor, theirs: torch.Tensor, same: float = _SAME) -> bool:
