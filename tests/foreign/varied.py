@@ -28,12 +28,23 @@ def of_files(make: Callable[[Any], nn.Module], names: Sequence[str], edits: Edit
     def pair(mistake: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
         part_of(names[-1], **options)
         torch.manual_seed(0)
-        own = shaken(make(rewritten(names, None)[-1]))
-        other = make(rewritten(names, edits.get(mistake))[-1])
-        other.load_state_dict(dict(own.named_parameters()), strict=False)  # tables are its own
+        own = shaken(make(last_of(rewritten(names, None))))
+        other = make(last_of(rewritten(names, edits.get(mistake))))
+        held = dict(own.named_parameters()).keys()  # tables are its own
+        given = {name: t for name, t in own.state_dict().items() if name in held or ".running_" in name}
+        other.load_state_dict(given, strict=False)
         return own.to(dtype).eval(), other.to(dtype).eval()
 
     return pair
+
+
+def last_of(modules: Sequence[Any]) -> Any:
+    """Return the last of some modules, with what it has of the others, also where it got that from their package."""
+    for module in modules[:-1]:
+        for name, value in vars(module).items():
+            if name in vars(modules[-1]) and getattr(value, "__module__", "") == module.__name__:
+                setattr(modules[-1], name, value)
+    return modules[-1]
 
 
 def lines(*mistakes: tuple[str, str]) -> Any:

@@ -87,3 +87,29 @@ def test_a_table_that_a_port_keeps_without_its_first_row_is_in_another_order(by_
     if result.first_divergence is not None:
         hint = result.first_divergence.hints[0]
         assert hint.kind == "permuted" and "in another order" in hint.text and hint.proven, hint
+
+
+class Gated(nn.Module):
+    """A gate and what it gates, of one product."""
+
+    def __init__(self, *, is_split: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.both, self.is_split = nn.Linear(6, 8), is_split
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.both(x)
+        if not self.is_split:
+            return made.tanh()
+        gate, up = made.chunk(2, -1)
+        return gate.sigmoid() * up
+
+
+@pytest.mark.parametrize(("is_split", "kind"), [(True, "swapped"), (False, "permuted")])
+def test_halves_that_are_taken_apart_are_two_weights(is_split: bool, kind: str, tmp_path: Path) -> None:
+    torch.save({"x": torch.randn(2, 6, generator=torch.Generator().manual_seed(1))}, tmp_path / "x.pt")
+    own, port = Gated(is_split=is_split), Gated(is_split=is_split)
+    for tensor in port.parameters():
+        tensor.data = tensor.data.roll(4, 0)
+    first = check(own, candidate=port, inputs=str(tmp_path / "x.pt")).first_divergence
+    assert first is not None and first.hints[0].kind == kind, first

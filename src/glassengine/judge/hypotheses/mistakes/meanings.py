@@ -18,6 +18,7 @@ _LEAST = 3
 _FEW = 64
 _MOST_ABOVE = 32
 """Ops from which it is asked whether they are made of weights alone."""
+_PARTING = frozenset({"split", "split_with_sizes", "chunk", "tensor_split"})
 _COUNTED = frozenset({"arange", "cumsum"})
 _TURNING = frozenset({"sin", "cos"})
 _FAR = 24
@@ -60,6 +61,23 @@ def _made_of(question: Question, node: Node) -> frozenset[str]:
         known.update(sources)
         waiting += sources
     return frozenset() if waiting else frozenset(other.name for other in known if other.op == "placeholder")
+
+
+def is_taken_apart(question: Question, node: Node) -> bool:
+    """Whether what is made of a weight is taken apart along its last axis, and not as heads: it is several weights."""
+    layer = question.users(node)
+    for _ in range(_NEAR):
+        sizes = {op: getattr(op.meta.get("val"), "shape", (0,))[-1:] for op in layer}
+        for op in layer:
+            if any(op_name(user) in _PARTING for user in op.users):
+                return True
+        layer = [
+            user
+            for op in layer
+            for user in op.users
+            if traits_of(user).kind == "reshape" and getattr(user.meta.get("val"), "shape", ())[-1:] == sizes[op]
+        ]
+    return False
 
 
 def least_position(value: torch.Tensor) -> int:

@@ -45,7 +45,7 @@ def packed(question: Question) -> Iterator[Hypothesis]:
         kind, how = called(order)
         labels = ", ".join(question.label(node) for node in held)
         told.append(("swapped" if _are_exchanged(order, sizes) else kind, f"{name} holds the rows of {labels} {how}"))
-        edits |= {node: _value(part) for node, part in zip(held, theirs.split(sizes), strict=True)}
+        edits |= {node: _value(part) for node, part in zip(held, torch.split(theirs, sizes), strict=True)}
     if told:
         yield Hypothesis(told[0][0], told[0][1], edits)
 
@@ -75,7 +75,7 @@ def _held_apart(question: Question, theirs: torch.Tensor, products: Collection[N
 def _are_exchanged(order: torch.Tensor, sizes: Sequence[int]) -> bool:
     """Whether whole weights have changed places: keys stand where queries should."""
     starts = [sum(sizes[:place]) for place in range(len(sizes))]
-    blocks = order.split(list(sizes))
+    blocks = torch.split(order, list(sizes))
     return all(int(block[0]) in starts and bool((block.diff() == 1).all()) for block in blocks)
 
 
