@@ -77,3 +77,25 @@ def test_the_kind_follows_from_what_the_op_does(mistake: str, tmp_path: Path) ->
     assert first is not None and first.hints, mistake
     kind, text = MISSING[mistake]
     assert first.hints[0].kind == kind and text in first.hints[0].text, first.hints[0]
+
+
+class Waves(nn.Module):
+    """Sines of time [B], of frequencies that fall from one to another; scores that are activated and divided."""
+
+    def __init__(self, mistake: str = "") -> None:
+        super().__init__()
+        self.mistake = mistake
+
+    def forward(self, time: Tensor) -> Tensor:
+        fall = 9.0 / (4 if self.mistake == "one more" else 3)
+        waves = time[:, None] * torch.exp(torch.arange(4) * -fall)
+        scores = torch.cat([waves.sin(), waves.cos()], -1)
+        return scores.softmax(-1) if self.mistake == "softmax" else nn.functional.silu(scores) / 5.0
+
+
+@pytest.mark.parametrize(("mistake", "kind"), [("one more", "position"), ("softmax", "activation")])
+def test_steps_of_a_grid_and_one_op_for_several(mistake: str, kind: str, tmp_path: Path) -> None:
+    torch.save({"time": torch.tensor([0.3, 2.0, 40.0])}, tmp_path / "x.pt")
+    first = check(Waves(), candidate=Waves(mistake), inputs=str(tmp_path / "x.pt")).first_divergence
+    assert first is not None and first.hints, mistake
+    assert first.hints[0].kind == kind and first.hints[0].proven, first.hints[0]

@@ -39,3 +39,26 @@ def test_what_is_of_the_step_before_is_stale(mistake: str, tmp_path: Path) -> No
     if result.first_divergence is not None:
         hint = result.first_divergence.hints[0]
         assert hint.kind == WRONG[mistake] and hint.proven, hint
+
+
+class Unrolled(nn.Module):
+    """Three steps over x [2, 3, 4], of which each reads the state that the one before it made."""
+
+    def __init__(self, *, is_lost: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell, self.is_lost = nn.Linear(10, 6), is_lost
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = state = torch.zeros(2, 6)
+        made = []
+        for step in range(3):
+            state = self.cell(torch.cat([x[:, step], first if self.is_lost else state], 1)).tanh()
+            made.append(state)
+        return torch.stack(made, 1)
+
+
+def test_a_state_that_stays_what_it_was_before_the_first_step_is_stale(tmp_path: Path) -> None:
+    torch.save({"x": torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))}, tmp_path / "x.pt")
+    first = check(Unrolled(), candidate=Unrolled(is_lost=True), inputs=str(tmp_path / "x.pt")).first_divergence
+    assert first is not None and first.hints[0].kind == "stale", first

@@ -6,7 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from glassengine.judge.hypotheses.mistakes.arguments import another_op, as_theirs, same_op, usual, whole
+from glassengine.judge.hypotheses.mistakes.arguments import (
+    another_op,
+    as_theirs,
+    one_for_several,
+    same_op,
+    usual,
+    whole,
+)
 from glassengine.judge.hypotheses.mistakes.coarser import coarser
 from glassengine.judge.hypotheses.mistakes.derivatives import derivatives
 from glassengine.judge.hypotheses.mistakes.fused import fused
@@ -55,6 +62,7 @@ FAMILIES: tuple[tuple[float, Family], ...] = (
     (0.95, variances),
     (0.95, usual),
     (0.95, another_op),
+    (0.95, one_for_several),
     (0.94, neighbors),
     (0.94, unturned),
     (0.94, reshaped),

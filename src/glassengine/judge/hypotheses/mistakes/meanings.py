@@ -48,7 +48,10 @@ def is_stored(question: Question, node: Node) -> bool:
 
 
 def is_of_before(question: Question, node: Node) -> bool:
-    """Whether a tensor holds what the step before left, and nothing of this one."""
+    """Whether a tensor holds what the step before left, and nothing of this one; before the first step, zeros."""
+    own = question.named.get(node.name, node)
+    if own.op == "call_function" and "zeros" in op_name(own):
+        return True
     ends = _made_of(question, node) or frozenset({node.name})
     return bool(ends & question.kept) and ends <= question.stored | question.kept
 
