@@ -148,6 +148,15 @@ def test_a_wrong_epsilon_is_beyond_the_bound_of_a_norm() -> None:
     assert bool(((wrong - exact).abs() > bound).any())
 
 
+def test_a_product_of_whole_numbers_has_the_rounding_of_its_result_alone() -> None:
+    call, args = aten.mul.Tensor, (torch.arange(8), -0.307)
+    exact = torch.arange(8).double() * -0.307
+    bound = rounding_bound(Operation("mul", call, args, {}, exact), Roundoff(unit_roundoff(torch.float32)))
+    assert bound is not None
+    assert bool(((call(*args).double() - exact).abs() <= bound).all())
+    assert bool(((exact * (1 + 1e-5) - exact).abs() > bound)[1:].all())
+
+
 def test_a_weight_in_a_coarser_dtype_widens_the_bound() -> None:
     call, args = CASES["linear"]
     exact_args = tuple(a.double() for a in args)

@@ -110,6 +110,8 @@ def _carried(operation: Operation, roundoff: Roundoff, u_in: float) -> Tensor:
     """What errors u_in of the arguments of a pointwise op become in its result, and errors inside of it."""
     leaves, spec = pytree.tree_flatten((operation.args, operation.kwargs))
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    if not where:
+        return torch.zeros_like(operation.exact)  # of whole numbers, which have no errors
     wide = [leaves[i].detach().expand(operation.exact.shape).clone().requires_grad_() for i in where]
     for i, leaf in zip(where, wide, strict=True):
         leaves[i] = leaf

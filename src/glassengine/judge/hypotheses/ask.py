@@ -15,7 +15,7 @@ from glassengine.judge.hypotheses.explain import Explanation, differences, expla
 from glassengine.judge.hypotheses.inside import Inside, inside_of
 from glassengine.judge.hypotheses.standing import Standing
 from glassengine.judge.hypotheses.still_computed import is_still_computed
-from glassengine.judge.hypotheses.trials.hypothesis import constants_of
+from glassengine.judge.hypotheses.trials.hypothesis import constants_of, of_weight, short
 from glassengine.judge.hypotheses.trials.native import in_its_dtype
 from glassengine.judge.hypotheses.trials.question import Question, noise_of
 from glassengine.judge.hypotheses.trials.trial import FAILS, OF_DIFFERENCES, Budget, Trial
@@ -169,6 +169,8 @@ class Asked:
             valid = None
         theirs = self._theirs(node)
         held = self._held(theirs)
+        others = self._others(node, trial)
+        sources = {short(self._site(name), self._site(node.name)): name for name in others}
         weights = {} if self.candidate is None else {n: self.candidate.weights()[node] for node, n in held.items()}
         names = {name: full.removeprefix(_USER) for name, full in self.program.weight_names().items()}
         found = Question(
@@ -178,7 +180,7 @@ class Asked:
             noise_of(piece, right, actual),
             self._labels(node, trial),
             frozenset(n.name for n in trial.inputs if n.name in self.program.weights()),
-            self._others(node, trial),
+            {label: others[name] for label, name in sources.items()},
             theirs,
             [*constants_of(theirs), *(float(t) for t in weights.values() if t.dim() == 0)],
             weights,
@@ -191,6 +193,8 @@ class Asked:
             self._read(trial, theirs),
             lambda lost: is_still_computed(lost, self.program, self.candidate),
             frozenset(self.program.weights()),
+            self.program.kept(),
+            sources,
         )
         return found if found.left(right) > 0 else None
 
@@ -270,7 +274,7 @@ class Asked:
         site = self._site(node.name)
         inside = {op.name: self._site(op.name) for op in [*trial.inputs, *trial.ops]}
         names = self.program.weight_names()
-        return {name: _of_weight(label) if name in names else _short(label, site) for name, label in inside.items()}
+        return {name: of_weight(label) if name in names else short(label, site) for name, label in inside.items()}
 
     def _site(self, name: str) -> str:
         names = self.program.weight_names()
@@ -281,10 +285,9 @@ class Asked:
         return ops[0] if ops else sites[0].name if sites else name
 
     def _others(self, node: Node, trial: Trial) -> dict[str, torch.Tensor]:
-        """Return what else could have been read: what was made before, nearest first, and weights of the same shape."""
+        """Return what else of this shape could have been read, by node: made before, nearest first, and weights."""
         shapes = {tuple(value.shape) for n in trial.inputs if isinstance(value := trial.values[n], torch.Tensor)}
         shapes.add(tuple(trial.right.shape))
-        site = self._site(node.name)
         inside = {n.name for n in trial.inputs}
         found: dict[str, torch.Tensor] = {}
         made = self._made_of(trial)
@@ -300,7 +303,7 @@ class Asked:
                 break
             if value.numel() > _LARGEST_OTHER:
                 continue
-            found[_short(self._site(name), site)] = value.detach()
+            found[name] = value.detach()
         return found
 
     def _made_of(self, trial: Trial) -> set[str]:
@@ -332,17 +335,3 @@ def _passed(node: Node) -> Iterator[Node]:
     while passes_on(node) and node.args and isinstance(node.args[0], Node):
         node = node.args[0]
         yield node
-
-
-def _of_weight(name: str) -> str:
-    """Leave out all but the module that has the weight."""
-    return ".".join(name.split(".")[-2:])
-
-
-def _short(name: str, site: str) -> str:
-    """Leave out the module of the flagged op, where another one is inside of it too."""
-    path = site.rpartition("/")[0]
-    for start in (f"{path}/", f"{path}."):
-        if path and name.startswith(start):
-            return name.removeprefix(start)
-    return name

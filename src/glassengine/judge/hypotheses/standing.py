@@ -14,7 +14,7 @@ from enum import IntEnum
 from typing import Any
 
 from glassengine.judge.graphs.between import ancestors
-from glassengine.judge.hypotheses.mistakes.arguments import another_op
+from glassengine.judge.hypotheses.mistakes.arguments import another_op, one_for_several
 from glassengine.judge.hypotheses.mistakes.layouts import permuted_operands
 from glassengine.judge.hypotheses.mistakes.parts import cut_off, dropped, parts, zeroed
 from glassengine.judge.hypotheses.mistakes.solved import solved, stretched
@@ -59,7 +59,8 @@ def standing_of(family: Callable[..., Any], hint: Hint) -> Standing:
         return Standing.NEARLY if is_described or hint.kind == "other" else Standing.FITS
     if is_described:
         return Standing.DESCRIBED
-    return Standing.DONE if family is another_op and hint.kind == "other" else Standing.SETTLED
+    is_another = family in (another_op, one_for_several) and hint.kind == "other"
+    return Standing.DONE if is_another else Standing.SETTLED
 
 
 def as_certain(question: Question, family: Callable[..., Any], hint: Hint) -> Hint:

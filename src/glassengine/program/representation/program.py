@@ -17,6 +17,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from glassengine.program.kinds.causal_lm import KVLayout
 from glassengine.program.onnx.stored.file import OnnxFile
+from glassengine.program.user_code.module_state import STATE
 from glassengine.sites import HasSites, SiteTable
 
 GRAPH_LEVEL = "run_decompositions({})"
@@ -111,6 +112,12 @@ class Program(HasSites):
             for spec in self.exported.graph_signature.input_specs
             if spec.target is not None and spec.kind is not InputKind.USER_INPUT
         }
+
+    def kept(self) -> frozenset[str]:
+        """Return the placeholders that hold what the step before left: caches, and buffers that a forward writes."""
+        written = {name.removeprefix(STATE) for name in self.output_nodes if name.startswith(STATE)}
+        buffers = {node for node, name in self.weight_names().items() if name in written}
+        return frozenset(buffers | {port.node for port in self.inputs if port.name in self.caches})
 
     def replace(self, exported: ExportedProgram, *, outputs: Mapping[str, str] | None = None) -> Program:
         """Return this program around another exported graph (same names), optionally with more outputs."""

@@ -45,3 +45,57 @@ def test_the_kind_follows_from_what_the_argument_means(mistake: str, tmp_path: P
     assert first is not None and first.hints, mistake
     kind, text = WRONG[mistake]
     assert first.hints[0].kind == kind and text in first.hints[0].text, first.hints[0]
+
+
+MISSING = {
+    "not turned over": ("scale", "pow is missing"),
+    "in logarithms": ("activation", "exp is missing"),
+    "another grid": ("position", "linspace: start"),
+    "along rows": ("transposed", "cumsum: dim"),
+}
+
+
+class Spread(nn.Module):
+    """x [2, 5, 5]: sums of it, spread by numbers between two ends."""
+
+    def __init__(self, mistake: str = "") -> None:
+        super().__init__()
+        self.mistake = mistake
+
+    def forward(self, x: Tensor) -> Tensor:
+        spread = torch.linspace(-0.5 if self.mistake == "another grid" else -1.0, 2.0, 5)
+        sums = (0.1 * x).cumsum(1 if self.mistake == "along rows" else 2)
+        grown = sums + spread if self.mistake == "in logarithms" else (sums + spread).exp()
+        size = x.square().sum(-1, keepdim=True) + 1.5
+        return grown * size if self.mistake == "not turned over" else grown * size**-1
+
+
+@pytest.mark.parametrize("mistake", MISSING)
+def test_the_kind_follows_from_what_the_op_does(mistake: str, tmp_path: Path) -> None:
+    torch.save({"x": torch.randn(2, 5, 5, generator=torch.Generator().manual_seed(1))}, tmp_path / "x.pt")
+    first = check(Spread(), candidate=Spread(mistake), inputs=str(tmp_path / "x.pt")).first_divergence
+    assert first is not None and first.hints, mistake
+    kind, text = MISSING[mistake]
+    assert first.hints[0].kind == kind and text in first.hints[0].text, first.hints[0]
+
+
+class Waves(nn.Module):
+    """Sines of time [B], of frequencies that fall from one to another; scores that are activated and divided."""
+
+    def __init__(self, mistake: str = "") -> None:
+        super().__init__()
+        self.mistake = mistake
+
+    def forward(self, time: Tensor) -> Tensor:
+        fall = 9.0 / (4 if self.mistake == "one more" else 3)
+        waves = time[:, None] * torch.exp(torch.arange(4) * -fall)
+        scores = torch.cat([waves.sin(), waves.cos()], -1)
+        return scores.softmax(-1) if self.mistake == "softmax" else nn.functional.silu(scores) / 5.0
+
+
+@pytest.mark.parametrize(("mistake", "kind"), [("one more", "position"), ("softmax", "activation")])
+def test_steps_of_a_grid_and_one_op_for_several(mistake: str, kind: str, tmp_path: Path) -> None:
+    torch.save({"time": torch.tensor([0.3, 2.0, 40.0])}, tmp_path / "x.pt")
+    first = check(Waves(), candidate=Waves(mistake), inputs=str(tmp_path / "x.pt")).first_divergence
+    assert first is not None and first.hints, mistake
+    assert first.hints[0].kind == kind and first.hints[0].proven, first.hints[0]

@@ -245,13 +245,13 @@ PLANTED = {
         "unbiased",
     ),
     "sum for mean": Planted(
-        lambda x: x.mean(1), lambda x: x.sum(1), lambda x: x.sum(1) / 5, "other", "sum instead of mean"
+        lambda x: x.mean(1), lambda x: x.sum(1), lambda x: x.sum(1) / 5, "scale", "sum instead of mean"
     ),
     "another dimension": Planted(
         lambda x: x.softmax(-1),
         lambda x: x.softmax(1),
         lambda x: x.exp() / x.exp().sum(-1, True),
-        "other",
+        "transposed",
         "dim: -1 here, 1 in",
     ),
     "key and value": Planted(

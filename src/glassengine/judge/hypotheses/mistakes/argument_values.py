@@ -11,6 +11,7 @@ import torch
 from torch.fx import Node
 
 from glassengine.judge.hypotheses.mistakes.argument_words import is_epsilon
+from glassengine.judge.hypotheses.mistakes.roles import counts_alone
 from glassengine.judge.hypotheses.trials.hypothesis import Literal, literals_of
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.ops.traits import named
@@ -19,6 +20,7 @@ from glassengine.program.representation.naming import op_name
 _EPSILONS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10, 1e-12, 0.0)
 BASES = (1e2, 1e3, 1e4, 2e4, 5e4, 1e5, 1.5e5, 2e5, 5e5, 1e6, 5e6, 1e7)
 _SLOPES = (0.01, 0.1, 0.2, 0.3)
+_LEAST_PLACES = 3
 _WORDS = {"approximate": ("none", "tanh"), "rounding_mode": ("floor", "trunc")}
 
 
@@ -72,6 +74,7 @@ def _numbers(question: Question, literal: Literal) -> Iterator[Any]:
         if own > 0:
             yield from (own * own, math.sqrt(own), 1 / own if own else 1.0)
         yield from (-own, 2 * own, own / 2)
+        yield from _by_one(question, literal)
     elif named(op).kind == "term":
         yield 0
         yield from (own + 1, own - 1, -own, 2 * own, own / 2)
@@ -81,6 +84,16 @@ def _numbers(question: Question, literal: Literal) -> Iterator[Any]:
         yield from (own + 1, own - 1, -own, own / 2, 2 * own)
     else:
         yield from (*_SLOPES, -own, 1.0, 0.0)
+
+
+def _by_one(question: Question, literal: Literal) -> Iterator[float]:
+    """Yield a step between places as it is where one place more, or one less, is counted: 1 / n for 1 / (n - 1)."""
+    node = question.named.get(literal.node.name, literal.node)
+    size = getattr(question.trial.values[literal.node], "shape", (0,))[-1:]
+    if not size or size[0] < _LEAST_PLACES or not counts_alone(node, question.stored):
+        return
+    for there in (size[0] - 1, size[0] + 1):
+        yield from (literal.value * there / size[0], literal.value * size[0] / there)
 
 
 def _scales(question: Question, node: Node) -> Iterator[float]:

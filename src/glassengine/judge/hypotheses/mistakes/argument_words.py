@@ -11,6 +11,7 @@ from torch.fx import Node
 from glassengine.judge.hypotheses.mistakes.meanings import is_counted
 from glassengine.judge.hypotheses.trials.hypothesis import Literal, shown
 from glassengine.judge.hypotheses.trials.question import Question
+from glassengine.ops.row import Rounding
 from glassengine.ops.traits import named, traits_of
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind
@@ -18,6 +19,8 @@ from glassengine.results import Kind
 _TINY = 1e-3
 """What is added to something and is no larger keeps it from zero, whatever reads it."""
 _MASKS = frozenset({"is_causal", "diagonal", "ignore_index"})
+_PLACES = frozenset({"arange", "linspace", "logspace", "roll"})
+"""Ops that number places, or move them."""
 
 
 def text_of(question: Question, literal: Literal, value: Any) -> str:
@@ -75,17 +78,25 @@ def kind_of(question: Question, literal: Literal, value: Any) -> Kind:
     if name == "approximate" or named(op).kind == "activation":
         return "activation"
     # What an argument means is the op's own: no trait says it, and only a hint depends on it.
-    if op in ("permute", "transpose", "view", "reshape"):
+    if op in ("permute", "transpose", "view", "reshape") or (name.startswith("dim") and _goes_along(literal.node)):
         return "transposed"
+    if op == "flip":
+        return "permuted"
     if op == "getitem":
         return "swapped"
     if op in ("slice", "select", "narrow") and name in ("start", "end", "index", "length"):
         return "swapped" if _is_one_of_several(question, literal.node) else "position"
-    if op in ("arange", "roll") or (op == "pow" and name == "self"):
+    if op in _PLACES or (op == "pow" and name == "self"):
         return "position"
     if op in ("add", "sub", "rsub") and isinstance(literal.value, int):
         return _kind_of_term(question, literal.node)
     return "other"
+
+
+def _goes_along(node: Node) -> bool:
+    """Whether an op sums, norms or chooses along an axis: along another one, it takes columns for rows."""
+    traits = traits_of(node)
+    return traits.choice is not None or traits.rounding in (Rounding.SUMS, Rounding.COMPOSITE)
 
 
 def _kind_of_equation(here: str, there: str) -> Kind:
@@ -112,12 +123,16 @@ def _kind_of_term(question: Question, node: Node) -> Kind:
     return "scale" if any(named(op_name(user)).kind == "factor" for user in question.users(node)) else "other"
 
 
-def kind_of_op(node: Node) -> Kind:
+def kind_of_op(node: Node, theirs: Node) -> Kind:
     """Return the kind of the mistake that another op, or another form of it, stands instead of this one."""
-    op = op_name(node)
-    if traits_of(node).kind == "activation":
+    ops, kinds = {op_name(node), op_name(theirs)}, {traits_of(node).kind, traits_of(theirs).kind}
+    if traits_of(node).kind == "activation" or kinds <= {"activation", "softmax", "log_softmax"}:
         return "activation"
-    return "mask" if op in ("tril", "triu", "masked_fill") else "position" if op in ("arange", "roll") else "other"
+    if op_name(node) in ("tril", "triu", "masked_fill") or kinds <= {"comparison", "logic"}:
+        return "mask"
+    if kinds in ({"factor"}, {"term"}) or ops == {"mean", "sum"}:
+        return "scale"  # what is turned over, a sign, a number of terms
+    return "position" if op_name(node) in _PLACES else "other"
 
 
 def _is_one_of_several(question: Question, node: Node) -> bool:

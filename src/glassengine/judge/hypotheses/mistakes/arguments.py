@@ -108,7 +108,31 @@ def another_op(question: Question) -> Iterator[Hypothesis]:
             are_products = traits_of(node).reads_memory and traits_of(theirs).reads_memory
             if len(tensors) == len(places) and not passes_on(node) and not are_products:
                 edits = {node: _called_as(theirs.target, leaves, spec, places)}
-                yield Hypothesis(kind_of_op(node), f"{_called(node, theirs)} in the candidate", edits)
+                yield Hypothesis(kind_of_op(node, theirs), f"{_called(node, theirs)} in the candidate", edits)
+
+
+def one_for_several(question: Question) -> Iterator[Hypothesis]:
+    """Yield: one op of the candidate stands for several at the end of the piece: a softmax for an activation, say."""
+    trial, end = question.trial, question.trial.end
+    given = {source for _, source in tensors_of(trial, end)}
+    replaced = [node for node in trial.ops if not passes_on(node)]
+    for theirs in question.theirs:
+        leaves, spec = pytree.tree_flatten((theirs.args, dict(theirs.kwargs)))
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Node)]
+        if len(places) != 1 or passes_on(theirs) or theirs.target is end.target:
+            continue
+        for source in [*trial.inputs, *trial.ops[:-1]]:
+            value = trial.values[source]
+            if source in given or not isinstance(value, torch.Tensor) or value.shape != question.right.shape:
+                continue
+            first = next((node for node in replaced if source in node.all_input_nodes), end)
+            calls = _called_as(theirs.target, leaves, spec, places)
+
+            def edit(call: Call, value: torch.Tensor = value, calls: Edit = calls) -> Any:
+                return calls(Call(call.node, call.target, (value,), {}, call.value))
+
+            text = f"{op_name(first)} and what follows here, {op_name(theirs)} in the candidate"
+            yield Hypothesis(kind_of_op(first, theirs), text, {end: edit})
 
 
 def _called(node: Node, theirs: Node) -> str:

@@ -6,7 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from glassengine.judge.hypotheses.mistakes.arguments import another_op, as_theirs, same_op, usual, whole
+from glassengine.judge.hypotheses.mistakes.arguments import (
+    another_op,
+    as_theirs,
+    one_for_several,
+    same_op,
+    usual,
+    whole,
+)
 from glassengine.judge.hypotheses.mistakes.coarser import coarser
 from glassengine.judge.hypotheses.mistakes.derivatives import derivatives
 from glassengine.judge.hypotheses.mistakes.fused import fused
@@ -17,6 +24,7 @@ from glassengine.judge.hypotheses.mistakes.more import done_more
 from glassengine.judge.hypotheses.mistakes.norms import variances
 from glassengine.judge.hypotheses.mistakes.operands import altered, another, another_inside, exchanged, left_out
 from glassengine.judge.hypotheses.mistakes.operations import activations, other_ops
+from glassengine.judge.hypotheses.mistakes.packed import packed
 from glassengine.judge.hypotheses.mistakes.parts import cut_off, dropped, parts, zeroed
 from glassengine.judge.hypotheses.mistakes.seen import counted, seen_pairs
 from glassengine.judge.hypotheses.mistakes.solved import bases, solved, stretched
@@ -37,6 +45,7 @@ Family = Callable[[Question], Iterator[Hypothesis]]
 FAMILIES: tuple[tuple[float, Family], ...] = (
     (1.0, same_op),
     (1.0, weights),
+    (1.0, packed),
     (0.98, as_theirs),
     (0.97, of_attention),
     (0.97, bases),
@@ -52,6 +61,7 @@ FAMILIES: tuple[tuple[float, Family], ...] = (
     (0.95, variances),
     (0.95, usual),
     (0.95, another_op),
+    (0.95, one_for_several),
     (0.94, neighbors),
     (0.94, unturned),
     (0.94, reshaped),

@@ -92,26 +92,23 @@ def _written_out(question: Question, node: Node) -> Iterator[Hypothesis]:
         scores = scores + torch.where(mask > HIDDEN, mask, 0.0)
     lowest = torch.finfo(torch.float32).min
     hidden = scores.masked_fill(~seen, lowest)
-    made = {
-        "softmax is over the queries (dim -2), not over the keys": hidden.softmax(-2) @ value,
-        "the mask is inverted": scores.masked_fill(seen, lowest).softmax(-1) @ value,
-        "softmax is missing": scores.masked_fill(~seen, 0.0) @ value,
-        "sigmoid instead of softmax": hidden.sigmoid() @ value,
-        "the mask is multiplied after the softmax": (scores.softmax(-1) * seen) @ value,
-        "hidden scores are zero, not minus infinity": scores.masked_fill(~seen, 0.0).softmax(-1) @ value,
-        "the scores are scaled after the softmax": (plain.masked_fill(~seen, lowest).softmax(-1) * scores / plain)
-        @ value,
-    }
+    made: list[tuple[Kind, str, torch.Tensor]] = [
+        ("transposed", "softmax is over the queries (dim -2), not over the keys", hidden.softmax(-2) @ value),
+        ("mask", "the mask is inverted", scores.masked_fill(seen, lowest).softmax(-1) @ value),
+        ("other", "softmax is missing", scores.masked_fill(~seen, 0.0) @ value),
+        ("activation", "sigmoid instead of softmax", hidden.sigmoid() @ value),
+        ("mask", "the mask is multiplied after the softmax", (scores.softmax(-1) * seen) @ value),
+        ("mask", "hidden scores are zero, not minus infinity", scores.masked_fill(~seen, 0.0).softmax(-1) @ value),
+        (
+            "scale",
+            "the scores are scaled after the softmax",
+            (plain.masked_fill(~seen, lowest).softmax(-1) * scores / plain) @ value,
+        ),
+    ]
     if rows == columns:
-        made["the weights are transposed: each key gathers the values"] = hidden.softmax(-1).transpose(-1, -2) @ value
-    for text, result in made.items():
-        kind: Kind = (
-            "transposed"
-            if "queries" in text or "transposed" in text
-            else "mask"
-            if "mask" in text or "hidden" in text
-            else "other"
-        )
+        gathered = hidden.softmax(-1).transpose(-1, -2) @ value
+        made.append(("transposed", "the weights are transposed: each key gathers the values", gathered))
+    for kind, text, result in made:
         yield Hypothesis(kind, text, {node: _value(result)})
 
 

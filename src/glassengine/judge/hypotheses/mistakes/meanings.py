@@ -18,6 +18,7 @@ _LEAST = 3
 _FEW = 64
 _MOST_ABOVE = 32
 """Ops from which it is asked whether they are made of weights alone."""
+_PARTING = frozenset({"split", "split_with_sizes", "chunk", "tensor_split"})
 _COUNTED = frozenset({"arange", "cumsum"})
 _TURNING = frozenset({"sin", "cos"})
 _FAR = 24
@@ -42,13 +43,44 @@ def is_stored(question: Question, node: Node) -> bool:
     """Whether a tensor is a weight, or rows of one that are the same for all inputs: a table of positions."""
     if node.name in question.weights:
         return True
+    ends = _made_of(question, node)
+    return bool(ends) and ends <= question.stored
+
+
+def is_of_before(question: Question, node: Node) -> bool:
+    """Whether a tensor holds what the step before left, and nothing of this one; before the first step, zeros."""
+    own = question.named.get(node.name, node)
+    if own.op == "call_function" and "zeros" in op_name(own):
+        return True
+    ends = _made_of(question, node) or frozenset({node.name})
+    return bool(ends & question.kept) and ends <= question.stored | question.kept
+
+
+def _made_of(question: Question, node: Node) -> frozenset[str]:
+    """Return the inputs and weights that a node is made of by few ops; nothing where it is made by more of them."""
     waiting, known = [question.named.get(node.name, node)], set[Node]()
     while waiting and len(known) < _MOST_ABOVE:
         sources = [other for other in waiting.pop().all_input_nodes if other not in known]
         known.update(sources)
         waiting += sources
-    ends = {other.name for other in known if other.op == "placeholder"}
-    return not waiting and bool(ends) and ends <= question.stored
+    return frozenset() if waiting else frozenset(other.name for other in known if other.op == "placeholder")
+
+
+def is_taken_apart(question: Question, node: Node) -> bool:
+    """Whether what is made of a weight is taken apart along its last axis, and not as heads: it is several weights."""
+    layer = question.users(node)
+    for _ in range(_NEAR):
+        sizes = {op: getattr(op.meta.get("val"), "shape", (0,))[-1:] for op in layer}
+        for op in layer:
+            if any(op_name(user) in _PARTING for user in op.users):
+                return True
+        layer = [
+            user
+            for op in layer
+            for user in op.users
+            if traits_of(user).kind == "reshape" and getattr(user.meta.get("val"), "shape", ())[-1:] == sizes[op]
+        ]
+    return False
 
 
 def least_position(value: torch.Tensor) -> int:

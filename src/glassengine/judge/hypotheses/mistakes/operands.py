@@ -14,7 +14,8 @@ from torch.fx import Node
 from glassengine.judge.graphs.between import passes_on
 from glassengine.judge.graphs.by_name import argument_names
 from glassengine.judge.hypotheses.mistakes.layouts import merges
-from glassengine.judge.hypotheses.mistakes.meanings import is_counted, is_stored, least_position
+from glassengine.judge.hypotheses.mistakes.meanings import is_counted, is_of_before, is_stored, least_position
+from glassengine.judge.hypotheses.mistakes.missing import choices, conditions, is_of_flags, of_missing
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, article, tensors_of, with_leaves
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Call
@@ -95,7 +96,7 @@ def left_out(question: Question) -> Iterator[Hypothesis]:
     for node in reversed(trial.ops):
         made = trial.values[node]
         if isinstance(made, torch.Tensor) and made.dtype is torch.bool:
-            yield from _conditions(question, node, made)
+            yield from conditions(question, node, made)
         if not isinstance(made, torch.Tensor) or not made.is_floating_point():
             continue
         name, traits = op_name(node), traits_of(node)
@@ -122,36 +123,12 @@ def left_out(question: Question) -> Iterator[Hypothesis]:
                 counts = is_counted(question, node)
                 for found in _of_two(question, node, tensors):
                     yield dataclasses.replace(found, kind="position") if counts else found
+        elif name == "where":
+            yield from choices(question, node, made)
         elif tensors and trial.values[tensors[0][1]].shape == made.shape:
             first = trial.values[tensors[0][1]]
             if first.is_floating_point() and not torch.equal(first, made):
-                kind = _of_missing(traits.kind, name)
-                yield Hypothesis(kind, f"{article(node)} is missing", {node: _value(first)})
-
-
-def _conditions(question: Question, node: Node, made: torch.Tensor) -> Iterator[Hypothesis]:
-    """What an op decides that hides elements: one of two conditions is missing, or it holds everywhere."""
-    trial, name = question.trial, op_name(node)
-    tensors = [(place, source) for place, source in tensors_of(trial, node)]
-    both = len(tensors) == 2 and all(trial.values[source].dtype is torch.bool for _, source in tensors)
-    for i, (_, source) in enumerate(tensors if both else ()):
-        kept = trial.values[tensors[1 - i][1]]
-        if kept.shape != made.shape:
-            kept = kept.expand(made.shape)
-        text = f"a condition of the mask is missing: {question.label(source)}"
-        yield Hypothesis("mask", text, {node: _value(kept)})
-    if not both and name in ("le", "lt", "ge", "gt"):
-        text = f"a condition of the mask is missing: {question.label(node)}"
-        yield Hypothesis("mask", text, {node: _value(torch.ones_like(made))})
-
-
-def _of_missing(role: str, name: str) -> Kind:
-    """Return the kind of mistake that it is to leave out an op that makes one tensor of another."""
-    if role == "activation":
-        return "activation"
-    if name in ("index_copy", "index_put", "slice_scatter", "select_scatter"):
-        return "stale"  # what it should write is not there
-    return "scale" if name == "neg" else "mask" if name in ("masked_fill", "tril", "triu") else "other"
+                yield Hypothesis(of_missing(node), f"{article(node)} is missing", {node: _value(first)})
 
 
 def _of_two(question: Question, node: Node, tensors: list[tuple[int, Node]]) -> Iterator[Hypothesis]:
@@ -169,7 +146,7 @@ def _of_two(question: Question, node: Node, tensors: list[tuple[int, Node]]) -> 
             yield Hypothesis("mask", f"the mask is not added: {what}", {node: _value(one)}, lost=lost)
         elif traits_of(node).kind == "term":
             verb = "added" if name == "add" else "subtracted"
-            kind: Kind = "bias missing" if is_bias else "other"
+            kind: Kind = "stale" if is_of_before(question, lost) else "bias missing" if is_bias else "other"
             yield Hypothesis(kind, f"{what} is not {verb}", {node: _value(one)}, lost=lost)
             yield Hypothesis(
                 "scale", f"{what} is {verb} twice", {node: _value(made + other if name == "add" else made - other)}
@@ -181,7 +158,8 @@ def _of_two(question: Question, node: Node, tensors: list[tuple[int, Node]]) -> 
             )
             yield Hypothesis("other", f"{what} is multiplied, not {verb}", {node: _value(one * other)})
         elif name == "mul":
-            yield Hypothesis("scale", f"{what} is not multiplied", {node: _value(one.expand(made.shape))}, lost=lost)
+            kind = "mask" if is_of_flags(other) else "scale"
+            yield Hypothesis(kind, f"{what} is not multiplied", {node: _value(one.expand(made.shape))}, lost=lost)
             yield Hypothesis("scale", f"{what} is multiplied twice", {node: _value(made * other)})
             yield Hypothesis("scale", f"1 + {what} is multiplied, not {what}", {node: _value(made + one)})
             yield Hypothesis("scale", f"{what} - 1 is multiplied, not {what}", {node: _value(made - one)})
@@ -272,12 +250,20 @@ def another(question: Question) -> Iterator[Hypothesis]:
             factor = _factor(value, other)
             if factor is not None:
                 kind, text = "scale", f"{question.label(node)} is scaled by {factor:.6g}: it is {name}"
+            elif _is_old(question, name, node):
+                kind = "stale"
             yield Hypothesis(kind, text, {node: _value(other)})
             readers = [user for user in node.users if user in trial.values]
             for reader in readers if len(readers) > 1 else ():
                 places = [place for place, leaf in tensors_of(trial, reader) if leaf is node]
                 edit = _with(dict.fromkeys(places, other))
                 yield Hypothesis(kind, f"{text}, where {op_name(reader)} reads it", {reader: edit})
+
+
+def _is_old(question: Question, name: str, node: Node) -> bool:
+    """Whether another tensor holds what the step before left, and what should have been read does not."""
+    other = question.named.get(question.sources.get(name, ""))
+    return other is not None and is_of_before(question, other) and not is_of_before(question, node)
 
 
 def another_inside(question: Question) -> Iterator[Hypothesis]:
@@ -292,7 +278,8 @@ def another_inside(question: Question) -> Iterator[Hypothesis]:
                 found = trial.values[other]
                 if _are_alike(found, value) and value.is_floating_point() and not torch.equal(found, value):
                     text = f"{question.label(other)} instead of {question.label(source)}"
-                    yield Hypothesis("swapped", text, {node: _with({at: found})})
+                    is_old = is_of_before(question, other) and not is_of_before(question, source)
+                    yield Hypothesis("stale" if is_old else "swapped", text, {node: _with({at: found})})
 
 
 def _factor(value: torch.Tensor, other: torch.Tensor) -> float | None:

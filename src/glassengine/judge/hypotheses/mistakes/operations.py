@@ -64,6 +64,11 @@ _EQUAL = 1e-9
 _SAMPLED = 64
 _PAIRS = (("sin", "cos"), ("mean", "sum"), ("amax", "mean"), ("amin", "amax"), ("std", "var"), ("sqrt", "rsqrt"))
 _COMPARED = (("lt", "le"), ("gt", "ge"), ("lt", "gt"), ("le", "ge"), ("eq", "ne"))
+_KINDS_OF_PAIRS: dict[tuple[str, str], Kind] = {
+    **dict.fromkeys(_COMPARED, "mask"),
+    ("sin", "cos"): "position",
+    ("mean", "sum"): "scale",  # by a number of terms
+}
 
 
 def activations(question: Question) -> Iterator[Hypothesis]:
@@ -152,8 +157,9 @@ def other_ops(question: Question) -> Iterator[Hypothesis]:
         for pair in (*_PAIRS, *_COMPARED):
             if name in pair:
                 other = pair[1 - pair.index(name)]
-                kind: Kind = "mask" if pair in _COMPARED else "position" if other in ("sin", "cos") else "other"
-                yield Hypothesis(kind, f"{other} instead of {name}", {node: _by_name(other)})
+                yield Hypothesis(
+                    _KINDS_OF_PAIRS.get(pair, "other"), f"{other} instead of {name}", {node: _by_name(other)}
+                )
         if name in ("max", "min") and isinstance(trial.values[node], (tuple, list)):
             for other in ("mean", "min" if name == "max" else "max"):
                 yield Hypothesis("other", f"{other} instead of {name}", {node: _along(other)})
@@ -239,7 +245,7 @@ def _convolutions(question: Question, node: Node) -> Iterator[Hypothesis]:
     if spatial == 1:
         for left, right, where in ((2 * sizes[0], 0, "left"), (0, 2 * sizes[0], "right")):
             text = f"all padding is on the {where} side"
-            yield Hypothesis("other", text, {node: _padded_before([(left, right)], "constant")})
+            yield Hypothesis("position", text, {node: _padded_before([(left, right)], "constant")})
 
 
 def _with_weight(change: Pointwise) -> Any:

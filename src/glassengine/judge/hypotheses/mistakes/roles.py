@@ -16,7 +16,7 @@ from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind
 
 _OF_VALUES: tuple[Kind, ...] = ("position", "other", "scale")
-_BY_OP: tuple[Kind, ...] = (*_OF_VALUES, "permuted", "transposed", "bias missing")
+_BY_OP: tuple[Kind, ...] = (*_OF_VALUES, "permuted", "transposed", "bias missing", "activation")
 """Kinds by which a mistake goes for the op that it is in, in values and in whole numbers."""
 _LOOKED_UP = frozenset({"embedding", "index", "index_select"})
 _OF_ORDER: tuple[Kind, ...] = ("permuted", "transposed")

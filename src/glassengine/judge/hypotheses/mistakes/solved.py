@@ -71,6 +71,8 @@ def _is_continuous(question: Question, literal: Literal) -> bool:
     if literal.name == "scale":
         return True
     name = op_name(literal.node)
+    if name == "linspace":
+        return literal.name in ("start", "end")
     is_known = literal.name in ("other", "self", "eps") or named(name).kind == "activation"
     is_number = isinstance(literal.value, (int, float)) and is_known
     return is_number and (isinstance(literal.value, float) or named(name).kind in ("factor", "term") or name == "pow")

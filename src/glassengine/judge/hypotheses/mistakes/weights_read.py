@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from glassengine.judge.graphs.between import passes_on
 from glassengine.judge.hypotheses.mistakes.constants import base_of, of_another_base
+from glassengine.judge.hypotheses.mistakes.meanings import is_taken_apart
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import FAILS, Edit
@@ -26,6 +27,8 @@ _LEAST_ROW, _MOST_ROWS = 32, 8
 """Of a weight whose levels are counted."""
 _PASSES, _PASSES_OF_SAME = 60, 6
 """How often a weight is read to say how it is related to another one, and to see that it is none."""
+_EXCHANGED = ("with its halves exchanged", "0 and 1 are exchanged", "1 and 2 are exchanged", "0 and 2 are exchanged")
+"""How it is put that a weight of several parts has two of them in each other's place."""
 _SAME = 2.0**-7
 """Weights in another precision are the same."""
 
@@ -58,13 +61,19 @@ def weights(question: Question) -> Iterator[Hypothesis]:
             trial.budget.spend_passes(_PASSES_OF_SAME * len(forms), value)
             for held in (form for form in forms if not _is_same(value, form, same)):
                 trial.budget.spend_passes(_PASSES, value)
-                kind, text = relation(label, name, value, held, others, same)
+                kind, text = _told(question, node, relation(label, name, value, held, others, same))
                 found = Hypothesis(kind, text, {node: _value(held)})
                 if kind != "other":
                     yield found
                 elif node in read:
                     counted.append(found)
     yield from counted
+
+
+def _told(question: Question, node: Node, found: tuple[Kind, str]) -> tuple[Kind, str]:
+    """Return how a weight differs: parts that have changed places are two weights, queries for keys, say."""
+    is_exchanged = found[1].endswith(_EXCHANGED) and is_taken_apart(question, node)
+    return ("swapped", found[1]) if is_exchanged else found
 
 
 def _all_of_theirs(question: Question) -> list[tuple[str, torch.Tensor]]:
@@ -145,7 +154,8 @@ def every_weight(question: Question) -> Iterator[Hypothesis]:
             if held is not None and not _is_same(value, held, same):
                 trial.budget.spend_passes(_PASSES, value)
                 edits[ours] = _value(held)
-                told[own] = relation(question.label(ours), own, value, held, others, same)
+                is_so = relation(question.label(ours), own, value, held, others, same)
+                told[own] = _told(question, ours, is_so)
         if len(edits) > 1:
             first = next(iter(told))
             rest = [name.rpartition(".")[2] for name in told if name != first]
@@ -279,6 +289,19 @@ def _as_ours(ours: torch.Tensor, theirs: torch.Tensor) -> Iterator[torch.Tensor]
         yield theirs.T
     if theirs.shape != ours.shape and theirs.squeeze().shape == ours.squeeze().shape:
         yield theirs.reshape(ours.shape)
+    yield from _partly(ours, theirs)
+
+
+def _partly(ours: torch.Tensor, theirs: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield a table without its first rows, or its last ones, beside those: the port keeps them elsewhere."""
+    if ours.dim() != theirs.dim() or ours.dim() < 2:
+        return
+    differing = [axis for axis in range(ours.dim()) if ours.shape[axis] != theirs.shape[axis]]
+    if len(differing) != 1 or ours.shape[differing[0]] - theirs.shape[differing[0]] not in (1, 2):
+        return
+    axis, number = differing[0], ours.shape[differing[0]] - theirs.shape[differing[0]]
+    yield torch.cat([ours.narrow(axis, 0, number), theirs], axis)
+    yield torch.cat([theirs, ours.narrow(axis, theirs.shape[axis], number)], axis)
 
 
 def _is_same(ours: torch.Tensor, theirs: torch.Tensor, same: float = _SAME) -> bool:

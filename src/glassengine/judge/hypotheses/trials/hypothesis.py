@@ -165,6 +165,20 @@ def article(node: Node) -> str:
     return {"scaled_dot_product_attention": "attention"}.get(name, name)
 
 
+def of_weight(name: str) -> str:
+    """Leave out all but the module that has the weight."""
+    return ".".join(name.split(".")[-2:])
+
+
+def short(name: str, site: str) -> str:
+    """Leave out the module of the flagged op, where another one is inside of it too."""
+    path = site.rpartition("/")[0]
+    for start in (f"{path}/", f"{path}."):
+        if path and name.startswith(start):
+            return name.removeprefix(start)
+    return name
+
+
 def _is_literal(value: Any) -> bool:
     if isinstance(value, (bool, int, float, str)) or value is None:
         return True

@@ -50,6 +50,8 @@ class Question:
         held: Nodes of the candidate that are such weights -> their names.
         read: Names of the piece's inputs that these ops read the counterparts of.
         stored: Names of all of the baseline's nodes that are weights.
+        kept: Names of the baseline's inputs and buffers that hold what the step before left.
+        sources: Name for people of each of `others` -> its node.
         full: Name of a node of the piece that is a weight -> its full name.
         model: Every weight of the baseline by its full name.
         named: The baseline's own nodes by name: what reads a piece is not in it.
@@ -78,6 +80,8 @@ class Question:
     read: frozenset[str] = frozenset()
     is_still_computed: Callable[[Node], bool] = lambda lost: False
     stored: frozenset[str] = frozenset()
+    kept: frozenset[str] = frozenset()
+    sources: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def right(self) -> torch.Tensor:
