@@ -134,6 +134,28 @@ def _number(word: int, is_float: bool) -> float:
     return found
 
 
+def not_reached(config: Any, longest: int) -> list[str]:
+    """Return the windows of a checkpoint that no sequence is longer than, in words: nothing shows them there.
+
+    Args:
+        config: Of the checkpoint.
+        longest: Tokens of the longest sequence that was judged.
+    """
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    windows = sorted({int(window) for window in _windows(text) if longest <= window})
+    return [
+        f"not judged: the window of {window:,} tokens, which no sequence here reaches ({longest} at most)"
+        for window in windows
+    ]
+
+
+def _ropes(text: Any) -> list[dict[str, Any]]:
+    """Return the parameters of the rotation, of each kind of layer."""
+    rope = getattr(text, "rope_parameters", None)
+    rope = rope if isinstance(rope, dict) else {}
+    return [one for one in rope.values() if isinstance(one, dict)] or [rope]
+
+
 def _windows(text: Any) -> list[float]:
     """Return the windows that layers have; -1 for none."""
     window = getattr(text, "sliding_window", None)
@@ -146,22 +168,22 @@ def _windows(text: Any) -> list[float]:
 def _expected(config: Any) -> dict[str, list[float]]:
     """Return what the checkpoint has for each literal; several where layers differ."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    rope = getattr(text, "rope_parameters", None)
-    rope = rope if isinstance(rope, dict) else {}
-    parts = [one for one in rope.values() if isinstance(one, dict)] or [rope]
+    parts = _ropes(text)
     bases = [float(one["rope_theta"]) for one in parts if isinstance(one.get("rope_theta"), (int, float))]
     factors = [float(one["factor"]) for one in parts if isinstance(one.get("factor"), (int, float))]
     plain = all(one.get("rope_type", "default") in ("default", "linear") for one in parts)
-    eps = [getattr(text, name, None) for name in ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")]
+    names = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon")
+    eps = [getattr(text, name, None) for name in names]
     hidden, heads = getattr(text, "hidden_size", 0), getattr(text, "num_attention_heads", 1)
     width = getattr(text, "head_dim", None) or hidden // heads
-    scalar = getattr(text, "query_pre_attn_scalar", None) or width
+    scale = getattr(text, "attention_multiplier", None)
+    scale = scale or float(getattr(text, "query_pre_attn_scalar", None) or width) ** -0.5
     found = {
         "freq_base": bases,
         "freq_scale": [1.0, *(1.0 / factor for factor in factors)] if plain else [],
         "eps": [float(one) for one in eps if isinstance(one, float)],
         # Where q is scaled before, the softmax has 1.
-        "attention scale": [float(scalar) ** -0.5, 1.0],
+        "attention scale": [float(scale), 1.0],
         "soft cap of the attention": [float(getattr(text, "attn_logit_softcapping", None) or 0.0)],
         "heads": [float(heads)],
         "key and value heads": [float(getattr(text, "num_key_value_heads", None) or heads)],

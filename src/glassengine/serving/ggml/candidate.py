@@ -90,7 +90,7 @@ def _settings(file: GgufFile, config: Any) -> Iterator[Setting]:
     eps = next(
         (
             getattr(text, name, None)
-            for name in ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")
+            for name in ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon")
             if hasattr(text, name)
         ),
         None,
@@ -108,6 +108,10 @@ def _settings(file: GgufFile, config: Any) -> Iterator[Setting]:
         "attention.sliding_window": (getattr(text, "sliding_window", None), "mask"),
         "attn_logit_softcapping": (getattr(text, "attn_logit_softcapping", None), "scale"),
         "final_logit_softcapping": (getattr(text, "final_logit_softcapping", None), "scale"),
+        "attention.scale": (getattr(text, "attention_multiplier", None), "scale"),
+        "embedding_scale": (getattr(text, "embedding_multiplier", None), "scale"),
+        "residual_scale": (getattr(text, "residual_multiplier", None), "scale"),
+        "logit_scale": (getattr(text, "logits_scaling", None), "scale"),
         "expert_used_count": (getattr(text, "num_experts_per_tok", None), "other"),
         "rope.dimension_count": (numbers["rotated"], "position"),
     }
