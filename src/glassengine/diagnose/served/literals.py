@@ -15,6 +15,8 @@ _DEPTH = 8
 _SAME = 1e-5
 _NEAR = 1e-3
 """Of numbers that are read off tables."""
+_NEARBY, _PERHAPS = 0.9, 0.5
+"""Score of a setting that the op reads, and of one of the model's structure where nothing else explains the op."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,15 @@ def with_settings(
         settings: Of the engine.
     """
     made = []
+    structure = tuple(_of(setting, _PERHAPS) for setting in settings if setting.differs and setting.kind == "other")
     for one in found:
         hints = list(dict.fromkeys(_hints(one, graph, config, settings)))
-        made.append(dataclasses.replace(one, hints=(*hints, *one.hints)) if hints else one)
+        if one.noise_ratio is None:  # of another size, or no number
+            hints = [*structure, *hints]
+        elif not hints and not any(hint.proven for hint in one.hints):
+            hints = [*one.hints, *structure]
+        hints = list(dict.fromkeys([*hints, *one.hints]))
+        made.append(dataclasses.replace(one, hints=tuple(hints)) if len(hints) > len(one.hints) else one)
     return made
 
 
@@ -72,8 +80,12 @@ def _hints(one: Divergence, graph: Mapping[str, Any], config: Any, settings: Seq
     kinds = {_KIND.get(_op_of(site, graph)) for site in near} - {None}
     for setting in settings:
         if setting.differs and setting.kind in kinds:
-            text = f"{setting.name} is {setting.found:.6g}, in the checkpoint {setting.expected:.6g}"
-            yield Hint(setting.kind, text, 0.9, evidence="argument")
+            yield _of(setting, _NEARBY)
+
+
+def _of(setting: Setting, score: float) -> Hint:
+    text = f"{setting.name} is {setting.found:.6g}, in the checkpoint {setting.expected:.6g}"
+    return Hint(setting.kind, text, score, evidence="argument")
 
 
 def _numbers(site: str, node: Mapping[str, Any]) -> Iterator[tuple[str, Kind, float, float]]:

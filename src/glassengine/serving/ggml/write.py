@@ -183,6 +183,8 @@ _KNOWN = (
     "rope.dimension_count",
     "attention.head_count",
     "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
     "attention.layer_norm_rms_epsilon",
     "attention.layer_norm_epsilon",
     "attention.sliding_window",

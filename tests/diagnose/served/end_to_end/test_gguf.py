@@ -108,7 +108,7 @@ SMALL: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "vocab_size": 128,
+    "vocab_size": 272,
     "max_position_embeddings": 64,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -164,6 +164,33 @@ def test_a_bias_is_part_of_its_product(tmp_path: Path) -> None:
     ]
 
 
+def test_heads_of_another_size_are_named(tmp_path: Path) -> None:
+    """What llama.cpp computes does not have the sizes that the tables expect, and is wrong."""
+    module = configured("biases", tmp_path / "checkpoint", num_hidden_layers=1, attention_bias=False, mlp_bias=False)
+    heads = {"attention_head_count": 8, "attention_head_count_kv": 4}
+    widths = dict.fromkeys(("attention_key_length", "attention_value_length", "rope_dimension_count"), 8)
+    write_gguf(module, tmp_path / "model.gguf", **heads, **widths)
+    found = glass.check(tmp_path / "checkpoint", candidate=f"gguf:{tmp_path}/model.gguf", steps=0)
+    first = found.first_divergence
+    assert not found.ok and first is not None and first.site.startswith("model.layers.0.self_attn/"), first
+    assert "llama.attention.head_count is 8, in the checkpoint 4" in [hint.text for hint in first.hints]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("factors", [None, 4.0])
+def test_factors_of_llama_3_are_named(factors: float | None, tmp_path: Path) -> None:
+    rope = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaled = {**rope, "original_max_position_embeddings": 32}
+    module = configured("biases", tmp_path / "checkpoint", max_position_embeddings=256, rope_parameters=scaled)
+    changed = {} if factors is None else {"rope_freqs.weight": torch.full((8,), factors)}
+    write_gguf(module, tmp_path / "model.gguf", changed=changed)
+    found = glass.check(tmp_path / "checkpoint", candidate=f"gguf:{tmp_path}/model.gguf", steps=0)
+    first = found.first_divergence
+    assert not found.ok and first is not None and first.site.startswith("model.layers.0.self_attn/add."), first
+    text = f"the largest number of rope_freqs.weight is {factors or 1.0:g}, in the checkpoint 8"
+    assert text in [hint.text for hint in first.hints]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGURED)
 def test_healthy_files_of_other_configurations(name: str, tmp_path: Path) -> None:
@@ -181,7 +208,7 @@ def test_healthy_files_of_other_configurations(name: str, tmp_path: Path) -> Non
         ("granite", {"embedding_scale": 1.0}, "model/mul.0"),
         ("half of each head rotated", {"rope_dimension_count": 16}, "model.layers.0.self_attn/"),
         ("stablelm", {"attention_layer_norm_epsilon": 1e-3}, "model.layers.0.input_layernorm/layer_norm.0"),
-        ("a shared expert", {"expert_used_count": 1}, "model.layers.0.mlp/"),
+        ("a shared expert", {"expert_used_count": 1}, "model.layers.0.mlp"),
     ],
 )
 def test_settings_of_other_configurations(name: str, setting: dict[str, Any], site: str, tmp_path: Path) -> None:
