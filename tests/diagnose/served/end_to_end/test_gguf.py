@@ -173,7 +173,8 @@ def test_heads_of_another_size_are_named(tmp_path: Path) -> None:
     found = glass.check(tmp_path / "checkpoint", candidate=f"gguf:{tmp_path}/model.gguf", steps=0)
     first = found.first_divergence
     assert not found.ok and first is not None and first.site.startswith("model.layers.0.self_attn/"), first
-    assert "llama.attention.head_count is 8, in the checkpoint 4" in [hint.text for hint in first.hints]
+    assert "llama.rope.dimension_count is 8, in the checkpoint 16" in [hint.text for hint in first.hints]
+    assert "llama.attention.head_count is 8, in the checkpoint 4" in found.notes
 
 
 @pytest.mark.slow
