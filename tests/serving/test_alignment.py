@@ -13,7 +13,10 @@ CONFIG = SimpleNamespace(
     intermediate_size=128,
     rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5},
 )
-ARCHITECTURES = ("llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "gemma2", "gemma3", "phi3", "gpt2", "bert")
+ARCHITECTURES = (
+    *("llama", "smollm3", "granite", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "gemma2", "gemma3", "phi3", "olmo2"),
+    *("starcoder2", "stablelm", "gpt2", "bert"),
+)
 
 
 def test_numbers_of_a_checkpoint() -> None:

@@ -56,8 +56,11 @@ def test_right_ones_raise_no_alarm(family: str, backend: str, tmp_path: Path) ->
     found = glass.check(checkpoint, candidate=place, python=PYTHON, min_coverage=least)
     print(f"{family:10} {'healthy':20} {backend:10} {found.verdict} coverage {found.coverage:.2f}")  # noqa: T201
     assert found.ok and not found.origins, found.not_ok_because
-    # A delegate shows its results alone: that is one region.
-    assert backend == "xnnpack" or found.fineness[0].op_by_op > 0.0
+    fine = found.fineness[0]
+    if backend == "xnnpack":  # a delegate shows its results alone: the answer says how many ops were judged by them
+        assert fine.in_large_regions > 0.9 and fine.largest_region_end == "lm_head/linear.0"
+    else:
+        assert fine.op_by_op > 0.0
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

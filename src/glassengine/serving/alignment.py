@@ -81,7 +81,8 @@ def table_of(layout: str, architecture: str, numbers: Mapping[str, int | None]) 
     name = next((name for name, one in files.items() if architecture in one.architectures), None)
     if name is None:
         known = [known for one in files.values() for known in one.architectures]
-        raise UnknownNameError(f"architecture of {layout}", architecture, known, hint="name its tensors: --map FILE")
+        hint = "glass record CANDIDATE -o REC, and name its tensors: --candidate REC --map FILE"
+        raise UnknownNameError(f"architecture of {layout}", architecture, sorted(known), hint=hint)
     chain = [_included(files, other) for other in files[name].includes] + [files[name]]
     told = f"the table {layout}/{name}"
     weights = [rule for one in chain for rule in _rules(one.weights, numbers, told)]

@@ -43,7 +43,9 @@ class Alignment:
         self.source = source
         architecture = source.metadata.get("architecture") or _architecture(layout, config)
         self.table = table_of(layout, str(architecture), numbers_of(config))
-        self.by_case = {case: RecordedTensors(one, program, self.table.rules) for case, one in sources.items()}
+        self.by_case = {
+            case: RecordedTensors(one, program, self.table.rules, _with_biases(one)) for case, one in sources.items()
+        }
         self.tensors = next(iter(self.by_case.values()))
         self.kernels = of_any_runtime()
         self.rounded: dict[str, torch.dtype] = {
@@ -52,6 +54,18 @@ class Alignment:
             for pattern, dtype in self.table.rounded.items()
             if matches(pattern, site.name)
         }
+
+
+def _with_biases(source: TensorSource) -> dict[str, str]:
+    """Return products of a recording -> the sums in which a bias is added to them: a layer's result is the sum."""
+    graph = source.metadata.get("graph") or {}
+    found = {}
+    for site, node in graph.items():
+        product, *others = node.get("sources") or [""]
+        is_sum = site.rpartition("/")[2].startswith("add.") and "/mul_mat." in product
+        if is_sum and len(others) == 1 and others[0].endswith(".bias"):
+            found[product] = site
+    return found
 
 
 def _architecture(layout: str, config: Any) -> str:

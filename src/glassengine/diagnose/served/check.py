@@ -27,7 +27,7 @@ from glassengine.diagnose.ladder.judging import judge, severity_counter
 from glassengine.diagnose.ladder.rungs import start
 from glassengine.diagnose.reproduction.reproduce import with_reproduction
 from glassengine.diagnose.served.aligned import Alignment, hidden_kinds, operands_of
-from glassengine.diagnose.served.literals import with_settings
+from glassengine.diagnose.served.literals import not_reached, with_settings
 from glassengine.diagnose.served.runs import DEPLOYED, Runs, run_of_encoder, runs_of
 from glassengine.diagnose.served.weights import WeightsFound, judge_weights
 from glassengine.errors import UsageError
@@ -140,7 +140,10 @@ def check_served(
         found = _with_origins(found, origins)
         if weights is not None and has_weights:
             found = with_weights(found, weights, model.spec, served.spec)
-        found = dataclasses.replace(found, notes=(*found.notes, *_notes(served, config, alignments)))
+        longest = max((case.cache_length for case in climb.cases if case.input_ids is not None), default=0)
+        unreached = not_reached(config, longest) if longest else ()
+        notes = (*found.notes, *_notes(served, config, alignments), *unreached)
+        found = dataclasses.replace(found, notes=notes)
         if reproduction is None or found.first_divergence is None or found.first_divergence.node is None:
             return found
         progress(Work.WRITING.says("writing a reproduction"))

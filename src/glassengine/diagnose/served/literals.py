@@ -15,6 +15,8 @@ _DEPTH = 8
 _SAME = 1e-5
 _NEAR = 1e-3
 """Of numbers that are read off tables."""
+_NEARBY, _PERHAPS = 0.9, 0.5
+"""Score of a setting that the op reads, and of one of the model's structure where nothing else explains the op."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,15 @@ def with_settings(
         settings: Of the engine.
     """
     made = []
+    structure = tuple(_of(setting, _PERHAPS) for setting in settings if setting.differs and setting.kind == "other")
     for one in found:
         hints = list(dict.fromkeys(_hints(one, graph, config, settings)))
-        made.append(dataclasses.replace(one, hints=(*hints, *one.hints)) if hints else one)
+        if one.noise_ratio is None:  # of another size, or no number
+            hints = [*structure, *hints]
+        elif not hints and not any(hint.proven for hint in one.hints):
+            hints = [*one.hints, *structure]
+        hints = list(dict.fromkeys([*hints, *one.hints]))
+        made.append(dataclasses.replace(one, hints=tuple(hints)) if len(hints) > len(one.hints) else one)
     return made
 
 
@@ -72,8 +80,12 @@ def _hints(one: Divergence, graph: Mapping[str, Any], config: Any, settings: Seq
     kinds = {_KIND.get(_op_of(site, graph)) for site in near} - {None}
     for setting in settings:
         if setting.differs and setting.kind in kinds:
-            text = f"{setting.name} is {setting.found:.6g}, in the checkpoint {setting.expected:.6g}"
-            yield Hint(setting.kind, text, 0.9, evidence="argument")
+            yield _of(setting, _NEARBY)
+
+
+def _of(setting: Setting, score: float) -> Hint:
+    text = f"{setting.name} is {setting.found:.6g}, in the checkpoint {setting.expected:.6g}"
+    return Hint(setting.kind, text, score, evidence="argument")
 
 
 def _numbers(site: str, node: Mapping[str, Any]) -> Iterator[tuple[str, Kind, float, float]]:
@@ -134,6 +146,28 @@ def _number(word: int, is_float: bool) -> float:
     return found
 
 
+def not_reached(config: Any, longest: int) -> list[str]:
+    """Return the windows of a checkpoint that no sequence is longer than, in words: nothing shows them there.
+
+    Args:
+        config: Of the checkpoint.
+        longest: Tokens of the longest sequence that was judged.
+    """
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    windows = sorted({int(window) for window in _windows(text) if longest <= window})
+    return [
+        f"not judged: the window of {window:,} tokens, which no sequence here reaches ({longest} at most)"
+        for window in windows
+    ]
+
+
+def _ropes(text: Any) -> list[dict[str, Any]]:
+    """Return the parameters of the rotation, of each kind of layer."""
+    rope = getattr(text, "rope_parameters", None)
+    rope = rope if isinstance(rope, dict) else {}
+    return [one for one in rope.values() if isinstance(one, dict)] or [rope]
+
+
 def _windows(text: Any) -> list[float]:
     """Return the windows that layers have; -1 for none."""
     window = getattr(text, "sliding_window", None)
@@ -146,22 +180,22 @@ def _windows(text: Any) -> list[float]:
 def _expected(config: Any) -> dict[str, list[float]]:
     """Return what the checkpoint has for each literal; several where layers differ."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    rope = getattr(text, "rope_parameters", None)
-    rope = rope if isinstance(rope, dict) else {}
-    parts = [one for one in rope.values() if isinstance(one, dict)] or [rope]
+    parts = _ropes(text)
     bases = [float(one["rope_theta"]) for one in parts if isinstance(one.get("rope_theta"), (int, float))]
     factors = [float(one["factor"]) for one in parts if isinstance(one.get("factor"), (int, float))]
     plain = all(one.get("rope_type", "default") in ("default", "linear") for one in parts)
-    eps = [getattr(text, name, None) for name in ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")]
+    names = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon")
+    eps = [getattr(text, name, None) for name in names]
     hidden, heads = getattr(text, "hidden_size", 0), getattr(text, "num_attention_heads", 1)
     width = getattr(text, "head_dim", None) or hidden // heads
-    scalar = getattr(text, "query_pre_attn_scalar", None) or width
+    scale = getattr(text, "attention_multiplier", None)
+    scale = scale or float(getattr(text, "query_pre_attn_scalar", None) or width) ** -0.5
     found = {
         "freq_base": bases,
         "freq_scale": [1.0, *(1.0 / factor for factor in factors)] if plain else [],
         "eps": [float(one) for one in eps if isinstance(one, float)],
         # Where q is scaled before, the softmax has 1.
-        "attention scale": [float(scalar) ** -0.5, 1.0],
+        "attention scale": [float(scale), 1.0],
         "soft cap of the attention": [float(getattr(text, "attn_logit_softcapping", None) or 0.0)],
         "heads": [float(heads)],
         "key and value heads": [float(getattr(text, "num_key_value_heads", None) or heads)],

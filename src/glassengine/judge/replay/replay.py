@@ -58,7 +58,7 @@ class Replay:
         worth_a_bound: See `Ops`.
         operands: Node of a product -> what the candidate's kernel reads of activations, where it rounds them.
         derive_views: Whether a view of what was observed counts as observed: of a record that has no views.
-        rounded: Node -> dtype that the candidate's kernel rounds to, though its result has more.
+        rounded: Node -> dtype that the candidate's kernel rounds to, what it reads as well, though its result has more.
         of_regions: How products inside of regions are summed, where that is coarser: what they read was not observed.
 
     Attributes:
@@ -93,6 +93,7 @@ class Replay:
             accumulation=accumulation,
             operands=operands,
             derive_views=derive_views,
+            rounded=rounded,
         )
         self.ops = Ops(program, self._values, seed=seed, worth_a_bound=worth_a_bound)
         self._stretches = None if cut is Cut.OP else Stretches(program, coarsest=dtype, rounded=rounded)

@@ -62,6 +62,7 @@ class Values:
         accumulation: How the candidate's products are summed.
         operands: Node of a product -> what it reads of activations.
         derive_views: Whether a view of what was observed counts as observed.
+        rounded: Node -> dtype that the candidate's kernel rounds to, what it reads as well.
 
     Attributes:
         observed: What the candidate was given and made in this step, by node; sizes and lists join when asked for.
@@ -79,8 +80,10 @@ class Values:
         accumulation: Accumulation,
         operands: Mapping[str, Callable[[torch.Tensor], Read]] | None = None,
         derive_views: bool = False,
+        rounded: Mapping[str, torch.dtype] | None = None,
     ) -> None:
         self._operands = operands or {}
+        self._rounded = rounded or {}
         self._derive_views = derive_views
         self.compiled = compiled
         self.accumulation = accumulation
@@ -187,6 +190,8 @@ class Values:
         if not self.compiled or reads_memory(op, result.shape, self._wide_operands):
             of_inputs = set()
         of_inputs |= {dtype for source in op.all_input_nodes for dtype in self._to_come(source)}
+        if op.name in self._rounded:  # a table of results is looked up by what is read, rounded
+            of_inputs.add(self._rounded[op.name])
         how = self.accumulation if traits_of(op).reads_memory else FLOAT32_SUMS
         return Roundoff(
             unit_roundoff(result.dtype),

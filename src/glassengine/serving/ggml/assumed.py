@@ -9,11 +9,13 @@ from glassengine.errors import UsageError
 from glassengine.serving.alignment import numbers_of
 
 _SILU, _GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_new")
-_ACTIVATIONS = {"gemma2": _GELU, "gemma3": _GELU, "gpt2": _GELU, "bert": ("gelu",)}
+_ACTIVATIONS = {"gemma2": _GELU, "gemma3": _GELU, "gpt2": _GELU, "starcoder2": _GELU, "bert": ("gelu",)}
 _WINDOWS = frozenset({"gemma2", "gemma3", "phi3"})
 """Architectures whose windows of attention llama.cpp knows."""
 _LARGEST_GEMMA = {("gemma2", 46), ("gemma3", 62)}
 """Architecture and layers of those whose attention is scaled by the width of all heads."""
+_ROTATED_BUT = 4
+"""Of so many layers of SmolLM3 llama.cpp rotates all but the last."""
 _RENORMALIZED = {"qwen2moe": False, "qwen3moe": True}
 
 
@@ -62,6 +64,9 @@ def _differences(config: Any, architecture: str, length: int | None) -> Iterator
     width = hidden // heads if (architecture, layers) in _LARGEST_GEMMA else numbers["head_dim"]
     if scalar is not None and scalar != width:
         yield "query_pre_attn_scalar", scalar, f"{width}, the width of a head", None
+    rotated = getattr(config, "no_rope_layers", None) if architecture == "smollm3" else None
+    if rotated is not None and [*map(bool, rotated)] != [(at + 1) % _ROTATED_BUT != 0 for at in range(len(rotated))]:
+        yield "no_rope_layers", rotated, f"0 for each {_ROTATED_BUT}th layer, 1 for others", None
     renormalized = _RENORMALIZED.get(architecture)
     if renormalized is not None and bool(getattr(config, "norm_topk_prob", renormalized)) is not renormalized:
         yield "norm_topk_prob", config.norm_topk_prob, str(renormalized), None

@@ -15,7 +15,7 @@ from glassengine.results import Kind
 from glassengine.serving.alignment import Table, numbers_of, table_of
 from glassengine.serving.ggml.child import find_library, run_llama
 from glassengine.serving.ggml.file import GgufFile
-from glassengine.serving.ggml.weights import served_weights
+from glassengine.serving.ggml.weights import read_values, served_weights
 from glassengine.serving.protocol import Options, Run, ServedWeight, Setting
 
 
@@ -90,7 +90,7 @@ def _settings(file: GgufFile, config: Any) -> Iterator[Setting]:
     eps = next(
         (
             getattr(text, name, None)
-            for name in ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")
+            for name in ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon")
             if hasattr(text, name)
         ),
         None,
@@ -108,6 +108,10 @@ def _settings(file: GgufFile, config: Any) -> Iterator[Setting]:
         "attention.sliding_window": (getattr(text, "sliding_window", None), "mask"),
         "attn_logit_softcapping": (getattr(text, "attn_logit_softcapping", None), "scale"),
         "final_logit_softcapping": (getattr(text, "final_logit_softcapping", None), "scale"),
+        "attention.scale": (getattr(text, "attention_multiplier", None), "scale"),
+        "embedding_scale": (getattr(text, "embedding_multiplier", None), "scale"),
+        "residual_scale": (getattr(text, "residual_multiplier", None), "scale"),
+        "logit_scale": (getattr(text, "logits_scaling", None), "scale"),
         "expert_used_count": (getattr(text, "num_experts_per_tok", None), "other"),
         "rope.dimension_count": (numbers["rotated"], "position"),
     }
@@ -115,3 +119,22 @@ def _settings(file: GgufFile, config: Any) -> Iterator[Setting]:
         found = file.number(name)
         if found is not None and isinstance(expected, (int, float)) and math.isfinite(expected):
             yield Setting(f"{file.architecture}.{name}", float(found), float(expected), kind)
+    if full.get("rope_type") == "llama3" and _has_long_waves(full, numbers["rotated"] or 0):
+        tensor = file.tensors.get(_FACTORS)
+        found = 1.0 if tensor is None else float(read_values(file, tensor).max())
+        yield Setting(f"the largest number of {_FACTORS}", found, float(full["factor"]), "position")
+
+
+_FACTORS = "rope_freqs.weight"
+"""What frequencies of the rotation are divided by; 1 where a file has no such tensor."""
+
+
+def _has_long_waves(rope: Mapping[str, Any], rotated: int) -> bool:
+    """Whether the slowest rotation of Llama 3's scaling is divided by the whole factor."""
+    if rotated < 2 or not all(isinstance(rope.get(name), (int, float)) for name in _OF_LLAMA3):
+        return False
+    theta, context, low, _ = (float(rope[name]) for name in _OF_LLAMA3)
+    return bool(2 * math.pi * theta ** ((rotated - 2) / rotated) > context / low)
+
+
+_OF_LLAMA3 = ("rope_theta", "original_max_position_embeddings", "low_freq_factor", "factor")

@@ -32,7 +32,6 @@ def served_weights(file: GgufFile, module: nn.Module, table: Table) -> tuple[Map
         table: Of its architecture.
     """
     layers = int(file.number("block_count") or 0)
-    with_data = _Reader(file)
     found: dict[str, Callable[[], ServedWeight]] = {}
     used: set[str] = set()
     for name, parameter in _parameters(module):
@@ -46,7 +45,7 @@ def served_weights(file: GgufFile, module: nn.Module, table: Table) -> tuple[Map
             reason = f"the file has no {' and '.join(missing)}" if missing else "gguf has no name for it"
             found[name] = partial(ServedWeight, stored, None, reason=reason)
         else:
-            found[name] = partial(with_data.weight, stored, rule, parameter, tied=tied)
+            found[name] = partial(_weight, file, stored, rule, parameter, tied=tied)
     return Unread(found), [name for name in file.tensors if name not in used]
 
 
@@ -87,37 +86,38 @@ def stored_names(name: str, table: Table, architecture: str, layers: int) -> tup
     return None, (found,) if found is not None else ()
 
 
-class _Reader:
-    """Reads tensors of a file, one at a time."""
+def _weight(
+    file: GgufFile, stored: tuple[str, ...], rule: Rule | None, parameter: Tensor, *, tied: bool
+) -> ServedWeight:
+    tensors = [file.tensors[name] for name in stored]
+    types = tuple(tensor.type.name for tensor in tensors)
+    try:
+        values = [read_values(file, tensor) for tensor in tensors]
+    except UsageError as error:
+        return ServedWeight(stored, None, types=types, reason=error.what, tied=tied)
+    steps = [
+        step_of(value, tensor.type) if tensor.type.is_quantized else None
+        for value, tensor in zip(values, tensors, strict=True)
+    ]
+    return as_parameter(stored, rule, values, steps, types, parameter, tied=tied)
 
-    def __init__(self, file: GgufFile) -> None:
-        self._file = file
 
-    def weight(self, stored: tuple[str, ...], rule: Rule | None, parameter: Tensor, *, tied: bool) -> ServedWeight:
-        tensors = [self._file.tensors[name] for name in stored]
-        types = tuple(tensor.type.name for tensor in tensors)
-        try:
-            values = [self.values(tensor) for tensor in tensors]
-        except UsageError as error:
-            return ServedWeight(stored, None, types=types, reason=error.what, tied=tied)
-        steps = [
-            step_of(value, tensor.type) if tensor.type.is_quantized else None
-            for value, tensor in zip(values, tensors, strict=True)
-        ]
-        return as_parameter(stored, rule, values, steps, types, parameter, tied=tied)
+def read_values(file: GgufFile, tensor: GgufTensor) -> Tensor:
+    """Return the numbers of a tensor in float32.
 
-    def values(self, tensor: GgufTensor) -> Tensor:
-        """Return the numbers of a tensor in float32.
+    Args:
+        file: Checked.
+        tensor: Of it.
 
-        Raises:
-            CorruptError: The file is shorter than when it was checked, or cannot be read any more.
-        """
-        try:
-            with open_regular(self._file.path) as file:
-                data = read_at(file.fileno(), tensor.num_bytes, tensor.offset)
-        except (OSError, UsageError) as error:  # not of this tensor alone
-            raise CorruptError("a file cannot be read any more", got=f"{shown(self._file.path)}: {error}") from error
-        if len(data) != tensor.num_bytes:
-            got = f"{shown(self._file.path)}: {len(data):,} bytes of a tensor at {tensor.offset:,}"
-            raise CorruptError("a file has changed while it was read", got=got, expected=f"{tensor.num_bytes:,} bytes")
-        return dequantized(np.frombuffer(data, np.uint8), tensor.shape, tensor.type).float()
+    Raises:
+        CorruptError: The file is shorter than when it was checked, or cannot be read any more.
+    """
+    try:
+        with open_regular(file.path) as opened:
+            data = read_at(opened.fileno(), tensor.num_bytes, tensor.offset)
+    except (OSError, UsageError) as error:  # not of this tensor alone
+        raise CorruptError("a file cannot be read any more", got=f"{shown(file.path)}: {error}") from error
+    if len(data) != tensor.num_bytes:
+        got = f"{shown(file.path)}: {len(data):,} bytes of a tensor at {tensor.offset:,}"
+        raise CorruptError("a file has changed while it was read", got=got, expected=f"{tensor.num_bytes:,} bytes")
+    return dequantized(np.frombuffer(data, np.uint8), tensor.shape, tensor.type).float()

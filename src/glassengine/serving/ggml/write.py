@@ -32,6 +32,11 @@ ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "phi3": "phi3",
+    "granite": "granite",
+    "olmo2": "olmo2",
+    "smollm3": "smollm3",
+    "starcoder2": "starcoder2",
+    "stablelm": "stablelm",
     "gpt2": "gpt2",
     "bert": "bert",
 }
@@ -178,11 +183,14 @@ _KNOWN = (
     "rope.dimension_count",
     "attention.head_count",
     "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
     "attention.layer_norm_rms_epsilon",
     "attention.layer_norm_epsilon",
     "attention.sliding_window",
     "attn_logit_softcapping",
     "final_logit_softcapping",
+    "attention.scale",
     "expert_used_count",
 )
 
@@ -206,7 +214,7 @@ def _settings(config: Any, architecture: str) -> dict[str, Any]:
         "feed_forward_length": numbers["inner"],
         "attention.head_count": numbers["heads"],
         "attention.head_count_kv": numbers["kv_heads"],
-        norm: float(of("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")),
+        norm: float(of("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon")),
         "vocab_size": of("vocab_size"),
         "attention.key_length": numbers["head_dim"] if has_rope else None,
         "attention.value_length": numbers["head_dim"] if has_rope else None,
@@ -220,6 +228,11 @@ def _settings(config: Any, architecture: str) -> dict[str, Any]:
         "expert_used_count": of("num_experts_per_tok") if numbers["experts"] else None,
         "expert_feed_forward_length": numbers["expert_inner"] if architecture in ("qwen2moe", "qwen3moe") else None,
         "expert_shared_feed_forward_length": of("shared_expert_intermediate_size"),
+        "embedding_scale": of("embedding_multiplier"),
+        "residual_scale": of("residual_multiplier"),
+        "logit_scale": of("logits_scaling"),
+        "attention.scale": of("attention_multiplier"),
+        "use_parallel_residual": of("use_parallel_residual"),
         "attention.causal": False if architecture == "bert" else None,
     }
     if architecture == "phi3":

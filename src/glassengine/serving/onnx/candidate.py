@@ -45,7 +45,8 @@ class OnnxCandidate:
 
     def table(self, config: Any) -> Table:
         """Return the table for a checkpoint."""
-        return table_of("onnx", self.architecture, numbers_of(config))
+        is_gemma = getattr(config, "model_type", None) == "gemma"  # its graph is a Llama's, its gains have a 1 added
+        return table_of("onnx", "gemma" if is_gemma else self.architecture, numbers_of(config))
 
     def weights(self, module: nn.Module, config: Any) -> Mapping[str, ServedWeight]:
         """Return what the nodes of the graph read, by the module's parameters and in their layout."""

@@ -251,6 +251,66 @@ def test_healthy_families(family: str, precision: str, tmp_path: Path) -> None:
     require_healthy(check(made(family, tmp_path, precision), steps=3))
 
 
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 272,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+SCALES = {"embedding_multiplier": 2.0, "residual_multiplier": 0.3, "logits_scaling": 3.0, "attention_multiplier": 0.2}
+CONFIGURED: dict[str, dict[str, Any]] = {
+    "Gemma": {"head_dim": 16},
+    "Gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 4},
+    "Granite": SCALES,
+    "Olmo": {},
+}
+
+
+def configured(name: str, folder: Path) -> Path:
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{**SMALL, **CONFIGURED[name]})
+    return made(name, folder, module=getattr(transformers, f"{name}ForCausalLM")(config).eval())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Gemma", "Gemma2", "Granite"])
+def test_healthy_families_with_scores_of_their_own(name: str, tmp_path: Path) -> None:
+    """The scores are scaled or capped behind the head; the gains of Gemma have a 1 added."""
+    require_healthy(check(configured(name, tmp_path)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "node", "site"),
+    [("Granite", "/lm_head/Mul", "./div.0"), ("Gemma2", "/lm_head/softcap/Div", "./div.0")],
+)
+def test_another_scale_of_the_scores_is_named(name: str, node: str, site: str, tmp_path: Path) -> None:
+    def plant(model: onnx.ModelProto) -> None:
+        one = node_of(model, node)
+        model.graph.initializer.append(helper.make_tensor("other_scale", onnx.TensorProto.FLOAT, [], [2.5]))
+        one.input[1] = "other_scale"
+
+    found = planted(configured(name, tmp_path / "right"), tmp_path, plant, steps=0)
+    assert not found.ok and found.first_divergence is not None
+    assert found.first_divergence.site == site, found.first_divergence
+
+
+@pytest.mark.slow
+def test_a_norm_of_another_kind_is_named(tmp_path: Path) -> None:
+    """The builder of onnxruntime-genai 0.18 writes norms without a mean for OLMo's, which have one."""
+    found = check(configured("Olmo", tmp_path), steps=0)
+    first = found.first_divergence
+    assert not found.ok and first is not None and first.site == "model.layers.0.input_layernorm/layer_norm.0", first
+
+
 @pytest.mark.slow
 def test_a_window_that_the_builder_leaves_out_is_named(tmp_path: Path) -> None:
     """The builder of onnxruntime-genai 0.18 writes Mistral without its window."""
