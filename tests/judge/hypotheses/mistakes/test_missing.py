@@ -17,6 +17,7 @@ LEFT_OUT = {
     "order": ("permuted", "index is missing"),
     "moved": ("position", "roll is missing"),
     "factor": ("scale", "is not multiplied"),
+    "shares": ("activation", "log_softmax is missing"),
 }
 
 
@@ -39,7 +40,8 @@ class Whole(nn.Module):
         x = x if self.left_out == "order" else x[:, self.order]
         x = x.tanh() + x
         x = x if self.left_out == "moved" else x.roll(1, 1)
-        return x.cos() + 1 if self.left_out == "factor" else x.cos() * self.gain + 1
+        x = x.cos() + 1 if self.left_out == "factor" else x.cos() * self.gain + 1
+        return x if self.left_out == "shares" else x.log_softmax(-1)
 
 
 @pytest.mark.parametrize("left_out", ["", *LEFT_OUT])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from glassengine.judge.hypotheses.mistakes.meanings import is_counted
+from glassengine.judge.hypotheses.mistakes.meanings import BENDING, is_counted
 from glassengine.judge.hypotheses.trials.hypothesis import Literal, shown
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.ops.row import Rounding
@@ -126,7 +126,7 @@ def _kind_of_term(question: Question, node: Node) -> Kind:
 def kind_of_op(node: Node, theirs: Node) -> Kind:
     """Return the kind of the mistake that another op, or another form of it, stands instead of this one."""
     ops, kinds = {op_name(node), op_name(theirs)}, {traits_of(node).kind, traits_of(theirs).kind}
-    if traits_of(node).kind == "activation" or kinds <= {"activation", "softmax", "log_softmax"}:
+    if traits_of(node).kind == "activation" or kinds <= BENDING:
         return "activation"
     if op_name(node) in ("tril", "triu", "masked_fill") or kinds <= {"comparison", "logic"}:
         return "mask"

@@ -20,6 +20,8 @@ _MOST_ABOVE = 32
 """Ops from which it is asked whether they are made of weights alone."""
 _PARTING = frozenset({"split", "split_with_sizes", "chunk", "tensor_split"})
 _COUNTED = frozenset({"arange", "cumsum"})
+BENDING = frozenset({"activation", "softmax", "log_softmax"})
+"""Kinds of ops that make other values of each, or of each row: to leave one out is to leave out an activation."""
 _TURNING = frozenset({"sin", "cos"})
 _FAR = 24
 """Steps from a sine up to what counts its positions: they are cast, multiplied and joined."""

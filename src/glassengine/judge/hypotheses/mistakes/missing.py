@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from glassengine.judge.hypotheses.mistakes.meanings import BENDING
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, tensors_of
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Edit
@@ -30,7 +31,7 @@ _BY_NAME: dict[Kind, frozenset[str]] = {
 def of_missing(node: Node) -> Kind:
     """Return the kind of mistake that it is to leave out an op that makes one tensor of another."""
     name = op_name(node)
-    if traits_of(node).kind == "activation":
+    if traits_of(node).kind in BENDING:
         return "activation"
     if name == "pow" and node.args[1:] == (-1,):
         return "scale"

@@ -10,6 +10,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.judge.graphs.between import passes_on
+from glassengine.judge.hypotheses.mistakes.meanings import BENDING
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Call, Edit
@@ -17,8 +18,6 @@ from glassengine.numerics.float64 import retarget
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind
-
-_BENDING = frozenset({"activation", "softmax", "log_softmax"})
 
 
 def done_more(question: Question) -> Iterator[Hypothesis]:
@@ -28,7 +27,7 @@ def done_more(question: Question) -> Iterator[Hypothesis]:
     for theirs in question.theirs:
         if theirs.target in own or passes_on(theirs) or len(theirs.all_input_nodes) != 1:
             continue
-        kind: Kind = "activation" if traits_of(theirs).kind in _BENDING else "other"
+        kind: Kind = "activation" if traits_of(theirs).kind in BENDING else "other"
         for node in reversed([*trial.inputs, *trial.ops]):
             value = trial.values[node]
             is_given = node.op == "placeholder" and node.name in question.weights
