@@ -28,6 +28,15 @@ def test_an_op_too_many(wrong: Callable[..., Tensor], kind: str, says: str) -> N
     assert (hint.kind, says in hint.text.replace("_1", "")) == (kind, True), hint
 
 
+@pytest.mark.parametrize(
+    "wrong", [lambda x: x.sigmoid() * 1.01, lambda x: x.sigmoid() * 0, lambda x: x.sigmoid() + 0.1]
+)
+def test_a_number_is_no_op_too_many(wrong: Callable[..., Tensor]) -> None:
+    given = {"x": drawn(2, 5, 6)}
+    assert list(done_more(asked(torch.sigmoid, wrong, given))) == []
+    assert all("none here" not in hint.text for hint in explain(asked(torch.sigmoid, wrong, given)))
+
+
 def test_what_the_baseline_does_too_is_not_too_much() -> None:
     given = {"x": drawn(2, 5, 6)}
     assert list(done_more(asked(lambda x: x.tanh().exp(), lambda x: x.exp().tanh(), given))) == []

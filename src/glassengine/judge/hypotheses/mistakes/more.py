@@ -25,7 +25,9 @@ def done_more(question: Question) -> Iterator[Hypothesis]:
     trial = question.trial
     own = {node.target for node in trial.ops}
     for theirs in question.theirs:
-        if theirs.target in own or passes_on(theirs) or len(theirs.all_input_nodes) != 1:
+        # A number that is multiplied or added is one of scale, or of what is lost, which are asked elsewhere.
+        is_number = traits_of(theirs).kind in ("factor", "term")
+        if theirs.target in own or is_number or passes_on(theirs) or len(theirs.all_input_nodes) != 1:
             continue
         kind: Kind = "activation" if traits_of(theirs).kind in BENDING else "other"
         for node in reversed([*trial.inputs, *trial.ops]):
