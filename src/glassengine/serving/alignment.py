@@ -65,6 +65,10 @@ class Table:
     ranks: Mapping[str, str] = field(default_factory=dict)
 
 
+EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon")
+"""What configurations call the epsilon of their norms."""
+
+
 def table_of(layout: str, architecture: str, numbers: Mapping[str, int | None]) -> Table:
     """Return the table of an engine's layout for a kind of model.
 

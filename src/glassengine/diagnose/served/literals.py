@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from glassengine.results import Divergence, Hint, Kind
+from glassengine.serving.alignment import EPSILONS
 from glassengine.serving.protocol import Setting
 
 _DEPTH = 8
@@ -184,8 +185,7 @@ def _expected(config: Any) -> dict[str, list[float]]:
     bases = [float(one["rope_theta"]) for one in parts if isinstance(one.get("rope_theta"), (int, float))]
     factors = [float(one["factor"]) for one in parts if isinstance(one.get("factor"), (int, float))]
     plain = all(one.get("rope_type", "default") in ("default", "linear") for one in parts)
-    names = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon")
-    eps = [getattr(text, name, None) for name in names]
+    eps = [getattr(text, name, None) for name in EPSILONS]
     hidden, heads = getattr(text, "hidden_size", 0), getattr(text, "num_attention_heads", 1)
     width = getattr(text, "head_dim", None) or hidden // heads
     scale = getattr(text, "attention_multiplier", None)

@@ -12,7 +12,7 @@ from torch import nn
 
 from glassengine.errors import UsageError
 from glassengine.results import Kind
-from glassengine.serving.alignment import Table, numbers_of, table_of
+from glassengine.serving.alignment import EPSILONS, Table, numbers_of, table_of
 from glassengine.serving.ggml.child import find_library, run_llama
 from glassengine.serving.ggml.file import GgufFile
 from glassengine.serving.ggml.weights import read_values, served_weights
@@ -88,11 +88,7 @@ def _settings(file: GgufFile, config: Any) -> Iterator[Setting]:
     full = rope.get("full_attention", rope) if isinstance(rope.get("full_attention"), dict) else rope
     local = rope.get("sliding_attention")
     eps = next(
-        (
-            getattr(text, name, None)
-            for name in ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon")
-            if hasattr(text, name)
-        ),
+        (getattr(text, name, None) for name in EPSILONS if hasattr(text, name)),
         None,
     )
     known: dict[str, tuple[Any, Kind]] = {
