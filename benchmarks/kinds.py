@@ -335,4 +335,4 @@ def main(arguments: Sequence[str] = ()) -> None:
     if options.show or options.mistakes:
         print("\n".join(text))
     else:
-        keep("kinds", "\n".join(text))
+        keep("kinds", "\n".join(text), on_top=True)

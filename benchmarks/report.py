@@ -19,11 +19,13 @@ def surroundings() -> str:
     return f"{environment.cpu_name()}, {environment.num_cpus()} CPUs seen, {threads} threads used\n{versions}"
 
 
-def keep(name: str, text: str) -> None:
-    """Print `text` and write it to results/<name>.txt."""
+def keep(name: str, text: str, *, on_top: bool = False) -> None:
+    """Print `text` and write it to results/<name>.txt: in place of what was there, or on top of it."""
     print(text)
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.txt").write_text(text + "\n")
+    path = RESULTS / f"{name}.txt"
+    before = f"\n\n{path.read_text()}" if on_top and path.is_file() else ""
+    path.write_text(f"{text}\n{before}")
 
 
 def bandwidth(num_bytes: int = 256 << 20, repeats: int = 7) -> float:
