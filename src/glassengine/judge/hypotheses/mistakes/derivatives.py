@@ -11,7 +11,7 @@ from torch.fx import Node
 from glassengine.judge.hypotheses.mistakes.operations import NAMED, some_of
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import Edit
+from glassengine.judge.hypotheses.trials.trial import giving
 from glassengine.ops.traits import traits_of
 
 _ROUNDINGS = 8.0
@@ -40,7 +40,7 @@ def derivatives(question: Question) -> Iterator[Hypothesis]:
         for other, derivative in _others(name):
             value = gradient * derivative(given)
             text = f"the derivative of {name} here, {other} in the candidate"
-            yield Hypothesis("activation", text, {node: _value(value)}, "activation", (name, other))
+            yield Hypothesis("activation", text, {node: giving(value)}, "activation", (name, other))
 
 
 def _is_number(value: object) -> bool:
@@ -91,10 +91,6 @@ def _others(name: str) -> Iterator[tuple[str, Derivative]]:
 
 def _gate(name: str, x: Tensor) -> Tensor:
     return torch.where(x == 0, _derivative(name)(torch.zeros_like(x)), NAMED[name](x) / x)
-
-
-def _value(value: Tensor) -> Edit:
-    return lambda call: value
 
 
 def _derivative(name: str) -> Derivative:

@@ -15,7 +15,7 @@ from glassengine.judge.hypotheses.mistakes.meanings import is_of_places
 from glassengine.judge.hypotheses.mistakes.roles import turned_by
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import Call, Edit
+from glassengine.judge.hypotheses.trials.trial import Call, Edit, giving
 from glassengine.numerics.metrics.orders import orders_of
 from glassengine.ops.traits import traits_of
 from glassengine.results import Kind
@@ -69,7 +69,7 @@ def _not_transposed(question: Question, node: Node, made: torch.Tensor) -> Itera
         if given.dim() > 2 and source is not node.args[0]:
             before = given.reshape(made.shape)
             text = f"{question.label(source)} is put together without being transposed: heads and positions are mixed"
-            yield Hypothesis("transposed", text, {node: _value(before)})
+            yield Hypothesis("transposed", text, {node: giving(before)})
 
 
 def merges(question: Question, node: Node, value: torch.Tensor, a: int, b: int) -> bool:
@@ -185,7 +185,7 @@ def neighbors(question: Question) -> Iterator[Hypothesis]:
             for text, order in _interleavings(size):
                 changed = trial.changed_between(source, given[..., order], node)
                 if changed is not None and changed.shape == made.shape:
-                    yield Hypothesis("position", text, {node: _value(changed[..., torch.argsort(order)])})
+                    yield Hypothesis("position", text, {node: giving(changed[..., torch.argsort(order)])})
 
 
 def _interleavings(size: int) -> list[tuple[str, torch.Tensor]]:
@@ -206,7 +206,7 @@ def unturned(question: Question) -> Iterator[Hypothesis]:
         turned = None if own is None else turned_by(own)
         value, made = None if turned is None else held.get(turned.name), trial.values[node]
         if isinstance(value, torch.Tensor) and isinstance(made, torch.Tensor) and value.shape == made.shape:
-            yield Hypothesis("position", "a rotation by positions is left out", {node: _value(value)})
+            yield Hypothesis("position", "a rotation by positions is left out", {node: giving(value)})
 
 
 def permuted_operands(question: Question) -> Iterator[Hypothesis]:
@@ -221,9 +221,5 @@ def permuted_operands(question: Question) -> Iterator[Hypothesis]:
             if size < 4 or (size % 2 and size % 3):
                 continue
             for text, order in orders_of(size):
-                edit = _value(value.index_select(axis, order))
+                edit = giving(value.index_select(axis, order))
                 yield Hypothesis("permuted", f"{question.label(node)}: {text} (axis {axis})", {node: edit}, axis=axis)
-
-
-def _value(value: Any) -> Edit:
-    return lambda call: value

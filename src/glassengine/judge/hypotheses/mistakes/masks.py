@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, bound
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import Call, Edit
+from glassengine.judge.hypotheses.trials.trial import Call, Edit, giving
 from glassengine.numerics.mask_values import HIDDEN
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of
@@ -109,7 +109,7 @@ def _written_out(question: Question, node: Node) -> Iterator[Hypothesis]:
         gathered = hidden.softmax(-1).transpose(-1, -2) @ value
         made.append(("transposed", "the weights are transposed: each key gathers the values", gathered))
     for kind, text, result in made:
-        yield Hypothesis(kind, text, {node: _value(result)})
+        yield Hypothesis(kind, text, {node: giving(result)})
 
 
 def _heads(question: Question, node: Node) -> Iterator[Hypothesis]:
@@ -161,7 +161,3 @@ def _masked(seen: torch.Tensor | None) -> Edit:
         return call.target(*found, **kwargs)
 
     return edit
-
-
-def _value(value: torch.Tensor) -> Edit:
-    return lambda call: value

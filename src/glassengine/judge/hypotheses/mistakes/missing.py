@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -11,7 +10,7 @@ from torch.fx import Node
 from glassengine.judge.hypotheses.mistakes.meanings import BENDING
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, tensors_of
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import Edit
+from glassengine.judge.hypotheses.trials.trial import giving
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind
@@ -48,10 +47,10 @@ def conditions(question: Question, node: Node, made: torch.Tensor) -> Iterator[H
         if kept.shape != made.shape:
             kept = kept.expand(made.shape)
         text = f"a condition of the mask is missing: {question.label(source)}"
-        yield Hypothesis("mask", text, {node: _value(kept)})
+        yield Hypothesis("mask", text, {node: giving(kept)})
     if not both and name in ("le", "lt", "ge", "gt"):
         text = f"a condition of the mask is missing: {question.label(node)}"
-        yield Hypothesis("mask", text, {node: _value(torch.ones_like(made))})
+        yield Hypothesis("mask", text, {node: giving(torch.ones_like(made))})
 
 
 def choices(question: Question, node: Node, made: torch.Tensor) -> Iterator[Hypothesis]:
@@ -63,7 +62,7 @@ def choices(question: Question, node: Node, made: torch.Tensor) -> Iterator[Hypo
         if value.shape == made.shape and value.is_floating_point():
             text = f"{question.label(source)} is taken everywhere: {question.label(condition)} is not asked"
             kind: Kind = "other" if _is_of_values(question, condition) else "mask"
-            yield Hypothesis(kind, text, {node: _value(value)}, lost=condition)
+            yield Hypothesis(kind, text, {node: giving(value)}, lost=condition)
 
 
 def _is_of_values(question: Question, condition: Node) -> bool:
@@ -86,7 +85,3 @@ def is_of_flags(value: torch.Tensor) -> bool:
         return False
     is_zero = value == 0
     return bool((is_zero | (value == 1)).all()) and bool(is_zero.any()) and not bool(is_zero.all())
-
-
-def _value(value: Any) -> Edit:
-    return lambda call: value

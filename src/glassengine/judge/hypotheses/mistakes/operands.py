@@ -18,7 +18,7 @@ from glassengine.judge.hypotheses.mistakes.meanings import is_counted, is_of_bef
 from glassengine.judge.hypotheses.mistakes.missing import choices, conditions, is_of_flags, of_missing
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, article, tensors_of, with_leaves
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import Call
+from glassengine.judge.hypotheses.trials.trial import Call, giving
 from glassengine.numerics.float64 import double
 from glassengine.numerics.mask_values import is_mask
 from glassengine.numerics.metrics.orders import kind_of_shift
@@ -52,7 +52,7 @@ def exchanged(question: Question) -> Iterator[Hypothesis]:
     yield from _joined(question)
     for a, b in itertools.combinations(trial.inputs, 2):
         if _are_alike(trial.values[a], trial.values[b]):
-            edits = {a: _value(trial.values[b]), b: _value(trial.values[a])}
+            edits = {a: giving(trial.values[b]), b: giving(trial.values[a])}
             yield Hypothesis("swapped", _exchange(question, a, b), edits)
 
 
@@ -72,7 +72,7 @@ def _parts(question: Question) -> Iterator[Hypothesis]:
         parts = [user for user in node.users if op_name(user) == "getitem" and user in trial.values]
         for a, b in itertools.combinations(parts, 2):
             if _are_alike(trial.values[a], trial.values[b]):
-                edits = {a: _value(trial.values[b]), b: _value(trial.values[a])}
+                edits = {a: giving(trial.values[b]), b: giving(trial.values[a])}
                 text = f"parts {a.args[1]} and {b.args[1]} of {op_name(node)} are exchanged"
                 yield Hypothesis("swapped", text, edits)
 
@@ -128,7 +128,7 @@ def left_out(question: Question) -> Iterator[Hypothesis]:
         elif tensors and trial.values[tensors[0][1]].shape == made.shape:
             first = trial.values[tensors[0][1]]
             if first.is_floating_point() and not torch.equal(first, made):
-                yield Hypothesis(of_missing(node), f"{article(node)} is missing", {node: _value(first)})
+                yield Hypothesis(of_missing(node), f"{article(node)} is missing", {node: giving(first)})
 
 
 def _of_two(question: Question, node: Node, tensors: list[tuple[int, Node]]) -> Iterator[Hypothesis]:
@@ -143,31 +143,31 @@ def _of_two(question: Question, node: Node, tensors: list[tuple[int, Node]]) -> 
         what = question.label(lost)
         is_bias = name == "add" and (is_stored(question, lost) or other.dim() < made.dim())
         if name == "add" and is_mask(other):
-            yield Hypothesis("mask", f"the mask is not added: {what}", {node: _value(one)}, lost=lost)
+            yield Hypothesis("mask", f"the mask is not added: {what}", {node: giving(one)}, lost=lost)
         elif traits_of(node).kind == "term":
             verb = "added" if name == "add" else "subtracted"
             kind: Kind = "stale" if is_of_before(question, lost) else "bias missing" if is_bias else "other"
-            yield Hypothesis(kind, f"{what} is not {verb}", {node: _value(one)}, lost=lost)
+            yield Hypothesis(kind, f"{what} is not {verb}", {node: giving(one)}, lost=lost)
             yield Hypothesis(
-                "scale", f"{what} is {verb} twice", {node: _value(made + other if name == "add" else made - other)}
+                "scale", f"{what} is {verb} twice", {node: giving(made + other if name == "add" else made - other)}
             )
             yield Hypothesis(
                 "scale",
                 f"{what} is {'subtracted' if name == 'add' else 'added'}",
-                {node: _value(one - other if name == "add" else one + other)},
+                {node: giving(one - other if name == "add" else one + other)},
             )
-            yield Hypothesis("other", f"{what} is multiplied, not {verb}", {node: _value(one * other)})
+            yield Hypothesis("other", f"{what} is multiplied, not {verb}", {node: giving(one * other)})
         elif name == "mul":
             kind = "mask" if is_of_flags(other) else "scale"
-            yield Hypothesis(kind, f"{what} is not multiplied", {node: _value(one.expand(made.shape))}, lost=lost)
-            yield Hypothesis("scale", f"{what} is multiplied twice", {node: _value(made * other)})
-            yield Hypothesis("scale", f"1 + {what} is multiplied, not {what}", {node: _value(made + one)})
-            yield Hypothesis("scale", f"{what} - 1 is multiplied, not {what}", {node: _value(made - one)})
-            yield Hypothesis("other", f"{what} is added, not multiplied", {node: _value(one + other)})
-            yield Hypothesis("scale", f"it is divided by {what}, not multiplied", {node: _value(one / other)})
+            yield Hypothesis(kind, f"{what} is not multiplied", {node: giving(one.expand(made.shape))}, lost=lost)
+            yield Hypothesis("scale", f"{what} is multiplied twice", {node: giving(made * other)})
+            yield Hypothesis("scale", f"1 + {what} is multiplied, not {what}", {node: giving(made + one)})
+            yield Hypothesis("scale", f"{what} - 1 is multiplied, not {what}", {node: giving(made - one)})
+            yield Hypothesis("other", f"{what} is added, not multiplied", {node: giving(one + other)})
+            yield Hypothesis("scale", f"it is divided by {what}, not multiplied", {node: giving(one / other)})
         elif kept is a:
-            yield Hypothesis("scale", f"it is not divided by {what}", {node: _value(one)})
-            yield Hypothesis("scale", f"it is multiplied by {what}, not divided", {node: _value(one * other)})
+            yield Hypothesis("scale", f"it is not divided by {what}", {node: giving(one)})
+            yield Hypothesis("scale", f"it is multiplied by {what}, not divided", {node: giving(one * other)})
 
 
 def altered(question: Question) -> Iterator[Hypothesis]:
@@ -179,23 +179,23 @@ def altered(question: Question) -> Iterator[Hypothesis]:
         if not isinstance(value, torch.Tensor):
             continue
         if value.dtype is torch.bool:
-            yield Hypothesis("mask", f"{name} is inverted", {node: _value(~value)})
+            yield Hypothesis("mask", f"{name} is inverted", {node: giving(~value)})
         elif not value.is_floating_point():
             for by in (-1, 1):
                 moved = (value + by).clamp(min=0) if bool((value >= 0).all()) else value + by
                 how = f"1 too {'small' if by < 0 else 'large'}"
                 text = f"positions are {how}: {name}" if _is_arange(question, node) else f"{name} is {how}"
-                yield Hypothesis("position", text, {node: _value(moved)})
+                yield Hypothesis("position", text, {node: giving(moved)})
         else:
             kind: Kind = "position" if is_counted(question, node) else "scale"
-            yield Hypothesis(kind, f"{name} has the other sign", {node: _value(-value)})
+            yield Hypothesis(kind, f"{name} has the other sign", {node: giving(-value)})
             if node.name in question.weights:
-                yield Hypothesis("scale", f"1 + {name} instead of {name}", {node: _value(value + 1)})
-                yield Hypothesis("scale", f"{name} - 1 instead of {name}", {node: _value(value - 1)})
+                yield Hypothesis("scale", f"1 + {name} instead of {name}", {node: giving(value + 1)})
+                yield Hypothesis("scale", f"{name} - 1 instead of {name}", {node: giving(value - 1)})
         least = least_position(value)
         if least:
             text = f"{name} begins at 0 in the candidate, at {least} here: each step counts from 0"
-            yield Hypothesis("position", text, {node: _value(value - least)}, "position", (least, 0))
+            yield Hypothesis("position", text, {node: giving(value - least)}, "position", (least, 0))
         yield from _moved(question, node, value)
 
 
@@ -207,18 +207,18 @@ def _moved(question: Question, node: Node, value: torch.Tensor) -> Iterator[Hypo
         for by in (1, -1):
             text = f"{name} is moved by {by} along axis {axis}"
             for moved in (value.roll(by, axis), _shifted(value, by, axis)):
-                yield Hypothesis(kind, text, {node: _value(moved)}, "shift", (0, by), axis)
+                yield Hypothesis(kind, text, {node: giving(moved)}, "shift", (0, by), axis)
         text = f"{name} is turned around along axis {axis}"
-        yield Hypothesis("permuted", text, {node: _value(value.flip(axis))}, axis=axis)
+        yield Hypothesis("permuted", text, {node: giving(value.flip(axis))}, axis=axis)
     if len(axes) > 1:
         text = f"{name} is turned around along axes {axes[-2:]}{': its kernel is flipped' if is_weight else ''}"
-        yield Hypothesis("permuted", text, {node: _value(value.flip(axes[-2:]))})
+        yield Hypothesis("permuted", text, {node: giving(value.flip(axes[-2:]))})
     for a, b in itertools.combinations(axes, 2):
         if value.shape[a] == value.shape[b]:
             text = f"{name} is transposed" if value.dim() == 2 else f"axes {a} and {b} of {name} are transposed"
             is_merged = value.dim() > 3 and merges(question, node, value, a, b)
             kind, text = ("permuted", f"{text}: heads are interleaved") if is_merged else ("transposed", text)
-            found = Hypothesis(kind, text, {node: _value(value.transpose(a, b))})
+            found = Hypothesis(kind, text, {node: giving(value.transpose(a, b))})
             is_matrix = is_weight and value.dim() == 2
             yield dataclasses.replace(found, argument="transposed", values=(False, True)) if is_matrix else found
 
@@ -252,7 +252,7 @@ def another(question: Question) -> Iterator[Hypothesis]:
                 kind, text = "scale", f"{question.label(node)} is scaled by {factor:.6g}: it is {name}"
             elif _is_old(question, name, node):
                 kind = "stale"
-            yield Hypothesis(kind, text, {node: _value(other)})
+            yield Hypothesis(kind, text, {node: giving(other)})
             readers = [user for user in node.users if user in trial.values]
             for reader in readers if len(readers) > 1 else ():
                 places = [place for place, leaf in tensors_of(trial, reader) if leaf is node]
@@ -320,10 +320,6 @@ def _of_op(question: Question, node: Node, i: int, a: Node, j: int, b: Node) -> 
 def _are_alike(a: Any, b: Any) -> bool:
     both = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
     return both and a.shape == b.shape and a.is_floating_point() == b.is_floating_point() and a.numel() > 0
-
-
-def _value(value: Any) -> Any:
-    return lambda call: value
 
 
 def _with(changed: dict[int, Any]) -> Any:

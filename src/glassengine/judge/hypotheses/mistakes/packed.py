@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import Edit
+from glassengine.judge.hypotheses.trials.trial import Edit, giving
 from glassengine.numerics.metrics.orders import called, order_between
 from glassengine.results import Kind
 
@@ -45,7 +45,7 @@ def packed(question: Question) -> Iterator[Hypothesis]:
         kind, how = called(order)
         labels = ", ".join(question.label(node) for node in held)
         told.append(("swapped" if _are_exchanged(order, sizes) else kind, f"{name} holds the rows of {labels} {how}"))
-        edits |= {node: _value(part) for node, part in zip(held, torch.split(theirs, sizes), strict=True)}
+        edits |= {node: giving(part) for node, part in zip(held, torch.split(theirs, sizes), strict=True)}
     if told:
         yield Hypothesis(told[0][0], told[0][1], edits)
 
@@ -77,7 +77,3 @@ def _are_exchanged(order: torch.Tensor, sizes: Sequence[int]) -> bool:
     starts = [sum(sizes[:place]) for place in range(len(sizes))]
     blocks = torch.split(order, list(sizes))
     return all(int(block[0]) in starts and bool((block.diff() == 1).all()) for block in blocks)
-
-
-def _value(value: torch.Tensor) -> Edit:
-    return lambda call: value

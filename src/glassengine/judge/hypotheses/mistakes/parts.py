@@ -9,7 +9,7 @@ import torch
 
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, tensors_of, with_leaves
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import Edit
+from glassengine.judge.hypotheses.trials.trial import Edit, giving
 from glassengine.numerics.mask_values import sentinel
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
@@ -53,7 +53,7 @@ def parts(question: Question) -> Iterator[Hypothesis]:
         changed = right.clone()
         changed.index_copy_(axis, index, right.index_select(axis, index) * (0.0 if is_zero else factor))
         kind: Kind = "stale" if written else "other" if is_zero else "scale"
-        yield Hypothesis(kind, text, {end: _value(changed)}, "factor", (1.0, 0.0 if is_zero else factor), axis)
+        yield Hypothesis(kind, text, {end: giving(changed)}, "factor", (1.0, 0.0 if is_zero else factor), axis)
 
 
 def cut_off(question: Question) -> Iterator[Hypothesis]:
@@ -74,7 +74,7 @@ def cut_off(question: Question) -> Iterator[Hypothesis]:
             f"{word} {value:.6g}" for word, value in (("below", least), ("above", most)) if value is not None
         )
         text = f"{article_of(question)} is cut off {said}"
-        yield Hypothesis("other", text, {end: _value(made)}, "clamp", (None, [least, most]))
+        yield Hypothesis("other", text, {end: giving(made)}, "clamp", (None, [least, most]))
 
 
 def dropped(question: Question) -> Iterator[Hypothesis]:
@@ -95,10 +95,10 @@ def dropped(question: Question) -> Iterator[Hypothesis]:
     if lost.shape[0] > 1 and bool((lost == lost[:1]).all()):
         # Chance does not choose the same elements in every row.
         text = f"{factor:.6g} times the right values, where a mask does not make zeros of them"
-        yield Hypothesis("scale", text, {end: _value(made)}, "factor", (1.0, factor))
+        yield Hypothesis("scale", text, {end: giving(made)}, "factor", (1.0, factor))
     elif factor > 1:
         text = f"a dropout is on: {share:.1%} of the elements are zero, the others {factor:.4g} times"
-        yield Hypothesis("other", text, {end: _value(made)}, "p", (0.0, 1 - 1 / factor))
+        yield Hypothesis("other", text, {end: giving(made)}, "p", (0.0, 1 - 1 / factor))
 
 
 def zeroed(question: Question) -> Iterator[Hypothesis]:
@@ -121,10 +121,6 @@ def article_of(question: Question) -> str:
     """Return what the result of a piece is called: by its op, or where that only passes on, as the result."""
     end = question.trial.end
     return "the result" if traits_of(end).kind == "reshape" else f"the result of {op_name(end)}"
-
-
-def _value(value: torch.Tensor) -> Edit:
-    return lambda call: value
 
 
 def _read(place: int, value: torch.Tensor) -> Edit:

@@ -13,7 +13,7 @@ from glassengine.judge.hypotheses.mistakes.constants import base_of, of_another_
 from glassengine.judge.hypotheses.mistakes.seen import PLACING
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, Literal
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import Edit
+from glassengine.judge.hypotheses.trials.trial import Edit, giving
 from glassengine.ops.traits import named
 from glassengine.program.representation.naming import op_name
 
@@ -39,7 +39,7 @@ def bases(question: Question) -> Iterator[Hypothesis]:
             if abs(other - base) > 1e-3 * base:
                 made = (flat[0] * other**-places).reshape(value.shape)
                 values = (float(f"{base:.6g}"), other)
-                yield Hypothesis("position", of_another_base(base, other), {node: _value(made)}, "base", values)
+                yield Hypothesis("position", of_another_base(base, other), {node: giving(made)}, "base", values)
 
 
 def stretched(question: Question) -> Iterator[Hypothesis]:
@@ -123,7 +123,3 @@ def _newton(question: Question, literal: Literal, start: float) -> float | None:
 
 def _stretched(factor: float) -> Edit:
     return lambda call: call.target(call.args[0] * factor, *call.args[1:], **call.kwargs)
-
-
-def _value(value: torch.Tensor) -> Edit:
-    return lambda call: value

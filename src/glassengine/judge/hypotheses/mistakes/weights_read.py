@@ -15,7 +15,7 @@ from glassengine.judge.hypotheses.mistakes.constants import base_of, of_another_
 from glassengine.judge.hypotheses.mistakes.meanings import is_taken_apart
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import FAILS, Edit
+from glassengine.judge.hypotheses.trials.trial import FAILS, Edit, giving
 from glassengine.numerics.float64 import retarget, target_of
 from glassengine.numerics.metrics.orders import called, order_between
 from glassengine.program.representation.naming import op_name
@@ -62,7 +62,7 @@ def weights(question: Question) -> Iterator[Hypothesis]:
             for held in (form for form in forms if not _is_same(value, form, same)):
                 trial.budget.spend_passes(_PASSES, value)
                 kind, text = _told(question, node, relation(label, name, value, held, others, same))
-                found = Hypothesis(kind, text, {node: _value(held)})
+                found = Hypothesis(kind, text, {node: giving(held)})
                 if kind != "other":
                     yield found
                 elif node in read:
@@ -153,7 +153,7 @@ def every_weight(question: Question) -> Iterator[Hypothesis]:
             trial.budget.spend_passes(_PASSES_OF_SAME, value)
             if held is not None and not _is_same(value, held, same):
                 trial.budget.spend_passes(_PASSES, value)
-                edits[ours] = _value(held)
+                edits[ours] = giving(held)
                 is_so = relation(question.label(ours), own, value, held, others, same)
                 told[own] = _told(question, ours, is_so)
         if len(edits) > 1:
@@ -180,7 +180,7 @@ def another_layer(question: Question) -> Iterator[Hypothesis]:
             values = [question.model[name].detach().double() for name in names]
             if all(value.shape == question.trial.values[node].shape for node, value in zip(held, values, strict=True)):
                 where = ".".join([*parts[0][:place], str(number)])
-                edits = {node: _value(value) for node, value in zip(held, values, strict=True)}
+                edits = {node: giving(value) for node, value in zip(held, values, strict=True)}
                 yield Hypothesis("swapped", f"the weights of another layer are read: of {where}", edits)
 
 
@@ -200,7 +200,7 @@ def another_module(question: Question) -> Iterator[Hypothesis]:
         if any(v is None or v.shape != question.trial.values[n].shape for n, v in zip(held, values, strict=True)):
             continue
         edits = {
-            node: _value(value.detach().double()) for node, value in zip(held, values, strict=True) if value is not None
+            node: giving(value.detach().double()) for node, value in zip(held, values, strict=True) if value is not None
         }
         yield Hypothesis("swapped", f"the weights of another module are read: of {other}", edits)
 
@@ -322,7 +322,3 @@ def _rounded(ours: torch.Tensor, theirs: torch.Tensor) -> str | None:
         if torch.equal(ours.float().to(dtype).double(), theirs):
             return str(dtype).removeprefix("torch.")
     return None
-
-
-def _value(value: torch.Tensor) -> Edit:
-    return lambda call: value

@@ -9,7 +9,7 @@ import torch
 from glassengine.judge.hypotheses.mistakes.seen import PLACING, comes_from
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import Edit
+from glassengine.judge.hypotheses.trials.trial import Edit, giving
 from glassengine.numerics.float64 import double
 from glassengine.numerics.mask_values import sentinel
 from glassengine.numerics.metrics.orders import called, kind_of_shift, order_between
@@ -41,9 +41,9 @@ def another_tensor(question: Question) -> Iterator[Hypothesis]:
         if isinstance(value, torch.Tensor) and value.shape == question.actual.shape:
             if name in inputs:
                 # What goes in comes out: all that is made of it is missing.
-                yield Hypothesis(_kind_of_all(question, name), f"nothing is done: it is {name}", {end: _value(value)})
+                yield Hypothesis(_kind_of_all(question, name), f"nothing is done: it is {name}", {end: giving(value)})
             else:
-                yield Hypothesis("stale", f"it is {name}", {end: _value(double(value))})
+                yield Hypothesis("stale", f"it is {name}", {end: giving(double(value))})
 
 
 def done_twice(question: Question) -> Iterator[Hypothesis]:
@@ -59,7 +59,7 @@ def done_twice(question: Question) -> Iterator[Hypothesis]:
             if made is not None:
                 label = question.label(node)
                 text = f"it is done twice: what is made of {label} takes its place once more"
-                yield Hypothesis(_kind_of_all(question, label), text, {trial.end: _value(made)})
+                yield Hypothesis(_kind_of_all(question, label), text, {trial.end: giving(made)})
 
 
 def _kind_of_all(question: Question, name: str) -> Kind:
@@ -89,7 +89,7 @@ def rearranged(question: Question) -> Iterator[Hypothesis]:
         for b in range(a):
             if right.shape[a] == right.shape[b] > 1:
                 text = f"the right values with axes {b} and {a} transposed"
-                yield Hypothesis("transposed", text, {end: _value(right.transpose(a, b))})
+                yield Hypothesis("transposed", text, {end: giving(right.transpose(a, b))})
 
 
 def scaled(question: Question) -> Iterator[Hypothesis]:
@@ -108,15 +108,11 @@ def scaled(question: Question) -> Iterator[Hypothesis]:
         sign = abs(factor + 1) < 1e-6
         text = "the right values with the other sign" if sign else f"{factor:.6g} times the right values"
         factor = -1.0 if sign else factor
-        yield Hypothesis("scale", text, {end: _value(right * factor)}, "factor", (1.0, factor))
+        yield Hypothesis("scale", text, {end: giving(right * factor)}, "factor", (1.0, factor))
     offset = float((b - a).mean())
     text = f"the right values plus {offset:.6g}"
     if abs(offset) > _ONE * float(a.square().mean().sqrt()):
-        yield Hypothesis("other", text, {end: _value(right + offset)}, "offset", (0.0, offset))
-
-
-def _value(value: torch.Tensor) -> Edit:
-    return lambda call: value
+        yield Hypothesis("other", text, {end: giving(right + offset)}, "offset", (0.0, offset))
 
 
 def _taken(axis: int, order: torch.Tensor) -> Edit:
@@ -127,4 +123,4 @@ def in_its_own_dtype(question: Question) -> Iterator[Hypothesis]:
     """Yield: what the baseline computes in a finer dtype is computed in the candidate's own."""
     if question.native is not None:
         text = "computed in the dtype of the model: the baseline casts to a finer one first"
-        yield Hypothesis("dtype", text, {question.trial.end: _value(question.native)})
+        yield Hypothesis("dtype", text, {question.trial.end: giving(question.native)})

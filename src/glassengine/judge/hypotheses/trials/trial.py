@@ -88,6 +88,11 @@ Edit = Callable[[Call], Any]
 """Returns what a node makes instead."""
 
 
+def giving(value: Any) -> Edit:
+    """Return the edit by which a node makes this value, whatever it is given."""
+    return lambda call: value
+
+
 class Trial:
     """Runs a piece in float64 once, and again with some nodes changed: only what is below them is recomputed.
 
