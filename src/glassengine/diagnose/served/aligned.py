@@ -6,12 +6,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from glassengine.backends.accuracy.calibration import of_any_runtime
 from glassengine.errors import UsageError
+from glassengine.judge.replay.arithmetic import Arithmetic
 from glassengine.judge.sides.recorded import RecordedTensors
-from glassengine.numerics.quantization.activations import READERS, Read
-from glassengine.ops.traits import traits_of
+from glassengine.numerics.ops import ACCUMULATIONS, Accumulation
+from glassengine.numerics.quantization.activations import READERS, ROUNDOFF, Read
+from glassengine.ops.traits import op_name, traits_of
+from glassengine.program.representation.outputs import is_view, weight_only_nodes
 from glassengine.program.representation.program import Program
 from glassengine.recording.read.source import TensorSource
 from glassengine.serving.alignment import numbers_of, table_of
@@ -95,6 +99,47 @@ def operands_of(alignment: Alignment, program: Program) -> tuple[dict[str, Calla
             found[site.node] = READERS[kind]
             kinds.add(kind)
     return found, kinds
+
+
+def arithmetic_of(
+    alignment: Alignment, program: Program, operands: Mapping[str, Callable[[torch.Tensor], Read]], *, as_deployed: bool
+) -> Arithmetic:
+    """Return what an engine computes more coarsely than float32, op by op.
+
+    Args:
+        alignment: Of a recording.
+        program: The baseline's.
+        operands: What products with weights of their own read, as `operands_of` has it.
+        as_deployed: Whether the recording is of the engine as it runs by default.
+    """
+    kinds = operands_of(alignment, program)[1] | hidden_kinds(alignment)
+    hidden = max((ROUNDOFF[kind] for kind in hidden_kinds(alignment)), default=0.0)
+    table, weights = alignment.table, {node.name for node in weight_only_nodes(program)}
+    summed = {}
+    for node in program.graph.nodes:
+        if node.op != "call_function" or not traits_of(node).reads_memory or node.name in operands:
+            continue
+        if not any(_origin(source).name in weights for source in node.all_input_nodes):
+            if as_deployed and table.deployed is not None:  # of keys and values
+                summed[node.name] = ACCUMULATIONS[table.deployed]
+        elif hidden:  # of experts; a roundoff is the most that a number is off, and about twice what most are
+            summed[node.name] = Accumulation(u_operands=hidden / 2)
+    rounded = alignment.rounded
+    tables = {node: READERS[_AS_READ[dtype]] for node, dtype in rounded.items()}
+    of_kinds = sorted(_WORDS.get(kind, "8-bit activations") for kind in kinds)
+    said = [*of_kinds, *(["float16 keys and values"] * bool(summed and as_deployed and table.deployed))]
+    return Arithmetic({**operands, **tables}, summed, rounded, (*dict.fromkeys(said), *["float16 tables"] * bool(rounded)))
+
+
+_AS_READ = {torch.float16: "F16", torch.bfloat16: "BF16"}
+_WORDS = {"F16": "float16 activations", "BF16": "bfloat16 activations"}
+
+
+def _origin(node: Node) -> Node:
+    """Return what a tensor is rows or a view of."""
+    while (is_view(node) or op_name(node).startswith("index")) and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
 
 
 def _reads(graph: dict[str, Any], site: str) -> str | None:
