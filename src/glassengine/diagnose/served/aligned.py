@@ -12,9 +12,11 @@ from glassengine.backends.accuracy.calibration import of_any_runtime
 from glassengine.errors import UsageError
 from glassengine.judge.replay.arithmetic import Arithmetic
 from glassengine.judge.sides.recorded import RecordedTensors
-from glassengine.numerics.ops import ACCUMULATIONS, Accumulation
+from glassengine.numerics.judgement import unit_roundoff
+from glassengine.numerics.ops import Accumulation
 from glassengine.numerics.quantization.activations import READERS, ROUNDOFF, Read
-from glassengine.ops.traits import op_name, traits_of
+from glassengine.ops.traits import traits_of
+from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.outputs import is_view, weight_only_nodes
 from glassengine.program.representation.program import Program
 from glassengine.recording.read.source import TensorSource
@@ -115,20 +117,24 @@ def arithmetic_of(
     kinds = operands_of(alignment, program)[1] | hidden_kinds(alignment)
     hidden = max((ROUNDOFF[kind] for kind in hidden_kinds(alignment)), default=0.0)
     table, weights = alignment.table, {node.name for node in weight_only_nodes(program)}
-    summed = {}
+    summed: dict[str, Accumulation] = {}
+    found = {**operands, **{node: READERS[_AS_READ[dtype]] for node, dtype in alignment.rounded.items()}}
+    cached = getattr(torch, table.deployed) if as_deployed and table.deployed else None
     for node in program.graph.nodes:
         if node.op != "call_function" or not traits_of(node).reads_memory or node.name in operands:
             continue
-        if not any(_origin(source).name in weights for source in node.all_input_nodes):
-            if as_deployed and table.deployed is not None:  # of keys and values
-                summed[node.name] = ACCUMULATIONS[table.deployed]
-        elif hidden:  # of experts; a roundoff is the most that a number is off, and about twice what most are
-            summed[node.name] = Accumulation(u_operands=hidden / 2)
-    rounded = alignment.rounded
-    tables = {node: READERS[_AS_READ[dtype]] for node, dtype in rounded.items()}
-    of_kinds = sorted(_WORDS.get(kind, "8-bit activations") for kind in kinds)
-    said = [*of_kinds, *(["float16 keys and values"] * bool(summed and as_deployed and table.deployed))]
-    return Arithmetic({**operands, **tables}, summed, rounded, (*dict.fromkeys(said), *["float16 tables"] * bool(rounded)))
+        if any(_origin(source).name in weights for source in node.all_input_nodes):
+            if hidden:  # of experts; a roundoff is the most that a number is off, and about twice what most are
+                summed[node.name] = Accumulation(u_operands=hidden / 2)
+        elif cached is not None:
+            found[node.name] = READERS[_AS_READ[cached]]
+            u = unit_roundoff(cached)  # what attention adds up over its keys is kept so, too
+            of_values = op_name(_origin(node.all_input_nodes[0])).endswith("softmax")
+            summed[node.name] = Accumulation(u_sums=u) if of_values else Accumulation(u_contexts=u)
+    said = [_WORDS.get(kind, "8-bit activations") for kind in sorted(kinds)]
+    said += [f"{table.deployed} keys and values"] * (cached is not None)
+    said += ["float16 tables"] * bool(alignment.rounded)
+    return Arithmetic(found, summed, alignment.rounded, tuple(dict.fromkeys(said)))
 
 
 _AS_READ = {torch.float16: "F16", torch.bfloat16: "BF16"}

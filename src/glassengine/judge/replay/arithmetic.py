@@ -14,6 +14,10 @@ from glassengine.numerics.product_noise import uniform
 from glassengine.numerics.quantization.activations import Read
 
 
+_FACTORS = 3
+"""Arguments of an op that are multiplied or added; a mask comes after them."""
+
+
 @dataclass(frozen=True)
 class Arithmetic:
     """Node -> what is coarse there; what is not named is computed in float32.
@@ -60,7 +64,8 @@ class Arithmetic:
             apart = (reader(value.float()).values.double() - value).abs()
             return value + torch.copysign(apart, uniform(value.shape, generator).double())
 
-        return tuple(one(source, value) for source, value in zip(node.args, args, strict=True))
+        read = [one(source, value) for source, value in zip(node.args[:_FACTORS], args, strict=False)]
+        return (*read, *args[_FACTORS:])
 
 
 PLAIN = Arithmetic()
