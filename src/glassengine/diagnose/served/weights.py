@@ -7,6 +7,7 @@ quantized tensor is judged by the step of each element (`numerics.quantization.w
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from glassengine.judge.hypotheses.mistakes.weights_read import relation
 from glassengine.numerics.judgement import unit_roundoff
-from glassengine.numerics.quantization.weight_error import judge_weight
+from glassengine.numerics.quantization.weight_error import WeightError, judge_weight
 from glassengine.results import Divergence, Hint, Kind, Pair, Rung, Skipped, Verdict, WeightsComparison, worst
 from glassengine.serving.protocol import ServedWeight
 
@@ -25,6 +26,8 @@ _OF_DTYPE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
 _LOOSE = 4.0
 _LEAST_DIMS = 2
 _MOST_TOLD = 64
+_FEW = 3
+"""Most matrices of a type that are named."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,14 @@ class JudgedWeight:
     name: str
     served: ServedWeight
     verdict: Verdict
-    rms_steps: float | None = None
+    error: WeightError | None = None
     hints: tuple[Hint, ...] = ()
+    is_matrix: bool = False
+
+    @property
+    def rms_steps(self) -> float | None:
+        """Its error in steps, where it is quantized."""
+        return None if self.error is None else self.error.rms_steps
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,31 @@ class WeightsFound:
     def right(self) -> dict[str, Verdict]:
         """The parameters that are right, "identical" or "rounding"."""
         return {one.name: one.verdict for one in self.judged if one.verdict in ("identical", "rounding")}
+
+    @property
+    def are_rounded(self) -> bool:
+        """Whether a file has them in less than float32."""
+        return any(one.verdict == "rounding" and set(one.served.types) - {"F32"} for one in self.judged)
+
+    @property
+    def unexplained(self) -> tuple[str, ...]:
+        """Names of those that are not quantized and differ nevertheless."""
+        return tuple(one.name for one in self.wrong if one.error is None)
+
+    def types(self) -> Iterator[str]:
+        """Yield the types of the matrices, and which few have another than all others."""
+        stored: dict[str, str] = {}
+        for one in self.judged:
+            if one.is_matrix:
+                stored.update(zip(one.served.stored, one.served.types, strict=False))
+        counts = Counter(stored.values())
+        if not counts:
+            return
+        most, _ = counts.most_common(1)[0]
+        rare = {kind: number for kind, number in counts.items() if kind != most and number <= _FEW}
+        named = [f"{name.removesuffix('.weight')} is {kind}" for name, kind in stored.items() if kind in rare]
+        text = ", ".join(f"{number} {kind}" for kind, number in counts.most_common())
+        yield f"types of {len(stored)} matrices: {text}" + (f" ({', '.join(named)})" if named else "")
 
     def comparison(self) -> WeightsComparison:
         """Return the same as part of a result."""
@@ -134,7 +168,8 @@ def judge_weights(
         else:
             others = {other: tensor for other, tensor in parameters.items() if other != name}
             found = _judge(name, parameter.detach().float(), one, others, heads)
-            judged.append(replace(found, served=replace(one, value=None, step=None)))
+            is_matrix = parameter.dim() >= _LEAST_DIMS
+            judged.append(replace(found, served=replace(one, value=None, step=None), is_matrix=is_matrix))
     return WeightsFound(tuple(judged), tuple(skipped))
 
 
@@ -156,14 +191,14 @@ def _judge(
         return JudgedWeight(
             name, served, "wrong", None, (Hint("other", f"{name} has NaN or infinity", 1.0, evidence="not a number"),)
         )
-    verdict, rms, hints = _within(parameter, served, served.value, served.step, others, name)
+    verdict, error, hints = _within(parameter, served, served.value, served.step, others, name)
     if verdict != "wrong":
-        return JudgedWeight(name, served, verdict, rms)
+        return JudgedWeight(name, served, verdict, error)
     if served.tied:
         text = f"tied head: the file has no tensor for {name}, and {served.stored[0]} is read, which is another"
-        return JudgedWeight(name, served, "wrong", rms, (Hint("swapped", text, 1.0, evidence="tied"),))
+        return JudgedWeight(name, served, "wrong", error, (Hint("swapped", text, 1.0, evidence="tied"),))
     known = next(_mistakes(name, parameter, served, others, heads), None)
-    return JudgedWeight(name, served, "wrong", rms, (known,) if known is not None else hints)
+    return JudgedWeight(name, served, "wrong", error, (known,) if known is not None else hints)
 
 
 def _within(
@@ -173,8 +208,8 @@ def _within(
     step: Tensor | None,
     others: Mapping[str, Tensor],
     name: str,
-) -> tuple[Verdict, float | None, tuple[Hint, ...]]:
-    """Return the verdict of `value` as the parameter, its error in steps, and what is known of a mistake."""
+) -> tuple[Verdict, WeightError | None, tuple[Hint, ...]]:
+    """Return the verdict of `value` as the parameter, its error where it is quantized, and what is known of a mistake."""
     if value.shape != parameter.shape:
         text = f"{name} has the shape {list(value.shape)}, in the checkpoint {list(parameter.shape)}"
         return "wrong", None, (Hint("other", text, 0.9, evidence="weights"),)
@@ -192,7 +227,7 @@ def _within(
         return "wrong", None, (Hint(kind, how, 1.0 if kind != "other" else 0.6, evidence="weights"),)
     found = judge_weight(parameter, value, step, {key: one.float() for key, one in _like(parameter, others).items()})
     hints = tuple(replace(hint, text=f"{name}: {hint.text}") for hint in found.mistakes)
-    return ("wrong" if found.mistakes else "rounding"), found.rms_steps, hints
+    return ("wrong" if found.mistakes else "rounding"), found, hints
 
 
 def _like(parameter: Tensor, others: Mapping[str, Tensor]) -> dict[str, Tensor]:
