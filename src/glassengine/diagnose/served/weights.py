@@ -225,9 +225,14 @@ def _within(
             return "rounding", None, ()
         kind, how = relation(name, name, parameter.double(), value.double(), _like(parameter, others))
         return "wrong", None, (Hint(kind, how, 1.0 if kind != "other" else 0.6, evidence="weights"),)
-    found = judge_weight(parameter, value, step, {key: one.float() for key, one in _like(parameter, others).items()})
+    like = {key: one.float() for key, one in _like(parameter, others).items()}
+    found = judge_weight(parameter, value, step, like, by_group=not any(map(_is_codebook, served.types)))
     hints = tuple(replace(hint, text=f"{name}: {hint.text}") for hint in found.mistakes)
     return ("wrong" if found.mistakes else "rounding"), found, hints
+
+
+def _is_codebook(kind: str) -> bool:
+    return kind.startswith(("IQ1", "IQ2", "IQ3", "TQ"))
 
 
 def _like(parameter: Tensor, others: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -44,7 +44,7 @@ _LEAST_OF_ALL, _LEAST_OF_ROW = 0.004, 0.01
 """Of all of a weight, whose scale may be stored in bfloat16, and of a row."""
 _GROWN, _SHRUNK = 1.5, 2.5
 """What quantizers change of the size of a weight, over the power of their noise: see above."""
-_OF_FEW = 3.0
+_OF_FEW = 2.0
 """How much more that is where few elements have a scale, and some of them are important to the quantizer."""
 _LEAST_SHIFT, _SHIFT_OF_MEAN = 0.02, 0.35
 """How far a weight may be moved, over its noise (rms): by itself, and by its own mean over its size."""
@@ -86,7 +86,12 @@ class WeightError:
 
 
 def judge_weight(
-    baseline: Tensor, candidate: Tensor, step: Tensor, others: Mapping[str, Tensor] | None = None
+    baseline: Tensor,
+    candidate: Tensor,
+    step: Tensor,
+    others: Mapping[str, Tensor] | None = None,
+    *,
+    by_group: bool = True,
 ) -> WeightError:
     """Judge one quantized weight.
 
@@ -95,12 +100,15 @@ def judge_weight(
         candidate: What the quantized weight stands for, the same shape.
         step: Of each element, negative at the ends of the range; 0 for elements that are not quantized.
         others: Name -> unquantized weights of the same shape, which it may be by mistake.
+        by_group: Whether groups, inputs and single elements are evidence: not those of a codebook of 1 to 3 bits, which
+            is fitted to some elements at the cost of others.
     """
     b, c, s = (x.detach().reshape(-1, x.shape[-1]) for x in (baseline, candidate, step))
     sums = Sums(b, c, s)
-    groups = _Groups(torch.cat(sums.groups, 1), sums.slope, float(_factors(torch.cat(sums.rows, 1).sum(1))[1]), sums.correlation)
+    groups = _Groups(torch.cat(sums.groups, 1), sums.slope, sums.correlation)
     mistakes = list(groups.mistakes()) or list(_inputs(sums.columns, len(b)))
     mistakes += _single(sums)
+    mistakes = mistakes if by_group else []
     mistakes = mistakes or list(_whole(sums))
     rms = math.sqrt(sums.bounded / max(sums.num_quantized, 1))
     if not sums.is_finite:
@@ -133,11 +141,10 @@ class _Groups:
     Args:
         sums: [8, groups], as in `Sums`.
         slope: Of all elements.
-        beyond: How far that is beyond what quantizers make.
         correlation: Of all elements.
     """
 
-    def __init__(self, sums: Tensor, slope: float, beyond: float, correlation: float) -> None:
+    def __init__(self, sums: Tensor, slope: float, correlation: float) -> None:
         self.steps, count, all_of, errors, squares, bb, bc, cc = sums
         self.number = len(count)
         n = count.clamp(min=1)
@@ -150,7 +157,7 @@ class _Groups:
         enough = (all_of >= LEAST_GROUP) & (self.steps > 0)
         self.scaled = enough & (off > MOST_SLOPE) & (off > _SIGNIFICANT * error)
         # Also of bits too few to tell it of one group.
-        if correlation > _RIGHT and abs(slope - 1) > MOST_ALL and beyond > 0 and float(off.median()) > MOST_ALL:
+        if correlation > _RIGHT and abs(slope - 1) > MOST_ALL and float(off.median()) > MOST_ALL:
             self.scaled |= enough
         self.share = float((self.scaled | self.moved).double().mean())
 
