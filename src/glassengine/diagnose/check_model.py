@@ -275,7 +275,7 @@ def check(
                 add_built(
                     climb, backend, own_passes, progress, all_rungs=all_rungs, only_release=bisect_outputs, mesh=mesh
                 )
-            as_given(climb, model, other)
+            as_given(climb, model, other, num_stages=len(climbs))
             if other_ids is not None:
                 climb.differences.append(other_ids)
             if reproduction is not None:
