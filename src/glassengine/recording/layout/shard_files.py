@@ -73,7 +73,9 @@ class ShardFiles:
         weakref.finalize(self, _close, self._open)
         self._paths = {**(_find_shards(more) if more is not None else {}), **_find_shards(directory)}
         self._starts = {number: _header_bytes(path) for number, path in self._paths.items()}
-        self.data_bytes = {number: path.stat().st_size - self._starts[number] for number, path in self._paths.items()}
+        # A header that claims more than the file leaves no data.
+        sizes = {number: path.stat().st_size for number, path in self._paths.items()}
+        self.data_bytes = {number: max(0, size - self._starts[number]) for number, size in sizes.items()}
 
     def read(self, shard: int, offset: int, num_bytes: int) -> Any:
         """Return a writable buffer with bytes of a shard; they are mapped if they are many, and copied if few.

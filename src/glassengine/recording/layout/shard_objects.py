@@ -29,7 +29,8 @@ class ShardObjects:
     def __init__(self, directory: Remote, more: Remote | None = None) -> None:
         self._found = {**(_find(more) if more is not None else {}), **_find(directory)}
         self._starts = dict(zip(self._found, in_parallel().map(_header_bytes, self._found.values()), strict=True))
-        self.data_bytes = {number: found.size - self._starts[number] for number, (_, found) in self._found.items()}
+        sizes = {number: found.size for number, (_, found) in self._found.items()}
+        self.data_bytes = {number: max(0, size - self._starts[number]) for number, size in sizes.items()}
 
     def read(self, shard: int, offset: int, num_bytes: int) -> Any:
         """Return a writable buffer with bytes of a shard.
