@@ -45,6 +45,9 @@ class Shards(Protocol):
     def read(self, shard: int, offset: int, num_bytes: int) -> Any:
         """Return a writable buffer with bytes of a shard; as `ShardFiles.read`."""
 
+    def read_again(self, shard: int, offset: int, num_bytes: int) -> Any:
+        """Return bytes that were wrong once more, without what is kept of them."""
+
     def damage(self, shard: int) -> str | None:
         """Return what became of a shard whose bytes are wrong, as far as that is known."""
 
@@ -99,6 +102,8 @@ class ShardFiles:
             if num_bytes >= MIN_MAPPED_BYTES:
                 return _mapped(descriptor, start, num_bytes)
             return _copied(descriptor, start, num_bytes, self._paths[shard])
+
+    read_again = read
 
     def damage(self, shard: int) -> str | None:
         """Return None: a file says nothing of its changes."""
