@@ -49,7 +49,7 @@ def _agree(module: nn.Module, program: Program, step: Mapping[str, Any], tensors
     placeholders = [values.get(node.name) for node in program.graph.find_nodes(op="placeholder")]
     specs = program.exported.graph_signature.output_specs
     with torch.no_grad():
-        expected = module(**copy.deepcopy(dict(step)))
+        expected = run_alone(module, copy.deepcopy(dict(step)))
         try:
             results = torch.fx.Interpreter(program.exported.graph_module).run(*placeholders, enable_io_processing=False)
         except RuntimeError:  # an assertion of the graph, or shapes that do not fit
