@@ -77,17 +77,17 @@ def holding(module: nn.Module, state: ModuleState | None, *, as_buffers: bool = 
     state = ModuleState.of(module) if state is None else state.copy(module)
     parts = dict(module.named_modules())
     before = {
-        path: (dict(part._buffers), set(part._non_persistent_buffers_set), _own(part)) for path, part in parts.items()
+        path: (dict(part._buffers.items()), set(part._non_persistent_buffers_set), _own(part))
+        for path, part in parts.items()
     }
     for path, part in parts.items():
-        for name in list(part._buffers):
-            if (path, name) not in state.buffers:
-                del part._buffers[name]
+        for name in [name for name, _ in part._buffers.items() if (path, name) not in state.buffers]:
+            del part._buffers[name]
         for name in _own(part):
             if (path, name) not in state.attributes:
                 del part.__dict__[name]
     for (path, name), tensor in state.buffers.items():
-        parts[path]._buffers[name] = tensor
+        _set_buffer(parts[path], name, tensor)
     for (path, name), value in state.attributes.items():
         parts[path].__dict__[name] = value
     filled = _as_buffers(module, state) if as_buffers else None
@@ -98,8 +98,10 @@ def holding(module: nn.Module, state: ModuleState | None, *, as_buffers: bool = 
             filled.remove()
         for path, (buffers, others, own) in before.items():
             part = parts[path]
-            part._buffers.clear()
-            part._buffers.update(buffers)
+            for name in [name for name, _ in part._buffers.items() if name not in buffers]:
+                del part._buffers[name]
+            for name, tensor in buffers.items():
+                _set_buffer(part, name, tensor)
             part._non_persistent_buffers_set = others
             for name in _own(part):
                 del part.__dict__[name]
@@ -204,6 +206,15 @@ def _as_buffers(module: nn.Module, state: ModuleState) -> RemovableHandle:
     return module.register_forward_pre_hook(fill)
 
 
+def _set_buffer(part: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+    if isinstance(part, torch.jit.ScriptModule):
+        setattr(part, name, tensor)  # its table of buffers is a copy
+    else:
+        part._buffers[name] = tensor
+
+
 def _own(part: nn.Module) -> dict[str, Any]:
     """Return the attributes of one module that may be state."""
+    if isinstance(part, torch.jit.ScriptModule):
+        return {}
     return {name: value for name, value in vars(part).items() if name not in _OF_TORCH and is_state(value)}
