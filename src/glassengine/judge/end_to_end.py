@@ -18,6 +18,7 @@ import torch
 from glassengine.judge.graphs.by_result import in_order
 from glassengine.numerics.exemptions import DRAWN
 from glassengine.numerics.judgement import Judgement
+from glassengine.numerics.kinds import unequal
 from glassengine.numerics.metrics.drift import LITTLE_LEFT, LOST, DriftSums
 from glassengine.numerics.metrics.tolerance import is_inexact, tolerance
 from glassengine.numerics.verdict import Reference
@@ -351,7 +352,7 @@ def by_signal(baseline: torch.Tensor, value: torch.Tensor) -> Judgement:
     """
     if baseline.shape != value.shape:
         return Judgement("wrong", None, None, f"shape {tuple(value.shape)}, baseline {tuple(baseline.shape)}")
-    if torch.equal(baseline, value):
+    if not bool(unequal(baseline, value).any()):
         return Judgement("identical", 0.0, 0.0)
     if not (baseline.is_floating_point() and value.is_floating_point()):
         return Judgement("suspicious", None, None, f"{int((baseline != value).sum())} of {value.numel()} differ")
@@ -369,7 +370,7 @@ def _passed_on(baseline: torch.Tensor, value: torch.Tensor) -> Judgement:
     if baseline.shape != value.shape:
         shapes = f"shape {tuple(value.shape)}, baseline {tuple(baseline.shape)}"
         return Judgement("wrong", None, None, shapes)
-    if torch.equal(baseline, value.to(baseline.dtype)):
+    if not bool(unequal(baseline, value).any()):
         return Judgement("identical", 0.0, 0.0)
     names = _name(baseline), _name(value)
     verdict: Verdict = "wrong"
