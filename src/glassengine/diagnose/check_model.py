@@ -289,7 +289,7 @@ def check(
                 bisect_release(climb, built_by, progress)
             explain_engine(climb, built_by, progress)
             if record is not None:
-                left_out = {**dict.fromkeys(tensors.partial, PARTIAL), **tensors.impossible}
+                left_out = {**dict.fromkeys(tensors.partial, PARTIAL), **tensors.impossible, **tensors.unknown}
                 climb.skipped += [
                     Skipped(name, "candidate", why, rung=Place.RECORD) for name, why in sorted(left_out.items())
                 ]

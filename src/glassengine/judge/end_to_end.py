@@ -39,11 +39,13 @@ class EndToEnd:
         program: The baseline's.
         rung: Of the side.
         not_compared: Result -> why it was not.
+        called: Result -> what the side calls it, and how that is known, where it has names of its own.
     """
 
     program: Program
     rung: str
     not_compared: dict[str, str] = field(default_factory=dict)
+    called: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     _sums: dict[str, DriftSums] = field(default_factory=dict)
     _found: dict[str, ResultComparison] = field(default_factory=dict)
     _seen: set[str] = field(default_factory=set)
@@ -155,6 +157,7 @@ class EndToEnd:
         judged_by: Literal["noise floor", "signal"] = "noise floor",
     ) -> None:
         judgement, exempt = judged
+        own, method = self.called.get(name, (own, method))
         figures = _figures(baseline, value, valid)
         self._sums.setdefault(name, DriftSums()).add(baseline, value, valid)
         made = ResultComparison(

@@ -159,8 +159,9 @@ def result_line(found: ResultComparison, severity: TokenAgreement | None) -> str
     text = found.in_words()
     if not found.agrees:
         text += f" in {found.case}, step {found.step}"
-    if found.method == "position":
-        text += f"; the candidate calls it {found.candidate_name}"
+    if found.method != "name":
+        by_shape = ": no other tensor of the record has its shape" if found.method == "shape" else ""
+        text += f"; the candidate calls it {found.candidate_name}{by_shape}"
     if found.exempt:
         text += f"; {found.exempt:.1%} of it exempt: it depends on a tie"
     if found.name != "logits" or severity is None or severity["token_agreement"] is None:

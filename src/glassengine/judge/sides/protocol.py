@@ -155,6 +155,11 @@ class Side(ABC):
         return {node: pair.candidate.node for node, pair in self.pairs.items()}
 
     @property
+    def called(self) -> Mapping[str, tuple[str, str]]:
+        """Result of the baseline -> what this side calls it, and how that is known; where it has other names."""
+        return {}
+
+    @property
     def reordered(self) -> tuple[str, ...]:
         """Path prefixes that are left out: what is in there, the baseline's program computes in another order."""
         return ()
