@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -27,8 +27,6 @@ from glassengine.program.user_code.module_state import STATE
 from glassengine.results import FLAGGED, VERDICTS, DriftRow, ResultComparison, Verdict
 
 _CHOSEN_ALIKE = "both sides chose alike where rounding might have chosen: no tie explains the difference"
-AFTERWARDS = " after the forward"
-"""What follows the name of an input to which a side has written: what is left in it is compared like a result."""
 _RANDOM = "every run draws new random numbers"
 _MISSING = "the candidate returns no such result"
 _UNDECIDED = "not judged: the baseline's own rounding changes it as much on these inputs"
@@ -52,6 +50,8 @@ class EndToEnd:
     _sums: dict[str, DriftSums] = field(default_factory=dict)
     _found: dict[str, ResultComparison] = field(default_factory=dict)
     _seen: set[str] = field(default_factory=set)
+    _beside: dict[str, None] = field(default_factory=dict)
+    _varying: set[str] = field(default_factory=set)
 
     @property
     def missing(self) -> list[str]:
@@ -61,11 +61,12 @@ class EndToEnd:
     @property
     def found(self) -> tuple[ResultComparison, ...]:
         """One entry for each result that was compared, in the order of the baseline's."""
-        return tuple(self._found[name] for name in [*results_of(self.program), *self._written] if name in self._found)
+        return tuple(self._found[name] for name in [*results_of(self.program), *self._beside] if name in self._found)
 
     @property
-    def _written(self) -> list[str]:
-        return [name for name in self._found if name.endswith(AFTERWARDS)]
+    def constant(self) -> list[str]:
+        """Names of results whose elements were all the same number in every step: little can be seen in them."""
+        return [name for name in self._found if name not in self._varying]
 
     def drift_rows(self) -> tuple[DriftRow, ...]:
         """Return a row of the table of drift for each result."""
@@ -161,8 +162,34 @@ class EndToEnd:
             judged = _passed_on(left, own)
             if judged.verdict != "identical":
                 writers = [who for who, written in (("baseline", ours), ("candidate", theirs)) if name in written]
-                judged = replace(judged, reason=f"the {' and the '.join(writers)} write{'s' * (len(writers) == 1)} to it")
-            self._add(f"{name}{AFTERWARDS}", name, "name", (judged, 0.0), None, left, own, where)
+                writes = f"the {writers[0]} writes to it" if len(writers) == 1 else "both write to it"
+                judged = replace(judged, reason=writes)
+            self._add(f"{name} after the forward", name, "name", (judged, 0.0), None, left, own, where)
+            self._beside[f"{name} after the forward"] = None
+
+    def compare_plain(self, theirs: Mapping[str, Any], ours: Mapping[str, Any], where: tuple[str, int]) -> None:
+        """Compare results that are no tensors: numbers, and text; nothing can be said of None.
+
+        Args:
+            theirs: Of the side in this step, by name.
+            ours: Those of the untouched baseline.
+            where: Case and step.
+        """
+        for name, value in ours.items():
+            other = theirs.get(name)
+            if value is None or name not in theirs:
+                self.not_compared[name] = f"the baseline returns {value!r:.40}" if value is None else _MISSING
+                continue
+            if isinstance(value, (bool, int, float)) and isinstance(other, (bool, int, float)):
+                pair = torch.tensor(value), torch.tensor(other)
+                judged = _passed_on(*pair)
+            else:  # text; of what has no figures, whether it is the same
+                pair = torch.tensor(True), torch.tensor(type(value) is type(other) and value == other)
+                judged = _passed_on(*pair)
+            if judged.verdict not in ("identical", "rounding"):
+                judged = replace(judged, reason=f"{other!r:.40}, baseline {value!r:.40}")
+            self._add(name, name, "name", (judged, 0.0), None, *pair, where)
+            self._beside[name] = None
 
     def _counterpart(
         self, name: str, theirs: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]
@@ -232,6 +259,8 @@ class EndToEnd:
         )
         if made.agrees and made.is_far_apart and not exempt and judged_by == "noise floor":
             made = replace(made, verdict="suspicious", reason=_UNDECIDED, is_decided=False)
+        if baseline.numel() < 2 or not bool((baseline == baseline.flatten()[0]).all()):
+            self._varying.add(name)
         before = self._found.get(name)
         self._found[name] = made if before is None else _worse(before, made)
 
@@ -279,7 +308,8 @@ def results_left(sides: Sequence[EndToEnd]) -> str | None:
         return None
     if not any(side.found for side in sides):
         return "no result of the candidate was compared with the baseline's"
-    missing = [name for name in sides[-1].missing if all(name in side.missing for side in sides)]
+    compared = {one.name for side in sides for one in side.found}
+    missing = [name for name in sides[-1].missing if name not in compared]
     return f"the candidate returns no {', '.join(missing)}" if missing else None
 
 

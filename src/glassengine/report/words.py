@@ -170,11 +170,10 @@ def input_line(used: InputUsed) -> str:
     if used.shape is None:
         return f"{used.name} {used.value}"
     text = f"{used.name} {used.dtype}[{', '.join(map(str, used.shape))}]"
-    if used.minimum is None or used.maximum is None:
-        return text
-    if used.minimum == used.maximum:
-        return f"{text} all {used.minimum:.4g}"
-    return f"{text} {used.minimum:.4g}..{used.maximum:.4g}"
+    if used.minimum is not None and used.maximum is not None:
+        same = used.minimum == used.maximum
+        text += f" all {used.minimum:.4g}" if same else f" {used.minimum:.4g}..{used.maximum:.4g}"
+    return f"{text} ({used.recipe})" if "the baseline" in used.recipe else text
 
 
 def judged(found: Fineness) -> str:

@@ -128,7 +128,8 @@ class ResultComparison(Result):
             size = self._size()
             return f"{self.name} {'agree' if are else 'agrees'} within rounding" + (f": {size}" if size else "")
         differs = f"{self.name} {'differ' if are else 'differs'}"
-        if self.max_abs_diff is None or self.largest is None or not math.isfinite(self.max_abs_diff):
+        is_text = self.dtype == "bool" and not self.shape  # or whatever else has no size
+        if self.max_abs_diff is None or self.largest is None or not math.isfinite(self.max_abs_diff) or is_text:
             return f"{differs}: {self.reason or 'values that are not finite'}"
         loss = "" if self.snr_db is None else f" ({self.snr_db:.0f} dB)"
         text = f"{differs} by {self.max_abs_diff:.3g} of {self.largest:.3g}{loss}"

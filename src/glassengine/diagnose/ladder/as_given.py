@@ -105,7 +105,7 @@ def _call_twice(climb: Climb, ours: Any, theirs: Any) -> None:
         if name not in firsts or name not in agains or name not in again or first[name].shape != firsts[name].shape:
             continue
         if not torch.equal(keeps[name], firsts[name]) and torch.equal(kept[name], first[name]):
-            climb.differences.append(f"a second call of the candidate overwrites the {name} that the first has returned")
+            climb.differences.append(f"a second call of the candidate overwrites the {name} that the first returned")
         elif _signal(first[name], firsts[name]) > _SAME_DB and _signal(again[name], agains[name]) < _LOST_DB:
             stale = _signal(firsts[name], agains[name]) > _SAME_DB
             how = "it is that of the first call" if stale else "the first call agrees"

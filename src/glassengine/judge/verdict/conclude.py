@@ -23,6 +23,7 @@ from glassengine.judge.verdict.repeated import grouped, with_proofs
 from glassengine.judge.verdict.score import Score
 from glassengine.judge.verdict.severity import Severity
 from glassengine.judge.verdict.standing import Decision, decide, softened
+from glassengine.judge.verdict.vacuous import memorized, vacuous
 from glassengine.judge.verdict.written import left_out, written_differently
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.program import Program
@@ -119,8 +120,11 @@ def conclude(
     first = _first(origins, order, [score.side.rung for score in scores])
     limits: dict[str, Any] = {"fail_on": fail_on, "min_coverage": min_coverage, "min_snr": min_snr}
     lost = next((score.lost for score in scores if score.lost is not None), None)
+    differences = [*differences, *memorized(program, scores)]
     left = results_left([score.results for score in scores[1:]])
-    decision = decide(verdict, results, first, severity, judged, **limits, lost=lost, left=left, differences=differences)
+    decision = decide(
+        verdict, results, first, severity, judged, **limits, lost=lost, left=left, differences=differences
+    )
     if accumulated is not None and first is None and decision.standing == "weights differ":
         decision = Decision("differs inside", accumulated)
     left_out = [item for score in scores for item in score.left_out.values()]
@@ -162,7 +166,7 @@ def conclude(
         written_differently=tuple(_written_differently(program, scores)),
         exemptions=main.ledger.exemptions(),
         num_elements=main.ledger.num_elements,
-        notes=tuple(note for note in (accumulated, *notes) if note is not None),
+        notes=tuple(note for note in (accumulated, *notes, *vacuous(program, scores)) if note is not None),
         generates=program.generates,
         reads=reads_of(program),
     )

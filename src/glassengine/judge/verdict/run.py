@@ -86,6 +86,7 @@ def run_cases(
                 score.results.end_step(score.side.results(), made, (case.name, step))
                 if model is not None and model.written is not None and score.side.written is not None:
                     score.results.compare_inputs(before, score.side.written, model.written, (case.name, step))
+                    score.results.compare_plain(score.side.plain, model.plain, (case.name, step))
                 score.end_step(named)
                 judge_collectives(score, case, step)
             on_step(case, step, floors)
