@@ -159,9 +159,9 @@ class Side(ABC):
         return {node: pair.candidate.node for node, pair in self.pairs.items()}
 
     @property
-    def called(self) -> Mapping[str, tuple[str, str]]:
-        """Result of the baseline -> what this side calls it, and how that is known; where it has other names."""
-        return {}
+    def called(self) -> Mapping[str, tuple[str, str]] | None:
+        """Of a record, result of the baseline -> what it calls that, and how this is known; None of what runs."""
+        return None
 
     @property
     def reordered(self) -> tuple[str, ...]:

@@ -21,8 +21,11 @@ BESIDE_TOKENS = ("input_ids", "attention_mask", "position_ids", "cache_position"
 """Inputs of language models, which no one has to compare."""
 
 
+AMBIGUOUS = "ambiguous"
+
+
 class NamedResult(NamedTuple):
-    """What a record calls a result, and how that was found: "name" or "shape"."""
+    """What a record calls a result, and how that was found: "name", "shape" or `AMBIGUOUS`."""
 
     name: str
     method: str
@@ -42,16 +45,18 @@ def named_results_of(program: Program, results: Sequence[str], entries: Sequence
         entries: Of the record.
     """
     shapes = {entry.site: tuple(entry.shape) for entry in reversed(entries)}
-    inside = [name for name in shapes if _is_inside(program, name)]
+    made = {program.output_nodes[result] for result in results}
+    # "." of a recording may be what another model returns, around or inside of the baseline.
+    own = [n for n in shapes if not n.startswith(".") or ((s := program.sites.get(n)) is not None and s.node in made)]
+    ports = dict(_ports(own, results, _RESULT))
+    taken = {*known_inputs(program, shapes).values(), *ports.values()}
     found: dict[str, NamedResult] = {}
-    for result, name in _ports(shapes, results, _RESULT):
-        node = program.output_nodes[result]
+    for result, name in ports.items():
         site = program.sites.get(name)
-        # A module may have the name of a result: it is meant where other modules were dumped as well.
-        if site is None or site.node == node or inside == [name]:
-            found[result] = NamedResult(name, "name")
-    own = {site.name for site in program.sites} | {site.node for site in program.sites}
-    taken = {one.name for one in found.values()} | set(known_inputs(program, shapes).values())
+        # A module may have the name of a result: which of the two is meant, nothing says beside other tensors.
+        is_clear = site is None or site.node == program.output_nodes[result] or taken.issuperset(shapes)
+        found[result] = NamedResult(name, "name" if is_clear else AMBIGUOUS)
+    known = {site.name for site in program.sites} | {site.node for site in program.sites}
     free = {name: shape for name, shape in shapes.items() if name not in taken}
     for result in results:
         node = program.output_nodes[result]
@@ -59,7 +64,7 @@ def named_results_of(program: Program, results: Sequence[str], entries: Sequence
             continue
         wanted = tuple(getattr(program.node(node).meta.get("val"), "shape", ()))
         alike = [name for name, shape in free.items() if wanted and _fits(shape, wanted)]
-        if len(alike) == 1 and alike[0] not in own:
+        if len(alike) == 1 and alike[0] not in known:
             found[result] = NamedResult(alike[0], "shape")
     return found
 
@@ -93,11 +98,6 @@ def _ports(names: Collection[str], ports: Sequence[str], spelled: re.Pattern[str
         known += [port] if port in names else []
         if known:
             yield port, min(known, key=lambda name: (not name.startswith("."), name != port))
-
-
-def _is_inside(program: Program, name: str) -> bool:
-    site = program.sites.get(name)
-    return site is not None and site.kind != "op" and not name.startswith(".")
 
 
 def _fits(shape: tuple[int, ...], wanted: Sequence[object]) -> bool:

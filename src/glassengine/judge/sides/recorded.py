@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from glassengine.compare.matching.assembling import assembled
@@ -22,7 +20,7 @@ from glassengine.judge.end_to_end import results_of
 from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.judge.sides.protocol import Observed, Place, Side
-from glassengine.judge.sides.record_names import NamedResult, known_inputs, meaningless, named_results_of
+from glassengine.judge.sides.record_names import AMBIGUOUS, NamedResult, known_inputs, meaningless, named_results_of
 from glassengine.judge.step_inputs import Given, by_name, empty_caches
 from glassengine.program.representation.program import Program
 from glassengine.recording.read.source import TensorSource
@@ -59,6 +57,7 @@ class RecordedTensors:
         self._program = program
         self.partial: set[str] = set()
         self.impossible: dict[str, str] = {}
+        self.unknown: dict[str, str] = {}
         names = dict.fromkeys(entry.site for entry in source.entries)
         self._by_name: dict[str, tuple[tuple[str, ...], Rule | None]] = {name: ((name,), None) for name in names}
         if rules is not None:
@@ -74,18 +73,20 @@ class RecordedTensors:
             }
         self._places = {(entry.site, entry.step): entry for entry in source.entries}
         self.called = named_results_of(program, results_of(program), source.entries)
-        self._by_shape = {named.name for named in self.called.values() if named.method == "shape"}
-        for result, named in self.called.items():
+        for result, named in list(self.called.items()):
             sites = program.sites.by_node.get(program.output_nodes[result], ())
             if named.name not in {site.name for site in sites} | {site.node for site in sites}:
                 del self._by_name[named.name]  # a node may be called so, too
-            if sites and not any(self.names(site) for site in sites):
+            if named.method == AMBIGUOUS:
+                self.unknown[named.name] = f"{named.name} names a module and a result: call the result out.{result}"
+                del self.called[result]
+            elif sites and not any(self.names(site) for site in sites):
                 self._by_name[sites[-1].name] = ((named.name,), None)
         inputs = set(known_inputs(program, names).values())
         known = [(site, found[0]) for site in program.sites if (found := self.names(site)) is not None]
         self.kinds = {site.kind for site, found in known if site.op != "input" or not inputs.issuperset(found)}
         meant = inputs.union(*(found for _, found in known), (named.name for named in self.called.values()))
-        self.unknown = meaningless([name for name in names if ":in" not in name], meant, program)
+        self.unknown |= meaningless([name for name in names if ":in" not in name], meant, program)
         if not self.kinds and not self.called:
             raise IncomparableError(
                 "nothing in the record has a name that the baseline's program knows",
@@ -114,16 +115,16 @@ class RecordedTensors:
         return self._aligned(self._read(site, step), site, inputs)
 
     def results(self, step: int, inputs: Given) -> dict[str, Tensor]:
-        """Return the results that have a name of their own in the record."""
+        """Return the results of a step, perhaps of the last positions alone, as `generate` of transformers asks."""
         found = {}
-        for result, named in self.called.items():
-            entry, sites = self._places.get((named.name, step)), self._program.sites.by_node
-            if entry is not None:
-                value: Observed | None = Observed(self.source.tensor(entry), named.name, named.method)
-                for site in sites.get(self._program.output_nodes[result], ())[-1:]:
-                    value = self._aligned(value, site, inputs)
-                if value is not None:
-                    found[result] = value.tensor
+        for result in results_of(self._program):
+            sites = self._program.sites.by_node.get(self._program.output_nodes[result], ())
+            entry = self._places.get((self.called[result].name, step)) if result in self.called else None
+            read = [] if entry is not None else [one.tensor for site in sites if (one := self._read(site, step))]
+            value = self.source.tensor(entry) if entry is not None else next(iter(read), None)
+            if value is not None:
+                is_flat = bool(sites) and isinstance(inputs, StepInputs)
+                found[result] = _by_rows(value, sites[0], inputs) if is_flat else value  # type: ignore[arg-type]
         return found
 
     def _aligned(self, found: Observed | None, site: Site, inputs: Given) -> Observed | None:
@@ -147,8 +148,7 @@ class RecordedTensors:
         names, rule = found
         if rule is None:
             entry = self._places.get((names[0], step))
-            how = "shape" if names[0] in self._by_shape else "name"
-            return None if entry is None else Observed(self.source.tensor(entry), names[0], how)
+            return None if entry is None else Observed(self.source.tensor(entry), names[0], "name")
         steps = steps_of(rule, step)
         places = [self._places.get((name, one)) for one in steps for name in names]
         entries = [entry for entry in places if entry is not None]
@@ -174,6 +174,8 @@ def _by_rows(value: Tensor, site: Site, inputs: StepInputs) -> Tensor:
     """
     is_flat = value.dim() == len(site.shape) - 1 and (site.axes.get("batch"), site.axes.get("sequence")) == (0, 1)
     mask = inputs.token_mask
+    if is_flat and len(mask) == 1 and len(value) < int(mask.sum()):
+        return value[None]
     if not is_flat or value.shape[0] != int(mask.sum()):
         return value
     rows = value.new_zeros((*mask.shape, *value.shape[1:]))
@@ -187,7 +189,6 @@ class RecordedModules(ModuleSide):
 
     tensors: RecordedTensors = field(kw_only=True)
     place: Place = field(default=Place.RECORD, kw_only=True)
-    _names: dict[str, tuple[str, str]] = field(default_factory=dict, init=False)
 
     @property
     def called(self) -> Mapping[str, NamedResult]:
@@ -200,14 +201,8 @@ class RecordedModules(ModuleSide):
                 continue
             found = self.tensors.read(site, self._steps, inputs)
             if found is not None:
-                key = f"node:{site.node}" if site.kind == "kv" else site.name
-                self._values[key], self._names[site.name] = found.tensor, (found.site, found.method)
+                self._values[f"node:{site.node}" if site.kind == "kv" else site.name] = found.tensor
         self._results = self.tensors.results(self._steps, inputs)
-
-    def observed(self, node: str) -> list[Observed]:
-        """Return the values that were recorded of `node`, by the record's own names."""
-        found = super().observed(node)
-        return [Observed(one.tensor, *self._names.get(one.site, (one.site, one.method))) for one in found]
 
     def results(self) -> Mapping[str, Tensor]:
         """Return the results that were recorded."""
@@ -270,4 +265,4 @@ class RecordedOps(Side):
 
     def results(self) -> Mapping[str, Tensor]:
         """Return the results that were recorded."""
-        return {**self.results_by_node(self.baseline), **self._results}
+        return self._results

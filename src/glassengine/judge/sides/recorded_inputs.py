@@ -11,6 +11,7 @@ import torch
 from glassengine.capture.runs.known_tokens import prompt_lengths
 from glassengine.errors import IncomparableError
 from glassengine.judge.cases import Case
+from glassengine.judge.given import Inputs
 from glassengine.judge.sides.record_names import named_inputs_of
 from glassengine.numerics.metrics.tolerance import is_inexact
 from glassengine.program import LoadedModel
@@ -77,6 +78,44 @@ def recorded_inputs(source: TensorSource, model: LoadedModel) -> list[dict[str, 
             )
         found.append({name: source.tensor(places[own, step]) for name, own in called.items()})
     return found
+
+
+def require_own(source: TensorSource, given: Inputs, own: Case | None = None) -> None:
+    """Refuse inputs that are not those which a record has.
+
+    Args:
+        source: The record.
+        given: What `--inputs` names.
+        own: What a record of a language model knows to have been made with.
+
+    Raises:
+        IncomparableError: The record has another tensor of that name.
+    """
+    places = {(entry.site, entry.step): entry for entry in source.entries}
+    for step, values in enumerate(() if given is None or isinstance(given, str) else given):
+        called = named_inputs_of([name for name, at in places if at == step], list(values))
+        ours = {name: source.tensor(places[place, step]) for name, place in called.items()}
+        ours |= {} if own is None or own.input_ids is None else {"input_ids": own.input_ids}
+        for name, tensor in ours.items():
+            wanted = values.get(name)
+            is_alike = isinstance(wanted, torch.Tensor) and wanted.shape == tensor.shape
+            if is_alike and not torch.allclose(wanted.double(), tensor.double(), rtol=1e-2, equal_nan=True):
+                raise IncomparableError(
+                    "the record was made on other inputs than those given",
+                    got=f"{source.path}: another {name} in step {step}",
+                    hint="leave out --inputs: the record has its own",
+                )
+
+
+def given_case(source: TensorSource, model: LoadedModel, given: Inputs) -> Case | None:
+    """Return what a record of a language model was made with beside inputs that are given; None if it does not say.
+
+    Raises:
+        IncomparableError: It was made with others.
+    """
+    case = recorded_case(source) if model.generation.decodes_tokens else None
+    require_own(source, given, case)
+    return case
 
 
 def recorded_case(source: TensorSource) -> Case | None:
