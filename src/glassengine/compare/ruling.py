@@ -15,6 +15,7 @@ from glassengine.compare.matching.matching import Match
 from glassengine.compare.precision import by_drift
 from glassengine.compare.roundings import ROUNDED, Noise, Roundings, may_be_rounding
 from glassengine.compare.sides import Counted, Sides
+from glassengine.compare.small import SCALED, TOO_SMALL, is_multiple, is_small
 from glassengine.numerics.judgement import SUSPICIOUS, WRONG
 from glassengine.numerics.limits import is_floating, limits
 from glassengine.numerics.metrics.drift import DriftSums
@@ -122,10 +123,15 @@ class Ruling(Sides):
                 by_floor: Verdict = "wrong" if found > WRONG else "suspicious" if found > SUSPICIOUS else "rounding"
                 return dataclasses.replace(pair, verdict=by_floor, noise_ratio=found, judged_by=BY_FLOOR)
             pair = dataclasses.replace(pair, reason="; ".join(filter(None, (reason, why_not))))
-        if drift is not None and self.is_drift and not figures.allclose and not figures.num_nonfinite_mismatch:
+        is_unknown = not self._is_given and is_small(figures, Tolerance(figures.rtol, figures.atol), x.dtype)
+        is_apart = is_unknown or not figures.allclose
+        if drift is not None and self.is_drift and is_apart and not figures.num_nonfinite_mismatch:
             is_real = is_floating(x.dtype) and is_floating(y.dtype)
             left = by_drift(drift, num_elements=math.prod(x.shape), is_real=is_real)
             return dataclasses.replace(pair, verdict=left, judged_by=BY_PRECISION)
+        if is_unknown:
+            small: Verdict = "wrong" if is_multiple(figures) else "suspicious"
+            return dataclasses.replace(pair, verdict=small, reason=SCALED if small == "wrong" else TOO_SMALL)
         noise = self.noise_of(match) if pair.verdict == "wrong" else None
         if noise is not None and may_be_rounding(figures, of_slices(), noise):
             return dataclasses.replace(pair, verdict="suspicious", reason=ROUNDED)

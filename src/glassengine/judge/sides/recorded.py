@@ -86,7 +86,9 @@ class RecordedTensors:
         known = [(site, found[0]) for site in program.sites if (found := self.names(site)) is not None]
         self.kinds = {site.kind for site, found in known if site.op != "input" or not inputs.issuperset(found)}
         meant = inputs.union(*(found for _, found in known), (named.name for named in self.called.values()))
-        self.unknown |= meaningless([name for name in names if ":in" not in name], meant, program)
+        self.unknown |= meaningless(
+            [name for name in names if ":in" not in name and name not in self.unknown], meant, program
+        )
         if not self.kinds and not self.called:
             raise IncomparableError(
                 "nothing in the record has a name that the baseline's program knows",
