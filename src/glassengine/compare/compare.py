@@ -34,7 +34,7 @@ from glassengine.compare.precision import Precision, over_budget, two_precisions
 from glassengine.compare.prepared import prepared, sendable
 from glassengine.compare.rounded_updates import NOT_JUDGED, not_judged
 from glassengine.compare.roundings import ROUNDED
-from glassengine.compare.small import TOO_SMALL, beside_larger
+from glassengine.compare.small import COARSE, IF_COARSE, TOO_SMALL, beside_larger
 from glassengine.compare.together import judged_together
 from glassengine.compare.units import Request
 from glassengine.errors import UsageError
@@ -193,6 +193,9 @@ def _compared(
         pairs[i] = dataclasses.replace(pairs[i], verdict="suspicious", reason=NOT_JUDGED)
     for i, other in beside_larger(pairs, chosen, left).items():
         pairs[i] = dataclasses.replace(pairs[i], reason=f"it is as small as the rounding of {other}")
+    if any(str(pairs[i].reason).startswith(COARSE) for i in pairs.flagged()):
+        for i in [i for i in pairs.flagged() if pairs[i].reason == IF_COARSE]:
+            pairs[i] = dataclasses.replace(pairs[i], verdict="suspicious", reason=f"{COARSE}, in other tensors")
     unsure = [i for i in pairs.flagged() if pairs[i].reason in (NOT_JUDGED, ROUNDED, TOO_SMALL)]
     lost += [Skipped(pairs[i].site, "both", str(pairs[i].reason), step=pairs[i].step) for i in unsure]
     is_whole = verdicts.stopped_at is None

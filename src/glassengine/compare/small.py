@@ -1,8 +1,11 @@
-"""Tensors that are smaller than the absolute part of a tolerance: that it holds of each element says nothing of them.
+"""Where the tolerance of a dtype does not fit: tensors below its absolute part, and values of a coarser dtype.
 
-What is relative to the whole tensor counts there: of one with values around 1 a tolerance leaves that much signal, and so
-does it of one with values around 1e-7. Less may still be rounding, where all of the tensor is (the bias of keys has no
+What is relative to the whole tensor counts for small ones: a tolerance leaves that much signal of values around 1, and
+so it does of values around 1e-7. Less may still be rounding, where all of the tensor is (the bias of keys has no
 gradient): known only beside a tensor of the same module whose own rounding is as large. Else it is not judged.
+
+A file without bfloat16 holds it as float32. Where values say so, what its roundings leave is not wrong; what was
+computed of such values (log-probabilities) does not show it, but the tensors beside it do.
 """
 
 from __future__ import annotations
@@ -14,13 +17,15 @@ from glassengine.compare.matching.matching import Match
 from glassengine.compare.roundings import is_scaled
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
 from glassengine.numerics.limits import is_floating
-from glassengine.numerics.metrics.tolerance import Tolerance
+from glassengine.numerics.metrics.tolerance import Tolerance, tolerance
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource
 from glassengine.results import Figures, Packed
 
 TOO_SMALL = "all of it is below the absolute tolerance: not judged without glass record --noise-floor, or --atol"
 SCALED = "it is the baseline's times another factor, though all of it is below the absolute tolerance"
+IF_COARSE = "no more than roundings to bfloat16: where a side computes in it, --rtol 1.6e-2"
+COARSE = "no more than roundings to a dtype whose values are all that a side holds"
 _SLACK = 10
 """An element of a tensor around 1 may be off by this many times the absolute tolerance, where all are."""
 _ALONG = 0.8
@@ -66,6 +71,13 @@ def beside_larger(pairs: Packed, chosen: Sequence[Match], left: TensorSource) ->
 def is_multiple(figures: Figures) -> bool:
     """Whether a candidate is the baseline times a factor: what rounding leaves has no such direction."""
     return is_scaled(figures) and figures.cosine_similarity**2 > _ALONG
+
+
+def may_be_coarse(figures: Figures, *dtypes: str) -> bool:
+    """Whether a difference of tensors of float32 is no more than roundings to bfloat16 leave."""
+    coarse = tolerance("bfloat16", "bfloat16")
+    is_near = figures.snr_db >= -20 * math.log10(coarse.rtol) and not figures.num_nonfinite_mismatch
+    return is_near and set(dtypes) == {"float32"} and not is_multiple(figures)
 
 
 def _module(site: str) -> str:

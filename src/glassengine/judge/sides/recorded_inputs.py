@@ -13,11 +13,15 @@ from glassengine.errors import IncomparableError
 from glassengine.judge.cases import Case
 from glassengine.judge.given import Inputs
 from glassengine.judge.sides.record_names import named_inputs_of
+from glassengine.numerics.metrics.precision import precision_of
 from glassengine.numerics.metrics.tolerance import is_inexact
 from glassengine.program import LoadedModel
 from glassengine.program.generation.generation import Generation
 from glassengine.program.inputs.programs import inputs_in_file
 from glassengine.recording.read.source import TensorSource
+
+_MOST_READ = 64
+"""Tensors of a record whose values are asked in which dtype they were computed."""
 
 
 def case_of(source: TensorSource, generation: Generation) -> Case | None:
@@ -38,10 +42,11 @@ def case_of(source: TensorSource, generation: Generation) -> Case | None:
 
 
 def dtype_of(source: TensorSource) -> torch.dtype | None:
-    """Return the floating dtype of a record: what it says, else that of most of its floating tensors."""
+    """Return the floating dtype of a record: what it says, else that of the values of most of its floating tensors."""
     known = str(source.metadata.get("dtype"))
     if not is_inexact(known):
-        floating = Counter(entry.dtype for entry in source.entries if is_inexact(entry.dtype))
+        known_ones = [entry for entry in source.entries if is_inexact(entry.dtype)]
+        floating = Counter(precision_of(source.tensor(entry)) for entry in known_ones[:_MOST_READ])
         known = floating.most_common(1)[0][0] if floating else known
     dtype: torch.dtype | None = getattr(torch, known, None)
     return dtype
