@@ -59,6 +59,11 @@ def headline(result: Comparison) -> Headline:
     return Headline(mark, f"every difference is explained by {'the quantization' if by_signal else 'rounding'}")
 
 
+def of_side(side: str) -> str:
+    """Return what a side is called after "of": "both sides", "the baseline"."""
+    return "both sides" if side == "both" else f"the {side}"
+
+
 def short(name: str) -> str:
     """Return the end of a long path, which tells two of them apart; `--json` has all of it."""
     return name if len(name) <= LONGEST_NAME else f"...{name[-LONGEST_NAME + 3 :]}"
