@@ -253,7 +253,7 @@ def check(
             climbs: Sequence[Climb] = [start_stage(stage, stack, progress) for stage in of_stages]
             parts = [None] * len(climbs)
         else:
-            climbs = climbs_of(model, given, steps, stack, progress, of_first if inputs is None else None)
+            climbs = climbs_of(model, given, steps, stack, progress, of_first)
             parts = parts[-len(climbs) :]
         if model.generation.decodes_tokens and (reason := model.metadata.get(WITHOUT_IMAGES)):
             climbs[0].skipped.append(Skipped("images", "both", f"judged from text alone: {reason}"))
@@ -295,7 +295,7 @@ def check(
                 bisect_release(climb, built_by, progress)
             explain_engine(climb, built_by, progress)
             if record is not None:
-                left_out = {**dict.fromkeys(tensors.partial, PARTIAL), **tensors.impossible}
+                left_out = {**dict.fromkeys(tensors.partial, PARTIAL), **tensors.impossible, **tensors.unknown}
                 climb.skipped += [
                     Skipped(name, "candidate", why, rung=Place.RECORD) for name, why in sorted(left_out.items())
                 ]

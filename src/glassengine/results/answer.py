@@ -49,7 +49,7 @@ class ResultComparison(Result):
         name: Of the baseline's result: "logits", "output".
         candidate_name: Of the candidate's.
         rung: Which implementation.
-        method: "name", or "position" where the two sides use other names.
+        method: "name"; "position" or, of a record, "shape" where the two sides use other names.
         verdict: Worst one, by the accumulated noise floor.
         reason: Set where something other than the size of the difference decides.
         case: In which the verdict and then the signal-to-noise ratio is worst.

@@ -35,7 +35,8 @@ from glassengine.judge.given import Inputs
 from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.judge.sides.module import threads_for
 from glassengine.judge.sides.protocol import Place
-from glassengine.judge.sides.recorded import PARTIAL, RecordedOps, dtype_of
+from glassengine.judge.sides.recorded import PARTIAL, RecordedOps
+from glassengine.judge.sides.recorded_inputs import dtype_of
 from glassengine.judge.verdict.conclude import conclude
 from glassengine.judge.verdict.evidence import EvidenceBox
 from glassengine.numerics.ops import ACCUMULATIONS, Accumulation
