@@ -27,6 +27,7 @@ def leave_out_gauges(scores: Sequence[Score], inputs: Mapping[str, Tensor]) -> N
     for score in own if origins else ():
         if score.side.program is not None:
             found = taken_back(score.program, score.side.program, score.side.pairs, inputs, origins)
+            score.judged_nodes |= found  # what its readers contradict was dropped
             for other in own:
                 _leave_out(other, found)
 
