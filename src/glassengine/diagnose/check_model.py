@@ -21,6 +21,7 @@ from torch import nn
 from glassengine import environment
 from glassengine.backends.registry import choose_backend, get_backend
 from glassengine.diagnose.ladder.accumulated import judge_alike
+from glassengine.diagnose.ladder.as_given import as_given, require_two_models
 from glassengine.diagnose.ladder.bisect_release import bisect_release
 from glassengine.diagnose.ladder.climb import Climb
 from glassengine.diagnose.ladder.elsewhere import helpers
@@ -48,7 +49,7 @@ from glassengine.judge.sides.module import threads_for
 from glassengine.judge.sides.protocol import Place
 from glassengine.judge.sides.recorded import PARTIAL
 from glassengine.judge.sides.recorded_ranks import first_rank
-from glassengine.judge.texts import texts_of
+from glassengine.judge.texts import other_tokens, texts_of
 from glassengine.judge.verdict.conclude import conclude
 from glassengine.judge.verdict.configured import with_configuration
 from glassengine.judge.verdict.drift import Drift, is_less_precise
@@ -222,10 +223,12 @@ def check(
         why = "with images a port is judged in one forward, of --inputs" if engine is None else "the engine takes none"
         model.metadata[WITHOUT_IMAGES], alone = why, True
     model, given, without_decoding = given_to(model, inputs, of_first, alone=alone)
-    other = None
+    other, other_ids = None, None
     if candidate is not None and engine is None and record is None:
         progress(Work.LOADING.says("loading the candidate"))
         other = load_model(candidate, dtype=dtype, **options)
+        require_two_models(model, other)
+        other_ids = other_tokens(model, other.directory, given) if model.generation.takes_tokens else None
         other = other.judged_as(other.generation.alone)
         if model.generation.generates and not other.generation.generates:
             given = tokens_in_one_forward(model, other.module, given)
@@ -272,6 +275,9 @@ def check(
                 add_built(
                     climb, backend, own_passes, progress, all_rungs=all_rungs, only_release=bisect_outputs, mesh=mesh
                 )
+            as_given(climb, model, other, num_stages=len(climbs))
+            if other_ids is not None:
+                climb.differences.append(other_ids)
             if reproduction is not None:
                 for score in climb.scores:
                     score.evidence = EvidenceBox(climb.program)
@@ -308,6 +314,8 @@ def check(
                 cases=climb.cases,
                 accumulated=alike,
                 texts=texts_of(model, climb.cases, climb.chosen) if climb.program.generates else None,
+                differences=climb.differences,
+                notes=climb.notes,
             )
             result = with_configuration(result, model.module)
             results.append(result if stage is None else numbered(result, stage.numbers))

@@ -28,6 +28,7 @@ from glassengine.numerics.exemptions import together
 from glassengine.program import LoadedModel, export_programs
 from glassengine.program.kinds.encoder_decoder import SOURCE_MASK, Encoder, start_token, takes_mask
 from glassengine.program.kinds.example_inputs import encoder_inputs
+from glassengine.program.user_code.module_state import own_copies
 from glassengine.progress import Progress, Work
 from glassengine.results import Comparison, Rung, WeightsComparison, added, worst
 
@@ -40,7 +41,7 @@ class EncoderSide(ModuleSide):
 
     def forward(self, inputs: Mapping[str, Any]) -> Any:
         """Run the encoder and one token of the decoder."""
-        return Encoder(self.module)(dict(inputs))
+        return Encoder(self.module)(own_copies(inputs))
 
 
 @dataclass

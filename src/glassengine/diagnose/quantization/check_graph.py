@@ -19,6 +19,7 @@ from glassengine.program import LoadedModel
 from glassengine.program.export.examples import named_inputs
 from glassengine.program.representation.program import Program
 from glassengine.program.representation.signature import named_results
+from glassengine.program.user_code.module_state import own_copies
 from glassengine.progress import Progress, Work
 from glassengine.results import (
     FLAGGED,
@@ -72,7 +73,7 @@ def check_quantized_graph(
             named = named_inputs(step)
             values = candidate.module.values(named)  # type: ignore[operator]
             run.step(named, values, where)
-            ours = named_results(baseline.module(**named))
+            ours = named_results(baseline.module(**own_copies(named)))
             ends.compare_signals({name: values[name] for name in theirs.output_nodes if name in values}, ours, where)
     if not run.ops:
         raise IncomparableError(

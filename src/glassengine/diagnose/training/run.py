@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from glassengine.diagnose.training.gradient_graph import Loss, state_of
 from glassengine.errors import UsageError
+from glassengine.program.user_code.module_state import own_copies
 
 OptimizerFactory = Callable[[nn.Module], Any]
 """Makes the optimizer of a module, or (optimizer, scheduler of its learning rate)."""
@@ -59,7 +60,7 @@ def train(
     for batch in batches:
         updates.zero_grad(set_to_none=True)
         state = _copied(state_of(plain))
-        value = loss(module(**batch))
+        value = loss(module(**own_copies(batch)))
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise UsageError("the loss is not a scalar", got=str(getattr(value, "shape", type(value).__name__)))
         value.backward()  # type: ignore[no-untyped-call]
