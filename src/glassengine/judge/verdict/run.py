@@ -15,6 +15,7 @@ from glassengine.judge.replay.reference import ReferenceRun
 from glassengine.judge.sides.protocol import Side
 from glassengine.judge.step_inputs import by_name, empty_caches
 from glassengine.judge.verdict.collectives import judge_collectives
+from glassengine.judge.verdict.gauges import leave_out_gauges
 from glassengine.judge.verdict.score import Score
 from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
 from glassengine.numerics.verdict import Reference
@@ -47,6 +48,7 @@ def run_cases(
         on_step: Called after each step with the relative noise floor of each node so far.
     """
     floors: dict[str, float] = {}
+    first: Mapping[str, torch.Tensor] = {}
     results: dict[str, list[str]] = {}
     for name in results_of(program):
         results.setdefault(program.output_nodes[name], []).append(name)
@@ -65,6 +67,7 @@ def run_cases(
             named = by_name(inputs)
             if step == 0:
                 named |= empty_caches(program, named)
+                first = first or named
 
             def observe(node: Node, value: Reference, step: int = step, case: Case = case, made: Made = made) -> None:
                 tied = False
@@ -92,6 +95,7 @@ def run_cases(
             on_step(case, step, floors)
         for score in scores:
             score.end_case()
+    leave_out_gauges(scores, first)
 
 
 def _compare_results(
