@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from glassengine.program import LoadedModel
 from glassengine.program.generation.generation import Generation
 from glassengine.program.representation.program import Program
 from glassengine.recording.read.source import TensorSource
-from glassengine.sites import Site, other_spellings
+from glassengine.sites import RETURNED, Site, other_spellings
 
 PARTIAL = "the record has it for some positions only"
 
@@ -195,6 +195,7 @@ class RecordedOps(Side):
     _values: dict[str, Observed] = field(default_factory=dict, init=False)
     _caches: dict[str, Tensor] = field(default_factory=dict, init=False)
     _step: int = field(default=-1, init=False)
+    _inputs: Given = field(default_factory=dict, init=False)
 
     def begin(self, case: Case) -> None:
         """Start with the first step and an empty cache."""
@@ -204,7 +205,7 @@ class RecordedOps(Side):
 
     def step(self, inputs: Given) -> None:
         """Read the next step."""
-        self._step += 1
+        self._step, self._inputs = self._step + 1, inputs
         named = by_name(inputs)
         if self._step == 0:
             self._caches = empty_caches(self.baseline, named)
@@ -224,8 +225,16 @@ class RecordedOps(Side):
         return [self._values[node]] if node in self._values else []
 
     def results(self) -> Mapping[str, Tensor]:
-        """Return the results that were recorded."""
-        return self.results_by_node(self.baseline)
+        """Return the results that were recorded: what was returned, whichever op of the record is like the last one."""
+        found = self.results_by_node(self.baseline)
+        for site in self.baseline.sites:
+            name = site.name.removeprefix(".:out.")
+            if name != site.name and name in found:
+                returned = replace(site, name=f"{RETURNED}{name}", node="")
+                own = self.tensors.read(returned, self._step, self._inputs)
+                own = own or self.tensors.read(replace(site, node=""), self._step, self._inputs)
+                found[name] = found[name] if own is None else own.tensor
+        return found
 
 
 def case_of(source: TensorSource, generation: Generation) -> Case | None:
