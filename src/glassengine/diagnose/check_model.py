@@ -21,6 +21,7 @@ from torch import nn
 from glassengine import environment
 from glassengine.backends.registry import choose_backend, get_backend
 from glassengine.diagnose.ladder.accumulated import judge_alike
+from glassengine.diagnose.ladder.as_given import as_given, require_two_models
 from glassengine.diagnose.ladder.bisect_release import bisect_release
 from glassengine.diagnose.ladder.climb import Climb
 from glassengine.diagnose.ladder.elsewhere import helpers
@@ -232,6 +233,7 @@ def check(
     if candidate is not None and engine is None and record is None:
         progress(Work.LOADING.says("loading the candidate"))
         other = load_model(candidate, dtype=dtype, **options)
+        require_two_models(model, other)
         other = other.judged_as(other.generation.alone)
         if model.generation.generates and not other.generation.generates:
             given = tokens_in_one_forward(model, other.module, given)
@@ -280,6 +282,7 @@ def check(
                 add_built(
                     climb, backend, own_passes, progress, all_rungs=all_rungs, only_release=bisect_outputs, mesh=mesh
                 )
+            as_given(climb, model, other)
             if reproduction is not None:
                 for score in climb.scores:
                     score.evidence = EvidenceBox(climb.program)
@@ -316,6 +319,8 @@ def check(
                 cases=climb.cases,
                 accumulated=alike,
                 texts=texts_of(model, climb.cases, climb.chosen) if climb.program.generates else None,
+                differences=climb.differences,
+                notes=climb.notes,
             )
             result = with_configuration(result, model.module)
             results.append(result if stage is None else numbered(result, stage.numbers))

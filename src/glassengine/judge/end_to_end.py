@@ -9,7 +9,7 @@ otherwise: where it was seen to, or where its choice was not observed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -27,8 +27,11 @@ from glassengine.program.user_code.module_state import STATE
 from glassengine.results import FLAGGED, VERDICTS, DriftRow, ResultComparison, Verdict
 
 _CHOSEN_ALIKE = "both sides chose alike where rounding might have chosen: no tie explains the difference"
+AFTERWARDS = " after the forward"
+"""What follows the name of an input to which a side has written: what is left in it is compared like a result."""
 _RANDOM = "every run draws new random numbers"
 _MISSING = "the candidate returns no such result"
+_UNDECIDED = "not judged: the baseline's own rounding changes it as much on these inputs"
 
 
 @dataclass
@@ -49,9 +52,18 @@ class EndToEnd:
     _seen: set[str] = field(default_factory=set)
 
     @property
+    def missing(self) -> list[str]:
+        """Names of results that the side does not return at all."""
+        return [name for name, why in self.not_compared.items() if why is _MISSING and name not in self._found]
+
+    @property
     def found(self) -> tuple[ResultComparison, ...]:
         """One entry for each result that was compared, in the order of the baseline's."""
-        return tuple(self._found[name] for name in results_of(self.program) if name in self._found)
+        return tuple(self._found[name] for name in [*results_of(self.program), *self._written] if name in self._found)
+
+    @property
+    def _written(self) -> list[str]:
+        return [name for name in self._found if name.endswith(AFTERWARDS)]
 
     def drift_rows(self) -> tuple[DriftRow, ...]:
         """Return a row of the table of drift for each result."""
@@ -125,6 +137,31 @@ class EndToEnd:
             self._add(name, own, method, judged, None, ours[name], theirs[own], where)
         self._seen = set()
 
+    def compare_inputs(
+        self,
+        given: Mapping[str, torch.Tensor],
+        theirs: Mapping[str, torch.Tensor],
+        ours: Mapping[str, torch.Tensor],
+        where: tuple[str, int],
+    ) -> None:
+        """Compare what both sides leave in the inputs that one of them writes to: its caller sees it.
+
+        Args:
+            given: Inputs of the step, by name.
+            theirs: Those that the side has written to, as it leaves them.
+            ours: Likewise of the untouched baseline.
+            where: Case and step.
+        """
+        for name in given:
+            if name not in theirs and name not in ours:
+                continue
+            own, left = theirs.get(name, given[name]), ours.get(name, given[name])
+            judged = _passed_on(left, own)
+            if judged.verdict != "identical":
+                writers = [who for who, written in (("baseline", ours), ("candidate", theirs)) if name in written]
+                judged = replace(judged, reason=f"the {' and the '.join(writers)} write{'s' * (len(writers) == 1)} to it")
+            self._add(f"{name}{AFTERWARDS}", name, "name", (judged, 0.0), None, left, own, where)
+
     def _counterpart(
         self, name: str, theirs: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]
     ) -> tuple[str | None, str]:
@@ -136,6 +173,12 @@ class EndToEnd:
         others = {one: made for one, made in theirs.items() if one not in names}
         found = in_order(left, others).get(name) if others else None
         return found, "position" if found is not None else ""
+
+    def _is_logits(self, name: str, value: torch.Tensor) -> bool:
+        """Whether a result scores the tokens of a vocabulary."""
+        size = self.program.metadata.get("vocab_size")
+        is_named = name.rpartition(".")[2] == "logits"
+        return value.is_floating_point() and value.dim() > 1 and (is_named or value.shape[-1] == size)
 
     def _fake(self, name: str) -> object:
         """The result of the baseline as its program knows it."""
@@ -156,6 +199,7 @@ class EndToEnd:
     ) -> None:
         judgement, exempt = judged
         figures = _figures(baseline, value, valid)
+        tokens = _tokens(baseline, value, valid) if self._is_logits(name, baseline) else _Tokens()
         self._sums.setdefault(name, DriftSums()).add(baseline, value, valid)
         made = ResultComparison(
             name=name,
@@ -178,7 +222,13 @@ class EndToEnd:
             noise_ratio=judgement.noise_ratio,
             exempt=exempt,
             judged_by=judged_by,
+            num_tokens=tokens.number,
+            same_tokens=tokens.same,
+            mean_kl=tokens.mean_kl,
+            max_kl=tokens.max_kl,
         )
+        if made.agrees and made.is_far_apart and not exempt and judged_by == "noise floor":
+            made = replace(made, verdict="suspicious", reason=_UNDECIDED, is_decided=False)
         before = self._found.get(name)
         self._found[name] = made if before is None else _worse(before, made)
 
@@ -194,6 +244,11 @@ def _worse(one: ResultComparison, other: ResultComparison) -> ResultComparison:
     return replace(
         worse,
         num_steps=one.num_steps + other.num_steps,
+        num_tokens=one.num_tokens + other.num_tokens,
+        same_tokens=one.same_tokens + other.same_tokens,
+        mean_kl=_mean((one.mean_kl, one.num_tokens), (other.mean_kl, other.num_tokens)),
+        max_kl=max((kl for kl in (one.max_kl, other.max_kl) if kl is not None), default=None),
+        is_decided=one.is_decided and other.is_decided,
         snr_db=_least(one.snr_db, other.snr_db),
         cosine_similarity=_least(one.cosine_similarity, other.cosine_similarity),
         exempt=(one.exempt * one.num_steps + other.exempt * other.num_steps) / (one.num_steps + other.num_steps),
@@ -204,10 +259,25 @@ def _least(one: float | None, other: float | None) -> float | None:
     return min((value for value in (one, other) if value is not None), default=None)
 
 
+def _mean(*weighted: tuple[float | None, int]) -> float | None:
+    known = [(value, number) for value, number in weighted if value is not None and number]
+    return sum(value * number for value, number in known) / sum(number for _, number in known) if known else None
+
+
 def results_of(program: Program) -> list[str]:
     """Return the names of a program's results in order: neither caches nor what is remembered, nor added outputs."""
     caches = set(program.caches.values())
     return [name for name in program.output_nodes if name not in caches and not name.startswith((PREFIX, STATE))]
+
+
+def results_left(sides: Sequence[EndToEnd]) -> str | None:
+    """Return in words which results of the baseline no side of the candidate has; None where all were compared."""
+    if not sides:
+        return None
+    if not any(side.found for side in sides):
+        return "no result of the candidate was compared with the baseline's"
+    missing = [name for name in sides[-1].missing if all(name in side.missing for side in sides)]
+    return f"the candidate returns no {', '.join(missing)}" if missing else None
 
 
 def with_model(reference: Reference, ours: torch.Tensor | None) -> Reference:
@@ -266,6 +336,31 @@ def _passed_on(baseline: torch.Tensor, value: torch.Tensor) -> Judgement:
         near = torch.allclose(value.to(baseline.dtype), baseline, allowed.rtol, allowed.atol, equal_nan=True)
         verdict = "rounding" if near else "wrong"
     return Judgement(verdict, None, None, "no op makes it: it is passed on")
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    number: int = 0
+    same: int = 0
+    mean_kl: float | None = None
+    max_kl: float | None = None
+
+
+def _tokens(baseline: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None) -> _Tokens:
+    """Return what two sets of logits [..., V] say of the next token, at all positions that count."""
+    if baseline.shape != value.shape:
+        return _Tokens()
+    rows = torch.ones(baseline.shape[:-1], dtype=torch.bool)
+    if valid is not None:
+        rows = valid.expand(baseline.shape).any(-1)
+    b, c = baseline[rows].double(), value[rows].double()
+    if not len(b):
+        return _Tokens()
+    ours, theirs = b.log_softmax(-1), c.log_softmax(-1)
+    # A token that one side masks out has no probability there: 0 * inf counts for nothing.
+    kl = (ours.exp() * (ours - theirs)).masked_fill(ours.isneginf(), 0.0).sum(-1)
+    same = int((b.argmax(-1) == c.argmax(-1)).sum())
+    return _Tokens(len(b), same, float(kl.mean()), float(kl.max()))
 
 
 @dataclass(frozen=True)

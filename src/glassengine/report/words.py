@@ -20,7 +20,6 @@ from glassengine.results import (
 )
 from glassengine.results.exempt import Exemption
 from glassengine.results.inputs_used import InputUsed
-from glassengine.results.pairs import TokenAgreement
 from glassengine.sites import parts_of_line
 
 LONGEST_NAME = 60
@@ -149,13 +148,8 @@ def _without_size(pair: Pair) -> str:
     return f"{text}; {which} at {list(figures.worst_index)}: {one}"
 
 
-def result_line(found: ResultComparison, severity: TokenAgreement | None) -> str:
-    """Return how a result of the model agrees or differs, and whether a token changes.
-
-    Args:
-        found: The result.
-        severity: Of its rung, where the model generates.
-    """
+def result_line(found: ResultComparison) -> str:
+    """Return how a result of the model agrees or differs, and whether a token changes."""
     text = found.in_words()
     if not found.agrees:
         text += f" in {found.case}, step {found.step}"
@@ -163,12 +157,11 @@ def result_line(found: ResultComparison, severity: TokenAgreement | None) -> str
         text += f"; the candidate calls it {found.candidate_name}"
     if found.exempt:
         text += f"; {found.exempt:.1%} of it exempt: it depends on a tie"
-    if found.name != "logits" or severity is None or severity["token_agreement"] is None:
+    if found.mean_kl is None or found.verdict == "identical":
         return text
-    number = severity["num_tokens"]
-    changed = number - round(severity["token_agreement"] * number)
-    tokens = f"{changed} of {number} next tokens change" if changed else "no next token changes"
-    return f"{text}; {tokens}, mean KL {severity['mean_kl']:.2g} nats"
+    changed = found.num_tokens - found.same_tokens
+    tokens = f"{changed} of {found.num_tokens} next tokens change" if changed else "no next token changes"
+    return f"{text}; {tokens}, mean KL {found.mean_kl:.2g} nats"
 
 
 def input_line(used: InputUsed) -> str:

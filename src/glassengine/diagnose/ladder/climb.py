@@ -35,6 +35,7 @@ class Climb:
 
     `built` is what the engines are built from, `pairs` which of its ops are those of the baseline's program, and
     `candidate` names what is built. `coarsest` is the dtype of the coarsest side, None where that is the baseline's.
+    `differences` are those of the sides as a user runs them, in words, and `notes` what else is to be said of them.
     `chosen` has, of each case, the tokens of its first row that follow each step.
     """
 
@@ -50,6 +51,8 @@ class Climb:
     pairs: Mapping[str, SitePair] = field(default_factory=dict)
     candidate: str = ""
     skipped: list[Skipped] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     severity: dict[str, Severity] = field(default_factory=dict)
     chosen: dict[str, list[int]] = field(default_factory=dict)
     weights: WeightsComparison | None = None

@@ -118,6 +118,7 @@ class Side(ABC):
         replay: Judges what its ops, regions or segments introduced; None where results alone are judged.
         arranged: Gives its tensors the baseline's dimensions.
         logits: Of the last step, [B, S, V], where it chooses tokens.
+        written: Inputs of the current step that it has written to, as it leaves them; None where that is not observed.
     """
 
     place: Place = field(kw_only=True)
@@ -128,6 +129,7 @@ class Side(ABC):
     replay: Replay | None = field(default=None, kw_only=True)
     arranged: Arranged = field(default_factory=Arranged, kw_only=True)
     logits: torch.Tensor | None = field(default=None, kw_only=True)
+    written: Mapping[str, torch.Tensor] | None = field(default=None, init=False)
 
     @property
     def rung(self) -> str:

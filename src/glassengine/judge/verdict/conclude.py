@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from glassengine.errors import IncomparableError
 from glassengine.judge.cases import Case
+from glassengine.judge.end_to_end import results_left
 from glassengine.judge.graphs.between import origin_of
 from glassengine.judge.replay.replay import covered
 from glassengine.judge.sides.countable import float_nodes
@@ -77,6 +78,8 @@ def conclude(
     cases: Sequence[Case] = (),
     accumulated: str | None = None,
     texts: Mapping[str, tuple[str, ...]] | None = None,
+    differences: Sequence[str] = (),
+    notes: Sequence[str] = (),
 ) -> Comparison:
     """Return the comparison; `docs/concepts.md` has the rule of `ok`.
 
@@ -116,7 +119,8 @@ def conclude(
     first = _first(origins, order, [score.side.rung for score in scores])
     limits: dict[str, Any] = {"fail_on": fail_on, "min_coverage": min_coverage, "min_snr": min_snr}
     lost = next((score.lost for score in scores if score.lost is not None), None)
-    decision = decide(verdict, results, first, severity, judged, **limits, lost=lost)
+    left = results_left([score.results for score in scores[1:]])
+    decision = decide(verdict, results, first, severity, judged, **limits, lost=lost, left=left, differences=differences)
     if accumulated is not None and first is None and decision.standing == "weights differ":
         decision = Decision("differs inside", accumulated)
     left_out = [item for score in scores for item in score.left_out.values()]
@@ -129,7 +133,7 @@ def conclude(
         baseline=baseline,
         candidate=candidate,
         ok=decision.standing == "ok",
-        verdict=worst([verdict, *(result.verdict for result in results)]),
+        verdict="wrong" if differences else worst([verdict, *(result.verdict for result in results)]),
         first_divergence=first,
         origins=tuple(origins),
         counts=counts_of(
@@ -158,7 +162,7 @@ def conclude(
         written_differently=tuple(_written_differently(program, scores)),
         exemptions=main.ledger.exemptions(),
         num_elements=main.ledger.num_elements,
-        notes=() if accumulated is None else (accumulated,),
+        notes=tuple(note for note in (accumulated, *notes) if note is not None),
         generates=program.generates,
         reads=reads_of(program),
     )

@@ -18,6 +18,7 @@ from glassengine.judge.verdict.collectives import judge_collectives
 from glassengine.judge.verdict.score import Score
 from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
 from glassengine.numerics.verdict import Reference
+from glassengine.program.export.examples import named_inputs
 from glassengine.program.representation.program import Program
 
 Made = Mapping[str, torch.Tensor]
@@ -80,8 +81,11 @@ def run_cases(
 
             with torch.no_grad():
                 reference.step(named, observe, valid)
+            before = {} if isinstance(inputs, StepInputs) else named_inputs(inputs)
             for score in scores:
                 score.results.end_step(score.side.results(), made, (case.name, step))
+                if model is not None and model.written is not None and score.side.written is not None:
+                    score.results.compare_inputs(before, score.side.written, model.written, (case.name, step))
                 score.end_step(named)
                 judge_collectives(score, case, step)
             on_step(case, step, floors)

@@ -7,12 +7,16 @@ before a step, put into the module while that step is exported or run, and the m
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
+
+from glassengine.sites import port_leaves
 
 _PLAIN = (bool, int, float, str, type(None))
 _OF_TORCH = frozenset(vars(nn.Module()))
@@ -102,18 +106,44 @@ def holding(module: nn.Module, state: ModuleState | None, *, as_buffers: bool = 
             part.__dict__.update(own)
 
 
-def run_with(module: nn.Module, state: ModuleState | None, arguments: Mapping[str, Any]) -> Any:
-    """Return what a forward returns; `state` is what the module remembers before it, None leaves it to itself."""
-    if state is None:
-        return module(**arguments)
-    with holding(module, state):
-        return module(**arguments)
+def own_copies(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments that a forward may write to: each call of a user's code gets its own."""
+
+    def copied(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.detach().clone()
+        if isinstance(leaf, (*_PLAIN, torch.dtype, torch.device)):
+            return leaf
+        try:
+            return copy.deepcopy(leaf)
+        except Exception:  # an object of the user's that cannot be copied is given as it is
+            return leaf
+
+    copies: dict[str, Any] = pytree.tree_map(copied, dict(arguments))
+    return copies
 
 
-def run_alone(module: nn.Module, arguments: Mapping[str, Any]) -> Any:
-    """Return what a forward returns, without gradients; the module remembers nothing of it."""
+def run_with(
+    module: nn.Module, state: ModuleState | None, arguments: Mapping[str, Any]
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return what a forward returns, and the tensors among its arguments that it has written to, as it leaves them.
+
+    Args:
+        module: Runs as it is.
+        state: What the module remembers before it; None leaves it to itself.
+        arguments: By name; the forward gets copies of them.
+    """
+    given = own_copies(arguments)
+    with contextlib.nullcontext() if state is None else holding(module, state):
+        returned = module(**given)
+    before, after = (dict(port_leaves("", dict(one))) for one in (arguments, given))
+    return returned, {n.lstrip("."): after[n] for n in before if n in after and _differ(before[n], after[n])}
+
+
+def run_alone(module: nn.Module, arguments: Mapping[str, Any], *, are_copies: bool = False) -> Any:
+    """Return what a forward returns, without gradients; the module remembers nothing of it, and writes to copies."""
     with torch.no_grad(), holding(module, None):
-        return module(**arguments)
+        return module(**(arguments if are_copies else own_copies(arguments)))
 
 
 def states_before(module: nn.Module, steps: Sequence[Mapping[str, Any]]) -> list[ModuleState]:
@@ -125,7 +155,7 @@ def states_before(module: nn.Module, steps: Sequence[Mapping[str, Any]]) -> list
     states = [ModuleState.of(module)]
     with holding(module, states[0]), torch.no_grad():
         for step in steps[:-1]:
-            module(**step)
+            module(**own_copies(step))
             states.append(ModuleState.of(module))
     return states
 
@@ -138,7 +168,7 @@ def remembers(module: nn.Module, step: Mapping[str, Any]) -> bool:
     """
     before = ModuleState.of(module)
     with holding(module, before), torch.no_grad():
-        module(**step)
+        module(**own_copies(step))
         return before.differs_from(ModuleState.of(module))
 
 
