@@ -248,7 +248,6 @@ def check(
         if held is not None:
             return check_quantized_module(model, other, held, given, **told)
         told_again = partial(check, inputs=inputs, min_coverage=min_coverage, **told, **options)
-        told_again.keywords["session_options"] = session_options
         return check_quantized_file(baseline, model, other, given, told_again)
     parts = _parts(engine, 2 if model.generation.has_encoder else 1)
     of_stages: Sequence[Any] = (None,) * len(parts)

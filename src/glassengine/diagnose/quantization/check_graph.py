@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
 
 from glassengine import environment
+from glassengine.diagnose.ladder.sessions import with_level
 from glassengine.diagnose.quantization.file import Op, QuantizedFile
 from glassengine.diagnose.quantization.graph import QuantizedRun
 from glassengine.errors import IncomparableError
 from glassengine.judge.cases import Case
-from glassengine.judge.end_to_end import EndToEnd
+from glassengine.judge.end_to_end import EndToEnd, results_left
+from glassengine.judge.graphs.by_result import in_order
 from glassengine.judge.replay.replay import covered
 from glassengine.judge.verdict.fineness import fineness_of
 from glassengine.judge.verdict.standing import decide
@@ -27,6 +32,7 @@ from glassengine.results import (
     Divergence,
     Hint,
     Pair,
+    ResultComparison,
     Rung,
     Skipped,
     Verdict,
@@ -40,12 +46,63 @@ Limits = tuple[str, float, float | None]
 _BY_GRID = "step of the quantization"
 
 
+class Ends:
+    """Results of a quantized file against the baseline's: in a user's session, and of the graph as it is written.
+
+    Args:
+        candidate: The file.
+        program: Of the file of floats.
+        returned: Results of the baseline for each step; None where it is run.
+    """
+
+    def __init__(
+        self, candidate: LoadedModel, program: Program | None, returned: Sequence[Mapping[str, Tensor]] | None = None
+    ) -> None:
+        assert program is not None
+        self._module: Any = candidate.module
+        self._given = iter(returned or ())
+        self.run, self.written = EndToEnd(program, RUNG), EndToEnd(program, RUNG)
+
+    @property
+    def found(self) -> tuple[ResultComparison, ...]:
+        """What a user gets."""
+        return self.run.found
+
+    def compare(
+        self,
+        inputs: Mapping[str, Tensor],
+        where: tuple[str, int],
+        values: Mapping[str, Tensor] | None = None,
+        baseline: LoadedModel | None = None,
+    ) -> None:
+        """Compare the results of one step.
+
+        Args:
+            inputs: Of the file.
+            where: Case and step.
+            values: What the graph makes of them as it is written, where that is known.
+            baseline: What is run; None where its results were given.
+        """
+        values = self._module.values(inputs) if values is None else values
+        theirs = self._module.returned(inputs, values)
+        ours = dict(next(self._given)) if baseline is None else named_results(baseline.module(**inputs))
+        # The results of a module have names of their own.
+        names = {name: name for name in ours if name in theirs}
+        left = {name: ours[name] for name in ours if name not in names}
+        names |= in_order(left, {name: one for name, one in theirs.items() if name not in names}) if left else {}
+        ours = {names.get(name, name): one for name, one in ours.items()}
+        self.run.compare_signals(theirs, ours, where)
+        self.written.compare_signals({name: values[name] for name in theirs if name in values}, ours, where)
+
+
 def check_quantized_graph(
     baseline: LoadedModel,
     candidate: LoadedModel,
     cases: Sequence[Case],
     limits: Limits,
     progress: Progress,
+    *,
+    returned: Sequence[Mapping[str, Tensor]] | None = None,
 ) -> Comparison:
     """Run both files on all cases, and judge each op of the quantized one in its own precision.
 
@@ -55,6 +112,7 @@ def check_quantized_graph(
         cases: Of plain modules.
         limits: `fail_on`, `min_coverage` and `min_snr` of `check`.
         progress: Called with an event when a stage begins.
+        returned: Results of the baseline that the user has given, for each step, where `baseline` stands for it.
 
     Raises:
         IncomparableError: No value of the quantized file has the name of one of the baseline's.
@@ -62,7 +120,7 @@ def check_quantized_graph(
     program, theirs = baseline.stored, candidate.stored
     assert program is not None and theirs is not None
     run = QuantizedRun(program, QuantizedFile(theirs))
-    ends = EndToEnd(program, RUNG)
+    ends = Ends(candidate, program, returned)
     total, judged = sum(case.num_steps for case in cases), 0
     for case in cases:
         for number, step in enumerate(case.steps):
@@ -72,8 +130,7 @@ def check_quantized_graph(
             named = named_inputs(step)
             values = candidate.module.values(named)  # type: ignore[operator]
             run.step(named, values, where)
-            ours = named_results(baseline.module(**named))
-            ends.compare_signals({name: values[name] for name in theirs.output_nodes if name in values}, ours, where)
+            ends.compare(named, where, values, None if returned is not None else baseline)
     if not run.ops:
         raise IncomparableError(
             "no value of the quantized file has the name of one of the baseline's",
@@ -90,7 +147,7 @@ def _concluded(
     candidate: LoadedModel,
     program: Program,
     run: QuantizedRun,
-    ends: EndToEnd,
+    ends: Ends,
     weights: Mapping[str, WeightError],
     cases: Sequence[Case],
     limits: Limits,
@@ -112,7 +169,8 @@ def _concluded(
     agree = bool(results) and all(result.agrees for result in results)
     share = found.op_by_op + found.in_regions + (found.in_large_regions if agree else 0.0)
     fail_on, min_coverage, min_snr = limits
-    decision = decide(verdict, results, first, {}, share, fail_on=fail_on, min_coverage=min_coverage, min_snr=min_snr)
+    told = {"fail_on": fail_on, "min_coverage": min_coverage, "min_snr": min_snr}
+    decision = decide(verdict, results, first, {}, share, left=results_left([ends.run]), **told)
     measured = [op for op in run.ops.values() if op.sums.num_tensors]
     rows = [op.sums.row(op.site, op.candidate_site, "op", op.sums.loss) for op in measured]
     returned = set(program.output_nodes)
@@ -120,7 +178,7 @@ def _concluded(
     skipped = [Skipped(op.site, "candidate", unknown, rung=RUNG) for op in run.ops.values() if op.worst is None]
     rung = Rung(RUNG, baseline.spec, candidate.spec, verdict, "judged by its own grids", len(ops), share, first)
     described = environment.describe()
-    return Comparison(
+    answer = Comparison(
         baseline=baseline.spec,
         candidate=candidate.spec,
         ok=decision.standing == "ok",
@@ -139,8 +197,9 @@ def _concluded(
         results=results,
         fineness=(found,),
         inputs=tuple(CaseInputs(case.name, case.num_steps, case.inputs) for case in cases),
-        drift=(*shared([row for row in rows if row.site not in returned]), *ends.drift_rows()),
+        drift=(*shared([row for row in rows if row.site not in returned]), *ends.run.drift_rows()),
     )
+    return with_level(answer, candidate, ends.written.found)
 
 
 def _first_reader(program: Program, weight: str) -> str:

@@ -13,6 +13,7 @@ from torch import nn
 from glassengine.errors import BackendError, first_line
 from glassengine.program.onnx.stored.file import INSTALL, OnnxFile
 from glassengine.program.onnx.stored.options import SessionSettings
+from glassengine.program.onnx.stored.saturation import in_uint8
 from glassengine.taps import deliver
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def start(model: bytes | str, options: Any, providers: Sequence[Any] = ("CPUExec
 
 
 def open_session(file: OnnxFile, outputs: Sequence[str]) -> Any:
-    """Return a session of ONNX Runtime that also returns `outputs`.
+    """Return a session of ONNX Runtime that also returns `outputs`, in exact products of integers.
 
     Raises:
         BackendError: ONNX Runtime is not installed, or does not take the graph.
@@ -63,7 +64,9 @@ def open_session(file: OnnxFile, outputs: Sequence[str]) -> Any:
     options.log_severity_level = 4  # what it says is in the error
     folder = str(file.path.parent.absolute())
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
-    content = with_outputs(file.model, outputs).SerializeToString()
+    model = with_outputs(file.model, outputs)
+    in_uint8(file, model)
+    content = model.SerializeToString()
     try:
         return start(content, options)
     except Exception as error:
