@@ -57,8 +57,8 @@ from glassengine.judge.verdict.drift import Drift, is_less_precise
 from glassengine.judge.verdict.evidence import EvidenceBox
 from glassengine.program import load_model
 from glassengine.program.generation.generation import PLAIN
-from glassengine.program.onnx.stored.options import session_settings
 from glassengine.program.kinds.image_text import IMAGE_TOKEN, WITHOUT_IMAGES
+from glassengine.program.onnx.stored.options import session_settings
 from glassengine.progress import Progress, Work, silent
 from glassengine.results import Comparison, Skipped
 from glassengine.serving.protocol import Options
@@ -113,8 +113,8 @@ def check(
         layout: How a serving engine names its tensors ("ggml", "onnx", "vllm", "sglang"), where a record has none.
         library: Shared library of a serving engine (`gguf:FILE`); None for the one that is installed.
         python: Interpreter that a serving engine is installed for (`vllm:DIR`); None for this one.
-        session_options: How ONNX Runtime runs a candidate that is an ONNX file: "graph_optimization_level=basic", several
-            of them, a dict, or a JSON file; None for its own default, which optimizes as far as it can.
+        session_options: How ONNX Runtime runs an ONNX file as candidate: "graph_optimization_level=basic", several of
+            them, a dict, or a JSON file; None for its own default, which optimizes as far as it can.
         backend: Back-end of the built engines.
         quantize: As in `build`.
         dtype: As in `build`; of both sides, unless the candidate is an engine. Of `vllm:DIR` that of vLLM: "auto" for
@@ -176,6 +176,7 @@ def check(
             "--backend": backend and candidate,
             "--pass": passes,
             "--accum": accumulation,
+            "--session-options": settings.given and not hasattr(served, "session"),
         }
         unused |= {"--tensor-parallel": mesh, "--all-rungs": all_rungs, "--bisect-outputs": bisect_outputs}
         if given_more := [name for name, value in unused.items() if value]:

@@ -1,4 +1,4 @@
-"""An ONNX file as a user runs it: its results are of that session, and what the graph's optimizations change is told."""
+"""An ONNX file as a user runs it: its results are those of that session, and what optimizations change is told."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from glassengine.program.onnx.stored.options import SessionSettings
 from glassengine.program.onnx.stored.session import OnnxModel
 from glassengine.results import Comparison, ResultComparison
 
-_LEAST_COST = 1.0
+_LEAST = 1.0
 """In dB: less is the rounding of another order."""
 _PART = 6.0
 """What the optimizations change is part of a difference if it is at most so many dB smaller than that."""
@@ -24,47 +24,38 @@ def as_run(baseline: LoadedModel, candidate: LoadedModel | None, settings: Sessi
     Raises:
         UsageError: There are settings, and no file that they are for.
     """
-    if isinstance(baseline.module, OnnxModel):
-        baseline.module.settings = SessionSettings()
-    if candidate is not None and isinstance(candidate.module, OnnxModel):
-        candidate.module.settings = settings
-    elif settings.given:
-        raise UsageError(
-            "--session-options are for an ONNX file as candidate",
-            got="an engine" if candidate is None else candidate.spec,
-            expected="--candidate model.onnx",
-        )
+    for model, its_own in ((baseline, SessionSettings()), (candidate, settings)):
+        if model is not None and isinstance(model.module, OnnxModel):
+            model.module.settings = its_own
+    if settings.given and (candidate is None or not isinstance(candidate.module, OnnxModel)):
+        raise UsageError("--session-options are for an ONNX file as candidate", expected="--candidate model.onnx")
 
 
-def with_level(found: Comparison, model: LoadedModel, plain: Sequence[ResultComparison] = ()) -> Comparison:
+def with_level(found: Comparison, model: LoadedModel, written: Sequence[ResultComparison] = ()) -> Comparison:
     """Name the level of optimization where it is the cause of a difference.
 
     Args:
         found: With the results of a user's session.
         model: What was run.
-        plain: The same results of the graph as it is written, where they were compared.
+        written: The same results of the graph as it is written, where they were compared.
     """
-    module = model.module
+    module, texts = model.module, []
     if not isinstance(module, OnnxModel) or module.settings is None:
         return found
-    who = f"ONNX Runtime's optimizations at level {module.settings.level!r}"
-    texts = []
-    if plain:
-        written = {one.name: one.snr_db for one in plain}
-        for one in found.results:
-            before, after = written.get(one.name), one.snr_db
-            if before is not None and after is not None and before - after >= _LEAST_COST:
-                texts.append(f"{who} cost {before - after:.1f} dB of {one.name}: {before:.1f} dB without them")
-    else:
-        for one in found.results:
-            noise, signal = module.apart.get(one.candidate_name, (0.0, 0.0))
-            between = decibels(noise / signal) if noise and signal else None
-            if between is not None and not one.agrees and one.snr_db is not None and between < one.snr_db + _PART:
-                texts.append(f"{who} change {one.name}: {between:.1f} dB from the graph as it is written")
-    texts = list(dict.fromkeys(texts))
+    known = {one.name: one.snr_db for one in written}
+    for one in found.results:
+        before, (noise, signal) = known.get(one.name), module.apart.get(one.candidate_name, (0.0, 0.0))
+        if one.snr_db is None or not noise or not signal:
+            continue
+        between = decibels(noise / signal)
+        if before is not None and before - one.snr_db >= _LEAST:
+            texts.append(f"cost {before - one.snr_db:.1f} dB of {one.name}: {before:.1f} dB without them")
+        elif before is None and not one.agrees and between < one.snr_db + _PART:
+            texts.append(f"change {one.name}: {between:.1f} dB from the graph as it is written")
     if not texts:
         return found
+    notes = [f"ONNX Runtime's optimizations at level {module.settings.level!r} {text}" for text in dict.fromkeys(texts)]
     reason = found.not_ok_because
     if reason is not None and found.standing in ("results differ", "over budget"):
-        reason = f"{reason}; {texts[0]}"
-    return dataclasses.replace(found, notes=(*texts, *found.notes), not_ok_because=reason)
+        reason = f"{reason}; {notes[0]}"
+    return dataclasses.replace(found, notes=(*notes, *found.notes), not_ok_because=reason)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from glassengine import environment
 from glassengine.diagnose.ladder.sessions import with_level
-from glassengine.diagnose.quantization.file import Op, QuantizedFile
+from glassengine.diagnose.quantization.file import Op, QuantizedFile, judge_widths
 from glassengine.diagnose.quantization.graph import QuantizedRun
 from glassengine.errors import IncomparableError
 from glassengine.judge.cases import Case
@@ -32,7 +33,6 @@ from glassengine.results import (
     Divergence,
     Hint,
     Pair,
-    ResultComparison,
     Rung,
     Skipped,
     Verdict,
@@ -46,53 +46,33 @@ Limits = tuple[str, float, float | None]
 _BY_GRID = "step of the quantization"
 
 
+@dataclass
 class Ends:
     """Results of a quantized file against the baseline's: in a user's session, and of the graph as it is written.
 
     Args:
-        candidate: The file.
         program: Of the file of floats.
-        returned: Results of the baseline for each step; None where it is run.
     """
 
-    def __init__(
-        self, candidate: LoadedModel, program: Program | None, returned: Sequence[Mapping[str, Tensor]] | None = None
-    ) -> None:
-        assert program is not None
-        self._module: Any = candidate.module
-        self._given = iter(returned or ())
-        self.run, self.written = EndToEnd(program, RUNG), EndToEnd(program, RUNG)
+    program: Program
 
-    @property
-    def found(self) -> tuple[ResultComparison, ...]:
-        """What a user gets."""
-        return self.run.found
+    def __post_init__(self) -> None:
+        self.run, self.written = EndToEnd(self.program, RUNG), EndToEnd(self.program, RUNG)
 
     def compare(
-        self,
-        inputs: Mapping[str, Tensor],
-        where: tuple[str, int],
-        values: Mapping[str, Tensor] | None = None,
-        baseline: LoadedModel | None = None,
-    ) -> None:
-        """Compare the results of one step.
-
-        Args:
-            inputs: Of the file.
-            where: Case and step.
-            values: What the graph makes of them as it is written, where that is known.
-            baseline: What is run; None where its results were given.
-        """
-        values = self._module.values(inputs) if values is None else values
-        theirs = self._module.returned(inputs, values)
-        ours = dict(next(self._given)) if baseline is None else named_results(baseline.module(**inputs))
+        self, module: Any, inputs: Mapping[str, Tensor], ours: Mapping[str, Tensor], where: tuple[str, int]
+    ) -> dict[str, Tensor]:
+        """Compare one step of a file with the results of the baseline, and return all values of its graph."""
+        values: dict[str, Tensor] = module.values(inputs)
+        theirs = module.returned(inputs, values)
         # The results of a module have names of their own.
         names = {name: name for name in ours if name in theirs}
-        left = {name: ours[name] for name in ours if name not in names}
-        names |= in_order(left, {name: one for name, one in theirs.items() if name not in names}) if left else {}
+        left, free = ({n: v for n, v in one.items() if n not in names} for one in (ours, theirs))
+        names |= in_order(left, free) if left and free else {}
         ours = {names.get(name, name): one for name, one in ours.items()}
         self.run.compare_signals(theirs, ours, where)
         self.written.compare_signals({name: values[name] for name in theirs if name in values}, ours, where)
+        return values
 
 
 def check_quantized_graph(
@@ -120,7 +100,7 @@ def check_quantized_graph(
     program, theirs = baseline.stored, candidate.stored
     assert program is not None and theirs is not None
     run = QuantizedRun(program, QuantizedFile(theirs))
-    ends = Ends(candidate, program, returned)
+    ends = Ends(program)
     total, judged = sum(case.num_steps for case in cases), 0
     for case in cases:
         for number, step in enumerate(case.steps):
@@ -128,9 +108,8 @@ def check_quantized_graph(
             progress(Work.JUDGING.says(f"judging: {judged} of {total} steps", judged, total))
             where = (case.name, number)
             named = named_inputs(step)
-            values = candidate.module.values(named)  # type: ignore[operator]
-            run.step(named, values, where)
-            ends.compare(named, where, values, None if returned is not None else baseline)
+            ours = named_results(baseline.module(**named)) if returned is None else returned[judged - 1]
+            run.step(named, ends.compare(candidate.module, named, ours, where), where)
     if not run.ops:
         raise IncomparableError(
             "no value of the quantized file has the name of one of the baseline's",
@@ -152,6 +131,7 @@ def _concluded(
     cases: Sequence[Case],
     limits: Limits,
 ) -> Comparison:
+    judge_widths(run.ops.values())
     order = {node.name: index for index, node in enumerate(program.graph.nodes)}
     ops = sorted((op for op in run.ops.values() if op.worst is not None), key=lambda op: order[op.node.name])
     pairs = [_pair_of_weight(name, error) for name, error in weights.items()] + [_pair(op) for op in ops]
@@ -162,7 +142,7 @@ def _concluded(
     origins.sort(key=lambda found: order[found.node] if found.node is not None else reader.get(found.site, 0))
     verdict = worst(pair.verdict for pair in pairs)
     first = next((o for level in ("wrong", "suspicious") for o in origins if o.verdict == level), None)
-    results = ends.found
+    results = ends.run.found
     nodes = {op.node.name for op in ops}
     inside = {node: end for node, end in covered(program, nodes).items() if end <= nodes}
     found = fineness_of(program, RUNG, nodes, inside)

@@ -40,6 +40,7 @@ _ALIKE = 0.3
 """Relative distance of a weight from the one that it was quantized from: four bits a tensor leave so much."""
 _FOLDED = 0.05
 """Relative error of the factors of rows that are estimated from a quantized weight."""
+_WITHOUT_GRIDS = "inside it is compared without its grids, with the baseline's weights where they were rounded"
 _MOST_STEPS = 1.5
 """A bias is so many of its steps from the one that was quantized."""
 _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
@@ -96,14 +97,26 @@ def _beside_a_module(
         size = sum(tensor.ByteSize() for tensor in model.graph.initializer)
         onnx.save(model, str(path), save_as_external_data=size > 1 << 30, location=f"{path.stem}.data")
         of_graph = check(spec, candidate=path)
+        told = {"fail_on": limits[0], "min_coverage": limits[1], "min_snr": limits[2]}
+        twin = load_model(path)
         if of_graph.standing not in ("ok", "too little judged"):
-            ends = Ends(candidate, load_model(path).stored, ours)
-            for place, case in enumerate(cases[0].steps):
-                ends.compare(named_inputs(case), (cases[0].name, place))
-            return _of_the_file(of_graph, ends, candidate, baseline.spec, limits)
-        of_grids = check_quantized_graph(
-            load_model(path), candidate, cases, limits, check.keywords["progress"], returned=ours
-        )
+            assert twin.stored is not None
+            ends = Ends(twin.stored)
+            for place, step in enumerate(cases[0].steps):
+                ends.compare(candidate.module, named_inputs(step), ours[place], (cases[0].name, place))
+            inside, results = worst(rung.verdict for rung in of_graph.rungs), ends.run.found
+            decision = decide(inside, results, of_graph.first_divergence, {}, of_graph.coverage, **told)
+            found = replace(
+                of_graph,
+                candidate=candidate.spec,
+                results=results,
+                verdict=worst([inside, *(result.verdict for result in results)]),
+                notes=(_WITHOUT_GRIDS, *of_graph.notes),
+            )
+            if not of_graph.ok and decision.standing in ("results differ", "differs inside"):
+                found = replace(found, standing=decision.standing, not_ok_because=decision.reason)
+            return with_level(found, candidate, ends.written.found)
+        of_grids = check_quantized_graph(twin, candidate, cases, limits, check.keywords["progress"], returned=ours)
     note = f"without its grids the file is the baseline's graph: {of_graph.coverage:.0%} judged; sites are the file's"
     found = replace(of_grids, baseline=baseline.spec, notes=(*of_grids.notes, note))
     if not of_graph.ok and of_grids.ok:
@@ -111,30 +124,6 @@ def _beside_a_module(
             found, ok=False, standing=of_graph.standing, not_ok_because=of_graph.not_ok_because, too_little=True
         )
     return found
-
-
-def _of_the_file(
-    of_graph: Comparison, ends: Ends, candidate: LoadedModel, baseline: str, limits: Limits
-) -> Comparison:
-    """Return what was found of the graph without grids, with the results of the file itself."""
-    results, (fail_on, min_coverage, min_snr) = ends.found, limits
-    inside = worst(rung.verdict for rung in of_graph.rungs)
-    decision = decide(
-        inside, results, of_graph.first_divergence, {}, of_graph.coverage,
-        fail_on=fail_on, min_coverage=min_coverage, min_snr=min_snr,
-    )  # fmt: skip
-    note = "inside it is compared without its grids, with the baseline's weights where they were rounded"
-    found = replace(
-        of_graph,
-        baseline=baseline,
-        candidate=candidate.spec,
-        results=results,
-        verdict=worst([inside, *(result.verdict for result in results)]),
-        notes=(note, *of_graph.notes),
-    )
-    if decision.standing in ("results differ", "differs inside", "over budget"):
-        found = replace(found, standing=decision.standing, not_ok_because=decision.reason)
-    return with_level(found, candidate, ends.written.found)
 
 
 @dataclass

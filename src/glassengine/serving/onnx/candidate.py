@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from glassengine.compare.matching.globs import NameIndex, captures, substitute
 from glassengine.compare.matching.layouts import Operation
 from glassengine.compare.matching.maps import Rule
+from glassengine.errors import UsageError
+from glassengine.program.onnx.stored.options import SessionSettings
 from glassengine.serving.alignment import Table, numbers_of, table_of
-from glassengine.serving.onnx.decoder import Decoder, open_decoder
+from glassengine.serving.onnx.decoder import CONFIG, Decoder, open_decoder
 from glassengine.serving.onnx.held import Graph, Held
 from glassengine.serving.onnx.record import run_decoder, site_names
 from glassengine.serving.parameters import Unread, adds_one, as_parameter
@@ -27,10 +29,12 @@ class OnnxCandidate:
 
     Args:
         decoder: Checked.
+        session: How a file is run as deployed; a folder says that itself.
     """
 
     decoder: Decoder
     kind: str = "genai"
+    session: SessionSettings = field(default_factory=SessionSettings)
     _extra: list[str] = field(default_factory=list)
 
     @property
@@ -79,7 +83,7 @@ class OnnxCandidate:
 
     def record(self, run: Run, path: Path) -> None:
         """Run the decoder and write down every value of its graph."""
-        run_decoder(self.decoder, run, path, architecture=self.architecture)
+        run_decoder(self.decoder, run, path, architecture=self.architecture, session=self.session)
 
 
 def open_genai(place: str, options: Options) -> OnnxCandidate:
@@ -89,7 +93,10 @@ def open_genai(place: str, options: Options) -> OnnxCandidate:
         UsageError: There is no decoder.
         CorruptError: It is damaged.
     """
-    return OnnxCandidate(open_decoder(place))
+    decoder = open_decoder(place)
+    if options.session.given and decoder.config is not None:
+        raise UsageError("--session-options are for a file", got=place, hint=f"write them into its {CONFIG}")
+    return OnnxCandidate(decoder, session=options.session)
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:

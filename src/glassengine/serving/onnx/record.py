@@ -2,7 +2,7 @@
 
 As exactly as it can: no optimization. As deployed: all of them; the graph that ONNX Runtime makes of the file is kept,
 and observed without being changed again. What is returned then comes from another run, which is not observed at all: of
-the loop of onnxruntime-genai where it runs the folder (`generator`), else of a plain session. Runs round differently, so
+the loop of onnxruntime-genai where it runs the folder (`generator`), else of a plain session. Runs round differently:
 what is returned stands beside the observed values (`returned/logits`), and takes the place of none.
 """
 
@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from glassengine.errors import BackendError, UsageError, first_line
+from glassengine.errors import UsageError
 from glassengine.program.onnx.exported import metadata_of
-from glassengine.program.onnx.stored.file import INSTALL, OnnxFile, read_onnx
-from glassengine.program.onnx.stored.session import open_session, start
+from glassengine.program.onnx.stored.file import OnnxFile, read_onnx
+from glassengine.program.onnx.stored.options import SessionSettings
+from glassengine.program.onnx.stored.session import open_session, start, told
 from glassengine.recording.write.writer import RecordingWriter
 from glassengine.serving.onnx.decoder import Decoder, Feeds
 from glassengine.serving.onnx.facts import facts_of
@@ -40,7 +41,9 @@ _LEGACY = re.compile(r"/(.+)/([A-Za-z]\w*?)(?:_(\d+))?_output_0")
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
-def run_decoder(decoder: Decoder, run: Run, path: Path, *, architecture: str) -> None:
+def run_decoder(
+    decoder: Decoder, run: Run, path: Path, *, architecture: str, session: SessionSettings | None = None
+) -> None:
     """Run a decoder and write a recording of every value.
 
     Args:
@@ -48,6 +51,7 @@ def run_decoder(decoder: Decoder, run: Run, path: Path, *, architecture: str) ->
         run: How.
         path: Of the recording.
         architecture: As the tables call it.
+        session: How it is run as deployed; None for ONNX Runtime's own default.
 
     Raises:
         BackendError: ONNX Runtime does not take the graph, or fails.
@@ -58,13 +62,13 @@ def run_decoder(decoder: Decoder, run: Run, path: Path, *, architecture: str) ->
         plain = None
         file = decoder.file
         if run.as_deployed:
-            plain, file = _optimized(decoder.file, Path(folder))
+            plain, file = _optimized(decoder.file, Path(folder), session or SessionSettings())
         graph = Graph(with_sums(file))
         names = site_names(graph)
         parts = products_of_sums(graph)
         named = (name for node in graph.nodes if node.op_type != "Constant" for name in node.output if name)
         wanted = [name for name in named if name not in parts]
-        session = open_session(graph.file, wanted)
+        observed = open_session(graph.file, wanted)
         metadata: dict[str, Any] = {
             "kind": "model",
             "layout": "onnx",
@@ -79,7 +83,7 @@ def run_decoder(decoder: Decoder, run: Run, path: Path, *, architecture: str) ->
         if loop is not None:
             metadata["generator"] = loop.note or OWN_LOOP
         with RecordingWriter(path, metadata=metadata) as writer:
-            _steps(decoder, run, session, plain, names, writer, [] if loop is None else loop.logits)
+            _steps(decoder, run, observed, plain, names, writer, [] if loop is None else loop.logits)
 
 
 def _steps(
@@ -152,33 +156,19 @@ def products_of_sums(graph: Graph) -> set[str]:
 
 
 def _run(session: Any, names: Sequence[str], given: Mapping[str, Any], file: str) -> dict[str, Any]:
-    try:
+    with told(f"ONNX Runtime cannot run {file}"):
         return dict(zip(names, session.run(list(names), dict(given)), strict=True))
-    except Exception as error:
-        raise BackendError(
-            f"ONNX Runtime cannot run {file}", got=f"{type(error).__name__}: {first_line(error)}"
-        ) from error
 
 
-def _optimized(file: OnnxFile, folder: Path) -> tuple[Any, OnnxFile]:
-    """Return a session as it is by default, and the graph that ONNX Runtime made for it."""
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise BackendError("an ONNX file cannot be run here", got=str(error), hint=INSTALL) from error
+def _optimized(file: OnnxFile, folder: Path, settings: SessionSettings) -> tuple[Any, OnnxFile]:
+    """Return a session as a user makes it, and the graph that ONNX Runtime made for it."""
     target = folder / "optimized.onnx"
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 4
+    options = settings.options()
     options.optimized_model_filepath = str(target)
     options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "optimized.bin")
     options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
-    try:
+    with told(f"ONNX Runtime does not take {file.path.name}"):
         session = start(str(file.path.absolute()), options)
-    except Exception as error:
-        raise BackendError(
-            f"ONNX Runtime does not take {file.path.name}", got=f"{type(error).__name__}: {first_line(error)}"
-        ) from error
     return session, read_onnx(target)
 
 

@@ -1,7 +1,7 @@
 """Options of a session of ONNX Runtime, as a user makes it.
 
-    graph_optimization_level=basic     an attribute of SessionOptions; levels by their short names
-    session.set_denormal_as_zero=1     an entry of its configuration, which has a dot in its name
+`graph_optimization_level=basic` is an attribute of SessionOptions; the levels are disable, basic, extended, layout and
+all. `session.set_denormal_as_zero=1` is an entry of its configuration, which has a dot in its name.
 """
 
 from __future__ import annotations
@@ -14,22 +14,11 @@ from typing import Any
 
 import torch
 
-from glassengine.errors import UnknownNameError, UsageError
+from glassengine.errors import BackendError, UsageError
+from glassengine.program.onnx.stored.file import INSTALL
 from glassengine.reading.documents import read_document
 
-Given = Mapping[str, Any] | str | Path | Sequence[str] | None
-
-LEVELS = {
-    "disable": "ORT_DISABLE_ALL",
-    "basic": "ORT_ENABLE_BASIC",
-    "extended": "ORT_ENABLE_EXTENDED",
-    "layout": "ORT_ENABLE_LAYOUT",
-    "all": "ORT_ENABLE_ALL",
-}
 _LEVEL = "graph_optimization_level"
-_ENUMS = {_LEVEL: "GraphOptimizationLevel", "execution_mode": "ExecutionMode", "execution_order": "ExecutionOrder"}
-_SWITCHES = ("enable_cpu_mem_arena", "enable_mem_pattern", "enable_mem_reuse", "use_deterministic_compute")
-_NUMBERS = ("intra_op_num_threads", "inter_op_num_threads")
 _MOST_BYTES = 1 << 16
 
 
@@ -45,18 +34,21 @@ class SessionSettings:
 
     @property
     def level(self) -> str:
-        """How far the graph is optimized: a key of `LEVELS`."""
-        asked = str(self.given.get(_LEVEL, "all"))
-        return next((short for short, name in LEVELS.items() if name == asked), asked)
+        """How far the graph is optimized."""
+        name = str(self.given.get(_LEVEL, "all")).lower()
+        return "disable" if "disable" in name else name.removeprefix("ort_enable_")
 
     def options(self) -> Any:
         """Return the options as ONNX Runtime takes them.
 
         Raises:
-            UsageError: It refuses a value.
+            BackendError: It is not installed.
+            UsageError: It has no such option, or refuses the value.
         """
-        import onnxruntime
-
+        try:
+            import onnxruntime
+        except ImportError as error:
+            raise BackendError("an ONNX file cannot be run here", got=str(error), hint=INSTALL) from error
         made = onnxruntime.SessionOptions()
         made.intra_op_num_threads = torch.get_num_threads()
         made.log_severity_level = 4  # what it says is in the error
@@ -64,55 +56,35 @@ class SessionSettings:
             try:
                 if "." in name:
                     made.add_session_config_entry(name, str(value))
-                elif name in _ENUMS:
-                    setattr(made, name, getattr(getattr(onnxruntime, _ENUMS[name]), LEVELS.get(str(value), str(value))))
+                elif name == _LEVEL:
+                    way = "DISABLE_ALL" if self.level == "disable" else f"ENABLE_{self.level.upper()}"
+                    made.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, f"ORT_{way}")
                 else:
                     setattr(made, name, value)
             except Exception as error:  # whatever its C++ raises
-                raise UsageError("ONNX Runtime does not take a session option", got=f"{name}={value}") from error
+                known = [one for one in dir(made) if not callable(getattr(made, one)) and one[0] != "_"]
+                raise UsageError(
+                    "ONNX Runtime does not take a session option", got=f"{name}={value}", expected=", ".join(known)
+                ) from error
         return made
 
 
-def session_settings(given: Given) -> SessionSettings:
-    """Return the settings that a user names.
-
-    Args:
-        given: A mapping, the path of a JSON object, or texts "KEY=VALUE" (or paths).
+def session_settings(given: Mapping[str, Any] | str | Path | Sequence[str] | None) -> SessionSettings:
+    """Return the settings that a user names: a mapping, the path of a JSON object, or texts "KEY=VALUE".
 
     Raises:
-        UsageError: A text is neither, or a value is of another kind.
-        UnknownNameError: There is no such option, or it changes nothing that is computed.
+        UsageError: A text is neither.
     """
-    found: dict[str, Any] = {}
     if isinstance(given, Mapping):
-        found = dict(given)
-    else:
-        for text in [given] if isinstance(given, str | Path) else given or ():
-            name, has_value, value = str(text).partition("=")
-            if str(text).endswith(".json"):
-                found |= read_document(text, dict[str, Any], most=_MOST_BYTES, what="the session options")
-            elif has_value:
-                found[name.strip()] = value.strip()
-            else:
-                raise UsageError(
-                    "--session-options are KEY=VALUE, or a JSON file", got=str(text), expected=f"{_LEVEL}=basic"
-                )
-    return SessionSettings({name: _value(name, value) for name, value in found.items()})
-
-
-def _value(name: str, value: Any) -> Any:
-    if name == _LEVEL and value not in (*LEVELS, *LEVELS.values()):
-        raise UnknownNameError("optimization level", str(value), list(LEVELS))
-    if "." in name or name in _ENUMS:
-        return value
-    if name not in (*_SWITCHES, *_NUMBERS):
-        known = [*_ENUMS, *_SWITCHES, *_NUMBERS]
-        raise UnknownNameError("session option", name, known, hint="entries of a session's configuration have a dot")
-    try:
-        value = json.loads(value.lower()) if isinstance(value, str) else value
-    except ValueError:
-        value = None
-    if isinstance(value, bool) if name in _SWITCHES else isinstance(value, int) and not isinstance(value, bool):
-        return value
-    kind = "true or false" if name in _SWITCHES else "a whole number"
-    raise UsageError(f"the session option {name} has another kind of value", expected=kind)
+        return SessionSettings(dict(given))
+    found: dict[str, Any] = {}
+    for text in map(str, [given] if isinstance(given, str | Path) else given or ()):
+        name, has_value, value = text.partition("=")
+        if text.endswith(".json"):
+            found |= read_document(text, dict[str, Any], most=_MOST_BYTES, what="the session options")
+        elif not has_value:
+            raise UsageError("--session-options are KEY=VALUE, or a JSON file", got=text, expected=f"{_LEVEL}=basic")
+        else:
+            is_plain = value.lower() in ("true", "false") or value.isdecimal()
+            found[name] = json.loads(value.lower()) if is_plain else value
+    return SessionSettings(found)

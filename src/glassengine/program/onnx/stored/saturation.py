@@ -17,45 +17,32 @@ if TYPE_CHECKING:
     from glassengine.program.onnx.stored.file import OnnxFile
 
 _SHIFT = 128
-_OF_PRODUCTS = {"MatMulInteger": (1, 3), "ConvInteger": (1, 3)}
-_OF_OPERATORS = {"QLinearMatMul": (3, 5), "QLinearConv": (3, 5), "QGemm": (3, 5)}
-"""Operator -> places of its weight and of the zero point of that; the zero point of what it multiplies is at 2."""
+_OPERATORS = {
+    **dict.fromkeys(("MatMulInteger", "ConvInteger"), (1, 3)),
+    **dict.fromkeys(("QLinearMatMul", "QLinearConv", "QGemm"), (3, 5)),
+}
+"""Operator -> places of its weight and of the zero point of that."""
 
 
-def in_uint8(file: OnnxFile, model: onnx.ModelProto) -> bool:
-    """Store weights of int8 that uint8 is multiplied by as uint8.
-
-    Args:
-        file: Whose weights they are.
-        model: A copy of its graph, which is changed.
-
-    Returns:
-        Whether there are any.
-    """
+def in_uint8(file: OnnxFile, model: onnx.ModelProto) -> None:
+    """Store weights of int8 that uint8 is multiplied by as uint8, in a copy of a file's graph."""
     from onnx import TensorProto, numpy_helper
 
     types = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
-    made: set[str] = set()
-
-    def shifted(name: str) -> str:
-        new = f"{name} in uint8"
-        if new not in made:
-            made.add(new)
-            value = (file.weights()[name].short() + _SHIFT).byte() if name else None
-            array = np.array(_SHIFT, np.uint8) if value is None else value.contiguous().numpy()
-            model.graph.initializer.append(numpy_helper.from_array(array, new))
-        return new
-
     for node in model.graph.node:
-        places = (_OF_PRODUCTS | _OF_OPERATORS).get(node.op_type)
-        if places is None or types.get(node.input[places[0]]) != TensorProto.INT8:
-            continue
-        if node.op_type in _OF_OPERATORS and types.get(node.input[2]) != TensorProto.UINT8:
+        places = _OPERATORS.get(node.op_type, (0, 0))
+        if not any(places) or types.get(node.input[places[0]]) != TensorProto.INT8:
             continue
         node.input.extend([""] * (places[1] + 1 - len(node.input)))
-        zero = node.input[places[1]]
-        if zero and zero not in types:
+        # The zero point of what is multiplied is at 2: that of integers which the graph makes itself is uint8.
+        is_uint8 = types.get(node.input[2], TensorProto.UINT8) == TensorProto.UINT8
+        if not is_uint8 or node.input[places[1]] not in (*types, ""):
             continue
         for place in places:
-            node.input[place] = shifted(node.input[place])
-    return bool(made)
+            name = node.input[place]
+            node.input[place] = new = f"{name} in uint8"
+            if new not in types:
+                types[new] = TensorProto.UINT8
+                own = file.weights()[name].numpy() if name else np.array(0)
+                value = (own.astype(np.int16) + _SHIFT).astype(np.uint8)
+                model.graph.initializer.append(numpy_helper.from_array(value, new))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from glassengine.errors import BackendError, first_line
-from glassengine.program.onnx.stored.file import INSTALL, OnnxFile
+from glassengine.program.onnx.stored.file import OnnxFile
 from glassengine.program.onnx.stored.options import SessionSettings
 from glassengine.program.onnx.stored.saturation import in_uint8
 from glassengine.taps import deliver
@@ -53,28 +53,14 @@ def open_session(file: OnnxFile, outputs: Sequence[str]) -> Any:
     Raises:
         BackendError: ONNX Runtime is not installed, or does not take the graph.
     """
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise BackendError("an ONNX file cannot be run as it is here", got=str(error), hint=INSTALL) from error
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.intra_op_num_threads = torch.get_num_threads()
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 4  # what it says is in the error
+    options = SessionSettings({"graph_optimization_level": "disable", "inter_op_num_threads": 1}).options()
     folder = str(file.path.parent.absolute())
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
     model = with_outputs(file.model, outputs)
     in_uint8(file, model)
-    content = model.SerializeToString()
-    try:
-        return start(content, options)
-    except Exception as error:
-        raise BackendError(
-            f"ONNX Runtime does not take {file.path.name}",
-            got=f"{type(error).__name__}: {first_line(error)}",
-            expected="standard operators, or those of ONNX Runtime (com.microsoft)",
-        ) from error
+    known = "standard operators, or those of ONNX Runtime (com.microsoft)"
+    with told(f"ONNX Runtime does not take {file.path.name}", known):
+        return start(model.SerializeToString(), options)
 
 
 class OnnxModel(nn.Module):
@@ -139,7 +125,7 @@ class OnnxModel(nn.Module):
             return plain
         if self._own is None:
             options = self.settings.options()
-            with _told(f"ONNX Runtime does not take {self.file.path.name} at level {self.settings.level!r}"):
+            with told(f"ONNX Runtime does not take {self.file.path.name} at level {self.settings.level!r}"):
                 self._own = start(str(self.file.path.absolute()), options)
         made = self._run(self._own, inputs)
         for name, value in made.items():
@@ -151,7 +137,7 @@ class OnnxModel(nn.Module):
 
     def _run(self, session: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         names = [output.name for output in session.get_outputs()]
-        with _told(f"ONNX Runtime cannot run {self.file.path.name}"):
+        with told(f"ONNX Runtime cannot run {self.file.path.name}"):
             found = session.run(names, {name: inputs[name].contiguous().numpy() for name in self._inputs})
         return {
             name: torch.from_numpy(value) for name, value in zip(names, found, strict=True) if hasattr(value, "dtype")
@@ -167,9 +153,9 @@ class OnnxModel(nn.Module):
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
+def told(what: str, expected: str | None = None) -> Iterator[None]:
     """Say what ONNX Runtime raises."""
     try:
         yield
     except Exception as error:
-        raise BackendError(what, got=f"{type(error).__name__}: {first_line(error)}") from error
+        raise BackendError(what, got=f"{type(error).__name__}: {first_line(error)}", expected=expected) from error
