@@ -20,6 +20,8 @@ from glassengine.results import VERDICTS, Verdict
 
 _TOO_WIDE = 3.0
 """A grid is too wide from so many times its values on, measured in what is usual in its file."""
+_FARTHEST = 3.0
+"""Deviations that a grid reaches at least."""
 _FITS = 1.5
 """Grids that are so much wider than their values were made for inputs like these."""
 
@@ -112,6 +114,7 @@ class Op:
     Attributes:
         fixed: Its grid, where the file has one.
         excess: How many times as far as its values the grid reaches.
+        number: Of these values.
         bounded: Whether the grid is that of what the op may ever return.
     """
 
@@ -123,6 +126,7 @@ class Op:
     where: tuple[str, int] = ("", 0)
     fixed: tuple[float, float] | None = None
     excess: float = math.inf
+    number: int = 0
     bounded: bool = False
 
     def add(self, judgement: Judgement, where: tuple[str, int]) -> None:
@@ -137,7 +141,7 @@ class Op:
         low, high = float(value.read.min()), float(value.read.max())
         sides = (float(value.ends[0].min()), low), (float(value.ends[1].max()), high)
         used = [end / reached for end, reached in sides if reached * end > 0]
-        self.fixed = value.fixed
+        self.fixed, self.number = value.fixed, self.number + value.read.numel()
         self.excess = min(self.excess, *used) if used else self.excess
 
 
@@ -154,7 +158,10 @@ def judge_widths(ops: Collection[Op]) -> None:
     for op in seen:
         others = [excess for fixed, excess in fits.items() if fixed != op.fixed]
         usual = max(1.0, statistics.median(others)) if others else math.inf
-        if op.fixed is not None and op.worst is not None and fits[op.fixed] >= _TOO_WIDE * usual:
+        # So many normal values reach about so far; a grid is made for the largest of very many.
+        reached = math.sqrt(2 * math.log(max(op.number, 2)))
+        least = _TOO_WIDE * usual * max(1.0, _FARTHEST / reached)
+        if op.fixed is not None and op.worst is not None and fits[op.fixed] >= least:
             text = f"its grid reaches {op.excess:.3g} times as far as its values, others {usual:.2g} times"
             text += f": its scale is {op.fixed[0]:.3g}"
             verdict: Verdict = "wrong" if usual <= _FITS else "suspicious"
