@@ -31,6 +31,7 @@ from glassengine.diagnose.ladder.other_model import add_model, start_stage
 from glassengine.diagnose.ladder.prepared import accumulation_of, climbs_of, given_to, with_record
 from glassengine.diagnose.ladder.record import judge_sums_again
 from glassengine.diagnose.ladder.rungs import add_built, add_engine, arguments_of
+from glassengine.diagnose.ladder.sessions import as_run, with_level
 from glassengine.diagnose.ladder.step_by_step import numbered, staged
 from glassengine.diagnose.quantization.check import check_quantized_checkpoint, is_quantized_candidate
 from glassengine.diagnose.quantization.module import check_quantized_module, quantized_in_memory
@@ -57,6 +58,7 @@ from glassengine.judge.verdict.evidence import EvidenceBox
 from glassengine.program import load_model
 from glassengine.program.generation.generation import PLAIN
 from glassengine.program.kinds.image_text import IMAGE_TOKEN, WITHOUT_IMAGES
+from glassengine.program.onnx.stored.options import session_settings
 from glassengine.progress import Progress, Work, silent
 from glassengine.results import Comparison, Skipped
 from glassengine.serving.protocol import Options
@@ -74,6 +76,7 @@ def check(
     layout: str | None = None,
     library: str | Path | None = None,
     python: str | Path | None = None,
+    session_options: str | Path | Mapping[str, Any] | Sequence[str] | None = None,
     backend: str | None = None,
     quantize: str | None = None,
     dtype: str = "auto",
@@ -110,6 +113,8 @@ def check(
         layout: How a serving engine names its tensors ("ggml", "onnx", "vllm", "sglang"), where a record has none.
         library: Shared library of a serving engine (`gguf:FILE`); None for the one that is installed.
         python: Interpreter that a serving engine is installed for (`vllm:DIR`); None for this one.
+        session_options: How ONNX Runtime runs an ONNX file as candidate: "graph_optimization_level=basic", several of
+            them, a dict, or a JSON file; None for its own default, which optimizes as far as it can.
         backend: Back-end of the built engines.
         quantize: As in `build`.
         dtype: As in `build`; of both sides, unless the candidate is an engine. Of `vllm:DIR` that of vLLM: "auto" for
@@ -158,7 +163,8 @@ def check(
         "trust_remote_code": trust_remote_code,
         "revision": revision,
     }
-    how = Options(library=library, python=python, dtype=dtype)
+    settings = session_settings(session_options)
+    how = Options(library=library, python=python, dtype=dtype, session=settings)
     served, record = named_candidate(baseline, candidate, how, layout=layout, has_map=bool(map))
     if candidate is None:
         served = built_candidate(baseline, backend, quantize, how, progress, dtype=dtype, adapter=adapter, **options)
@@ -170,6 +176,7 @@ def check(
             "--backend": backend and candidate,
             "--pass": passes,
             "--accum": accumulation,
+            "--session-options": settings.given and not hasattr(served, "session"),
         }
         unused |= {"--tensor-parallel": mesh, "--all-rungs": all_rungs, "--bisect-outputs": bisect_outputs}
         if given_more := [name for name, value in unused.items() if value]:
@@ -235,6 +242,7 @@ def check(
             model, without_decoding = model.judged_as(PLAIN), "the candidate is a plain module"
         elif other.generation.generates and not model.generation.generates:
             given, other = in_one_forward(given), other.judged_as(PLAIN)
+    as_run(model, other, settings)
     held = quantized_in_memory(model, other)
     if other is not None and (held is not None or (is_quantized_file(other) and not is_quantized_file(model))):
         if reproduction is not None or accumulation is not None:
@@ -319,7 +327,7 @@ def check(
             )
             result = with_configuration(result, model.module)
             results.append(result if stage is None else numbered(result, stage.numbers))
-        result = reduce(joined, results)
+        result = with_level(reduce(joined, results), other or model)
         if reproduction is None or result.first_divergence is None:
             return result
         progress(Work.WRITING.says("writing a reproduction"))
