@@ -53,7 +53,7 @@ from glassengine.judge.verdict.conclude import conclude
 from glassengine.judge.verdict.configured import with_configuration
 from glassengine.judge.verdict.drift import Drift, is_less_precise
 from glassengine.judge.verdict.evidence import EvidenceBox
-from glassengine.program import load_model
+from glassengine.program import load_candidate, load_model
 from glassengine.program.generation.generation import PLAIN
 from glassengine.program.kinds.image_text import IMAGE_TOKEN, WITHOUT_IMAGES
 from glassengine.progress import Progress, Work, silent
@@ -102,7 +102,7 @@ def check(
 
     Args:
         baseline: MODEL: Hugging Face directory or id, `file.py:factory`, `package.module:factory`, or a module object.
-        candidate: Another model, a factory, an engine directory, or a record of tensors (see `compare`); None builds
+        candidate: Another model, a factory, an adapter of the baseline, an engine directory, or a record of tensors (see `compare`); None builds
             the baseline's own engine and release engine and climbs the ladder. A quantized checkpoint beside an
             unquantized baseline is judged weight by weight: what quantization costs, and what is a mistake.
         map: Which names of the program belong to which of a record, as for `compare`.
@@ -225,7 +225,7 @@ def check(
     other = None
     if candidate is not None and engine is None and record is None:
         progress(Work.LOADING.says("loading the candidate"))
-        other = load_model(candidate, dtype=dtype, **options)
+        other = load_candidate(candidate, baseline, dtype=dtype, **options)
         other = other.judged_as(other.generation.alone)
         if model.generation.generates and not other.generation.generates:
             given = tokens_in_one_forward(model, other.module, given)

@@ -12,7 +12,7 @@ from glassengine.program.generation.generation import Stages
 from glassengine.program.inputs.given import load_inputs
 from glassengine.program.kinds.example_inputs import example_inputs
 from glassengine.program.listing.listing import OnStage, stage_of
-from glassengine.program.loading.load import LoadedModel, load_model
+from glassengine.program.loading.load import LoadedModel, load_candidate, load_model
 from glassengine.program.representation.passes import apply_pass
 from glassengine.program.representation.program import Program
 from glassengine.program.representation.stored import load_names
@@ -28,6 +28,7 @@ __all__ = [
     "example_inputs",
     "export_program",
     "export_programs",
+    "load_candidate",
     "load_inputs",
     "load_model",
     "sites",

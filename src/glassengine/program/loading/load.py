@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from glassengine.program.user_code.module_state import ModuleState
 from glassengine.program.user_code.written_modules import as_written, called_by_name
 from glassengine.stores.mirror import here
 from glassengine.stores.places import remote
+
+logger = logging.getLogger("glassengine")
 
 _LIMITS = {
     "max_position_embeddings": ("max_position_embeddings", "max_target_positions"),
@@ -156,6 +159,32 @@ def load_model(
     generation = generation_of(written)
     metadata |= generation.describes(written)
     return LoadedModel(module, name, metadata["dtype"], directory, metadata, generation)
+
+
+def load_candidate(candidate: str | Path | nn.Module, baseline: str | Path | nn.Module, **options: Any) -> LoadedModel:
+    """Load what is judged beside `baseline`: a model, or an adapter, which stands for the baseline with it merged.
+
+    Args:
+        candidate: As for `load_model`.
+        baseline: Likewise.
+        options: Likewise.
+
+    Raises:
+        UsageError: As `load_model`, or the adapter names another base, which is here.
+    """
+    if not adapters.is_adapter(candidate) or adapters.is_adapter(baseline):
+        return load_model(candidate, **options)
+    merged = load_model(baseline, adapter=str(candidate), **options)
+    named, found = adapters.stated_base(str(candidate))
+    given = merged.spec
+    if found is not None and not (Path(given).exists() and found.samefile(given)):
+        held = [load_model(spec, **options).metadata["fingerprint"] for spec in (str(found), baseline)]
+        if held[0] != held[1]:
+            what = f"the adapter {candidate} is for another base"
+            raise UsageError(what, got=given, expected=named, hint=f"glass check {found} --candidate {candidate}")
+    elif found is None and named and Path(named).name != Path(given).name:
+        logger.warning("the adapter %s names the base %s; it is merged into %s", candidate, named, given)
+    return merged
 
 
 def _load_stored(spec: str, dtype: str, attention: str | None, adapter: str | Path | None) -> LoadedModel:
