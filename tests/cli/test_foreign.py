@@ -216,7 +216,7 @@ def test_what_is_given_and_nothing_else_reaches_generate(
     assert seen["on_step"] is None and seen["debug"] is False
 
 
-@pytest.mark.parametrize("flag", ["--cp-size", "--world_size", "--peft-ids", "--max_beam_width", "--gpt_attention_plugin"])
+@pytest.mark.parametrize("flag", ["--cp-size", "--peft-ids", "--max_beam_width", "--gpt_attention_plugin"])
 def test_f39_flags_without_counterpart_are_told_with_what_there_is(
     flag: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,9 +36,10 @@ def exit_status(function: Callable[[], int]) -> int:
         sys.stdout.flush()  # a reader that went away is noticed here, not at interpreter shutdown
     except typer.Exit as exc:
         return exc.exit_code
-    except KeyboardInterrupt:
-        err.print("interrupted")
-        _write(GlassError("interrupted"), INTERRUPTED_STATUS)
+    except KeyboardInterrupt as exc:
+        text = " ".join(["interrupted", *getattr(exc, "__notes__", ())])
+        err.print(text)
+        _write(GlassError(text), INTERRUPTED_STATUS)
         return INTERRUPTED_STATUS
     except BrokenPipeError:
         # What is still buffered would raise again when the interpreter closes stdout.

@@ -25,6 +25,7 @@ from glassengine.diagnose.ladder.bisect_release import bisect_release
 from glassengine.diagnose.ladder.climb import Climb
 from glassengine.diagnose.ladder.elsewhere import helpers
 from glassengine.diagnose.ladder.encoder_decoder import joined
+from glassengine.diagnose.ladder.interrupted import kept
 from glassengine.diagnose.ladder.judging import explain_engine, judge, severity_counter
 from glassengine.diagnose.ladder.other_model import add_model, start_stage
 from glassengine.diagnose.ladder.prepared import accumulation_of, climbs_of, given_to, with_record
@@ -102,9 +103,10 @@ def check(
 
     Args:
         baseline: MODEL: Hugging Face directory or id, `file.py:factory`, `package.module:factory`, or a module object.
-        candidate: Another model, a factory, an adapter of the baseline, an engine directory, or a record of tensors (see `compare`); None builds
-            the baseline's own engine and release engine and climbs the ladder. A quantized checkpoint beside an
-            unquantized baseline is judged weight by weight: what quantization costs, and what is a mistake.
+        candidate: Another model, a factory, an adapter of the baseline, an engine directory, or a record of tensors
+            (see `compare`); None builds the baseline's own engine and release engine and climbs the ladder. A quantized
+            checkpoint beside an unquantized baseline is judged weight by weight: what quantization costs, and what is a
+            mistake.
         map: Which names of the program belong to which of a record, as for `compare`.
         layout: How a serving engine names its tensors ("ggml", "onnx", "vllm", "sglang"), where a record has none.
         library: Shared library of a serving engine (`gguf:FILE`); None for the one that is installed.
@@ -256,7 +258,7 @@ def check(
             climbs[0].skipped.append(Skipped("images", "both", f"judged from text alone: {reason}"))
         if without_decoding is not None:
             climbs[0].skipped.append(Skipped("decode steps", "both", f"{without_decoding}, without a decode loop"))
-        results = []
+        results: list[Comparison] = []
         for climb, part, stage in zip(climbs, parts, of_stages[-len(climbs) :], strict=True):
             climb.accumulation = accumulation_of(accumulation)
             if part is not None:
@@ -278,6 +280,25 @@ def check(
             if drift or is_less_precise(climb.coarsest, str(climb.program.metadata.get("dtype"))):
                 for score in climb.scores[1:]:
                     score.drift = Drift()
+
+            def concluded(climb: Climb = climb, **more: Any) -> Comparison:
+                return conclude(
+                    climb.program,
+                    climb.scores,
+                    climb.skipped,
+                    climb.severity,
+                    climb.weights,
+                    baseline=model.spec,
+                    candidate=_described(climb, candidate),
+                    fail_on=fail_on,
+                    min_coverage=min_coverage,
+                    min_snr=min_snr,
+                    environment=environment.describe(),
+                    cases=climb.cases,
+                    **more,
+                )
+
+            stack.enter_context(kept(concluded, results))
             progress(Work.JUDGING.says(f"judging {len(climb.cases)} case{'s' if len(climb.cases) > 1 else ''}"))
             with others.helping(climb, len(climbs)):
                 judge(climb, climb.scores, on_step=severity_counter(climb, progress))
@@ -293,22 +314,8 @@ def check(
                 climb.skipped += [
                     Skipped(name, "candidate", why, rung=Place.RECORD) for name, why in sorted(left_out.items())
                 ]
-            result = conclude(
-                climb.program,
-                climb.scores,
-                climb.skipped,
-                climb.severity,
-                climb.weights,
-                baseline=model.spec,
-                candidate=_described(climb, candidate),
-                fail_on=fail_on,
-                min_coverage=min_coverage,
-                min_snr=min_snr,
-                environment=environment.describe(),
-                cases=climb.cases,
-                accumulated=alike,
-                texts=texts_of(model, climb.cases, climb.chosen) if climb.program.generates else None,
-            )
+            texts = texts_of(model, climb.cases, climb.chosen) if climb.program.generates else None
+            result = concluded(accumulated=alike, texts=texts)
             result = with_configuration(result, model.module)
             results.append(result if stage is None else numbered(result, stage.numbers))
         result = reduce(joined, results)
