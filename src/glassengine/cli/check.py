@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import glassengine as glass
+from glassengine import asked
 from glassengine.cli.answers import Answers
 from glassengine.cli.errors import INTERRUPTED_STATUS
 from glassengine.cli.interrupts import terminable
@@ -113,6 +114,9 @@ def command(
     Exit status: 0 ok, 1 a tensor reaches --fail-on (or a token changes), 4 too little was comparable.
     """
     answers.prepare()
+    asked.beside_candidate(candidate, parallel=tensor_parallel * pipeline_parallel > 1, quantize=quantize is not None)
+    if asked.is_plain_model(candidate):
+        asked.beside_model(candidate, rungs=all_rungs or bisect_outputs, builds=bool(backend or passes))
     try:
         with terminable(), stages(_SHARES) as progress:
             result = glass.check(

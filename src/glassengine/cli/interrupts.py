@@ -54,7 +54,7 @@ def heard() -> Iterator[None]:
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """Make SIGTERM an interruption like Ctrl-C, unless the process has a handler of its own: what was found is printed."""
+    """Make SIGTERM an interruption like Ctrl-C, unless the process handles it: what was found is printed."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield

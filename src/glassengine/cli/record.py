@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 
 import glassengine as glass
-from glassengine import commands, environment
+from glassengine import asked, commands, environment
 from glassengine.cli.documents import answer
 from glassengine.cli.options import err, out, progress, settings
 from glassengine.cli.script_line import ScriptLine, read_script_line
@@ -116,6 +116,7 @@ def command(
     }
     line = read_script_line(target)
     if line is not None:
+        line.is_module or asked.script(line.script)
         given = (inputs, max_new_tokens, tokens_of, device)
         if any(option is not None for option in given) or dry_run:
             got = "--inputs, --max-new-tokens, --tokens-of, --device or --dry-run"

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 import glassengine as glass
-from glassengine import environment
+from glassengine import asked, environment
 from glassengine.cli import foreign, run_forward
 from glassengine.cli.documents import answer
 from glassengine.cli.options import err, out, settings
@@ -112,6 +112,7 @@ def command(
         "prefill_chunk": prefill_chunk,
         **sampling.arguments(),
     }
+    asked.engine(engine or engine_dir)
     loaded = glass.load(str(engine or engine_dir), trust=trust_engine, model=model)
     if debugging.synchronous:
         loaded.executable.synchronous = True

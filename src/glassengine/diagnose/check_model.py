@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from glassengine import environment
+from glassengine import asked, environment
 from glassengine.backends.registry import choose_backend, get_backend
 from glassengine.diagnose.ladder.accumulated import judge_alike
 from glassengine.diagnose.ladder.bisect_release import bisect_release
@@ -150,8 +150,7 @@ def check(
     passes = patterns_of(passes, "passes")
     inputs = as_inputs(inputs)
     mesh = mesh_for(tensor_parallel, pipeline_parallel)
-    if mesh is not None and candidate is not None:
-        raise UsageError("--tensor-parallel is for the engine that a check builds", got=f"the candidate {candidate}")
+    asked.beside_candidate(candidate, parallel=mesh is not None, quantize=quantize is not None)
     if reproduction is not None:
         require_free(place(reproduction))
     options: dict[str, Any] = {
@@ -159,12 +158,11 @@ def check(
         "trust_remote_code": trust_remote_code,
         "revision": revision,
     }
+    dtype = str(asked.dtype(dtype))
     how = Options(library=library, python=python, dtype=dtype)
     served, record = named_candidate(baseline, candidate, how, layout=layout, has_map=bool(map))
     if candidate is None:
         served = built_candidate(baseline, backend, quantize, how, progress, dtype=dtype, adapter=adapter, **options)
-    elif quantize is not None:
-        raise UsageError("--quantize is for the engine that a check builds", got=f"the candidate {candidate}")
     if served is not None:
         unused: dict[str, object] = {
             "--map": map,
@@ -197,10 +195,8 @@ def check(
     if map is not None and (record is None or record is not of_first):
         what = "a record of tensors" if record is None else "a record of one process"
         raise UsageError(f"--map is for {what}", got=f"the candidate {candidate}")
-    if candidate is not None and engine is None and (all_rungs or bisect_outputs):
-        raise UsageError("--all-rungs and --bisect-outputs are for engines", got=f"the model {candidate}")
-    if candidate is not None and engine is None and (backend or passes):
-        raise UsageError("--backend and --pass build an engine of BASELINE", hint="remove them, or --candidate MODEL")
+    if candidate is not None and engine is None:
+        asked.beside_model(candidate, rungs=all_rungs or bisect_outputs, builds=bool(backend or passes))
     told: dict[str, Any] = {"fail_on": fail_on, "min_snr": min_snr, "steps": steps, "progress": progress}
     if is_quantized_candidate(baseline, candidate):
         if reproduction is not None or accumulation is not None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from glassengine.errors import CorruptError, UnknownNameError, UsageError
-from glassengine.program.user_code.factory import call_factory, is_factory
+from glassengine import asked
+from glassengine.errors import CorruptError, UsageError
+from glassengine.program.user_code.factory import call_factory
 from glassengine.reading.arrays import read_npz
 from glassengine.reading.documents import read_document
 from glassengine.reading.tensors import check_unfolded, read_safetensors, read_torch
@@ -28,12 +29,9 @@ def load_inputs(spec: str) -> list[dict[str, Any]]:
     Raises:
         UsageError: No such file, an unknown ending, or something else than dicts of tensors and plain values.
     """
-    if is_factory(spec):
+    if asked.is_factory(str(asked.inputs(spec))):
         return steps_of(call_factory(spec), spec)
     path = place(spec)
-    if not path.is_file():
-        siblings = [str(p) for p in path.parent.glob("*") if p.is_file()] if path.parent.is_dir() else []
-        raise UnknownNameError("inputs file", spec, siblings, hint="--inputs FILE, or --inputs file.py:factory")
     try:
         steps = steps_of(_read(path), spec)
         check_unfolded(steps, spec)

@@ -25,10 +25,10 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from glassengine.asked import is_factory
 from glassengine.errors import CorruptError, UnknownNameError, UsageError
 from glassengine.program.loading.adapter_patterns import matches
 from glassengine.program.loading.checkpoint_files import read_tensors
-from glassengine.program.user_code.factory import is_factory
 from glassengine.reading.documents import parsed
 from glassengine.reading.files import read_bytes
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from glassengine.errors import UnknownNameError, UsageError
+from glassengine import asked
+from glassengine.errors import UsageError
 from glassengine.program.generation.generation import PLAIN, Generation
 from glassengine.program.generation.kinds import generation_of
 from glassengine.program.kinds.causal_lm import is_pretrained
@@ -21,7 +22,7 @@ from glassengine.program.loading.fingerprint import fingerprint
 from glassengine.program.loading.from_transformers import DTYPES, from_transformers
 from glassengine.program.loading.stored import is_stored, read_stored
 from glassengine.program.representation.program import Program
-from glassengine.program.user_code.factory import call_factory, is_factory, without_bars
+from glassengine.program.user_code.factory import call_factory, without_bars
 from glassengine.program.user_code.module_state import ModuleState
 from glassengine.program.user_code.written_modules import as_written, called_by_name
 from glassengine.stores.mirror import here
@@ -98,10 +99,9 @@ def load_model(
         UsageError: No such model, one that cannot be loaded or lacks weights, a factory that does not return a module,
             or an unknown dtype.
     """
-    if dtype != "auto" and dtype not in DTYPES:
-        raise UnknownNameError("dtype", dtype, ["auto", *DTYPES])
-    if isinstance(spec, str | Path) and remote(spec) is not None:
-        spec = here(spec)
+    dtype = str(asked.dtype(dtype))
+    if isinstance(spec, str | Path):
+        spec = here(spec) if remote(spec) is not None else str(asked.model(str(spec)))
     name = type(spec).__name__ if isinstance(spec, nn.Module) else str(spec)
     if is_stored(spec):
         return _load_stored(name, dtype, attn_implementation, adapter)
@@ -112,7 +112,7 @@ def load_model(
         # The caller's own module is left as it is.
         is_changed = adapter is not None or (dtype != "auto" and _needs_cast(spec, DTYPES[dtype]))
         module = copy.deepcopy(spec) if is_changed else spec
-    elif is_factory(str(spec)):
+    elif asked.is_factory(str(spec)):
         module = call_factory(name)
         if not isinstance(module, nn.Module):
             raise UsageError(f"{name} did not return a module", got=type(module).__name__, expected="torch.nn.Module")
