@@ -17,7 +17,7 @@ from glassengine.reading.files import read_bytes
 from glassengine.stores.places import place, remote
 
 FORMS = "a Hugging Face directory or id, file.py:factory, package.module:factory, an ONNX file, a .pt2 program"
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _DTYPES = {
     "float32": "fp32 f32 float single",
     "bfloat16": "bf16",
@@ -79,7 +79,7 @@ def model(spec: str | None) -> str | None:
     path = Path(spec).expanduser()
     if is_factory(spec) or (path.suffix == ".py" and not path.is_dir()):
         return function(spec)
-    is_path = not _HUB_ID.fullmatch(spec) or ("/" in spec and path.parent.is_dir())
+    is_path = not HUB_ID.fullmatch(spec) or ("/" in spec and path.parent.is_dir())
     if is_path and ":" not in spec and not path.exists():
         here = [str(p) for p in path.parent.glob("*") if p.is_dir()] if path.parent.is_dir() else []
         raise UnknownNameError("model directory", spec, here, hint=f"MODEL is {FORMS}")

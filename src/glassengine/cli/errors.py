@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -120,4 +121,9 @@ def _usage_error(exc: TyperException) -> UsageError:
         return UsageError(f"{command} has no option {flag}: {known[0]}", hint=known[1])
     # What follows --json may have been meant for the command, or for it.
     help_line = f"{command} --help" if settings.json is None else f"{command} --help; --json=FILE names a file safely"
-    return UsageError(exc.format_message().rstrip("."), hint=help_line)
+    message = exc.format_message().rstrip(".")
+    if command.split()[-1].startswith("check") and (
+        found := re.search(r"unexpected extra argument\S* \((.*)\)", message)
+    ):
+        help_line = f"another implementation is an option: --candidate {found[1]}"
+    return UsageError(message, hint=help_line)

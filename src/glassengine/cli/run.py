@@ -23,6 +23,8 @@ from glassengine.stores.places import place
 
 CONTEXT_SETTINGS = foreign.CONTEXT_SETTINGS
 
+_PROMPT = "The value of an expression"
+
 
 def command(
     engine: Annotated[
@@ -137,6 +139,10 @@ def command(
         wanted = {"debug": patterns, "record": record, "overwrite": overwrite}
         with _snapshots(debugging), profiling:
             return run_forward.run(loaded, {**sources, **wanted}, others)
+    if not (input_text or input_ids or input_file or inputs or loaded.manifest.has_encoder):
+        input_text = [_PROMPT]
+        if not settings.quiet:
+            err.print(f"no prompt is given: {_PROMPT!r} (--input-text TEXT)")
     observers = [_printer(names, prints)] if names or prints else []
     streams = len(input_text or ()) == 1 and settings.json != "-" and not observers
     with (

@@ -188,7 +188,7 @@ def merge(module: nn.Module, adapter: Adapter) -> int:
         raise UnknownNameError(
             "module",
             missing[0],
-            modules,
+            filter(None, modules),
             hint=f"{len(missing)} of {len(parts)} modules of the adapter {adapter.directory} are not in this model",
         )
     if not parts:

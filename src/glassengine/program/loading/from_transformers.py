@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from glassengine.asked import FORMS
+from glassengine.asked import FORMS, HUB_ID
 from glassengine.errors import CorruptError, GlassError, UsageError, nearest
 from glassengine.program.loading.checkpoint_files import require_plain_files
 from glassengine.program.loading.model_class import model_class_of, without_weights
@@ -135,6 +135,8 @@ def _require_hub(spec: str, revision: str) -> None:
     import huggingface_hub as hub
     from huggingface_hub.errors import HfHubHTTPError
 
+    if not HUB_ID.fullmatch(spec):
+        raise _unknown(spec, "neither a directory nor an id of the hub")
     if hub.constants.HF_HUB_OFFLINE or isinstance(hub.try_to_load_from_cache(spec, CONFIG, revision=revision), str):
         return
     try:

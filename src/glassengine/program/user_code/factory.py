@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from glassengine import asked
-from glassengine.errors import GlassError, UnknownNameError, UsageError
-from glassengine.program.user_code.raised import described
+from glassengine.errors import UnknownNameError, UsageError
+from glassengine.program.user_code.raised import described, raised_by
 from glassengine.reading.printable import printable
 
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
@@ -45,13 +45,8 @@ def call_factory(spec: str) -> Any:
     """
     function = load_function(spec)
     quiet = without_bars() if "transformers" in sys.modules else contextlib.nullcontext()
-    with _importable(spec.rpartition(":")[0]), quiet:
-        try:
-            return function()
-        except GlassError:
-            raise
-        except Exception as error:
-            raise UsageError(f"{spec} raised", got=described(error), hint="run with -v") from error
+    with _importable(spec.rpartition(":")[0]), quiet, raised_by(spec):
+        return function()
 
 
 @contextlib.contextmanager
