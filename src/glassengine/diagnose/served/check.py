@@ -12,6 +12,7 @@ that round their activations are judged on the rounded ones (`numerics.quantizat
 from __future__ import annotations
 
 import dataclasses
+import functools
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -23,6 +24,7 @@ from torch import nn
 
 from glassengine import environment
 from glassengine.diagnose.ladder.climb import Climb
+from glassengine.diagnose.ladder.interrupted import kept
 from glassengine.diagnose.ladder.judging import judge, severity_counter
 from glassengine.diagnose.ladder.rungs import start
 from glassengine.diagnose.reproduction.reproduce import with_reproduction
@@ -118,12 +120,8 @@ def check_served(
         if reproduction is not None:
             for score in climb.scores:
                 score.evidence = EvidenceBox(climb.program)
-        progress(Work.JUDGING.says("judging the ops"))
-        judge(climb, climb.scores, on_step=severity_counter(climb, progress))
-        for alignment in alignments:
-            partial = sorted({name for tensors in alignment.by_case.values() for name in tensors.partial})
-            climb.skipped += [Skipped(name, "candidate", PARTIAL, rung=Place.RECORD) for name in partial]
-        found = conclude(
+        concluded = functools.partial(
+            conclude,
             climb.program,
             climb.scores,
             climb.skipped,
@@ -136,6 +134,13 @@ def check_served(
             environment=environment.describe(),
             cases=climb.cases,
         )
+        stack.enter_context(kept(concluded))
+        progress(Work.JUDGING.says("judging the ops"))
+        judge(climb, climb.scores, on_step=severity_counter(climb, progress))
+        for alignment in alignments:
+            partial = sorted({name for tensors in alignment.by_case.values() for name in tensors.partial})
+            climb.skipped += [Skipped(name, "candidate", PARTIAL, rung=Place.RECORD) for name in partial]
+        found = concluded()
         graph = alignments[0].source.metadata.get("graph") or {}
         origins = with_settings(found.origins, graph, config, served.settings(config))
         found = _with_origins(found, origins)
