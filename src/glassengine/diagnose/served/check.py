@@ -24,6 +24,7 @@ from torch import nn
 
 from glassengine import environment
 from glassengine.diagnose.ladder.climb import Climb
+from glassengine.diagnose.ladder.interrupted import kept
 from glassengine.diagnose.ladder.judging import OnStep, judge, severity_counter
 from glassengine.diagnose.ladder.rungs import start
 from glassengine.diagnose.reproduction.reproduce import with_reproduction
@@ -39,7 +40,8 @@ from glassengine.judge.replay.arithmetic import PLAIN, Arithmetic
 from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.judge.sides.module import threads_for
 from glassengine.judge.sides.protocol import Place
-from glassengine.judge.sides.recorded import PARTIAL, RecordedOps, dtype_of
+from glassengine.judge.sides.recorded import PARTIAL, RecordedOps
+from glassengine.judge.sides.recorded_inputs import dtype_of
 from glassengine.judge.verdict.conclude import conclude
 from glassengine.judge.verdict.evidence import EvidenceBox
 from glassengine.judge.verdict.score import Score
@@ -128,12 +130,8 @@ def check_served(
         if reproduction is not None:
             for score in climb.scores:
                 score.evidence = EvidenceBox(climb.program)
-        progress(Work.JUDGING.says("judging the ops"))
-        _judge(climb, coarse, stored, progress)
-        for alignment in alignments:
-            partial = sorted({name for tensors in alignment.by_case.values() for name in tensors.partial})
-            climb.skipped += [Skipped(name, "candidate", PARTIAL, rung=Place.RECORD) for name in partial]
-        found = conclude(
+        concluded = functools.partial(
+            conclude,
             climb.program,
             climb.scores,
             climb.skipped,
@@ -146,6 +144,13 @@ def check_served(
             environment=environment.describe(),
             cases=climb.cases,
         )
+        stack.enter_context(kept(concluded))
+        progress(Work.JUDGING.says("judging the ops"))
+        _judge(climb, coarse, stored, progress)
+        for alignment in alignments:
+            partial = sorted({name for tensors in alignment.by_case.values() for name in tensors.partial})
+            climb.skipped += [Skipped(name, "candidate", PARTIAL, rung=Place.RECORD) for name in partial]
+        found = concluded()
         graph = alignments[0].source.metadata.get("graph") or {}
         origins = with_settings(found.origins, graph, config, served.settings(config))
         found = _with_origins(found, origins)

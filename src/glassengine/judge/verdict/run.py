@@ -16,6 +16,7 @@ from glassengine.judge.replay.reference import ReferenceRun
 from glassengine.judge.sides.protocol import Side
 from glassengine.judge.step_inputs import by_name, empty_caches
 from glassengine.judge.verdict.collectives import judge_collectives
+from glassengine.judge.verdict.gauges import leave_out_gauges
 from glassengine.judge.verdict.score import Score
 from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
 from glassengine.numerics.verdict import Reference
@@ -50,6 +51,7 @@ def run_cases(
         on_step: Called after each step with the relative noise floor of each node so far.
     """
     floors: dict[str, float] = {}
+    first: Mapping[str, torch.Tensor] = {}
     results: dict[str, list[str]] = {}
     for name in results_of(program):
         results.setdefault(program.output_nodes[name], []).append(name)
@@ -69,6 +71,7 @@ def run_cases(
             named = by_name(inputs)
             if step == 0:
                 named |= empty_caches(program, named)
+                first = first or named
 
             def observe(node: Node, value: Reference, step: int = step, case: Case = case, made: Made = made) -> None:
                 tied = False
@@ -90,11 +93,13 @@ def run_cases(
                 score.results.end_step(score.side.results(), made, (case.name, step))
                 if model is not None and model.written is not None and score.side.written is not None:
                     score.results.compare_inputs(before, score.side.written, model.written, (case.name, step))
+                    score.results.compare_plain(score.side.plain, model.plain, (case.name, step))
                 score.end_step(named)
                 judge_collectives(score, case, step)
             on_step(case, step, floors)
         for score in scores:
             score.end_case()
+    leave_out_gauges(scores, first)
 
 
 def _compare_results(
