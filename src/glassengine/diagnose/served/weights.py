@@ -188,9 +188,11 @@ def _judge(
             name, served, "wrong", None, (Hint(kind, f"{name}: {served.reason}", 1.0, evidence="weights"),)
         )
     if served.value.shape == parameter.shape and not bool(served.value.isfinite().all()):
-        return JudgedWeight(
-            name, served, "wrong", None, (Hint("other", f"{name} has NaN or infinity", 1.0, evidence="not a number"),)
-        )
+        lost = ~served.value.isfinite()
+        rows = lost.reshape(len(lost), -1).any(1).nonzero().flatten()
+        where = f"{int(lost.sum())} of {lost.numel()} elements, in rows {int(rows[0])} to {int(rows[-1])}"
+        bad = Hint("other", f"{name} has NaN or infinity in {where}", 1.0, evidence="not a number")
+        return JudgedWeight(name, served, "wrong", None, (next(_bytes(name, parameter, served), bad),))
     verdict, error, hints = _within(parameter, served, served.value, served.step, others, name)
     if verdict != "wrong":
         return JudgedWeight(name, served, verdict, error)
@@ -252,9 +254,10 @@ def _mistakes(
 ) -> Iterator[Hint]:
     """Yield the conversion whose opposite makes the parameter out of what the engine has."""
     assert served.value is not None
-    for kind, text, change in _changes(parameter, served.value, served.types, heads):
+    yield from _bytes(name, parameter, served)
+    for kind, text, change in _changes(parameter, served.value, heads):
         value = change(served.value)
-        step = None if served.step is None else served.step if kind in ("offset", "dtype") else change(served.step)
+        step = None if served.step is None else served.step if kind == "offset" else change(served.step)
         about = replace(served, room=served.room + 2.0**-21) if kind == "offset" else served
         if _within(parameter, about, value, step, {}, name)[0] != "wrong":
             yield Hint("scale" if kind == "offset" else kind, f"{name}: {text}", 1.0, evidence="weights", proven=True)
@@ -264,7 +267,7 @@ def _mistakes(
 
 
 def _changes(
-    parameter: Tensor, value: Tensor, types: Sequence[str], heads: Mapping[str, int | None]
+    parameter: Tensor, value: Tensor, heads: Mapping[str, int | None]
 ) -> Iterator[tuple[Kind | Literal["offset"], str, _Change]]:
     """Yield (kind, words, what undoes it) for what conversions typically get wrong."""
     if parameter.dim() == 1:
@@ -294,10 +297,27 @@ def _changes(
     yield from _fused(parameter, heads)
     if parameter.dim() == 3 and parameter.shape[1] % 2 == 0:
         yield "swapped", "gate and up are exchanged", lambda x: torch.cat(list(reversed(x.chunk(2, 1))), 1)
-    if set(types) == {"F16"}:
-        yield "dtype", "its bytes are bfloat16, called F16", lambda x: x.half().view(torch.bfloat16).float()
-    if set(types) == {"BF16"}:
-        yield "dtype", "its bytes are float16, called BF16", lambda x: x.bfloat16().view(torch.float16).float()
+
+
+_OF_TWO_BYTES = {"F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def _bytes(name: str, parameter: Tensor, served: ServedWeight) -> Iterator[Hint]:
+    """Yield that the bytes of numbers are those of another type, or in another order; NaN is as good as any number."""
+    (kind,) = set(served.types) if len(set(served.types)) == 1 else ("",)
+    if kind not in _OF_TWO_BYTES or served.value is None or served.value.shape != parameter.shape:
+        return
+    stored = served.value.to(_OF_TWO_BYTES[kind]).view(torch.int16)
+    swapped = ((stored & 0xFF) << 8) | ((stored >> 8) & 0xFF)
+    for other, dtype in _OF_TWO_BYTES.items():
+        for bits, order in ((stored, ""), (swapped, "in the other order")):
+            if bits is stored and other == kind:
+                continue
+            value = torch.where(served.value.isnan(), parameter, bits.view(dtype).float())
+            if _within(parameter, replace(served, types=(other,)), value, None, {}, name)[0] != "wrong":
+                called = f"{dtype}, called {kind}".removeprefix("torch.") if other != kind else ""
+                text = f"{name}: its bytes are {' and '.join(filter(None, (called, order)))}"
+                yield Hint("dtype", text, 1.0, evidence="weights", proven=True)
 
 
 def _fused(
