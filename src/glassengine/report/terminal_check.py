@@ -51,7 +51,15 @@ def check(result: Comparison) -> RenderableType:
     if result.quantization is not None and result.quantization.weights:
         costs.append(weights_table(result.quantization, max(left - _HEAD, _LEAST_ROWS)))
         left -= costs[0].row_count + _HEAD
-    parts: list[RenderableType] = [*head, _ladder(result), *drift, *costs, *weights, *divergence, *_cut(rest, max(left, 1))]
+    parts: list[RenderableType] = [
+        *head,
+        _ladder(result),
+        *drift,
+        *costs,
+        *weights,
+        *divergence,
+        *_cut(rest, max(left, 1)),
+    ]
     return Group(*parts)
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.diagnose.served.end_to_end.llama_cpp import quantized
 from torch import Tensor, nn
 
 from glassengine.diagnose.served.weights import JudgedWeight, WeightsFound, judge_weights
@@ -21,6 +20,7 @@ from glassengine.serving.ggml.types import BY_NAME, step_of
 from glassengine.serving.ggml.write import ARCHITECTURES, file_tensors, write_gguf
 from glassengine.serving.protocol import Options, ServedWeight
 from glassengine.testing.architectures import FAMILIES
+from tests.diagnose.served.end_to_end.llama_cpp import quantized
 
 KNOWN = ("llama", "qwen2", "qwen3", "gemma3", "phi3", "gpt2", "mixtral", "bert", "qwen2-moe", "qwen3-moe")
 
