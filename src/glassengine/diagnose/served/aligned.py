@@ -145,10 +145,13 @@ _WORDS = {"F16": "float16 activations", "BF16": "bfloat16 activations"}
 
 
 def _origin(node: Node) -> Node:
-    """Return what a tensor is rows or a view of."""
-    while (is_view(node) or op_name(node).startswith("index")) and isinstance(node.args[0], Node):
+    """Return what a tensor is rows, a view or a copy of."""
+    while (is_view(node) or op_name(node) in _KEEPS) and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
+
+
+_KEEPS = ("index", "index_select", "clone", "contiguous", "type_as", "to", "_to_copy", "dropout")
 
 
 def _reads(graph: dict[str, Any], site: str) -> str | None:
