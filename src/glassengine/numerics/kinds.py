@@ -1,4 +1,4 @@
-"""Kinds of numbers: bools and whole numbers, floats, complex numbers. Two programs may keep one tensor in two of them."""
+"""Kinds of numbers: bools and whole numbers, floats, complex numbers. Two programs may keep a tensor in two of them."""
 
 from __future__ import annotations
 
