@@ -20,7 +20,7 @@ U_ACCUMULATE = 2.0**-24
 class Accumulation:
     """How products (matrix products, convolutions, attention) are summed: unit roundoffs of sums and of operands.
 
-    And of the sums of an attention over its keys, where these are coarser, and how accurate the elementwise kernels are.
+    And of the sums of an attention over its keys, where these are coarser, and how accurate elementwise kernels are.
     """
 
     u_sums: float = U_ACCUMULATE

@@ -13,7 +13,6 @@ from glassengine.numerics.ops import Accumulation
 from glassengine.numerics.product_noise import uniform
 from glassengine.numerics.quantization.activations import Read
 
-
 _FACTORS = 3
 """Arguments of an op that are multiplied or added; a mask comes after them."""
 
@@ -43,7 +42,9 @@ class Arithmetic:
             tuple(dict.fromkeys([*self.words, *other.words])),
         )
 
-    def read(self, node: Node, args: tuple[Any, ...], generator: torch.Generator, weights: set[Node]) -> tuple[Any, ...]:
+    def read(
+        self, node: Node, args: tuple[Any, ...], generator: torch.Generator, weights: set[Node]
+    ) -> tuple[Any, ...]:
         """Return arguments that are as far from `args` as what the engine reads, with signs of their own in each lane.
 
         Args:
