@@ -1,4 +1,4 @@
-"""Kinds of numbers: bools and whole numbers, floats, complex numbers. Two programs may keep a tensor in two of them."""
+"""Kinds of numbers: whole numbers and bools, floats, complex numbers. Two programs may keep a tensor in two kinds."""
 
 from __future__ import annotations
 

@@ -150,17 +150,23 @@ class Reference:
             known=self.known,
         )
 
+    def among(self, counted: torch.Tensor) -> Reference:
+        """Return the reference by which those elements alone count; the mask broadcasts against the tensor."""
+        return self._with(self._noisy, self._tied, counted if self.valid is None else self.valid & counted)
+
     def without_ties(self) -> Reference:
         """Return the reference by which elements that are tied count as all others do."""
         return self._with(self._noisy, None)
 
-    def _with(self, noisy: Sequence[torch.Tensor], tied: torch.Tensor | None) -> Reference:
+    def _with(
+        self, noisy: Sequence[torch.Tensor], tied: torch.Tensor | None, valid: torch.Tensor | None = None
+    ) -> Reference:
         return Reference(
             self.exact,
             self.native,
             noisy,
             dtype=self._dtype,
-            valid=self.valid,
+            valid=self.valid if valid is None else valid,
             tied=tied,
             relative_floor=self._relative_floor,
             known=self.known,

@@ -25,7 +25,7 @@ from glassengine.program.kinds.states import cache_tensors, forget
 from glassengine.program.representation.program import Program
 from glassengine.program.representation.signature import named_results, plain_results
 from glassengine.program.user_code.mode import as_given
-from glassengine.program.user_code.module_state import ModuleState, run_with
+from glassengine.program.user_code.module_state import ModuleState, own_copies, run_with
 from glassengine.program.user_code.raised import described, raised_in
 
 
@@ -154,13 +154,12 @@ class ModuleSide(Side):
         assert self.baseline.layout is not None
         # To a recurrence padding is a token like any other: a row begins when its first real token comes.
         forget(self._cache, ~inputs.attention_mask[:, : seen - 1].any(1))
-        arguments = {
+        tensors = {
             "input_ids": inputs.input_ids,
             "attention_mask": inputs.attention_mask[:, :seen] if self.baseline.layout.attention_layers else None,
             "position_ids": inputs.position_ids,
-            cache_argument(self.module): self._cache,
-            "use_cache": True,
         }
+        arguments = {**own_copies(tensors), cache_argument(self.module): self._cache, "use_cache": True}
         return self.module(**accepted(self.module, arguments)).logits, self._cache
 
     @cached_property

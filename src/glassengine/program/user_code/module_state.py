@@ -113,7 +113,7 @@ def own_copies(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
     def copied(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            return leaf.detach().clone()
+            return leaf.detach().clone().requires_grad_(leaf.requires_grad)
         if isinstance(leaf, (*PLAIN, torch.dtype, torch.device)):
             return leaf
         try:

@@ -173,8 +173,9 @@ def _shallow(item: Any) -> Any:
         new = object.__new__(type(item))
         vars(new).update(vars(item))
         return new
-    with contextlib.suppress(Exception):  # what cannot be copied (locks, files) is shared
-        return copy.copy(item)
+    with contextlib.suppress(Exception):  # what cannot be copied (locks, files), or as another kind alone, is shared
+        new = copy.copy(item)
+        return new if type(new) is type(item) else item
     return item
 
 
