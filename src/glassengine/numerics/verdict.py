@@ -25,7 +25,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from glassengine.blocks import agree
 from glassengine.numerics.floor import Floor, measured_floor
 from glassengine.numerics.judgement import (
     INTRODUCED_SUSPICIOUS,
@@ -37,7 +36,7 @@ from glassengine.numerics.judgement import (
     smallest_precise,
     unit_roundoff,
 )
-from glassengine.numerics.kinds import other_kind, parts, unequal
+from glassengine.numerics.kinds import equal, is_finite, other_kind, parts, unequal
 from glassengine.numerics.known import NOTHING, Known
 from glassengine.numerics.mask_values import HIDDEN, is_below, kind_of, sentinel
 from glassengine.numerics.slice_means import slice_means
@@ -274,7 +273,7 @@ class Reference:
             return self._judge_exact(candidate)
         floor = self.measure_floor()
         assert floor is not None
-        if candidate.dtype is self.native.dtype and _equal(candidate, self.native, self.valid):
+        if candidate.dtype is self.native.dtype and equal(candidate, self.native, self.valid):
             return Judgement("identical", 0.0, _rms(candidate.double() - exact, self._counted()))
         value = candidate.double()
         (means,) = slice_means([(value - exact).square_()], floor.counted)
@@ -337,20 +336,6 @@ class Reference:
         if not count:
             return Judgement("rounding", None, None, TIE, is_tie=True)
         return Judgement("wrong", None, None, f"{count} of {differs.numel()} {candidate.dtype} elements differ")
-
-
-def is_finite(value: torch.Tensor) -> bool:
-    """Whether a floating tensor holds numbers only; one pass and no mask for what does."""
-    return math.isfinite(float(value.sum())) or bool(value.isfinite().all())
-
-
-def _equal(candidate: torch.Tensor, native: torch.Tensor, valid: torch.Tensor | None) -> bool:
-    if torch.equal(candidate, native):
-        return True
-    if valid is None and is_finite(candidate):
-        return False
-    same = agree(candidate, native)
-    return bool(same.all() if valid is None else (same | ~valid).all())
 
 
 def _mean(square: torch.Tensor, counted: torch.Tensor | None) -> float:
