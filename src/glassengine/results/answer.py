@@ -115,6 +115,11 @@ class ResultComparison(Result):
         return is_noise or (self.mean_kl is not None and self.mean_kl > MOST_KL)
 
     @property
+    def is_unexplained(self) -> bool:
+        """Whether the noise floor would explain it, and it is too far apart for that: then nothing explains it."""
+        return self.agrees and self.is_far_apart and not self.exempt and self.judged_by == "noise floor"
+
+    @property
     def is_plural(self) -> bool:
         """Whether its name is one of several things: "logits"."""
         return self.name.endswith("s") and not self.name.endswith("ss")
