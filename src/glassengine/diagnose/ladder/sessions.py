@@ -56,6 +56,6 @@ def with_level(found: Comparison, model: LoadedModel, written: Sequence[ResultCo
         return found
     notes = [f"ONNX Runtime's optimizations at level {module.settings.level!r} {text}" for text in dict.fromkeys(texts)]
     reason = found.not_ok_because
-    if reason is not None and found.standing in ("results differ", "over budget"):
+    if reason is not None and not found.too_little:
         reason = f"{reason}; {notes[0]}"
     return dataclasses.replace(found, notes=(*notes, *found.notes), not_ok_because=reason)

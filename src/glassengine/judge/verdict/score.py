@@ -31,9 +31,10 @@ from glassengine.judge.verdict.judged import (
     padding_differs,
 )
 from glassengine.judge.verdict.origins import OriginTracker, Why
+from glassengine.numerics.counted import is_finite
 from glassengine.numerics.exemptions import BELOW, DRAWN, PADDING, UNREAD, UNWRITTEN, Ledger
 from glassengine.numerics.judgement import Judgement
-from glassengine.numerics.verdict import TIED, Reference, is_finite
+from glassengine.numerics.verdict import TIED, Reference
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.program import Program
 from glassengine.results import FLAGGED, VERDICTS, Divergence, Pair, Skipped, worst
