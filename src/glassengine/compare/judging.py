@@ -23,8 +23,8 @@ from glassengine.compare.small import COARSE, IF_COARSE
 from glassengine.numerics.mask_values import both_may_hide, without_hidden
 from glassengine.numerics.metrics.drift import DriftSums
 from glassengine.numerics.metrics.measure import measure, summarize, summarize_errors
-from glassengine.numerics.metrics.precision import precision_of
 from glassengine.numerics.metrics.slices import slices, sums_of_squares
+from glassengine.numerics.metrics.tolerance import precision_of
 from glassengine.recording.layout.values import dtype_name
 from glassengine.results import Summary
 

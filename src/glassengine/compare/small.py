@@ -4,7 +4,7 @@ What is relative to the whole tensor counts for small ones: a tolerance leaves t
 so it does of values around 1e-7. Less may still be rounding, where all of the tensor is (the bias of keys has no
 gradient): known only beside a tensor of the same module whose own rounding is as large. Else it is not judged.
 
-A file without bfloat16 holds it as float32. Where values say so, what its roundings leave is not wrong; what was
+A file without bfloat16 holds it as float32. Where the values show it, what its roundings leave is not wrong; what was
 computed of such values (log-probabilities) does not show it, but the tensors beside it do.
 """
 

@@ -184,7 +184,7 @@ class EndToEnd:
             self._beside[f"{name} after the forward"] = None
 
     def compare_plain(self, theirs: Mapping[str, Any], ours: Mapping[str, Any], where: tuple[str, int]) -> None:
-        """Compare results that are no tensors: numbers, and text; nothing can be said of None.
+        """Compare results other than tensors: numbers and text; None is listed as not compared.
 
         Args:
             theirs: Of the side in this step, by name.

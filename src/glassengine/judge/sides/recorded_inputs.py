@@ -13,8 +13,7 @@ from glassengine.errors import IncomparableError
 from glassengine.judge.cases import Case
 from glassengine.judge.given import Inputs
 from glassengine.judge.sides.record_names import named_inputs_of
-from glassengine.numerics.metrics.precision import precision_of
-from glassengine.numerics.metrics.tolerance import is_inexact
+from glassengine.numerics.metrics.tolerance import is_inexact, precision_of
 from glassengine.program import LoadedModel
 from glassengine.program.generation.generation import Generation
 from glassengine.program.inputs.programs import inputs_in_file

@@ -108,9 +108,8 @@ class Score:
         if traits_of(node).is_arbitrary:
             self._tracker.visit(node, step, None, tied=is_drawn)
             if self.side.observed(node.name):
-                reason = DRAWN if is_drawn else UNWRITTEN
                 site = self.program.sites.by_node[node.name][0].name
-                self.ledger.add(site, reference.exact.numel(), {}, whole=reason)
+                self.ledger.add(site, reference.exact.numel(), {}, whole=DRAWN if is_drawn else UNWRITTEN)
             return tied
         found = [(seen, self._judge(node, seen, reference)) for seen in self._seen(node, step)]
         if not found:
