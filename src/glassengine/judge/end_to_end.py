@@ -9,7 +9,7 @@ otherwise: where it was seen to, or where its choice was not observed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ import torch
 from glassengine.judge.graphs.by_result import in_order
 from glassengine.numerics.exemptions import DRAWN
 from glassengine.numerics.judgement import Judgement
+from glassengine.numerics.kinds import unequal
 from glassengine.numerics.metrics.drift import LITTLE_LEFT, LOST, DriftSums
 from glassengine.numerics.metrics.tolerance import is_inexact, tolerance
 from glassengine.numerics.verdict import Reference
@@ -265,6 +266,7 @@ class EndToEnd:
             cosine_similarity=figures.cosine,
             noise_ratio=judgement.noise_ratio,
             exempt=exempt,
+            left_out=0.0 if valid is None else 1 - float(valid.expand(baseline.shape).double().mean()),
             judged_by=judged_by,
             num_tokens=tokens.number,
             same_tokens=tokens.same,
@@ -276,19 +278,28 @@ class EndToEnd:
         if baseline.numel() < 2 or not bool((baseline == baseline.flatten()[0]).all()):
             self._varying.add(name)
         before = self._found.get(name)
-        self._found[name] = made if before is None else _worse(before, made)
+        self._found[name] = made if before is None else worse(before, made)
 
 
-def _worse(one: ResultComparison, other: ResultComparison) -> ResultComparison:
+def merged(results: Iterable[ResultComparison]) -> tuple[ResultComparison, ...]:
+    """Return one entry for each result of each rung, of entries for other steps."""
+    found: dict[tuple[str, str], ResultComparison] = {}
+    for one in results:
+        place = (one.rung, one.name)
+        found[place] = worse(found[place], one) if place in found else one
+    return tuple(found.values())
+
+
+def worse(one: ResultComparison, other: ResultComparison) -> ResultComparison:
     """Return the worse of two steps of a result, with the extremes of both."""
 
     def key(found: ResultComparison) -> tuple[float, ...]:
         noise_ratio = math.inf if found.noise_ratio is None and found.verdict in FLAGGED else found.noise_ratio or 0.0
-        return (VERDICTS.index(found.verdict), noise_ratio, found.max_abs_diff or 0.0)
+        loss = math.inf if found.snr_db is None else -found.snr_db
+        return (VERDICTS.index(found.verdict), loss, noise_ratio, found.max_abs_diff or 0.0)
 
-    worse = max((one, other), key=key)
     return replace(
-        worse,
+        max((one, other), key=key),
         num_steps=one.num_steps + other.num_steps,
         num_tokens=one.num_tokens + other.num_tokens,
         same_tokens=one.same_tokens + other.same_tokens,
@@ -296,7 +307,9 @@ def _worse(one: ResultComparison, other: ResultComparison) -> ResultComparison:
         max_kl=max((kl for kl in (one.max_kl, other.max_kl) if kl is not None), default=None),
         is_decided=one.is_decided and other.is_decided,
         snr_db=_least(one.snr_db, other.snr_db),
+        noise_ratio=max((r for r in (one.noise_ratio, other.noise_ratio) if r is not None), default=None),
         cosine_similarity=_least(one.cosine_similarity, other.cosine_similarity),
+        left_out=(one.left_out * one.num_steps + other.left_out * other.num_steps) / (one.num_steps + other.num_steps),
         exempt=(one.exempt * one.num_steps + other.exempt * other.num_steps) / (one.num_steps + other.num_steps),
     )
 
@@ -356,7 +369,7 @@ def by_signal(baseline: torch.Tensor, value: torch.Tensor) -> Judgement:
     """
     if baseline.shape != value.shape:
         return Judgement("wrong", None, None, f"shape {tuple(value.shape)}, baseline {tuple(baseline.shape)}")
-    if torch.equal(baseline, value):
+    if not bool(unequal(baseline, value).any()):
         return Judgement("identical", 0.0, 0.0)
     if not (baseline.is_floating_point() and value.is_floating_point()):
         return Judgement("suspicious", None, None, f"{int((baseline != value).sum())} of {value.numel()} differ")
@@ -374,7 +387,7 @@ def _passed_on(baseline: torch.Tensor, value: torch.Tensor) -> Judgement:
     if baseline.shape != value.shape:
         shapes = f"shape {tuple(value.shape)}, baseline {tuple(baseline.shape)}"
         return Judgement("wrong", None, None, shapes)
-    if torch.equal(baseline, value.to(baseline.dtype)):
+    if not bool(unequal(baseline, value).any()):
         return Judgement("identical", 0.0, 0.0)
     names = _name(baseline), _name(value)
     verdict: Verdict = "wrong"

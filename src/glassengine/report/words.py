@@ -163,6 +163,8 @@ def result_line(found: ResultComparison) -> str:
         text += f"; the candidate calls it {found.candidate_name}{by_shape}"
     if found.exempt:
         text += f"; {found.exempt:.1%} of it exempt: it depends on a tie"
+    if found.left_out:
+        text += f"; {found.left_out:.0%} of it left out: padding, or undefined in the baseline"
     if found.mean_kl is None or found.verdict == "identical":
         return text
     changed = found.num_tokens - found.same_tokens

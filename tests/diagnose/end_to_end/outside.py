@@ -35,7 +35,12 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.first, self.bn, self.drop, self.last = nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.Linear(32, 4)
+        self.first, self.bn, self.drop, self.last = (
+            nn.Linear(8, 32),
+            nn.BatchNorm1d(32),
+            nn.Dropout(0.2),
+            nn.Linear(32, 4),
+        )
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         return {"y": self.last(self.drop(torch.relu(self.bn(self.first(x)))))}
@@ -175,6 +180,20 @@ def _modes() -> Iterator[tuple[str, Callable[[Path], Wrong]]]:
     yield "both", training(Net, x, "bn", "drop")
     yield "whole", training(Net, x, "")
     yield "bn2d", training(Image, pixels, "norm")
+
+    def attention(_: Path) -> Wrong:
+        class Attention(nn.Module):
+            drop = 0.0
+
+            def forward(self, x: Tensor) -> Tensor:
+                return F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=self.drop)
+
+        class Dropping(Attention):
+            drop = 0.1
+
+        return Wrong(Attention().eval(), Dropping().eval(), x())
+
+    yield "dropout of the scores", attention
     yield "functional dropout", functional
     yield "statistics of the batch", instance
     yield "baseline alone", baseline_alone
@@ -225,6 +244,8 @@ def _written() -> Iterator[tuple[str, Callable[[Path], Wrong]]]:
     yield "copies", net(lambda x: x.copy_(x.flip(0)))
     yield "through data", net(lambda x: x.data.add_(0.1))
     yield "through a view", net(lambda x: x.view(-1)[:8].neg_())
+    yield "exchanges two rows", net(lambda x: x.copy_(x[[1, 0, 2, 3, 4, 5]]))
+    yield "through a slice", net(lambda x: x[2:4].zero_())
     yield "clamps ids", words(lambda ids, mask: ids.clamp_(max=20))
     yield "fills the mask", words(lambda ids, mask: mask.fill_(1))
     yield "masks ids", words(lambda ids, mask: ids.masked_fill_(mask == 0, 7))
@@ -307,7 +328,7 @@ def _caches() -> Iterator[tuple[str, Callable[[Path], Wrong]]]:
         return seen[:1].expand_as(seen)
 
     def twice(self: Any, x: Tensor) -> Tensor:
-        return Decoder.remembered(self, torch.cat([x, x], 1))
+        return Decoder.remembered(self, x if self.cache is None else torch.cat([x, x], 1))
 
     class Result(Net):
         held: Any = None
@@ -408,6 +429,9 @@ def _results() -> Iterator[tuple[str, Callable[[Path], Wrong]]]:
     yield "cut off", image(lambda a, b: (a, b[:, :-1]))
     yield "of another type", image(lambda a, b: (a, b.argmax(-1)))
     yield "None for a tensor", image(lambda a, b: (a, None))
+    yield "of a coarser dtype", image(lambda a, b: (a, (b.half() + 1).float() - 1))
+    yield "not finite", image(lambda a, b: (a, b / (b > 0)))
+    yield "detail lost", image(lambda a, b: (a.mean(1, keepdim=True).expand_as(a), b))
     yield "last position alone", words(lambda z: {"logits": z[:, -1:]})
     yield "softmax of logits", words(lambda z: {"logits": z.softmax(-1)})
     yield "shifted positions", words(lambda z: {"logits": z.roll(1, 1)})
@@ -510,6 +534,21 @@ def _precision() -> Iterator[tuple[str, Callable[[Path], Wrong]]]:
     yield "a tensor in bfloat16", inside(torch.bfloat16)
     yield "a tensor in half", inside(torch.float16)
     yield "a result in steps", result
+
+    def rounded_inputs(_: Path) -> Wrong:
+        def forward(self: Any, pixels: Tensor) -> Any:
+            return Image.forward(self, (pixels * 127).round() / 127)
+
+        return Wrong(Image().eval(), changed(Image, forward), pixels())
+
+    def positions(_: Path) -> Wrong:
+        def forward(self: Any, ids: Tensor, mask: Tensor) -> Any:
+            return Words.forward(self, ids.to(torch.float8_e4m3fn).float().long().clamp(max=39), mask)
+
+        return Wrong(Words().eval(), changed(Words, forward), ids())
+
+    yield "inputs in 8 bits", rounded_inputs
+    yield "ids through 8 bits", positions
     yield "beyond the budget", budget
 
 
@@ -585,6 +624,14 @@ def _objects() -> Iterator[tuple[str, Callable[[Path], Wrong]]]:
     yield "result in a buffer", memory("buffer")
     yield "result in a parameter", memory("parameter")
     yield "result in a list", memory("list")
+
+    def its_weight(_: Path) -> Wrong:
+        def forward(self: Any, x: Tensor) -> Any:
+            return {"y": self.last.bias.expand(x.shape[0], 4) + 0 * Net.forward(self, x)["y"]}
+
+        return Wrong(Net().eval(), changed(Net, forward), x())
+
+    yield "a weight as result", its_weight
     yield "one object", same
     yield "result overwritten", overwritten
     yield "result in the input", its_input

@@ -44,13 +44,14 @@ def require_two_models(baseline: LoadedModel, candidate: LoadedModel) -> None:
         )
 
 
-def as_given(climb: Climb, baseline: LoadedModel, candidate: LoadedModel | None) -> None:
+def as_given(climb: Climb, baseline: LoadedModel, candidate: LoadedModel | None, *, num_stages: int) -> None:
     """Let the untouched sides of a climb run as they were given, and say what differs in that.
 
     Args:
         climb: With its sides.
         baseline: As it was loaded.
         candidate: Another model as it was loaded; None where the candidate is none.
+        num_stages: Of the check; steps that follow each other call both models several times as it is.
     """
     sides = {"baseline": climb.model}
     models = {"baseline": baseline}
@@ -70,7 +71,7 @@ def as_given(climb: Climb, baseline: LoadedModel, candidate: LoadedModel | None)
                     continue
                 side.training = one.training
                 climb.differences.append(in_words(who, names))
-    if candidate is not None and not climb.program.generates and not climb.differences:
+    if candidate is not None and not climb.program.generates and not climb.differences and num_stages == 1:
         _call_twice(climb, *(sides[who] for who in ("baseline", "candidate")))
 
 

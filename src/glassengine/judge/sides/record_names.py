@@ -13,9 +13,11 @@ from typing import NamedTuple
 from glassengine.errors import nearest
 from glassengine.program.representation.program import Program
 from glassengine.recording.layout.layout import Entry
+from glassengine.sites import RETURNED
 
 _PORT = r"(?:\.?:)?(?:{})[\s._:/\[\]'\"]*(.*?)['\"\]]*"
-_INPUT, _RESULT = (re.compile(_PORT.format(kind)) for kind in ("inputs?|in|args?", "outputs?|out|results?"))
+_KINDS = "inputs?|in|args?", f"outputs?|out|results?|{RETURNED.rstrip('/')}"
+_INPUT, _RESULT = (re.compile(_PORT.format(kind)) for kind in _KINDS)
 
 BESIDE_TOKENS = ("input_ids", "attention_mask", "position_ids", "cache_position", "positions")
 """Inputs of language models, which no one has to compare."""
@@ -97,7 +99,7 @@ def _ports(names: Collection[str], ports: Sequence[str], spelled: re.Pattern[str
         known = [name for name, rest in rests.items() if rest in wanted or name == port]
         known += [port] if port in names else []
         if known:
-            yield port, min(known, key=lambda name: (not name.startswith("."), name != port))
+            yield port, min(known, key=lambda name: (not name.startswith(RETURNED), not name.startswith("."), name != port))
 
 
 def _fits(shape: tuple[int, ...], wanted: Sequence[object]) -> bool:
