@@ -58,6 +58,12 @@ def recorded_inputs(source: TensorSource, model: LoadedModel) -> list[dict[str, 
     Raises:
         IncomparableError: Neither says it: on other inputs everything is another.
     """
+    if not source.entries:
+        raise IncomparableError(
+            "the record holds no tensors",
+            got=", ".join([str(source.path), *(f"{one.site}: {one.reason}" for one in source.skipped[:4])]),
+            hint="save arrays of numbers by name, half precision as float32: numpy.savez(FILE, **tensors)",
+        )
     if model.generation.takes_tokens:
         return None
     if model.stored is not None:
