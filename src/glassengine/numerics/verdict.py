@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -133,44 +134,26 @@ class Reference:
 
     def with_run(self, run: torch.Tensor) -> Reference:
         """Return the reference with one more run behind its floor: another implementation that only rounds."""
-        return self._with([*self._noisy, run.double()], self._tied)
+        return self._with(noisy=[*self._noisy, run.double()])
 
     def kept_in(self, dtype: torch.dtype) -> Reference:
         """Return the reference for a candidate that keeps the tensor in a coarser dtype: a cache in halves, say."""
         if not self.exact.is_floating_point() or unit_roundoff(dtype) <= self._u:
             return self
-        return Reference(
-            self.exact,
-            self.native,
-            [*self._noisy, self.exact.to(dtype).double()],
-            dtype=dtype,
-            valid=self.valid,
-            tied=self._tied,
-            relative_floor=self._relative_floor,
-            known=self.known,
-        )
+        return self._with(noisy=[*self._noisy, self.exact.to(dtype).double()], dtype=dtype)
 
     def among(self, counted: torch.Tensor) -> Reference:
         """Return the reference by which those elements alone count; the mask broadcasts against the tensor."""
-        return self._with(self._noisy, self._tied, counted if self.valid is None else self.valid & counted)
+        return self._with(valid=counted if self.valid is None else self.valid & counted)
 
     def without_ties(self) -> Reference:
         """Return the reference by which elements that are tied count as all others do."""
-        return self._with(self._noisy, None)
+        return self._with(tied=None)
 
-    def _with(
-        self, noisy: Sequence[torch.Tensor], tied: torch.Tensor | None, valid: torch.Tensor | None = None
-    ) -> Reference:
-        return Reference(
-            self.exact,
-            self.native,
-            noisy,
-            dtype=self._dtype,
-            valid=self.valid if valid is None else valid,
-            tied=tied,
-            relative_floor=self._relative_floor,
-            known=self.known,
-        )
+    def _with(self, **other: Any) -> Reference:
+        own: dict[str, Any] = {"noisy": self._noisy, "dtype": self._dtype, "valid": self.valid, "tied": self._tied}
+        own |= {"relative_floor": self._relative_floor, "known": self.known}
+        return Reference(self.exact, self.native, **(own | other))
 
     @property
     def share_of_ties(self) -> float:
