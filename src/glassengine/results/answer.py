@@ -17,8 +17,8 @@ Standing = Literal[
 LEAST_DB = 20.0
 """Signal-to-noise ratio below which no difference of results is called rounding: a tenth of the values."""
 
-MOST_KL = 0.05
-"""Mean KL divergence in nats above which no difference of logits is called rounding: other samples are drawn."""
+MOST_KL = 0.1
+"""KL divergence in nats of a position above which no difference of logits is called rounding: other tokens are drawn."""
 
 MOST_OPS = 12
 """Most ops of a region that still count as judged finely: a norm or a rotation written by hand has as many."""
@@ -112,7 +112,7 @@ class ResultComparison(Result):
     def is_far_apart(self) -> bool:
         """Whether the two sides are too far apart to be called rounding, by signal or by distribution."""
         is_noise = self.snr_db is not None and self.snr_db < LEAST_DB
-        return is_noise or (self.mean_kl is not None and self.mean_kl > MOST_KL)
+        return is_noise or (self.max_kl is not None and self.max_kl >= MOST_KL)
 
     @property
     def is_unexplained(self) -> bool:
