@@ -18,7 +18,7 @@ LEAST_DB = 20.0
 """Signal-to-noise ratio below which no difference of results is called rounding: a tenth of the values."""
 
 MOST_KL = 0.1
-"""KL divergence in nats of a position above which no difference of logits is called rounding: other tokens are drawn."""
+"""KL divergence in nats of a position from which on no difference of logits is called rounding."""
 
 MOST_OPS = 12
 """Most ops of a region that still count as judged finely: a norm or a rotation written by hand has as many."""
