@@ -110,9 +110,14 @@ class ResultComparison(Result):
 
     @property
     def is_far_apart(self) -> bool:
-        """Whether the two sides are further apart than rounding may ever be said to be: by signal or distribution."""
+        """Whether the two sides are too far apart to be called rounding, by signal or by distribution."""
         is_noise = self.snr_db is not None and self.snr_db < LEAST_DB
         return is_noise or (self.mean_kl is not None and self.mean_kl > MOST_KL)
+
+    @property
+    def is_unexplained(self) -> bool:
+        """Whether the noise floor would explain it, and it is too far apart for that: then nothing explains it."""
+        return self.agrees and self.is_far_apart and not self.exempt and self.judged_by == "noise floor"
 
     @property
     def is_plural(self) -> bool:

@@ -2,7 +2,7 @@
 
 A port may center what it writes to a residual stream, since every layer norm takes the mean off again; it may order
 heads or hidden units otherwise, turn the basis of the stream, or scale queries up and keys down. That the results agree
-is no proof: these inputs may not excite a mistake. So both programs are run in float64, node by node side by side, on
+proves nothing: these inputs may not excite a mistake. So both programs are run in float64, node by node, on
 made-up values. Where the two have the same, both go on from another value, the same for both: of another size, so that
 an epsilon or a limit shows, and masks with places turned over. Where they differ, each goes on from its own. If they
 meet again on every way to a result, whatever the values, what lies between is the same function.
@@ -36,7 +36,7 @@ TAKEN_BACK = "written in another gauge: what reads it takes that back, for any v
 _SIZES = (1e-4, 0.1, 1.0, 10.0, 1e4)
 """Of made-up values: an epsilon shows in small ones, a limit in large ones, a softmax in those between."""
 _ROUNDINGS = 4
-"""By how much more than by weights that are rounded anew, as those of another gauge are, a row differs that is not the
+"""By how much more than by weights that are rounded again, as those of another gauge are, a row differs that is not the
 same."""
 _PLAINLY = 16
 """What is taken back was this many times beyond that."""
