@@ -22,7 +22,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / PACKAGE
 FLOORS = (
     {"deferred", "errors", "plugins", "progress"},
     {"environment"},
-    {"stores"},
+    {"starting", "stores"},
     {"reading", "torch_versions", "workers", "writing"},
     {"accelerators", "asked", "sites", "taps", "results", "blocks", "spans", "ops"},
     {"recording", "program", "schemas"},
@@ -49,6 +49,7 @@ CLI_MAY_IMPORT = {
     "reading",
     "results",
     "schemas",
+    "starting",
     "report",
     "stores",
     "writing",

@@ -66,6 +66,13 @@ def command(
         str | None,
         typer.Option(metavar="FILE", help="Interpreter that vLLM or ExecuTorch is installed for; default: this one."),
     ] = None,
+    session_options: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE.json|KEY=VALUE",
+            help="How ONNX Runtime runs the candidate; default: its own, fully optimized. Repeatable.",
+        ),
+    ] = None,
     backend: Annotated[str | None, typer.Option(metavar="NAME", help="Back-end of the built engines.")] = None,
     quantize: Quantize = None,
     dtype: Dtype = "auto",
@@ -126,6 +133,7 @@ def command(
                 layout=layout,
                 library=library,
                 python=python,
+                session_options=session_options,
                 backend=backend,
                 quantize=quantize,
                 dtype=dtype,

@@ -21,6 +21,7 @@ from torch import nn
 from glassengine import asked, environment
 from glassengine.backends.registry import choose_backend, get_backend
 from glassengine.diagnose.ladder.accumulated import judge_alike
+from glassengine.diagnose.ladder.as_given import as_given, require_two_models
 from glassengine.diagnose.ladder.bisect_release import bisect_release
 from glassengine.diagnose.ladder.climb import Climb
 from glassengine.diagnose.ladder.elsewhere import helpers
@@ -31,6 +32,7 @@ from glassengine.diagnose.ladder.other_model import add_model, start_stage
 from glassengine.diagnose.ladder.prepared import accumulation_of, climbs_of, given_to, with_record
 from glassengine.diagnose.ladder.record import judge_sums_again
 from glassengine.diagnose.ladder.rungs import add_built, add_engine, arguments_of
+from glassengine.diagnose.ladder.sessions import as_run, with_level
 from glassengine.diagnose.ladder.step_by_step import numbered, staged
 from glassengine.diagnose.quantization.check import check_quantized_checkpoint, is_quantized_candidate
 from glassengine.diagnose.quantization.module import check_quantized_module, quantized_in_memory
@@ -49,7 +51,7 @@ from glassengine.judge.sides.module import threads_for
 from glassengine.judge.sides.protocol import Place
 from glassengine.judge.sides.recorded import PARTIAL
 from glassengine.judge.sides.recorded_ranks import first_rank
-from glassengine.judge.texts import texts_of
+from glassengine.judge.texts import other_tokens, texts_of
 from glassengine.judge.verdict.conclude import conclude
 from glassengine.judge.verdict.configured import with_configuration
 from glassengine.judge.verdict.drift import Drift, is_less_precise
@@ -57,6 +59,7 @@ from glassengine.judge.verdict.evidence import EvidenceBox
 from glassengine.program import load_candidate, load_model
 from glassengine.program.generation.generation import PLAIN
 from glassengine.program.kinds.image_text import IMAGE_TOKEN, WITHOUT_IMAGES
+from glassengine.program.onnx.stored.options import session_settings
 from glassengine.progress import Progress, Work, silent
 from glassengine.results import Comparison, Skipped
 from glassengine.serving.protocol import Options
@@ -74,6 +77,7 @@ def check(
     layout: str | None = None,
     library: str | Path | None = None,
     python: str | Path | None = None,
+    session_options: str | Path | Mapping[str, Any] | Sequence[str] | None = None,
     backend: str | None = None,
     quantize: str | None = None,
     dtype: str = "auto",
@@ -111,6 +115,8 @@ def check(
         layout: How a serving engine names its tensors ("ggml", "onnx", "vllm", "sglang"), where a record has none.
         library: Shared library of a serving engine (`gguf:FILE`); None for the one that is installed.
         python: Interpreter that a serving engine is installed for (`vllm:DIR`); None for this one.
+        session_options: How ONNX Runtime runs an ONNX file as candidate: "graph_optimization_level=basic", several of
+            them, a dict, or a JSON file; None for its own default, which optimizes as far as it can.
         backend: Back-end of the built engines.
         quantize: As in `build`.
         dtype: As in `build`; of both sides, unless the candidate is an engine. Of `vllm:DIR` that of vLLM: "auto" for
@@ -159,7 +165,8 @@ def check(
         "revision": revision,
     }
     dtype = str(asked.dtype(dtype))
-    how = Options(library=library, python=python, dtype=dtype)
+    settings = session_settings(session_options)
+    how = Options(library=library, python=python, dtype=dtype, session=settings)
     served, record = named_candidate(baseline, candidate, how, layout=layout, has_map=bool(map))
     if candidate is None:
         served = built_candidate(baseline, backend, quantize, how, progress, dtype=dtype, adapter=adapter, **options)
@@ -169,6 +176,7 @@ def check(
             "--backend": backend and candidate,
             "--pass": passes,
             "--accum": accumulation,
+            "--session-options": settings.given and not hasattr(served, "session"),
         }
         unused |= {"--tensor-parallel": mesh, "--all-rungs": all_rungs, "--bisect-outputs": bisect_outputs}
         if given_more := [name for name, value in unused.items() if value]:
@@ -220,16 +228,19 @@ def check(
         why = "with images a port is judged in one forward, of --inputs" if engine is None else "the engine takes none"
         model.metadata[WITHOUT_IMAGES], alone = why, True
     model, given, without_decoding = given_to(model, inputs, of_first, alone=alone)
-    other = None
+    other, other_ids = None, None
     if candidate is not None and engine is None and record is None:
         progress(Work.LOADING.says("loading the candidate"))
         other = load_candidate(candidate, baseline, dtype=dtype, **options)
+        require_two_models(model, other)
+        other_ids = other_tokens(model, other.directory, given) if model.generation.takes_tokens else None
         other = other.judged_as(other.generation.alone)
         if model.generation.generates and not other.generation.generates:
             given = tokens_in_one_forward(model, other.module, given)
             model, without_decoding = model.judged_as(PLAIN), "the candidate is a plain module"
         elif other.generation.generates and not model.generation.generates:
             given, other = in_one_forward(given), other.judged_as(PLAIN)
+    as_run(model, other, settings)
     held = quantized_in_memory(model, other)
     if other is not None and (held is not None or (is_quantized_file(other) and not is_quantized_file(model))):
         if reproduction is not None or accumulation is not None:
@@ -248,7 +259,7 @@ def check(
             climbs: Sequence[Climb] = [start_stage(stage, stack, progress) for stage in of_stages]
             parts = [None] * len(climbs)
         else:
-            climbs = climbs_of(model, given, steps, stack, progress, of_first if inputs is None else None)
+            climbs = climbs_of(model, given, steps, stack, progress, of_first)
             parts = parts[-len(climbs) :]
         if model.generation.decodes_tokens and (reason := model.metadata.get(WITHOUT_IMAGES)):
             climbs[0].skipped.append(Skipped("images", "both", f"judged from text alone: {reason}"))
@@ -270,6 +281,9 @@ def check(
                 add_built(
                     climb, backend, own_passes, progress, all_rungs=all_rungs, only_release=bisect_outputs, mesh=mesh
                 )
+            as_given(climb, model, other, num_stages=len(climbs))
+            if other_ids is not None:
+                climb.differences.append(other_ids)
             if reproduction is not None:
                 for score in climb.scores:
                     score.evidence = EvidenceBox(climb.program)
@@ -291,6 +305,8 @@ def check(
                     min_snr=min_snr,
                     environment=environment.describe(),
                     cases=climb.cases,
+                    differences=climb.differences,
+                    notes=climb.notes,
                     **more,
                 )
 
@@ -306,7 +322,7 @@ def check(
                 bisect_release(climb, built_by, progress)
             explain_engine(climb, built_by, progress)
             if record is not None:
-                left_out = {**dict.fromkeys(tensors.partial, PARTIAL), **tensors.impossible}
+                left_out = {**dict.fromkeys(tensors.partial, PARTIAL), **tensors.impossible, **tensors.unknown}
                 climb.skipped += [
                     Skipped(name, "candidate", why, rung=Place.RECORD) for name, why in sorted(left_out.items())
                 ]
@@ -314,7 +330,7 @@ def check(
             result = concluded(accumulated=alike, texts=texts)
             result = with_configuration(result, model.module)
             results.append(result if stage is None else numbered(result, stage.numbers))
-        result = reduce(joined, results)
+        result = with_level(reduce(joined, results), other or model)
         if reproduction is None or result.first_divergence is None:
             return result
         progress(Work.WRITING.says("writing a reproduction"))

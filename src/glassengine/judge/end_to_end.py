@@ -9,15 +9,16 @@ otherwise: where it was seen to, or where its choice was not observed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from glassengine.judge.graphs.by_result import in_order
 from glassengine.numerics.exemptions import DRAWN
 from glassengine.numerics.judgement import Judgement
+from glassengine.numerics.kinds import unequal
 from glassengine.numerics.metrics.drift import LITTLE_LEFT, LOST, DriftSums
 from glassengine.numerics.metrics.tolerance import is_inexact, tolerance
 from glassengine.numerics.verdict import Reference
@@ -29,6 +30,7 @@ from glassengine.results import FLAGGED, VERDICTS, DriftRow, ResultComparison, V
 _CHOSEN_ALIKE = "both sides chose alike where rounding might have chosen: no tie explains the difference"
 _RANDOM = "every run draws new random numbers"
 _MISSING = "the candidate returns no such result"
+_UNDECIDED = "not judged: the baseline's own rounding changes it as much on these inputs"
 
 
 @dataclass
@@ -39,19 +41,33 @@ class EndToEnd:
         program: The baseline's.
         rung: Of the side.
         not_compared: Result -> why it was not.
+        called: Of a record, result -> what it calls that, and how this is known; None of what runs.
     """
 
     program: Program
     rung: str
     not_compared: dict[str, str] = field(default_factory=dict)
+    called: Mapping[str, tuple[str, str]] | None = None
     _sums: dict[str, DriftSums] = field(default_factory=dict)
     _found: dict[str, ResultComparison] = field(default_factory=dict)
     _seen: set[str] = field(default_factory=set)
+    _beside: dict[str, None] = field(default_factory=dict)
+    _varying: set[str] = field(default_factory=set)
+
+    @property
+    def missing(self) -> list[str]:
+        """Names of results that the side does not return at all."""
+        return [name for name, why in self.not_compared.items() if why is _MISSING and name not in self._found]
 
     @property
     def found(self) -> tuple[ResultComparison, ...]:
         """One entry for each result that was compared, in the order of the baseline's."""
-        return tuple(self._found[name] for name in results_of(self.program) if name in self._found)
+        return tuple(self._found[name] for name in [*results_of(self.program), *self._beside] if name in self._found)
+
+    @property
+    def constant(self) -> list[str]:
+        """Names of results whose elements were all the same number in every step: little can be seen in them."""
+        return [name for name in self._found if name not in self._varying]
 
     def drift_rows(self) -> tuple[DriftRow, ...]:
         """Return a row of the table of drift for each result."""
@@ -87,13 +103,27 @@ class EndToEnd:
             elif DRAWN in reference.known.exempt:
                 self.not_compared[name] = _RANDOM
             else:
+                value = theirs[own]
+                if self.called is not None:
+                    reference, value = self._last_positions(node, reference, value)
                 baseline = ours.get(name, reference.native)
                 if baseline.shape != reference.native.shape:
                     baseline = reference.native
-                judged = _judged(reference, theirs[own], may_tie)
-                if baseline is theirs[own] and judged[0].verdict in FLAGGED:
+                judged = _judged(reference, value, may_tie)
+                if baseline is value and judged[0].verdict in FLAGGED:
                     baseline = reference.exact.to(baseline.dtype)  # it does not leave itself, but its program
-                self._add(name, own, method, judged, reference.valid, baseline, theirs[own], where)
+                self._add(name, own, method, judged, reference.valid, baseline, value, where)
+
+    def _last_positions(self, node: str, reference: Reference, value: torch.Tensor) -> tuple[Reference, torch.Tensor]:
+        """Fill up a recorded result of which the last positions alone were asked for; these count."""
+        at, size = self.program.sites.by_node[node][0].axes.get("sequence"), reference.exact.shape
+        missing = 0 if at is None or value.dim() != len(size) else size[at] - value.shape[at]
+        if at is None or missing <= 0:
+            return reference, value
+        rest = list(value.shape)
+        rest[at] = missing
+        is_there = torch.arange(size[at]).reshape([-1 if axis == at else 1 for axis in range(len(size))]) >= missing
+        return reference.among(is_there), torch.cat([value.new_zeros(rest), value], at)
 
     def compare_signals(
         self, theirs: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor], where: tuple[str, int]
@@ -125,6 +155,57 @@ class EndToEnd:
             self._add(name, own, method, judged, None, ours[name], theirs[own], where)
         self._seen = set()
 
+    def compare_inputs(
+        self,
+        given: Mapping[str, torch.Tensor],
+        theirs: Mapping[str, torch.Tensor],
+        ours: Mapping[str, torch.Tensor],
+        where: tuple[str, int],
+    ) -> None:
+        """Compare what both sides leave in the inputs that one of them writes to: its caller sees it.
+
+        Args:
+            given: Inputs of the step, by name.
+            theirs: Those that the side has written to, as it leaves them.
+            ours: Likewise of the untouched baseline.
+            where: Case and step.
+        """
+        for name in given:
+            if name not in theirs and name not in ours:
+                continue
+            own, left = theirs.get(name, given[name]), ours.get(name, given[name])
+            judged = _passed_on(left, own)
+            if judged.verdict != "identical":
+                writers = [who for who, written in (("baseline", ours), ("candidate", theirs)) if name in written]
+                writes = f"the {writers[0]} writes to it" if len(writers) == 1 else "both write to it"
+                judged = replace(judged, reason=writes)
+            self._add(f"{name} after the forward", name, "name", (judged, 0.0), None, left, own, where)
+            self._beside[f"{name} after the forward"] = None
+
+    def compare_plain(self, theirs: Mapping[str, Any], ours: Mapping[str, Any], where: tuple[str, int]) -> None:
+        """Compare results that are no tensors: numbers, and text; nothing can be said of None.
+
+        Args:
+            theirs: Of the side in this step, by name.
+            ours: Those of the untouched baseline.
+            where: Case and step.
+        """
+        for name, value in ours.items():
+            other = theirs.get(name)
+            if value is None or name not in theirs:
+                self.not_compared[name] = f"the baseline returns {value!r:.40}" if value is None else _MISSING
+                continue
+            if isinstance(value, (bool, int, float)) and isinstance(other, (bool, int, float)):
+                pair = torch.tensor(value), torch.tensor(other)
+                judged = _passed_on(*pair)
+            else:  # text; of what has no figures, whether it is the same
+                pair = torch.tensor(True), torch.tensor(type(value) is type(other) and value == other)
+                judged = _passed_on(*pair)
+            if judged.verdict not in ("identical", "rounding"):
+                judged = replace(judged, reason=f"{other!r:.40}, baseline {value!r:.40}")
+            self._add(name, name, "name", (judged, 0.0), None, *pair, where)
+            self._beside[name] = None
+
     def _counterpart(
         self, name: str, theirs: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]
     ) -> tuple[str | None, str]:
@@ -136,6 +217,12 @@ class EndToEnd:
         others = {one: made for one, made in theirs.items() if one not in names}
         found = in_order(left, others).get(name) if others else None
         return found, "position" if found is not None else ""
+
+    def _is_logits(self, name: str, value: torch.Tensor) -> bool:
+        """Whether a result scores the tokens of a vocabulary."""
+        size = self.program.metadata.get("vocab_size")
+        is_named = name.rpartition(".")[2] == "logits"
+        return value.is_floating_point() and value.dim() > 1 and (is_named or value.shape[-1] == size)
 
     def _fake(self, name: str) -> object:
         """The result of the baseline as its program knows it."""
@@ -155,7 +242,9 @@ class EndToEnd:
         judged_by: Literal["noise floor", "signal"] = "noise floor",
     ) -> None:
         judgement, exempt = judged
+        own, method = (self.called or {}).get(name, (own, method))
         figures = _figures(baseline, value, valid)
+        tokens = _tokens(baseline, value, valid) if self._is_logits(name, baseline) else _Tokens()
         self._sums.setdefault(name, DriftSums()).add(baseline, value, valid)
         made = ResultComparison(
             name=name,
@@ -177,25 +266,50 @@ class EndToEnd:
             cosine_similarity=figures.cosine,
             noise_ratio=judgement.noise_ratio,
             exempt=exempt,
+            left_out=0.0 if valid is None else 1 - float(valid.expand(baseline.shape).double().mean()),
             judged_by=judged_by,
+            num_tokens=tokens.number,
+            same_tokens=tokens.same,
+            mean_kl=tokens.mean_kl,
+            max_kl=tokens.max_kl,
         )
+        if made.agrees and made.is_far_apart and not exempt and judged_by == "noise floor":
+            made = replace(made, verdict="suspicious", reason=_UNDECIDED, is_decided=False)
+        if baseline.numel() < 2 or not bool((baseline == baseline.flatten()[0]).all()):
+            self._varying.add(name)
         before = self._found.get(name)
-        self._found[name] = made if before is None else _worse(before, made)
+        self._found[name] = made if before is None else worse(before, made)
 
 
-def _worse(one: ResultComparison, other: ResultComparison) -> ResultComparison:
+def merged(results: Iterable[ResultComparison]) -> tuple[ResultComparison, ...]:
+    """Return one entry for each result of each rung, of entries for other steps."""
+    found: dict[tuple[str, str], ResultComparison] = {}
+    for one in results:
+        place = (one.rung, one.name)
+        found[place] = worse(found[place], one) if place in found else one
+    return tuple(found.values())
+
+
+def worse(one: ResultComparison, other: ResultComparison) -> ResultComparison:
     """Return the worse of two steps of a result, with the extremes of both."""
 
     def key(found: ResultComparison) -> tuple[float, ...]:
         noise_ratio = math.inf if found.noise_ratio is None and found.verdict in FLAGGED else found.noise_ratio or 0.0
-        return (VERDICTS.index(found.verdict), noise_ratio, found.max_abs_diff or 0.0)
+        loss = math.inf if found.snr_db is None else -found.snr_db
+        return (VERDICTS.index(found.verdict), loss, noise_ratio, found.max_abs_diff or 0.0)
 
-    worse = max((one, other), key=key)
     return replace(
-        worse,
+        max((one, other), key=key),
         num_steps=one.num_steps + other.num_steps,
+        num_tokens=one.num_tokens + other.num_tokens,
+        same_tokens=one.same_tokens + other.same_tokens,
+        mean_kl=_mean((one.mean_kl, one.num_tokens), (other.mean_kl, other.num_tokens)),
+        max_kl=max((kl for kl in (one.max_kl, other.max_kl) if kl is not None), default=None),
+        is_decided=one.is_decided and other.is_decided,
         snr_db=_least(one.snr_db, other.snr_db),
+        noise_ratio=max((r for r in (one.noise_ratio, other.noise_ratio) if r is not None), default=None),
         cosine_similarity=_least(one.cosine_similarity, other.cosine_similarity),
+        left_out=(one.left_out * one.num_steps + other.left_out * other.num_steps) / (one.num_steps + other.num_steps),
         exempt=(one.exempt * one.num_steps + other.exempt * other.num_steps) / (one.num_steps + other.num_steps),
     )
 
@@ -204,10 +318,26 @@ def _least(one: float | None, other: float | None) -> float | None:
     return min((value for value in (one, other) if value is not None), default=None)
 
 
+def _mean(*weighted: tuple[float | None, int]) -> float | None:
+    known = [(value, number) for value, number in weighted if value is not None and number]
+    return sum(value * number for value, number in known) / sum(number for _, number in known) if known else None
+
+
 def results_of(program: Program) -> list[str]:
     """Return the names of a program's results in order: neither caches nor what is remembered, nor added outputs."""
     caches = set(program.caches.values())
     return [name for name in program.output_nodes if name not in caches and not name.startswith((PREFIX, STATE))]
+
+
+def results_left(sides: Sequence[EndToEnd]) -> str | None:
+    """Return in words which results of the baseline no side of the candidate has; None where all were compared."""
+    if not sides:
+        return None
+    if not any(side.found for side in sides):
+        return f"no result of the candidate was compared with the baseline's: {', '.join(results_of(sides[0].program))}"
+    compared = {one.name for side in sides for one in side.found}
+    missing = [name for name in sides[-1].missing if name not in compared]
+    return f"the candidate returns no {', '.join(missing)}" if missing else None
 
 
 def with_model(reference: Reference, ours: torch.Tensor | None) -> Reference:
@@ -239,7 +369,7 @@ def by_signal(baseline: torch.Tensor, value: torch.Tensor) -> Judgement:
     """
     if baseline.shape != value.shape:
         return Judgement("wrong", None, None, f"shape {tuple(value.shape)}, baseline {tuple(baseline.shape)}")
-    if torch.equal(baseline, value):
+    if not bool(unequal(baseline, value).any()):
         return Judgement("identical", 0.0, 0.0)
     if not (baseline.is_floating_point() and value.is_floating_point()):
         return Judgement("suspicious", None, None, f"{int((baseline != value).sum())} of {value.numel()} differ")
@@ -257,7 +387,7 @@ def _passed_on(baseline: torch.Tensor, value: torch.Tensor) -> Judgement:
     if baseline.shape != value.shape:
         shapes = f"shape {tuple(value.shape)}, baseline {tuple(baseline.shape)}"
         return Judgement("wrong", None, None, shapes)
-    if torch.equal(baseline, value.to(baseline.dtype)):
+    if not bool(unequal(baseline, value).any()):
         return Judgement("identical", 0.0, 0.0)
     names = _name(baseline), _name(value)
     verdict: Verdict = "wrong"
@@ -266,6 +396,31 @@ def _passed_on(baseline: torch.Tensor, value: torch.Tensor) -> Judgement:
         near = torch.allclose(value.to(baseline.dtype), baseline, allowed.rtol, allowed.atol, equal_nan=True)
         verdict = "rounding" if near else "wrong"
     return Judgement(verdict, None, None, "no op makes it: it is passed on")
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    number: int = 0
+    same: int = 0
+    mean_kl: float | None = None
+    max_kl: float | None = None
+
+
+def _tokens(baseline: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None) -> _Tokens:
+    """Return what two sets of logits [..., V] say of the next token, at all positions that count."""
+    if baseline.shape != value.shape:
+        return _Tokens()
+    rows = torch.ones(baseline.shape[:-1], dtype=torch.bool)
+    if valid is not None:
+        rows = valid.expand(baseline.shape).any(-1)
+    b, c = baseline[rows].double(), value[rows].double()
+    if not len(b):
+        return _Tokens()
+    ours, theirs = b.log_softmax(-1), c.log_softmax(-1)
+    # A token that one side masks out has no probability there: 0 * inf counts for nothing.
+    kl = (ours.exp() * (ours - theirs)).masked_fill(ours.isneginf(), 0.0).sum(-1)
+    same = int((b.argmax(-1) == c.argmax(-1)).sum())
+    return _Tokens(len(b), same, float(kl.mean()), float(kl.max()))
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,14 @@ from glassengine.results import VERDICTS, Comparison
 
 _MAX_RESULTS = 3
 _MAX_INPUTS = 3
+_MAX_NOTES = 3
 
 
 def answer(result: Comparison) -> Iterator[Text]:
     """Yield the lines."""
     yield from _results(result)
     yield from _inputs(result)
+    yield from (Text(f"note     {note}", style="yellow") for note in result.notes[:_MAX_NOTES])
     if result.fineness:
         left_out = exempt(result.exemptions)
         yield Text(f"judged   {judged(result.fineness[0])}{f'; exempt: {left_out}' if left_out else ''}")
@@ -29,7 +31,7 @@ def _results(result: Comparison) -> Iterator[Text]:
     last = [found for found in result.results if found.rung == (rungs or [""])[-1]]
     order = sorted(last, key=lambda found: -VERDICTS.index(found.verdict))
     for number, found in enumerate(order[:_MAX_RESULTS]):
-        yield Text(f"{'results' if number == 0 else '':8} {result_line(found, result.severity.get(found.rung))}")
+        yield Text(f"{'results' if number == 0 else '':8} {result_line(found)}")
     if len(order) > _MAX_RESULTS:
         rest = order[_MAX_RESULTS:]
         yield Text(f"         and {len(rest)} more: {sum(found.agrees for found in rest)} agree")

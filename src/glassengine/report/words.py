@@ -20,7 +20,6 @@ from glassengine.results import (
 )
 from glassengine.results.exempt import Exemption
 from glassengine.results.inputs_used import InputUsed
-from glassengine.results.pairs import TokenAgreement
 from glassengine.sites import parts_of_line
 
 LONGEST_NAME = 60
@@ -58,6 +57,11 @@ def headline(result: Comparison) -> Headline:
         return Headline(mark, "bitwise identical")
     by_signal = any(found.judged_by == "signal" for found in result.results)
     return Headline(mark, f"every difference is explained by {'the quantization' if by_signal else 'rounding'}")
+
+
+def of_side(side: str) -> str:
+    """Return what a side is called after "of": "both sides", "the baseline"."""
+    return "both sides" if side == "both" else f"the {side}"
 
 
 def short(name: str) -> str:
@@ -149,26 +153,23 @@ def _without_size(pair: Pair) -> str:
     return f"{text}; {which} at {list(figures.worst_index)}: {one}"
 
 
-def result_line(found: ResultComparison, severity: TokenAgreement | None) -> str:
-    """Return how a result of the model agrees or differs, and whether a token changes.
-
-    Args:
-        found: The result.
-        severity: Of its rung, where the model generates.
-    """
+def result_line(found: ResultComparison) -> str:
+    """Return how a result of the model agrees or differs, and whether a token changes."""
     text = found.in_words()
     if not found.agrees:
         text += f" in {found.case}, step {found.step}"
-    if found.method == "position":
-        text += f"; the candidate calls it {found.candidate_name}"
+    if found.method != "name":
+        by_shape = ": no other tensor of the record has its shape" if found.method == "shape" else ""
+        text += f"; the candidate calls it {found.candidate_name}{by_shape}"
     if found.exempt:
         text += f"; {found.exempt:.1%} of it exempt: it depends on a tie"
-    if found.name != "logits" or severity is None or severity["token_agreement"] is None:
+    if found.left_out:
+        text += f"; {found.left_out:.0%} of it left out: padding, or undefined in the baseline"
+    if found.mean_kl is None or found.verdict == "identical":
         return text
-    number = severity["num_tokens"]
-    changed = number - round(severity["token_agreement"] * number)
-    tokens = f"{changed} of {number} next tokens change" if changed else "no next token changes"
-    return f"{text}; {tokens}, mean KL {severity['mean_kl']:.2g} nats"
+    changed = found.num_tokens - found.same_tokens
+    tokens = f"{changed} of {found.num_tokens} next tokens change" if changed else "no next token changes"
+    return f"{text}; {tokens}, mean KL {found.mean_kl:.2g} nats"
 
 
 def input_line(used: InputUsed) -> str:
@@ -176,11 +177,10 @@ def input_line(used: InputUsed) -> str:
     if used.shape is None:
         return f"{used.name} {used.value}"
     text = f"{used.name} {used.dtype}[{', '.join(map(str, used.shape))}]"
-    if used.minimum is None or used.maximum is None:
-        return text
-    if used.minimum == used.maximum:
-        return f"{text} all {used.minimum:.4g}"
-    return f"{text} {used.minimum:.4g}..{used.maximum:.4g}"
+    if used.minimum is not None and used.maximum is not None:
+        same = used.minimum == used.maximum
+        text += f" all {used.minimum:.4g}" if same else f" {used.minimum:.4g}..{used.maximum:.4g}"
+    return f"{text} ({used.recipe})" if "the baseline" in used.recipe else text
 
 
 def judged(found: Fineness) -> str:

@@ -14,6 +14,12 @@ Standing = Literal[
 ]
 """Why a comparison is ok or not; `docs/concepts.md` has the rule."""
 
+LEAST_DB = 20.0
+"""Signal-to-noise ratio below which no difference of results is called rounding: a tenth of the values."""
+
+MOST_KL = 0.05
+"""Mean KL divergence in nats above which no difference of logits is called rounding: other samples are drawn."""
+
 MOST_OPS = 12
 """Most ops of a region that still count as judged finely: a norm or a rotation written by hand has as many."""
 
@@ -43,10 +49,10 @@ class ResultComparison(Result):
         name: Of the baseline's result: "logits", "output".
         candidate_name: Of the candidate's.
         rung: Which implementation.
-        method: "name", or "position" where the two sides use other names.
+        method: "name"; "position" or, of a record, "shape" where the two sides use other names.
         verdict: Worst one, by the accumulated noise floor.
         reason: Set where something other than the size of the difference decides.
-        case: In which the verdict and then the difference is worst.
+        case: In which the verdict and then the signal-to-noise ratio is worst.
         step: Likewise.
         num_steps: How many steps were compared.
         shape: In that step.
@@ -59,8 +65,15 @@ class ResultComparison(Result):
         cosine_similarity: Least of a step.
         noise_ratio: Largest ratio of error and noise floor.
         exempt: Share of the elements that do not count (ties, undefined values), padding aside.
+        left_out: Share of the elements that are padding, or undefined in the baseline: they enter no figure.
         judged_by: "signal" where the candidate is quantized: rounding explains nothing then, and what is left of the
             signal counts.
+        num_tokens: Of logits, how many positions were compared; 0 of other results.
+        same_tokens: How many of them have the same likeliest token on both sides.
+        mean_kl: KL divergence of the distributions, baseline to candidate, in nats; mean over the positions.
+        max_kl: Likewise of the worst position.
+        is_decided: False where the baseline's own rounding changes this result as much as the two sides differ, and
+            the difference is too large to be called rounding.
     """
 
     name: str
@@ -82,12 +95,24 @@ class ResultComparison(Result):
     cosine_similarity: float | None
     noise_ratio: float | None
     exempt: float = 0.0
+    left_out: float = 0.0
     judged_by: Literal["noise floor", "signal"] = "noise floor"
+    num_tokens: int = 0
+    same_tokens: int = 0
+    mean_kl: float | None = None
+    max_kl: float | None = None
+    is_decided: bool = True
 
     @property
     def agrees(self) -> bool:
         """Whether rounding explains all of the difference; of a quantized candidate whether the signal is there."""
         return self.verdict not in FLAGGED
+
+    @property
+    def is_far_apart(self) -> bool:
+        """Whether the two sides are further apart than rounding may ever be said to be: by signal or distribution."""
+        is_noise = self.snr_db is not None and self.snr_db < LEAST_DB
+        return is_noise or (self.mean_kl is not None and self.mean_kl > MOST_KL)
 
     @property
     def is_plural(self) -> bool:
@@ -101,14 +126,16 @@ class ResultComparison(Result):
         if self.verdict == "identical" or (self.agrees and self.max_abs_diff == 0 and self.exempt == 0):
             is_same = self.dtype == self.candidate_dtype
             return f"{self.name} {'are' if are else 'is'} {'bitwise identical' if is_same else 'equal'}"
-        if self.agrees and self.judged_by == "noise floor":
+        if self.agrees and self.judged_by == "noise floor" and not self.is_far_apart:
             size = self._size()
             return f"{self.name} {'agree' if are else 'agrees'} within rounding" + (f": {size}" if size else "")
         differs = f"{self.name} {'differ' if are else 'differs'}"
-        if self.max_abs_diff is None or self.largest is None or not math.isfinite(self.max_abs_diff):
+        is_text = self.dtype == "bool" and not self.shape  # or whatever else has no size
+        if self.max_abs_diff is None or self.largest is None or not math.isfinite(self.max_abs_diff) or is_text:
             return f"{differs}: {self.reason or 'values that are not finite'}"
         loss = "" if self.snr_db is None else f" ({self.snr_db:.0f} dB)"
-        return f"{differs} by {self.max_abs_diff:.3g} of {self.largest:.3g}{loss}"
+        text = f"{differs} by {self.max_abs_diff:.3g} of {self.largest:.3g}{loss}"
+        return text if self.is_decided else f"{text}; {self.reason}"
 
     def _size(self) -> str:
         parts = []

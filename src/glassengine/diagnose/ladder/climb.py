@@ -12,6 +12,7 @@ import torch
 from glassengine.engine.run.engine import Engine
 from glassengine.judge.cases import Case
 from glassengine.judge.graphs.by_name import SitePair
+from glassengine.judge.replay.arithmetic import PLAIN, Arithmetic
 from glassengine.judge.replay.replay import covered
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.judge.sides.protocol import Place, Side
@@ -35,6 +36,7 @@ class Climb:
 
     `built` is what the engines are built from, `pairs` which of its ops are those of the baseline's program, and
     `candidate` names what is built. `coarsest` is the dtype of the coarsest side, None where that is the baseline's.
+    `differences` are those of the sides as a user runs them, in words, and `notes` what else is to be said of them.
     `chosen` has, of each case, the tokens of its first row that follow each step.
     """
 
@@ -44,12 +46,15 @@ class Climb:
     model: ModuleSide | SourceSide
     scores: list[Score]
     accumulation: Accumulation = FLOAT32_SUMS
+    arithmetic: Arithmetic = PLAIN
     coarsest: torch.dtype | None = None
     kernels: Kernels = UNMEASURED
     built: Program | None = None
     pairs: Mapping[str, SitePair] = field(default_factory=dict)
     candidate: str = ""
     skipped: list[Skipped] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     severity: dict[str, Severity] = field(default_factory=dict)
     chosen: dict[str, list[int]] = field(default_factory=dict)
     weights: WeightsComparison | None = None

@@ -22,6 +22,7 @@ from glassengine.judge.given import beside_tokens, in_one_forward
 from glassengine.numerics.metrics.logits import compare_logits
 from glassengine.numerics.quantization.weight_error import WeightError
 from glassengine.program import LoadedModel, example_inputs
+from glassengine.program.user_code.module_state import own_copies
 from glassengine.progress import Progress, Work
 
 _PATIENCE_S = 2.0
@@ -75,7 +76,7 @@ class Outcome:
 
 def outcome_of(module: nn.Module, forwards: Sequence[Mapping[str, Any]]) -> Outcome:
     """Return what `module` gives in all `forwards` together, float32."""
-    made = [_rows(module(**forward), forward) for forward in forwards]
+    made = [_rows(module(**own_copies(forward)), forward) for forward in forwards]
     return Outcome(torch.cat([rows for rows, _ in made]), all(are_logits for _, are_logits in made))
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from glassengine.diagnose.training.gradient_graph import Loss, state_of
 from glassengine.errors import UsageError
+from glassengine.program.user_code.module_state import own_copies
 from glassengine.program.user_code.raised import raised_by
 
 OptimizerFactory = Callable[[nn.Module], Any]
@@ -62,7 +63,7 @@ def train(
         updates.zero_grad(set_to_none=True)
         state = _copied(state_of(plain))
         with raised_by(f"the forward of {type(plain).__name__}"):
-            made = module(**batch)
+            made = module(**own_copies(batch))
         with raised_by("the loss function"):
             value = loss(made)
         if not isinstance(value, Tensor) or value.numel() != 1:

@@ -204,7 +204,7 @@ class _Match:
         given = arguments.of(self._steps[0] if step is None else step)
         copied = pytree.tree_map_only(torch.Tensor, torch.clone, given)
         try:
-            return uses_of(lambda: run_alone(module, copied), named_inputs(copied))
+            return uses_of(lambda: run_alone(module, copied, are_copies=True), named_inputs(copied))
         except Exception:
             return None
 

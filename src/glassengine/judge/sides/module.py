@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,8 +23,9 @@ from glassengine.judge.step_inputs import Given
 from glassengine.program.kinds.causal_lm import accepted, cache_argument, expert_modules
 from glassengine.program.kinds.states import cache_tensors, forget
 from glassengine.program.representation.program import Program
-from glassengine.program.representation.signature import named_results
-from glassengine.program.user_code.module_state import ModuleState, run_with
+from glassengine.program.representation.signature import named_results, plain_results
+from glassengine.program.user_code.mode import as_given
+from glassengine.program.user_code.module_state import ModuleState, own_copies, run_with
 from glassengine.program.user_code.raised import described, raised_in
 
 
@@ -33,12 +34,13 @@ class ModuleSide(Side):
     """A user's module, untouched: transformers' own cache and masks; observed at module outputs and taps.
 
     Args:
-        module: In evaluation mode.
+        module: In evaluation mode, but for `training`.
         baseline: Program of the baseline, whose sites say which node a module output is.
         replay: Judges the segments between module outputs; None leaves the accumulated floor.
         beside: Of a candidate: the untouched baseline, which runs each step before it.
         arguments: How inputs become arguments of its forward; None where they have the same names.
         state: What it remembers before a step, where a forward changes that.
+        training: Paths of its modules that run in training mode.
     """
 
     module: nn.Module
@@ -49,6 +51,7 @@ class ModuleSide(Side):
     beside: Baseline | None = field(default=None, kw_only=True)
     arguments: Arguments | None = field(default=None, kw_only=True)
     state: ModuleState | None = field(default=None, kw_only=True)
+    training: Collection[str] = field(default=(), kw_only=True)
     _results: Mapping[str, torch.Tensor] = field(default_factory=dict, init=False)
     _values: dict[str, torch.Tensor] = field(default_factory=dict, init=False)
     _cache: Any = field(default=None, init=False)
@@ -68,7 +71,7 @@ class ModuleSide(Side):
         Raises:
             IncomparableError: The forward raised.
         """
-        self._values, self._results = {}, {}
+        self._values, self._results, self.plain, self.written = {}, {}, {}, None
         try:
             self._run(inputs)
         except GlassError:
@@ -104,10 +107,12 @@ class ModuleSide(Side):
     def _run(self, inputs: Given) -> None:
         with torch.no_grad(), observing(self.module, self._keep, called_as=self.baseline.called_as):
             if not isinstance(inputs, StepInputs):
-                self._results = named_results(self.forward(inputs))
+                returned = self.forward(inputs)
+                self._results, self.plain = named_results(returned), plain_results(returned)
                 return
             seen = int(inputs.cache_position[-1]) + 1
-            self.logits, caches = self.decode(inputs, seen)
+            with as_given(self.module, self.training):
+                self.logits, caches = self.decode(inputs, seen)
             self._results = {"logits": self.logits}
         for past, tensor in cache_tensors(caches).items():
             present = self.baseline.caches.get(past)
@@ -118,7 +123,11 @@ class ModuleSide(Side):
     def forward(self, inputs: Mapping[str, Any]) -> Any:
         """Run a forward that nothing follows, and return what it returns."""
         given = taken_by(self.module, inputs) if self.arguments is None else self.arguments.of(inputs)
-        return run_with(self.module, self.state, given)
+        with as_given(self.module, self.training):
+            returned, written = run_with(self.module, self.state, given)
+        named = {n if self.arguments is None else self.arguments.ours(n): after for n, after in written.items()}
+        self.written = named
+        return returned
 
     def module_outputs(self) -> Mapping[str, torch.Tensor]:
         """Return what modules and taps made in the current step so far, by site."""
@@ -145,13 +154,12 @@ class ModuleSide(Side):
         assert self.baseline.layout is not None
         # To a recurrence padding is a token like any other: a row begins when its first real token comes.
         forget(self._cache, ~inputs.attention_mask[:, : seen - 1].any(1))
-        arguments = {
+        tensors = {
             "input_ids": inputs.input_ids,
             "attention_mask": inputs.attention_mask[:, :seen] if self.baseline.layout.attention_layers else None,
             "position_ids": inputs.position_ids,
-            cache_argument(self.module): self._cache,
-            "use_cache": True,
         }
+        arguments = {**own_copies(tensors), cache_argument(self.module): self._cache, "use_cache": True}
         return self.module(**accepted(self.module, arguments)).logits, self._cache
 
     @cached_property

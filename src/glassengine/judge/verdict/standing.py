@@ -5,7 +5,8 @@
     token changes      the release engine picks another token than the engine with debug outputs
     weights differ     a weight is another, and no tensor of these inputs depends on it
     over budget        a result has a smaller signal-to-noise ratio than --min-snr
-    too little judged  nothing is wrong, and less than `--min-coverage` was judged finely enough, or one could not be
+    too little judged  nothing is wrong, and less than `--min-coverage` was judged finely enough, or one could not be,
+                       or a result was not compared
 
 Two alarms are softened to suspicious, which is ok unless `--fail-on suspicious`: a tensor that nothing reads, and a
 tensor that was paired by its name alone where the same one was judged from its own inputs and found right, provided
@@ -48,6 +49,9 @@ def decide(
     min_coverage: float,
     min_snr: float | None = None,
     lost: Skipped | None = None,
+    left: str | None = None,
+    missing: str | None = None,
+    differences: Sequence[str] = (),
 ) -> Decision:
     """Apply the rule.
 
@@ -61,12 +65,17 @@ def decide(
         min_coverage: The least coverage that is ok.
         min_snr: Of each result, in dB.
         lost: A tensor that could not be judged, though it was observed.
+        differences: What differs between the sides as a user runs them, in words.
+        left: Which results were not compared, in words; None where all were.
+        missing: What is missing for `min_coverage`, in words.
     """
 
     def fails(found: str) -> bool:
         return VERDICTS.index(found) >= VERDICTS.index(fail_on)
 
     inside = f"a tensor is {verdict} at {first.site}" if first is not None else None
+    if differences:
+        return Decision("results differ", "; ".join(dict.fromkeys(differences)))
     different = [result for result in results if fails(result.verdict)]
     if different:
         also = f"; {inside}" if inside is not None and fails(verdict) else ""
@@ -86,6 +95,9 @@ def decide(
     over = over_budget(results, min_snr)
     if over is not None:
         return Decision("over budget", over)
+    undecided = next((result for result in results if not result.is_decided), None)
+    if left is not None or undecided is not None:
+        return Decision("too little judged", left or undecided.in_words())  # type: ignore[union-attr]
     if lost is not None:
         return Decision("too little judged", f"not judged: {lost.site}, step {lost.step}: {lost.reason}")
     if coverage < min_coverage:
@@ -93,7 +105,7 @@ def decide(
         text = f"only {coverage:.0%} of the baseline's float-valued sites were judged {wanted}"
         if results and all(result.agrees for result in results):
             text += "; the results agree"
-        return Decision("too little judged", text)
+        return Decision("too little judged", f"{text}; {missing}" if missing else text)
     return Decision("ok")
 
 

@@ -59,7 +59,7 @@ def module_inputs(module: nn.Module, name: str) -> MadeUp:
 def _made_up(module: nn.Module, name: str, ports: tuple[Port, ...]) -> MadeUp:
     def uses(values: Values) -> dict[str, Use]:
         own = {key: value.clone() for key, value in values.items()}
-        return uses_of(lambda: run_alone(module, own), own)
+        return uses_of(lambda: run_alone(module, own, are_copies=True), own)
 
     known = {"batch": 2, "length": _LENGTH}
     target = Target(name, ports, lambda values: _call(module, values), uses, {}, known, _values(ports))

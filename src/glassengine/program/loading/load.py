@@ -23,6 +23,7 @@ from glassengine.program.loading.from_transformers import DTYPES, from_transform
 from glassengine.program.loading.stored import is_stored, read_stored
 from glassengine.program.representation.program import Program
 from glassengine.program.user_code.factory import call_factory, without_bars
+from glassengine.program.user_code.mode import in_training
 from glassengine.program.user_code.module_state import ModuleState
 from glassengine.program.user_code.written_modules import as_written, called_by_name
 from glassengine.stores.mirror import here
@@ -39,7 +40,7 @@ _LIMITS = {
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model as the user wrote it, in evaluation mode.
+    """A model as the user wrote it, put into evaluation mode.
 
     Attributes:
         module: The model.
@@ -50,6 +51,7 @@ class LoadedModel:
         generation: How it generates, if it does.
         stored: The program that it is already, of an ONNX file or a .pt2 file: nothing is exported.
         state: What it remembers when it is exported and run, where a forward changes that.
+        training: Paths of the modules that were in training mode when it was given.
     """
 
     module: nn.Module
@@ -60,6 +62,7 @@ class LoadedModel:
     generation: Generation = PLAIN
     stored: Program | None = None
     state: ModuleState | None = None
+    training: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -136,6 +139,7 @@ def load_model(
         read = adapters.read_adapter(adapter)
         if weights:
             adapters.merge(module, read)
+    training = in_training(module)
     with contextlib.suppress(NotImplementedError):  # what torch.export made has no other mode than that of its export
         module.eval()
     floating = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
@@ -158,7 +162,7 @@ def load_model(
         metadata |= {} if value is None else {key: value}
     generation = generation_of(written)
     metadata |= generation.describes(written)
-    return LoadedModel(module, name, metadata["dtype"], directory, metadata, generation)
+    return LoadedModel(module, name, metadata["dtype"], directory, metadata, generation, training=training)
 
 
 def load_candidate(candidate: str | Path | nn.Module, baseline: str | Path | nn.Module, **options: Any) -> LoadedModel:

@@ -207,7 +207,7 @@ def _rungs(result: Comparison) -> list[tuple[str, ...]]:
 def _results(result: Comparison) -> list[tuple[str, ...]]:
     found = []
     for one in result.results[:MOST_LINES]:
-        text = words.result_line(one, result.severity.get(one.rung))
+        text = words.result_line(one)
         cells = (one.rung, one.name, one.verdict, text, f"{one.dtype}[{', '.join(map(str, one.shape))}]")
         found.append(tuple(map(printable, cells)))
     return found

@@ -1,0 +1,162 @@
+"""Both models as the user gave them: training mode, and a second call with changed inputs.
+
+What is judged runs in evaluation mode, each step once. A user's code may do otherwise: it runs modules that drop or
+update statistics, and calls a model more than once. Both are tried here with the modules themselves, and what differs
+is a difference of the results.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from glassengine.diagnose.ladder.climb import Climb
+from glassengine.errors import IncomparableError
+from glassengine.judge.sides.arguments import Arguments
+from glassengine.judge.sides.module import ModuleSide
+from glassengine.program import LoadedModel
+from glassengine.program.representation.signature import named_results
+from glassengine.program.user_code.mode import in_words, is_whole, that_matter
+from glassengine.program.user_code.module_state import holding, own_copies
+
+_SAME_DB, _LOST_DB = 40.0, 20.0
+"""Signal of two right calls in a row: above the one a result is the same, below the other it is another."""
+
+_MODES_CHANGED = "given in training mode, compared in evaluation mode: call .eval() in what you ship"
+
+
+def require_two_models(baseline: LoadedModel, candidate: LoadedModel) -> None:
+    """Refuse one object as both sides.
+
+    Raises:
+        IncomparableError: They are one.
+    """
+    if baseline.module is candidate.module:
+        raise IncomparableError(
+            "baseline and candidate are one object: nothing would be compared",
+            got=f"{baseline.spec} and {candidate.spec} give the same {type(baseline.module).__name__}",
+            expected="two models",
+            hint="let each factory make a model of its own",
+        )
+
+
+def as_given(climb: Climb, baseline: LoadedModel, candidate: LoadedModel | None, *, num_stages: int) -> None:
+    """Let the untouched sides of a climb run as they were given, and say what differs in that.
+
+    Args:
+        climb: With its sides.
+        baseline: As it was loaded.
+        candidate: Another model as it was loaded; None where the candidate is none.
+        num_stages: Of the check; steps that follow each other call both models several times as it is.
+    """
+    sides = {"baseline": climb.model}
+    models = {"baseline": baseline}
+    if candidate is not None:
+        models["candidate"] = candidate
+        sides["candidate"] = climb.scores[-1].side  # type: ignore[assignment]
+    whole = {who: is_whole(one.module, one.training) for who, one in models.items()}
+    if all(whole.values()) or (candidate is not None and baseline.training == candidate.training):
+        if baseline.training:
+            climb.notes.append(f"{' and '.join(models)}: {_MODES_CHANGED}")
+    else:
+        for who, one in models.items():
+            side = sides[who]
+            if one.training and isinstance(side, ModuleSide) and (names := _mattering(climb, side, one)):
+                if candidate is None:
+                    climb.notes.append(f"{in_words(who, names)}; compared in evaluation mode")
+                    continue
+                side.training = one.training
+                climb.differences.append(in_words(who, names))
+    if candidate is not None and not climb.program.generates and not climb.differences and num_stages == 1:
+        _call_twice(climb, *(sides[who] for who in ("baseline", "candidate")))
+
+
+def _mattering(climb: Climb, side: ModuleSide, model: LoadedModel) -> list[str]:
+    case = climb.cases[0]
+    step: Mapping[str, Any] = case.steps[0] if case.steps else {"input_ids": case.input_ids}
+    try:
+        return that_matter(model.module, model.training, _arguments(side.arguments, step))
+    except Exception:  # the forward raises again where it is judged, and is reported there
+        return []
+
+
+def _arguments(arguments: Arguments | None, step: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(step) if arguments is None else arguments.of(step)
+
+
+def _call_twice(climb: Climb, ours: Any, theirs: Any) -> None:
+    """Call both modules with the last step, and again with changed inputs: nothing may be left of the first call."""
+    step = climb.cases[-1].steps[-1]
+    changed = _changed(step)
+    if changed is None or not (isinstance(ours, ModuleSide) and isinstance(theirs, ModuleSide)):
+        return
+    first, again, kept = _calls(ours, step, changed) or ({}, {}, {})
+    if not first or all(_signal(first[name], again.get(name)) > _SAME_DB for name in first):
+        return  # the change does not show in what the baseline returns, or it cannot be called so
+    other = _calls(theirs, step, changed)
+    if other is None:
+        climb.notes.append("the candidate raises when it is called a second time with other inputs of these sizes")
+        return
+    firsts, agains, keeps = other
+    for name in first:
+        if name not in firsts or name not in agains or name not in again or first[name].shape != firsts[name].shape:
+            continue
+        if not torch.equal(keeps[name], firsts[name]) and torch.equal(kept[name], first[name]):
+            climb.differences.append(f"a second call of the candidate overwrites the {name} that the first returned")
+        elif _signal(first[name], firsts[name]) > _SAME_DB and _signal(again[name], agains[name]) < _LOST_DB:
+            stale = _signal(firsts[name], agains[name]) > _SAME_DB
+            how = "it is that of the first call" if stale else "the first call agrees"
+            climb.differences.append(f"a second call of the candidate, with other inputs, gives a wrong {name}: {how}")
+
+
+def _calls(
+    side: ModuleSide, step: Mapping[str, Any], changed: Mapping[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]] | None:
+    """Return the results of a first and a second call, and those of the first as they are after the second."""
+    module: nn.Module = side.module
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), holding(module, side.state):
+        try:
+            kept = named_results(module(**own_copies(_arguments(side.arguments, step))))
+            first = {name: value.clone() for name, value in kept.items()}
+            again = named_results(module(**own_copies(_arguments(side.arguments, changed))))
+        except Exception:  # of a user's code, which may not take such inputs
+            return None
+    return first, again, kept
+
+
+def _changed(step: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return inputs with the same values elsewhere, so that they stay legal; None where nothing can be moved."""
+    moved = 0
+
+    def move(value: Any) -> Any:
+        nonlocal moved
+        if not isinstance(value, torch.Tensor) or value.dtype is torch.bool or value.is_complex() or not value.dim():
+            return copy.copy(value)
+        if value.numel() < 2 or bool((value == value.flatten()[0]).all()) or not bool(value.isfinite().all()):
+            return value
+        if not value.is_floating_point() and int(value.unique().numel()) <= 2:
+            return value  # a mask in whole numbers
+        moved += 1
+        return value.roll(1, -1) if value.shape[-1] > 1 else value.roll(1)
+
+    found = {name: move(value) for name, value in step.items()}
+    return found if moved else None
+
+
+def _signal(baseline: torch.Tensor, value: torch.Tensor | None) -> float:
+    """Return the signal-to-noise ratio in dB; of whole numbers whether they are the same."""
+    if value is None or value.shape != baseline.shape:
+        return -torch.inf
+    if torch.equal(baseline, value):
+        return torch.inf
+    if not (baseline.is_floating_point() and value.is_floating_point()):
+        return -torch.inf
+    b, c = baseline.double(), value.double()
+    noise, signal = float((c - b).square().sum()), float(b.square().sum())
+    if not noise < torch.inf or not signal:
+        return -torch.inf
+    return 10 * float(torch.log10(torch.tensor(signal / noise))) if noise else torch.inf
