@@ -125,7 +125,7 @@ def differ(one: Any, other: Any) -> bool:
             is_same = one.shape == other.shape and one.dtype is other.dtype
             return not (is_same and bool(((one == other) | ((one != one) & (other != other))).all()))
         if isinstance(one, np.ndarray):
-            return one.shape != other.shape or one.dtype != other.dtype or one.tobytes() != other.tobytes()
+            return bool(one.shape != other.shape or one.dtype != other.dtype or one.tobytes() != other.tobytes())
         if isinstance(one, (*PLAIN, set)) or not _is_opened(one):
             return bool(one != other)
         seen.add((id(one), id(other)))
@@ -188,7 +188,8 @@ def _get(holder: Any, key: Key) -> Any:
 
 def _set(holder: Any, key: Key, value: Any) -> None:
     if not key[0]:
-        next(kind for kind in _CONTAINERS if isinstance(holder, kind)).__setitem__(holder, key[1], value)
+        base: Any = next(kind for kind in _CONTAINERS if isinstance(holder, kind))
+        base.__setitem__(holder, key[1], value)
     elif key[1] in getattr(holder, "__dict__", {}):
         vars(holder)[key[1]] = value
     else:
