@@ -183,9 +183,9 @@ def tokens_in_one_forward(model: LoadedModel, port: nn.Module, inputs: Inputs) -
     known = accepted(port, dict.fromkeys(OF_TOKENS))
     if inputs is not None and not isinstance(inputs, str):
         return [{"use_cache": False, **_all_real(step, known), **step} for step in inputs]
-    recipes = _RECIPES if inputs is None else {}
-    steps = MadeUp(recipes=recipes, origin="built-in prompts" if inputs is None else "given")
-    for case in causal_cases(model, inputs, 0):
+    cases = causal_cases(model, inputs, 0)
+    steps = MadeUp(recipes=cases[0].recipes, origin=cases[0].origin)
+    for case in cases:
         assert case.input_ids is not None and case.attention_mask is not None
         steps.append({"input_ids": case.input_ids, "attention_mask": case.attention_mask, "use_cache": False})
     return steps
@@ -223,7 +223,8 @@ def causal_cases(model: LoadedModel, inputs: Inputs, steps: int) -> list[Case]:
             cases.append(Case(f"inputs {index}", steps + 1, input_ids=ids, attention_mask=mask))
         _check_ids([case.input_ids for case in cases], vocabulary)
         return _by_token(model, cases)
-    rows = _prompt_ids(model, inputs, vocabulary)
+    rows, who = _prompt_ids(model, inputs, vocabulary)
+    recipes = {**(_RECIPES if inputs is None else {}), "input_ids": who}
     if inputs is None:
         # Generated inputs must not be longer than a small model can take.
         most = max(1, model.metadata.get("max_position_embeddings", 1 << 62) - steps)
@@ -233,13 +234,13 @@ def causal_cases(model: LoadedModel, inputs: Inputs, steps: int) -> list[Case]:
     cases = [_padded(f"prompt {index}", [row], steps) for index, row in enumerate(rows)]
     if len(rows) > 1:
         cases.append(_padded("prompts 0 and 1, left-padded", rows[:2], steps))
-    if inputs is None:
-        cases = [replace(case, origin="built-in prompts", recipes=_RECIPES) for case in cases]
-    return _by_token(model, cases)
+    origin: Origin = "built-in prompts" if inputs is None else "given"
+    return _by_token(model, [replace(case, origin=origin, recipes=recipes) for case in cases])
 
 
+BY_BASELINE = "tokenized by the baseline"
 _RECIPES = {
-    "input_ids": "token ids of the built-in prompts, or random ones where the model has no tokenizer",
+    "input_ids": "random token ids: the baseline has no tokenizer",
     "attention_mask": "all ones; zeros where the shorter of two prompts is padded on its left",
 }
 
@@ -270,29 +271,40 @@ def module_cases(inputs: Sequence[Mapping[str, Any]]) -> list[Case]:
     ]
 
 
-def _prompt_ids(model: LoadedModel, inputs: str | None, vocabulary: int) -> list[torch.Tensor]:
-    tokenizer = tokenizer_of(model)
-    texts = list(PROMPTS)
-    if inputs is not None:
-        texts = [line for line in read_text(inputs, most=_MAX_PROMPTS_BYTES).splitlines() if line.strip()]
-        if not texts:
-            raise UsageError(f"{inputs} has no prompts", expected="one prompt per line")
-        if tokenizer is None:
-            raise UsageError(
-                f"{model.spec} has no tokenizer for the prompts of {inputs}", hint="--inputs ids.json with input_ids"
-            )
+def prompt_texts(inputs: str | None) -> list[str]:
+    """Return the texts of a file with one prompt per line, or the built-in ones.
+
+    Raises:
+        UsageError: The file has none.
+    """
+    if inputs is None:
+        return list(PROMPTS)
+    texts = [line for line in read_text(inputs, most=_MAX_PROMPTS_BYTES).splitlines() if line.strip()]
+    if not texts:
+        raise UsageError(f"{inputs} has no prompts", expected="one prompt per line")
+    return texts
+
+
+def _prompt_ids(model: LoadedModel, inputs: str | None, vocabulary: int) -> tuple[list[torch.Tensor], str]:
+    """Return the token ids of the prompts, and who made them."""
+    tokenizer, texts = tokenizer_of(model.directory), prompt_texts(inputs)
+    if inputs is not None and tokenizer is None:
+        raise UsageError(
+            f"{model.spec} has no tokenizer for the prompts of {inputs}", hint="--inputs ids.json with input_ids"
+        )
     if tokenizer is not None:
-        return [torch.tensor(row) for row in encode(tokenizer, texts)]
+        return [torch.tensor(row) for row in encode(tokenizer, texts)], BY_BASELINE
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(0, min(vocabulary, 1 << 31), (size,), generator=generator) for size in (12, 7)]
+    rows = [torch.randint(0, min(vocabulary, 1 << 31), (size,), generator=generator) for size in (12, 7)]
+    return rows, _RECIPES["input_ids"]
 
 
-def tokenizer_of(model: LoadedModel) -> Any:
-    """Return the usable tokenizer of a model; a directory without tokenizer files still yields an empty one."""
-    if model.directory is None:
+def tokenizer_of(directory: str | None) -> Any:
+    """Return the usable tokenizer of a directory; one without tokenizer files still yields an empty one."""
+    if directory is None:
         return None
     try:
-        tokenizer = load_tokenizer(model.directory)
+        tokenizer = load_tokenizer(directory)
     except UsageError:
         return None
     return tokenizer if token_rows(tokenizer, ["a"])[0] else None

@@ -9,15 +9,16 @@ otherwise: where it was seen to, or where its choice was not observed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from glassengine.judge.graphs.by_result import in_order
 from glassengine.numerics.exemptions import DRAWN
 from glassengine.numerics.judgement import Judgement
+from glassengine.numerics.kinds import unequal
 from glassengine.numerics.metrics.drift import LITTLE_LEFT, LOST, DriftSums
 from glassengine.numerics.metrics.tolerance import is_inexact, tolerance
 from glassengine.numerics.verdict import Reference
@@ -27,8 +28,6 @@ from glassengine.program.user_code.module_state import STATE
 from glassengine.results import FLAGGED, VERDICTS, DriftRow, ResultComparison, Verdict
 
 _CHOSEN_ALIKE = "both sides chose alike where rounding might have chosen: no tie explains the difference"
-AFTERWARDS = " after the forward"
-"""What follows the name of an input to which a side has written: what is left in it is compared like a result."""
 _RANDOM = "every run draws new random numbers"
 _MISSING = "the candidate returns no such result"
 _UNDECIDED = "not judged: the baseline's own rounding changes it as much on these inputs"
@@ -42,14 +41,18 @@ class EndToEnd:
         program: The baseline's.
         rung: Of the side.
         not_compared: Result -> why it was not.
+        called: Of a record, result -> what it calls that, and how this is known; None of what runs.
     """
 
     program: Program
     rung: str
     not_compared: dict[str, str] = field(default_factory=dict)
+    called: Mapping[str, tuple[str, str]] | None = None
     _sums: dict[str, DriftSums] = field(default_factory=dict)
     _found: dict[str, ResultComparison] = field(default_factory=dict)
     _seen: set[str] = field(default_factory=set)
+    _beside: dict[str, None] = field(default_factory=dict)
+    _varying: set[str] = field(default_factory=set)
 
     @property
     def missing(self) -> list[str]:
@@ -59,11 +62,12 @@ class EndToEnd:
     @property
     def found(self) -> tuple[ResultComparison, ...]:
         """One entry for each result that was compared, in the order of the baseline's."""
-        return tuple(self._found[name] for name in [*results_of(self.program), *self._written] if name in self._found)
+        return tuple(self._found[name] for name in [*results_of(self.program), *self._beside] if name in self._found)
 
     @property
-    def _written(self) -> list[str]:
-        return [name for name in self._found if name.endswith(AFTERWARDS)]
+    def constant(self) -> list[str]:
+        """Names of results whose elements were all the same number in every step: little can be seen in them."""
+        return [name for name in self._found if name not in self._varying]
 
     def drift_rows(self) -> tuple[DriftRow, ...]:
         """Return a row of the table of drift for each result."""
@@ -99,13 +103,27 @@ class EndToEnd:
             elif DRAWN in reference.known.exempt:
                 self.not_compared[name] = _RANDOM
             else:
+                value = theirs[own]
+                if self.called is not None:
+                    reference, value = self._last_positions(node, reference, value)
                 baseline = ours.get(name, reference.native)
                 if baseline.shape != reference.native.shape:
                     baseline = reference.native
-                judged = _judged(reference, theirs[own], may_tie)
-                if baseline is theirs[own] and judged[0].verdict in FLAGGED:
+                judged = _judged(reference, value, may_tie)
+                if baseline is value and judged[0].verdict in FLAGGED:
                     baseline = reference.exact.to(baseline.dtype)  # it does not leave itself, but its program
-                self._add(name, own, method, judged, reference.valid, baseline, theirs[own], where)
+                self._add(name, own, method, judged, reference.valid, baseline, value, where)
+
+    def _last_positions(self, node: str, reference: Reference, value: torch.Tensor) -> tuple[Reference, torch.Tensor]:
+        """Fill up a recorded result of which the last positions alone were asked for; these count."""
+        at, size = self.program.sites.by_node[node][0].axes.get("sequence"), reference.exact.shape
+        missing = 0 if at is None or value.dim() != len(size) else size[at] - value.shape[at]
+        if at is None or missing <= 0:
+            return reference, value
+        rest = list(value.shape)
+        rest[at] = missing
+        is_there = torch.arange(size[at]).reshape([-1 if axis == at else 1 for axis in range(len(size))]) >= missing
+        return reference.among(is_there), torch.cat([value.new_zeros(rest), value], at)
 
     def compare_signals(
         self, theirs: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor], where: tuple[str, int]
@@ -159,8 +177,34 @@ class EndToEnd:
             judged = _passed_on(left, own)
             if judged.verdict != "identical":
                 writers = [who for who, written in (("baseline", ours), ("candidate", theirs)) if name in written]
-                judged = replace(judged, reason=f"the {' and the '.join(writers)} write{'s' * (len(writers) == 1)} to it")
-            self._add(f"{name}{AFTERWARDS}", name, "name", (judged, 0.0), None, left, own, where)
+                writes = f"the {writers[0]} writes to it" if len(writers) == 1 else "both write to it"
+                judged = replace(judged, reason=writes)
+            self._add(f"{name} after the forward", name, "name", (judged, 0.0), None, left, own, where)
+            self._beside[f"{name} after the forward"] = None
+
+    def compare_plain(self, theirs: Mapping[str, Any], ours: Mapping[str, Any], where: tuple[str, int]) -> None:
+        """Compare results that are no tensors: numbers, and text; nothing can be said of None.
+
+        Args:
+            theirs: Of the side in this step, by name.
+            ours: Those of the untouched baseline.
+            where: Case and step.
+        """
+        for name, value in ours.items():
+            other = theirs.get(name)
+            if value is None or name not in theirs:
+                self.not_compared[name] = f"the baseline returns {value!r:.40}" if value is None else _MISSING
+                continue
+            if isinstance(value, (bool, int, float)) and isinstance(other, (bool, int, float)):
+                pair = torch.tensor(value), torch.tensor(other)
+                judged = _passed_on(*pair)
+            else:  # text; of what has no figures, whether it is the same
+                pair = torch.tensor(True), torch.tensor(type(value) is type(other) and value == other)
+                judged = _passed_on(*pair)
+            if judged.verdict not in ("identical", "rounding"):
+                judged = replace(judged, reason=f"{other!r:.40}, baseline {value!r:.40}")
+            self._add(name, name, "name", (judged, 0.0), None, *pair, where)
+            self._beside[name] = None
 
     def _counterpart(
         self, name: str, theirs: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]
@@ -198,6 +242,7 @@ class EndToEnd:
         judged_by: Literal["noise floor", "signal"] = "noise floor",
     ) -> None:
         judgement, exempt = judged
+        own, method = (self.called or {}).get(name, (own, method))
         figures = _figures(baseline, value, valid)
         tokens = _tokens(baseline, value, valid) if self._is_logits(name, baseline) else _Tokens()
         self._sums.setdefault(name, DriftSums()).add(baseline, value, valid)
@@ -221,6 +266,7 @@ class EndToEnd:
             cosine_similarity=figures.cosine,
             noise_ratio=judgement.noise_ratio,
             exempt=exempt,
+            left_out=0.0 if valid is None else 1 - float(valid.expand(baseline.shape).double().mean()),
             judged_by=judged_by,
             num_tokens=tokens.number,
             same_tokens=tokens.same,
@@ -229,20 +275,31 @@ class EndToEnd:
         )
         if made.agrees and made.is_far_apart and not exempt and judged_by == "noise floor":
             made = replace(made, verdict="suspicious", reason=_UNDECIDED, is_decided=False)
+        if baseline.numel() < 2 or not bool((baseline == baseline.flatten()[0]).all()):
+            self._varying.add(name)
         before = self._found.get(name)
-        self._found[name] = made if before is None else _worse(before, made)
+        self._found[name] = made if before is None else worse(before, made)
 
 
-def _worse(one: ResultComparison, other: ResultComparison) -> ResultComparison:
+def merged(results: Iterable[ResultComparison]) -> tuple[ResultComparison, ...]:
+    """Return one entry for each result of each rung, of entries for other steps."""
+    found: dict[tuple[str, str], ResultComparison] = {}
+    for one in results:
+        place = (one.rung, one.name)
+        found[place] = worse(found[place], one) if place in found else one
+    return tuple(found.values())
+
+
+def worse(one: ResultComparison, other: ResultComparison) -> ResultComparison:
     """Return the worse of two steps of a result, with the extremes of both."""
 
     def key(found: ResultComparison) -> tuple[float, ...]:
         noise_ratio = math.inf if found.noise_ratio is None and found.verdict in FLAGGED else found.noise_ratio or 0.0
-        return (VERDICTS.index(found.verdict), noise_ratio, found.max_abs_diff or 0.0)
+        loss = math.inf if found.snr_db is None else -found.snr_db
+        return (VERDICTS.index(found.verdict), loss, noise_ratio, found.max_abs_diff or 0.0)
 
-    worse = max((one, other), key=key)
     return replace(
-        worse,
+        max((one, other), key=key),
         num_steps=one.num_steps + other.num_steps,
         num_tokens=one.num_tokens + other.num_tokens,
         same_tokens=one.same_tokens + other.same_tokens,
@@ -250,7 +307,9 @@ def _worse(one: ResultComparison, other: ResultComparison) -> ResultComparison:
         max_kl=max((kl for kl in (one.max_kl, other.max_kl) if kl is not None), default=None),
         is_decided=one.is_decided and other.is_decided,
         snr_db=_least(one.snr_db, other.snr_db),
+        noise_ratio=max((r for r in (one.noise_ratio, other.noise_ratio) if r is not None), default=None),
         cosine_similarity=_least(one.cosine_similarity, other.cosine_similarity),
+        left_out=(one.left_out * one.num_steps + other.left_out * other.num_steps) / (one.num_steps + other.num_steps),
         exempt=(one.exempt * one.num_steps + other.exempt * other.num_steps) / (one.num_steps + other.num_steps),
     )
 
@@ -275,8 +334,9 @@ def results_left(sides: Sequence[EndToEnd]) -> str | None:
     if not sides:
         return None
     if not any(side.found for side in sides):
-        return "no result of the candidate was compared with the baseline's"
-    missing = [name for name in sides[-1].missing if all(name in side.missing for side in sides)]
+        return f"no result of the candidate was compared with the baseline's: {', '.join(results_of(sides[0].program))}"
+    compared = {one.name for side in sides for one in side.found}
+    missing = [name for name in sides[-1].missing if name not in compared]
     return f"the candidate returns no {', '.join(missing)}" if missing else None
 
 
@@ -309,7 +369,7 @@ def by_signal(baseline: torch.Tensor, value: torch.Tensor) -> Judgement:
     """
     if baseline.shape != value.shape:
         return Judgement("wrong", None, None, f"shape {tuple(value.shape)}, baseline {tuple(baseline.shape)}")
-    if torch.equal(baseline, value):
+    if not bool(unequal(baseline, value).any()):
         return Judgement("identical", 0.0, 0.0)
     if not (baseline.is_floating_point() and value.is_floating_point()):
         return Judgement("suspicious", None, None, f"{int((baseline != value).sum())} of {value.numel()} differ")
@@ -327,7 +387,7 @@ def _passed_on(baseline: torch.Tensor, value: torch.Tensor) -> Judgement:
     if baseline.shape != value.shape:
         shapes = f"shape {tuple(value.shape)}, baseline {tuple(baseline.shape)}"
         return Judgement("wrong", None, None, shapes)
-    if torch.equal(baseline, value.to(baseline.dtype)):
+    if not bool(unequal(baseline, value).any()):
         return Judgement("identical", 0.0, 0.0)
     names = _name(baseline), _name(value)
     verdict: Verdict = "wrong"

@@ -4,8 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from glassengine.judge.cases import Case, tokenizer_of
+from glassengine.engine.prompts.tokenizing import token_rows
+from glassengine.judge.cases import Case, prompt_texts, tokenizer_of
+from glassengine.judge.given import Inputs
 from glassengine.program import LoadedModel
+
+
+def other_tokens(model: LoadedModel, directory: str | None, inputs: Inputs) -> str | None:
+    """Return in words that the tokenizer of a candidate makes other tokens of the given texts; None where it does not.
+
+    Args:
+        model: The baseline, whose tokens both sides get.
+        directory: Of the candidate.
+        inputs: Of the check; token ids are not tokenized by anybody.
+    """
+    if directory is None or not (inputs is None or isinstance(inputs, str)):
+        return None
+    ours, theirs = tokenizer_of(model.directory), tokenizer_of(directory)
+    if ours is None or theirs is None:
+        return None
+    texts = prompt_texts(inputs)
+    for text, own, other in zip(texts, token_rows(ours, texts), token_rows(theirs, texts), strict=True):
+        if own != other:
+            at = next(
+                (i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), min(len(own), len(other))
+            )
+            shown = f"{other[at : at + 4]} at token {at}, baseline {own[at : at + 4]}"
+            return f"the candidate's tokenizer gives other tokens for {text[:40]!r}: {shown}"
+    return None
 
 
 def texts_of(
@@ -18,7 +44,7 @@ def texts_of(
         cases: Those with token ids have texts.
         chosen: Of a case, by name, the token that each step is followed by.
     """
-    tokenizer = tokenizer_of(model)
+    tokenizer = tokenizer_of(model.directory)
     found = {}
     for case in cases:
         if case.input_ids is None:

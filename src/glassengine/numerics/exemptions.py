@@ -20,6 +20,7 @@ TIES: ExemptionReason = "ties"
 BELOW: ExemptionReason = "below ties or padding"
 DRAWN: ExemptionReason = "random"
 UNREAD: ExemptionReason = "unread"
+GAUGE: ExemptionReason = "written in another gauge"
 
 Masks: TypeAlias = "Mapping[ExemptionReason, torch.Tensor]"
 """Reason -> bool mask, which broadcasts against the tensor, of the elements that do not count."""

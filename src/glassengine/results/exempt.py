@@ -8,7 +8,15 @@ from typing import Literal
 from glassengine.results.base import Result
 
 ExemptionReason = Literal[
-    "padding", "unwritten memory", "masked rows", "undefined casts", "ties", "below ties or padding", "random", "unread"
+    "padding",
+    "unwritten memory",
+    "masked rows",
+    "undefined casts",
+    "ties",
+    "below ties or padding",
+    "random",
+    "unread",
+    "written in another gauge",
 ]
 
 
@@ -21,7 +29,8 @@ class Exemption(Result):
             sees no key), "undefined casts" (NaN or too large a number to an integer dtype), "ties" (a choice between
             values that differ by less than rounding), "below ties or padding" (a whole tensor with unknown
             elements that depend on them), "random" (other in each run), "unread" (later ops leave
-            these elements out, with any values).
+            these elements out, with any values), "written in another gauge" (later ops take back how these differ, with
+            any values).
         num_elements: How many.
         share: Of all elements that the two sides have in common.
         num_tensors: How many tensors have such elements.

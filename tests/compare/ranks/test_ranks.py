@@ -418,3 +418,81 @@ def test_rows_padded_to_another_length_per_rank_are_said_to_be_why(tmp_path: Pat
     each = [{".:in.input_ids": part, "x": part.float()} for part in (ids[:2, :6], ids[2:])]
     with pytest.raises(IncomparableError, match=r"do not make up \[4, 8\]; so 1 more(.|\n)*one length"):
         compare(one, record_ranks(tmp_path / "ranks", each))
+
+
+VOCAB = 26
+
+
+def looked_up(ranks: int, how: str, *, wrong: str = "") -> tuple[dict[str, Tensor], list[Tensors]]:
+    """A vocabulary in shares, padded to as many rows in each rank, its ids and results masked outside of the module.
+
+    Args:
+        ranks: How many.
+        how: "zero" looks up the first row in place of those of others, "ends" the first or the last one, "inside" masks
+            in the module, "reads all" leaves the numbers to the module.
+        wrong: What the last rank, or all of them, have wrong.
+    """
+    table, ids = randn(VOCAB, D), torch.randint(0, VOCAB, (B, 9), generator=torch.Generator().manual_seed(5))
+    size = -(-VOCAB // ranks)
+    x = torch.nn.functional.embedding(ids, table)
+    norm = torch.nn.functional.layer_norm
+    one = {"embed:in[0]": ids, "embed": x, "norm": norm(x, (D,)), "head": norm(x, (D,)) @ table.T}
+    padded = torch.cat([table, torch.zeros(size * ranks - VOCAB, D)])
+    each, terms = [], []
+    for rank in range(ranks):
+        is_last = rank == ranks - 1
+        own = padded[rank * size : (rank + 1) * size].clone()
+        number = ids - rank * size + (wrong == "off by one" and is_last)
+        absent = (number < 0) | (number >= size)
+        local = number.clamp(0, size - 1) if how == "ends" else number.masked_fill(absent, 0)
+        if wrong == "scaled row" and is_last:
+            own[int(local[~absent][0])] *= 1.3
+        found = torch.nn.functional.embedding(local, own)
+        term = found if wrong == "not masked" else found.masked_fill(absent[..., None], 0)
+        terms.append(term)
+        given = ids if how in ("inside", "reads all") else local
+        each.append({"embed:in[0]": given, "embed": term if how == "inside" else found, "own": own})
+    total = each[-1]["embed"] if wrong == "not added up" else torch.stack(terms).sum(0)
+    made: list[Tensors] = []
+    for rank, seen in enumerate(each):
+        y = norm(terms[rank] if wrong == "not added up" else total, (D,))
+        head = y @ seen["own"].T * (1.2 if wrong == "behind" and rank == 0 else 1)
+        made.append({"embed:in[0]": seen["embed:in[0]"], "embed": seen["embed"], "norm": y, "head": head})
+    return one, made
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("how", ["zero", "ends", "inside", "reads all"])
+def test_f59_a_vocabulary_in_shares_is_right_wherever_its_mask_is(ranks: int, how: str, tmp_path: Path) -> None:
+    one, each = looked_up(ranks, how)
+    result = compare(record(tmp_path / "one", one), record_ranks(tmp_path / "ranks", each))
+    assert (result.ok, result.coverage, result.first_divergence) == (True, 1.0, None), result.not_ok_because
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("wrong", "site", "rank"),
+    [
+        ("off by one", "embed", None),
+        ("scaled row", "embed", None),
+        ("not masked", "norm", None),
+        ("not added up", "embed", None),
+        ("behind", "head", 0),
+    ],
+)
+def test_f59_a_mistake_in_it_or_behind_it_is_found(
+    ranks: int, wrong: str, site: str, rank: int | None, tmp_path: Path
+) -> None:
+    one, each = looked_up(ranks, "zero", wrong=wrong)
+    result = compare(record(tmp_path / "one", one), record_ranks(tmp_path / "ranks", each))
+    found = result.first_divergence
+    assert not result.ok and found is not None and (found.site, found.rank) == (site, rank)
+
+
+def test_f59_copies_of_which_one_is_wrong_are_no_shares_of_a_table(tmp_path: Path) -> None:
+    x = randn(B, S, D)
+    other = x.clone()
+    other[0, 1:3] = 0.5
+    each: list[Tensors] = [{"x": x, "y": x.relu()}, {"x": other, "y": x.relu()}]
+    result = compare(record(tmp_path / "one", {"x": x, "y": x.relu()}), record_ranks(tmp_path / "ranks", each))
+    assert not result.ok and result.first_divergence is not None and result.first_divergence.site == "x"

@@ -16,13 +16,17 @@ if TYPE_CHECKING:
 EXPLAINED = 0.02
 """Another reading of the parts is right when it leaves at most this fraction of the error."""
 
-COPIES, SUM, MEAN, MEAN_OF_SUMS, NUMBERS = "copies", "sum", "mean", "mean of sums", "numbers"
+_MOST_MASKED = 2
+"""Rows that a rank has in place of those of others."""
+
+COPIES, SUM, MEAN, MEAN_OF_SUMS, NUMBERS, ROWS = "copies", "sum", "mean", "mean of sums", "numbers", "rows"
 
 HOW = {
     SUM: "added up: shares of a sum",
     MEAN: "averaged over the ranks that have data of their own",
     MEAN_OF_SUMS: "added up over the ranks that have the same data, averaged over the others",
     NUMBERS: "counted from the first row of each rank's table",
+    ROWS: "each row from the rank whose share of a table has it",
 }
 
 
@@ -64,8 +68,6 @@ class Assembly:
         """Return the whole; of copies that differ the worst ones."""
         import torch
 
-        if self.kind == NUMBERS:
-            return _numbered(self.parts, reference)
         chosen: list[tuple[Part, int]] = []
         for members in self.cells():
             if self.kind in (SUM, MEAN, MEAN_OF_SUMS):
@@ -73,6 +75,10 @@ class Assembly:
                 total = total / {SUM: 1, MEAN: len(members)}.get(self.kind, self.num_groups)
                 first = self.parts[members[0]]
                 chosen.append((Part(first.ranks, total.to(first.tensor.dtype)), members[0]))
+            elif self.kind in (ROWS, NUMBERS):
+                of_cell, place = [self.parts[i].tensor for i in members], self.place(members[0], reference)
+                found = (_numbered if self.kind == NUMBERS else _nearest_rows)(of_cell, place)
+                chosen.append((Part(self.parts[members[0]].ranks, found), members[0]))
             elif self.differ:
                 worst = max(members, key=lambda i: error_of(self.parts[i].tensor, self.place(i, reference)))
                 chosen.append((self.parts[worst], worst))
@@ -130,10 +136,9 @@ def settled(
     if tuple(reference.shape) != assembly.way.whole:
         return assembly
     if not reference.is_floating_point():
-        is_numbered = not assembly.way.dims and not reference.is_complex() and reference.dtype is not torch.bool
-        if is_numbered and bool((_numbered(parts, reference) == reference).all()):
-            return Assembly(parts, assembly.way, NUMBERS)
-        return assembly
+        numbered = Assembly(parts, assembly.way, NUMBERS)
+        is_whole = not reference.is_complex() and reference.dtype is not torch.bool
+        return numbered if is_whole and bool((numbered.whole(reference) == reference).all()) else assembly
     error = error_of(assembly.whole(reference), reference)
     # Results of what each rank was given are its own; of a parameter there is one for all.
     is_local = num_groups != 1 and not assembly.way.by_data and not is_of_parameter
@@ -147,10 +152,46 @@ def settled(
         other = Assembly(parts, assembly.way, kind, differ=True, is_open=not is_local, num_groups=num_groups or 1)
         if error_of(other.whole(reference), reference) <= EXPLAINED * error:
             return other
+    of_rows = Assembly(parts, assembly.way, ROWS, differ=True, is_open=True)
+    if all(_are_of_table([parts[i].tensor for i in cell], of_rows.place(cell[0], reference)) for cell in cells):
+        return of_rows
     return assembly
 
 
-def _numbered(parts: Sequence[Part], reference: Tensor) -> Tensor:
+def _nearest_rows(parts: Sequence[Tensor], reference: Tensor) -> Tensor:
+    """Return of each row the one of the part that is nearest to that of the counterpart."""
+    import torch
+
+    errors = torch.stack([(part.double() - reference.double()).square().sum(-1) for part in parts]).nan_to_num(math.inf)
+    found = torch.stack(list(parts)).gather(0, errors.argmin(0)[None, ..., None].expand(1, *parts[0].shape))[0]
+    return found
+
+
+def _are_of_table(parts: Sequence[Tensor], reference: Tensor) -> bool:
+    """Whether parts are what ranks with shares of a table look up, before what others have is masked.
+
+    Each row of the whole is in one rank, wherever that row is. In place of all others a rank has one row, that of the
+    number it puts there; or two, where it cuts numbers off at both ends of its share.
+    """
+    import torch
+
+    width = reference.shape[-1] if reference.dim() > 1 else 0
+    if width < 2 or len(parts) < 2 or any(part.shape != reference.shape for part in parts):
+        return False
+    rows, number = torch.unique(reference.reshape(-1, width), dim=0, return_inverse=True)
+    size = float(reference.double().square().mean().sqrt())
+    counts, owners = torch.bincount(number), torch.zeros(len(rows), dtype=torch.int64)
+    for part in parts:
+        flat = part.reshape(-1, width)
+        is_here = (flat - rows[number]).double().square().mean(-1).sqrt() <= EXPLAINED * size
+        has = torch.bincount(number[is_here], minlength=len(rows)) == counts
+        if not bool((has[number] == is_here).all()) or len(torch.unique(flat[~is_here], dim=0)) > _MOST_MASKED:
+            return False
+        owners += has
+    return len(rows) > _MOST_MASKED and bool((owners == 1).all())
+
+
+def _numbered(parts: Sequence[Tensor], reference: Tensor) -> Tensor:
     """Return the numbers that ranks with consecutive shares of a table mean, each by those in its share.
 
     A rank counts from the first row of its share, and puts some number in place of those it does not have.
@@ -160,12 +201,12 @@ def _numbered(parts: Sequence[Part], reference: Tensor) -> Tensor:
     found = torch.full_like(reference, -1)
     starts: list[int] = []
     for part in parts:
-        if part.tensor.shape != reference.shape or part.tensor.is_floating_point():
+        if part.shape != reference.shape or part.is_floating_point():
             return found
-        difference = (reference - part.tensor.to(reference.dtype)).flatten()
+        difference = (reference - part.to(reference.dtype)).flatten()
         values, counts = torch.unique(difference[difference >= 0], return_counts=True)
         # In its share the difference is always the same.
-        distinct = [len(torch.unique(part.tensor.flatten()[difference == value])) for value in values]
+        distinct = [len(torch.unique(part.flatten()[difference == value])) for value in values]
         if not distinct:
             return found
         best = max(range(len(distinct)), key=lambda i: (distinct[i], int(counts[i])))
@@ -173,7 +214,7 @@ def _numbered(parts: Sequence[Part], reference: Tensor) -> Tensor:
     if sorted(set(starts)) != starts and len(set(starts)) == len(starts):
         return found
     for start, part in zip(starts, parts, strict=True):
-        meant = part.tensor.to(reference.dtype) + start
+        meant = part.to(reference.dtype) + start
         found = torch.where((found != reference) & (meant == reference), meant, found)
     return found
 

@@ -19,7 +19,7 @@ from glassengine.compare.ranks.assembly import COPIES, SUM, Assembly, settled
 from glassengine.compare.ranks.data_layout import data_layout, with_other_stages
 from glassengine.compare.ranks.factors import factor_of_rows, lies_in_rows
 from glassengine.compare.ranks.findings import Findings
-from glassengine.compare.ranks.fitting import can_be_arranged
+from glassengine.compare.ranks.fitting import can_be_arranged, padding
 from glassengine.compare.ranks.local_names import LocalNames, local_names
 from glassengine.compare.ranks.rank_errors import errors_of_ranks
 from glassengine.compare.ranks.shards import Local, assembled, is_spread, meshes, why_not_assembled
@@ -211,7 +211,7 @@ class PutTogether(Findings):
         """Return the parts, distributed tensors put together."""
         entries = self._parts[key]
         if not is_spread(entries) or any(why_not_assembled(mesh) for mesh in self._meshes(key)):
-            return tuple(Part((entry.rank,), self._source.tensor(entry)) for entry in entries)
+            return self._without_padding(key, [Part((e.rank,), self._source.tensor(e)) for e in entries])
         found: list[Part] = []
         for mesh in self._meshes(key):
             local: list[Local] = [
@@ -219,6 +219,14 @@ class PutTogether(Findings):
             ]
             found += assembled(local)
         return tuple(found)
+
+    def _without_padding(self, key: _Key, parts: Sequence[Part]) -> tuple[Part, ...]:
+        shapes = {tuple(part.tensor.shape) for part in parts}
+        if key in self._expected and len(shapes) == 1:
+            found = padding(shapes.pop(), len(parts), self._expected[key][1].shape, key[1])
+            if found is not None:
+                return (*parts[:-1], Part(parts[-1].ranks, parts[-1].tensor.narrow(found[0], 0, found[1])))
+        return tuple(parts)
 
     def _meshes(self, key: _Key) -> list[list[Entry]]:
         entries = self._parts[key]

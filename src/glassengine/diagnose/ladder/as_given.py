@@ -44,13 +44,14 @@ def require_two_models(baseline: LoadedModel, candidate: LoadedModel) -> None:
         )
 
 
-def as_given(climb: Climb, baseline: LoadedModel, candidate: LoadedModel | None) -> None:
+def as_given(climb: Climb, baseline: LoadedModel, candidate: LoadedModel | None, *, num_stages: int) -> None:
     """Let the untouched sides of a climb run as they were given, and say what differs in that.
 
     Args:
         climb: With its sides.
         baseline: As it was loaded.
         candidate: Another model as it was loaded; None where the candidate is none.
+        num_stages: Of the check; steps that follow each other call both models several times as it is.
     """
     sides = {"baseline": climb.model}
     models = {"baseline": baseline}
@@ -70,7 +71,7 @@ def as_given(climb: Climb, baseline: LoadedModel, candidate: LoadedModel | None)
                     continue
                 side.training = one.training
                 climb.differences.append(in_words(who, names))
-    if candidate is not None and not climb.program.generates and not climb.differences:
+    if candidate is not None and not climb.program.generates and not climb.differences and num_stages == 1:
         _call_twice(climb, *(sides[who] for who in ("baseline", "candidate")))
 
 
@@ -105,7 +106,7 @@ def _call_twice(climb: Climb, ours: Any, theirs: Any) -> None:
         if name not in firsts or name not in agains or name not in again or first[name].shape != firsts[name].shape:
             continue
         if not torch.equal(keeps[name], firsts[name]) and torch.equal(kept[name], first[name]):
-            climb.differences.append(f"a second call of the candidate overwrites the {name} that the first has returned")
+            climb.differences.append(f"a second call of the candidate overwrites the {name} that the first returned")
         elif _signal(first[name], firsts[name]) > _SAME_DB and _signal(again[name], agains[name]) < _LOST_DB:
             stale = _signal(firsts[name], agains[name]) > _SAME_DB
             how = "it is that of the first call" if stale else "the first call agrees"

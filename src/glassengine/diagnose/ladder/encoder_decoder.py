@@ -21,6 +21,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from glassengine.diagnose.ladder.climb import Climb, begun
 from glassengine.errors import UsageError
 from glassengine.judge.cases import Case, StepInputs, causal_cases
+from glassengine.judge.end_to_end import merged
 from glassengine.judge.given import Inputs
 from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.judge.sides.module import ModuleSide
@@ -28,6 +29,7 @@ from glassengine.numerics.exemptions import together
 from glassengine.program import LoadedModel, export_programs
 from glassengine.program.kinds.encoder_decoder import SOURCE_MASK, Encoder, start_token, takes_mask
 from glassengine.program.kinds.example_inputs import encoder_inputs
+from glassengine.program.user_code.module_state import own_copies
 from glassengine.progress import Progress, Work
 from glassengine.results import Comparison, Rung, WeightsComparison, added, worst
 
@@ -40,7 +42,7 @@ class EncoderSide(ModuleSide):
 
     def forward(self, inputs: Mapping[str, Any]) -> Any:
         """Run the encoder and one token of the decoder."""
-        return Encoder(self.module)(dict(inputs))
+        return Encoder(self.module)(own_copies(inputs))
 
 
 @dataclass
@@ -168,7 +170,7 @@ def joined(encoder: Comparison, decoder: Comparison) -> Comparison:
         too_little=bool(bad) and all(found.too_little for found in bad),
         weights=_joined_weights(encoder.weights, decoder.weights),
         standing=bad[0].standing if bad else "ok",
-        results=encoder.results + decoder.results,
+        results=merged((*encoder.results, *decoder.results)),
         fineness=encoder.fineness + decoder.fineness,
         inputs=encoder.inputs + decoder.inputs,
         drift=encoder.drift + decoder.drift,

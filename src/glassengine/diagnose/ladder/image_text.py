@@ -44,6 +44,7 @@ from glassengine.program.kinds.image_text import (
     rows_of,
     type_arguments,
 )
+from glassengine.program.user_code.module_state import own_copies
 from glassengine.progress import Progress, Work
 from glassengine.results.inputs_used import Origin
 
@@ -60,7 +61,7 @@ class VisionSide(ModuleSide):
         before = vars(self.module).get("forward")
         self.module.forward = Vision(self.module).forward
         try:
-            return self.module(**inputs)
+            return self.module(**own_copies(inputs))
         finally:
             del self.module.forward
             if before is not None:

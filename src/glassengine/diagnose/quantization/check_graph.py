@@ -25,6 +25,7 @@ from glassengine.program import LoadedModel
 from glassengine.program.export.examples import named_inputs
 from glassengine.program.representation.program import Program
 from glassengine.program.representation.signature import named_results
+from glassengine.program.user_code.module_state import own_copies
 from glassengine.progress import Progress, Work
 from glassengine.results import (
     FLAGGED,
@@ -108,7 +109,7 @@ def check_quantized_graph(
             progress(Work.JUDGING.says(f"judging: {judged} of {total} steps", judged, total))
             where = (case.name, number)
             named = named_inputs(step)
-            ours = named_results(baseline.module(**named)) if returned is None else returned[judged - 1]
+            ours = named_results(baseline.module(**own_copies(named))) if returned is None else returned[judged - 1]
             run.step(named, ends.compare(candidate.module, named, ours, where), where)
     if not run.ops:
         raise IncomparableError(

@@ -22,6 +22,7 @@ from glassengine.judge.given import beside_tokens, in_one_forward
 from glassengine.numerics.metrics.logits import compare_logits
 from glassengine.numerics.quantization.weight_error import WeightError
 from glassengine.program import LoadedModel, example_inputs
+from glassengine.program.user_code.module_state import own_copies
 from glassengine.progress import Progress, Work
 
 _PATIENCE_S = 2.0
@@ -75,7 +76,7 @@ class Outcome:
 
 def outcome_of(module: nn.Module, forwards: Sequence[Mapping[str, Any]]) -> Outcome:
     """Return what `module` gives in all `forwards` together, float32."""
-    made = [_rows(module(**forward), forward) for forward in forwards]
+    made = [_rows(module(**own_copies(forward)), forward) for forward in forwards]
     return Outcome(torch.cat([rows for rows, _ in made]), all(are_logits for _, are_logits in made))
 
 
@@ -152,8 +153,12 @@ def one_by_one(
     forwards: Sequence[Mapping[str, Any]],
     expected: Outcome,
     progress: Progress,
-) -> None:
-    """Fill in the figures of each weight: the results of the model with that one exchanged, beside `expected`."""
+) -> str | None:
+    """Fill in the figures of each weight: the results of the model with that one exchanged, beside `expected`.
+
+    Returns:
+        How far it came, where it was interrupted.
+    """
     began = said = time.monotonic()
     for index, weight in enumerate(weights):
         now = time.monotonic()
@@ -161,8 +166,14 @@ def one_by_one(
             said, left = now, (now - began) / index * (len(weights) - index)
             text = f"running with weight {index + 1} of {len(weights)} alone, about {left:.0f} s left"
             progress(Work.RUNNING.says(text, index + 1, len(weights)))
-        with _in_place(parameters[weight.name], weight.value):
-            weight.figures = difference(expected, outcome_of(module, forwards))
+        try:
+            with _in_place(parameters[weight.name], weight.value):
+                weight.figures = difference(expected, outcome_of(module, forwards))
+        except KeyboardInterrupt:
+            for left in weights[index:]:
+                left.figures = {"error": math.nan, "snr_db": math.nan, "kl": None}
+            return f"{index} of {len(weights)} weights were run alone"
+    return None
 
 
 def difference(expected: Outcome, found: Outcome) -> dict[str, Any]:

@@ -23,9 +23,9 @@ from glassengine.judge.step_inputs import Given
 from glassengine.program.kinds.causal_lm import accepted, cache_argument, expert_modules
 from glassengine.program.kinds.states import cache_tensors, forget
 from glassengine.program.representation.program import Program
-from glassengine.program.representation.signature import named_results
+from glassengine.program.representation.signature import named_results, plain_results
 from glassengine.program.user_code.mode import as_given
-from glassengine.program.user_code.module_state import ModuleState, run_with
+from glassengine.program.user_code.module_state import ModuleState, own_copies, run_with
 from glassengine.program.user_code.raised import described, raised_in
 
 
@@ -71,7 +71,7 @@ class ModuleSide(Side):
         Raises:
             IncomparableError: The forward raised.
         """
-        self._values, self._results, self.written = {}, {}, None
+        self._values, self._results, self.plain, self.written = {}, {}, {}, None
         try:
             self._run(inputs)
         except GlassError:
@@ -107,7 +107,8 @@ class ModuleSide(Side):
     def _run(self, inputs: Given) -> None:
         with torch.no_grad(), observing(self.module, self._keep, called_as=self.baseline.called_as):
             if not isinstance(inputs, StepInputs):
-                self._results = named_results(self.forward(inputs))
+                returned = self.forward(inputs)
+                self._results, self.plain = named_results(returned), plain_results(returned)
                 return
             seen = int(inputs.cache_position[-1]) + 1
             with as_given(self.module, self.training):
@@ -153,13 +154,12 @@ class ModuleSide(Side):
         assert self.baseline.layout is not None
         # To a recurrence padding is a token like any other: a row begins when its first real token comes.
         forget(self._cache, ~inputs.attention_mask[:, : seen - 1].any(1))
-        arguments = {
+        tensors = {
             "input_ids": inputs.input_ids,
             "attention_mask": inputs.attention_mask[:, :seen] if self.baseline.layout.attention_layers else None,
             "position_ids": inputs.position_ids,
-            cache_argument(self.module): self._cache,
-            "use_cache": True,
         }
+        arguments = {**own_copies(tensors), cache_argument(self.module): self._cache, "use_cache": True}
         return self.module(**accepted(self.module, arguments)).logits, self._cache
 
     @cached_property

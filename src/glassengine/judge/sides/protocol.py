@@ -118,6 +118,7 @@ class Side(ABC):
         replay: Judges what its ops, regions or segments introduced; None where results alone are judged.
         arranged: Gives its tensors the baseline's dimensions.
         logits: Of the last step, [B, S, V], where it chooses tokens.
+        plain: Results of the current step that are no tensors.
         written: Inputs of the current step that it has written to, as it leaves them; None where that is not observed.
     """
 
@@ -130,6 +131,7 @@ class Side(ABC):
     arranged: Arranged = field(default_factory=Arranged, kw_only=True)
     logits: torch.Tensor | None = field(default=None, kw_only=True)
     written: Mapping[str, torch.Tensor] | None = field(default=None, init=False)
+    plain: Mapping[str, Any] = field(default_factory=dict, init=False)
 
     @property
     def rung(self) -> str:
@@ -155,6 +157,11 @@ class Side(ABC):
     def counterparts(self) -> Mapping[str, str]:
         """Baseline node -> node of `program`."""
         return {node: pair.candidate.node for node, pair in self.pairs.items()}
+
+    @property
+    def called(self) -> Mapping[str, tuple[str, str]] | None:
+        """Of a record, result of the baseline -> what it calls that, and how this is known; None of what runs."""
+        return None
 
     @property
     def reordered(self) -> tuple[str, ...]:

@@ -11,10 +11,12 @@ from torch.fx import Node
 from glassengine.judge.cases import Case, StepInputs
 from glassengine.judge.end_to_end import results_of, with_model
 from glassengine.judge.exclusions.padding import valid_mask
+from glassengine.judge.replay.arithmetic import PLAIN, Arithmetic
 from glassengine.judge.replay.reference import ReferenceRun
 from glassengine.judge.sides.protocol import Side
 from glassengine.judge.step_inputs import by_name, empty_caches
 from glassengine.judge.verdict.collectives import judge_collectives
+from glassengine.judge.verdict.gauges import leave_out_gauges
 from glassengine.judge.verdict.score import Score
 from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
 from glassengine.numerics.verdict import Reference
@@ -33,6 +35,7 @@ def run_cases(
     *,
     coarsest: torch.dtype | None,
     accumulation: Accumulation = FLOAT32_SUMS,
+    arithmetic: Arithmetic = PLAIN,
     on_step: Callable[[Case, int, Mapping[str, float]], None],
 ) -> None:
     """Run every case on the reference and on all sides, and judge every tensor of every step.
@@ -44,14 +47,17 @@ def run_cases(
         scores: One per side, `model`'s among them.
         coarsest: Dtype of the coarsest side.
         accumulation: How the sides' products are summed.
+        arithmetic: What the sides compute more coarsely, op by op.
         on_step: Called after each step with the relative noise floor of each node so far.
     """
     floors: dict[str, float] = {}
+    first: Mapping[str, torch.Tensor] = {}
     results: dict[str, list[str]] = {}
     for name in results_of(program):
         results.setdefault(program.output_nodes[name], []).append(name)
     for case in cases:
-        reference = ReferenceRun(program, coarsest=coarsest, accumulation=accumulation, relative_floors=floors)
+        how: Any = {"coarsest": coarsest, "accumulation": accumulation, "arithmetic": arithmetic}
+        reference = ReferenceRun(program, **how, relative_floors=floors)
         for score in scores:
             score.begin(case)
         inputs: Any = None
@@ -65,6 +71,7 @@ def run_cases(
             named = by_name(inputs)
             if step == 0:
                 named |= empty_caches(program, named)
+                first = first or named
 
             def observe(node: Node, value: Reference, step: int = step, case: Case = case, made: Made = made) -> None:
                 tied = False
@@ -86,11 +93,13 @@ def run_cases(
                 score.results.end_step(score.side.results(), made, (case.name, step))
                 if model is not None and model.written is not None and score.side.written is not None:
                     score.results.compare_inputs(before, score.side.written, model.written, (case.name, step))
+                    score.results.compare_plain(score.side.plain, model.plain, (case.name, step))
                 score.end_step(named)
                 judge_collectives(score, case, step)
             on_step(case, step, floors)
         for score in scores:
             score.end_case()
+    leave_out_gauges(scores, first)
 
 
 def _compare_results(

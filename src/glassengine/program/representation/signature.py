@@ -88,6 +88,11 @@ def named_results(value: Any) -> dict[str, torch.Tensor]:
     return {name: leaf for name, leaf in _named_leaves(value) if isinstance(leaf, torch.Tensor)}
 
 
+def plain_results(value: Any) -> dict[str, Any]:
+    """Return what is no tensor among what a forward returned, by the same names: numbers, text, None."""
+    return {name: leaf for name, leaf in _named_leaves(value) if not isinstance(leaf, torch.Tensor)}
+
+
 def _named_leaves(tree: Any) -> Iterator[tuple[str, Any]]:
     for path, leaf in pytree.tree_flatten_with_path(plain_containers(tree))[0]:
         yield re.sub(r"\W+", ".", pytree.keystr(path)).strip(".") or "output", leaf

@@ -18,7 +18,7 @@ _MOST_NAMES = 4
 
 def in_training(module: nn.Module) -> tuple[str, ...]:
     """Return the paths of the modules that are in training mode, "" for the module itself."""
-    return tuple(path for path, part in module.named_modules() if part.training)
+    return tuple(path for path, part in module.named_modules() if getattr(part, "training", False))
 
 
 def is_whole(module: nn.Module, training: Collection[str]) -> bool:
@@ -76,7 +76,8 @@ def in_words(side: str, names: Collection[str]) -> str:
     """Return that modules of a side are in training mode."""
     shown = ", ".join(name or "the model itself" for name in list(names)[:_MOST_NAMES])
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return f"{len(names)} module{'s' * (len(names) > 1)} of the {side} {'are' if len(names) > 1 else 'is'} in training mode: {shown}{more}"
+    what = f"{len(names)} modules of the {side} are" if len(names) > 1 else f"1 module of the {side} is"
+    return f"{what} in training mode: {shown}{more}"
 
 
 def _reads_mode(part: nn.Module) -> bool:

@@ -21,6 +21,7 @@ class Place:
     dropout: float = 0.0
     fused: bool = False
     zigzag: bool = False
+    outside: str = ""
 
     def of(self, name: str) -> tuple[int, int]:
         """Return the number of this process along a dimension of the mesh, and the size of that."""

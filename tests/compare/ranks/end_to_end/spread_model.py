@@ -98,6 +98,39 @@ class Table(nn.Module):
         return y
 
 
+class Outside(nn.Module):
+    """An embedding of some rows, whose ids and results are masked by the module around it, as Megatron may write it.
+
+    Args:
+        whole: All rows.
+        place: Of this process.
+        how: "zero" puts the first row in place of those of other processes, "ends" the first and the last one,
+            "after" passes on ids as they are and masks nothing before.
+    """
+
+    def __init__(self, whole: nn.Embedding, place: Place, how: str) -> None:
+        super().__init__()
+        at, count = place.of("tp")
+        size = -(-whole.num_embeddings // count)  # the vocabulary is padded
+        padded = torch.cat([whole.weight.detach(), torch.zeros(size * count - whole.num_embeddings, WIDTH)])
+        self.place, self.how, self.start, self.size = place, how, at * size, size
+        self.table = nn.Embedding(size, WIDTH, _weight=padded[self.start : self.start + size].clone())
+
+    def local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return numbers in the own table, and where others have them."""
+        number = ids - self.start + self.place.wrong("ids off by one")
+        absent = (number < 0) | (number >= self.size)
+        if self.how == "ends":
+            return number.clamp(0, self.size - 1), absent
+        return number.masked_fill(absent, 0), absent
+
+    def joined(self, y: Tensor, absent: Tensor) -> Tensor:
+        """Return the sum of what all processes have."""
+        if not self.place.wrong("rows of others not masked"):
+            y = y.masked_fill(absent[..., None], 0)
+        return y if self.place.wrong("rows not added up") else apply(y, summed(self.place.group("tp")), same)
+
+
 class Rotary(nn.Module):
     """Rotates pairs of a head by its position."""
 
@@ -241,12 +274,20 @@ class Net(nn.Module):
             if isinstance(module, (Attention, Mlp, Experts)):
                 module.spread()
         if self.place.of("tp")[1] > 1:
-            self.embed = Table(self.embed, self.place)  # type: ignore[assignment]
+            if self.place.outside:
+                self.outside = Outside(self.embed, self.place, self.place.outside)
+                self.embed = self.outside.table
+            else:
+                self.embed = Table(self.embed, self.place)  # type: ignore[assignment]
             self.head = Columns("head", self.head, self.place)  # type: ignore[assignment]
 
     def forward(self, input_ids: Tensor, labels: Tensor, positions: Tensor) -> dict[str, Tensor]:
         place = self.place
-        x = self.embed(input_ids)
+        if place.outside and place.of("tp")[1] > 1:
+            number, absent = self.outside.local(input_ids)
+            x = self.outside.joined(self.embed(number), absent)
+        else:
+            x = self.embed(input_ids)
         at = positions
         for layer in self.layers:
             x = layer(x, at)

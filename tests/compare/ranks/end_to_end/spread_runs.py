@@ -155,7 +155,7 @@ def run(name: str, of: Run, path: Path) -> None:
         infer(net.eval(), place, path / name)
 
 
-TP2, TP4 = {"tp": 2}, {"tp": 4}
+TP2 = {"tp": 2}
 TRAIN = {"training": True}
 
 RIGHT: dict[str, Run] = {
@@ -179,6 +179,9 @@ RIGHT: dict[str, Run] = {
             ("dp4", "one", {"dp": 4}, {}),
         )
     },
+    "tp2 masked outside": Run("one", TP2, options={"outside": "zero"}),
+    "dp2tp2 masked outside": Run("one", {"dp": 2, "tp": 2}, options={"outside": "zero"}),
+    "tp2 masked outside, cut off": Run("one", TP2, options={"outside": "ends"}),
     "tp2dropout-train": Run("one-dropout-train", TP2, options={"dropout": 0.3, **TRAIN}),
 }
 ONE: dict[str, Run] = {
@@ -210,6 +213,17 @@ WRONG: dict[str, Run] = {
     "no all-reduce of embedding": Run("one", TP2, ("no all-reduce embed",), site="embed", hint="reduction"),
     "ids of others not masked": Run("one", TP2, ("ids of others not masked",), site="embed"),
     "table starts elsewhere": Run("one", TP2, ("table starts elsewhere",), site="embed"),
+    "ids off by one, masked outside": Run(
+        "one", TP2, rank=1, own="ids off by one", site="embed:in[0]", options={"outside": "zero"}
+    ),
+    "rows of others not masked, outside": Run(
+        "one", TP2, ("rows of others not masked",), site="layers.0:in[0]", options={"outside": "zero"}
+    ),
+    "rows not added up, outside": Run("one", TP2, ("rows not added up",), site="embed", options={"outside": "zero"}),
+    "a slip behind a mask outside": Run(
+        "one", TP2, rank=1, own=scaled("layers.1.mlp.act"), site="layers.1.mlp.act", blamed=1,
+        options={"outside": "ends"},
+    ),
     "logits in reverse": Run("one", TP2, ("logits gathered in reverse",), site=".:out.logits", hint="order"),
     "stale replica": Run("one", TP2, rank=1, own=stale("layers.1.norm2.weight"), site="layers.1.norm2", blamed=1),
     "stale shard": Run("one", TP2, rank=1, own=stale("layers.1.mlp.up.weight"), site="layers.1.mlp.up", blamed=1),

@@ -1,0 +1,259 @@
+"""Tensors that differ, and that the next ops take back for any values: written in another gauge, and no mistake.
+
+A port may center what it writes to a residual stream, since every layer norm takes the mean off again; it may order
+heads or hidden units otherwise, turn the basis of the stream, or scale queries up and keys down. That the results agree
+is no proof: these inputs may not excite a mistake. So both programs are run in float64, node by node side by side, on
+made-up values. Where the two have the same, both go on from another value, the same for both: of another size, so that
+an epsilon or a limit shows, and masks with places turned over. Where they differ, each goes on from its own. If they
+meet again on every way to a result, whatever the values, what lies between is the same function.
+
+A whole number that differs, and a table that is made of constants alone (turned by another position), prove nothing:
+what they are may count in the next step. A tensor that hardly differs proves nothing, either: the rounding of weights
+may hide it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from glassengine.judge.graphs.by_name import SitePair
+from glassengine.judge.graphs.by_result import ports
+from glassengine.judge.replay.values import DOES_NOT_FIT, in_float64
+from glassengine.numerics.float64 import double, target_of
+from glassengine.numerics.judgement import unit_roundoff
+from glassengine.ops.traits import traits_of
+from glassengine.program.representation.naming import is_tensor_node
+from glassengine.program.representation.program import Program
+
+TAKEN_BACK = "written in another gauge: what reads it takes that back, for any values"
+
+_SIZES = (1e-4, 0.1, 1.0, 10.0, 1e4)
+"""Of made-up values: an epsilon shows in small ones, a limit in large ones, a softmax in those between."""
+_ROUNDINGS = 4
+"""By how much more than by weights that are rounded anew, as those of another gauge are, a row differs that is not the
+same."""
+_PLAINLY = 16
+"""What is taken back was this many times beyond that."""
+_MOST_ALONE = 64
+"""Origins that are tried one by one, beside mistakes."""
+_HUGE = 1e30
+
+
+@torch.no_grad()
+def taken_back(
+    baseline: Program,
+    candidate: Program,
+    pairs: Mapping[str, SitePair],
+    inputs: Mapping[str, Tensor],
+    origins: Collection[str],
+) -> set[str]:
+    """Return the nodes of the baseline whose tensors differ by a gauge.
+
+    Args:
+        baseline: With weights.
+        candidate: With weights.
+        pairs: Baseline node -> pair.
+        inputs: Of one step, caches among them, whose sizes are taken.
+        origins: Nodes that introduce what differs. With mistakes among them each is tried with all others given.
+    """
+    two = _Two(baseline, candidate, pairs, inputs)
+    found = two.apart(set())
+    if found is None and 1 < len(origins) <= _MOST_ALONE:
+        alone = (two.apart(set(origins) - {one}) for one in origins)
+        found = set().union(*filter(None, alone)) or next(filter(None, (two.apart({one}) for one in origins)), None)
+    return found or set()
+
+
+class _Two:
+    """Two programs side by side."""
+
+    def __init__(
+        self,
+        baseline: Program,
+        candidate: Program,
+        pairs: Mapping[str, SitePair],
+        inputs: Mapping[str, Tensor],
+    ) -> None:
+        self._programs = baseline, candidate
+        self._pairs = pairs
+        self._inputs = inputs
+        self._theirs = {node.name: node for node in candidate.graph.nodes}
+        self._tables = _tables(baseline)
+        floats = [w.dtype for one in self._programs for w in one.weights().values() if w.is_floating_point()]
+        self._unit = max(map(unit_roundoff, [torch.float32, *floats]))
+
+    def apart(self, given: Collection[str]) -> set[str] | None:
+        """Return the nodes whose values differ, though all results are the same; None if some are not.
+
+        Args:
+            given: Nodes whose values are taken to be the same, where what they read is.
+        """
+        found: set[str] = set()
+        for seed, size in enumerate(_SIZES):
+            try:
+                differing = self._differing(size, torch.Generator().manual_seed(seed), given)
+            except (*DOES_NOT_FIT, KeyError, TypeError, NotImplementedError):
+                return None
+            if differing is None:
+                return None
+            found |= differing
+        return found
+
+    def _differing(self, size: float, generator: torch.Generator, given: Collection[str]) -> set[str] | None:
+        """Return the nodes whose values differ for made-up values of one size; None if results do, too."""
+        made_up = {name: _made_up(value, size, generator) for name, value in self._inputs.items()}
+        ours, theirs = (_Values(program, made_up) for program in self._programs)
+        rounded = _Values(self._programs[0], made_up, lambda value: value * (1 + self._unit * _normal(value, generator)))
+        results = set(self._programs[0].output_nodes.values())
+        far: dict[Node, float] = {}  # how far a value is apart, through nodes without counterpart
+        found: set[str] = set()
+        for node in self._programs[0].graph.nodes:
+            if node.op in ("output", "placeholder", "get_attr") or "_assert" in str(node.target):
+                continue
+            value = ours.of(node)
+            behind = max((far.get(source, 0.0) for source in node.all_input_nodes), default=0.0)
+            pair = self._pairs.get(node.name)
+            own = None if pair is None else self._theirs[pair.candidate.node]
+            if own is None or pair is None or not is_tensor_node(node) or traits_of(node).is_arbitrary:
+                far[node] = behind
+                if node.name in results and (behind or node.op == "call_function"):
+                    return None
+                continue
+            other = theirs.of(own)
+            if pair.arrangement is not None:
+                other = pair.arrangement.apply(other, value.shape)
+            apart = 0.0 if node.name in given and not behind else _apart(value, other)
+            least = _ROUNDINGS * max(self._unit, _apart(value, rounded.of(node)))
+            # Of one that hardly differs it is not known whether it is taken back, or hidden by something larger.
+            if apart > least or 0.0 < behind < _PLAINLY * least:
+                if node.name in results or not value.is_floating_point() or node in self._tables:
+                    return None
+                far[node] = max(apart, least)
+                found.add(node.name)
+                continue
+            if pair.arrangement is None and not any(user in theirs.made for user in own.users):
+                ours.made[node] = theirs.made[own] = _made_up(value, size, generator, like=True)
+            rounded.made[node] = ours.made[node]
+        return found
+
+
+class _Values:
+    """The values of one program in float64, each made when it is asked for.
+
+    Args:
+        program: With weights.
+        inputs: By name.
+        changed: Changes a weight that is read.
+
+    Attributes:
+        made: Node -> value; may be replaced.
+    """
+
+    def __init__(
+        self, program: Program, inputs: Mapping[str, Tensor], changed: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self._weights, self._changed = program.weights(), changed
+        named = {node: inputs[name] for node, name in ports(program).items() if name in inputs}
+        known = self._weights | named
+        self._module = program.exported.graph_module
+        self.made: dict[Node, Any] = {
+            node: known[node.name] for node in program.graph.find_nodes(op="placeholder") if node.name in known
+        }
+
+    def of(self, node: Node) -> Any:
+        """Return the value of a node."""
+        waiting = [node]
+        while waiting:
+            one = waiting[-1]
+            missing = [source for source in one.all_input_nodes if source not in self.made]
+            if one not in self.made and not missing:
+                self.made[one] = self._compute(one)
+            waiting = [*waiting, *missing] if missing else waiting[:-1]
+        return self.made[node]
+
+    def _compute(self, node: Node) -> Any:
+        if node.op == "placeholder":
+            raise KeyError(node.name)
+        if node.op == "get_attr":
+            return getattr(self._module, str(node.target))
+        return in_float64(node, target_of(node), self._read).exact
+
+    def _read(self, node: Node) -> Any:
+        value = self.made[node]
+        is_changed = self._changed is not None and node.name in self._weights and value.is_floating_point()
+        return self._changed(double(value)) if is_changed and self._changed is not None else value
+
+
+def _tables(program: Program) -> set[Node]:
+    """Return the nodes that are made of constants, whole numbers and vectors alone: neither activation nor matrix."""
+    weights = program.weights()
+    found: set[Node] = set()
+    for node in program.graph.nodes:
+        value = weights[node.name] if node.name in weights else node.meta.get("val")
+        is_float = isinstance(value, Tensor) and value.is_floating_point()
+        if node.op == "placeholder":
+            is_table = not is_float or (node.name in weights and value.squeeze().dim() < 2)  # type: ignore[union-attr]
+        else:
+            is_table = all(source in found for source in node.all_input_nodes)
+        if is_table:
+            found.add(node)
+    return found
+
+
+def _made_up(value: Tensor, size: float, generator: torch.Generator, *, like: bool = False) -> Any:
+    """Return another value of the same shape.
+
+    Args:
+        value: As it is; a given one, or the result of an op.
+        size: Of floating numbers.
+        generator: Of what is made up.
+        like: Whether signs, and what is no number, stay: it may be a sum of squares, or a mask.
+    """
+    if not isinstance(value, Tensor) or not value.dim() or not value.numel():
+        return value
+    turned = torch.rand(value.shape, generator=generator) < 0.3
+    turned[..., 0] = False  # something has to be left of a mask
+    if value.dtype is torch.bool:
+        return value ^ turned
+    if not value.is_floating_point():
+        if like or value.dim() < 2 or bool((value < 0).any()):
+            return value
+        # The other number of a mask, another token of a vocabulary.
+        most = max(2, int(value.max()) + 1)
+        step = 1 + torch.randint(most - 1, value.shape, generator=generator)
+        return torch.where(turned, (value + step) % most, value)
+    noise = _normal(value, generator)
+    if not like:
+        return noise * size
+    wide = double(value)
+    counts = wide.isfinite() & (wide.abs() < _HUGE)
+    scale = float(wide[counts].square().mean().sqrt()) if bool(counts.any()) else 0.0
+    return torch.where(counts, wide * (0.5 * noise).exp() * (size / scale), wide) if scale else wide
+
+
+def _normal(value: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(value.shape, generator=generator, dtype=torch.float64)
+
+
+def _apart(ours: Any, theirs: Any) -> float:
+    """Return how far two values are apart: the largest difference of a row, relative to it; infinity for other kinds."""
+    if not isinstance(ours, Tensor) or not isinstance(theirs, Tensor) or ours.shape != theirs.shape:
+        return math.inf
+    if not (ours.is_floating_point() and theirs.is_floating_point()):
+        return 0.0 if torch.equal(ours, theirs) else math.inf
+    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+    usual = ours.isfinite() & theirs.isfinite() & (ours.abs() < _HUGE) & (theirs.abs() < _HUGE)
+    if not bool((same | usual).all()):
+        return math.inf
+    left, right = (torch.where(usual, double(value.detach()), 0.0) for value in (ours, theirs))
+    if not left.numel():
+        return 0.0
+    error, rows = ((x.square().mean(-1).sqrt() if x.dim() else x.abs()) for x in (left - right, left))
+    floor = 1e-2 * float(left.square().mean().sqrt())
+    return float((error / rows.clamp(min=max(floor, 1e-300))).max())
