@@ -1,4 +1,4 @@
-"""An ONNX file as a user runs it: its results are those of that session, and what optimizations change is told."""
+"""An ONNX file as a user runs it: its results are those of that session, and what optimizations change is named."""
 
 from __future__ import annotations
 
