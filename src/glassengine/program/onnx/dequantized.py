@@ -18,7 +18,7 @@ from torch import Tensor
 
 from glassengine.errors import UsageError
 from glassengine.program.onnx.stored.file import OnnxFile
-from glassengine.program.onnx.stored.grids import Grid, grids_of
+from glassengine.program.onnx.stored.grids import SMALL, Grid, grids_of
 
 if TYPE_CHECKING:
     import onnx
@@ -161,11 +161,11 @@ class _Twin:
             grid is None
             or zero is None
             or grid.scale not in self._weights
-            or zero.dtype not in (torch.int8, torch.uint8)
+            or zero.dtype not in SMALL
         ):
             return
         limits = torch.iinfo(zero.dtype)
-        if not bool((zero == limits.min).all()):
+        if not bool((zero.long() == limits.min).all()):
             return
         source = self._floats[integers]
         self._floats[integers] = f"{source}_from_0"
