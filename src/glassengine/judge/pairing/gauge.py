@@ -109,7 +109,9 @@ class _Two:
         """Return the nodes whose values differ for made-up values of one size; None if results do, too."""
         made_up = {name: _made_up(value, size, generator) for name, value in self._inputs.items()}
         ours, theirs = (_Values(program, made_up) for program in self._programs)
-        rounded = _Values(self._programs[0], made_up, lambda value: value * (1 + self._unit * _normal(value, generator)))
+        rounded = _Values(
+            self._programs[0], made_up, lambda value: value * (1 + self._unit * _normal(value, generator))
+        )
         results = set(self._programs[0].output_nodes.values())
         far: dict[Node, float] = {}  # how far a value is apart, through nodes without counterpart
         found: set[str] = set()
