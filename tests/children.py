@@ -49,7 +49,8 @@ _FREE = 1000
 
 
 class Popen(subprocess.Popen[Any]):
-    """A copy of the server that has imported `imports`, where the command is `[sys.executable, -c or -m or script]`."""
+    """A copy of the server that has imported `imports`, where the command is
+    `[sys.executable, -c or -m or -P -m or script]`."""
 
     def __init__(self, command: list[Any], *, imports: tuple[str, ...] = ("torch",), **options: Any) -> None:
         self._words = [os.fsdecode(word) for word in command]
@@ -194,8 +195,11 @@ def _run(words: list[str]) -> None:
     """Run what an interpreter with this command line does."""
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     vars(main).update(__builtins__=__builtins__, __annotations__={}, __loader__=importlib.machinery.BuiltinImporter)
+    is_safe = words[0] == "-P"
+    words = words[is_safe:]
     if words[0] == "-m":
-        sys.path.insert(0, os.getcwd())  # noqa: PTH109
+        if not is_safe:
+            sys.path.insert(0, os.getcwd())  # noqa: PTH109
         sys.argv = words[1:]
         runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
         return

@@ -22,9 +22,9 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / PACKAGE
 FLOORS = (
     {"deferred", "errors", "plugins", "progress"},
     {"environment"},
-    {"stores"},
+    {"starting", "stores"},
     {"reading", "torch_versions", "workers", "writing"},
-    {"accelerators", "sites", "taps", "results", "blocks", "spans", "ops"},
+    {"accelerators", "asked", "sites", "taps", "results", "blocks", "spans", "ops"},
     {"recording", "program", "schemas"},
     {"numerics"},
     {"compare", "capture", "executable"},
@@ -41,6 +41,7 @@ FLOOR_OF = {unit: level for level, floor in enumerate(FLOORS) for unit in floor}
 
 # Beside the public names, what the command line may use: reading, writing, the words it prints, its exit status.
 CLI_MAY_IMPORT = {
+    "asked",
     "commands",
     "errors",
     "progress",
@@ -48,6 +49,7 @@ CLI_MAY_IMPORT = {
     "reading",
     "results",
     "schemas",
+    "starting",
     "report",
     "stores",
     "writing",

@@ -250,7 +250,7 @@ class Anything:
     ("target", "message"),
     [
         (Anything(), r"got: Anything\n.*expected: a module, a program, an engine"),
-        (MLP(4, 16), r"needs arguments\n.*MLP.*\n.*module, \*args"),
+        (torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),)), r"torch.export leaves no taps"),
     ],
 )
 def test_what_has_no_taps_says_what_to_give(target: object, message: str) -> None:
@@ -267,6 +267,11 @@ def test_f39_taps_of_modules_programs_engines_and_exports() -> None:
     with_sites = HasSites()
     with_sites.sites = program.sites  # as an engine has them
     assert [name for name, _ in named_network_outputs(with_sites)] == ["inter"]
-    exported = torch.export.export(module, (X,))
-    (result,) = named_network_outputs(exported)
-    assert tuple(result[1].shape) == tuple(module(X).shape)
+
+
+def test_u8_taps_without_arguments_are_those_of_inputs_that_are_made_up() -> None:
+    for module in (Mixin().eval(), MLP(4, 16).eval()):
+        (found,) = named_network_outputs(module)
+        assert found[0] == "inter" and found[1].shape[-1] == module.fc.out_features
+    with pytest.raises(UsageError, match="taps are those of a module or a program"):
+        named_network_outputs(torch.export.export(Mixin().eval(), (X,)))  # not a result in place of the tap

@@ -184,8 +184,6 @@ def of_rank(rank: int, ranks: int) -> dict[str, str]:
     if loopback:
         known.setdefault("GLOO_SOCKET_IFNAME", loopback)
     known["OMP_NUM_THREADS"] = known.get("OMP_NUM_THREADS") or str(max(num_cpus() // ranks, 1))
-    # Modules come from where this process has them.
-    known["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     return known | own
 
 

@@ -24,6 +24,9 @@ ROOT = "."
 
 KINDS = ("op", "module", "tap", "kv")
 
+RETURNED = "returned/"
+"""In a recording: what comes before the name of a result that another run than the observed one has returned."""
+
 _LINE = re.compile(r"(.+?):(\d{1,9}): ?(.*)", re.DOTALL)
 
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from glassengine import asked
 from glassengine.backends import registry
 from glassengine.backends.protocol.backend import Availability, CompilingGraphs
 from glassengine.errors import BackendError, UnknownNameError
-from glassengine.plugins import BACKENDS
+from glassengine.plugins import BACKENDS, registered
 
 BUILT_IN = {"eager", "gguf", "inductor", "onnxruntime", "openvino", "tensorrt_rtx"}
 Register = Callable[..., None]
@@ -20,11 +21,12 @@ Register = Callable[..., None]
 @pytest.fixture
 def register(monkeypatch: pytest.MonkeyPatch) -> Register:
     """Return a function that registers an entry point beside the built-in ones."""
-    entries = dict(registry._entries())
+    entries = dict(registered(BACKENDS))
 
     def add(name: str, value: str) -> None:
         entries[name] = EntryPoint(name, value, BACKENDS)
-        monkeypatch.setattr(registry, "_entries", lambda: dict(entries))
+        for module in (registry, asked):
+            monkeypatch.setattr(module, "registered", lambda group: dict(entries))
 
     return add
 

@@ -216,10 +216,18 @@ def test_what_is_given_and_nothing_else_reaches_generate(
     assert seen["on_step"] is None and seen["debug"] is False
 
 
-@pytest.mark.parametrize("flag", ["--tp-size", "--tp_size", "--peft-ids", "--max_beam_width", "--gpt_attention_plugin"])
+@pytest.mark.parametrize("flag", ["--cp-size", "--peft-ids", "--max_beam_width", "--gpt_attention_plugin"])
 def test_f39_flags_without_counterpart_are_told_with_what_there_is(
     flag: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["build", "model", flag, "2"]) == 2
     said = capsys.readouterr().err
     assert f"glass build has no option {flag}: " in said and "hint: " in said and "--help" not in said
+
+
+def test_f69_ranks_are_spelled_as_in_other_tools(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--tp-size", "--tp_size", "--pp-size", "--tensor-parallelism"):
+        assert main(["build", "nowhere/at/all", flag, "2", "--storage-type", "float16"]) == 2
+        assert "unknown model" in capsys.readouterr().err
+    assert main(["check", "nowhere/at/all", "--tp-size", "2"]) == 2
+    assert "--tensor-parallel N --pipeline-parallel M" in capsys.readouterr().err

@@ -34,8 +34,8 @@ FENCE = re.compile(
     r"(?:<!-- (?P<mark>[^\n]*?) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$|^<!-- check\n(?P<check>.*?)^-->$",
     re.DOTALL | re.MULTILINE,
 )
-# What torch says of the machine when its build has CUDA and the machine has not.
-OF_THE_MACHINE = re.compile(r"^W\d{4} .*\] No CUDA runtime is found, .*\n", re.MULTILINE)
+# What torch says of the machine when its build has CUDA and the machine has not, and what a busy machine makes us say.
+OF_THE_MACHINE = re.compile(r"^(?:W\d{4} .*\] No CUDA runtime is found, .*|still .*, \d+ s \.\.\.)\n", re.MULTILINE)
 # A script alone, with its output in files, or in front of a pipe.
 SCRIPT = re.compile(r"(?:\w+=\S* )*python (?P<script>[^|>&;]*?)(?P<files>(?: 2?> ?\S+)*)(?: \| (?P<rest>[^&;]*))?$")
 NUMBER = re.compile(r"(?<![\w./])-?\d[\d,.]*(?:e[+-]?\d+)?(?!\w)%?")
@@ -120,7 +120,7 @@ class Runner:
             for name, value in (self.environ | variables).items():
                 patch.setenv(name, value)
             self.status = main([found for word in words[1:] for found in expanded(word)])
-        return stream.getvalue()
+        return OF_THE_MACHINE.sub("", stream.getvalue())
 
     def script(self, words: list[str], files: str, rest: str | None, variables: dict[str, str]) -> str:
         """Run `python WORDS > FILES`, or `python WORDS | REST`, as a shell does."""

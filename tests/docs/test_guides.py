@@ -165,7 +165,7 @@ def test_f37_code_in_bullets_is_there_and_runs(page: str, root: Path, source: st
         ("- Same: `glass build x --no-such`\n", "no flag --no-such"),
         ("- `--engine_dir` and `--no-such DIR`\n", "no flag --no-such"),
         ("- Not there: `--backend`\n", "is there, or is not told of"),
-        ("- Not there: `--tp-size`, `--peft-ids`\n", None),
+        ("- Not there: `--cp-size`, `--peft-ids`\n", None),
         ("- Better: `glass.no_such`\n", "no glass.no_such"),
         ("- Better: `glass.metrics.no_such`\n", "no glass.metrics.no_such"),
         ("- Better: `glass.record(net, 1)` does\n  it\n", "nothing on the page runs record"),

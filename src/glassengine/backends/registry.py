@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 
+from glassengine import asked
 from glassengine.accelerators import require_device
 from glassengine.backends.protocol.backend import Backend, CompilingGraphs, TakingOnnx
-from glassengine.errors import BackendError, UnknownNameError, UsageError
+from glassengine.errors import BackendError, UsageError
 from glassengine.plugins import BACKENDS, registered, remedy
 
 DEFAULT = "inductor"
@@ -27,7 +28,7 @@ class BackendInfo:
 def list_backends() -> list[BackendInfo]:
     """Return every registered back-end, default first, with whether it can be used here."""
     infos = []
-    for name, entry in sorted(_entries().items(), key=lambda item: (item[0] != DEFAULT, item[0])):
+    for name, entry in sorted(registered(BACKENDS).items(), key=lambda item: (item[0] != DEFAULT, item[0])):
         try:
             state = _load(entry).available()
             infos.append(BackendInfo(name, state.available, state.reason, state.install))
@@ -52,9 +53,8 @@ def get_backend(name: str) -> Backend:
 
 def find_backend(name: str) -> Backend:
     """Return the back-end called `name`, whether or not it can build here (running may need less)."""
-    entries = _entries()
-    if name not in entries:
-        raise UnknownNameError("back-end", name, entries, hint="list them with: glass doctor")
+    asked.backend(name)
+    entries = registered(BACKENDS)
     try:
         return _load(entries[name])
     except Exception as error:
@@ -146,10 +146,6 @@ def _builds_for(name: str, device: str) -> bool:
 
 def _compiles_graphs(name: str) -> bool:
     return isinstance(find_backend(name), CompilingGraphs)
-
-
-def _entries() -> dict[str, EntryPoint]:
-    return registered(BACKENDS)
 
 
 def _load(entry: EntryPoint) -> Backend:

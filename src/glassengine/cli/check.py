@@ -7,8 +7,11 @@ from typing import Annotated
 import typer
 
 import glassengine as glass
+from glassengine import asked
 from glassengine.cli.answers import Answers
-from glassengine.cli.options import out, stages
+from glassengine.cli.errors import INTERRUPTED_STATUS
+from glassengine.cli.interrupts import terminable
+from glassengine.cli.options import err, out, stages
 from glassengine.cli.shared import (
     AdaptedCheckpoint,
     Baseline,
@@ -26,7 +29,7 @@ from glassengine.cli.shared import (
     decibels,
 )
 from glassengine.progress import Work
-from glassengine.results import Comparison
+from glassengine.results import Comparison, Interrupted
 
 _SHARES = (
     (Work.LOADING, 1.0),
@@ -62,6 +65,13 @@ def command(
     python: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Interpreter that vLLM or ExecuTorch is installed for; default: this one."),
+    ] = None,
+    session_options: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE.json|KEY=VALUE",
+            help="How ONNX Runtime runs the candidate; default: its own, fully optimized. Repeatable.",
+        ),
     ] = None,
     backend: Annotated[str | None, typer.Option(metavar="NAME", help="Back-end of the built engines.")] = None,
     quantize: Quantize = None,
@@ -111,46 +121,54 @@ def command(
     Exit status: 0 ok, 1 a tensor reaches --fail-on (or a token changes), 4 too little was comparable.
     """
     answers.prepare()
-    with stages(_SHARES) as progress:
-        result = glass.check(
-            baseline,
-            candidate=candidate,
-            map=map,
-            layout=layout,
-            library=library,
-            python=python,
-            backend=backend,
-            quantize=quantize,
-            dtype=dtype,
-            inputs=inputs,
-            steps=steps,
-            passes=passes or (),
-            all_rungs=all_rungs,
-            bisect_outputs=bisect_outputs,
-            fail_on=verdicts.fail_on.value,
-            min_coverage=verdicts.min_coverage,
-            drift=drift,
-            min_snr=decibels(min_snr),
-            accumulation=accum,
-            reproduction=reproduction,
-            trust_engine=trust_engine,
-            tensor_parallel=tensor_parallel,
-            pipeline_parallel=pipeline_parallel,
-            jobs=jobs,
-            cluster=cluster,
-            progress=progress,
-            **vars(checkpoint),
-        )
+    asked.beside_candidate(candidate, parallel=tensor_parallel * pipeline_parallel > 1, quantize=quantize is not None)
+    if asked.is_plain_model(candidate):
+        asked.beside_model(candidate, rungs=all_rungs or bisect_outputs, builds=bool(backend or passes))
+    try:
+        with terminable(), stages(_SHARES) as progress:
+            result = glass.check(
+                baseline,
+                candidate=candidate,
+                map=map,
+                layout=layout,
+                library=library,
+                python=python,
+                session_options=session_options,
+                backend=backend,
+                quantize=quantize,
+                dtype=dtype,
+                inputs=inputs,
+                steps=steps,
+                passes=passes or (),
+                all_rungs=all_rungs,
+                bisect_outputs=bisect_outputs,
+                fail_on=verdicts.fail_on.value,
+                min_coverage=verdicts.min_coverage,
+                drift=drift,
+                min_snr=decibels(min_snr),
+                accumulation=accum,
+                reproduction=reproduction,
+                trust_engine=trust_engine,
+                tensor_parallel=tensor_parallel,
+                pipeline_parallel=pipeline_parallel,
+                jobs=jobs,
+                cluster=cluster,
+                progress=progress,
+                **vars(checkpoint),
+            )
+    except Interrupted as stopped:
+        err.print("interrupted: the answer is of what was judged until then")
+        return answered(stopped.partial, answers, INTERRUPTED_STATUS)
     return answered(result, answers)
 
 
-def answered(result: Comparison, answers: Answers) -> int:
-    """Print the result and return the exit status."""
+def answered(result: Comparison, answers: Answers, status: int | None = None) -> int:
+    """Print the result and return the exit status, which is `status` if the work has another end than its answer."""
 
     def show() -> None:
         from glassengine.report.terminal_check import check
 
         out.print(check(result))
 
-    status = 0 if result.ok else 4 if result.too_little else 1
-    return answers.give(result.to_dict, show, [result], status)
+    own = 0 if result.ok else 4 if result.too_little else 1
+    return answers.give(result.to_dict, show, [result], own if status is None else status)

@@ -9,6 +9,7 @@ import typer
 import glassengine as glass
 from glassengine.cli.answers import Answers
 from glassengine.cli.check import answered
+from glassengine.cli.interrupts import terminable
 from glassengine.cli.options import stages
 from glassengine.cli.shared import Baseline, Checkpoint, Dtype, Verdicts
 from glassengine.progress import Work
@@ -44,7 +45,7 @@ def command(
     Exit status: 0 ok, 1 a tensor reaches --fail-on, 4 too little was comparable.
     """
     answers.prepare()
-    with stages(((Work.TRAINING, 1.0),)) as progress:
+    with terminable(), stages(((Work.TRAINING, 1.0),)) as progress:
         progress(Work.TRAINING.says("training and judging every step"))
         result = glass.check_training(
             baseline,

@@ -205,7 +205,7 @@ def _plan(baseline: str, candidate: str, plan: str, options: dict[str, Any]) -> 
         file = shlex.quote(plan)
         shown = f"{count} chunk{'' if count == 1 else 's'}"
         out.print(f"{plan}: {shown}. Each is judged by a job of its own, or some by one:", highlight=False)
-        out.print(f"  python -m glassengine.compare.chunk {file} NUMBER [--of JOBS]", highlight=False)
+        out.print(f"  python -P -m glassengine.compare.chunk {file} NUMBER [--of JOBS]", highlight=False)
         merged = shlex.join(["glass", "compare", baseline, candidate, "--merge", plan])
         out.print(f"then, with the same options: {merged}", highlight=False)
 

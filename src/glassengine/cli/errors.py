@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -36,9 +37,10 @@ def exit_status(function: Callable[[], int]) -> int:
         sys.stdout.flush()  # a reader that went away is noticed here, not at interpreter shutdown
     except typer.Exit as exc:
         return exc.exit_code
-    except KeyboardInterrupt:
-        err.print("interrupted")
-        _write(GlassError("interrupted"), INTERRUPTED_STATUS)
+    except KeyboardInterrupt as exc:
+        text = " ".join(["interrupted", *getattr(exc, "__notes__", ())])
+        err.print(text)
+        _write(GlassError(text), INTERRUPTED_STATUS)
         return INTERRUPTED_STATUS
     except BrokenPipeError:
         # What is still buffered would raise again when the interpreter closes stdout.
@@ -119,4 +121,9 @@ def _usage_error(exc: TyperException) -> UsageError:
         return UsageError(f"{command} has no option {flag}: {known[0]}", hint=known[1])
     # What follows --json may have been meant for the command, or for it.
     help_line = f"{command} --help" if settings.json is None else f"{command} --help; --json=FILE names a file safely"
-    return UsageError(exc.format_message().rstrip("."), hint=help_line)
+    message = exc.format_message().rstrip(".")
+    if command.split()[-1].startswith("check") and (
+        found := re.search(r"unexpected extra argument\S* \((.*)\)", message)
+    ):
+        help_line = f"another implementation is an option: --candidate {found[1]}"
+    return UsageError(message, hint=help_line)

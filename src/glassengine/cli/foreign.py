@@ -23,26 +23,36 @@ SPELLINGS = {
     "max_seq_len": "max-seq-len",
     "model_dir": "model-dir",
     "output_dir": "output-dir",
+    "pp-size": "pipeline-parallel",
+    "pp_size": "pipeline-parallel",
     "profiling_verbosity": "profiling-verbosity",
     "random_seed": "seed",
     "repetition_penalty": "repetition-penalty",
+    "storage-type": "dtype",
+    "storage_type": "dtype",
+    "tensor-parallelism": "tensor-parallel",
     "tokenizer_dir": "tokenizer",
     "top_k": "top-k",
     "top_p": "top-p",
+    "tp-size": "tensor-parallel",
+    "tp_size": "tensor-parallel",
     "use_gpt_attention_plugin": "use-gpt-attention-plugin",
     "use_py_session": "use-py-session",
     "visualize_network": "visualize-network",
 }
 
-_RANKS = ("engines of several ranks are not built", "record the ranks and compare them: glass record, glass compare")
+_RANKS = (
+    "ranks are counted by layer shares and by stages",
+    "when building: glass build MODEL --tensor-parallel N --pipeline-parallel M",
+)
 _ADAPTERS = ("adapters are not chosen at run time", "merge one when building: glass build MODEL --adapter DIR")
 _PLUGINS = ("no plugins exist: attention is an op of every program", "remove the flag")
 _BEAMS = ("tokens are chosen greedily or by sampling, not by a search", "remove the flag, or --do-sample")
 
 # Flags of those tools that mean nothing here -> why, and what there is instead. Without dashes, in either spelling.
 ABSENT: dict[str, tuple[str, str]] = {
-    **dict.fromkeys(("tp-size", "pp-size", "cp-size", "world-size", "tensor-parallelism", "gpus-per-node"), _RANKS),
-    **dict.fromkeys(("workers", "auto-parallel"), _RANKS),
+    **dict.fromkeys(("cp-size", "world-size", "gpus-per-node", "workers", "auto-parallel"), _RANKS),
+    **dict.fromkeys(("tp-size", "pp-size", "tensor-parallelism"), _RANKS),  # where no engine is built
     **dict.fromkeys(("peft-ids", "lora-dir", "lora-task-uids", "lora-ckpt-source", "hf-lora-dir"), _ADAPTERS),
     **dict.fromkeys(("gpt-attention-plugin", "gemm-plugin", "use-gemm-plugin", "use-layernorm-plugin"), _PLUGINS),
     **dict.fromkeys(("num-beams", "beam-width", "max-beam-width"), _BEAMS),

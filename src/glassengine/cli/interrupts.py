@@ -52,6 +52,24 @@ def heard() -> Iterator[None]:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Make SIGTERM an interruption like Ctrl-C, unless the process handles it: what was found is printed."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def _imports(frame: FrameType | None) -> bool:
     """Whether a module is being imported."""
     while frame is not None:

@@ -18,6 +18,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
+from glassengine import asked
 from glassengine.cli import options
 from glassengine.cli.documents import destination_of, require_place, spelled_out
 from glassengine.cli.errors import exit_status
@@ -67,6 +68,9 @@ def with_global_flags(function: Callable[..., int]) -> Callable[..., int]:
         if options.settings.json is not None:
             require_place(options.settings.json)
         _require_usual_numbers(arguments)
+        for name, known in (_ASKED | _ASKED_OF.get(function.__module__.rpartition(".")[2], {})).items():
+            if isinstance(arguments.get(name), (str, list)):
+                arguments[name] = known(arguments[name])
         for name, group in groups.items():
             arguments[name] = group(**{field.name: arguments.pop(field.name) for field in fields(group)})
         return function(**arguments)
@@ -95,6 +99,28 @@ def _ungrouped(parameters: Iterable[inspect.Parameter]) -> tuple[list[inspect.Pa
 
 _UNSIGNED = frozenset({"seed"})
 """Options that take all numbers of 64 bits: torch draws seeds among them, and they are printed to be given again."""
+
+
+_ASKED: dict[str, Callable[[Any], Any]] = {
+    "dtype": asked.dtype,
+    "backend": asked.backend,
+    "inputs": asked.inputs,
+    "passes": asked.functions,
+    **dict.fromkeys(("optimizer", "candidate_optimizer", "loss"), asked.function),
+}
+"""Option -> what can be said of its value before torch is imported."""
+_BOTH = dict.fromkeys(("baseline", "candidate"), asked.model)
+_ASKED_OF: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "build": {"model": asked.model},
+    "check": _BOTH,
+    "check_training": _BOTH,
+    "sites": {"target": asked.model},
+    "show": {"recording": asked.existing},
+    "snapshot": {"snapshot": asked.existing},
+    "replay": {"snapshot": asked.existing},
+    "verify": {"engine": asked.engine},
+}
+"""Likewise, of a command."""
 
 
 def _require_usual_numbers(arguments: Mapping[str, Any]) -> None:

@@ -10,12 +10,11 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import anyio
 from mcp.server.mcpserver import MCPServer
@@ -23,6 +22,7 @@ from mcp.server.mcpserver.exceptions import ToolError
 from mcp.types import ToolAnnotations
 
 import glassengine
+from glassengine import starting
 from glassengine.cli.roots import Roots
 from glassengine.errors import GlassError, UsageError
 from glassengine.reading.printable import printable
@@ -173,12 +173,12 @@ class Tools:
 
     async def _run(self, words: Sequence[str]) -> tuple[int, str]:
         """Run one command line; returns its exit status and what it printed, errors last."""
-        command = [sys.executable, "-m", "glassengine", words[0], *_QUIETLY, *words[1:]]
-        root = self._roots.directories[0]
+        command = starting.python("glassengine", words[0], *_QUIETLY, *words[1:])
+        where: dict[str, Any] = {"cwd": self._roots.directories[0], "env": starting.surroundings()}
         async with self._turn:
             with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
                 process = await anyio.open_process(
-                    command, cwd=root, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+                    command, **where, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
                 )
                 try:
                     with anyio.fail_after(self._timeout):

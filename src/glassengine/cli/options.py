@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -38,6 +40,9 @@ class SafeConsole(Console):
 out = SafeConsole(markup=False, highlight=False, emoji=False, soft_wrap=True)
 err = SafeConsole(markup=False, highlight=False, emoji=False, soft_wrap=True, stderr=True)
 _NO_COLOR = out.no_color  # what the variable NO_COLOR says
+
+PATIENCE_S = 5.0
+"""After which long work says again what it does, in a log."""
 
 _PANEL = "Global options"
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the result and errors only.", rich_help_panel=_PANEL)]
@@ -182,14 +187,52 @@ def stages(shares: Sequence[tuple[Work, float]]) -> Iterator[Callable[[Event], N
         A function that takes the events of the work.
     """
     if shows_progress():
-        from glassengine.cli.bars import bar
+        from glassengine.cli.bars import bar as _bar
 
-        with bar(err, shares) as begin:
-            yield begin
-    elif settings.quiet:
-        yield silent
+        shown = _bar(err, shares)
     else:
-        yield lambda event: err.print(f"{event} ...")
+        shown = nullcontext(silent) if settings.quiet else _lines()
+    last: list[Event] = []
+    with shown as begin:
+
+        def tell(event: Event) -> None:
+            last[:] = [event]
+            begin(event)
+
+        try:
+            yield tell
+        except KeyboardInterrupt as error:
+            for event in last:
+                error.add_note(f"while {event}")
+            raise
+
+
+@contextmanager
+def _lines() -> Iterator[Callable[[Event], None]]:
+    """Print a line for each event, and one more whenever none came for a few seconds."""
+    last: list[tuple[Event, float]] = []
+    over = threading.Event()
+
+    def tell(event: Event) -> None:
+        last[:] = [(event, time.monotonic())]
+        err.print(f"{event} ...")
+
+    def beat() -> None:
+        said = time.monotonic()
+        while not over.wait(PATIENCE_S / 5):
+            now = time.monotonic()
+            for event, began in last:
+                if now - max(said, began) >= PATIENCE_S:
+                    said = now
+                    err.print(f"still {event}, {now - began:.0f} s ...")
+
+    beats = threading.Thread(target=beat, name="glass-progress", daemon=True)
+    beats.start()
+    try:
+        yield tell
+    finally:
+        over.set()
+        beats.join()
 
 
 @contextmanager

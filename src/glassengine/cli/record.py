@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 
 import glassengine as glass
-from glassengine import commands, environment
+from glassengine import asked, commands, environment
 from glassengine.cli.documents import answer
 from glassengine.cli.options import err, out, progress, settings
 from glassengine.cli.script_line import ScriptLine, read_script_line
@@ -20,6 +20,7 @@ from glassengine.cli.shared import AdaptedCheckpoint, Dtype, ModuleInputs, Overw
 from glassengine.cli.watch_options import TrackerNames, Triggers, Watching, size, watch_of
 from glassengine.errors import IncomparableError, UsageError
 from glassengine.stores.places import Remote, place
+from glassengine.writing.files import aside
 
 
 def command(
@@ -116,6 +117,7 @@ def command(
     }
     line = read_script_line(target)
     if line is not None:
+        line.is_module or asked.script(line.script)
         given = (inputs, max_new_tokens, tokens_of, device)
         if any(option is not None for option in given) or dry_run:
             got = "--inputs, --max-new-tokens, --tokens-of, --device or --dry-run"
@@ -234,7 +236,10 @@ def _write_steps(recording: Path, directory: Path) -> None:
     by_step: dict[int, list[Any]] = {}
     for entry in opened.entries:
         by_step.setdefault(entry.step, []).append(entry)
+    listed = {entry.site: f"{entry.site} : {entry.dtype}{list(entry.shape)}\n" for entry in opened.entries}
     with glass.compat.StepFiles(directory) as files:
+        with aside(directory / "graph.txt") as graph:
+            graph.write_text("".join(listed.values()), encoding="utf-8")
         for step, entries in by_step.items():
             tensors = {entry.site: opened.tensor(entry) for entry in entries}
             files(SimpleNamespace(step=step, debug_buffers=tensors))  # type: ignore[arg-type]

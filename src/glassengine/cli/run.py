@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 import glassengine as glass
-from glassengine import environment
+from glassengine import asked, environment
 from glassengine.cli import foreign, run_forward
 from glassengine.cli.documents import answer
 from glassengine.cli.options import err, out, settings
@@ -22,6 +22,8 @@ from glassengine.reading.printable import printable
 from glassengine.stores.places import place
 
 CONTEXT_SETTINGS = foreign.CONTEXT_SETTINGS
+
+_PROMPT = "The value of an expression"
 
 
 def command(
@@ -112,6 +114,7 @@ def command(
         "prefill_chunk": prefill_chunk,
         **sampling.arguments(),
     }
+    asked.engine(engine or engine_dir)
     loaded = glass.load(str(engine or engine_dir), trust=trust_engine, model=model)
     if debugging.synchronous:
         loaded.executable.synchronous = True
@@ -136,6 +139,10 @@ def command(
         wanted = {"debug": patterns, "record": record, "overwrite": overwrite}
         with _snapshots(debugging), profiling:
             return run_forward.run(loaded, {**sources, **wanted}, others)
+    if not (input_text or input_ids or input_file or inputs or loaded.manifest.has_encoder):
+        input_text = [_PROMPT]
+        if not settings.quiet:
+            err.print(f"no prompt is given: {_PROMPT!r} (--input-text TEXT)")
     observers = [_printer(names, prints)] if names or prints else []
     streams = len(input_text or ()) == 1 and settings.json != "-" and not observers
     with (

@@ -1,4 +1,4 @@
-"""`python -m glassengine.compare.chunk PLAN NUMBER`: judges chunks of a plan, one of many jobs without a cluster."""
+"""`python -P -m glassengine.compare.chunk PLAN NUMBER`: judges chunks of a plan, one of many jobs without a cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: Those of the process when None.
     """
-    parser = argparse.ArgumentParser(prog="python -m glassengine.compare.chunk", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -P -m glassengine.compare.chunk", description=__doc__)
     parser.add_argument("plan", nargs="?", type=Path, help="file of glass compare --plan")
     parser.add_argument("number", nargs="?", type=int, help="number of this job, from 0, e.g. $SLURM_ARRAY_TASK_ID")
     parser.add_argument("--of", type=int, metavar="N", help="number of jobs; default: one for each chunk")

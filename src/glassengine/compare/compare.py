@@ -34,6 +34,7 @@ from glassengine.compare.precision import Precision, over_budget, two_precisions
 from glassengine.compare.prepared import prepared, sendable
 from glassengine.compare.rounded_updates import NOT_JUDGED, not_judged
 from glassengine.compare.roundings import ROUNDED
+from glassengine.compare.small import COARSE, IF_COARSE, TOO_SMALL, beside_larger
 from glassengine.compare.together import judged_together
 from glassengine.compare.units import Request
 from glassengine.errors import UsageError
@@ -190,7 +191,12 @@ def _compared(
     lost = [_lost(plan.pairs[number], why) for number, why in sorted(verdicts.lost.items())]
     for i in not_judged(pairs, chosen, left, right):
         pairs[i] = dataclasses.replace(pairs[i], verdict="suspicious", reason=NOT_JUDGED)
-    unsure = [i for i in pairs.flagged() if pairs[i].reason in (NOT_JUDGED, ROUNDED)]
+    for i, other in beside_larger(pairs, chosen, left).items():
+        pairs[i] = dataclasses.replace(pairs[i], reason=f"it is as small as the rounding of {other}")
+    if any(str(pairs[i].reason).startswith(COARSE) for i in pairs.flagged()):
+        for i in [i for i in pairs.flagged() if pairs[i].reason == IF_COARSE]:
+            pairs[i] = dataclasses.replace(pairs[i], verdict="suspicious", reason=f"{COARSE}, in other tensors")
+    unsure = [i for i in pairs.flagged() if pairs[i].reason in (NOT_JUDGED, ROUNDED, TOO_SMALL)]
     lost += [Skipped(pairs[i].site, "both", str(pairs[i].reason), step=pairs[i].step) for i in unsure]
     is_whole = verdicts.stopped_at is None
     verdict = worst(own for (own, _, _), count in pairs.tally.items() if count)

@@ -166,7 +166,7 @@ class Planned:
             raise UsageError(
                 f"{len(missing)} of {header.num_chunks} chunks have no answer",
                 got=named,
-                hint=f"python -m glassengine.compare.chunk {path} {missing[0]}",
+                hint=f"python -P -m glassengine.compare.chunk {path} {missing[0]}",
             )
         self._files = {
             _digest(self._request, parsed(line, Chunk, path, what="a plan")): i for i, line in enumerate(lines)

@@ -19,9 +19,11 @@ from glassengine.compare.ranks.findings import Findings
 from glassengine.compare.roundings import ROUNDED, is_along
 from glassengine.compare.ruling import BY_SHAPE, Judged, Kind, Ruling
 from glassengine.compare.sides import Counted
+from glassengine.compare.small import COARSE, IF_COARSE
 from glassengine.numerics.mask_values import both_may_hide, without_hidden
 from glassengine.numerics.metrics.drift import DriftSums
 from glassengine.numerics.metrics.measure import measure, summarize, summarize_errors
+from glassengine.numerics.metrics.precision import precision_of
 from glassengine.numerics.metrics.slices import slices, sums_of_squares
 from glassengine.recording.layout.values import dtype_name
 from glassengine.results import Summary
@@ -63,6 +65,10 @@ class Judge(Ruling, Both):
             figures = measure(x, y, rtol=allowed.rtol, atol=allowed.atol, device=self.device)
         drift = _drift_of(x, y) if self.has_drift else None
         pair = self.verdict(match, figures, _kind(x), _kind(y), drift, functools.partial(slices, x, y))
+        if pair.reason == IF_COARSE and (coarse := {precision_of(x), precision_of(y)} - {_name(x), _name(y)}):
+            pair = dataclasses.replace(pair, verdict="suspicious", reason=f"{COARSE}: {', '.join(sorted(coarse))}")
+        if not figures.num_different and x.is_floating_point() and not _has_finite(x):
+            pair = dataclasses.replace(pair, verdict="suspicious", reason="no value is finite, on either side")
         if pair.reason == ROUNDED and self._is_another_update(match, y, x):
             pair = dataclasses.replace(pair, verdict="wrong", reason=None)
         return Judged(pair, drift, counted)
@@ -104,6 +110,12 @@ def _drift_of(x: Tensor, y: Tensor) -> DriftSums:
     sums = DriftSums()
     sums.add(x, y)
     return sums
+
+
+def _has_finite(tensor: Tensor) -> bool:
+    """Whether a tensor has a finite value, or none at all; most have one in the first place."""
+    flat = tensor.reshape(-1)
+    return not flat.numel() or bool(flat[:1].isfinite().any()) or bool(flat.isfinite().any())
 
 
 def _kind(tensor: Tensor) -> Kind:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -64,7 +65,7 @@ def prepared(
     require_names(show_only, left, right)
     require_names(transpose, left)
     plan = planned(bench, rules, show_only=show_only, floating_point_only=floating_point_only)
-    if not len(plan.pairs):
+    if not any(math.prod(pair.baseline.shape) for pair in plan.pairs):
         raise nothing_to_compare(left, right, plan.impossible)
     return plan, options
 

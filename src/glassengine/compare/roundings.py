@@ -108,7 +108,7 @@ def is_coarse(dtype: str) -> bool:
 
 def may_be_rounding(figures: Figures, found: Slices, noise: Noise) -> bool:
     """Return whether an error is no more than roundings add up to, in any slice, and has no direction."""
-    if figures.num_nonfinite_mismatch or not math.isfinite(found.error) or _is_scaled(figures):
+    if figures.num_nonfinite_mismatch or not math.isfinite(found.error) or is_scaled(figures):
         return False
     share = (_MOST * noise.relative) ** 2
     least = max(found.power * share, smallest_precise(noise.dtype) ** 2)
@@ -129,8 +129,8 @@ def is_along(difference: Tensor, other: Tensor) -> bool:
     return difference.numel() >= _FEWEST and float((difference * other).sum()) ** 2 > _ALONG * powers
 
 
-def _is_scaled(figures: Figures) -> bool:
-    """Whether the candidate is a multiple of the baseline, but for a small rest: the same, by figures alone."""
+def is_scaled(figures: Figures) -> bool:
+    """Return whether the candidate is a multiple of the baseline, but for a small rest: the same, by figures alone."""
     loss, cosine = 10 ** (-figures.snr_db / 10), figures.cosine_similarity
     return figures.num_elements >= _FEWEST and loss > 0 and 1 - (1 - cosine**2) / loss > _ALONG
 

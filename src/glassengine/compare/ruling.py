@@ -15,6 +15,7 @@ from glassengine.compare.matching.matching import Match
 from glassengine.compare.precision import by_drift
 from glassengine.compare.roundings import ROUNDED, Noise, Roundings, may_be_rounding
 from glassengine.compare.sides import Counted, Sides
+from glassengine.compare.small import IF_COARSE, SCALED, TOO_SMALL, is_multiple, is_small, may_be_coarse
 from glassengine.numerics.judgement import SUSPICIOUS, WRONG
 from glassengine.numerics.limits import is_floating, limits
 from glassengine.numerics.metrics.drift import DriftSums
@@ -22,7 +23,6 @@ from glassengine.numerics.metrics.figures import figures_of
 from glassengine.numerics.metrics.noise_ratio import Means, Slices, noise_ratio
 from glassengine.numerics.metrics.tolerance import Tolerance, tolerance
 from glassengine.recording.layout.noise_floor import Floor, NoiseFloor
-from glassengine.recording.read.reader import damaged_values
 from glassengine.results import VERDICTS, Figures, Pair, Verdict
 
 BY_FLOOR = "noise floor"
@@ -73,14 +73,13 @@ class Ruling(Sides):
     def of_rows(self, match: Match, parts: Sequence[Evidence]) -> Judged | None:
         """Return the verdict on a match of all whose rows the figures are known; None if it takes both at once.
 
-        Raises:
-            CorruptError: The bytes of a side do not match their checksum.
+        So does one whose bytes do not match their checksum: they are then read again.
         """
         entry, other = match.baseline, match.candidates[0]
         whole = whole_of(parts, entry.shape)
         for one, checksum in zip((entry, other), whole.checksums, strict=True):
             if one.location is not None and checksum != one.location.checksum:
-                raise damaged_values(one)
+                return None
         allowed = self.tolerance(match, entry.dtype, other.dtype)
         figures = figures_of(whole.difference, entry.shape, rtol=allowed.rtol, atol=allowed.atol)
         if whole.may_hide and not figures.allclose:
@@ -122,18 +121,25 @@ class Ruling(Sides):
                 by_floor: Verdict = "wrong" if found > WRONG else "suspicious" if found > SUSPICIOUS else "rounding"
                 return dataclasses.replace(pair, verdict=by_floor, noise_ratio=found, judged_by=BY_FLOOR)
             pair = dataclasses.replace(pair, reason="; ".join(filter(None, (reason, why_not))))
-        if drift is not None and self.is_drift and not figures.allclose and not figures.num_nonfinite_mismatch:
+        is_unknown = not self.is_given and is_small(figures, Tolerance(figures.rtol, figures.atol), x.dtype)
+        is_apart = is_unknown or not figures.allclose
+        if drift is not None and self.is_drift and is_apart and not figures.num_nonfinite_mismatch:
             is_real = is_floating(x.dtype) and is_floating(y.dtype)
             left = by_drift(drift, num_elements=math.prod(x.shape), is_real=is_real)
             return dataclasses.replace(pair, verdict=left, judged_by=BY_PRECISION)
+        if is_unknown:
+            small: Verdict = "wrong" if is_multiple(figures) else "suspicious"
+            return dataclasses.replace(pair, verdict=small, reason=SCALED if small == "wrong" else TOO_SMALL)
         noise = self.noise_of(match) if pair.verdict == "wrong" else None
         if noise is not None and may_be_rounding(figures, of_slices(), noise):
             return dataclasses.replace(pair, verdict="suspicious", reason=ROUNDED)
+        if not self.is_given and pair.verdict == "wrong" and may_be_coarse(figures, x.dtype, y.dtype):
+            return dataclasses.replace(pair, reason=IF_COARSE)
         return pair
 
     def noise_of(self, match: Match) -> Noise | None:
         """Return what roundings add up to in a tensor, where tolerances are those of dtypes and do not know it."""
-        return None if self._is_given or self.has_drift or self.floor is not None else self._roundings.before(match)
+        return None if self.is_given or self.has_drift or self.floor is not None else self._roundings.before(match)
 
     @functools.cached_property
     def _roundings(self) -> Roundings:
@@ -142,16 +148,17 @@ class Ruling(Sides):
     def pair_of(self, match: Match, verdict: Verdict | None = None) -> Pair:
         """Return a pair of which nothing but the verdict is known."""
         entry = match.baseline
-        by = BY_GIVEN_TOLERANCE if self._is_given else BY_TOLERANCE
+        by = BY_GIVEN_TOLERANCE if self.is_given else BY_TOLERANCE
         told: dict[str, Any] = {"rank": entry.rank, "dtype": entry.dtype, "shape": tuple(entry.shape)}
         return Pair(entry.step, entry.site, match.candidate_site, match.method, 1.0, verdict or "identical", by, **told)
 
     def floor_of(self, match: Match) -> Floor | None:
         """Return what rounding alone does to the baseline of a match, where that is known and asked for."""
-        return None if self.floor is None or self._is_given else self.floor.of(match.baseline)
+        return None if self.floor is None or self.is_given else self.floor.of(match.baseline)
 
     @property
-    def _is_given(self) -> bool:
+    def is_given(self) -> bool:
+        """Whether tolerances are given, which no evidence widens."""
         return self.rtol is not None or self.atol is not None
 
     def tolerance(self, match: Match, x: str, y: str) -> Tolerance:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from glassengine import environment
+from glassengine import asked, environment
 from glassengine.backends.registry import choose_backend, get_backend
 from glassengine.diagnose.ladder.accumulated import judge_alike
 from glassengine.diagnose.ladder.as_given import as_given, require_two_models
@@ -26,11 +26,13 @@ from glassengine.diagnose.ladder.bisect_release import bisect_release
 from glassengine.diagnose.ladder.climb import Climb
 from glassengine.diagnose.ladder.elsewhere import helpers
 from glassengine.diagnose.ladder.encoder_decoder import joined
+from glassengine.diagnose.ladder.interrupted import kept
 from glassengine.diagnose.ladder.judging import explain_engine, judge, severity_counter
 from glassengine.diagnose.ladder.other_model import add_model, start_stage
 from glassengine.diagnose.ladder.prepared import accumulation_of, climbs_of, given_to, with_record
 from glassengine.diagnose.ladder.record import judge_sums_again
 from glassengine.diagnose.ladder.rungs import add_built, add_engine, arguments_of
+from glassengine.diagnose.ladder.sessions import as_run, with_level
 from glassengine.diagnose.ladder.step_by_step import numbered, staged
 from glassengine.diagnose.quantization.check import check_quantized_checkpoint, is_quantized_candidate
 from glassengine.diagnose.quantization.module import check_quantized_module, quantized_in_memory
@@ -54,9 +56,10 @@ from glassengine.judge.verdict.conclude import conclude
 from glassengine.judge.verdict.configured import with_configuration
 from glassengine.judge.verdict.drift import Drift, is_less_precise
 from glassengine.judge.verdict.evidence import EvidenceBox
-from glassengine.program import load_model
+from glassengine.program import load_candidate, load_model
 from glassengine.program.generation.generation import PLAIN
 from glassengine.program.kinds.image_text import IMAGE_TOKEN, WITHOUT_IMAGES
+from glassengine.program.onnx.stored.options import session_settings
 from glassengine.progress import Progress, Work, silent
 from glassengine.results import Comparison, Skipped
 from glassengine.serving.protocol import Options
@@ -74,6 +77,7 @@ def check(
     layout: str | None = None,
     library: str | Path | None = None,
     python: str | Path | None = None,
+    session_options: str | Path | Mapping[str, Any] | Sequence[str] | None = None,
     backend: str | None = None,
     quantize: str | None = None,
     dtype: str = "auto",
@@ -103,13 +107,16 @@ def check(
 
     Args:
         baseline: MODEL: Hugging Face directory or id, `file.py:factory`, `package.module:factory`, or a module object.
-        candidate: Another model, a factory, an engine directory, or a record of tensors (see `compare`); None builds
-            the baseline's own engine and release engine and climbs the ladder. A quantized checkpoint beside an
-            unquantized baseline is judged weight by weight: what quantization costs, and what is a mistake.
+        candidate: Another model, a factory, an adapter of the baseline, an engine directory, or a record of tensors
+            (see `compare`); None builds the baseline's own engine and release engine and climbs the ladder. A quantized
+            checkpoint beside an unquantized baseline is judged weight by weight: what quantization costs, and what is a
+            mistake.
         map: Which names of the program belong to which of a record, as for `compare`.
         layout: How a serving engine names its tensors ("ggml", "onnx", "vllm", "sglang"), where a record has none.
         library: Shared library of a serving engine (`gguf:FILE`); None for the one that is installed.
         python: Interpreter that a serving engine is installed for (`vllm:DIR`); None for this one.
+        session_options: How ONNX Runtime runs an ONNX file as candidate: "graph_optimization_level=basic", several of
+            them, a dict, or a JSON file; None for its own default, which optimizes as far as it can.
         backend: Back-end of the built engines.
         quantize: As in `build`.
         dtype: As in `build`; of both sides, unless the candidate is an engine. Of `vllm:DIR` that of vLLM: "auto" for
@@ -149,8 +156,7 @@ def check(
     passes = patterns_of(passes, "passes")
     inputs = as_inputs(inputs)
     mesh = mesh_for(tensor_parallel, pipeline_parallel)
-    if mesh is not None and candidate is not None:
-        raise UsageError("--tensor-parallel is for the engine that a check builds", got=f"the candidate {candidate}")
+    asked.beside_candidate(candidate, parallel=mesh is not None, quantize=quantize is not None)
     if reproduction is not None:
         require_free(place(reproduction))
     options: dict[str, Any] = {
@@ -158,18 +164,19 @@ def check(
         "trust_remote_code": trust_remote_code,
         "revision": revision,
     }
-    how = Options(library=library, python=python, dtype=dtype)
+    dtype = str(asked.dtype(dtype))
+    settings = session_settings(session_options)
+    how = Options(library=library, python=python, dtype=dtype, session=settings)
     served, record = named_candidate(baseline, candidate, how, layout=layout, has_map=bool(map))
     if candidate is None:
         served = built_candidate(baseline, backend, quantize, how, progress, dtype=dtype, adapter=adapter, **options)
-    elif quantize is not None:
-        raise UsageError("--quantize is for the engine that a check builds", got=f"the candidate {candidate}")
     if served is not None:
         unused: dict[str, object] = {
             "--map": map,
             "--backend": backend and candidate,
             "--pass": passes,
             "--accum": accumulation,
+            "--session-options": settings.given and not hasattr(served, "session"),
         }
         unused |= {"--tensor-parallel": mesh, "--all-rungs": all_rungs, "--bisect-outputs": bisect_outputs}
         if given_more := [name for name, value in unused.items() if value]:
@@ -196,10 +203,8 @@ def check(
     if map is not None and (record is None or record is not of_first):
         what = "a record of tensors" if record is None else "a record of one process"
         raise UsageError(f"--map is for {what}", got=f"the candidate {candidate}")
-    if candidate is not None and engine is None and (all_rungs or bisect_outputs):
-        raise UsageError("--all-rungs and --bisect-outputs are for engines", got=f"the model {candidate}")
-    if candidate is not None and engine is None and (backend or passes):
-        raise UsageError("--backend and --pass build an engine of BASELINE", hint="remove them, or --candidate MODEL")
+    if candidate is not None and engine is None:
+        asked.beside_model(candidate, rungs=all_rungs or bisect_outputs, builds=bool(backend or passes))
     told: dict[str, Any] = {"fail_on": fail_on, "min_snr": min_snr, "steps": steps, "progress": progress}
     if is_quantized_candidate(baseline, candidate):
         if reproduction is not None or accumulation is not None:
@@ -226,7 +231,7 @@ def check(
     other, other_ids = None, None
     if candidate is not None and engine is None and record is None:
         progress(Work.LOADING.says("loading the candidate"))
-        other = load_model(candidate, dtype=dtype, **options)
+        other = load_candidate(candidate, baseline, dtype=dtype, **options)
         require_two_models(model, other)
         other_ids = other_tokens(model, other.directory, given) if model.generation.takes_tokens else None
         other = other.judged_as(other.generation.alone)
@@ -235,6 +240,7 @@ def check(
             model, without_decoding = model.judged_as(PLAIN), "the candidate is a plain module"
         elif other.generation.generates and not model.generation.generates:
             given, other = in_one_forward(given), other.judged_as(PLAIN)
+    as_run(model, other, settings)
     held = quantized_in_memory(model, other)
     if other is not None and (held is not None or (is_quantized_file(other) and not is_quantized_file(model))):
         if reproduction is not None or accumulation is not None:
@@ -253,13 +259,13 @@ def check(
             climbs: Sequence[Climb] = [start_stage(stage, stack, progress) for stage in of_stages]
             parts = [None] * len(climbs)
         else:
-            climbs = climbs_of(model, given, steps, stack, progress, of_first if inputs is None else None)
+            climbs = climbs_of(model, given, steps, stack, progress, of_first)
             parts = parts[-len(climbs) :]
         if model.generation.decodes_tokens and (reason := model.metadata.get(WITHOUT_IMAGES)):
             climbs[0].skipped.append(Skipped("images", "both", f"judged from text alone: {reason}"))
         if without_decoding is not None:
             climbs[0].skipped.append(Skipped("decode steps", "both", f"{without_decoding}, without a decode loop"))
-        results = []
+        results: list[Comparison] = []
         for climb, part, stage in zip(climbs, parts, of_stages[-len(climbs) :], strict=True):
             climb.accumulation = accumulation_of(accumulation)
             if part is not None:
@@ -284,6 +290,27 @@ def check(
             if drift or is_less_precise(climb.coarsest, str(climb.program.metadata.get("dtype"))):
                 for score in climb.scores[1:]:
                     score.drift = Drift()
+
+            def concluded(climb: Climb = climb, **more: Any) -> Comparison:
+                return conclude(
+                    climb.program,
+                    climb.scores,
+                    climb.skipped,
+                    climb.severity,
+                    climb.weights,
+                    baseline=model.spec,
+                    candidate=_described(climb, candidate),
+                    fail_on=fail_on,
+                    min_coverage=min_coverage,
+                    min_snr=min_snr,
+                    environment=environment.describe(),
+                    cases=climb.cases,
+                    differences=climb.differences,
+                    notes=climb.notes,
+                    **more,
+                )
+
+            stack.enter_context(kept(concluded, results))
             progress(Work.JUDGING.says(f"judging {len(climb.cases)} case{'s' if len(climb.cases) > 1 else ''}"))
             with others.helping(climb, len(climbs)):
                 judge(climb, climb.scores, on_step=severity_counter(climb, progress))
@@ -295,31 +322,15 @@ def check(
                 bisect_release(climb, built_by, progress)
             explain_engine(climb, built_by, progress)
             if record is not None:
-                left_out = {**dict.fromkeys(tensors.partial, PARTIAL), **tensors.impossible}
+                left_out = {**dict.fromkeys(tensors.partial, PARTIAL), **tensors.impossible, **tensors.unknown}
                 climb.skipped += [
                     Skipped(name, "candidate", why, rung=Place.RECORD) for name, why in sorted(left_out.items())
                 ]
-            result = conclude(
-                climb.program,
-                climb.scores,
-                climb.skipped,
-                climb.severity,
-                climb.weights,
-                baseline=model.spec,
-                candidate=_described(climb, candidate),
-                fail_on=fail_on,
-                min_coverage=min_coverage,
-                min_snr=min_snr,
-                environment=environment.describe(),
-                cases=climb.cases,
-                accumulated=alike,
-                texts=texts_of(model, climb.cases, climb.chosen) if climb.program.generates else None,
-                differences=climb.differences,
-                notes=climb.notes,
-            )
+            texts = texts_of(model, climb.cases, climb.chosen) if climb.program.generates else None
+            result = concluded(accumulated=alike, texts=texts)
             result = with_configuration(result, model.module)
             results.append(result if stage is None else numbered(result, stage.numbers))
-        result = reduce(joined, results)
+        result = with_level(reduce(joined, results), other or model)
         if reproduction is None or result.first_divergence is None:
             return result
         progress(Work.WRITING.says("writing a reproduction"))

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from glassengine import environment
+from glassengine import environment, starting
 from glassengine.capture.scripts.run_script import record_script
 from glassengine.diagnose.noise_floor import NUM_RUNS, Collector, otherwise
 from glassengine.errors import GlassError
@@ -93,16 +93,14 @@ def measure_script_floor(
 
 
 def _run(asked: Mapping[str, Any], directory: Path, number: int, variables: Mapping[str, str] | None) -> None:
-    command = [sys.executable, "-m", __name__, json.dumps(asked)]
     with tempfile.TemporaryFile() as words:
-        done = subprocess.run(  # noqa: S603 (this interpreter, and a module of this package)
-            command,
+        done = starting.run(
+            starting.python(__name__, json.dumps(asked)),
             cwd=directory,
             env=_surroundings(number, variables),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=words,
-            check=False,
         )
         if done.returncode:
             words.seek(max(0, words.tell() - _MOST_WORDS))
@@ -115,11 +113,11 @@ def _run(asked: Mapping[str, Any], directory: Path, number: int, variables: Mapp
             )
 
 
-def _surroundings(number: int, variables: Mapping[str, str] | None) -> Mapping[str, str] | None:
-    """Return the environment of a run; ranks meet those of others at a port of their own. None: that of this one."""
+def _surroundings(number: int, variables: Mapping[str, str] | None) -> Mapping[str, str]:
+    """Return the environment of a run: as the script had it, but ranks meet those of others at a port of their own."""
     ranks = environment.num_ranks()
     if ranks in (1, None):
-        return variables
+        return environment.everything() if variables is None else variables
     known = environment.of_rank(environment.rank(), ranks) | {"LOCAL_RANK": str(environment.local_rank())}
     port = known.get("MASTER_PORT", "")
     if port.isdecimal():

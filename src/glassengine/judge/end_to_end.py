@@ -9,7 +9,7 @@ otherwise: where it was seen to, or where its choice was not observed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ import torch
 from glassengine.judge.graphs.by_result import by_value
 from glassengine.numerics.exemptions import DRAWN
 from glassengine.numerics.judgement import Judgement
+from glassengine.numerics.kinds import unequal
 from glassengine.numerics.metrics.drift import LITTLE_LEFT, LOST, DriftSums
 from glassengine.numerics.metrics.tolerance import is_inexact, tolerance
 from glassengine.numerics.verdict import Reference
@@ -40,11 +41,13 @@ class EndToEnd:
         program: The baseline's.
         rung: Of the side.
         not_compared: Result -> why it was not.
+        called: Of a record, result -> what it calls that, and how this is known; None of what runs.
     """
 
     program: Program
     rung: str
     not_compared: dict[str, str] = field(default_factory=dict)
+    called: Mapping[str, tuple[str, str]] | None = None
     _sums: dict[str, DriftSums] = field(default_factory=dict)
     _found: dict[str, ResultComparison] = field(default_factory=dict)
     _seen: set[str] = field(default_factory=set)
@@ -101,13 +104,27 @@ class EndToEnd:
             elif DRAWN in reference.known.exempt:
                 self.not_compared[name] = _RANDOM
             else:
+                value = theirs[own]
+                if self.called is not None:
+                    reference, value = self._last_positions(node, reference, value)
                 baseline = ours.get(name, reference.native)
                 if baseline.shape != reference.native.shape:
                     baseline = reference.native
-                judged = _judged(reference, theirs[own], may_tie)
-                if baseline is theirs[own] and judged[0].verdict in FLAGGED:
+                judged = _judged(reference, value, may_tie)
+                if baseline is value and judged[0].verdict in FLAGGED:
                     baseline = reference.exact.to(baseline.dtype)  # it does not leave itself, but its program
-                self._add(name, own, method, judged, reference.valid, baseline, theirs[own], where)
+                self._add(name, own, method, judged, reference.valid, baseline, value, where)
+
+    def _last_positions(self, node: str, reference: Reference, value: torch.Tensor) -> tuple[Reference, torch.Tensor]:
+        """Fill up a recorded result of which the last positions alone were asked for; these count."""
+        at, size = self.program.sites.by_node[node][0].axes.get("sequence"), reference.exact.shape
+        missing = 0 if at is None or value.dim() != len(size) else size[at] - value.shape[at]
+        if at is None or missing <= 0:
+            return reference, value
+        rest = list(value.shape)
+        rest[at] = missing
+        is_there = torch.arange(size[at]).reshape([-1 if axis == at else 1 for axis in range(len(size))]) >= missing
+        return reference.among(is_there), torch.cat([value.new_zeros(rest), value], at)
 
     def compare_signals(
         self, theirs: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor], where: tuple[str, int]
@@ -228,6 +245,7 @@ class EndToEnd:
         judged_by: Literal["noise floor", "signal"] = "noise floor",
     ) -> None:
         judgement, exempt = judged
+        own, method = (self.called or {}).get(name, (own, method))
         figures = _figures(baseline, value, valid)
         tokens = _tokens(baseline, value, valid) if self._is_logits(name, baseline) else _Tokens()
         self._sums.setdefault(name, DriftSums()).add(baseline, value, valid)
@@ -251,6 +269,7 @@ class EndToEnd:
             cosine_similarity=figures.cosine,
             noise_ratio=judgement.noise_ratio,
             exempt=exempt,
+            left_out=0.0 if valid is None else 1 - float(valid.expand(baseline.shape).double().mean()),
             judged_by=judged_by,
             num_tokens=tokens.number,
             same_tokens=tokens.same,
@@ -262,19 +281,28 @@ class EndToEnd:
         if baseline.numel() < 2 or not bool((baseline == baseline.flatten()[0]).all()):
             self._varying.add(name)
         before = self._found.get(name)
-        self._found[name] = made if before is None else _worse(before, made)
+        self._found[name] = made if before is None else worse(before, made)
 
 
-def _worse(one: ResultComparison, other: ResultComparison) -> ResultComparison:
+def merged(results: Iterable[ResultComparison]) -> tuple[ResultComparison, ...]:
+    """Return one entry for each result of each rung, of entries for other steps."""
+    found: dict[tuple[str, str], ResultComparison] = {}
+    for one in results:
+        place = (one.rung, one.name)
+        found[place] = worse(found[place], one) if place in found else one
+    return tuple(found.values())
+
+
+def worse(one: ResultComparison, other: ResultComparison) -> ResultComparison:
     """Return the worse of two steps of a result, with the extremes of both."""
 
     def key(found: ResultComparison) -> tuple[float, ...]:
         noise_ratio = math.inf if found.noise_ratio is None and found.verdict in FLAGGED else found.noise_ratio or 0.0
-        return (VERDICTS.index(found.verdict), noise_ratio, found.max_abs_diff or 0.0)
+        loss = math.inf if found.snr_db is None else -found.snr_db
+        return (VERDICTS.index(found.verdict), loss, noise_ratio, found.max_abs_diff or 0.0)
 
-    worse = max((one, other), key=key)
     return replace(
-        worse,
+        max((one, other), key=key),
         num_steps=one.num_steps + other.num_steps,
         num_tokens=one.num_tokens + other.num_tokens,
         same_tokens=one.same_tokens + other.same_tokens,
@@ -282,7 +310,9 @@ def _worse(one: ResultComparison, other: ResultComparison) -> ResultComparison:
         max_kl=max((kl for kl in (one.max_kl, other.max_kl) if kl is not None), default=None),
         is_decided=one.is_decided and other.is_decided,
         snr_db=_least(one.snr_db, other.snr_db),
+        noise_ratio=max((r for r in (one.noise_ratio, other.noise_ratio) if r is not None), default=None),
         cosine_similarity=_least(one.cosine_similarity, other.cosine_similarity),
+        left_out=(one.left_out * one.num_steps + other.left_out * other.num_steps) / (one.num_steps + other.num_steps),
         exempt=(one.exempt * one.num_steps + other.exempt * other.num_steps) / (one.num_steps + other.num_steps),
     )
 
@@ -307,7 +337,7 @@ def results_left(sides: Sequence[EndToEnd]) -> str | None:
     if not sides:
         return None
     if not any(side.found for side in sides):
-        return "no result of the candidate was compared with the baseline's"
+        return f"no result of the candidate was compared with the baseline's: {', '.join(results_of(sides[0].program))}"
     compared = {one.name for side in sides for one in side.found}
     missing = [name for name in sides[-1].missing if name not in compared]
     return f"the candidate returns no {', '.join(missing)}" if missing else None
@@ -342,7 +372,7 @@ def by_signal(baseline: torch.Tensor, value: torch.Tensor) -> Judgement:
     """
     if baseline.shape != value.shape:
         return Judgement("wrong", None, None, f"shape {tuple(value.shape)}, baseline {tuple(baseline.shape)}")
-    if torch.equal(baseline, value):
+    if not bool(unequal(baseline, value).any()):
         return Judgement("identical", 0.0, 0.0)
     if not (baseline.is_floating_point() and value.is_floating_point()):
         return Judgement("suspicious", None, None, f"{int((baseline != value).sum())} of {value.numel()} differ")
@@ -360,7 +390,7 @@ def _passed_on(baseline: torch.Tensor, value: torch.Tensor) -> Judgement:
     if baseline.shape != value.shape:
         shapes = f"shape {tuple(value.shape)}, baseline {tuple(baseline.shape)}"
         return Judgement("wrong", None, None, shapes)
-    if torch.equal(baseline, value.to(baseline.dtype)):
+    if not bool(unequal(baseline, value).any()):
         return Judgement("identical", 0.0, 0.0)
     names = _name(baseline), _name(value)
     verdict: Verdict = "wrong"

@@ -19,15 +19,17 @@ CHECKED = frozenset({"_weight_norm"})
 
 
 def double(value: torch.Tensor) -> torch.Tensor:
-    """Return floating tensors in float64, others as they are."""
-    return value.double() if value.is_floating_point() else value
+    """Return floating tensors in float64, complex ones of two such, others as they are."""
+    return value.double() if value.is_floating_point() else value.cdouble() if value.is_complex() else value
 
 
 def retarget(value: Any) -> Any:
     """Make one argument of a node float64: tensors, and dtypes written into the graph."""
     if isinstance(value, torch.Tensor):
         return double(value)
-    return torch.float64 if isinstance(value, torch.dtype) and value in _FLOATS else value
+    if isinstance(value, torch.dtype):
+        return torch.float64 if value in _FLOATS else torch.complex128 if value is torch.complex64 else value
+    return value
 
 
 def retargeted(arguments: Any) -> Any:

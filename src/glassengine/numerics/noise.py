@@ -129,7 +129,7 @@ def _accumulation(
         )
         return kernel.noise(size, of_argument)  # type: ignore[arg-type]
     if traits.rounding is Rounding.ATTENTION:
-        return _attention(args, kwargs, max(u, how.u_operands), how.u_sums)
+        return _attention(args, kwargs, max(u, how.u_operands), how)
     if traits.terms is not None:
         absolute: torch.Tensor = target_of(node)(*pytree.tree_map(_absolute, args), **kwargs).abs()
         terms = traits.terms(args, value)
@@ -177,7 +177,7 @@ def _absolute(value: Any) -> Any:
     return value.abs() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
-def _attention(args: tuple[Any, ...], kwargs: dict[str, Any], u: float, u_sums: float) -> torch.Tensor:
+def _attention(args: tuple[Any, ...], kwargs: dict[str, Any], u: float, how: Accumulation) -> torch.Tensor:
     """Scores are sums over D, probabilities are rounded (to the input dtype by fused kernels), contexts sum over T."""
     # The size of noise needs no float64, which takes twice the time.
     narrow = [arg.float() if isinstance(arg, torch.Tensor) and arg.is_floating_point() else arg for arg in args]
@@ -185,10 +185,10 @@ def _attention(args: tuple[Any, ...], kwargs: dict[str, Any], u: float, u_sums: 
     size, length = query.shape[-1], key.shape[-2]
     scale = kwargs.get("scale") or size**-0.5
     spread = query.square().sum(-1, keepdim=True).amax().sqrt() * key.square().sum(-1).amax().sqrt()
-    score_error = size**0.5 * u_sums * scale * float(spread)
+    score_error = size**0.5 * how.u_sums * scale * float(spread)
     named = {k: v.float() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in kwargs.items()}
     weight = torch.ops.aten.scaled_dot_product_attention.default(query, key, value.abs(), *narrow[3:], **named)
-    share = score_error + 2 * U_ACCUMULATE + length**0.5 * u_sums + u / max(1.0, length**0.5)
+    share = score_error + 2 * U_ACCUMULATE + length**0.5 * max(how.u_sums, how.u_contexts) + u / max(1.0, length**0.5)
     noise: torch.Tensor = weight * share
     return noise
 

@@ -20,12 +20,13 @@ U_ACCUMULATE = 2.0**-24
 class Accumulation:
     """How products (matrix products, convolutions, attention) are summed: unit roundoffs of sums and of operands.
 
-    And how accurate the elementwise kernels are.
+    And of the sums of an attention over its keys, where these are coarser, and how accurate elementwise kernels are.
     """
 
     u_sums: float = U_ACCUMULATE
     u_operands: float = 0.0
     kernels: Kernels = UNMEASURED
+    u_contexts: float = 0.0
 
 
 FLOAT32_SUMS = Accumulation()

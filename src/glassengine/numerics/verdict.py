@@ -37,6 +37,7 @@ from glassengine.numerics.judgement import (
     smallest_precise,
     unit_roundoff,
 )
+from glassengine.numerics.kinds import other_kind, parts, unequal
 from glassengine.numerics.known import NOTHING, Known
 from glassengine.numerics.mask_values import HIDDEN, is_below, kind_of, sentinel
 from glassengine.numerics.slice_means import slice_means
@@ -98,7 +99,8 @@ class Reference:
         self._floor: Floor | None = None
         self.unstable: torch.Tensor | None = None
         if not exact.is_floating_point():
-            differs = [run != exact for run in (native, *noisy) if run.shape == exact.shape]
+            runs = () if exact.is_complex() else (native, *noisy)
+            differs = [run != exact for run in runs if run.shape == exact.shape]
             differs += [] if tied is None else [tied]
             found = torch.stack(differs).any(0) if differs else None
             self.unstable = found if found is not None and bool(found.any()) else None
@@ -148,17 +150,23 @@ class Reference:
             known=self.known,
         )
 
+    def among(self, counted: torch.Tensor) -> Reference:
+        """Return the reference by which those elements alone count; the mask broadcasts against the tensor."""
+        return self._with(self._noisy, self._tied, counted if self.valid is None else self.valid & counted)
+
     def without_ties(self) -> Reference:
         """Return the reference by which elements that are tied count as all others do."""
         return self._with(self._noisy, None)
 
-    def _with(self, noisy: Sequence[torch.Tensor], tied: torch.Tensor | None) -> Reference:
+    def _with(
+        self, noisy: Sequence[torch.Tensor], tied: torch.Tensor | None, valid: torch.Tensor | None = None
+    ) -> Reference:
         return Reference(
             self.exact,
             self.native,
             noisy,
             dtype=self._dtype,
-            valid=self.valid,
+            valid=self.valid if valid is None else valid,
             tied=tied,
             relative_floor=self._relative_floor,
             known=self.known,
@@ -185,7 +193,8 @@ class Reference:
 
     def is_tie(self, candidate: torch.Tensor) -> bool:
         """Whether an integer or bool candidate differs in such elements only as are known to be tied."""
-        return not candidate.is_floating_point() and self.measured(candidate).verdict != "wrong"
+        is_whole = not any(value.is_floating_point() or value.is_complex() for value in (candidate, self.exact))
+        return is_whole and self.measured(candidate).verdict != "wrong"
 
     def judge_introduced(self, candidate: torch.Tensor, bound: torch.Tensor | None) -> Judgement:
         """Judge a candidate of which P is the float64 result of one op on its own inputs: floor and bound must agree.
@@ -258,7 +267,10 @@ class Reference:
         if candidate.shape != exact.shape:
             shapes = f"shape {tuple(candidate.shape)}, baseline {tuple(exact.shape)}"
             return Judgement("wrong", None, None, shapes)
-        if not exact.is_floating_point() or not candidate.is_floating_point():
+        if (kinds := other_kind(candidate, self.native)) or exact.is_complex():
+            found = self._of_kind(candidate)
+            return found if found.reason else dataclasses.replace(found, reason=kinds)
+        if not exact.is_floating_point():
             return self._judge_exact(candidate)
         floor = self.measure_floor()
         assert floor is not None
@@ -303,8 +315,18 @@ class Reference:
         kind = f"{int(differs.sum())} non-finite or mask values differ"
         return f"{kind}, first at {list(index)}: {float(value[index])} for {float(self.exact[index])}"
 
+    def _of_kind(self, candidate: torch.Tensor) -> Judgement:
+        """Measure another kind of number, and complex ones by their parts."""
+        if self.exact.is_complex() or candidate.is_complex():
+            masks = [None if one is None else torch.stack([one, one], -1) for one in (self.valid, self._tied)]
+            native, runs = parts(self.native), [parts(run) for run in self._noisy]
+            whole = Reference(parts(self.exact), native, runs, dtype=native.dtype, valid=masks[0], tied=masks[1])
+            return whole.measured(parts(candidate))
+        is_float = self.exact.is_floating_point()
+        return self.measured(candidate.to(self.native.dtype)) if is_float else self._judge_exact(candidate)
+
     def _judge_exact(self, candidate: torch.Tensor) -> Judgement:
-        differs = candidate != self.exact.to(candidate.dtype)
+        differs = unequal(candidate, self.exact)
         if self.valid is not None:
             differs = differs & self.valid
         if not bool(differs.any()):

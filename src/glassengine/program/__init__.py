@@ -10,9 +10,13 @@ from typing import Any
 from glassengine.errors import UsageError
 from glassengine.program.generation.generation import Stages
 from glassengine.program.inputs.given import load_inputs
+from glassengine.program.inputs.modules import module_inputs
+from glassengine.program.inputs.programs import stored_inputs
+from glassengine.program.kinds.causal_lm import is_pretrained
 from glassengine.program.kinds.example_inputs import example_inputs
+from glassengine.program.kinds.steps import MadeUp
 from glassengine.program.listing.listing import OnStage, stage_of
-from glassengine.program.loading.load import LoadedModel, load_model
+from glassengine.program.loading.load import LoadedModel, load_candidate, load_model
 from glassengine.program.representation.passes import apply_pass
 from glassengine.program.representation.program import Program
 from glassengine.program.representation.stored import load_names
@@ -28,10 +32,25 @@ __all__ = [
     "example_inputs",
     "export_program",
     "export_programs",
+    "load_candidate",
     "load_inputs",
     "load_model",
+    "made_up_inputs",
     "sites",
 ]
+
+
+def made_up_inputs(model: LoadedModel) -> MadeUp:
+    """Return steps of keyword arguments for the forward of a model: of its file, of its kind, or found by trying.
+
+    Raises:
+        UsageError: It takes something that cannot be made up.
+    """
+    if model.stored is not None:
+        return stored_inputs(model.module, model.stored)
+    if is_pretrained(model.module):
+        return example_inputs(model.module, model.directory)
+    return module_inputs(model.module, model.spec)
 
 
 def export_program(
@@ -80,8 +99,10 @@ def export_programs(
     Raises:
         UsageError: As `export_program`.
     """
+    if inputs is None and model.stored is None and not is_pretrained(model.module):
+        inputs = made_up_inputs(model)
     with (
-        forward_errors(model.module, f"{model.spec} cannot be exported, its forward raised in"),
+        forward_errors(model.module, f"{model.spec} cannot run on these inputs: its forward raised in"),
         uncompiled(model.module) as module,
     ):
         model = replace(model, module=module)

@@ -19,8 +19,23 @@ _MAX_HEADER_BYTES = 10_000
 _LENGTH_FORMATS = {1: "<H", 2: "<I", 3: "<I"}
 _MAX_MEMBERS = 100_000
 _PIECE_BYTES = 1 << 20
+MAX_DIMENSIONS = 64
+"""Of a tensor of torch, and of an array of numpy."""
+_MOST_ELEMENTS = 1 << 58
 MAX_UNFOLDED_BYTES = 1 << 29
 """Most bytes that the compressed members of an archive unfold to; members that are stored have their own size."""
+
+
+def why_no_shape(sizes: object) -> str | None:
+    """Return why no tensor has these sizes, which a file claims, or None."""
+    if not isinstance(sizes, list | tuple) or not all(type(size) is int and 0 <= size < 1 << 63 for size in sizes):
+        return "a shape is not a list of sizes"
+    if len(sizes) > MAX_DIMENSIONS:
+        return f"a shape has {len(sizes)} dimensions, and a tensor at most {MAX_DIMENSIONS}"
+    # Steps from one element to the next are products of sizes, also where one of them is 0.
+    if math.prod(max(size, 1) for size in sizes) > _MOST_ELEMENTS:
+        return f"the shape {list(sizes)} is larger than a tensor can be"
+    return None
 
 
 def read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
@@ -45,8 +60,9 @@ def read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
         shape, fortran, dtype = read(whole)
     except Exception as error:  # numpy parses a header as Python source, and lets out what its tokenizer raises
         raise ValueError(f"the header is damaged: {error}") from error
-    if any(size < 0 for size in shape):
-        raise ValueError(f"a size is negative: {shape}")
+    reason = why_no_shape(shape)
+    if reason is not None:
+        raise ValueError(reason)
     return shape, fortran, dtype
 
 

@@ -117,14 +117,14 @@ def read_torch(
         if isinstance(file, io.BytesIO):
             _check_archive(file, where)
             file.seek(0)
-            return torch.load(file, map_location="cpu", weights_only=True)
+            return _bare(torch.load(file, map_location="cpu", weights_only=True))
         copy = _copied(file)
         with open_regular(copy, inside=inside if copy == Path(file) else None) as opened:
             if old and opened.read(4) != b"PK\x03\x04":
-                return _read_old(opened, where)
+                return _bare(_read_old(opened, where))
             opened.seek(0)
             _check_archive(opened, where)
-        return uninterrupted(lambda: torch.load(copy, map_location="cpu", weights_only=True, mmap=True))
+        return _bare(uninterrupted(lambda: torch.load(copy, map_location="cpu", weights_only=True, mmap=True)))
     except zipfile.BadZipFile as error:
         raise CorruptError(
             "not a file that torch.save wrote",
@@ -141,6 +141,25 @@ def read_torch(
         raise
     except Exception as error:  # a hostile pickle can raise anything
         raise CorruptError("the file cannot be read", got=f"{where}: {shown(str(error))[:400]}") from error
+
+
+def _bare(value: Any) -> Any:
+    """Return what was read without attributes of tensors and dicts: one called "numel" or "items" hides the method."""
+    import torch
+
+    waiting, seen = [value], set()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, dict) or type(one) in (torch.Tensor, torch.nn.Parameter):
+            getattr(one, "__dict__", {}).clear()
+        if isinstance(one, torch.Tensor) and one._backward_hooks:
+            one._backward_hooks = None
+        held = one.values() if isinstance(one, dict) else one if isinstance(one, list | tuple) else ()
+        waiting += [item for item in held if isinstance(item, dict | list | tuple | torch.Tensor)]
+    return value
 
 
 def check_unfolded(value: Any, where: str) -> None:

@@ -12,7 +12,7 @@ from glassengine.reading.printable import printable
 from glassengine.report.findings import Finding, SourceLine, findings
 from glassengine.report.terminal_answer import answer
 from glassengine.report.terminal_check import headline, size
-from glassengine.report.words import hint_details, untried
+from glassengine.report.words import hint_details, of_side, untried
 from glassengine.results import Comparison
 
 MOST_LINES = 40
@@ -91,7 +91,7 @@ def _excerpt(line: SourceLine) -> Iterator[str]:
 def _not_judged(result: Comparison) -> Iterator[str]:
     reasons = Counter((item.side, item.reason) for item in result.skipped)
     for (side, reason), count in reasons.most_common(_MAX_REASONS):
-        yield f"not judged: {count} of {side}: {reason}"
+        yield f"not judged: {count} of {of_side(side)}: {reason}"
 
 
 def _next(result: Comparison, found: Finding | None, command: Sequence[str]) -> str:

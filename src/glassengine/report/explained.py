@@ -9,7 +9,7 @@ from glassengine.reading.printable import printable
 from glassengine.report.findings import RULES, findings
 from glassengine.report.terminal_answer import answer
 from glassengine.report.terminal_check import headline
-from glassengine.report.words import hint_details, untried
+from glassengine.report.words import hint_details, of_side, untried
 from glassengine.results import VERDICTS, Comparison, Divergence, Figures, Pair, Skipped
 from glassengine.sites import matches
 
@@ -71,7 +71,7 @@ def _tensors(result: Comparison, pattern: str) -> Iterator[str]:
 
 
 def _left_out(item: Skipped) -> str:
-    return f"{item.site} of the {item.side} was not judged: {item.reason}"
+    return f"{item.site} of {of_side(item.side)} was not judged: {item.reason}"
 
 
 def _tensor(result: Comparison, site: str, pairs: Sequence[Pair]) -> Iterator[str]:

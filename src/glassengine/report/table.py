@@ -29,11 +29,16 @@ _FOLDED = ("site", "tensor", "note", "candidate", "first divergence")
 
 
 class Table(RichTable):
-    """A table that is as wide as it needs to be where no person looks at it: a pipe has no right edge."""
+    """A table that is as wide as it needs to be where no person looks at it: a pipe has no right edge.
 
-    def __init__(self) -> None:
+    Args:
+        first: Columns that are left out where there is no room for all, one after the other, before anything is folded.
+    """
+
+    def __init__(self, first: Sequence[str] = ()) -> None:
         super().__init__(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
         self._cells: list[tuple[str | Text, ...]] = []
+        self._first = first
 
     def add_row(self, *cells: str | Text) -> None:  # type: ignore[override]
         """Add a row; cells that are left out are empty."""
@@ -42,12 +47,26 @@ class Table(RichTable):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if not console.is_terminal:
             options = options.update(max_width=1 << 16)
+        self._leave_out(options.max_width)
         if len(self._cells) > MAX_LAID_OUT:
             return self._lines(console, options.max_width)
         for cells in self._cells[len(self.rows) :]:
             # Escaped first: what takes the place of a character is wider.
             super().add_row(*(Text(_plain(cell), cell.style if isinstance(cell, Text) else "") for cell in cells))
         return super().__rich_console__(console, options)
+
+    def _leave_out(self, width: int) -> None:
+        names = [str(column.header) for column in self.columns]
+        rows = (tuple(map(_plain, cells)) + ("",) * (len(names) - len(cells)) for cells in self._cells)
+        sizes = [[max(map(_width, text.split("\n"))) for text in row] for row in (names, *rows)]
+        while self._first and sum(map(max, zip(*sizes, strict=True))) + len(_GAP) * (len(names) - 1) > width:
+            name, *self._first = self._first
+            at = names.index(name)
+            self._cells = [(*cells[:at], *cells[at + 1 :]) for cells in self._cells]
+            for row in (names, self.columns, *sizes):
+                del row[at]
+        for at, column in enumerate(self.columns):
+            column._index = at
 
     def _lines(self, console: Console, width: int) -> Iterator[Segment]:
         names = [str(column.header) for column in self.columns]
@@ -71,9 +90,14 @@ class Table(RichTable):
         yield Segment("".join(unstyled))
 
 
-def new_table(*columns: str) -> Table:
-    """Return an empty table in the style of all tables; columns of words are set left, and long names are folded."""
-    table = Table()
+def new_table(*columns: str, first: Sequence[str] = ()) -> Table:
+    """Return an empty table in the style of all tables; columns of words are set left, and long names are folded.
+
+    Args:
+        columns: Their heads.
+        first: Columns that are left out first where there is no room.
+    """
+    table = Table(first)
     for column in columns:
         # Names are folded, not cut, so that they survive to be copied; numbers stay in one piece.
         folds = column in _FOLDED

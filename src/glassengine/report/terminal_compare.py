@@ -16,6 +16,7 @@ from rich.text import Text
 from glassengine.compare.ruling import severity
 from glassengine.report.table import new_table
 from glassengine.report.terminal_drift import drift_table
+from glassengine.report.words import of_side
 from glassengine.results import VERDICTS, Comparison, Figures, Pair, Skipped, Summary, tally_of
 
 STYLES = {"identical": "green", "rounding": "green", "suspicious": "yellow", "wrong": "bold red"}
@@ -23,6 +24,7 @@ MAX_PAIRS = 8
 MAX_DRIFT = 14
 _MAX_HINTS = 2
 _MAX_REASONS = 5
+_LEAST_TOLD = ("std", "median", "mean", "Inf")
 _STATISTICS = ("min", "mean", "median", "max", "std")
 
 
@@ -66,7 +68,7 @@ def recording(rows: Iterable[tuple[int, int, str, Summary]], *, complete: bool, 
         complete: Whether the recording is complete.
         reason: Why not.
     """
-    table = new_table("step", "rank", "site", "tensor", *_STATISTICS, "NaN", "Inf")
+    table = new_table("step", "rank", "site", "tensor", *_STATISTICS, "NaN", "Inf", first=_LEAST_TOLD)
     for step, rank, site, found in rows:
         table.add_row(str(step), str(rank), site, *_cells(found))
     return table if complete else Group(Text(f"incomplete: {reason}", style="yellow"), table)
@@ -119,7 +121,9 @@ def _worst(figures: Figures) -> str:
 
 def _pairs(pairs: Sequence[Pair]) -> Table:
     columns = ("max abs", "max rel", "SNR dB", "beyond", "note")
-    table = new_table("verdict", "close", "equal", "step", "site", *columns)
+    table = new_table(
+        "verdict", "close", "equal", "step", "site", *columns, first=("equal", "close", "max rel", "beyond")
+    )
     for pair in pairs:
         figures = pair.figures
         numbers = ["-"] * 4
@@ -151,7 +155,7 @@ def _passed(figures: Figures | None) -> tuple[str, str]:
 
 
 def _statistics(pair: Pair, baseline: Summary, candidate: Summary) -> RenderableType:
-    table = new_table("", "tensor", *_STATISTICS, "NaN", "Inf")
+    table = new_table("", "tensor", *_STATISTICS, "NaN", "Inf", first=_LEAST_TOLD)
     rows = {"x": baseline, "y": candidate, "abs error": pair.abs_error, "rel error": pair.rel_error}
     for name, found in rows.items():
         if found is not None:
@@ -196,7 +200,7 @@ def notes(result: Comparison) -> Iterator[Text]:
         yield Text(f"\nnot judged: {len(result.skipped)}")
     for (side, reason), items in list(groups.items())[:_MAX_REASONS]:
         some = ", ".join(dict.fromkeys(item.site for item in items[:3]))
-        yield Text(f"  {len(items)} of the {side}: {reason}: {some}{', ...' if len(items) > 3 else ''}")
+        yield Text(f"  {len(items)} of {of_side(side)}: {reason}: {some}{', ...' if len(items) > 3 else ''}")
     if len(groups) > _MAX_REASONS:
         yield Text(f"  ... and {len(groups) - _MAX_REASONS} more reasons (--json has all)")
 

@@ -59,6 +59,11 @@ def headline(result: Comparison) -> Headline:
     return Headline(mark, f"every difference is explained by {'the quantization' if by_signal else 'rounding'}")
 
 
+def of_side(side: str) -> str:
+    """Return what a side is called after "of": "both sides", "the baseline"."""
+    return "both sides" if side == "both" else f"the {side}"
+
+
 def short(name: str) -> str:
     """Return the end of a long path, which tells two of them apart; `--json` has all of it."""
     return name if len(name) <= LONGEST_NAME else f"...{name[-LONGEST_NAME + 3 :]}"
@@ -153,10 +158,13 @@ def result_line(found: ResultComparison) -> str:
     text = found.in_words()
     if not found.agrees:
         text += f" in {found.case}, step {found.step}"
-    if found.method == "position":
-        text += f"; the candidate calls it {found.candidate_name}"
+    if found.method != "name":
+        by_shape = ": no other tensor of the record has its shape" if found.method == "shape" else ""
+        text += f"; the candidate calls it {found.candidate_name}{by_shape}"
     if found.exempt:
         text += f"; {found.exempt:.1%} of it exempt: it depends on a tie"
+    if found.left_out:
+        text += f"; {found.left_out:.0%} of it left out: padding, or undefined in the baseline"
     if found.mean_kl is None or found.verdict == "identical":
         return text
     changed = found.num_tokens - found.same_tokens

@@ -76,6 +76,10 @@ from glassengine.results.hints import (
 from glassengine.results.inputs_used import (
     InputUsed,
 )
+from glassengine.results.interrupted import (
+    Interrupted,
+    incomplete,
+)
 from glassengine.results.metrics import (
     MetricsReport,
     MetricSummary,
@@ -146,6 +150,7 @@ __all__ = [
     "Generation",
     "Hint",
     "InputUsed",
+    "Interrupted",
     "Kind",
     "ListedSnapshot",
     "LogitsDifference",
@@ -188,6 +193,7 @@ __all__ = [
     "added",
     "counts_of",
     "failure",
+    "incomplete",
     "tally_of",
     "worst",
 ]

@@ -49,10 +49,10 @@ class ResultComparison(Result):
         name: Of the baseline's result: "logits", "output".
         candidate_name: Of the candidate's.
         rung: Which implementation.
-        method: "name", or "position" where the two sides use other names.
+        method: "name"; "position" or, of a record, "shape" where the two sides use other names.
         verdict: Worst one, by the accumulated noise floor.
         reason: Set where something other than the size of the difference decides.
-        case: In which the verdict and then the difference is worst.
+        case: In which the verdict and then the signal-to-noise ratio is worst.
         step: Likewise.
         num_steps: How many steps were compared.
         shape: In that step.
@@ -65,6 +65,7 @@ class ResultComparison(Result):
         cosine_similarity: Least of a step.
         noise_ratio: Largest ratio of error and noise floor.
         exempt: Share of the elements that do not count (ties, undefined values), padding aside.
+        left_out: Share of the elements that are padding, or undefined in the baseline: they enter no figure.
         judged_by: "signal" where the candidate is quantized: rounding explains nothing then, and what is left of the
             signal counts.
         num_tokens: Of logits, how many positions were compared; 0 of other results.
@@ -94,6 +95,7 @@ class ResultComparison(Result):
     cosine_similarity: float | None
     noise_ratio: float | None
     exempt: float = 0.0
+    left_out: float = 0.0
     judged_by: Literal["noise floor", "signal"] = "noise floor"
     num_tokens: int = 0
     same_tokens: int = 0

@@ -10,7 +10,7 @@ from glassengine.errors import CorruptError
 from glassengine.results.base import Result
 
 SCHEMA_VERSION = 1
-
+_LARGEST = 1e300
 
 Unit = Literal["ns", "bytes", "count"]
 
@@ -106,10 +106,21 @@ class MetricsReport(Result):
                     hint="upgrade glassengine",
                 )
             metrics = tuple(_metric_from_dict(entry) for entry in data["metrics"])
-            counters = {str(name): int(value) for name, value in data["counters"].items()}
-            return MetricsReport(metrics, counters, tuple(int(rank) for rank in data["ranks"]))
+            counters = {str(name): int(number_from(value)) for name, value in data["counters"].items()}
+            return MetricsReport(metrics, counters, tuple(int(number_from(rank)) for rank in data["ranks"]))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptError("not a metrics report", got=f"{type(error).__name__}: {error}") from error
+
+
+def number_from(value: object) -> float:
+    """Return a number that a file holds.
+
+    Raises:
+        ValueError: It is none, or no finite one.
+    """
+    if not isinstance(value, int | float) or not abs(value) < _LARGEST:
+        raise ValueError(f"{str(value)[:80]!r} is not a number")
+    return value
 
 
 def format_value(value: float, unit: Unit) -> str:
@@ -141,9 +152,13 @@ def _format_time(ns: int) -> str:
     return f"{text}{ns // 1000:03d}.{ns % 1000:03d}us"
 
 
+_NUMBERS = ("total_samples", "accumulator", "value_rate", "rate", "mean", "std_dev")
+
+
 def _metric_from_dict(entry: Mapping[str, Any]) -> MetricSummary:
     if entry["unit"] not in ("ns", "bytes", "count"):
         raise ValueError(f"unit {entry['unit']!r}")
-    percentiles = {int(percent): value for percent, value in entry["percentiles"].items()}
-    samples = tuple((int(when), value) for when, value in entry["samples"])
-    return MetricSummary(**{**entry, "percentiles": percentiles, "samples": samples})
+    percentiles = {int(percent): number_from(value) for percent, value in entry["percentiles"].items()}
+    samples = tuple((int(number_from(when)), number_from(value)) for when, value in entry["samples"])
+    numbers = {key: number_from(value) for key, value in entry.items() if key in _NUMBERS and value is not None}
+    return MetricSummary(**{**entry, **numbers, "percentiles": percentiles, "samples": samples})

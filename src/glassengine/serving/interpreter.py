@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from glassengine import starting
 from glassengine.errors import BackendError, UsageError
 from glassengine.reading.files import shown
 from glassengine.serving.protocol import ServedWeight, Setting
@@ -60,12 +61,11 @@ class Interpreter:
         # Its working directory is empty: what lies in the user's would be imported.
         with tempfile.TemporaryDirectory(prefix="glassengine-empty-") as empty:
             try:
-                done = subprocess.run(  # noqa: S603 (the interpreter that the user names, our own module)
+                done = starting.run(
                     [str(given.absolute()), *flags, "-c", _STARTS, str(self.folder), self.module],
                     input=json.dumps(request).encode(),
                     capture_output=True,
                     timeout=_PATIENCE,
-                    check=False,
                     cwd=empty,
                 )
             except subprocess.TimeoutExpired as error:

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 
 from glassengine.compare.matching.assembling import assembled
 from glassengine.compare.matching.maps import Rule
@@ -32,6 +33,23 @@ class Unread(Mapping[str, ServedWeight]):
 
     def __len__(self) -> int:
         return len(self._readers)
+
+
+@torch.no_grad()
+def adds_one(module: nn.Module, name: str) -> bool:
+    """Whether a parameter is the gain of a norm less 1: of -1 its module makes zeros, of 0 it does not."""
+    path, _, own = name.rpartition(".")
+    norm = module.get_submodule(path)
+    parameters = dict(norm.named_parameters())
+    if own not in parameters or any(one.dim() != 1 for one in parameters.values()):
+        return False
+    zeros = {key: torch.zeros_like(one) for key, one in parameters.items()}
+    given = torch.linspace(1.0, 2.0, parameters[own].numel(), dtype=parameters[own].dtype)[None]
+    try:
+        made = [functional_call(norm, zeros | {own: zeros[own] + gain}, (given,)) for gain in (-1, 0)]
+    except Exception:  # it is no norm, and its own code may raise anything
+        return False
+    return all(isinstance(one, Tensor) for one in made) and not made[0].any() and bool(made[1].any())
 
 
 def as_parameter(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from glassengine.errors import UsageError
 from glassengine.plugins import SERVING, registered, remedy
 from glassengine.program.onnx.stored.file import is_onnx
+from glassengine.program.onnx.stored.options import SessionSettings
 from glassengine.recording.read.source import TensorSource
 from glassengine.results import Kind
 
@@ -32,12 +33,14 @@ class Options:
         threads: Of the engine.
         python: Interpreter that the engine is installed for; None for this one.
         dtype: In which it computes, for engines that take one; "auto" for the finest.
+        session: How ONNX Runtime runs a file.
     """
 
     library: str | Path | None = None
     threads: int = 1
     python: str | Path | None = None
     dtype: str = "auto"
+    session: SessionSettings = field(default_factory=SessionSettings)
 
 
 @dataclass(frozen=True)

@@ -76,9 +76,9 @@ class _Blocks:
         return block
 
     def forget(self, url: str) -> None:
-        """Drop what is kept of an object."""
+        """Drop what is kept of an object, or of those below it."""
         with self._lock:
-            for key in [key for key in self._blocks if key[0] == url]:
+            for key in [key for key in self._blocks if key[0] == url or key[0].startswith(f"{url}/")]:
                 del self._blocks[key]
 
 
@@ -94,6 +94,11 @@ def _blocks() -> _Blocks:
             _known.clear()
             found = _known[os.getpid()] = _Blocks()
         return found
+
+
+def forget(url: str) -> None:
+    """Drop what is kept of an object, or of those below it: what was damaged on its way is fetched again."""
+    _blocks().forget(url)
 
 
 def in_parallel() -> ThreadPoolExecutor:

@@ -75,7 +75,9 @@ class RayTasks:
 
     def _start(self, address: str, count: int | None) -> None:
         ray = self._ray
-        told: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+        # What Ray knows to be no script gets no working directory among the places of its modules: see `starting`.
+        job = ray.job_config.JobConfig(_client_job=True)
+        told: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "job_config": job}
         try:
             if address != AUTO:
                 ray.init(address, **told)

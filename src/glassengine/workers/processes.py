@@ -6,11 +6,11 @@ import contextlib
 import queue
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from glassengine import starting
 from glassengine.workers import pipe
 from glassengine.workers.pipe import receive, send
 from glassengine.workers.protocol import AHEAD, ATTEMPTS, Died, windowed
@@ -29,7 +29,7 @@ class Processes:
 
     def __init__(self, function: Callable[[bytes], bytes], count: int) -> None:
         self.count = count
-        self._command = [sys.executable, "-m", pipe.__name__, function.__module__, function.__name__]
+        self._command = starting.python(pipe.__name__, function.__module__, function.__name__)
         self._idle: queue.SimpleQueue[_Child] = queue.SimpleQueue()
         self._children = [_Child(self._command) for _ in range(count)]
         for child in self._children:
@@ -87,9 +87,7 @@ class _Child:
             if self._is_over:
                 return Died("it was ended")
             if self._process is None or self._process.poll() is not None:
-                self._process = subprocess.Popen(  # noqa: S603 (this interpreter, and a module of this package)
-                    self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-                )
+                self._process = starting.start(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             process = self._process
         assert process.stdin is not None and process.stdout is not None
         answer = None

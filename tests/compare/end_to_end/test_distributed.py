@@ -78,7 +78,7 @@ def test_rows_say_what_the_whole_says(sides: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_processes_find_what_one_finds(sides: Path, small_chunks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("glassengine.workers.processes.subprocess", children.started_as_copies(("torch",)))
+    monkeypatch.setattr("glassengine.starting.subprocess", children.started_as_copies(("torch",)))
     assert judged(sides, jobs=2) == judged(sides)
 
 

@@ -157,3 +157,85 @@ def test_f8_a_wrong_quantization_is_never_ok(mistake: str, files: dict[tuple[str
     onnx.save(model, tmp_path / "edited.onnx")
     result = checked(name, tmp_path / "edited.onnx", tmp_path)
     assert not result.ok and result.first_divergence is not None
+
+
+class Packed(nn.Module):
+    """Queries, keys and values in one weight, which an exporter takes apart or keeps whole."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.words = kind, nn.Embedding(40, 32)
+        self.one, self.two = (nn.MultiheadAttention(32, 4, batch_first=True) for _ in range(2))
+        self.wide, self.narrow = nn.Linear(32, 64), nn.Linear(32, 32)
+        self.head = nn.Linear(32, 40)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        if self.kind == "attention":
+            x = x + self.one(x, x, x, need_weights=False)[0]
+            return self.head(x + self.two(x, x, x)[0])
+        if self.kind == "cross":
+            return self.head(x + self.one(x, x.flip(1), x.flip(1), need_weights=False)[0])
+        rows = [nn.functional.linear(x, self.wide.weight[at : at + 32], self.wide.bias[at : at + 32]) for at in (0, 32)]
+        return self.head(x + rows[0].sigmoid() * rows[1])
+
+
+def packed(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    return Packed(kind).eval()
+
+
+IDS = {"ids": torch.arange(24).reshape(2, 12) * 3 % 40}
+
+
+@pytest.fixture(scope="module")
+def packed_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {}
+    for kind in ("attention", "cross", "slices"):
+        path = tmp_path_factory.mktemp("packed") / f"{kind}.onnx"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.onnx.export(
+                packed(kind), (IDS["ids"],), str(path), opset_version=17, dynamo=False, input_names=["ids"]
+            )
+        found[kind] = path.with_name("int8.onnx")
+        of_weights = quantization.QuantType.QUInt8 if kind == "cross" else quantization.QuantType.QInt8
+        quantization.quantize_dynamic(str(path), str(found[kind]), weight_type=of_weights)
+    return found
+
+
+def signal(path: Path, module: nn.Module) -> float:
+    """Return the dB of a file in a session as users make it, beside the model of floats."""
+    runtime = pytest.importorskip("onnxruntime")
+    (found,) = runtime.InferenceSession(str(path)).run(None, {"ids": IDS["ids"].numpy()})
+    with torch.no_grad():
+        expected = module(IDS["ids"]).double().numpy()
+    return float(10 * np.log10((expected**2).sum() / ((found - expected) ** 2).sum()))
+
+
+@pytest.mark.parametrize("kind", ["attention", "cross", "slices"])
+def test_f60_parts_of_a_packed_weight_are_rounded_weights(
+    kind: str, packed_files: dict[str, Path], tmp_path: Path
+) -> None:
+    np.savez(tmp_path / "given.npz", ids=IDS["ids"].numpy())
+    result = glass.check(packed(kind), candidate=packed_files[kind], inputs=str(tmp_path / "given.npz"))
+    assert result.ok, (result.not_ok_because, result.origins)
+    assert result.results[0].snr_db == pytest.approx(signal(packed_files[kind], packed(kind)), abs=0.1)
+
+
+@pytest.mark.parametrize("kind", ["attention", "slices"])
+def test_f60_results_are_those_of_the_file_where_its_graph_is_wrong(
+    kind: str, packed_files: dict[str, Path], tmp_path: Path
+) -> None:
+    model = onnx.load(str(packed_files[kind]))
+    wrong = next(node for node in model.graph.node if node.op_type in ("Softmax", "Sigmoid"))
+    wrong.op_type = "Tanh"
+    del wrong.attribute[:]
+    onnx.save(model, str(tmp_path / "wrong.onnx"))
+    np.savez(tmp_path / "given.npz", ids=IDS["ids"].numpy())
+    result = glass.check(packed(kind), candidate=tmp_path / "wrong.onnx", inputs=str(tmp_path / "given.npz"))
+    assert not result.ok and result.first_divergence is not None
+    assert [one.snr_db for one in result.results] == [
+        pytest.approx(signal(tmp_path / "wrong.onnx", packed(kind)), abs=0.1)
+    ]
+    assert "with the baseline's weights where they were rounded" in result.notes[0]

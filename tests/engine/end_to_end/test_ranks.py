@@ -31,7 +31,7 @@ def tokens(engine: Any, prompts: list[list[int]], new: int = 8) -> list[Any]:
 
 def test_two_ranks_share_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The quick one of many: tokens, parts, and what happens when a rank dies."""
-    monkeypatch.setattr("glassengine.engine.ranks.children.subprocess", children.started_as_copies(children.MODELS))
+    monkeypatch.setattr("glassengine.starting.subprocess", children.started_as_copies(children.MODELS))
     model = models.llama(num_hidden_layers=1)
     sites = ["model.layers.0.self_attn.o_proj", "model.layers.0.self_attn.q_proj"]
     options: dict[str, Any] = {"backend": "eager", "max_seq_len": 32, "add_output": sites}

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import glassengine as glass
+from glassengine.compare import plan as plans
 from glassengine.errors import CorruptError, UsageError
 from glassengine.recording.read.source import open_source
 from glassengine.recording.write.writer import RecordingWriter
-from glassengine.stores import objects
+from glassengine.stores import objects, ranges
 
 
 def recorded(directory: Path, *, wrong: bool = False) -> Path:
@@ -91,3 +92,71 @@ def test_a_shard_that_is_replaced_is_named(url: str, tmp_path: Path) -> None:
     assert f"{url}/z" in str(raised.value)
     with pytest.raises(UsageError, match="no such file"):
         glass.compare(f"{url}/z", f"{url}/a")
+
+
+@pytest.fixture
+def flips(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Names of objects -> how many of the next downloads of each have one flipped bit."""
+    read, left = objects.read, {}
+
+    def flipped(url: str, start: int, end: int) -> bytes:
+        data = bytearray(read(url, start, end))
+        for name, number in left.items():
+            if url.endswith(name) and number and len(data) > 8:
+                left[name] -= 1
+                data[len(data) // 2] ^= 4
+        return bytes(data)
+
+    monkeypatch.setattr(objects, "read", flipped)
+    return left
+
+
+@pytest.mark.parametrize("state", ["complete", "writing"])
+@pytest.mark.parametrize("name", ["index.log", "recording.json"])
+def test_s21_a_damaged_download_of_what_says_what_there_is(
+    name: str, state: str, url: str, tmp_path: Path, flips: dict[str, int]
+) -> None:
+    manifest = tmp_path / "a/recording.json"
+    manifest.write_text(manifest.read_text().replace('"complete"', f'"{state}"'))
+    store = fsspec.filesystem("s3")
+    store.put_file(str(manifest), f"{url}/s21/recording.json")
+    for file in ("index.log", "shard-00000.safetensors"):
+        store.put_file(str(tmp_path / "a" / file), f"{url}/s21/{file}")
+    flips[f"s21/{name}"] = 1
+    found = glass.Recording.open(f"{url}/s21")
+    assert flips == {f"s21/{name}": 0} and found.steps == [0, 1] and len(found.entries) == 26
+    # What is damaged where it lies is damaged, each time it is opened.
+    flips[f"s21/{name}"] = 1000
+    ranges.forget(url)
+    for _ in range(2):
+        if state == "complete" or name == "recording.json":
+            with pytest.raises(CorruptError):
+                glass.Recording.open(f"{url}/s21")
+        else:
+            assert len(glass.Recording.open(f"{url}/s21").steps) < 2
+    flips.clear()
+    assert glass.Recording.open(f"{url}/s21").steps == [0, 1]
+
+
+def test_s21_a_damaged_download_of_values(url: str, tmp_path: Path, flips: dict[str, int]) -> None:
+    here, there = glass.Recording.open(tmp_path / "a"), glass.Recording.open(f"{url}/a")
+    for entry in ("layer.0", "large"):
+        for step in (0, 1):
+            flips["shard-00000.safetensors"] = 1
+            ranges.forget(url)
+            assert torch.equal(there.tensor(entry, step), here.tensor(entry, step)) and not any(flips.values())
+    flips["shard-00000.safetensors"] = 1000
+    ranges.forget(url)
+    with pytest.raises(CorruptError, match="recorded values are damaged"):
+        there.tensor("large", 1)
+    flips.clear()
+    assert torch.equal(there.tensor("large", 1), here.tensor("large", 1))
+
+
+def test_s21_a_damaged_download_of_rows_is_no_difference(
+    url: str, tmp_path: Path, flips: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plans, "CHUNK_BYTES", 5000)
+    flips["b/shard-00000.safetensors"] = 1
+    found = glass.compare(tmp_path / "a", f"{url}/b")
+    assert not any(flips.values()) and found.ok and found.verdict == "identical"

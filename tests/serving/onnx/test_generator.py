@@ -46,9 +46,11 @@ def test_its_scores_are_recorded_as_deployed(folder: Path, tmp_path: Path) -> No
     assert deployed.metadata["generator"] == OWN_LOOP
     for name, recording in (("deployed", deployed), ("ops", exact)):
         for entry in recording.entries:
-            if entry.site == "logits":
+            if entry.site in ("logits", "returned/logits"):
                 own = torch.from_numpy(found.logits[entry.step])
-                assert torch.allclose(recording.tensor(entry), own, atol=0 if name == "deployed" else 1e-5)
+                assert torch.allclose(recording.tensor(entry), own, atol=0 if entry.site != "logits" else 1e-5)
+        is_returned = any(entry.site == "returned/logits" for entry in recording.entries)
+        assert is_returned == (name == "deployed")
 
 
 def test_another_token_is_told_and_ends_it(folder: Path) -> None:

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.export import ExportedProgram
 
 from glassengine.capture.calls.observed_call import ObservedCall, out_of_reach
 from glassengine.errors import UsageError
+from glassengine.program import load_model, made_up_inputs
 from glassengine.sites import ROOT, HasSites, port_leaves, port_site, tap_site, with_call
 from glassengine.taps import tap, tap_sink
 
@@ -42,40 +42,29 @@ def observing(module: nn.Module, observe: Observe, *, called_as: Mapping[str, st
         yield
 
 
-def named_network_outputs(
-    target: nn.Module | HasSites | ExportedProgram, *args: Any, **kwargs: Any
-) -> Iterator[tuple[str, Any]]:
+def named_network_outputs(target: nn.Module | HasSites, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
     """Iterate over (`<module path>.<name>`, value) of every tap (row A2).
 
     Args:
-        target: A program or an engine, whose sites are given; a module, which is run once on the other arguments and
-            whose tap values (copies) are given; or what torch.export made, which knows no taps: its results are given,
-            as fake tensors, by the names of their nodes.
+        target: A program or an engine, whose sites are given; or a module, which is run once on the other arguments,
+            or on made-up ones where it needs some and has none, and whose tap values (copies) are given.
         *args: Arguments of the module.
         **kwargs: Keyword arguments of the module.
 
     Raises:
         UsageError: A tap has the name of a submodule, or its name is used twice in one call of its module; or `target`
-            is something else, or a module that needs arguments.
+            is something else, as what torch.export made, which knows no taps.
     """
     if isinstance(target, HasSites):
         return target.named_network_outputs()
-    if isinstance(target, ExportedProgram):
-        names = dict.fromkeys(target.graph_signature.user_outputs)
-        values = {node.name: node.meta.get("val") for node in target.graph.nodes}
-        return iter([(name, values[name]) for name in names if isinstance(name, str)])
     if not isinstance(target, nn.Module):
         raise UsageError(
             "taps are those of a module or a program",
             got=type(target).__name__,
-            expected="a module, a program, an engine, or what torch.export made",
+            expected="a module, a program or an engine; torch.export leaves no taps in what it makes",
         )
     if not args and not kwargs and not _can_be_called(target):
-        raise UsageError(
-            "the taps of a module are found by one call of it, and its forward needs arguments",
-            got=f"{type(target).__name__} without any",
-            hint="glass.compat.named_network_outputs(module, *args, **kwargs)",
-        )
+        kwargs = dict(made_up_inputs(load_model(target))[0])
     found: dict[str, torch.Tensor] = {}
 
     def keep(site: str, tensor: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Unpack
 
+from glassengine import asked
 from glassengine.capture.scripts.ending import script_ended
 from glassengine.capture.scripts.recorder import ScriptRecorder
 from glassengine.capture.scripts.spawned import SpawnedRecordings
@@ -52,7 +53,7 @@ def record_script(
     with _import_path(str(Path.cwd() if is_module else Path(script).resolve().parent)):
         file = _file_of(str(script)) if is_module else str(Path(script).absolute())
         if not Path(file).is_file():
-            raise UsageError("no such script", got=str(script), hint="glass record -o DIR -- script.py ARGS")
+            asked.script(str(script))
         recorder = ScriptRecorder(path, **options)
         spawned = SpawnedRecordings(recorder)
         try:

@@ -12,6 +12,7 @@ import torch
 from glassengine.engine.run.engine import Engine
 from glassengine.judge.cases import Case
 from glassengine.judge.graphs.by_name import SitePair
+from glassengine.judge.replay.arithmetic import PLAIN, Arithmetic
 from glassengine.judge.replay.replay import covered
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.judge.sides.protocol import Place, Side
@@ -45,6 +46,7 @@ class Climb:
     model: ModuleSide | SourceSide
     scores: list[Score]
     accumulation: Accumulation = FLOAT32_SUMS
+    arithmetic: Arithmetic = PLAIN
     coarsest: torch.dtype | None = None
     kernels: Kernels = UNMEASURED
     built: Program | None = None

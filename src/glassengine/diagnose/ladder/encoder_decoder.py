@@ -21,6 +21,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from glassengine.diagnose.ladder.climb import Climb, begun
 from glassengine.errors import UsageError
 from glassengine.judge.cases import Case, StepInputs, causal_cases
+from glassengine.judge.end_to_end import merged
 from glassengine.judge.given import Inputs
 from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.judge.sides.module import ModuleSide
@@ -169,7 +170,7 @@ def joined(encoder: Comparison, decoder: Comparison) -> Comparison:
         too_little=bool(bad) and all(found.too_little for found in bad),
         weights=_joined_weights(encoder.weights, decoder.weights),
         standing=bad[0].standing if bad else "ok",
-        results=encoder.results + decoder.results,
+        results=merged((*encoder.results, *decoder.results)),
         fineness=encoder.fineness + decoder.fineness,
         inputs=encoder.inputs + decoder.inputs,
         drift=encoder.drift + decoder.drift,

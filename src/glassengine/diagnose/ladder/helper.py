@@ -85,8 +85,7 @@ def _opened(key: bytes) -> tuple[Foresight, ...]:
     model, given, _ = given_to(model, subject.inputs, of_first, alone=True)
     stack = ExitStack()
     stack.enter_context(threads_for(model.module))
-    of_record = of_first if subject.inputs is None else None
-    (climb,) = climbs_of(model, given, subject.steps, stack, silent, of_record)
+    (climb,) = climbs_of(model, given, subject.steps, stack, silent, of_first)
     climb.accumulation = accumulation_of(subject.accumulation)
     with_record(climb, record, subject.map)
     (case,) = climb.cases

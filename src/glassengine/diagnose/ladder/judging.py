@@ -38,6 +38,7 @@ def judge(
         scores,
         coarsest=climb.coarsest,
         accumulation=replace(climb.accumulation, kernels=climb.kernels),
+        arithmetic=climb.arithmetic,
         on_step=on_step,
     )
 
@@ -59,8 +60,18 @@ def explain_engine(climb: Climb, backend: str | None, progress: Progress) -> Non
     explain(engine, alone)
 
 
-def severity_counter(climb: Climb, progress: Progress) -> OnStep:
-    """Compare the last logits of each side with those of the rung before it, and say how many steps are judged."""
+def severity_counter(
+    climb: Climb, progress: Progress, scores: Sequence[Score] | None = None, chooser: ModuleSide | None = None
+) -> OnStep:
+    """Compare the last logits of each side with those of the rung before it, and say how many steps are judged.
+
+    Args:
+        climb: With the cases.
+        progress: Called with an event when a stage begins.
+        scores: Of the sides; None for all of the climb.
+        chooser: Runs beside them; None for the model of the climb.
+    """
+    model_side = climb.model if chooser is None else chooser
     judged, total = 0, sum(case.num_steps for case in climb.cases)
 
     def count(case: Case, step: int, floors: Mapping[str, float]) -> None:
@@ -69,9 +80,9 @@ def severity_counter(climb: Climb, progress: Progress) -> OnStep:
         progress(Work.JUDGING.says(f"judging: {judged} of {total} steps", judged, total))
         if not climb.program.generates:
             return
-        assert climb.model.logits is not None
+        assert model_side.logits is not None
         node = climb.program.output_nodes["logits"]
-        model = climb.model.logits[:, -1]
+        model = model_side.logits[:, -1]
         following = model.argmax(-1) if case.tokens is None or step >= case.tokens.shape[1] else case.tokens[:, step]
         climb.chosen.setdefault(case.name, []).append(int(following[0]))
         size = model.double()
@@ -80,7 +91,7 @@ def severity_counter(climb: Climb, progress: Progress) -> OnStep:
             unit_roundoff(model.dtype) * float(size.abs().max()),
         )
         before = model
-        for score in climb.scores[1:]:
+        for score in climb.scores[1:] if scores is None else scores:
             found = score.side.observed(node)
             if not found:
                 continue

@@ -11,9 +11,10 @@ from glassengine.compare.matching.maps import load_map
 from glassengine.diagnose.ladder.climb import Climb
 from glassengine.diagnose.ladder.generations import JUDGED
 from glassengine.diagnose.ladder.record import add_record, tensors_of
-from glassengine.errors import UnknownNameError
+from glassengine.errors import IncomparableError, UnknownNameError
 from glassengine.judge.given import Inputs, in_one_forward, read_inputs
-from glassengine.judge.sides.recorded import RecordedTensors, case_of, recorded_inputs
+from glassengine.judge.sides.recorded import RecordedTensors
+from glassengine.judge.sides.recorded_inputs import case_of, given_case, recorded_inputs, require_own
 from glassengine.numerics.ops import ACCUMULATIONS, Accumulation
 from glassengine.program import LoadedModel
 from glassengine.program.generation.generation import PLAIN
@@ -42,6 +43,8 @@ def given_to(
         alone: Whether it is judged without the programs that it generates with.
     """
     given = read_inputs(inputs) if of_first is None or inputs is not None else recorded_inputs(of_first, model)
+    if of_first is not None and inputs is not None:
+        require_own(of_first, given)
     if alone:
         model = model.judged_as(model.generation.alone)
     judged = JUDGED[model.generation]
@@ -60,9 +63,24 @@ def climbs_of(
     progress: Progress,
     of_first: TensorSource | None = None,
 ) -> list[Climb]:
-    """Return the climbs of a model, on what a record was made with where there is one."""
-    case = case_of(of_first, model.generation) if of_first is not None else None
-    return list(JUDGED[model.generation].start(model, given, steps, stack, progress, case))
+    """Return the climbs of a model, on what a record was made with where there is one.
+
+    Raises:
+        IncomparableError: What is given is not what the record was made with.
+    """
+    case, num_steps = None, steps + 1
+    if of_first is not None:
+        case = case_of(of_first, model.generation) if given is None else given_case(of_first, model, given)
+        num_steps = len({entry.step for entry in of_first.entries})
+    climbs = list(JUDGED[model.generation].start(model, given, min(steps, num_steps - 1), stack, progress, case))
+    cases = climbs[0].cases
+    if of_first is not None and (len(cases) > 1 or cases[0].num_steps > num_steps):
+        raise IncomparableError(
+            "the record is of one run, and more inputs are given",
+            got=f"{of_first.path}: {num_steps} steps; {len(cases)} cases, the first of {cases[0].num_steps} steps",
+            hint="--inputs FILE with what it was made on, and no more",
+        )
+    return climbs
 
 
 def with_record(climb: Climb, record: TensorSource, rules: Any) -> RecordedTensors:

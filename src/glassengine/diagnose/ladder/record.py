@@ -11,7 +11,8 @@ from glassengine.diagnose.ladder.climb import Climb
 from glassengine.diagnose.ladder.judging import judge, severity_counter
 from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.judge.sides.protocol import Place
-from glassengine.judge.sides.recorded import RecordedModules, RecordedOps, RecordedTensors, dtype_of
+from glassengine.judge.sides.recorded import RecordedModules, RecordedOps, RecordedTensors
+from glassengine.judge.sides.recorded_inputs import dtype_of
 from glassengine.judge.sides.recorded_ranks import RecordedRanks, TensorsOfRanks
 from glassengine.judge.verdict.drift import Drift
 from glassengine.judge.verdict.evidence import EvidenceBox

@@ -41,10 +41,7 @@ from glassengine.judge.sides.program import ProgramSide
 from glassengine.judge.sides.protocol import Guarantee, Place
 from glassengine.judge.sides.source import untouched
 from glassengine.judge.verdict.score import Score
-from glassengine.program import LoadedModel, Program, example_inputs, export_program, load_inputs
-from glassengine.program.inputs.modules import module_inputs
-from glassengine.program.inputs.programs import stored_inputs
-from glassengine.program.kinds.causal_lm import is_pretrained
+from glassengine.program import LoadedModel, Program, export_program, load_inputs, made_up_inputs
 from glassengine.program.kinds.steps import MadeUp
 from glassengine.program.parallel.placements import Mesh
 from glassengine.program.representation.passes import apply_pass
@@ -227,11 +224,7 @@ def replay_of(climb: Climb, pairs: Mapping[str, SitePair], **options: Any) -> Re
 def arguments_of(model: LoadedModel, inputs: Inputs) -> Sequence[Mapping[str, Any]]:
     """Return the keyword arguments of a plain module's steps: one forward each, without a cache as a result."""
     if inputs is None:
-        if model.stored is not None:
-            return stored_inputs(model.module, model.stored)
-        if is_pretrained(model.module):
-            return example_inputs(model.module, model.directory)
-        return module_inputs(model.module, model.spec)
+        return made_up_inputs(model)
     given = load_inputs(inputs) if isinstance(inputs, str) else inputs
     if model.stored is not None or isinstance(given, MadeUp):
         return given

@@ -28,7 +28,7 @@ from glassengine.numerics.quantization.weight_error import WeightError, judge_we
 from glassengine.program import LoadedModel, load_model
 from glassengine.program.loading.quantized import is_quantized, quantization_steps
 from glassengine.progress import Progress, Work, silent
-from glassengine.results import CaseInputs, Comparison, DriftRow, Quantization, Skipped
+from glassengine.results import CaseInputs, Comparison, DriftRow, Interrupted, Quantization, Skipped, incomplete
 from glassengine.results.inputs_used import Origin, input_used
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -131,7 +131,7 @@ def check_quantized(
     total = difference(expected, found)
     progress(Work.JUDGING.says("measuring the drift"))
     drift = checkpoint_drift(baseline.module, candidate.module, forwards)
-    one_by_one(baseline.module, parameters, found_weights, forwards, expected, progress)
+    stopped = one_by_one(baseline.module, parameters, found_weights, forwards, expected, progress)
     result = Quantization(
         method=str((candidate.metadata.get("quantization") or {}).get("method")),
         num_tokens=len(expected.rows),
@@ -159,7 +159,10 @@ def check_quantized(
         drift=(*drift, last),
         inputs=tuple(_inputs(f"forward {at}", one, is_given=given is not None) for at, one in enumerate(forwards)),
     )
-    return within_budget(answer, total["snr_db"], min_snr)
+    answer = within_budget(answer, total["snr_db"], min_snr)
+    if stopped is not None:
+        raise Interrupted(incomplete(answer, stopped))
+    return answer
 
 
 def _inputs(name: str, forward: Mapping[str, Any], *, is_given: bool) -> CaseInputs:

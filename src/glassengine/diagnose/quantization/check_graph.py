@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
 
 from glassengine import environment
-from glassengine.diagnose.quantization.file import Op, QuantizedFile
+from glassengine.diagnose.ladder.sessions import with_level
+from glassengine.diagnose.quantization.file import Op, QuantizedFile, judge_widths
 from glassengine.diagnose.quantization.graph import QuantizedRun
 from glassengine.errors import IncomparableError
 from glassengine.judge.cases import Case
-from glassengine.judge.end_to_end import EndToEnd
+from glassengine.judge.end_to_end import EndToEnd, results_left
+from glassengine.judge.graphs.by_result import in_order
 from glassengine.judge.replay.replay import covered
 from glassengine.judge.verdict.fineness import fineness_of
 from glassengine.judge.verdict.standing import decide
@@ -41,12 +47,43 @@ Limits = tuple[str, float, float | None]
 _BY_GRID = "step of the quantization"
 
 
+@dataclass
+class Ends:
+    """Results of a quantized file against the baseline's: in a user's session, and of the graph as it is written.
+
+    Args:
+        program: Of the file of floats.
+    """
+
+    program: Program
+
+    def __post_init__(self) -> None:
+        self.run, self.written = EndToEnd(self.program, RUNG), EndToEnd(self.program, RUNG)
+
+    def compare(
+        self, module: Any, inputs: Mapping[str, Tensor], ours: Mapping[str, Tensor], where: tuple[str, int]
+    ) -> dict[str, Tensor]:
+        """Compare one step of a file with the results of the baseline, and return all values of its graph."""
+        values: dict[str, Tensor] = module.values(inputs)
+        theirs = module.returned(inputs, values)
+        # The results of a module have names of their own.
+        names = {name: name for name in ours if name in theirs}
+        left, free = ({n: v for n, v in one.items() if n not in names} for one in (ours, theirs))
+        names |= in_order(left, free) if left and free else {}
+        ours = {names.get(name, name): one for name, one in ours.items()}
+        self.run.compare_signals(theirs, ours, where)
+        self.written.compare_signals({name: values[name] for name in theirs if name in values}, ours, where)
+        return values
+
+
 def check_quantized_graph(
     baseline: LoadedModel,
     candidate: LoadedModel,
     cases: Sequence[Case],
     limits: Limits,
     progress: Progress,
+    *,
+    returned: Sequence[Mapping[str, Tensor]] | None = None,
 ) -> Comparison:
     """Run both files on all cases, and judge each op of the quantized one in its own precision.
 
@@ -56,6 +93,7 @@ def check_quantized_graph(
         cases: Of plain modules.
         limits: `fail_on`, `min_coverage` and `min_snr` of `check`.
         progress: Called with an event when a stage begins.
+        returned: Results of the baseline that the user has given, for each step, where `baseline` stands for it.
 
     Raises:
         IncomparableError: No value of the quantized file has the name of one of the baseline's.
@@ -63,7 +101,7 @@ def check_quantized_graph(
     program, theirs = baseline.stored, candidate.stored
     assert program is not None and theirs is not None
     run = QuantizedRun(program, QuantizedFile(theirs))
-    ends = EndToEnd(program, RUNG)
+    ends = Ends(program)
     total, judged = sum(case.num_steps for case in cases), 0
     for case in cases:
         for number, step in enumerate(case.steps):
@@ -71,10 +109,8 @@ def check_quantized_graph(
             progress(Work.JUDGING.says(f"judging: {judged} of {total} steps", judged, total))
             where = (case.name, number)
             named = named_inputs(step)
-            values = candidate.module.values(named)  # type: ignore[operator]
-            run.step(named, values, where)
-            ours = named_results(baseline.module(**own_copies(named)))
-            ends.compare_signals({name: values[name] for name in theirs.output_nodes if name in values}, ours, where)
+            ours = named_results(baseline.module(**own_copies(named))) if returned is None else returned[judged - 1]
+            run.step(named, ends.compare(candidate.module, named, ours, where), where)
     if not run.ops:
         raise IncomparableError(
             "no value of the quantized file has the name of one of the baseline's",
@@ -91,11 +127,12 @@ def _concluded(
     candidate: LoadedModel,
     program: Program,
     run: QuantizedRun,
-    ends: EndToEnd,
+    ends: Ends,
     weights: Mapping[str, WeightError],
     cases: Sequence[Case],
     limits: Limits,
 ) -> Comparison:
+    judge_widths(run.ops.values())
     order = {node.name: index for index, node in enumerate(program.graph.nodes)}
     ops = sorted((op for op in run.ops.values() if op.worst is not None), key=lambda op: order[op.node.name])
     pairs = [_pair_of_weight(name, error) for name, error in weights.items()] + [_pair(op) for op in ops]
@@ -106,14 +143,15 @@ def _concluded(
     origins.sort(key=lambda found: order[found.node] if found.node is not None else reader.get(found.site, 0))
     verdict = worst(pair.verdict for pair in pairs)
     first = next((o for level in ("wrong", "suspicious") for o in origins if o.verdict == level), None)
-    results = ends.found
+    results = ends.run.found
     nodes = {op.node.name for op in ops}
     inside = {node: end for node, end in covered(program, nodes).items() if end <= nodes}
     found = fineness_of(program, RUNG, nodes, inside)
     agree = bool(results) and all(result.agrees for result in results)
     share = found.op_by_op + found.in_regions + (found.in_large_regions if agree else 0.0)
     fail_on, min_coverage, min_snr = limits
-    decision = decide(verdict, results, first, {}, share, fail_on=fail_on, min_coverage=min_coverage, min_snr=min_snr)
+    told = {"fail_on": fail_on, "min_coverage": min_coverage, "min_snr": min_snr}
+    decision = decide(verdict, results, first, {}, share, left=results_left([ends.run]), **told)
     measured = [op for op in run.ops.values() if op.sums.num_tensors]
     rows = [op.sums.row(op.site, op.candidate_site, "op", op.sums.loss) for op in measured]
     returned = set(program.output_nodes)
@@ -121,7 +159,7 @@ def _concluded(
     skipped = [Skipped(op.site, "candidate", unknown, rung=RUNG) for op in run.ops.values() if op.worst is None]
     rung = Rung(RUNG, baseline.spec, candidate.spec, verdict, "judged by its own grids", len(ops), share, first)
     described = environment.describe()
-    return Comparison(
+    answer = Comparison(
         baseline=baseline.spec,
         candidate=candidate.spec,
         ok=decision.standing == "ok",
@@ -140,8 +178,9 @@ def _concluded(
         results=results,
         fineness=(found,),
         inputs=tuple(CaseInputs(case.name, case.num_steps, case.inputs) for case in cases),
-        drift=(*shared([row for row in rows if row.site not in returned]), *ends.drift_rows()),
+        drift=(*shared([row for row in rows if row.site not in returned]), *ends.run.drift_rows()),
     )
+    return with_level(answer, candidate, ends.written.found)
 
 
 def _first_reader(program: Program, weight: str) -> str:

@@ -153,8 +153,12 @@ def one_by_one(
     forwards: Sequence[Mapping[str, Any]],
     expected: Outcome,
     progress: Progress,
-) -> None:
-    """Fill in the figures of each weight: the results of the model with that one exchanged, beside `expected`."""
+) -> str | None:
+    """Fill in the figures of each weight: the results of the model with that one exchanged, beside `expected`.
+
+    Returns:
+        How far it came, where it was interrupted.
+    """
     began = said = time.monotonic()
     for index, weight in enumerate(weights):
         now = time.monotonic()
@@ -162,8 +166,14 @@ def one_by_one(
             said, left = now, (now - began) / index * (len(weights) - index)
             text = f"running with weight {index + 1} of {len(weights)} alone, about {left:.0f} s left"
             progress(Work.RUNNING.says(text, index + 1, len(weights)))
-        with _in_place(parameters[weight.name], weight.value):
-            weight.figures = difference(expected, outcome_of(module, forwards))
+        try:
+            with _in_place(parameters[weight.name], weight.value):
+                weight.figures = difference(expected, outcome_of(module, forwards))
+        except KeyboardInterrupt:
+            for left in weights[index:]:
+                left.figures = {"error": math.nan, "snr_db": math.nan, "kl": None}
+            return f"{index} of {len(weights)} weights were run alone"
+    return None
 
 
 def difference(expected: Outcome, found: Outcome) -> dict[str, Any]:

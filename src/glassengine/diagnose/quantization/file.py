@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+import statistics
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +16,14 @@ from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.metrics.drift import DriftSums
 from glassengine.program.onnx.stored.grids import Grid, grids_of, written_back
 from glassengine.program.representation.program import Program
-from glassengine.results import VERDICTS
+from glassengine.results import VERDICTS, Verdict
+
+_TOO_WIDE = 3.0
+"""A grid is too wide from so many times its values on, measured in what is usual in its file."""
+_FARTHEST = 3.0
+"""Deviations that a grid reaches at least."""
+_FITS = 1.5
+"""Grids that are so much wider than their values were made for inputs like these."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +36,7 @@ class Value:
         read: What the ops that read it get.
         step: Of each element of `read`; None where it is not on a grid.
         ends: Of the grid.
+        fixed: Scale and zero point, where the file has them and they are those of the whole tensor.
     """
 
     site: str
@@ -34,6 +44,7 @@ class Value:
     read: Tensor
     step: Tensor | None = None
     ends: tuple[Tensor, Tensor] | None = None
+    fixed: tuple[float, float] | None = None
 
 
 class QuantizedFile:
@@ -89,13 +100,23 @@ class QuantizedFile:
                 integers = found[own]
                 floats = None if own == back else floats
                 step = grid.step(known, integers)
-                return Value(own, floats, grid.numbers(integers, known), step, grid.ends(integers, known))
+                ends, fixed = grid.ends(integers, known), None
+                if grid.scale in self._weights and self._weights[grid.scale].numel() == 1:
+                    fixed = float(self._weights[grid.scale]), float(ends[0].min())
+                return Value(own, floats, grid.numbers(integers, known), step, ends, fixed)
         return None if floats is None else Value(name, floats, floats)
 
 
 @dataclass
 class Op:
-    """What was found of one op of the baseline over all cases and steps."""
+    """What was found of one op of the baseline over all cases and steps.
+
+    Attributes:
+        fixed: Its grid, where the file has one.
+        excess: How many times as far as its values the grid reaches.
+        number: Of these values.
+        bounded: Whether the grid is that of what the op may ever return.
+    """
 
     node: Node
     site: str
@@ -103,11 +124,48 @@ class Op:
     sums: DriftSums = field(default_factory=DriftSums)
     worst: Judgement | None = None
     where: tuple[str, int] = ("", 0)
+    fixed: tuple[float, float] | None = None
+    excess: float = math.inf
+    number: int = 0
+    bounded: bool = False
 
     def add(self, judgement: Judgement, where: tuple[str, int]) -> None:
         """Take note of a step."""
         if self.worst is None or rank(judgement) > rank(self.worst):
             self.worst, self.where = judgement, where
+
+    def see(self, value: Value) -> None:
+        """Take note of how much of its grid a value uses."""
+        if value.fixed is None or value.ends is None or not value.read.numel():
+            return
+        low, high = float(value.read.min()), float(value.read.max())
+        sides = (float(value.ends[0].min()), low), (float(value.ends[1].max()), high)
+        used = [end / reached for end, reached in sides if reached * end > 0]
+        self.fixed, self.number = value.fixed, self.number + value.read.numel()
+        self.excess = min(self.excess, *used) if used else self.excess
+
+
+def judge_widths(ops: Collection[Op]) -> None:
+    """Flag ops whose grid is far wider than their values, while the others of the file fit: their scale is another.
+
+    A grid that several values share fits if it fits one of them. One that is as wide as all that an op may return (a
+    softmax, say) is so on purpose. Where the others do not fit either, the file was made for other inputs.
+    """
+    seen = [op for op in ops if op.fixed is not None and math.isfinite(op.excess)]
+    fits = {op.fixed: math.inf for op in seen}
+    for op in seen:
+        fits[op.fixed] = min(fits[op.fixed], 1.0 if op.bounded else op.excess)
+    for op in seen:
+        others = [excess for fixed, excess in fits.items() if fixed != op.fixed]
+        usual = max(1.0, statistics.median(others)) if others else math.inf
+        # So many normal values reach about so far; a grid is made for the largest of very many.
+        reached = math.sqrt(2 * math.log(max(op.number, 2)))
+        least = _TOO_WIDE * usual * max(1.0, _FARTHEST / reached)
+        if op.fixed is not None and op.worst is not None and fits[op.fixed] >= least:
+            text = f"its grid reaches {op.excess:.3g} times as far as its values, others {usual:.2g} times"
+            text += f": its scale is {op.fixed[0]:.3g}"
+            verdict: Verdict = "wrong" if usual <= _FITS else "suspicious"
+            op.add(dataclasses.replace(op.worst, verdict=verdict, reason=text), op.where)
 
 
 def rank(judgement: Judgement) -> tuple[int, float]:

@@ -39,6 +39,8 @@ from glassengine.writing.checksums import crc32
 _NUM_NOISY = 2
 _SAME = 0.01
 """Relative difference that what a grid cuts off may make to what reads it."""
+_FAR = 1e4
+"""What is read times this, an op returns the largest that it may."""
 _SUMS = 1e-5
 """Relative error that is left to kernels of floats and to scales that are stored rounded: far below any grid's."""
 
@@ -130,6 +132,7 @@ class QuantizedRun:
         if value is None or value.step is None or value.read.shape != pure.shape:
             return
         op = self.ops.setdefault(node.name, Op(node, name, value.site))
+        op.see(value)
         op.sums.add(pure, value.read, predicted=pure)
         op.add(_judged(value, pure, [pure] * _NUM_NOISY, generator, is_folded=False), where)
         lanes[node] = [
@@ -161,6 +164,8 @@ class QuantizedRun:
                 self.unknown.add(node.name)
             return
         op = self.ops.setdefault(node.name, Op(node, sites[0].name, value.site))
+        op.see(value)
+        op.bounded = op.bounded or _is_bounded(node, lanes, value)
         is_folded = _is_folded(node, value, predicted)
         # What the ends of a grid do for a reader is not a loss.
         kept = (_inside(value, pure), _inside(value, asked)) if is_folded else (pure, asked)
@@ -240,6 +245,20 @@ def _is_folded(node: Node, value: Value, predicted: Tensor) -> bool:
         if float((whole - cut).norm()) > _SAME * float(whole.norm()):
             return False
     return True
+
+
+def _is_bounded(node: Node, lanes: Mapping[Node, list[Any]], value: Value) -> bool:
+    """Whether a grid ends about where an op does, however large what it reads: that of a softmax goes to 1."""
+    if value.ends is None or value.fixed is None:
+        return False
+    given = {source: lanes[source][0] for source in node.all_input_nodes}
+    made = _call(node, {one: [value * _FAR if _is_made(one, value) else value] for one, value in given.items()}, 0)
+    end, farthest = float(value.ends[1].max()), float(made.max()) if made.numel() else math.inf
+    return end / 2 <= farthest <= end * 2
+
+
+def _is_made(node: Node, value: Any) -> bool:
+    return node.op == "call_function" and isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _bias(baseline: Tensor, own: Tensor, step: Tensor) -> WeightError:

@@ -10,6 +10,7 @@ So a wrong op is found as in a port, a wrong scale as in a quantization, and wha
 from __future__ import annotations
 
 import itertools
+import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,17 +22,25 @@ import torch
 from torch import Tensor
 
 from glassengine.diagnose.ladder.rungs import arguments_of
-from glassengine.diagnose.quantization.check_graph import check_quantized_graph
+from glassengine.diagnose.ladder.sessions import with_level
+from glassengine.diagnose.quantization.check_graph import Ends, Limits, check_quantized_graph
 from glassengine.judge.cases import module_cases
-from glassengine.program import LoadedModel
+from glassengine.judge.sides.matched_arguments import matched
+from glassengine.judge.verdict.standing import decide
+from glassengine.program import LoadedModel, load_model
+from glassengine.program.export.examples import named_inputs
+from glassengine.program.kinds.steps import MadeUp
 from glassengine.program.onnx.dequantized import without_grids
 from glassengine.program.onnx.stored.grids import is_quantized_graph
-from glassengine.results import Comparison
+from glassengine.program.representation.signature import named_results
+from glassengine.program.user_code.module_state import run_alone
+from glassengine.results import Comparison, worst
 
 _ALIKE = 0.3
 """Relative distance of a weight from the one that it was quantized from: four bits a tensor leave so much."""
 _FOLDED = 0.05
 """Relative error of the factors of rows that are estimated from a quantized weight."""
+_WITHOUT_GRIDS = "inside it is compared without its grids, with the baseline's weights where they were rounded"
 _MOST_STEPS = 1.5
 """A bias is so many of its steps from the one that was quantized."""
 _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
@@ -60,21 +69,26 @@ def check_quantized_file(
     Raises:
         UsageError: The file computes with integers in a way that is not known.
     """
-    if baseline.stored is None or baseline.stored.onnx is None:
-        return _beside_a_module(spec, baseline, candidate, check)
     asked = check.keywords
     limits = asked["fail_on"], asked["min_coverage"], asked["min_snr"]
+    if baseline.stored is None or baseline.stored.onnx is None:
+        return _beside_a_module(spec, baseline, candidate, given, check, limits)
     return check_quantized_graph(
         baseline, candidate, module_cases(arguments_of(baseline, given)), limits, asked["progress"]
     )
 
 
-def _beside_a_module(spec: Any, baseline: LoadedModel, candidate: LoadedModel, check: Check) -> Comparison:
+def _beside_a_module(
+    spec: Any, baseline: LoadedModel, candidate: LoadedModel, given: Any, check: Check, limits: Limits
+) -> Comparison:
     import onnx
 
     assert candidate.stored is not None and candidate.stored.onnx is not None
-    file = candidate.stored.onnx.file
-    module = baseline.module
+    file, module = candidate.stored.onnx.file, baseline.module
+    steps, arguments = matched(baseline, candidate, arguments_of(baseline, given))
+    own = [arguments.of(step) for step in steps]
+    cases = module_cases(MadeUp(own, recipes=steps.recipes, origin=steps.origin) if isinstance(steps, MadeUp) else own)
+    ours = [named_results(run_alone(module, step)) for step in steps]
     parts = {f"{path}.": part for path, part in module.named_modules()}
     epsilons = {path: float(part.eps) for path, part in parts.items() if isinstance(part, _BATCH_NORMS)}
     model = without_grids(file, Weights(dict(module.state_dict()), epsilons))
@@ -83,13 +97,28 @@ def _beside_a_module(spec: Any, baseline: LoadedModel, candidate: LoadedModel, c
         size = sum(tensor.ByteSize() for tensor in model.graph.initializer)
         onnx.save(model, str(path), save_as_external_data=size > 1 << 30, location=f"{path.stem}.data")
         of_graph = check(spec, candidate=path)
-        named: dict[str, Any] = {"baseline": of_graph.baseline, "candidate": str(file.path)}
+        told = {"fail_on": limits[0], "min_coverage": limits[1], "min_snr": limits[2]}
+        twin = load_model(path)
         if of_graph.standing not in ("ok", "too little judged"):
-            note = "compared without the grids of the file, with the baseline's weights where they were rounded"
-            return replace(of_graph, **named, notes=(*of_graph.notes, note))
-        of_grids = check(path, candidate=file.path)
+            assert twin.stored is not None
+            ends = Ends(twin.stored)
+            for place, step in enumerate(cases[0].steps):
+                ends.compare(candidate.module, named_inputs(step), ours[place], (cases[0].name, place))
+            inside, results = worst(rung.verdict for rung in of_graph.rungs), ends.run.found
+            decision = decide(inside, results, of_graph.first_divergence, {}, of_graph.coverage, **told)
+            found = replace(
+                of_graph,
+                candidate=candidate.spec,
+                results=results,
+                verdict=worst([inside, *(result.verdict for result in results)]),
+                notes=(_WITHOUT_GRIDS, *of_graph.notes),
+            )
+            if not of_graph.ok and decision.standing in ("results differ", "differs inside"):
+                found = replace(found, standing=decision.standing, not_ok_because=decision.reason)
+            return with_level(found, candidate, ends.written.found)
+        of_grids = check_quantized_graph(twin, candidate, cases, limits, check.keywords["progress"], returned=ours)
     note = f"without its grids the file is the baseline's graph: {of_graph.coverage:.0%} judged; sites are the file's"
-    found = replace(of_grids, **named, notes=(*of_grids.notes, note))
+    found = replace(of_grids, baseline=baseline.spec, notes=(*of_grids.notes, note))
     if not of_graph.ok and of_grids.ok:
         found = replace(
             found, ok=False, standing=of_graph.standing, not_ok_because=of_graph.not_ok_because, too_little=True
@@ -125,8 +154,8 @@ class Weights:
         found = [
             one
             for tensor in self._floats()
-            for one in ((tensor, tensor.T) if tensor.dim() == 2 else (tensor,))
-            if one.shape == numbers.shape
+            for whole in ((tensor, tensor.T) if tensor.dim() == 2 else (tensor,))
+            for one in _parts(whole, numbers.shape)
         ]
         best = min(found, key=lambda one: float((one - numbers).norm()), default=None)
         return best if best is not None and _is_alike(best, numbers) else None
@@ -170,7 +199,8 @@ class Weights:
         return None
 
     def _bias(self, numbers: Tensor, steps: Tensor) -> Tensor | None:
-        alone = [one.double() for one in self.known.values() if one.is_floating_point() and one.shape == numbers.shape]
+        floats = (one.double() for one in self.known.values() if one.is_floating_point())
+        alone = [part for one in floats for part in _parts(one, numbers.shape)]
         norms = list(self._norms(len(numbers)))
         folded = [norm.shift for norm in norms]
         folded += [norm.shift + bias * norm.factors for norm, bias in itertools.product(norms, alone)]
@@ -198,6 +228,17 @@ class Weights:
 class _Norm:
     factors: Tensor
     shift: Tensor
+
+
+def _parts(whole: Tensor, shape: torch.Size) -> Iterator[Tensor]:
+    """Yield the parts of a weight that have a shape: itself, or queries, keys and values of a packed one."""
+    axes = [axis for axis in range(whole.dim()) if whole.dim() == len(shape) and whole.shape[axis] != shape[axis]]
+    if whole.shape == shape:
+        yield whole
+    elif len(axes) == 1 and shape[axes[0]] < whole.shape[axes[0]]:
+        size = shape[axes[0]]
+        for start in range(0, whole.shape[axes[0]] - size + 1, math.gcd(whole.shape[axes[0]], size)):
+            yield whole.narrow(axes[0], start, size)
 
 
 def _is_alike(one: Tensor, numbers: Tensor, apart: float = _ALIKE) -> bool:

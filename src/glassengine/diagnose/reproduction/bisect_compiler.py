@@ -11,8 +11,6 @@ import io
 import json
 import logging
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +21,7 @@ from typing import Any
 
 import torch
 
+from glassengine import starting
 from glassengine.backends.inductor.compiler_flags import read_flags
 from glassengine.backends.protocol.backend import Backend
 from glassengine.errors import GlassError, UsageError
@@ -166,13 +165,8 @@ def weights_of(graph: CapturedGraph) -> dict[str, InputSpec]:
 def try_elsewhere(snapshot: Path, backend: str, piece: Piece) -> tuple[Failure | None, str]:
     """Try a piece of the graph of a snapshot in a process of its own, which may die of it."""
     request = {"snapshot": str(snapshot.resolve()), "backend": backend, "nodes": [node.name for node in piece.ops]}
-    done = subprocess.run(
-        [sys.executable, "-m", "glassengine.diagnose.snapshot.trial"],
-        input=json.dumps(request),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = starting.python("glassengine.diagnose.snapshot.trial")
+    done = starting.run(command, input=json.dumps(request), capture_output=True, text=True)
     if done.returncode < 0:
         return "crash", f"the process died of {signal.Signals(-done.returncode).name}"
     if done.returncode:

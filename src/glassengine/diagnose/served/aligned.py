@@ -6,12 +6,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from glassengine.backends.accuracy.calibration import of_any_runtime
 from glassengine.errors import UsageError
+from glassengine.judge.replay.arithmetic import Arithmetic
 from glassengine.judge.sides.recorded import RecordedTensors
-from glassengine.numerics.quantization.activations import READERS, Read
+from glassengine.numerics.judgement import unit_roundoff
+from glassengine.numerics.ops import Accumulation
+from glassengine.numerics.quantization.activations import READERS, ROUNDOFF, Read
 from glassengine.ops.traits import traits_of
+from glassengine.program.representation.naming import op_name
+from glassengine.program.representation.outputs import is_view, weight_only_nodes
 from glassengine.program.representation.program import Program
 from glassengine.recording.read.source import TensorSource
 from glassengine.serving.alignment import numbers_of, table_of
@@ -95,6 +101,51 @@ def operands_of(alignment: Alignment, program: Program) -> tuple[dict[str, Calla
             found[site.node] = READERS[kind]
             kinds.add(kind)
     return found, kinds
+
+
+def arithmetic_of(
+    alignment: Alignment, program: Program, operands: Mapping[str, Callable[[torch.Tensor], Read]], *, as_deployed: bool
+) -> Arithmetic:
+    """Return what an engine computes more coarsely than float32, op by op.
+
+    Args:
+        alignment: Of a recording.
+        program: The baseline's.
+        operands: What products with weights of their own read, as `operands_of` has it.
+        as_deployed: Whether the recording is of the engine as it runs by default.
+    """
+    kinds = operands_of(alignment, program)[1] | hidden_kinds(alignment)
+    hidden = max((ROUNDOFF[kind] for kind in hidden_kinds(alignment)), default=0.0)
+    table, weights = alignment.table, {node.name for node in weight_only_nodes(program)}
+    summed: dict[str, Accumulation] = {}
+    found = {**operands, **{node: READERS[_AS_READ[dtype]] for node, dtype in alignment.rounded.items()}}
+    cached = getattr(torch, table.deployed) if as_deployed and table.deployed else None
+    for node in program.graph.nodes:
+        if node.op != "call_function" or not traits_of(node).reads_memory or node.name in operands:
+            continue
+        if any(_origin(source).name in weights for source in node.all_input_nodes):
+            if hidden:  # of experts; a roundoff is the most that a number is off, and about twice what most are
+                summed[node.name] = Accumulation(u_operands=hidden / 2)
+        elif cached is not None:
+            found[node.name] = READERS[_AS_READ[cached]]
+            u = unit_roundoff(cached)  # what attention adds up over its keys is kept so, too
+            of_values = op_name(_origin(node.all_input_nodes[0])).endswith("softmax")
+            summed[node.name] = Accumulation(u_sums=u) if of_values else Accumulation(u_contexts=u)
+    said = [_WORDS.get(kind, "8-bit activations") for kind in sorted(kinds)]
+    said += [f"{table.deployed} keys and values"] * (cached is not None)
+    said += ["float16 tables"] * bool(alignment.rounded)
+    return Arithmetic(found, summed, alignment.rounded, tuple(dict.fromkeys(said)))
+
+
+_AS_READ = {torch.float16: "F16", torch.bfloat16: "BF16"}
+_WORDS = {"F16": "float16 activations", "BF16": "bfloat16 activations"}
+
+
+def _origin(node: Node) -> Node:
+    """Return what a tensor is rows or a view of."""
+    while (is_view(node) or op_name(node).startswith("index")) and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
 
 
 def _reads(graph: dict[str, Any], site: str) -> str | None:

@@ -16,6 +16,7 @@ from glassengine.engine.run.engine import read_engine
 from glassengine.engine.store import files
 from glassengine.errors import UsageError
 from glassengine.program import load_model
+from glassengine.program.loading.adapters import is_adapter
 from glassengine.program.onnx.stored.file import is_onnx
 from glassengine.progress import Progress, Work
 from glassengine.recording.read.source import TensorSource, file_suffixes, open_source
@@ -36,7 +37,7 @@ def is_record(candidate: object) -> bool:
         return False
     path = place(candidate)
     if path.is_dir():
-        return not any((path / name).is_file() for name in ("config.json", "engine.json"))
+        return not is_adapter(path) and not any((path / name).is_file() for name in ("config.json", "engine.json"))
     return path.suffix.lower() in file_suffixes()
 
 

@@ -12,6 +12,7 @@ that round their activations are judged on the rounded ones (`numerics.quantizat
 from __future__ import annotations
 
 import dataclasses
+import functools
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -23,21 +24,25 @@ from torch import nn
 
 from glassengine import environment
 from glassengine.diagnose.ladder.climb import Climb
+from glassengine.diagnose.ladder.interrupted import kept
 from glassengine.diagnose.ladder.judging import judge, severity_counter
 from glassengine.diagnose.ladder.rungs import start
 from glassengine.diagnose.reproduction.reproduce import with_reproduction
-from glassengine.diagnose.served.aligned import Alignment, hidden_kinds, operands_of
+from glassengine.diagnose.served.aligned import Alignment, arithmetic_of, hidden_kinds, operands_of
 from glassengine.diagnose.served.literals import not_reached, with_settings
 from glassengine.diagnose.served.runs import DEPLOYED, Runs, run_of_encoder, runs_of
 from glassengine.diagnose.served.weights import WeightsFound, judge_weights
 from glassengine.errors import UsageError
 from glassengine.judge.given import Inputs
+from glassengine.judge.replay.arithmetic import PLAIN, Arithmetic
 from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.judge.sides.module import threads_for
 from glassengine.judge.sides.protocol import Place
-from glassengine.judge.sides.recorded import PARTIAL, RecordedOps, dtype_of
+from glassengine.judge.sides.recorded import PARTIAL, RecordedOps
+from glassengine.judge.sides.recorded_inputs import dtype_of
 from glassengine.judge.verdict.conclude import conclude
 from glassengine.judge.verdict.evidence import EvidenceBox
+from glassengine.judge.verdict.score import Score
 from glassengine.numerics.ops import ACCUMULATIONS, Accumulation
 from glassengine.numerics.quantization.activations import ROUNDOFF
 from glassengine.program import load_model
@@ -113,16 +118,12 @@ def check_served(
         climb.cases = runs.cases
         climb.skipped += [*(weights.skipped if weights is not None else ()), *runs.skipped]
         has_weights = weights is not None and bool(weights.judged)
-        alignments = _add(climb, runs, config, layout, with_weights=has_weights)
+        alignments, coarse = _add(climb, runs, config, layout, with_weights=has_weights)
         if reproduction is not None:
             for score in climb.scores:
                 score.evidence = EvidenceBox(climb.program)
-        progress(Work.JUDGING.says("judging the ops"))
-        judge(climb, climb.scores, on_step=severity_counter(climb, progress))
-        for alignment in alignments:
-            partial = sorted({name for tensors in alignment.by_case.values() for name in tensors.partial})
-            climb.skipped += [Skipped(name, "candidate", PARTIAL, rung=Place.RECORD) for name in partial]
-        found = conclude(
+        concluded = functools.partial(
+            conclude,
             climb.program,
             climb.scores,
             climb.skipped,
@@ -135,6 +136,13 @@ def check_served(
             environment=environment.describe(),
             cases=climb.cases,
         )
+        stack.enter_context(kept(concluded))
+        progress(Work.JUDGING.says("judging the ops"))
+        _judge(climb, coarse, progress)
+        for alignment in alignments:
+            partial = sorted({name for tensors in alignment.by_case.values() for name in tensors.partial})
+            climb.skipped += [Skipped(name, "candidate", PARTIAL, rung=Place.RECORD) for name in partial]
+        found = concluded()
         graph = alignments[0].source.metadata.get("graph") or {}
         origins = with_settings(found.origins, graph, config, served.settings(config))
         found = _with_origins(found, origins)
@@ -167,10 +175,12 @@ def take_over(module: nn.Module, held: Mapping[str, ServedWeight], weights: Weig
             setattr(holder, own, nn.Parameter(value.to(now.dtype), requires_grad=False))
 
 
-def _add(climb: Climb, runs: Runs, config: Any, layout: str | None, *, with_weights: bool) -> list[Alignment]:
-    """Add a side for the records of each rung; return how each was aligned."""
+def _add(
+    climb: Climb, runs: Runs, config: Any, layout: str | None, *, with_weights: bool
+) -> tuple[list[Alignment], list[Arithmetic]]:
+    """Add a side for the records of each rung; return how each was aligned, and what it computes more coarsely."""
     alignments = []
-    coarsest = 0.0
+    coarse: list[Arithmetic] = []
     for rung, sources in runs.records.items():
         alignment = Alignment(sources, climb.program, config, layout)
         operands, kinds = operands_of(alignment, climb.program)
@@ -182,11 +192,9 @@ def _add(climb: Climb, runs: Runs, config: Any, layout: str | None, *, with_weig
                 hint="--candidate gguf:FILE",
             )
         hidden = max((ROUNDOFF[kind] for kind in hidden_kinds(alignment)), default=0.0)
-        coarsest = max([coarsest, hidden, *(ROUNDOFF[kind] for kind in kinds)])
         is_deployed = rung == DEPLOYED
         dtype = dtype_of(alignment.source) or torch.float32
         accumulation = ACCUMULATIONS[alignment.table.deployed or "float32"] if is_deployed else Accumulation()
-        coarsest = max(coarsest, accumulation.u_operands)
         replay = Replay(
             climb.program,
             cut=Cut.REGION,
@@ -204,9 +212,21 @@ def _add(climb: Climb, runs: Runs, config: Any, layout: str | None, *, with_weig
         first = next(iter(tensors.values()))
         climb.add(RecordedOps(first, climb.program, replay=replay, place=Place.RECORD, detail=detail, by_case=tensors))
         alignments.append(alignment)
-    if coarsest:
-        climb.accumulation = Accumulation(u_sums=2.0**-11, u_operands=coarsest)
-    return alignments
+        coarse.append(arithmetic_of(alignment, climb.program, operands, as_deployed=is_deployed))
+    return alignments, coarse
+
+
+def _judge(climb: Climb, coarse: Sequence[Arithmetic], progress: Progress) -> None:
+    """Judge each side by the noise of its own arithmetic: what is float32 throughout, apart from what is coarser."""
+    model, *sides = climb.scores
+    plain = [score for score, how in zip(sides, coarse, strict=True) if how == PLAIN]
+    others = [score for score in sides if score not in plain]
+    chooser = None
+    for scores in filter(None, (plain, others)):
+        climb.arithmetic = functools.reduce(Arithmetic.joined, coarse) if scores is others else PLAIN
+        beside = model if chooser is None else Score(chooser, climb.program)
+        judge(climb, [beside, *scores], model=chooser, on_step=severity_counter(climb, progress, scores, chooser))
+        chooser = climb.chooser()
 
 
 def _with_origins(found: Comparison, origins: Sequence[Any]) -> Comparison:

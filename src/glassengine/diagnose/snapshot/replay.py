@@ -113,7 +113,7 @@ def replay(
             return Replayed(**told, ok=comparison.ok, comparison=comparison, notes=tuple(notes))
         outputs, error = _run_again(found, graph, arguments, chosen, progress)
     if found.outputs is None and error is None:
-        notes.append("no outputs were recorded, so there is nothing to compare with")
+        notes.append("no outputs were recorded, so there is nothing to compare with; --compare judges every op")
     ok = error is None and all(output.same_bits is not False for output in outputs)
     return Replayed(**told, ok=ok, outputs=outputs, error=error, notes=tuple(notes))
 

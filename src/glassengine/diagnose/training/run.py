@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from glassengine.diagnose.training.gradient_graph import Loss, state_of
 from glassengine.errors import UsageError
 from glassengine.program.user_code.module_state import own_copies
+from glassengine.program.user_code.raised import raised_by
 
 OptimizerFactory = Callable[[nn.Module], Any]
 """Makes the optimizer of a module, or (optimizer, scheduler of its learning rate)."""
@@ -54,16 +55,21 @@ def train(
         UsageError: The optimizer needs a closure, or the loss is not a scalar.
     """
     plain = getattr(module, "_orig_mod", module)
-    updates, scheduler = split(optimizer(module))
+    with raised_by("the function that makes the optimizer"):
+        updates, scheduler = split(optimizer(module))
     names = {parameter: name for name, parameter in plain.named_parameters()}
     steps = []
     for batch in batches:
         updates.zero_grad(set_to_none=True)
         state = _copied(state_of(plain))
-        value = loss(module(**own_copies(batch)))
+        with raised_by(f"the forward of {type(plain).__name__}"):
+            made = module(**own_copies(batch))
+        with raised_by("the loss function"):
+            value = loss(made)
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise UsageError("the loss is not a scalar", got=str(getattr(value, "shape", type(value).__name__)))
-        value.backward()  # type: ignore[no-untyped-call]
+        with raised_by(f"the backward of {type(plain).__name__}"):
+            value.backward()  # type: ignore[no-untyped-call]
         gradients = {
             name: None if parameter.grad is None else parameter.grad.detach().clone()
             for name, parameter in plain.named_parameters()
@@ -79,7 +85,8 @@ def train(
             )
         )
         if scheduler is not None:
-            scheduler.step()
+            with raised_by(f"the scheduler {type(scheduler).__name__}"):
+                scheduler.step()
     return steps
 
 
@@ -144,12 +151,14 @@ def repeat_update(
 
 
 def _update(optimizer: torch.optim.Optimizer) -> None:
-    try:
-        optimizer.step()
-    except TypeError as error:
-        if "closure" not in str(error):
-            raise
-        raise UsageError("an optimizer that needs a closure cannot be judged", got=type(optimizer).__name__) from error
+    with raised_by(f"the optimizer {type(optimizer).__name__}"):
+        try:
+            optimizer.step()
+        except TypeError as error:
+            if "closure" not in str(error):
+                raise
+            got = type(optimizer).__name__
+            raise UsageError("an optimizer that needs a closure cannot be judged", got=got) from error
 
 
 def _follows(value: Any, parameter: Tensor) -> bool:

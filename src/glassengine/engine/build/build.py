@@ -34,11 +34,15 @@ from glassengine.engine.run.load import load
 from glassengine.engine.store import files, signing
 from glassengine.engine.store.recorded_model import directory_to_record
 from glassengine.errors import UsageError
-from glassengine.program import LoadedModel, Program, example_inputs, export_programs, load_inputs, load_model
+from glassengine.program import LoadedModel, Program, export_programs, load_inputs, load_model, made_up_inputs
+from glassengine.program.export.examples import named_inputs
 from glassengine.program.generation.generation import PLAIN
+from glassengine.program.inputs.given import in_order
+from glassengine.program.kinds.causal_lm import is_pretrained
 from glassengine.program.kinds.image_text import WITHOUT_IMAGES
 from glassengine.program.onnx.stored.file import is_onnx
 from glassengine.program.parallel.placements import Mesh
+from glassengine.program.user_code.written_modules import forward_parameters
 from glassengine.progress import Progress, Work, silent
 from glassengine.sites import patterns_of
 from glassengine.stores.places import Remote, place
@@ -149,9 +153,13 @@ def build(
         )
     steps = load_inputs(inputs) if isinstance(inputs, str) else inputs
     if steps is not None:
+        steps = in_order(steps, list(forward_parameters(loaded.module)))
         loaded = loaded.judged_as(PLAIN)
     elif not loaded.generation.generates and loaded.stored is None:
-        steps = example_inputs(loaded.module, loaded.directory)
+        steps = made_up_inputs(loaded)
+        if not is_pretrained(loaded.module):
+            shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in named_inputs(steps[0]).items())
+            logger.warning("the inputs are made up: %s; your own: --inputs FILE|FACTORY (inputs=...)", shapes)
     check_dtype(chosen, loaded.dtype)
     limit = check_sizes(loaded, max_batch_size, max_seq_len)
     unlike = {"--add-output": add_output, "--inputs": inputs, "--artifacts": artifacts}

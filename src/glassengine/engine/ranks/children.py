@@ -11,7 +11,6 @@ import select
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import weakref
@@ -21,7 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from glassengine import environment
+from glassengine import environment, starting
 from glassengine.engine.ranks.messages import receive, send
 from glassengine.errors import BackendError, GlassError
 from glassengine.program.parallel.placements import Mesh
@@ -57,12 +56,11 @@ class Children:
             ours, theirs = socket.socketpair()
             with theirs, (self._folder / f"{rank}.err").open("wb") as words:
                 self._connections.append(ours)
-                command = [sys.executable, "-m", MODULE, str(theirs.fileno())]
                 self._processes.append(
-                    subprocess.Popen(  # noqa: S603 (this Python and a module of ours)
-                        command,
+                    starting.start(
+                        starting.python(MODULE, str(theirs.fileno())),
                         pass_fds=(theirs.fileno(),),
-                        env=environment.of_rank(rank, mesh.size),
+                        env=starting.surroundings(environment.of_rank(rank, mesh.size)),
                         stdin=subprocess.DEVNULL,
                         stdout=words,
                         stderr=words,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from glassengine import spans
+from glassengine import asked, spans
 from glassengine.backends.protocol.backend import NamingKernels
 from glassengine.backends.registry import find_backend
 from glassengine.engine.prompts.files import Chat
@@ -251,9 +251,7 @@ def read_engine(directory: str | Path, *, verify: bool = False) -> OnDisk:
         BackendError: It was built for another processor or other versions; says which.
     """
     path = here(directory)
-    if not path.is_dir():
-        model = str(path) if path.is_file() and path.suffix in (".onnx", ".pt2") else "MODEL"
-        raise UsageError("unknown engine directory", got=str(path), hint=f"glass build {model} -o DIRECTORY")
+    asked.engine(str(path))
     manifest, intact, ours = read_manifest(path)
     files.require_own_folders(path)
     backend = find_backend(manifest.backend)

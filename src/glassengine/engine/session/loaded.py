@@ -6,6 +6,7 @@ What runs an engine (sessions, recorders, encoders) is given this, and `Engine` 
 from __future__ import annotations
 
 import functools
+import re
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ from glassengine.engine.store.requests import as_asked
 from glassengine.errors import UsageError
 from glassengine.executable.run.executable import Executable
 from glassengine.program import Program
+from glassengine.program.inputs.given import positional
 from glassengine.program.kinds.causal_lm import USER_MODULE
 from glassengine.program.kinds.image_text import FEATURES, INDEX
 from glassengine.program.onnx.stored.file import read_onnx
@@ -122,10 +124,11 @@ class LoadedEngine(HasSites):
         """
         return load_program(self.directory, self._weights)
 
-    def __call__(self, **inputs: Any) -> dict[str, torch.Tensor]:
+    def __call__(self, *args: Any, **inputs: Any) -> dict[str, torch.Tensor]:
         """Run an engine of kind "module" once.
 
         Args:
+            *args: The first arguments, in the order of the forward it was built from.
             **inputs: The arguments it was built with; tensors may be nested in lists and dicts.
 
         Returns:
@@ -135,6 +138,9 @@ class LoadedEngine(HasSites):
             UsageError: An input does not fit; the message is a table of all of them.
         """
         require_module(self.manifest)
+        if args:
+            names = dict.fromkeys(re.split(r"[.\[]", entry.name)[0] for entry in self.manifest.inputs)
+            inputs = positional(args, inputs, list(names))
         tensors = check_inputs(self.manifest, inputs)
         # A module that writes into an argument does so in a copy, which is then among the results.
         tensors |= {name: tensors[name].clone() for name in self.manifest.caches}

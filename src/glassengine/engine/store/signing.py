@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from glassengine import starting
 from glassengine.engine.store.checked_files import hash_file
 from glassengine.engine.store.manifest import FILE
 from glassengine.errors import CorruptError, GlassError, UsageError
@@ -74,7 +75,7 @@ def sign_engine(directory: Path, key: Path) -> None:
     (directory / SIGNATURE).unlink(missing_ok=True)
     sums.write_text("".join(lines), encoding="utf-8")
     command = [_program(), "-Y", "sign", "-q", "-f", os.fspath(key), "-n", NAMESPACE, os.fspath(sums)]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace", check=False)  # noqa: S603
+    done = starting.run(command, stderr=subprocess.PIPE, text=True, errors="replace")
     if done.returncode != 0 or not (directory / SIGNATURE).is_file():
         sums.unlink(missing_ok=True)
         raise UsageError("the engine cannot be signed with this key", got=f"{shown(key)}: {shown(done.stderr.strip())}")
@@ -142,9 +143,7 @@ def _signer(program: str, sums: bytes, signature: bytes, trusted: Path) -> tuple
 def _run(command: list[str], given: bytes) -> tuple[bool, str]:
     """Return whether ssh-keygen agrees, and what it says."""
     try:
-        done = subprocess.run(  # noqa: S603 (paths and names are one argument each)
-            command, input=given, capture_output=True, timeout=_VERIFY_S, check=False
-        )
+        done = starting.run(command, input=given, capture_output=True, timeout=_VERIFY_S)
     except subprocess.TimeoutExpired as error:
         raise UsageError("ssh-keygen did not finish in time", got=f"{_VERIFY_S} s") from error
     said = done.stdout or done.stderr

@@ -14,7 +14,7 @@ from typing import Any
 from glassengine.errors import CorruptError, UsageError
 from glassengine.reading.documents import parsed
 from glassengine.reading.files import read_text
-from glassengine.results.metrics import TIME_PARTS, MetricsReport, MetricSummary, Unit
+from glassengine.results.metrics import TIME_PARTS, MetricsReport, MetricSummary, Unit, number_from
 from glassengine.stores.places import place
 
 MAX_BYTES = 64 << 20
@@ -112,7 +112,7 @@ def _value(text: str) -> tuple[float, Unit]:
         *parts, ms, us = found.groups()
         sizes = [size for _, size in TIME_PARTS]
         whole = sum(int(part or 0) * size for part, size in zip(parts, sizes, strict=True))
-        return whole + int(ms or 0) * 1_000_000 + round(float(us) * 1000), "ns"
+        return number_from(whole + int(ms or 0) * 1_000_000 + round(number_from(float(us)) * 1000)), "ns"
     if found := _BYTES.fullmatch(text):
-        return float(found[1]) * 1024 ** ("B", "KB", "MB", "GB", "TB", "PB").index(found[2]), "bytes"
-    return float(text), "count"
+        return number_from(float(found[1]) * 1024 ** ("B", "KB", "MB", "GB", "TB", "PB").index(found[2])), "bytes"
+    return number_from(float(text)), "count"

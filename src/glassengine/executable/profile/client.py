@@ -48,7 +48,7 @@ def request_profile(
         UsageError: No server answers, or it takes no profile; with the reason.
         CorruptError: The token file is damaged.
     """
-    found = re.fullmatch(r"(?:localhost|127\.0\.0\.1):([0-9]{1,5})", address)
+    found = re.fullmatch(r"(?:http://)?(?:localhost|127\.0\.0\.1):([0-9]{1,5})/?", address)
     port = int(found[1]) if found else 0
     if not 0 < port < 1 << 16:
         raise UsageError("not the address of a profile server", got=address, expected=f"localhost:{DEFAULT_PORT}")

@@ -58,8 +58,8 @@ def tell_of_nothing() -> None:
         return
     name = "XLA_FLAGS" if "dump_hlo_snapshots" in request.xla_flags else "NEURON_DUMP_HLO_SNAPSHOT"
     logger.warning(
-        "%s asks for snapshots, and no execution was seen: nothing ran as an engine, in eager debug mode, or by "
-        'torch.compile(backend="glass")',
+        "%s asks for snapshots, and no execution was seen: nothing ran as an engine, on lazy tensors, in eager "
+        'debug mode, or by torch.compile(backend="glass")',
         name,
     )
 

@@ -88,8 +88,8 @@ class Snapshot:
         """
         path = here(path)
         if is_regular(path):
-            packed = TensorFile(path)
-            if layout.META not in packed.metadata:
+            packed = None if path.suffix in (".pt", ".pth", ".npz", ".json") else TensorFile(path)
+            if packed is None or layout.META not in packed.metadata:
                 raise CorruptError("not a packed snapshot", got=str(path), hint="glass snapshot pack SNAPSHOT")
             return cls(path, parsed_meta(packed.metadata[layout.META], path), packed)
         meta = path / layout.META

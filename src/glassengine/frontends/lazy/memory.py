@@ -185,6 +185,8 @@ _INVERSES: dict[OpOverload, Callable[[View, Value, Apply], Value]] = {
     aten.view.dtype: _other_dtype,
     aten.view_as_real.default: _by(aten.view_as_complex.default),
     aten.view_as_complex.default: _by(aten.view_as_real.default),
+    aten._conj_physical.default: _by(aten._conj_physical.default),
+    aten.neg.default: _by(aten.neg.default),
 }  # fmt: skip
 
 

@@ -67,6 +67,12 @@ _SHARING = {
 }
 """Operations whose results share memory with their argument, which their schema leaves out: the view each is."""
 
+_READ_AS = {
+    aten._conj.default: aten._conj_physical.default,
+    aten._neg_view.default: aten.neg.default,
+}
+"""Views that hold the same numbers conjugated or negated, by a flag of the tensor: what reads them without a flag."""
+
 _NO_DRAWS = frozenset({"normal.Tensor_float", "normal.float_Tensor", "normal.Tensor_Tensor", "bernoulli_.Tensor"})
 
 
@@ -92,8 +98,8 @@ def rule_of(target: OpOverload) -> Rule:
         return rule(Kind.NORMALIZE)
     if target is aten.mkldnn_rnn_layer.default:
         return rule(Kind.ATEN, reason="its result depends on whether gradients are wanted")
-    if target is aten._conj.default:
-        return rule(Kind.COMPUTE)
+    if target in _READ_AS:
+        return Rule(_READ_AS[target], Kind.VIEW, schema.numeric)
     if torch.Tag.nondeterministic_seeded in target.tags and schema.dropout is None:
         if name not in _NO_DRAWS and (packet in _DRAWS or name in _DRAWS):
             return rule(Kind.DRAW)

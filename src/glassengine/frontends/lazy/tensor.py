@@ -200,6 +200,13 @@ class LazyTensor(torch.Tensor):
             made.grad = copy.deepcopy(self.grad, memo)
         return made
 
+    def __copy__(self) -> Any:
+        """Return a tensor that shares its memory."""
+        same = self.detach()
+        made: Any = torch.nn.Parameter(same, False) if isinstance(self, torch.nn.Parameter) else same
+        made.__dict__.update({name: value for name, value in self.__dict__.items() if name != "_lazy"})
+        return made.requires_grad_(self.requires_grad)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Save its data, as a tensor like any other: what is loaded needs nothing of this package."""
         data = self._data("save").detach().clone()

@@ -48,8 +48,7 @@ class Ties(Source):
     def other(self, node: Node, below: Any, values: Values, others: Mapping[Node, Any]) -> Any:
         """Return what a node makes of the other choices above it, with other choices of its own."""
         exact, *runs = values[node]
-        is_float = isinstance(exact, Tensor) and exact.is_floating_point()
-        if below is WHOLE or traits_of(node).is_arbitrary or (below is exact and is_float):
+        if below is WHOLE or traits_of(node).is_arbitrary or (below is exact and _is_continuous(exact)):
             return below
         other = _chosen_otherwise(node, values, below, others)
         return pytree.tree_map(_unstable, other, exact, *runs) if _is_alike(other, exact, *runs) else WHOLE
@@ -59,7 +58,7 @@ class Ties(Source):
         if _is_of_places(node):
             return False
         leaves = [leaf for source in node.all_input_nodes for leaf in pytree.tree_leaves(others.get(source))]
-        return any(isinstance(leaf, Tensor) and not leaf.is_floating_point() for leaf in leaves)
+        return any(isinstance(leaf, Tensor) and not _is_continuous(leaf) for leaf in leaves)
 
 
 def settled_sources(node: Node, values: Values) -> dict[str, Tensor]:
@@ -166,6 +165,10 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
+def _is_continuous(value: Any) -> bool:
+    return _is_float(value) or (isinstance(value, Tensor) and value.is_complex())
+
+
 def _noise(values: Sequence[Tensor], dim: int) -> Tensor:
     """What rounding does to values that are compared along `dim`: the root of the mean square over it."""
     return _spread(values).square().mean(dim, keepdim=True).sqrt()
@@ -188,7 +191,7 @@ def _spread(values: Sequence[Tensor]) -> Tensor:
 
 def _unstable(other: Any, exact: Any, *runs: Any) -> Any:
     """Integers and bools that differ in some run are unstable, from any op."""
-    if isinstance(other, Tensor) and not other.is_floating_point():
+    if isinstance(other, Tensor) and not _is_continuous(other):
         for run in runs:
             other = torch.where((run != exact) & (other == exact), run, other)
     return other

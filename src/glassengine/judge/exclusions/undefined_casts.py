@@ -40,7 +40,7 @@ class UndefinedCasts(Source):
 
     def marks(self, node: Node, value: torch.Tensor, values: Values) -> torch.Tensor | None:
         """Return where a cast to integers reads a number that the dtype cannot hold."""
-        if not traits_of(node).casts or value.is_floating_point() or value.dtype is torch.bool:
+        if not _makes_integers(node):
             return None
         return _beyond(values[node.all_input_nodes[0]][NATIVE], value.dtype)
 
@@ -138,8 +138,9 @@ def _readers(node: Node) -> list[Node]:
 def _makes_integers(node: Node) -> bool:
     """Whether a node casts to an integer dtype."""
     kept = node.meta.get("val")
-    is_integer = isinstance(kept, torch.Tensor) and not kept.is_floating_point() and kept.dtype is not torch.bool
-    return is_integer and traits_of(node).casts
+    if not isinstance(kept, torch.Tensor) or kept.is_floating_point() or kept.is_complex():
+        return False
+    return kept.dtype is not torch.bool and traits_of(node).casts
 
 
 def _beyond(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:

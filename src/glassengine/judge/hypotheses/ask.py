@@ -163,7 +163,7 @@ class Asked:
         except FAILS:
             return None
         right = trial.right
-        if not isinstance(right, torch.Tensor):
+        if not isinstance(right, torch.Tensor) or right.is_complex() or actual.is_complex():
             return None
         if valid is not None and valid.shape != actual.shape:
             valid = None

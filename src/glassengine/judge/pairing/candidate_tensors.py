@@ -89,8 +89,9 @@ class CandidateTensors:
         return made if seen.how is None else [seen.how.apply(value) for value in made]
 
     def unit(self, name: str) -> float:
-        """Return the unit roundoff of a tensor."""
-        return unit_roundoff(self.nodes[name].meta["val"].dtype)
+        """Return the unit roundoff of a tensor; 0 of whole numbers."""
+        dtype = self.nodes[name].meta["val"].dtype
+        return unit_roundoff(dtype) if dtype.is_floating_point or dtype.is_complex else 0.0
 
     def of_number(self, predicted: Values) -> Sequence[str]:
         """Return the tensors of as many elements."""

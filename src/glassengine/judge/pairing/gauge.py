@@ -244,7 +244,7 @@ def _normal(value: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _apart(ours: Any, theirs: Any) -> float:
-    """Return how far two values are apart: the largest difference of a row, relative to it; infinity for other kinds."""
+    """Return how far two values are apart: the largest relative difference of a row; infinity for other kinds."""
     if not isinstance(ours, Tensor) or not isinstance(theirs, Tensor) or ours.shape != theirs.shape:
         return math.inf
     if not (ours.is_floating_point() and theirs.is_floating_point()):

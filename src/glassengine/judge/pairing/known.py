@@ -17,6 +17,7 @@ from glassengine.judge.pairing.probe import ProbeStep
 from glassengine.judge.pairing.same_weights import SameWeights
 from glassengine.numerics.arrangements import Arrangement
 from glassengine.numerics.judgement import unit_roundoff
+from glassengine.numerics.kinds import in_kind
 from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.program import Program
 from glassengine.sites import Site
@@ -158,8 +159,8 @@ class Known:
             return
         self.found[node.name] = seen
         self.tensors.taken.add(seen.name)
-        self.predictions.values[node.name] = self.tensors.values(seen)
         own: torch.dtype = node.meta["val"].dtype
+        self.predictions.values[node.name] = [in_kind(value, own) for value in self.tensors.values(seen)]
         # A candidate that keeps unrounded what the baseline rounds may round it later.
         is_finer = own.is_floating_point and self.tensors.unit(seen.name) < unit_roundoff(own)
         self._roundoff[node.name] = unit_roundoff(own) if is_finer else 0.0

@@ -84,7 +84,8 @@ class Ops:
         operation = Operation(op_name(op), call, exact_args, exact_kwargs, exact)
         is_float = claim.candidate.is_floating_point() and exact.is_floating_point()
         if not is_float:
-            reference = Reference(exact, native, [], dtype=torch.float64, valid=claim.valid)
+            dtype = native.dtype if native.is_floating_point() else torch.float64
+            reference = Reference(exact, native, [], dtype=dtype, valid=claim.valid)
         else:
             reference = _reference(claim, exact, native, [], self.relative_floors.get(claim.node.name, 0.0))
         return OneOp(

@@ -19,6 +19,7 @@ from glassengine.judge.exclusions.exactness import Exactness, keeps_whole_number
 from glassengine.judge.exclusions.hidden_values import HiddenValues
 from glassengine.judge.exclusions.in_step import Excluded, Exclusions, sources_of
 from glassengine.judge.exclusions.tie_propagation import settled_sources
+from glassengine.judge.replay.arithmetic import PLAIN, Arithmetic
 from glassengine.judge.replay.sampling import sampled
 from glassengine.numerics.float64 import double, retarget, retargeted, target_of
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
@@ -30,7 +31,7 @@ from glassengine.numerics.verdict import Reference
 from glassengine.ops.traits import traits_of
 from glassengine.program.onnx.operators.function import Composite
 from glassengine.program.representation.naming import is_tensor_node
-from glassengine.program.representation.outputs import last_uses
+from glassengine.program.representation.outputs import last_uses, weight_only_nodes
 from glassengine.program.representation.program import Program
 from glassengine.writing.checksums import crc32
 
@@ -51,6 +52,7 @@ class ReferenceRun:
         seed: Of the noise.
         relative_floors: Site memory shared between cases: node -> largest relative floor seen, of the outputs of the
             program and of what anybody judged.
+        arithmetic: What candidates compute more coarsely; noisy lanes do so, too.
     """
 
     def __init__(
@@ -61,8 +63,11 @@ class ReferenceRun:
         accumulation: Accumulation = FLOAT32_SUMS,
         seed: int = 0,
         relative_floors: dict[str, float] | None = None,
+        arithmetic: Arithmetic = PLAIN,
     ) -> None:
         self._program = program
+        self._arithmetic = arithmetic
+        self._of_weights = weight_only_nodes(program) if arithmetic.operands else set()
         self._coarsest = coarsest
         self._accumulation = accumulation
         self._seed = seed
@@ -206,6 +211,7 @@ class ReferenceRun:
 
         results: list[Any] = []
         product: ExactProduct | None = None
+        summed_as = self._arithmetic.summed.get(node.name, self._accumulation)
         exact_arguments: tuple[Any, Any] = ((), {})
         is_rounded = rounds(node)
         for lane in self._lanes:
@@ -218,10 +224,12 @@ class ReferenceRun:
                 continue
             if lane == 0:
                 exact_arguments = args, kwargs
+            if lane > 1:
+                args = self._arithmetic.read(node, args, generators[lane], self._of_weights)
             if lane > 1 and product is not None:
                 dtype = self._dtype(node, results[0])
                 u = unit_roundoff(dtype)
-                summed = product.sums(args, kwargs, u, generators[lane], self._accumulation)
+                summed = product.sums(args, kwargs, u, generators[lane], summed_as)
                 if summed is not None:
                     results.append(rounded(results[0], u, generators[lane], summed, smallest_precise(dtype)))
                     continue
@@ -235,7 +243,9 @@ class ReferenceRun:
             if lane == 0 and is_rounded and is_float and traits_of(node).multiplies:
                 product = ExactProduct(node, value, args, kwargs, self._stored(node))
             if lane > 1 and is_rounded:
-                value = sampled(generators[lane], self._dtype, self._accumulation)(node, value, args, kwargs)
+                value = sampled(generators[lane], self._dtype, summed_as)(node, value, args, kwargs)
+            if lane > 1 and node.name in self._arithmetic.rounded:
+                value = value.to(self._arithmetic.rounded[node.name]).double()
             results.append(value)
         return results
 

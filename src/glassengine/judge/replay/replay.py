@@ -24,6 +24,7 @@ from glassengine.judge.replay.op import Ops
 from glassengine.judge.replay.stretch import Stretches
 from glassengine.judge.replay.values import Values
 from glassengine.judge.step_inputs import Given, by_name, empty_caches
+from glassengine.numerics.kinds import in_kind
 from glassengine.numerics.known import NOTHING, Known
 from glassengine.numerics.noise import WideOperands
 from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
@@ -82,6 +83,8 @@ class Replay:
         of_regions: Accumulation | None = None,
     ) -> None:
         self.program = program
+        tensors = ((node.name, node.meta.get("val")) for node in program.graph.nodes)
+        self._dtypes = {name: value.dtype for name, value in tensors if isinstance(value, torch.Tensor)}
         self._rounded = rounded or {}
         self._of_regions = of_regions
         self._cut = cut
@@ -145,6 +148,7 @@ class Replay:
             caches: Its own, as they were before the step, by the name of the input; None where they are not known.
         """
         named = by_name(given)
+        made = {name: in_kind(value, self._dtypes.get(name, value.dtype)) for name, value in made.items()}
         if self._cut is not Cut.SEGMENT:
             self._values.begin_step({**named, **(caches or {})}, made)
         if self._stretches is not None:

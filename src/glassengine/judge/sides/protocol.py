@@ -159,6 +159,11 @@ class Side(ABC):
         return {node: pair.candidate.node for node, pair in self.pairs.items()}
 
     @property
+    def called(self) -> Mapping[str, tuple[str, str]] | None:
+        """Of a record, result of the baseline -> what it calls that, and how this is known; None of what runs."""
+        return None
+
+    @property
     def reordered(self) -> tuple[str, ...]:
         """Path prefixes that are left out: what is in there, the baseline's program computes in another order."""
         return ()

@@ -1,33 +1,27 @@
 """A record as candidate of a check: what another program wrote down, judged without running it.
 
-Tensors pair by the names of sites and nodes of the baseline's program, or by a map. A record with op sites is judged op
-by op, one of modules by segments. What it was run on comes from the record: the baseline is given the same tokens.
+Tensors pair by the names of results, sites and nodes of the baseline's program, or by a map. A record with op sites is
+judged op by op, one of modules by segments.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from glassengine.capture.runs.known_tokens import prompt_lengths
 from glassengine.compare.matching.assembling import assembled
 from glassengine.compare.matching.maps import Rule, TensorMap, steps_of
 from glassengine.compare.matching.rules import pair_names
 from glassengine.errors import IncomparableError, UsageError
 from glassengine.judge.cases import Case, StepInputs
+from glassengine.judge.end_to_end import results_of
 from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.judge.sides.protocol import Observed, Place, Side
+from glassengine.judge.sides.record_names import AMBIGUOUS, NamedResult, known_inputs, meaningless, named_results_of
 from glassengine.judge.step_inputs import Given, by_name, empty_caches
-from glassengine.numerics.metrics.tolerance import is_inexact
-from glassengine.program import LoadedModel
-from glassengine.program.generation.generation import Generation
 from glassengine.program.representation.program import Program
 from glassengine.recording.read.source import TensorSource
 from glassengine.sites import Site, other_spellings
@@ -39,7 +33,7 @@ class RecordedTensors:
     """The tensors of a record by the names of a program.
 
     `partial` are the sites that were found with fewer positions than the program has, `impossible` those that cannot be
-    read, with the reason.
+    read, with the reason. `called` says what the record calls results, `unknown` which of its names mean nothing.
 
     Args:
         source: The record, of one process.
@@ -60,8 +54,10 @@ class RecordedTensors:
         instead: Mapping[str, str] | None = None,
     ) -> None:
         self.source = source
+        self._program = program
         self.partial: set[str] = set()
         self.impossible: dict[str, str] = {}
+        self.unknown: dict[str, str] = {}
         names = dict.fromkeys(entry.site for entry in source.entries)
         self._by_name: dict[str, tuple[tuple[str, ...], Rule | None]] = {name: ((name,), None) for name in names}
         if rules is not None:
@@ -76,13 +72,29 @@ class RecordedTensors:
                 pair.baseline: (tuple(of.get(name, name) for name in pair.candidates), pair.rule) for pair in pairs
             }
         self._places = {(entry.site, entry.step): entry for entry in source.entries}
-        self.kinds = {site.kind for site in program.sites if self.names(site)}
-        if not self.kinds:
+        self.called = named_results_of(program, results_of(program), source.entries)
+        for result, named in list(self.called.items()):
+            sites = program.sites.by_node.get(program.output_nodes[result], ())
+            if named.name not in {site.name for site in sites} | {site.node for site in sites}:
+                del self._by_name[named.name]  # a node may be called so, too
+            if named.method == AMBIGUOUS:
+                self.unknown[named.name] = f"{named.name} names a module and a result: call the result out.{result}"
+                del self.called[result]
+            elif sites and not any(self.names(site) for site in sites):
+                self._by_name[sites[-1].name] = ((named.name,), None)
+        inputs = set(known_inputs(program, names).values())
+        known = [(site, found[0]) for site in program.sites if (found := self.names(site)) is not None]
+        self.kinds = {site.kind for site, found in known if site.op != "input" or not inputs.issuperset(found)}
+        meant = inputs.union(*(found for _, found in known), (named.name for named in self.called.values()))
+        self.unknown |= meaningless(
+            [name for name in names if ":in" not in name and name not in self.unknown], meant, program
+        )
+        if not self.kinds and not self.called:
             raise IncomparableError(
                 "nothing in the record has a name that the baseline's program knows",
                 got=", ".join(list(names)[:4]),
-                expected="sites or nodes, as `glass sites MODEL` prints them",
-                hint="say which names belong together: --map FILE",
+                expected=next(iter(self.unknown.values()), "results, or sites as `glass sites MODEL` prints them"),
+                hint="name its tensors as `glass sites MODEL` does, or say which belong together: --map FILE",
             )
 
     def names(self, site: Site) -> tuple[tuple[str, ...], Rule | None] | None:
@@ -102,7 +114,22 @@ class RecordedTensors:
 
     def read(self, site: Site, step: int, inputs: Given) -> Observed | None:
         """Return the value of a site in a step, None where there is none, or not of every position."""
-        found = self._read(site, step)
+        return self._aligned(self._read(site, step), site, inputs)
+
+    def results(self, step: int, inputs: Given) -> dict[str, Tensor]:
+        """Return the results of a step, perhaps of the last positions alone, as `generate` of transformers asks."""
+        found = {}
+        for result in results_of(self._program):
+            sites = self._program.sites.by_node.get(self._program.output_nodes[result], ())
+            entry = self._places.get((self.called[result].name, step)) if result in self.called else None
+            read = [] if entry is not None else [one.tensor for site in sites if (one := self._read(site, step))]
+            value = self.source.tensor(entry) if entry is not None else next(iter(read), None)
+            if value is not None:
+                is_flat = bool(sites) and isinstance(inputs, StepInputs)
+                found[result] = _by_rows(value, sites[0], inputs) if is_flat else value  # type: ignore[arg-type]
+        return found
+
+    def _aligned(self, found: Observed | None, site: Site, inputs: Given) -> Observed | None:
         if found is None or not isinstance(inputs, StepInputs):
             return found
         value = _by_rows(found.tensor, site, inputs)
@@ -149,6 +176,8 @@ def _by_rows(value: Tensor, site: Site, inputs: StepInputs) -> Tensor:
     """
     is_flat = value.dim() == len(site.shape) - 1 and (site.axes.get("batch"), site.axes.get("sequence")) == (0, 1)
     mask = inputs.token_mask
+    if is_flat and len(mask) == 1 and len(value) < int(mask.sum()):
+        return value[None]
     if not is_flat or value.shape[0] != int(mask.sum()):
         return value
     rows = value.new_zeros((*mask.shape, *value.shape[1:]))
@@ -163,6 +192,11 @@ class RecordedModules(ModuleSide):
     tensors: RecordedTensors = field(kw_only=True)
     place: Place = field(default=Place.RECORD, kw_only=True)
 
+    @property
+    def called(self) -> Mapping[str, NamedResult]:
+        """What the record calls results."""
+        return self.tensors.called
+
     def _run(self, inputs: Given) -> None:
         for site in self.baseline.sites:
             if site.kind == "op" or ":in" in site.name:
@@ -170,10 +204,11 @@ class RecordedModules(ModuleSide):
             found = self.tensors.read(site, self._steps, inputs)
             if found is not None:
                 self._values[f"node:{site.node}" if site.kind == "kv" else site.name] = found.tensor
+        self._results = self.tensors.results(self._steps, inputs)
 
     def results(self) -> Mapping[str, Tensor]:
         """Return the results that were recorded."""
-        return self.results_by_node(self.baseline)
+        return {**self.results_by_node(self.baseline), **self._results}
 
 
 @dataclass
@@ -195,6 +230,12 @@ class RecordedOps(Side):
     _values: dict[str, Observed] = field(default_factory=dict, init=False)
     _caches: dict[str, Tensor] = field(default_factory=dict, init=False)
     _step: int = field(default=-1, init=False)
+    _results: Mapping[str, Tensor] = field(default_factory=dict, init=False)
+
+    @property
+    def called(self) -> Mapping[str, NamedResult]:
+        """What the record calls results."""
+        return self.tensors.called
 
     def begin(self, case: Case) -> None:
         """Start with the first step and an empty cache."""
@@ -216,6 +257,7 @@ class RecordedOps(Side):
             if found is not None:
                 self._values[site.node] = found
         self.replay.begin_step(inputs, {n: found.tensor for n, found in self._values.items()}, self._caches)
+        self._results = self.tensors.results(self._step, inputs)
         presents = {past: self.baseline.output_nodes[present] for past, present in self.baseline.caches.items()}
         self._caches = {past: self._values[node].tensor for past, node in presents.items() if node in self._values}
 
@@ -225,82 +267,4 @@ class RecordedOps(Side):
 
     def results(self) -> Mapping[str, Tensor]:
         """Return the results that were recorded."""
-        return self.results_by_node(self.baseline)
-
-
-def case_of(source: TensorSource, generation: Generation) -> Case | None:
-    """Return what a record was made with; None where a plain module's record does not say.
-
-    Raises:
-        IncomparableError: A language model's record does not say it: on other tokens everything is another.
-    """
-    case = recorded_case(source)
-    if case is None and generation.decodes_tokens:
-        raise IncomparableError(
-            "the record does not say on which tokens it was made",
-            got=f"{source.path}: no token ids of distinguishable rows",
-            expected="a recording of a model that is given input_ids [batch, sequence], or those of one row",
-            hint="give them: --inputs FILE; of a server: --layout vllm",
-        )
-    return case
-
-
-def dtype_of(source: TensorSource) -> torch.dtype | None:
-    """Return the floating dtype of a record: what it says, else that of most of its floating tensors."""
-    known = str(source.metadata.get("dtype"))
-    if not is_inexact(known):
-        floating = Counter(entry.dtype for entry in source.entries if is_inexact(entry.dtype))
-        known = floating.most_common(1)[0][0] if floating else known
-    dtype: torch.dtype | None = getattr(torch, known, None)
-    return dtype
-
-
-def recorded_inputs(source: TensorSource, model: LoadedModel) -> list[dict[str, Any]] | None:
-    """Return what a plain module was given in each step of a record; None where the record does not say all of it."""
-    if model.generation.takes_tokens:
-        return None
-    if model.stored is not None:
-        names = {port.name: True for port in model.stored.inputs}
-    else:
-        known = inspect.signature(model.module.forward).parameters.values()
-        names = {one.name: one.default is one.empty for one in known if one.kind is one.POSITIONAL_OR_KEYWORD}
-    places = {(entry.site, entry.step): entry for entry in source.entries}
-    found = []
-    for step in sorted({entry.step for entry in source.entries}):
-        given: dict[str, Any] = {}
-        for place, (name, is_required) in enumerate(names.items()):
-            entry = places.get((f".:in.{name}", step)) or places.get((f".:in[{place}]", step))
-            if entry is not None:
-                given[name] = source.tensor(entry)
-            elif is_required:
-                return None
-        found.append(given)
-    return found if all(found) and found else None
-
-
-def recorded_case(source: TensorSource) -> Case | None:
-    """Return the prompts and tokens that a record of a language model was made with; None where it does not say.
-
-    Raises:
-        IncomparableError: The tokens of its steps are unknown.
-    """
-    rows = source.metadata.get("token_ids")
-    steps = sorted({entry.step for entry in source.entries})
-    lengths = prompt_lengths(source)
-    if not rows or not lengths or len(rows) != len(lengths):
-        return None
-    if steps != list(range(len(steps))) or any(len(r) < n + len(steps) - 1 for r, n in zip(rows, lengths, strict=True)):
-        raise IncomparableError(
-            "the tokens of the record's steps are unknown",
-            got=f"steps {steps[:8]}, rows of {[len(row) for row in rows]} tokens, prompts of {lengths}",
-            expected="all steps from the prefill on",
-        )
-    longest = max(lengths)
-    ids = torch.zeros((len(rows), longest), dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        ids[index, longest - length :] = torch.tensor(row[:length])
-        mask[index, longest - length :] = 1
-    following = [row[length : length + len(steps) - 1] for row, length in zip(rows, lengths, strict=True)]
-    tokens = torch.tensor(following)
-    return Case("recorded", len(steps), input_ids=ids, attention_mask=mask, tokens=tokens, origin="recorded")
+        return self._results

@@ -51,12 +51,15 @@ class SourceSide(Side):
     def begin(self, case: Case) -> None:
         """Forget the values of an earlier case."""
         self._values: dict[str, torch.Tensor] = {}
+        self._returned: Mapping[str, torch.Tensor] = {}
 
     def step(self, inputs: Given) -> None:
         """Run the file once."""
         assert not isinstance(inputs, StepInputs)
         with torch.no_grad():
             found = self.module.values(inputs)
+            # Of an ONNX file as a user runs it: in a session of its own.
+            self._returned = self.module.returned(inputs, found) if hasattr(self.module, "returned") else {}
         sites = self.program.sites
         self._values = {site.node: found[site.name] for site in sites if site.kind == "op" and site.name in found}
         self.replay.begin_step(inputs, self._values)
@@ -69,7 +72,7 @@ class SourceSide(Side):
 
     def results(self) -> Mapping[str, torch.Tensor]:
         """Return the results of the file."""
-        return self.results_by_node(self.program)
+        return {name: self._returned.get(name, one) for name, one in self.results_by_node(self.program).items()}
 
 
 def untouched(model: LoadedModel, program: Program, arguments: Arguments | None = None) -> ModuleSide | SourceSide:

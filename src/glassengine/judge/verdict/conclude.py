@@ -18,6 +18,7 @@ from glassengine.judge.sides.protocol import Level, Place
 from glassengine.judge.verdict.corrected import line_of_number, with_lines
 from glassengine.judge.verdict.drift import table
 from glassengine.judge.verdict.fineness import coverage, fineness, region_nodes
+from glassengine.judge.verdict.missing import missing
 from glassengine.judge.verdict.not_judged import not_judged
 from glassengine.judge.verdict.repeated import grouped, with_proofs
 from glassengine.judge.verdict.score import Score
@@ -110,7 +111,9 @@ def conclude(
         verdict = worst([verdict, "suspicious"])
     if accumulated is not None:
         verdict = worst([verdict, "suspicious"])
-    results = tuple(result for score in scores for result in score.results.found)
+    # The baseline's agreement with its own program says nothing of a candidate without results.
+    is_compared = any(score.results.found for score in scores[1:] or scores)
+    results = tuple(r for score in scores for r in score.results.found if is_compared or not r.agrees)
     agree = bool(results) and all(result.agrees for result in results)
     judged = coverage(main, program, results_agree=agree)
     if main.side.level is Level.RESULT:
@@ -119,6 +122,7 @@ def conclude(
         judged = len(ops & main.judged_nodes) / len(ops) if ops else 1.0
     first = _first(origins, order, [score.side.rung for score in scores])
     limits: dict[str, Any] = {"fail_on": fail_on, "min_coverage": min_coverage, "min_snr": min_snr}
+    limits["missing"] = missing(main, program) if judged < min_coverage else None
     lost = next((score.lost for score in scores if score.lost is not None), None)
     differences = [*differences, *memorized(program, scores)]
     left = results_left([score.results for score in scores[1:]])

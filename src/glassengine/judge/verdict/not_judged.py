@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from glassengine.judge.replay.values import called
 from glassengine.judge.sides.countable import float_nodes
+from glassengine.judge.sides.protocol import Place
 from glassengine.judge.verdict.fineness import region_nodes
+from glassengine.judge.verdict.missing import lacking
 from glassengine.judge.verdict.score import Score
 from glassengine.ops.traits import traits_of
 from glassengine.program.onnx.operators.control import never_run
@@ -82,6 +84,8 @@ def _never_run(program: Program) -> list[Skipped]:
 
 def _unobserved(score: Score, program: Program, skipped: Sequence[Skipped]) -> list[Skipped]:
     """Float sites that are neither judged nor explained yet."""
+    if score.side.place is Place.RECORD:
+        return [Skipped(site, "candidate", "not in the record", rung=Place.RECORD) for site in lacking(score, program)]
     if score.side.program is None:
         return []
     known = {item.site for item in skipped}

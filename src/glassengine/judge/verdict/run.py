@@ -11,6 +11,7 @@ from torch.fx import Node
 from glassengine.judge.cases import Case, StepInputs
 from glassengine.judge.end_to_end import results_of, with_model
 from glassengine.judge.exclusions.padding import valid_mask
+from glassengine.judge.replay.arithmetic import PLAIN, Arithmetic
 from glassengine.judge.replay.reference import ReferenceRun
 from glassengine.judge.sides.protocol import Side
 from glassengine.judge.step_inputs import by_name, empty_caches
@@ -34,6 +35,7 @@ def run_cases(
     *,
     coarsest: torch.dtype | None,
     accumulation: Accumulation = FLOAT32_SUMS,
+    arithmetic: Arithmetic = PLAIN,
     on_step: Callable[[Case, int, Mapping[str, float]], None],
 ) -> None:
     """Run every case on the reference and on all sides, and judge every tensor of every step.
@@ -45,6 +47,7 @@ def run_cases(
         scores: One per side, `model`'s among them.
         coarsest: Dtype of the coarsest side.
         accumulation: How the sides' products are summed.
+        arithmetic: What the sides compute more coarsely, op by op.
         on_step: Called after each step with the relative noise floor of each node so far.
     """
     floors: dict[str, float] = {}
@@ -53,7 +56,8 @@ def run_cases(
     for name in results_of(program):
         results.setdefault(program.output_nodes[name], []).append(name)
     for case in cases:
-        reference = ReferenceRun(program, coarsest=coarsest, accumulation=accumulation, relative_floors=floors)
+        how: Any = {"coarsest": coarsest, "accumulation": accumulation, "arithmetic": arithmetic}
+        reference = ReferenceRun(program, **how, relative_floors=floors)
         for score in scores:
             score.begin(case)
         inputs: Any = None

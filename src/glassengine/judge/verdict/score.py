@@ -86,7 +86,7 @@ class Score:
     @cached_property
     def results(self) -> EndToEnd:
         """The results of the side, end to end."""
-        return EndToEnd(self.program, self.side.rung)
+        return EndToEnd(self.program, self.side.rung, called=self.side.called)
 
     def visit(self, node: Node, reference: Reference, case: Case, step: int, *, tied: bool) -> bool:
         """Judge this side's values of `node`; the worst one counts for what comes after.

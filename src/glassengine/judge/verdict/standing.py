@@ -50,6 +50,7 @@ def decide(
     min_snr: float | None = None,
     lost: Skipped | None = None,
     left: str | None = None,
+    missing: str | None = None,
     differences: Sequence[str] = (),
 ) -> Decision:
     """Apply the rule.
@@ -66,6 +67,7 @@ def decide(
         lost: A tensor that could not be judged, though it was observed.
         differences: What differs between the sides as a user runs them, in words.
         left: Which results were not compared, in words; None where all were.
+        missing: What is missing for `min_coverage`, in words.
     """
 
     def fails(found: str) -> bool:
@@ -103,7 +105,7 @@ def decide(
         text = f"only {coverage:.0%} of the baseline's float-valued sites were judged {wanted}"
         if results and all(result.agrees for result in results):
             text += "; the results agree"
-        return Decision("too little judged", text)
+        return Decision("too little judged", f"{text}; {missing}" if missing else text)
     return Decision("ok")
 
 

@@ -18,7 +18,7 @@ def tensor_hints(baseline: torch.Tensor, candidate: torch.Tensor, valid: torch.T
         candidate: The flagged tensor, same shape.
         valid: Mask of elements that count.
     """
-    if baseline.shape != candidate.shape or not candidate.is_floating_point():
+    if baseline.shape != candidate.shape or not (baseline.is_floating_point() and candidate.is_floating_point()):
         return []
     broken = _not_numbers(baseline, candidate, valid)
     if broken is not None:

@@ -32,6 +32,7 @@ from glassengine.program.representation.small_sizes import small_sizes
 from glassengine.program.user_code.frames import helper_lines
 from glassengine.program.user_code.keywords import explicit_keywords, methods_of_classes, plain_results
 from glassengine.program.user_code.marks import collect_marks, marking
+from glassengine.program.user_code.module_state import run_alone
 from glassengine.program.user_code.prune import remove_dead_nodes, without_dead_weights
 from glassengine.program.user_code.raised import source_of
 from glassengine.program.user_code.specialized import real_values, without_assertions
@@ -167,6 +168,8 @@ def traced_program(
     except UsageError:
         raise
     except Exception as error:
+        if not any(parameter.is_meta for parameter in module.parameters()):
+            run_alone(module, inputs)  # what raises without an exporter is told as it is
         where = source_of(error)
         traced = getattr(module, prefix) if prefix else module
         # What follows the first paragraph is advice to those who work on torch.

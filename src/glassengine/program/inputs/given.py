@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from glassengine.errors import CorruptError, UnknownNameError, UsageError
-from glassengine.program.user_code.factory import call_factory, is_factory
+from glassengine import asked
+from glassengine.errors import CorruptError, UsageError
+from glassengine.program.user_code.factory import call_factory
 from glassengine.reading.arrays import read_npz
 from glassengine.reading.documents import read_document
 from glassengine.reading.tensors import check_unfolded, read_safetensors, read_torch
@@ -28,12 +29,9 @@ def load_inputs(spec: str) -> list[dict[str, Any]]:
     Raises:
         UsageError: No such file, an unknown ending, or something else than dicts of tensors and plain values.
     """
-    if is_factory(spec):
+    if asked.is_factory(str(asked.inputs(spec))):
         return steps_of(call_factory(spec), spec)
     path = place(spec)
-    if not path.is_file():
-        siblings = [str(p) for p in path.parent.glob("*") if p.is_file()] if path.parent.is_dir() else []
-        raise UnknownNameError("inputs file", spec, siblings, hint="--inputs FILE, or --inputs file.py:factory")
     try:
         steps = steps_of(_read(path), spec)
         check_unfolded(steps, spec)
@@ -55,6 +53,10 @@ def _read(path: Path) -> Any:
     if path.suffix == ".json":
         # Hand-written tensors may contain NaN.
         return _tensors(read_document(path, Any, most=_MAX_JSON_BYTES, nonfinite=True, items=_MAX_JSON_ITEMS))
+    if path.suffix == ".txt":
+        raise UsageError(
+            "prompts are for a language model that generates", got=str(path), hint="--inputs FILE with tensors"
+        )
     raise UsageError(f"{path} has an unknown ending", got=path.suffix, expected=".pt, .safetensors, .npz, .json")
 
 
@@ -83,3 +85,39 @@ def steps_of(data: Any, spec: str) -> list[dict[str, Any]]:
             f"{spec} does not hold inputs", got=kinds, expected="a dict of keyword arguments, or a list of them"
         )
     return [dict(step) for step in steps]
+
+
+def in_order(inputs: Any, names: Sequence[str]) -> Any:
+    """Return inputs of a forward as keyword arguments in its order, of each step where there are several.
+
+    Args:
+        inputs: As `build` takes them: by name, or one or several tensors in order; or a list of such.
+        names: Parameters of the forward.
+
+    Raises:
+        UsageError: They are something else, or too many.
+    """
+    if isinstance(inputs, Mapping):
+        return {name: inputs[name] for name in names if name in inputs} | dict(inputs)
+    if isinstance(inputs, (list, tuple)) and not any(isinstance(one, torch.Tensor) for one in inputs):
+        return [in_order(one, names) for one in inputs]
+    given = inputs if isinstance(inputs, (list, tuple)) else (inputs,)
+    if not any(isinstance(one, torch.Tensor) for one in given):
+        got, expected = type(inputs).__name__, "a dict of keyword arguments, tensors in order, or a list of either"
+        raise UsageError("the inputs are no inputs", got=got, expected=expected)
+    return positional(given, {}, names)
+
+
+def positional(args: Sequence[Any], more: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return arguments that are given in order and by name, all by name.
+
+    Raises:
+        UsageError: There are too many, or one is given twice.
+    """
+    twice = [name for name in names[: len(args)] if name in more]
+    if len(args) > len(names) or twice:
+        got = f"{twice[0]} twice" if twice else f"{len(args)} in order"
+        raise UsageError(
+            "the inputs are not the arguments of the forward", got=got, expected=", ".join(names) or "none"
+        )
+    return {**dict(zip(names, args, strict=False)), **more}

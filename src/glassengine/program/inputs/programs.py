@@ -35,6 +35,12 @@ def stored_inputs(module: nn.Module, program: Program) -> MadeUp:
     return _of_exported(module, program)
 
 
+def inputs_in_file(module: nn.Module) -> list[dict[str, Any]] | None:
+    """Return the inputs that the file of a stored program keeps; None where it keeps none."""
+    given = module.given if isinstance(module, StoredModule) else None
+    return None if given is None else MadeUp([dict(given)], num_in_file=1)
+
+
 def _uses_by_graph(program: Program) -> Any:
     """Return a function that interprets the graph which an ONNX file is judged with."""
 

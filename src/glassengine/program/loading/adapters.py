@@ -25,10 +25,10 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from glassengine.asked import is_factory
 from glassengine.errors import CorruptError, UnknownNameError, UsageError
 from glassengine.program.loading.adapter_patterns import matches
 from glassengine.program.loading.checkpoint_files import read_tensors
-from glassengine.program.user_code.factory import is_factory
 from glassengine.reading.documents import parsed
 from glassengine.reading.files import read_bytes
 
@@ -81,6 +81,26 @@ class Adapter:
     tensors: Mapping[str, Tensor]
 
 
+def is_adapter(spec: object) -> bool:
+    """Whether something is the directory of an adapter and of no model; its configuration may be missing."""
+    if not isinstance(spec, (str, Path)) or (Path(spec).expanduser() / "config.json").is_file():
+        return False
+    return any((Path(spec).expanduser() / name).is_file() for name in (CONFIG, *_FILES))
+
+
+def stated_base(directory: str | Path) -> tuple[str, Path | None]:
+    """Return the base model that an adapter directory names, "" for none, and where it is, if it is here.
+
+    Raises:
+        CorruptError: Its configuration cannot be read.
+    """
+    named = _settings(Path(directory).expanduser()).get("base_model_name_or_path")
+    if not isinstance(named, str) or not named:
+        return "", None
+    places = (Path(named), Path(directory).expanduser() / named)
+    return named, next((place for place in places if (place / "config.json").is_file()), None)
+
+
 def base_and_adapter(spec: str, adapter: str | Path | None) -> tuple[str, str | Path | None]:
     """Return the model to load and the adapter to merge.
 
@@ -107,14 +127,13 @@ def _base_of(directory: Path) -> str:
         UsageError: It names none, one that is not there, or something that would run code.
         CorruptError: Its configuration cannot be read.
     """
-    named = _settings(directory).get("base_model_name_or_path")
+    named, found = stated_base(directory)
     hint = f"give the base and the adapter: MODEL --adapter {directory}"
-    if not isinstance(named, str) or not named:
+    if not named:
         raise UsageError(f"the adapter {directory} names no base model", hint=hint)
     # A name that a file gives must not run code, as a factory given by the user does.
     if is_factory(named) or named.startswith("~"):
         raise UsageError(f"the adapter {directory} names a base that is not a model directory", got=named, hint=hint)
-    found = next((place for place in (Path(named), directory / named) if (place / "config.json").is_file()), None)
     if found is None and (Path(named).is_absolute() or named.startswith(".")):
         raise UsageError(f"the base of the adapter {directory} is not there", got=named, hint=hint)
     return named if found is None else str(found)
@@ -130,6 +149,8 @@ def read_adapter(directory: str | Path) -> Adapter:
     path = Path(directory).expanduser()
     if not (path / CONFIG).is_file():
         hint = f"a directory with {CONFIG}, as peft saves it"
+        if is_adapter(path):
+            raise UsageError(f"the adapter {directory} has no configuration", expected=f"{CONFIG} beside its weights")
         here = [str(p.parent) for p in path.parent.glob(f"*/{CONFIG}")] if path.parent.is_dir() else []
         if not here:
             raise UsageError(f"no adapter {directory}", hint=hint)
@@ -167,7 +188,7 @@ def merge(module: nn.Module, adapter: Adapter) -> int:
         raise UnknownNameError(
             "module",
             missing[0],
-            modules,
+            filter(None, modules),
             hint=f"{len(missing)} of {len(parts)} modules of the adapter {adapter.directory} are not in this model",
         )
     if not parts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from glassengine.errors import CorruptError, GlassError, UnknownNameError, UsageError, nearest
+from glassengine.asked import FORMS, HUB_ID
+from glassengine.errors import CorruptError, GlassError, UsageError, nearest
 from glassengine.program.loading.checkpoint_files import require_plain_files
 from glassengine.program.loading.model_class import model_class_of, without_weights
 from glassengine.program.loading.proportion import in_proportion, require_countable
@@ -19,11 +19,9 @@ from glassengine.program.user_code.raised import described
 from glassengine.reading.documents import read_document
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-FORMS = "a Hugging Face directory or id, file.py:factory, package.module:factory, an ONNX file, a .pt2 program"
 CONFIG = "config.json"
 _HUB_SECONDS = 5.0
 _MAX_CONFIG_BYTES = 10_000_000
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def from_transformers(
@@ -41,9 +39,6 @@ def from_transformers(
         require_plain_files(path)
     elif path.is_file():
         raise UsageError(f"a {path.suffix or 'plain'} file cannot be a MODEL", got=spec, expected=FORMS)
-    elif not _HUB_ID.fullmatch(spec) or ("/" in spec and path.parent.is_dir()):
-        here = [str(p) for p in path.parent.glob("*") if p.is_dir()] if path.parent.is_dir() else []
-        raise UnknownNameError("model directory", spec, here, hint=f"MODEL is {FORMS}")
     else:
         _require_hub(spec, options["revision"])
     try:
@@ -140,6 +135,8 @@ def _require_hub(spec: str, revision: str) -> None:
     import huggingface_hub as hub
     from huggingface_hub.errors import HfHubHTTPError
 
+    if not HUB_ID.fullmatch(spec):
+        raise _unknown(spec, "neither a directory nor an id of the hub")
     if hub.constants.HF_HUB_OFFLINE or isinstance(hub.try_to_load_from_cache(spec, CONFIG, revision=revision), str):
         return
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from glassengine.errors import UnknownNameError, UsageError
+from glassengine import asked
+from glassengine.errors import UsageError
 from glassengine.program.generation.generation import PLAIN, Generation
 from glassengine.program.generation.kinds import generation_of
 from glassengine.program.kinds.causal_lm import is_pretrained
@@ -20,12 +22,14 @@ from glassengine.program.loading.fingerprint import fingerprint
 from glassengine.program.loading.from_transformers import DTYPES, from_transformers
 from glassengine.program.loading.stored import is_stored, read_stored
 from glassengine.program.representation.program import Program
-from glassengine.program.user_code.factory import call_factory, is_factory, without_bars
+from glassengine.program.user_code.factory import call_factory, without_bars
 from glassengine.program.user_code.mode import in_training
 from glassengine.program.user_code.module_state import ModuleState
 from glassengine.program.user_code.written_modules import as_written, called_by_name
 from glassengine.stores.mirror import here
 from glassengine.stores.places import remote
+
+logger = logging.getLogger("glassengine")
 
 _LIMITS = {
     "max_position_embeddings": ("max_position_embeddings", "max_target_positions"),
@@ -98,10 +102,9 @@ def load_model(
         UsageError: No such model, one that cannot be loaded or lacks weights, a factory that does not return a module,
             or an unknown dtype.
     """
-    if dtype != "auto" and dtype not in DTYPES:
-        raise UnknownNameError("dtype", dtype, ["auto", *DTYPES])
-    if isinstance(spec, str | Path) and remote(spec) is not None:
-        spec = here(spec)
+    dtype = str(asked.dtype(dtype))
+    if isinstance(spec, str | Path):
+        spec = here(spec) if remote(spec) is not None else str(asked.model(str(spec)))
     name = type(spec).__name__ if isinstance(spec, nn.Module) else str(spec)
     if is_stored(spec):
         return _load_stored(name, dtype, attn_implementation, adapter)
@@ -112,7 +115,7 @@ def load_model(
         # The caller's own module is left as it is.
         is_changed = adapter is not None or (dtype != "auto" and _needs_cast(spec, DTYPES[dtype]))
         module = copy.deepcopy(spec) if is_changed else spec
-    elif is_factory(str(spec)):
+    elif asked.is_factory(str(spec)):
         module = call_factory(name)
         if not isinstance(module, nn.Module):
             raise UsageError(f"{name} did not return a module", got=type(module).__name__, expected="torch.nn.Module")
@@ -160,6 +163,32 @@ def load_model(
     generation = generation_of(written)
     metadata |= generation.describes(written)
     return LoadedModel(module, name, metadata["dtype"], directory, metadata, generation, training=training)
+
+
+def load_candidate(candidate: str | Path | nn.Module, baseline: str | Path | nn.Module, **options: Any) -> LoadedModel:
+    """Load what is judged beside `baseline`: a model, or an adapter, which stands for the baseline with it merged.
+
+    Args:
+        candidate: As for `load_model`.
+        baseline: Likewise.
+        options: Likewise.
+
+    Raises:
+        UsageError: As `load_model`, or the adapter names another base, which is here.
+    """
+    if not adapters.is_adapter(candidate) or adapters.is_adapter(baseline):
+        return load_model(candidate, **options)
+    merged = load_model(baseline, adapter=str(candidate), **options)
+    named, found = adapters.stated_base(str(candidate))
+    given = merged.spec
+    if found is not None and not (Path(given).exists() and found.samefile(given)):
+        held = [load_model(spec, **options).metadata["fingerprint"] for spec in (str(found), baseline)]
+        if held[0] != held[1]:
+            what = f"the adapter {candidate} is for another base"
+            raise UsageError(what, got=given, expected=named, hint=f"glass check {found} --candidate {candidate}")
+    elif found is None and named and Path(named).name != Path(given).name:
+        logger.warning("the adapter %s names the base %s; it is merged into %s", candidate, named, given)
+    return merged
 
 
 def _load_stored(spec: str, dtype: str, attention: str | None, adapter: str | Path | None) -> LoadedModel:

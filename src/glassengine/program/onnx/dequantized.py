@@ -48,7 +48,7 @@ class _Twin:
         self._grids, self._weights = grids_of(file)
         self._floats: dict[str, str] = {}
         """Integers, or numbers made of them -> the floats that they stand for."""
-        self._scales: set[str] = set()
+        self._scales: set[str] = {grid.scale for grid in self._grids.values()}
         self._products: dict[str, onnx.NodeProto] = {}
         """Products of integers, and what is made of them before they are scaled."""
         self._nodes: list[onnx.NodeProto] = []

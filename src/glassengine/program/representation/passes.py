@@ -23,6 +23,7 @@ from glassengine.errors import UsageError
 from glassengine.program.representation.naming import describe_shape, fingerprints, is_tensor_node, op_name
 from glassengine.program.representation.program import Program, copied_graph, rebuilt
 from glassengine.program.user_code.factory import load_function
+from glassengine.program.user_code.raised import described
 from glassengine.sites import ROOT, Site, SiteTable, op_site
 
 
@@ -49,7 +50,7 @@ def apply_function(program: Program, function: Callable[[torch.fx.GraphModule], 
         if isinstance(module, torch.fx.GraphModule):
             module.graph.lint()
     except Exception as error:
-        raise UsageError(f"pass {name} failed", got=f"{type(error).__name__}: {error}", hint="run with -v") from error
+        raise UsageError(f"pass {name} failed", got=described(error), hint="run with -v") from error
     if not isinstance(module, torch.fx.GraphModule):
         raise UsageError(
             f"pass {name} returned something else than a graph",

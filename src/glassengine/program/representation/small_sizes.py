@@ -7,7 +7,6 @@ such a size, the graph is run on it and its results are held against those of th
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from torch.export.graph_signature import OutputKind
 from torch.utils import _pytree as pytree
 
 from glassengine.program.representation.program import Program
+from glassengine.program.user_code.module_state import run_alone
 from glassengine.sites import port_leaves
 
 
@@ -49,7 +49,7 @@ def _agree(module: nn.Module, program: Program, step: Mapping[str, Any], tensors
     placeholders = [values.get(node.name) for node in program.graph.find_nodes(op="placeholder")]
     specs = program.exported.graph_signature.output_specs
     with torch.no_grad():
-        expected = module(**copy.deepcopy(dict(step)))
+        expected = run_alone(module, step)
         try:
             results = torch.fx.Interpreter(program.exported.graph_module).run(*placeholders, enable_io_processing=False)
         except RuntimeError:  # an assertion of the graph, or shapes that do not fit

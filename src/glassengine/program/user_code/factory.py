@@ -12,17 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from glassengine.errors import GlassError, UnknownNameError, UsageError
-from glassengine.program.user_code.raised import described
+from glassengine import asked
+from glassengine.errors import UnknownNameError, UsageError
+from glassengine.program.user_code.raised import described, raised_by
 from glassengine.reading.printable import printable
 
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
-
-
-def is_factory(spec: str) -> bool:
-    """Whether `spec` has the form `file.py:name` or `package.module:name`."""
-    module, _, name = spec.rpartition(":")
-    return name.isidentifier() and (module.endswith(".py") or all(part.isidentifier() for part in module.split(".")))
 
 
 def load_function(spec: str) -> Callable[..., Any]:
@@ -31,12 +26,12 @@ def load_function(spec: str) -> Callable[..., Any]:
     Raises:
         UsageError: The file does not exist, cannot be imported, or has no such function.
     """
-    where, _, name = spec.rpartition(":")
+    where, _, name = str(asked.function(spec)).rpartition(":")
     with _importable(where):
         module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
     function = getattr(module, name, None)
     if not callable(function):
-        own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
         raise UnknownNameError(f"function in {where}", name, own)
     result: Callable[..., Any] = function
     return result
@@ -50,13 +45,8 @@ def call_factory(spec: str) -> Any:
     """
     function = load_function(spec)
     quiet = without_bars() if "transformers" in sys.modules else contextlib.nullcontext()
-    with _importable(spec.rpartition(":")[0]), quiet:
-        try:
-            return function()
-        except GlassError:
-            raise
-        except Exception as error:
-            raise UsageError(f"{spec} raised", got=described(error), hint="run with -v") from error
+    with _importable(spec.rpartition(":")[0]), quiet, raised_by(spec):
+        return function()
 
 
 @contextlib.contextmanager
@@ -87,8 +77,6 @@ def _escaped(record: stdlib_logging.LogRecord) -> bool:
 
 
 def _import_file(path: Path) -> Any:
-    if not path.is_file():
-        raise UsageError(f"no such file: {path}", hint="file.py:factory")
     spec = importlib.util.spec_from_file_location(f"_glass_{path.stem}_{abs(hash(path.resolve()))}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -49,10 +49,10 @@ def marking(module: nn.Module) -> Iterator[None]:
             MARK(tensor, port)
 
     handles = []
-    for submodule in module.modules():
-        handles.append(submodule.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(submodule.register_forward_hook(after, with_kwargs=True))
     try:
+        for submodule in module.modules():
+            handles.append(submodule.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(submodule.register_forward_hook(after, with_kwargs=True))
         with tap_sink(lambda name, tensor: MARK(tensor, f".{name}")):
             yield
     finally:

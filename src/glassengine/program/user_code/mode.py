@@ -18,7 +18,7 @@ _MOST_NAMES = 4
 
 def in_training(module: nn.Module) -> tuple[str, ...]:
     """Return the paths of the modules that are in training mode, "" for the module itself."""
-    return tuple(path for path, part in module.named_modules() if part.training)
+    return tuple(path for path, part in module.named_modules() if getattr(part, "training", False))
 
 
 def is_whole(module: nn.Module, training: Collection[str]) -> bool:

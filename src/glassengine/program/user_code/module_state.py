@@ -1,7 +1,8 @@
 """What a module remembers from one forward to the next: buffers, tensors and numbers that its attributes hold.
 
-A key/value cache of a reference implementation is such state: written in place, or replaced. It is taken as it is
-before a step, put into the module while that step is exported or run, and the module gets its own back afterwards.
+A key/value cache of a reference implementation is such state: written in place, or replaced, in attributes or in
+objects that these hold. It is taken as it is before a step, put into the module while that step is exported or run,
+and the module gets its own back afterwards.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
+from glassengine.program.user_code.object_state import PLAIN, copies, differ, is_state, name_of, put, tensors_of
 from glassengine.sites import port_leaves
 
-_PLAIN = (bool, int, float, str, type(None))
 _OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes that every module has: hooks, the tables of parameters and submodules, its mode."""
 
@@ -39,7 +41,7 @@ class ModuleState:
 
     Attributes:
         buffers: The registered ones.
-        attributes: All others: tensors, plain values, and lists, tuples and dicts of such.
+        attributes: All others: tensors, plain values, containers, and objects that hold such.
     """
 
     buffers: Mapping[Place, torch.Tensor | None]
@@ -48,19 +50,18 @@ class ModuleState:
     @classmethod
     def of(cls, module: nn.Module) -> ModuleState:
         """Return the state of a module."""
-        buffers: dict[Place, torch.Tensor | None] = {}
-        attributes: dict[Place, Any] = {}
-        for path, part in module.named_modules():
-            for name, tensor in part._buffers.items():
-                buffers[path, name] = None if tensor is None else tensor.detach().clone()
-            for name, value in _own(part).items():
-                attributes[path, name] = _copied(value)
-        return cls(buffers, attributes)
+        parts = list(module.named_modules())
+        buffers = {(path, name): tensor for path, part in parts for name, tensor in part._buffers.items()}
+        attributes = {(path, name): value for path, part in parts for name, value in _own(part).items()}
+        return cls(buffers, attributes).copy(module)
+
+    def copy(self, module: nn.Module) -> ModuleState:
+        """Return a state with copies of what this one holds, but for the parts of the module."""
+        return ModuleState(*copies((self.buffers, self.attributes), module.modules()))
 
     def differs_from(self, other: ModuleState) -> bool:
         """Whether a forward between the two changed something that the next one may read."""
-        pairs = ((self.buffers, other.buffers), (self.attributes, other.attributes))
-        return any(_differ(dict(one), dict(later)) for one, later in pairs)
+        return differ((self.buffers, self.attributes), (other.buffers, other.attributes))
 
 
 @contextlib.contextmanager
@@ -70,36 +71,37 @@ def holding(module: nn.Module, state: ModuleState | None, *, as_buffers: bool = 
     Args:
         module: The module.
         state: Of `ModuleState.of`.
-        as_buffers: Register tensors that are plain attributes as buffers meanwhile: an exporter takes others for
-            constants, which nothing may change.
+        as_buffers: Register tensors that are no buffers as such meanwhile: an exporter takes others for constants,
+            which nothing may change.
     """
-    state = ModuleState.of(module) if state is None else state
+    state = ModuleState.of(module) if state is None else state.copy(module)
     parts = dict(module.named_modules())
     before = {
-        path: (dict(part._buffers), set(part._non_persistent_buffers_set), _own(part)) for path, part in parts.items()
+        path: (dict(part._buffers.items()), set(part._non_persistent_buffers_set), _own(part))
+        for path, part in parts.items()
     }
     for path, part in parts.items():
-        for name in list(part._buffers):
-            if (path, name) not in state.buffers:
-                del part._buffers[name]
+        for name in [name for name, _ in part._buffers.items() if (path, name) not in state.buffers]:
+            del part._buffers[name]
         for name in _own(part):
             if (path, name) not in state.attributes:
                 del part.__dict__[name]
     for (path, name), tensor in state.buffers.items():
-        parts[path]._buffers[name] = None if tensor is None else tensor.clone()
+        _set_buffer(parts[path], name, tensor)
     for (path, name), value in state.attributes.items():
-        if as_buffers and isinstance(value, torch.Tensor):
-            parts[path].__dict__.pop(name, None)
-            parts[path].register_buffer(name, value.clone(), persistent=False)
-        else:
-            parts[path].__dict__[name] = _copied(value)
+        parts[path].__dict__[name] = value
+    filled = _as_buffers(module, state) if as_buffers else None
     try:
         yield
     finally:
+        if filled is not None:
+            filled.remove()
         for path, (buffers, others, own) in before.items():
             part = parts[path]
-            part._buffers.clear()
-            part._buffers.update(buffers)
+            for name in [name for name, _ in part._buffers.items() if name not in buffers]:
+                del part._buffers[name]
+            for name, tensor in buffers.items():
+                _set_buffer(part, name, tensor)
             part._non_persistent_buffers_set = others
             for name in _own(part):
                 del part.__dict__[name]
@@ -112,15 +114,15 @@ def own_copies(arguments: Mapping[str, Any]) -> dict[str, Any]:
     def copied(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return leaf.detach().clone().requires_grad_(leaf.requires_grad)
-        if isinstance(leaf, (*_PLAIN, torch.dtype, torch.device)):
+        if isinstance(leaf, (*PLAIN, torch.dtype, torch.device)):
             return leaf
         try:
             return copy.deepcopy(leaf)
         except Exception:  # an object of the user's that cannot be copied is given as it is
             return leaf
 
-    copies: dict[str, Any] = pytree.tree_map(copied, dict(arguments))
-    return copies
+    found: dict[str, Any] = pytree.tree_map(copied, dict(arguments))
+    return found
 
 
 def run_with(
@@ -137,7 +139,7 @@ def run_with(
     with contextlib.nullcontext() if state is None else holding(module, state):
         returned = module(**given)
     before, after = (dict(port_leaves("", dict(one))) for one in (arguments, given))
-    return returned, {n.lstrip("."): after[n] for n in before if n in after and _differ(before[n], after[n])}
+    return returned, {n.lstrip("."): after[n] for n in before if n in after and differ(before[n], after[n])}
 
 
 def run_alone(module: nn.Module, arguments: Mapping[str, Any], *, are_copies: bool = False) -> Any:
@@ -172,37 +174,47 @@ def remembers(module: nn.Module, step: Mapping[str, Any]) -> bool:
         return before.differs_from(ModuleState.of(module))
 
 
+def _as_buffers(module: nn.Module, state: ModuleState) -> RemovableHandle:
+    """Register the tensors of a state that its module has now, and let each forward find them where they were.
+
+    A forward leaves what it traced in the objects of a state; so the next one gets new objects.
+    """
+    parts = dict(module.named_modules())
+    known = {id(tensor): place for place, tensor in state.buffers.items()}
+    ways = []
+    for keys, tensor in list(tensors_of(state.attributes, parts.values())):
+        (_, (path, attribute)), *others = keys
+        if id(tensor) not in known:
+            name = name_of([(True, attribute), *others])
+            if not others:
+                del parts[path].__dict__[attribute]
+            while hasattr(parts[path], name):
+                name += "_"
+            parts[path].register_buffer(name, tensor, persistent=False)
+            known[id(tensor)] = (path, name)
+        if others or known[id(tensor)] != (path, attribute):
+            ways.append((keys, known[id(tensor)]))
+    mixed = {place: value for place, value in state.attributes.items() if place[1] in vars(parts[place[0]])}
+
+    def fill(*_: Any) -> None:
+        found = copies(mixed, parts.values(), lambda tensor: tensor)
+        for keys, (path, name) in ways:
+            put(found, keys, parts[path]._buffers[name])
+        for (path, name), value in found.items():
+            parts[path].__dict__[name] = value
+
+    return module.register_forward_pre_hook(fill)
+
+
+def _set_buffer(part: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+    if isinstance(part, torch.jit.ScriptModule):
+        setattr(part, name, tensor)  # its table of buffers is a copy
+    else:
+        part._buffers[name] = tensor
+
+
 def _own(part: nn.Module) -> dict[str, Any]:
     """Return the attributes of one module that may be state."""
-    return {name: value for name, value in vars(part).items() if name not in _OF_TORCH and _is_state(value)}
-
-
-def _is_state(value: Any) -> bool:
-    if isinstance(value, nn.Parameter):
-        return False
-    if isinstance(value, (torch.Tensor, *_PLAIN)):
-        return True
-    if type(value) in (list, tuple):
-        return all(map(_is_state, value))
-    return type(value) is dict and all(map(_is_state, value.values()))
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if type(value) in (list, tuple):
-        return type(value)(map(_copied, value))
-    return {key: _copied(item) for key, item in value.items()} if type(value) is dict else value
-
-
-def _differ(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        is_same = one.shape == other.shape and one.dtype is other.dtype
-        return not (is_same and bool(((one == other) | ((one != one) & (other != other))).all()))
-    if type(one) is not type(other):
-        return True
-    if isinstance(one, dict):
-        return one.keys() != other.keys() or any(_differ(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) != len(other) or any(map(_differ, one, other))
-    return bool(one != other)
+    if isinstance(part, torch.jit.ScriptModule):
+        return {}
+    return {name: value for name, value in vars(part).items() if name not in _OF_TORCH and is_state(value)}

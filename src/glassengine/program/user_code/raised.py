@@ -85,6 +85,21 @@ def forward_errors(module: nn.Module, what: str) -> Iterator[None]:
         raise UsageError(f"{what} {path or type(module).__name__}", got=described(error)) from error
 
 
+@contextlib.contextmanager
+def raised_by(whose: str) -> Iterator[None]:
+    """Turn what a function of the user raises into a `UsageError`: "<whose> raised".
+
+    Raises:
+        UsageError: It raised.
+    """
+    try:
+        yield
+    except GlassError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{whose} raised", got=described(error), hint="run with -v") from error
+
+
 def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
     trace = error.__traceback__
     while trace is not None:

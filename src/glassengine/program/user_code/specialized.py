@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -104,27 +104,43 @@ def written_down(module: nn.Module, inputs: Mapping[str, Any]) -> nn.Module:
         module: In evaluation mode.
         inputs: Keyword arguments.
     """
-    weights: dict[str, torch.Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    scripted = [
+        f"{path}." * bool(path) for path, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)
+    ]
+    weights = {name: tensor for name, tensor in _weights(module).items() if not name.startswith(tuple(scripted))}
     leaves, spec = pytree.tree_flatten(dict(inputs))
 
     def run(given: dict[str, torch.Tensor], tensors: list[torch.Tensor]) -> Any:
         fresh = iter(tensors)
         filled = [next(fresh) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        results = torch.func.functional_call(module, given, (), pytree.tree_unflatten(filled, spec))
+        arguments = pytree.tree_unflatten(filled, spec)
+        results = torch.func.functional_call(module, given, (), arguments) if given else module(**arguments)
         return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, torch.Tensor) else None, results)
 
     trace = make_fx(run, tracing_mode="real", _error_on_data_dependent_ops=False)
-    with tracing_real_tensors():
+    with tracing_real_tensors(), torch.jit.optimized_execution(False):
         graph_module = trace(weights, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
-    return _Repeated(module, graph_module)
+    return _Repeated(module, graph_module, tuple(weights))
+
+
+def _weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 class _Repeated(nn.Module):
-    def __init__(self, module: nn.Module, graph_module: Any) -> None:
+    """Repeats a graph; weights that TorchScript holds are constants of the graph, which stand for those of a name."""
+
+    def __init__(self, module: nn.Module, graph_module: Any, names: Sequence[str]) -> None:
         super().__init__()
         self._graph = (graph_module,)  # no submodule: its ops are those of the root
-        self._names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        self._names = names
+        known = {id(tensor): name for name, tensor in _weights(module).items()}
+        targets = {node.target for node in graph_module.graph.find_nodes(op="get_attr")}
+        constants = {target: known.get(id(getattr(graph_module, target))) for target in targets}
+        self._constants = {target: name for target, name in constants.items() if name is not None}
+        for target in self._constants:
+            delattr(graph_module, target)
+        for name, tensor in _weights(module).items():
             part: Any = self
             *path, last = name.split(".")
             for step in path:
@@ -137,9 +153,12 @@ class _Repeated(nn.Module):
                 part.register_buffer(last, tensor)
 
     def forward(self, **inputs: Any) -> Any:
-        weights: dict[str, Any] = {}
-        for name in self._names:
-            path, _, last = name.rpartition(".")
-            weights[name] = getattr(self.get_submodule(path), last)
+        weights = {name: self._weight(name) for name in self._names}
+        for target, name in self._constants.items():
+            self._graph[0].__dict__[target] = self._weight(name)
         tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
         return self._graph[0](weights, tensors)
+
+    def _weight(self, name: str) -> Any:
+        path, _, last = name.rpartition(".")
+        return getattr(self.get_submodule(path), last)

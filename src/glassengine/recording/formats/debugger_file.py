@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from glassengine.errors import CorruptError
+from glassengine.reading.arrays import why_no_shape
 from glassengine.recording.formats.files import why_not_a_file
 from glassengine.recording.formats.json_file import JsonFile
 from glassengine.recording.formats.printed import parse_tensor
@@ -35,7 +36,7 @@ OTHER_PORTS = ("kv", "grad_in", "grad_out", "grad", "param", "state")
 """What a site can have beside inputs and results; keys of a node that only our own trees have."""
 
 _TREE = re.compile(r"(?P<name>.+)_debug_tree(?:_step(?P<step>\d{1,9}))?(?:_rank(?P<rank>\d{1,9}))?")
-_SHAPE = re.compile(r"torch\.Size\(\[((?:\d+(?:, )?)*)\]\)")
+_SHAPE = re.compile(r"torch\.Size\(\[((?:\d{1,19}(?:, )?)*)\]\)")
 _PRINTED = {"float32": "float16", "float64": "float16", "complex64": "complex32", "complex128": "complex32"}
 _IN_FULL = re.compile(r"\d\.\d{15}")
 _NUMBER = re.compile(r"tensor\(([-+.\deE]+|nan|-?inf)(?:, [^()]*)?\)")
@@ -269,9 +270,9 @@ def _leaves(where: str, port: str, value: Any, depth: int) -> Iterator[tuple[str
 
 def _described(found: dict[str, Any]) -> tuple[tuple[int, ...], str]:
     shape = _SHAPE.fullmatch(found["shape"])
-    if shape is None:
+    sizes = tuple(int(size) for size in shape[1].split(", ") if size) if shape is not None else None
+    if sizes is None or why_no_shape(sizes) is not None:
         return (), f"the shape {found['shape'][:80]!r}"
-    sizes = tuple(int(size) for size in shape[1].split(", ") if size)
     return sizes, found["dtype"].removeprefix("torch.")
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from glassengine.errors import CorruptError
+from glassengine.reading.arrays import why_no_shape
 from glassengine.reading.tensors import open_safetensors
 from glassengine.recording.layout.description import PAD_PREFIX
 from glassengine.recording.layout.layout import STORED, Entry, num_bytes
@@ -40,8 +41,8 @@ class SafetensorsFile:
                 code, shape = found.get_dtype(), tuple(found.get_shape())
                 if name.startswith(PAD_PREFIX):
                     skipped.append(Skipped(name, "both", "alignment padding of a recording", step=0))
-                elif code not in _NAMES:
-                    skipped.append(Skipped(name, "both", f"no arithmetic for {code}", step=0))
+                elif (reason := f"no arithmetic for {code}" if code not in _NAMES else why_no_shape(shape)) is not None:
+                    skipped.append(Skipped(name, "both", reason, step=0))
                 else:
                     nbytes = num_bytes(_NAMES[code], shape)
                     entries.append(Entry(name, 0, 0, _NAMES[code], shape, nbytes=nbytes))

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, TypeGuard
 
 import msgspec
 
+from glassengine.reading.arrays import why_no_shape
 from glassengine.recording.layout import frames
 from glassengine.recording.layout.entries import Measured
 from glassengine.recording.layout.layout import (
@@ -111,22 +112,20 @@ def entry_from(payload: dict[str, Any]) -> Entry:
     Raises:
         ValueError: A field is missing, of the wrong kind, or contradicts another.
     """
-    shape = payload.get("shape")
     axes = payload.get("axes")
     site, node, dtype = payload.get("site"), payload.get("node"), payload.get("dtype")
     if not isinstance(site, str) or not (node is None or isinstance(node, str)):
         raise ValueError("a name is not text")
     if not isinstance(dtype, str) or dtype not in STORED:
         raise ValueError(f"unknown dtype {dtype!r}")
-    if not isinstance(shape, list) or not all(is_size(size) for size in shape):
-        raise ValueError("a shape is not a list of sizes")
+    shape = _shape_from(payload.get("shape"))
     if not isinstance(axes, dict) or not all(is_size(axis) and axis < len(shape) for axis in axes.values()):
         raise ValueError("axes do not name dimensions")
     step, rank, nbytes = sizes_of(payload, "step", "rank", "nbytes")
-    if nbytes != num_bytes(dtype, tuple(shape)):
-        raise ValueError(f"{nbytes} bytes do not hold {dtype}{shape}")
+    if nbytes != num_bytes(dtype, shape):
+        raise ValueError(f"{nbytes} bytes do not hold {dtype}{list(shape)}")
     location, sharding = location_from(payload), sharding_from(payload.get("sharding"))
-    return Entry(site, step, rank, dtype, tuple(shape), axes, node, nbytes, location, sharding)
+    return Entry(site, step, rank, dtype, shape, axes, node, nbytes, location, sharding)
 
 
 def sharding_from(payload: object) -> Sharding | None:
@@ -247,14 +246,12 @@ def left_out_from(payload: dict[str, Any]) -> LeftOut:
         raise ValueError("a name is not text")
     if not is_size(step) or not is_size(rank):
         raise ValueError("a number is missing or negative")
-    if not (shape is None or (isinstance(shape, list) and all(map(is_size, shape)))):
-        raise ValueError("a shape is not a list of sizes")
     statistics = None
     if found is not None:
         if not isinstance(found, dict):
             raise ValueError("statistics are not an object")
         statistics = _light_from(found)
-    sizes = None if shape is None else tuple(shape)
+    sizes = None if shape is None else _shape_from(shape)
     return LeftOut(site, int(str(step)), int(str(rank)), reason, dtype, sizes, statistics)
 
 
@@ -330,6 +327,13 @@ def _light_from(found: Mapping[str, object]) -> LightStatistics:
     ):
         raise ValueError("statistics are not numbers")
     return LightStatistics(low, high, float(norm), num_nonfinite)
+
+
+def _shape_from(sizes: Any) -> tuple[int, ...]:
+    reason = why_no_shape(sizes)
+    if reason is not None:
+        raise ValueError(reason)
+    return tuple(sizes)
 
 
 def is_size(value: object) -> TypeGuard[int]:

@@ -45,6 +45,9 @@ class Shards(Protocol):
     def read(self, shard: int, offset: int, num_bytes: int) -> Any:
         """Return a writable buffer with bytes of a shard; as `ShardFiles.read`."""
 
+    def read_again(self, shard: int, offset: int, num_bytes: int) -> Any:
+        """Return bytes that were wrong once more, without what is kept of them."""
+
     def damage(self, shard: int) -> str | None:
         """Return what became of a shard whose bytes are wrong, as far as that is known."""
 
@@ -73,7 +76,9 @@ class ShardFiles:
         weakref.finalize(self, _close, self._open)
         self._paths = {**(_find_shards(more) if more is not None else {}), **_find_shards(directory)}
         self._starts = {number: _header_bytes(path) for number, path in self._paths.items()}
-        self.data_bytes = {number: path.stat().st_size - self._starts[number] for number, path in self._paths.items()}
+        # A header that claims more than the file leaves no data.
+        sizes = {number: path.stat().st_size for number, path in self._paths.items()}
+        self.data_bytes = {number: max(0, size - self._starts[number]) for number, size in sizes.items()}
 
     def read(self, shard: int, offset: int, num_bytes: int) -> Any:
         """Return a writable buffer with bytes of a shard; they are mapped if they are many, and copied if few.
@@ -97,6 +102,8 @@ class ShardFiles:
             if num_bytes >= MIN_MAPPED_BYTES:
                 return _mapped(descriptor, start, num_bytes)
             return _copied(descriptor, start, num_bytes, self._paths[shard])
+
+    read_again = read
 
     def damage(self, shard: int) -> str | None:
         """Return None: a file says nothing of its changes."""

@@ -9,7 +9,7 @@ from glassengine.recording.layout.layout import shard_name, shard_number
 from glassengine.stores import objects
 from glassengine.stores.objects import Found
 from glassengine.stores.places import Remote
-from glassengine.stores.ranges import changed, in_parallel, read_range
+from glassengine.stores.ranges import changed, forget, in_parallel, read_range
 
 
 class ShardObjects:
@@ -29,7 +29,8 @@ class ShardObjects:
     def __init__(self, directory: Remote, more: Remote | None = None) -> None:
         self._found = {**(_find(more) if more is not None else {}), **_find(directory)}
         self._starts = dict(zip(self._found, in_parallel().map(_header_bytes, self._found.values()), strict=True))
-        self.data_bytes = {number: found.size - self._starts[number] for number, (_, found) in self._found.items()}
+        sizes = {number: found.size for number, (_, found) in self._found.items()}
+        self.data_bytes = {number: max(0, size - self._starts[number]) for number, size in sizes.items()}
 
     def read(self, shard: int, offset: int, num_bytes: int) -> Any:
         """Return a writable buffer with bytes of a shard.
@@ -45,6 +46,11 @@ class ShardObjects:
         """
         url, found = self._found[shard]
         return read_range(url, found, self._starts[shard] + offset, num_bytes)
+
+    def read_again(self, shard: int, offset: int, num_bytes: int) -> Any:
+        """Do what `read` does, and fetch the bytes again: they may have been damaged on their way."""
+        forget(self._found[shard][0])
+        return self.read(shard, offset, num_bytes)
 
     def damage(self, shard: int) -> str | None:
         """Return how a shard differs from what it was when this was made, or None."""

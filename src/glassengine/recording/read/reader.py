@@ -6,6 +6,7 @@ The directory may still be written to, or its writer may have been killed: what 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from glassengine.reading.documents import parsed
 from glassengine.reading.files import open_regular, read_bytes
 from glassengine.recording.layout import layout
 from glassengine.recording.layout.entries import Entries, Mapped
-from glassengine.recording.layout.layout import Entry, LeftOut, Location
+from glassengine.recording.layout.layout import Entry, LeftOut
 from glassengine.recording.layout.recovery import IndexContents, read_index
 from glassengine.recording.layout.shard_files import ShardFiles, Shards
 from glassengine.recording.layout.shard_objects import ShardObjects
@@ -30,6 +31,7 @@ from glassengine.recording.write.spool import is_left
 from glassengine.results import Skipped, Summary
 from glassengine.sites import matches
 from glassengine.stores.places import Remote, place, remote
+from glassengine.stores.ranges import forget
 from glassengine.writing.checksums import crc32
 
 if TYPE_CHECKING:
@@ -75,7 +77,10 @@ class Recording(Shown):
         self.entries = contents.entries
         self.left_out = contents.left_out
         self.stopped = contents.stopped
-        self.skipped: Sequence[Skipped] = Mapped(_skipped, self.left_out)
+        self._damage = contents.damage
+        self.skipped: Sequence[Skipped] = Mapped(
+            lambda item: Skipped(item.site, "both", item.reason, item.step), self.left_out
+        )
         self._shards = shards
         self._recovered = more  # which may be gone with this
         is_here = not isinstance(path, Remote)
@@ -92,6 +97,17 @@ class Recording(Shown):
             CorruptError: It is damaged, or written by a newer version.
         """
         directory = place(path)
+        if isinstance(directory, Remote):
+            with contextlib.suppress(CorruptError):
+                found = cls._opened(directory)
+                if found._damage is None:
+                    return found
+            # What is kept of it may have been damaged on its way.
+            forget(str(directory))
+        return cls._opened(directory)
+
+    @classmethod
+    def _opened(cls, directory: Path) -> Self:
         if not (directory / layout.MANIFEST).exists():
             of_ranks = sorted(directory.glob(f"rank*/{layout.MANIFEST}"))
             inside = [] if of_ranks else sorted(directory.glob(f"*/{layout.MANIFEST}"))
@@ -181,11 +197,9 @@ class Recording(Shown):
         """
         if isinstance(entry, str):
             entry = self.entry(entry, self._only_step(entry, rank) if step is None else step, rank)
-        location = entry.location
-        assert location is not None
         if entry.nbytes == 0:
             return _empty(entry.shape, entry.dtype)
-        return _tensor_of(self._bytes(entry, location), entry.dtype, entry.shape)
+        return _tensor_of(self._bytes(entry), entry.dtype, entry.shape)
 
     def rows(self, entry: Entry, first: int, end: int) -> tuple[Tensor, int]:
         """Return some rows of a tensor that is in no block, without reading others, and the CRC-32 of their bytes."""
@@ -202,9 +216,7 @@ class Recording(Shown):
         Raises:
             CorruptError: The bytes do not match their checksum.
         """
-        location = entry.location
-        assert location is not None
-        data = self._bytes(entry, location) if entry.nbytes else b""
+        data = self._bytes(entry) if entry.nbytes else b""
         return np.frombuffer(data, entry.dtype).reshape(entry.shape)
 
     def summary(self, entry: Entry) -> Summary:
@@ -233,8 +245,10 @@ class Recording(Shown):
 
         return StatisticsCache(self.path, writable=self._keeps_statistics)
 
-    def _bytes(self, entry: Entry, location: Location) -> Any:
+    def _bytes(self, entry: Entry) -> Any:
         """Return the bytes of a tensor that has some; the first time they, or the block they are in, are verified."""
+        location = entry.location
+        assert location is not None
         offset, size = location.block or (location.offset, entry.nbytes)
         key, start = (location.shard, offset), location.offset - offset
         if self._shards.keeps_still and key in self._verified:
@@ -243,6 +257,8 @@ class Recording(Shown):
         if kept is not None and kept[0] == key:
             return kept[1][start : start + entry.nbytes].copy()
         data = self._shards.read(location.shard, offset, size)
+        if crc32(data) != location.checksum:
+            data = self._shards.read_again(location.shard, offset, size)
         if crc32(data) != location.checksum:
             why = self._shards.damage(location.shard) or "the checksum does not match"
             raise CorruptError(
@@ -297,14 +313,6 @@ class HasRows(Protocol):
         """See `Recording.rows`."""
 
 
-def damaged_values(entry: Entry) -> CorruptError:
-    """Return the error for a tensor whose bytes do not match their checksum."""
-    return CorruptError(
-        "recorded values are damaged",
-        got=f"{entry.site!r}, step {entry.step}, rank {entry.rank}: the checksum does not match",
-    )
-
-
 def _tensor_of(data: Any, dtype: str, shape: tuple[int, ...]) -> Tensor:
     import torch
 
@@ -318,10 +326,6 @@ def _empty(shape: tuple[int, ...], dtype: str) -> Tensor:
     import torch
 
     return torch.empty(shape, dtype=getattr(torch, dtype))
-
-
-def _skipped(item: LeftOut) -> Skipped:
-    return Skipped(item.site, "both", item.reason, item.step)
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:

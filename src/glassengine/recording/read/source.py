@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from glassengine.errors import CorruptError, GlassError, UsageError, nearest
+from glassengine import asked
+from glassengine.errors import CorruptError, GlassError, UsageError
 from glassengine.plugins import FORMATS as REGISTERED
 from glassengine.plugins import registered, remedy
 from glassengine.recording.formats.debugger_file import is_tree, open_tree, open_trees
@@ -128,11 +129,7 @@ def open_source(path: str | Path) -> TensorSource:
         UsageError: It does not exist or is of no known kind.
         CorruptError: It is damaged, would run code, or is written by a newer version.
     """
-    source = place(path)
-    if not source.exists():
-        there = [item.name for item in source.parent.iterdir()] if source.parent.is_dir() else []
-        close = nearest(source.name, there)
-        raise UsageError("no such file", got=str(source), expected=close or None)
+    source = place(str(asked.existing(str(path))))
     if source.is_dir():
         return _open_directory(source)
     suffix = source.suffix.lower()

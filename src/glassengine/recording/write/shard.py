@@ -152,6 +152,16 @@ class Shard:
         write_all(self._file, parts)
         self._file.close()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it was given nothing."""
+        return self._used == _HEADER_OVERHEAD
+
+    def remove(self) -> None:
+        """Close the file and remove it."""
+        self._file.close()
+        self.path.unlink(missing_ok=True)
+
     def close(self) -> None:
         """Close the file without sealing it."""
         self._waiting.clear()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 from glassengine.recording.layout import layout
@@ -30,6 +34,17 @@ class Shards:
         self._header_bytes = layout.HEADER_BYTES
         self._open: Shard | None = None
         self._sealed: list[Shard] = []
+        self._is_there: Callable[[], bool] = lambda: True
+
+    def begin(self, is_there: Callable[[], bool]) -> None:
+        """Make the first shard, with the index: what is made later, in a directory that is just removed, keeps it.
+
+        Args:
+            is_there: Whether the index has a name; where it has none, nothing is made any more.
+        """
+        self._is_there = is_there
+        with contextlib.suppress(OSError):  # of a disk that is full there is told when something is stored
+            self._begin_next()
 
     @property
     def place(self) -> tuple[int, int]:
@@ -56,8 +71,14 @@ class Shards:
         if self._open is None:
             if self.uploads is not None:
                 self.uploads.wait_for_room()
-            self._open = Shard(self._path, self._next, self._header_bytes)
-            self._next += 1
+            return self._begin_next()
+        return self._open
+
+    def _begin_next(self) -> Shard:
+        if not self._is_there():
+            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._path))
+        self._open = Shard(self._path, self._next, self._header_bytes)
+        self._next += 1
         return self._open
 
     def flush(self) -> None:
@@ -68,10 +89,13 @@ class Shards:
     def seal(self) -> None:
         """End the open shard, if there is one."""
         if self._open is not None:
-            self._open.seal()
-            self._sealed.append(self._open)
-            if self.uploads is not None:
-                self.uploads.sealed(self._open.path)
+            if self._open.is_empty:
+                self._open.remove()
+            else:
+                self._open.seal()
+                self._sealed.append(self._open)
+                if self.uploads is not None:
+                    self.uploads.sealed(self._open.path)
             self._open = None
 
     def require(self) -> None:

@@ -68,6 +68,7 @@ class RecordingWriter:
             self._index = begun(self.path, manifest)
         except OSError as error:
             raise UsageError("cannot write the recording", got=reason_of(error, self.path)) from error
+        self._shards.begin(lambda: self._index.has_name)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -293,7 +294,8 @@ class RecordingWriter:
             with contextlib.suppress(OSError):
                 self._shards.seal()
             with contextlib.suppress(OSError):
-                save_manifest(self.path, self._ended.manifest("incomplete"))
+                if self._index.has_name:  # or the directory is another one by now
+                    save_manifest(self.path, self._ended.manifest("incomplete"))
             if problem is not None:
                 raise problem from error
         finally:

@@ -7,7 +7,6 @@ import json
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
+from glassengine import starting
 from glassengine.errors import BackendError, CorruptError, UsageError
 from glassengine.reading.documents import Size
 from glassengine.reading.files import open_regular, shown
@@ -25,8 +25,6 @@ from glassengine.serving.ggml.file import GgufFile
 from glassengine.serving.protocol import Run
 
 _MODULE = "glassengine.serving.ggml.capture"
-_STARTS = "import sys, importlib as i; sys.path[0] = sys.argv[1]; sys.exit(i.import_module(sys.argv[2]).main())"
-"""A child that finds this package where it lies here."""
 _PATIENCE = 3600
 _MOST_BYTES = 16 << 30
 _MOST_LINES = 4_000_000
@@ -116,12 +114,11 @@ def _start(request: Mapping[str, Any], folder: Path, file: GgufFile) -> None:
     inside = folder / "empty"
     inside.mkdir()
     try:
-        done = subprocess.run(  # noqa: S603 (our own module, by this interpreter)
-            command(_MODULE),
+        done = starting.run(
+            starting.python(_MODULE),
             input=json.dumps(request).encode(),
             capture_output=True,
             timeout=_PATIENCE,
-            check=False,
             cwd=inside,
         )
     except subprocess.TimeoutExpired as error:
@@ -129,11 +126,6 @@ def _start(request: Mapping[str, Any], folder: Path, file: GgufFile) -> None:
     if done.returncode == 0:
         return
     raise failure(file.path, done.returncode, done.stderr)
-
-
-def command(module: str) -> list[str]:
-    """Return the command that runs a module of this package, where it lies here, in a child process."""
-    return [sys.executable, "-c", _STARTS, str(Path(__file__).resolve().parents[3]), module]
 
 
 def failure(path: Path, status: int, stderr: bytes) -> BackendError:

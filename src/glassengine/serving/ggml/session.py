@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from glassengine import starting
 from glassengine.backends.protocol.backend import Run
 from glassengine.errors import UsageError
-from glassengine.serving.ggml.child import command, failure, find_library
+from glassengine.serving.ggml.child import failure, find_library
 from glassengine.serving.ggml.file import GgufFile
 
 _MODULE = "glassengine.serving.ggml.steps"
@@ -59,8 +60,8 @@ class _Session:
         self._path = path
         self._folder = tempfile.mkdtemp(prefix="glassengine-ggml-")  # empty: libraries look for others where they run
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the process)
-        self._process = subprocess.Popen(  # noqa: S603 (our own module, by this interpreter)
-            command(_MODULE),
+        self._process = starting.start(
+            starting.python(_MODULE),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,

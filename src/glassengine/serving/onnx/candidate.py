@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from glassengine.compare.matching.globs import NameIndex, captures, substitute
+from glassengine.compare.matching.layouts import Operation
 from glassengine.compare.matching.maps import Rule
+from glassengine.errors import UsageError
+from glassengine.program.onnx.stored.options import SessionSettings
 from glassengine.serving.alignment import Table, numbers_of, table_of
-from glassengine.serving.onnx.decoder import Decoder, open_decoder
+from glassengine.serving.onnx.decoder import CONFIG, Decoder, open_decoder
 from glassengine.serving.onnx.held import Graph, Held
 from glassengine.serving.onnx.record import run_decoder, site_names
-from glassengine.serving.parameters import Unread, as_parameter
+from glassengine.serving.parameters import Unread, adds_one, as_parameter
 from glassengine.serving.protocol import Options, Run, ServedWeight, Setting
 
 
@@ -26,10 +29,12 @@ class OnnxCandidate:
 
     Args:
         decoder: Checked.
+        session: How a file is run as deployed; a folder says that itself.
     """
 
     decoder: Decoder
     kind: str = "genai"
+    session: SessionSettings = field(default_factory=SessionSettings)
     _extra: list[str] = field(default_factory=list)
 
     @property
@@ -45,8 +50,7 @@ class OnnxCandidate:
 
     def table(self, config: Any) -> Table:
         """Return the table for a checkpoint."""
-        is_gemma = getattr(config, "model_type", None) == "gemma"  # its graph is a Llama's, its gains have a 1 added
-        return table_of("onnx", "gemma" if is_gemma else self.architecture, numbers_of(config))
+        return table_of("onnx", self.architecture, numbers_of(config))
 
     def weights(self, module: nn.Module, config: Any) -> Mapping[str, ServedWeight]:
         """Return what the nodes of the graph read, by the module's parameters and in their layout."""
@@ -60,7 +64,7 @@ class OnnxCandidate:
             rule, stored = _chosen(name, table.weights, index)
             if stored:
                 used.update(stored)
-                found[name] = partial(_weight, stored, rule, held, parameter)
+                found[name] = partial(_weight, stored, _as_gain(rule, module, name), held, parameter)
             elif name.endswith(".bias") and _chosen(f"{name.removesuffix('.bias')}.weight", table.weights, index)[1]:
                 found[name] = partial(ServedWeight, (name,), None, reason="nothing is added to the product")
             else:
@@ -79,7 +83,7 @@ class OnnxCandidate:
 
     def record(self, run: Run, path: Path) -> None:
         """Run the decoder and write down every value of its graph."""
-        run_decoder(self.decoder, run, path, architecture=self.architecture)
+        run_decoder(self.decoder, run, path, architecture=self.architecture, session=self.session)
 
 
 def open_genai(place: str, options: Options) -> OnnxCandidate:
@@ -89,7 +93,10 @@ def open_genai(place: str, options: Options) -> OnnxCandidate:
         UsageError: There is no decoder.
         CorruptError: It is damaged.
     """
-    return OnnxCandidate(open_decoder(place))
+    decoder = open_decoder(place)
+    if options.session.given and decoder.config is not None:
+        raise UsageError("--session-options are for a file", got=place, hint=f"write them into its {CONFIG}")
+    return OnnxCandidate(decoder, session=options.session)
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:
@@ -108,6 +115,13 @@ def _chosen(name: str, rules: Sequence[Rule], held: NameIndex) -> tuple[Rule | N
         if all(len(one) == 1 for one in stored):
             return rule, tuple(one[0] for one in stored)
     return None, ()
+
+
+def _as_gain(rule: Rule | None, module: nn.Module, name: str) -> Rule | None:
+    """Return the rule for a parameter; a graph has the gains of norms, from which a checkpoint may leave out the 1."""
+    if rule is None or not adds_one(module, name):
+        return rule
+    return replace(rule, candidate_ops=(*rule.candidate_ops, Operation("add", {"value": -1})))
 
 
 def _weight(stored: tuple[str, ...], rule: Rule | None, held: Mapping[str, Held], parameter: Tensor) -> ServedWeight:

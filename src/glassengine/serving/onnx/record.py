@@ -1,8 +1,9 @@
 """Runs an ONNX decoder step by step and writes down every value of its graph.
 
 As exactly as it can: no optimization. As deployed: all of them; the graph that ONNX Runtime makes of the file is kept,
-and observed without being changed again. What a step returns and gives to the next one is then of a session that is
-not observed at all; its scores are those of the loop of onnxruntime-genai where it runs the folder (`generator`).
+and observed without being changed again. What is returned then comes from another run, which is not observed at all: of
+the loop of onnxruntime-genai where it runs the folder (`generator`), else of a plain session. Runs round differently:
+what is returned stands beside the observed values (`returned/logits`), and takes the place of none.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from glassengine.errors import BackendError, UsageError, first_line
+from glassengine.errors import UsageError
 from glassengine.program.onnx.exported import metadata_of
-from glassengine.program.onnx.stored.file import INSTALL, OnnxFile, read_onnx
-from glassengine.program.onnx.stored.session import open_session, start
+from glassengine.program.onnx.stored.file import OnnxFile, read_onnx
+from glassengine.program.onnx.stored.options import SessionSettings
+from glassengine.program.onnx.stored.session import open_session, start, told
 from glassengine.recording.write.writer import RecordingWriter
 from glassengine.serving.onnx.decoder import Decoder, Feeds
 from glassengine.serving.onnx.facts import facts_of
 from glassengine.serving.onnx.generator import OWN_LOOP, generated
 from glassengine.serving.onnx.held import Graph, whole_tensor
 from glassengine.serving.protocol import Run
+from glassengine.sites import RETURNED
 
 if TYPE_CHECKING:
     import onnx
@@ -38,7 +41,9 @@ _LEGACY = re.compile(r"/(.+)/([A-Za-z]\w*?)(?:_(\d+))?_output_0")
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
-def run_decoder(decoder: Decoder, run: Run, path: Path, *, architecture: str) -> None:
+def run_decoder(
+    decoder: Decoder, run: Run, path: Path, *, architecture: str, session: SessionSettings | None = None
+) -> None:
     """Run a decoder and write a recording of every value.
 
     Args:
@@ -46,6 +51,7 @@ def run_decoder(decoder: Decoder, run: Run, path: Path, *, architecture: str) ->
         run: How.
         path: Of the recording.
         architecture: As the tables call it.
+        session: How it is run as deployed; None for ONNX Runtime's own default.
 
     Raises:
         BackendError: ONNX Runtime does not take the graph, or fails.
@@ -56,11 +62,13 @@ def run_decoder(decoder: Decoder, run: Run, path: Path, *, architecture: str) ->
         plain = None
         file = decoder.file
         if run.as_deployed:
-            plain, file = _optimized(decoder.file, Path(folder))
+            plain, file = _optimized(decoder.file, Path(folder), session or SessionSettings())
         graph = Graph(with_sums(file))
         names = site_names(graph)
-        wanted = [name for node in graph.nodes if node.op_type != "Constant" for name in node.output if name]
-        session = open_session(graph.file, wanted)
+        parts = products_of_sums(graph)
+        named = (name for node in graph.nodes if node.op_type != "Constant" for name in node.output if name)
+        wanted = [name for name in named if name not in parts]
+        observed = open_session(graph.file, wanted)
         metadata: dict[str, Any] = {
             "kind": "model",
             "layout": "onnx",
@@ -75,7 +83,7 @@ def run_decoder(decoder: Decoder, run: Run, path: Path, *, architecture: str) ->
         if loop is not None:
             metadata["generator"] = loop.note or OWN_LOOP
         with RecordingWriter(path, metadata=metadata) as writer:
-            _steps(decoder, run, session, plain, names, writer, [] if loop is None else loop.logits)
+            _steps(decoder, run, observed, plain, names, writer, [] if loop is None else loop.logits)
 
 
 def _steps(
@@ -90,18 +98,18 @@ def _steps(
     outputs = [
         one.name for one in session.get_outputs() if "bfloat16" not in one.type and one.type.startswith("tensor(")
     ]
-    returned = [one.name for one in plain.get_outputs()] if plain is not None else []
-    feeds = Feeds(decoder, session.get_inputs(), run.numbers, len(run.prompt) + run.steps)
+    room = len(run.prompt) + run.steps
+    feeds = Feeds(decoder, session.get_inputs(), run.numbers, room)
+    if plain is not None and len(scores) <= run.steps:
+        scores = [*scores, *_returned(decoder, run, plain, room)[len(scores) :]]
     tokens, left = list(run.prompt), _MOST_BYTES
     for step in range(run.steps + 1):
         given = feeds.of(tokens)
         found = _run(session, outputs, given, decoder.file.path.name)
-        if plain is not None:
-            found |= _run(plain, returned, given, decoder.file.path.name)
         found = feeds.cleared(tokens, found)
-        if step < len(scores) and scores[step].shape == found[decoder.logits].shape:
-            found[decoder.logits] = scores[step]
         writer.write(".:in.input_ids", step, torch.tensor([tokens]))
+        if step < len(scores) and scores[step].shape == found[decoder.logits].shape:
+            writer.write(f"{RETURNED}logits", step, torch.from_numpy(scores[step]))
         for name, value in found.items():
             tensor = whole_tensor(value)
             if tensor is None:
@@ -116,38 +124,51 @@ def _steps(
             writer.write(names.get(name, name), step, tensor)
         writer.commit(step, token_ids=[tokens])
         feeds.take(tokens, found)
-        forced = run.following is not None and step < len(run.following)
-        tokens = [run.following[step] if forced and run.following else int(found[decoder.logits][0, -1].argmax())]
+        tokens = _following(run, step, found[decoder.logits])
+
+
+def _returned(decoder: Decoder, run: Run, plain: Any, room: int) -> list[Any]:
+    """Return the scores of a session that is not observed, with a cache of its own."""
+    feeds = Feeds(decoder, plain.get_inputs(), run.numbers, room)
+    names: list[str] = [one.name for one in plain.get_outputs()]
+    tokens, scores = list(run.prompt), []
+    for step in range(run.steps + 1):
+        found = _run(plain, names, feeds.of(tokens), decoder.file.path.name)
+        scores.append(found[decoder.logits])
+        feeds.take(tokens, found)
+        tokens = _following(run, step, scores[-1])
+    return scores
+
+
+def _following(run: Run, step: int, scores: Any) -> list[int]:
+    """Return the token of the next step."""
+    if run.following is not None and step < len(run.following):
+        return [run.following[step]]
+    return [int(scores[0, -1].argmax())]
+
+
+def products_of_sums(graph: Graph) -> set[str]:
+    """Return the products to which a bias is added: what a checkpoint calls a linear layer is their sum with it."""
+    held = graph.held()
+    sums = (node for node in graph.nodes if node.op_type == "Add" and f"{node.output[0]}:bias" in held)
+    made = (graph.makers.get(name) for node in sums for name in node.input)
+    return {node.output[0] for node in made if node is not None and node.op_type in ("MatMul", "MatMulNBits")}
 
 
 def _run(session: Any, names: Sequence[str], given: Mapping[str, Any], file: str) -> dict[str, Any]:
-    try:
+    with told(f"ONNX Runtime cannot run {file}"):
         return dict(zip(names, session.run(list(names), dict(given)), strict=True))
-    except Exception as error:
-        raise BackendError(
-            f"ONNX Runtime cannot run {file}", got=f"{type(error).__name__}: {first_line(error)}"
-        ) from error
 
 
-def _optimized(file: OnnxFile, folder: Path) -> tuple[Any, OnnxFile]:
-    """Return a session as it is by default, and the graph that ONNX Runtime made for it."""
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise BackendError("an ONNX file cannot be run here", got=str(error), hint=INSTALL) from error
+def _optimized(file: OnnxFile, folder: Path, settings: SessionSettings) -> tuple[Any, OnnxFile]:
+    """Return a session as a user makes it, and the graph that ONNX Runtime made for it."""
     target = folder / "optimized.onnx"
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 4
+    options = settings.options()
     options.optimized_model_filepath = str(target)
     options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "optimized.bin")
     options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
-    try:
+    with told(f"ONNX Runtime does not take {file.path.name}"):
         session = start(str(file.path.absolute()), options)
-    except Exception as error:
-        raise BackendError(
-            f"ONNX Runtime does not take {file.path.name}", got=f"{type(error).__name__}: {first_line(error)}"
-        ) from error
     return session, read_onnx(target)
 
 

@@ -269,6 +269,8 @@ CONFIGURED: dict[str, dict[str, Any]] = {
     "Gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 4},
     "Granite": SCALES,
     "Olmo": {},
+    "Phi": {"hidden_size": 128, "num_attention_heads": 2, "partial_rotary_factor": 0.5},
+    "Nemotron": {"hidden_size": 128, "num_attention_heads": 2, "partial_rotary_factor": 0.5},
 }
 
 

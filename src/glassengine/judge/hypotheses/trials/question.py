@@ -102,6 +102,8 @@ class Question:
             value is None
             or value.shape != self.actual.shape
             or value.is_floating_point() != self.actual.is_floating_point()
+            or value.is_complex()
+            or self.actual.is_complex()
         ):
             return float("inf")
         return _distance(value.double(), self.actual.double(), self.valid)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from glassengine import environment
 from glassengine.errors import CorruptError
+from glassengine.reading.arrays import MAX_DIMENSIONS
 from glassengine.reading.files import shown
 
 if TYPE_CHECKING:
     import onnx
 
-MAX_DIMENSIONS = 64
 MAX_ELEMENTS = 1 << 34
 """Of a value whose sizes are known; far more than any forward reads or makes."""
 MAX_INPUT_ELEMENTS = 1 << 27

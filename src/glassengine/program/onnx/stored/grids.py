@@ -10,6 +10,7 @@ producer states for its result, or that its products are multiplied by.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -120,9 +121,10 @@ def grids_of(file: OnnxFile) -> tuple[dict[str, Grid], dict[str, Tensor]]:
     for node in graph.node:
         if node.op_type in ("MatMulInteger", "ConvInteger"):
             _of_products(node, weights, made_by, read_by, found, add)
-        elif node.op_type in _MOVES and node.output[0] in found and found[node.output[0]].axis is None:
-            moved = found[node.output[0]]
-            add(node.input[0], moved.scale, moved.zero, None)
+        elif node.op_type in _MOVES:
+            for one, other in itertools.permutations((node.input[0], node.output[0])):
+                if one in found and found[one].axis is None:
+                    add(other, found[one].scale, found[one].zero, None)
     return found, weights
 
 

@@ -1,0 +1,61 @@
+"""An ONNX file as a user runs it: its results are those of that session, and what optimizations change is told."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from glassengine.errors import UsageError
+from glassengine.numerics.metrics.drift import decibels
+from glassengine.program import LoadedModel
+from glassengine.program.onnx.stored.options import SessionSettings
+from glassengine.program.onnx.stored.session import OnnxModel
+from glassengine.results import Comparison, ResultComparison
+
+_LEAST = 1.0
+"""In dB: less is the rounding of another order."""
+_PART = 6.0
+"""What the optimizations change is part of a difference if it is at most so many dB smaller than that."""
+
+
+def as_run(baseline: LoadedModel, candidate: LoadedModel | None, settings: SessionSettings) -> None:
+    """Let the results of ONNX files be those of a user's session: of the candidate with `settings`.
+
+    Raises:
+        UsageError: There are settings, and no file that they are for.
+    """
+    for model, its_own in ((baseline, SessionSettings()), (candidate, settings)):
+        if model is not None and isinstance(model.module, OnnxModel):
+            model.module.settings = its_own
+    if settings.given and (candidate is None or not isinstance(candidate.module, OnnxModel)):
+        raise UsageError("--session-options are for an ONNX file as candidate", expected="--candidate model.onnx")
+
+
+def with_level(found: Comparison, model: LoadedModel, written: Sequence[ResultComparison] = ()) -> Comparison:
+    """Name the level of optimization where it is the cause of a difference.
+
+    Args:
+        found: With the results of a user's session.
+        model: What was run.
+        written: The same results of the graph as it is written, where they were compared.
+    """
+    module, texts = model.module, []
+    if not isinstance(module, OnnxModel) or module.settings is None:
+        return found
+    known = {one.name: one.snr_db for one in written}
+    for one in found.results:
+        before, (noise, signal) = known.get(one.name), module.apart.get(one.candidate_name, (0.0, 0.0))
+        if one.snr_db is None or not noise or not signal:
+            continue
+        between = decibels(noise / signal)
+        if before is not None and before - one.snr_db >= _LEAST:
+            texts.append(f"cost {before - one.snr_db:.1f} dB of {one.name}: {before:.1f} dB without them")
+        elif before is None and not one.agrees and between < one.snr_db + _PART:
+            texts.append(f"change {one.name}: {between:.1f} dB from the graph as it is written")
+    if not texts:
+        return found
+    notes = [f"ONNX Runtime's optimizations at level {module.settings.level!r} {text}" for text in dict.fromkeys(texts)]
+    reason = found.not_ok_because
+    if reason is not None and found.standing in ("results differ", "over budget"):
+        reason = f"{reason}; {notes[0]}"
+    return dataclasses.replace(found, notes=(*notes, *found.notes), not_ok_because=reason)

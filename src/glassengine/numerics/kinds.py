@@ -1,0 +1,33 @@
+"""Kinds of numbers: whole numbers and bools, floats, complex numbers. Two programs may keep a tensor in two kinds."""
+
+from __future__ import annotations
+
+import torch
+
+
+def in_kind(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a value as ops read it that expect `dtype`: floats of any size as they are, another kind as this one."""
+    is_alike = value.is_floating_point() == dtype.is_floating_point and value.is_complex() == dtype.is_complex
+    if value.dtype is dtype or (is_alike and (dtype.is_floating_point or dtype.is_complex)):
+        return value
+    return (value.real if value.is_complex() and not dtype.is_complex else value).to(dtype)
+
+
+def other_kind(candidate: torch.Tensor, baseline: torch.Tensor) -> str | None:
+    """Say that a candidate has whole numbers, floats or complex numbers where the baseline has others."""
+    kinds = [(value.is_floating_point(), value.is_complex()) for value in (candidate, baseline)]
+    names = [str(value.dtype).removeprefix("torch.") for value in (candidate, baseline)]
+    return None if kinds[0] == kinds[1] else f"{names[0]} where the baseline has {names[1]}"
+
+
+def unequal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return where two tensors of any kinds have other values."""
+    if one.is_complex() or other.is_complex():
+        return one.cdouble() != other.cdouble()
+    left, right = (value.double() if value.is_floating_point() else value.long() for value in (one, other))
+    return left != right
+
+
+def parts(value: torch.Tensor) -> torch.Tensor:
+    """Return a value with real and imaginary part along one more axis."""
+    return torch.view_as_real(value.cdouble() if value.dtype is torch.complex128 else value.cfloat())
