@@ -75,7 +75,7 @@ def by_value(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, st
     """
     apart: dict[tuple[str, str], float] = {}
     for name, value in ours.items():
-        for other, made in reversed(theirs.items()):
+        for other, made in reversed(list(theirs.items())):
             both = type(value) is torch.Tensor and _is_float(value) and _is_float(made)
             if both and _shape(value) == _shape(made):
                 error = float((made.double() - value.double()).norm())
