@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from glassengine.judge.graphs.by_result import in_order
+from glassengine.judge.graphs.by_result import by_value
 from glassengine.judge.result_figures import dtype_name, result_figures, worse
 from glassengine.numerics.exemptions import DRAWN
 from glassengine.numerics.judgement import Judgement
@@ -52,6 +52,7 @@ class EndToEnd:
     _sums: dict[str, DriftSums] = field(default_factory=dict)
     _found: dict[str, ResultComparison] = field(default_factory=dict)
     _seen: set[str] = field(default_factory=set)
+    _other_names: dict[str, str] = field(default_factory=dict)
     _beside: dict[str, None] = field(default_factory=dict)
     _varying: set[str] = field(default_factory=set)
 
@@ -210,14 +211,16 @@ class EndToEnd:
     def _counterpart(
         self, name: str, theirs: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]
     ) -> tuple[str | None, str]:
-        """Return the side's name for a result; by place and kind where names differ."""
+        """Return the side's name for a result; by value, place and kind where names differ, as in the first step."""
         if name in theirs:
             return name, "name"
         names = results_of(self.program)
         left = {one: ours[one] if one in ours else self._fake(one) for one in names if one not in theirs}
         others = {one: made for one, made in theirs.items() if one not in names}
-        found = in_order(left, others).get(name) if others else None
-        return found, "position" if found is not None else ""
+        if others and not self._other_names.keys() & left.keys():
+            self._other_names |= by_value(left, others)
+        found = self._other_names.get(name)
+        return (found, "position") if found in others else (None, "")
 
     def _is_logits(self, name: str, value: torch.Tensor) -> bool:
         """Whether a result scores the tokens of a vocabulary."""
