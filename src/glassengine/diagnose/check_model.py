@@ -189,6 +189,7 @@ def check(
             fail_on=fail_on,
             min_coverage=min_coverage,
             min_snr=min_snr,
+            drift=drift,
             layout=layout,
             reproduction=reproduction,
             adapter=adapter,

@@ -74,6 +74,7 @@ class ResultComparison(Result):
         max_kl: Likewise of the worst position.
         is_decided: False where the baseline's own rounding changes this result as much as the two sides differ, and
             the difference is too large to be called rounding.
+        within: What explains a difference that is no mistake: "the engine's 8-bit activations".
     """
 
     name: str
@@ -102,6 +103,7 @@ class ResultComparison(Result):
     mean_kl: float | None = None
     max_kl: float | None = None
     is_decided: bool = True
+    within: str = "rounding"
 
     @property
     def agrees(self) -> bool:
@@ -133,7 +135,7 @@ class ResultComparison(Result):
             return f"{self.name} {'are' if are else 'is'} {'bitwise identical' if is_same else 'equal'}"
         if self.agrees and self.judged_by == "noise floor" and not self.is_far_apart:
             size = self._size()
-            return f"{self.name} {'agree' if are else 'agrees'} within rounding" + (f": {size}" if size else "")
+            return f"{self.name} {'agree' if are else 'agrees'} within {self.within}" + (f": {size}" if size else "")
         differs = f"{self.name} {'differ' if are else 'differs'}"
         is_text = self.dtype == "bool" and not self.shape  # or whatever else has no size
         if self.max_abs_diff is None or self.largest is None or not math.isfinite(self.max_abs_diff) or is_text:
