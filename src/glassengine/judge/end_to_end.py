@@ -222,10 +222,10 @@ class EndToEnd:
         found = self._other_names.get(name)
         return (found, "position") if found in others else (None, "")
 
-    def _is_logits(self, name: str, value: torch.Tensor) -> bool:
-        """Whether a result scores the tokens of a vocabulary."""
+    def _is_logits(self, names: Sequence[str], value: torch.Tensor) -> bool:
+        """Whether a result scores the tokens of a vocabulary: by the name that either side has for it, or by size."""
         size = self.program.metadata.get("vocab_size")
-        is_named = name.rpartition(".")[2] == "logits"
+        is_named = any(name.rpartition(".")[2] == "logits" for name in names)
         return value.is_floating_point() and value.dim() > 1 and (is_named or value.shape[-1] == size)
 
     def _fake(self, name: str) -> object:
@@ -247,7 +247,7 @@ class EndToEnd:
     ) -> None:
         judgement, exempt = judged
         own, method = (self.called or {}).get(name, (own, method))
-        figures = result_figures(baseline, value, valid, are_logits=self._is_logits(name, baseline))
+        figures = result_figures(baseline, value, valid, are_logits=self._is_logits((name, own), baseline))
         self._sums.setdefault(name, DriftSums()).add(baseline, value, valid)
         made = ResultComparison(
             name=name,

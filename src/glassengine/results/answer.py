@@ -74,7 +74,7 @@ class ResultComparison(Result):
         max_kl: Likewise of the worst position.
         is_decided: False where the baseline's own rounding changes this result as much as the two sides differ, and
             the difference is too large to be called rounding.
-        within: What explains a difference that is no mistake: "the engine's 8-bit activations".
+        within: What explains a legal difference: "the engine's 8-bit activations".
     """
 
     name: str

@@ -154,6 +154,8 @@ def _forward(case: Case) -> dict[str, Any]:
     """Return the keyword arguments of one forward over all tokens of a case."""
     if case.input_ids is None:
         return dict(case.steps[0])
-    ids = case.input_ids if case.tokens is None else torch.cat([case.input_ids, case.tokens.to(case.input_ids.dtype)], 1)
+    ids = (
+        case.input_ids if case.tokens is None else torch.cat([case.input_ids, case.tokens.to(case.input_ids.dtype)], 1)
+    )
     ids = ids[:, : case.input_ids.shape[1] + case.num_steps - 1]
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}

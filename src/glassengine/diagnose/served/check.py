@@ -155,7 +155,9 @@ def check_served(
         origins = with_settings(found.origins, graph, config, served.settings(config))
         found = _with_origins(found, origins)
         words = {score.side.rung: how.words for score, how in zip(climb.scores[1:], coarse, strict=True)}
-        found = dataclasses.replace(found, results=tuple(_within(one, words.get(one.rung, ())) for one in found.results))
+        found = dataclasses.replace(
+            found, results=tuple(_within(one, words.get(one.rung, ())) for one in found.results)
+        )
         if weights is not None and has_weights:
             found = with_weights(found, weights, model.spec, served.spec)
         longest = max((case.cache_length for case in climb.cases if case.input_ids is not None), default=0)
@@ -247,7 +249,9 @@ def _judge(climb: Climb, coarse: Sequence[Arithmetic], stored: AsStored | None, 
         count = severity_counter(climb, progress, scores, chooser)
         last = scores[-1].side if stored is not None and scores[-1] is sides[-1] else None
 
-        def on_step(case: Case, step: int, floors: Mapping[str, float], count: OnStep = count, last: Any = last) -> None:
+        def on_step(
+            case: Case, step: int, floors: Mapping[str, float], count: OnStep = count, last: Any = last
+        ) -> None:
             count(case, step, floors)
             if last is not None and stored is not None:
                 stored.add(climb.program, last.results(), case, step)

@@ -157,12 +157,7 @@ class _Twin:
         """Do what the ends of a grid do on purpose: a quantizer leaves out a relu before a grid that begins at 0."""
         grid = self._grids.get(integers)
         zero = self._weights.get(grid.zero) if grid is not None and grid.zero is not None else None
-        if (
-            grid is None
-            or zero is None
-            or grid.scale not in self._weights
-            or zero.dtype not in SMALL
-        ):
+        if grid is None or zero is None or grid.scale not in self._weights or zero.dtype not in SMALL:
             return
         limits = torch.iinfo(zero.dtype)
         if not bool((zero.long() == limits.min).all()):
