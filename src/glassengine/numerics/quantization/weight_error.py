@@ -14,7 +14,7 @@ In units of the step of each element, e = (quantized - unquantized) / step:
 
 Sums show less than a step. With d the difference and b the weight, a quantizer may be biased by its noise: the slope of
 d on b over the power of the noise is -2.1 to 1.3 (llama.cpp's 22 types, with and without importances, seven
-distributions, [256, 512]; -5 where both are below 0.005). Beyond that, all of a weight, or a long row, has another factor.
+distributions, [256, 512]; -5 where both are below 0.005). Beyond that, a weight or a long row has another factor.
 
 A mean or a slope of a group counts where it is 8 of its standard errors away, so that small groups raise no alarm.
 What kind of mistake it is, is tried: in another order, another weight's values, the scales of other groups.
