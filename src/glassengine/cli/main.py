@@ -108,7 +108,7 @@ _ASKED: dict[str, Callable[[Any], Any]] = {
     "passes": asked.functions,
     **dict.fromkeys(("optimizer", "candidate_optimizer", "loss"), asked.function),
 }
-"""Option -> what can be said of its value before torch is imported."""
+"""Option -> the check of its value that needs no torch."""
 _BOTH = dict.fromkeys(("baseline", "candidate"), asked.model)
 _ASKED_OF: dict[str, dict[str, Callable[[Any], Any]]] = {
     "build": {"model": asked.model},

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
-
-from glassengine.blocks import agree
 
 
 def in_kind(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -34,20 +30,6 @@ def unequal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 def parts(value: torch.Tensor) -> torch.Tensor:
     """Return a value with real and imaginary part along one more axis."""
-    wide = torch.complex128 if value.dtype is torch.complex128 else torch.complex64
-    return torch.view_as_real(value.to(wide))
-
-
-def is_finite(value: torch.Tensor) -> bool:
-    """Whether a floating tensor holds numbers only; one pass and no mask for what does."""
-    return math.isfinite(float(value.sum())) or bool(value.isfinite().all())
-
-
-def equal(candidate: torch.Tensor, native: torch.Tensor, valid: torch.Tensor | None) -> bool:
-    """Whether two tensors of one dtype have the same bits, NaN for NaN, where they count."""
-    if torch.equal(candidate, native):
-        return True
-    if valid is None and is_finite(candidate):
-        return False
-    same = agree(candidate, native)
-    return bool(same.all() if valid is None else (same | ~valid).all())
+    return torch.view_as_real(
+        value.to(torch.complex128) if value.dtype is torch.complex128 else value.to(torch.complex64)
+    )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from glassengine.numerics.kinds import is_finite
+from glassengine.numerics.counted import is_finite
 from glassengine.numerics.ops import Operation
 from glassengine.ops.row import Rounding
 

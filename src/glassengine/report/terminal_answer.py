@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from rich.text import Text
 
-from glassengine.report.words import exempt, input_line, judged, result_line
+from glassengine.report.words import cost_line, exempt, input_line, judged, result_line
 from glassengine.results import VERDICTS, Comparison
 
 _MAX_RESULTS = 3
@@ -30,8 +30,13 @@ def _results(result: Comparison) -> Iterator[Text]:
     rungs = list(dict.fromkeys(found.rung for found in result.results))
     last = [found for found in result.results if found.rung == (rungs or [""])[-1]]
     order = sorted(last, key=lambda found: -VERDICTS.index(found.verdict))
-    for number, found in enumerate(order[:_MAX_RESULTS]):
-        yield Text(f"{'results' if number == 0 else '':8} {result_line(found)}")
+    told = []
+    if result.quantization is not None:  # of a file whose engine is judged on the weights that it has
+        told.append(cost_line(result.quantization, result.results))
+        order = [found for found in order if found.judged_by != "signal"]
+    own = "the engine on the file's weights: " if told else ""
+    told += [own + result_line(found) for found in order[:_MAX_RESULTS]]
+    yield from (Text(f"{'results' if number == 0 else '':8} {line}") for number, line in enumerate(told))
     if len(order) > _MAX_RESULTS:
         rest = order[_MAX_RESULTS:]
         yield Text(f"         and {len(rest)} more: {sum(found.agrees for found in rest)} agree")

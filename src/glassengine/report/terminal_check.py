@@ -15,12 +15,14 @@ from rich.text import Text
 from glassengine.report import words
 from glassengine.report.terminal_answer import answer
 from glassengine.report.terminal_drift import drift_table
-from glassengine.report.terminal_quantization import quantization
+from glassengine.report.terminal_quantization import quantization, weights_table
 from glassengine.report.words import parts_of_source, short, step_of
 from glassengine.results import Comparison, Divergence, Hint, Pair
 
 _STYLES = {"identical": "green", "rounding": "green", "suspicious": "yellow", "wrong": "bold red"}
 _ROWS, _COLUMNS = 24, 100
+_HEAD, _LEAST_ROWS = 5, 3
+"""Lines of the head of a table, and the fewest rows of one."""
 _MAX_HINTS = 2
 _MAX_ORIGINS = 2
 _MAX_REASONS = 4
@@ -28,7 +30,7 @@ _MAX_REASONS = 4
 
 def check(result: Comparison) -> RenderableType:
     """Return the one screen."""
-    if result.quantization is not None:
+    if result.quantization is not None and not result.fineness:
         return quantization(result, result.quantization)
     head = [headline(result), *answer(result)]
     weights = list(_weights(result))
@@ -45,8 +47,12 @@ def check(result: Comparison) -> RenderableType:
         # A comparison of two precisions asks where the signal is lost.
         drift.append(drift_table(result.drift, left - 4))
         left -= drift[0].row_count + 4
-    parts: list[RenderableType] = [*head, _ladder(result), *drift, *weights, *divergence, *_cut(rest, max(left, 1))]
-    return Group(*parts)
+    costs = []
+    if result.quantization is not None and result.quantization.weights:
+        costs.append(weights_table(result.quantization, max(left - _HEAD, _LEAST_ROWS)))
+        left -= costs[0].row_count + _HEAD
+    tables: list[RenderableType] = [_ladder(result), *drift, *costs]
+    return Group(*head, *tables, *weights, *divergence, *_cut(rest, max(left, 1)))
 
 
 def _rows(lines: Sequence[Text]) -> int:

@@ -35,14 +35,15 @@ def quantization(result: Comparison, found: Quantization) -> RenderableType:
     # Where nothing is a mistake, the question is where the signal goes.
     drift = [drift_table(result.drift, _DRIFT_ROWS)] if result.drift and not result.origins else []
     left -= sum(table.row_count + _DRIFT_HEAD for table in drift)
-    return Group(head, *total, _table(found, max(left, 1)), *drift, *tail)
+    return Group(head, *total, weights_table(found, max(left, 1)), *drift, *tail)
 
 
 def _num_rows(text: Text) -> int:
     return sum(max(1, math.ceil(len(line) / _COLUMNS)) for line in text.plain.splitlines())
 
 
-def _table(found: Quantization, rows: int) -> Table:
+def weights_table(found: Quantization, rows: int) -> Table:
+    """Return what each weight costs alone, mistakes first and then what costs most, in so many rows."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     # Mistakes first, then what costs most.
     order = sorted(found.weights, key=lambda weight: weight.verdict in ("identical", "rounding"))

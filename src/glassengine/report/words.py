@@ -15,6 +15,7 @@ from glassengine.results import (
     Fineness,
     Hint,
     Pair,
+    Quantization,
     Replayed,
     ResultComparison,
 )
@@ -172,6 +173,24 @@ def result_line(found: ResultComparison) -> str:
     return f"{text}; {tokens}, mean KL {found.mean_kl:.2g} nats"
 
 
+def cost_line(cost: Quantization, results: Sequence[ResultComparison]) -> str:
+    """Return what the rounded weights of a file cost: the engine's results beside the checkpoint's.
+
+    Args:
+        cost: Of all weights together.
+        results: Of the comparison.
+    """
+    text = f"the file against the checkpoint: {cost.logits_snr_db:.1f} dB"
+    if cost.token_agreement is not None and cost.kl is not None:
+        same = round(cost.token_agreement * cost.num_tokens)
+        text += f", {same} of {cost.num_tokens} next tokens are the same, mean KL {cost.kl:.2g} nats"
+    worst = next((one for one in results if one.judged_by == "signal"), None)
+    if worst is not None and worst.snr_db is not None and worst.max_abs_diff is not None:
+        text += f"; worst in {worst.case}, step {worst.step}: {worst.snr_db:.1f} dB"
+        text += f", largest difference {worst.max_abs_diff:.2g} of {worst.largest:.3g}"
+    return text
+
+
 def input_line(used: InputUsed) -> str:
     """Return what an input is: "x float32[3, 8] -1..1"."""
     if used.shape is None:
@@ -180,7 +199,7 @@ def input_line(used: InputUsed) -> str:
     if used.minimum is not None and used.maximum is not None:
         same = used.minimum == used.maximum
         text += f" all {used.minimum:.4g}" if same else f" {used.minimum:.4g}..{used.maximum:.4g}"
-    return f"{text} ({used.recipe})" if "the baseline" in used.recipe else text
+    return f"{text} ({used.recipe})" if used.recipe and not used.is_made_up else text
 
 
 def judged(found: Fineness) -> str:

@@ -16,8 +16,7 @@ from torch import nn
 
 from glassengine.diagnose.ladder.climb import Climb
 from glassengine.errors import IncomparableError
-from glassengine.judge.sides.arguments import Arguments
-from glassengine.judge.sides.module import ModuleSide
+from glassengine.judge.sides.arguments import CACHE, Arguments
 from glassengine.program import LoadedModel
 from glassengine.program.representation.signature import named_results
 from glassengine.program.user_code.mode import in_words, is_whole, that_matter
@@ -53,11 +52,10 @@ def as_given(climb: Climb, baseline: LoadedModel, candidate: LoadedModel | None,
         candidate: Another model as it was loaded; None where the candidate is none.
         num_stages: Of the check; steps that follow each other call both models several times as it is.
     """
-    sides = {"baseline": climb.model}
-    models = {"baseline": baseline}
+    models, sides = {"baseline": baseline}, {"baseline": climb.model}
     if candidate is not None:
-        models["candidate"] = candidate
-        sides["candidate"] = climb.scores[-1].side  # type: ignore[assignment]
+        models["candidate"], sides["candidate"] = candidate, climb.scores[-1].side  # type: ignore[assignment]
+        climb.notes += _filled(sides["candidate"].arguments)  # type: ignore[union-attr]
     whole = {who: is_whole(one.module, one.training) for who, one in models.items()}
     if all(whole.values()) or (candidate is not None and baseline.training == candidate.training):
         if baseline.training:
@@ -65,17 +63,29 @@ def as_given(climb: Climb, baseline: LoadedModel, candidate: LoadedModel | None,
     else:
         for who, one in models.items():
             side = sides[who]
-            if one.training and isinstance(side, ModuleSide) and (names := _mattering(climb, side, one)):
+            if one.training and (names := _mattering(climb, side, one)):
                 if candidate is None:
                     climb.notes.append(f"{in_words(who, names)}; compared in evaluation mode")
                     continue
                 side.training = one.training
                 climb.differences.append(in_words(who, names))
-    if candidate is not None and not climb.program.generates and not climb.differences and num_stages == 1:
-        _call_twice(climb, *(sides[who] for who in ("baseline", "candidate")))
+    is_called_once = num_stages == 1 and not climb.program.generates
+    if candidate is not None and is_called_once and baseline.stored is None and not climb.differences:
+        _call_twice(climb, *sides.values())
 
 
-def _mattering(climb: Climb, side: ModuleSide, model: LoadedModel) -> list[str]:
+def _filled(arguments: Arguments | None) -> list[str]:
+    """Return what the candidate is given that the baseline has no input for."""
+    if arguments is None:
+        return []
+    given = {name: value for name, value in arguments.fixed.items() if name != CACHE}
+    given |= dict.fromkeys(arguments.own, "positions 0, 1, ...")
+    return [
+        f"{name} of the candidate is given {value}: the baseline has no such input" for name, value in given.items()
+    ]
+
+
+def _mattering(climb: Climb, side: Any, model: LoadedModel) -> list[str]:
     case = climb.cases[0]
     step: Mapping[str, Any] = case.steps[0] if case.steps else {"input_ids": case.input_ids}
     try:
@@ -92,7 +102,7 @@ def _call_twice(climb: Climb, ours: Any, theirs: Any) -> None:
     """Call both modules with the last step, and again with changed inputs: nothing may be left of the first call."""
     step = climb.cases[-1].steps[-1]
     changed = _changed(step)
-    if changed is None or not (isinstance(ours, ModuleSide) and isinstance(theirs, ModuleSide)):
+    if changed is None:
         return
     first, again, kept = _calls(ours, step, changed) or ({}, {}, {})
     if not first or all(_signal(first[name], again.get(name)) > _SAME_DB for name in first):
@@ -114,7 +124,7 @@ def _call_twice(climb: Climb, ours: Any, theirs: Any) -> None:
 
 
 def _calls(
-    side: ModuleSide, step: Mapping[str, Any], changed: Mapping[str, Any]
+    side: Any, step: Mapping[str, Any], changed: Mapping[str, Any]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]] | None:
     """Return the results of a first and a second call, and those of the first as they are after the second."""
     module: nn.Module = side.module

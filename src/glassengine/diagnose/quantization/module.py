@@ -71,7 +71,7 @@ def check_quantized_module(
         given = arguments_of(baseline, given)
     candidate = dataclasses.replace(candidate, metadata={**candidate.metadata, "quantization": {"method": held.method}})
     told: dict[str, Any] = {"steps": steps, "fail_on": fail_on, "min_snr": min_snr, "progress": progress}
-    with _untied(baseline.module, held.steps):
+    with untied(baseline.module, held.steps):
         found = check_quantized(baseline, candidate, held.steps, given=given, weights=held.weights, **told)
         forwards = forwards_of(baseline, given, steps)
         expected, actual = outcome_of(baseline.module, forwards), outcome_of(candidate.module, forwards)
@@ -110,7 +110,7 @@ def _not_explained(found: Comparison, apart: float, cost: float) -> Comparison:
 
 
 @contextlib.contextmanager
-def _untied(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
+def untied(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
     """Give what shares its weight with another module one of its own: the candidate quantized one of the two."""
     known = dict(module.named_parameters())
     tied = []

@@ -25,14 +25,16 @@ from torch import nn
 from glassengine import environment
 from glassengine.diagnose.ladder.climb import Climb
 from glassengine.diagnose.ladder.interrupted import kept
-from glassengine.diagnose.ladder.judging import judge, severity_counter
+from glassengine.diagnose.ladder.judging import OnStep, judge, severity_counter
 from glassengine.diagnose.ladder.rungs import start
 from glassengine.diagnose.reproduction.reproduce import with_reproduction
 from glassengine.diagnose.served.aligned import Alignment, arithmetic_of, hidden_kinds, operands_of
+from glassengine.diagnose.served.as_stored import AsStored
 from glassengine.diagnose.served.literals import not_reached, with_settings
 from glassengine.diagnose.served.runs import DEPLOYED, Runs, run_of_encoder, runs_of
 from glassengine.diagnose.served.weights import WeightsFound, judge_weights
 from glassengine.errors import UsageError
+from glassengine.judge.cases import Case
 from glassengine.judge.given import Inputs
 from glassengine.judge.replay.arithmetic import PLAIN, Arithmetic
 from glassengine.judge.replay.replay import Cut, Replay
@@ -47,7 +49,7 @@ from glassengine.numerics.ops import ACCUMULATIONS, Accumulation
 from glassengine.numerics.quantization.activations import ROUNDOFF
 from glassengine.program import load_model
 from glassengine.progress import Progress, Work, silent
-from glassengine.results import Comparison, Skipped, worst
+from glassengine.results import Comparison, ResultComparison, Skipped, worst
 from glassengine.serving.alignment import numbers_of
 from glassengine.serving.onnx.generator import OWN_LOOP
 from glassengine.serving.protocol import Served, ServedInDtype, ServedWeight
@@ -63,6 +65,7 @@ def check_served(
     fail_on: str = "wrong",
     min_coverage: float = 0.9,
     min_snr: float | None = None,
+    drift: bool = False,
     layout: str | None = None,
     reproduction: str | Path | None = None,
     adapter: str | Path | None = None,
@@ -79,7 +82,8 @@ def check_served(
         steps: As for `check`.
         fail_on: As for `check`.
         min_coverage: As for `check`, of what this kind of candidate can show.
-        min_snr: As for `check`.
+        min_snr: As for `check`, of the file beside the checkpoint.
+        drift: As for `check`: which of the file's weights cost how much.
         layout: As for `check`.
         reproduction: As for `check`.
         adapter: As for `check`.
@@ -106,14 +110,18 @@ def check_served(
         parameters = dict(model.module.named_parameters(remove_duplicate=False))
         held = served.weights(model.module, config)
         weights = judge_weights(parameters, held, served.extra_weights(), numbers_of(config)) if held else None
-        if weights is not None:
-            take_over(model.module, held, weights)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="glassengine-served-")))
         progress(Work.RUNNING.says("running the candidate"))
         if encodes:
             runs = run_of_encoder(served, model, inputs, folder)
         else:
             runs = runs_of(served, model, inputs, steps, folder)
+        stored = None
+        if weights is not None:
+            if weights.are_rounded:
+                progress(Work.RUNNING.says("running the baseline"))
+                stored = AsStored(model.module, runs.cases, weights, held, drift=drift, progress=progress)
+            take_over(model.module, held, weights)
         climb = start(model, list(runs.cases[0].steps or ()) or None, steps, stack, progress, runs.cases[0])
         climb.cases = runs.cases
         climb.skipped += [*(weights.skipped if weights is not None else ()), *runs.skipped]
@@ -132,13 +140,13 @@ def check_served(
             candidate=served.spec,
             fail_on=fail_on,
             min_coverage=min_coverage,
-            min_snr=min_snr,
+            min_snr=min_snr if stored is None else None,
             environment=environment.describe(),
             cases=climb.cases,
         )
         stack.enter_context(kept(concluded))
         progress(Work.JUDGING.says("judging the ops"))
-        _judge(climb, coarse, progress)
+        _judge(climb, coarse, stored, progress)
         for alignment in alignments:
             partial = sorted({name for tensors in alignment.by_case.values() for name in tensors.partial})
             climb.skipped += [Skipped(name, "candidate", PARTIAL, rung=Place.RECORD) for name in partial]
@@ -146,12 +154,18 @@ def check_served(
         graph = alignments[0].source.metadata.get("graph") or {}
         origins = with_settings(found.origins, graph, config, served.settings(config))
         found = _with_origins(found, origins)
+        words = {score.side.rung: how.words for score, how in zip(climb.scores[1:], coarse, strict=True)}
+        found = dataclasses.replace(
+            found, results=tuple(_within(one, words.get(one.rung, ())) for one in found.results)
+        )
         if weights is not None and has_weights:
             found = with_weights(found, weights, model.spec, served.spec)
         longest = max((case.cache_length for case in climb.cases if case.input_ids is not None), default=0)
         unreached = not_reached(config, longest) if longest else ()
         notes = (*found.notes, *_notes(served, config, alignments), *unreached)
         found = dataclasses.replace(found, notes=notes)
+        if stored is not None:
+            found = stored.told(found, model.module, served.kind, min_snr)
         if reproduction is None or found.first_divergence is None or found.first_divergence.node is None:
             return found
         progress(Work.WRITING.says("writing a reproduction"))
@@ -216,8 +230,15 @@ def _add(
     return alignments, coarse
 
 
-def _judge(climb: Climb, coarse: Sequence[Arithmetic], progress: Progress) -> None:
-    """Judge each side by the noise of its own arithmetic: what is float32 throughout, apart from what is coarser."""
+def _judge(climb: Climb, coarse: Sequence[Arithmetic], stored: AsStored | None, progress: Progress) -> None:
+    """Judge each side by the noise of its own arithmetic: what is float32 throughout, apart from what is coarser.
+
+    Args:
+        climb: With the sides.
+        coarse: What each of them computes more coarsely.
+        stored: Is given the results of the last one, which is what users run.
+        progress: Called with an event when a stage begins.
+    """
     model, *sides = climb.scores
     plain = [score for score, how in zip(sides, coarse, strict=True) if how == PLAIN]
     others = [score for score in sides if score not in plain]
@@ -225,8 +246,22 @@ def _judge(climb: Climb, coarse: Sequence[Arithmetic], progress: Progress) -> No
     for scores in filter(None, (plain, others)):
         climb.arithmetic = functools.reduce(Arithmetic.joined, coarse) if scores is others else PLAIN
         beside = model if chooser is None else Score(chooser, climb.program)
-        judge(climb, [beside, *scores], model=chooser, on_step=severity_counter(climb, progress, scores, chooser))
+        count = severity_counter(climb, progress, scores, chooser)
+        last = scores[-1].side if stored is not None and scores[-1] is sides[-1] else None
+
+        def on_step(
+            case: Case, step: int, floors: Mapping[str, float], count: OnStep = count, last: Any = last
+        ) -> None:
+            count(case, step, floors)
+            if last is not None and stored is not None:
+                stored.add(climb.program, last.results(), case, step)
+
+        judge(climb, [beside, *scores], model=chooser, on_step=on_step)
         chooser = climb.chooser()
+
+
+def _within(one: ResultComparison, words: Sequence[str]) -> ResultComparison:
+    return dataclasses.replace(one, within=f"the engine's {' and '.join(words)}") if words else one
 
 
 def _with_origins(found: Comparison, origins: Sequence[Any]) -> Comparison:

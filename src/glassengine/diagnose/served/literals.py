@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,14 +58,23 @@ def with_settings(
     made = []
     structure = tuple(_of(setting, _PERHAPS) for setting in settings if setting.differs and setting.kind == "other")
     for one in found:
-        hints = list(dict.fromkeys(_hints(one, graph, config, settings)))
+        hints = _without_repeats(_hints(one, graph, config, settings))
         if one.noise_ratio is None:  # of another size, or no number
             hints = [*structure, *hints]
         elif not hints and not any(hint.proven for hint in one.hints):
             hints = [*one.hints, *structure]
-        hints = list(dict.fromkeys([*hints, *one.hints]))
+        hints = _without_repeats([*hints, *one.hints])
         made.append(dataclasses.replace(one, hints=tuple(hints)) if len(hints) > len(one.hints) else one)
     return made
+
+
+def _without_repeats(hints: Iterable[Hint]) -> list[Hint]:
+    """Return each hint once; what a hint changes may be a list, which has no hash."""
+    found: list[Hint] = []
+    for hint in hints:
+        if hint not in found:
+            found.append(hint)
+    return found
 
 
 def _hints(one: Divergence, graph: Mapping[str, Any], config: Any, settings: Sequence[Setting]) -> Iterator[Hint]:

@@ -7,6 +7,7 @@ quantized tensor is judged by the step of each element (`numerics.quantization.w
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from glassengine.judge.hypotheses.mistakes.weights_read import relation
 from glassengine.numerics.judgement import unit_roundoff
-from glassengine.numerics.quantization.weight_error import judge_weight
+from glassengine.numerics.quantization.weight_error import WeightError, judge_weight
 from glassengine.results import Divergence, Hint, Kind, Pair, Rung, Skipped, Verdict, WeightsComparison, worst
 from glassengine.serving.protocol import ServedWeight
 
@@ -25,6 +26,8 @@ _OF_DTYPE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
 _LOOSE = 4.0
 _LEAST_DIMS = 2
 _MOST_TOLD = 64
+_FEW = 3
+"""Most matrices of a type that are named."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,14 @@ class JudgedWeight:
     name: str
     served: ServedWeight
     verdict: Verdict
-    rms_steps: float | None = None
+    error: WeightError | None = None
     hints: tuple[Hint, ...] = ()
+    is_matrix: bool = False
+
+    @property
+    def rms_steps(self) -> float | None:
+        """Its error in steps, where it is quantized."""
+        return None if self.error is None else self.error.rms_steps
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,31 @@ class WeightsFound:
     def right(self) -> dict[str, Verdict]:
         """The parameters that are right, "identical" or "rounding"."""
         return {one.name: one.verdict for one in self.judged if one.verdict in ("identical", "rounding")}
+
+    @property
+    def are_rounded(self) -> bool:
+        """Whether a file has them in less than float32."""
+        return any(one.verdict == "rounding" and set(one.served.types) - {"F32"} for one in self.judged)
+
+    @property
+    def unexplained(self) -> tuple[str, ...]:
+        """Names of those that are not quantized and differ nevertheless."""
+        return tuple(one.name for one in self.wrong if one.error is None)
+
+    def types(self) -> Iterator[str]:
+        """Yield the types of the matrices, and which few have another than all others."""
+        stored: dict[str, str] = {}
+        for one in self.judged:
+            if one.is_matrix:
+                stored.update(zip(one.served.stored, one.served.types, strict=False))
+        counts = Counter(stored.values())
+        if not counts:
+            return
+        most, _ = counts.most_common(1)[0]
+        rare = {kind: number for kind, number in counts.items() if kind != most and number <= _FEW}
+        named = [f"{name.removesuffix('.weight')} is {kind}" for name, kind in stored.items() if kind in rare]
+        text = ", ".join(f"{number} {kind}" for kind, number in counts.most_common())
+        yield f"types of {len(stored)} matrices: {text}" + (f" ({', '.join(named)})" if named else "")
 
     def comparison(self) -> WeightsComparison:
         """Return the same as part of a result."""
@@ -134,7 +168,8 @@ def judge_weights(
         else:
             others = {other: tensor for other, tensor in parameters.items() if other != name}
             found = _judge(name, parameter.detach().float(), one, others, heads)
-            judged.append(replace(found, served=replace(one, value=None, step=None)))
+            is_matrix = parameter.dim() >= _LEAST_DIMS
+            judged.append(replace(found, served=replace(one, value=None, step=None), is_matrix=is_matrix))
     return WeightsFound(tuple(judged), tuple(skipped))
 
 
@@ -153,17 +188,19 @@ def _judge(
             name, served, "wrong", None, (Hint(kind, f"{name}: {served.reason}", 1.0, evidence="weights"),)
         )
     if served.value.shape == parameter.shape and not bool(served.value.isfinite().all()):
-        return JudgedWeight(
-            name, served, "wrong", None, (Hint("other", f"{name} has NaN or infinity", 1.0, evidence="not a number"),)
-        )
-    verdict, rms, hints = _within(parameter, served, served.value, served.step, others, name)
+        lost = ~served.value.isfinite()
+        rows = lost.reshape(len(lost), -1).any(1).nonzero().flatten()
+        where = f"{int(lost.sum())} of {lost.numel()} elements, in rows {int(rows[0])} to {int(rows[-1])}"
+        bad = Hint("other", f"{name} has NaN or infinity in {where}", 1.0, evidence="not a number")
+        return JudgedWeight(name, served, "wrong", None, (next(_bytes(name, parameter, served), bad),))
+    verdict, error, hints = _within(parameter, served, served.value, served.step, others, name)
     if verdict != "wrong":
-        return JudgedWeight(name, served, verdict, rms)
+        return JudgedWeight(name, served, verdict, error)
     if served.tied:
         text = f"tied head: the file has no tensor for {name}, and {served.stored[0]} is read, which is another"
-        return JudgedWeight(name, served, "wrong", rms, (Hint("swapped", text, 1.0, evidence="tied"),))
+        return JudgedWeight(name, served, "wrong", error, (Hint("swapped", text, 1.0, evidence="tied"),))
     known = next(_mistakes(name, parameter, served, others, heads), None)
-    return JudgedWeight(name, served, "wrong", rms, (known,) if known is not None else hints)
+    return JudgedWeight(name, served, "wrong", error, (known,) if known is not None else hints)
 
 
 def _within(
@@ -173,8 +210,8 @@ def _within(
     step: Tensor | None,
     others: Mapping[str, Tensor],
     name: str,
-) -> tuple[Verdict, float | None, tuple[Hint, ...]]:
-    """Return the verdict of `value` as the parameter, its error in steps, and what is known of a mistake."""
+) -> tuple[Verdict, WeightError | None, tuple[Hint, ...]]:
+    """Return the verdict of `value` as the parameter, its error where it is quantized, and hints."""
     if value.shape != parameter.shape:
         text = f"{name} has the shape {list(value.shape)}, in the checkpoint {list(parameter.shape)}"
         return "wrong", None, (Hint("other", text, 0.9, evidence="weights"),)
@@ -190,9 +227,14 @@ def _within(
             return "rounding", None, ()
         kind, how = relation(name, name, parameter.double(), value.double(), _like(parameter, others))
         return "wrong", None, (Hint(kind, how, 1.0 if kind != "other" else 0.6, evidence="weights"),)
-    found = judge_weight(parameter, value, step, {key: one.float() for key, one in _like(parameter, others).items()})
+    like = {key: one.float() for key, one in _like(parameter, others).items()}
+    found = judge_weight(parameter, value, step, like, by_group=not any(map(_is_codebook, served.types)))
     hints = tuple(replace(hint, text=f"{name}: {hint.text}") for hint in found.mistakes)
-    return ("wrong" if found.mistakes else "rounding"), found.rms_steps, hints
+    return ("wrong" if found.mistakes else "rounding"), found, hints
+
+
+def _is_codebook(kind: str) -> bool:
+    return kind.startswith(("IQ1", "IQ2", "IQ3", "TQ"))
 
 
 def _like(parameter: Tensor, others: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -212,9 +254,10 @@ def _mistakes(
 ) -> Iterator[Hint]:
     """Yield the conversion whose opposite makes the parameter out of what the engine has."""
     assert served.value is not None
-    for kind, text, change in _changes(parameter, served.value, served.types, heads):
+    yield from _bytes(name, parameter, served)
+    for kind, text, change in _changes(parameter, served.value, heads):
         value = change(served.value)
-        step = None if served.step is None else served.step if kind in ("offset", "dtype") else change(served.step)
+        step = None if served.step is None else served.step if kind == "offset" else change(served.step)
         about = replace(served, room=served.room + 2.0**-21) if kind == "offset" else served
         if _within(parameter, about, value, step, {}, name)[0] != "wrong":
             yield Hint("scale" if kind == "offset" else kind, f"{name}: {text}", 1.0, evidence="weights", proven=True)
@@ -224,7 +267,7 @@ def _mistakes(
 
 
 def _changes(
-    parameter: Tensor, value: Tensor, types: Sequence[str], heads: Mapping[str, int | None]
+    parameter: Tensor, value: Tensor, heads: Mapping[str, int | None]
 ) -> Iterator[tuple[Kind | Literal["offset"], str, _Change]]:
     """Yield (kind, words, what undoes it) for what conversions typically get wrong."""
     if parameter.dim() == 1:
@@ -254,10 +297,27 @@ def _changes(
     yield from _fused(parameter, heads)
     if parameter.dim() == 3 and parameter.shape[1] % 2 == 0:
         yield "swapped", "gate and up are exchanged", lambda x: torch.cat(list(reversed(x.chunk(2, 1))), 1)
-    if set(types) == {"F16"}:
-        yield "dtype", "its bytes are bfloat16, called F16", lambda x: x.half().view(torch.bfloat16).float()
-    if set(types) == {"BF16"}:
-        yield "dtype", "its bytes are float16, called BF16", lambda x: x.bfloat16().view(torch.float16).float()
+
+
+_OF_TWO_BYTES = {"F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def _bytes(name: str, parameter: Tensor, served: ServedWeight) -> Iterator[Hint]:
+    """Yield that the bytes of numbers are those of another type, or in another order; NaN is as good as any number."""
+    (kind,) = set(served.types) if len(set(served.types)) == 1 else ("",)
+    if kind not in _OF_TWO_BYTES or served.value is None or served.value.shape != parameter.shape:
+        return
+    stored = served.value.to(_OF_TWO_BYTES[kind]).view(torch.int16)
+    swapped = ((stored & 0xFF) << 8) | ((stored >> 8) & 0xFF)
+    for other, dtype in _OF_TWO_BYTES.items():
+        for bits, order in ((stored, ""), (swapped, "in the other order")):
+            if bits is stored and other == kind:
+                continue
+            value = torch.where(served.value.isnan(), parameter, bits.view(dtype).float())
+            if _within(parameter, replace(served, types=(other,)), value, None, {}, name)[0] != "wrong":
+                called = f"{dtype}, called {kind}".removeprefix("torch.") if other != kind else ""
+                text = f"{name}: its bytes are {' and '.join(filter(None, (called, order)))}"
+                yield Hint("dtype", text, 1.0, evidence="weights", proven=True)
 
 
 def _fused(

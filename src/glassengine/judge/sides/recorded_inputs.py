@@ -13,8 +13,7 @@ from glassengine.errors import IncomparableError
 from glassengine.judge.cases import Case
 from glassengine.judge.given import Inputs
 from glassengine.judge.sides.record_names import named_inputs_of
-from glassengine.numerics.metrics.precision import precision_of
-from glassengine.numerics.metrics.tolerance import is_inexact
+from glassengine.numerics.metrics.tolerance import is_inexact, precision_of
 from glassengine.program import LoadedModel
 from glassengine.program.generation.generation import Generation
 from glassengine.program.inputs.programs import inputs_in_file
@@ -58,6 +57,12 @@ def recorded_inputs(source: TensorSource, model: LoadedModel) -> list[dict[str, 
     Raises:
         IncomparableError: Neither says it: on other inputs everything is another.
     """
+    if not source.entries:
+        raise IncomparableError(
+            "the record holds no tensors",
+            got=", ".join([str(source.path), *(f"{one.site}: {one.reason}" for one in source.skipped[:4])]),
+            hint="save arrays of numbers by name, half precision as float32: numpy.savez(FILE, **tensors)",
+        )
     if model.generation.takes_tokens:
         return None
     if model.stored is not None:
@@ -66,7 +71,7 @@ def recorded_inputs(source: TensorSource, model: LoadedModel) -> list[dict[str, 
         known = inspect.signature(model.module.forward).parameters.values()
         names = {one.name: one.default is one.empty for one in known if one.kind is one.POSITIONAL_OR_KEYWORD}
     places = {(entry.site, entry.step): entry for entry in source.entries}
-    found = []
+    found: list[dict[str, Any]] = []
     for step in sorted({entry.step for entry in source.entries}):
         there = [entry.site for entry in source.entries if entry.step == step]
         called = named_inputs_of(there, list(names))
@@ -103,8 +108,9 @@ def require_own(source: TensorSource, given: Inputs, own: Case | None = None) ->
         ours |= {} if own is None or own.input_ids is None else {"input_ids": own.input_ids}
         for name, tensor in ours.items():
             wanted = values.get(name)
-            is_alike = isinstance(wanted, torch.Tensor) and wanted.shape == tensor.shape
-            if is_alike and not torch.allclose(wanted.double(), tensor.double(), rtol=1e-2, equal_nan=True):
+            if not isinstance(wanted, torch.Tensor) or wanted.shape != tensor.shape:
+                continue
+            if not torch.allclose(wanted.double(), tensor.double(), rtol=1e-2, equal_nan=True):
                 raise IncomparableError(
                     "the record was made on other inputs than those given",
                     got=f"{source.path}: another {name} in step {step}",

@@ -36,6 +36,9 @@ class Sums:
         num_inside: Elements not at an end.
         num_quantized: Elements that are quantized.
         inside: Sums of b^2, b c and step^2 / 12 (what rounding to nearest leaves) over elements not at an end.
+        rows: For each block of rows [6, rows]: sums of b^2, b d, d^2, (b d)^2, b^3 d and b^4, d being c - b.
+        moved: Sum of d.
+        total: Sum of b.
         sample: Some |e| not at an end.
     """
 
@@ -45,6 +48,8 @@ class Sums:
         self.bounded = self.noise = self.largest = 0.0
         self.num_far = self.num_inside = self.num_quantized = 0
         self.inside = torch.zeros(3, dtype=torch.float64)
+        self.rows: list[Tensor] = []
+        self.moved = self.total = 0.0
         self.is_finite = True
         samples = []
         # Groups of inputs that were sorted by their size, as GPTQ does, lie in pieces.
@@ -69,6 +74,10 @@ class Sums:
         products = b * b, b * c, c * c
         totals = [_dot(products[0], inside), _dot(products[1], inside), _dot(step * step, inside) / 12]
         self.inside += torch.stack(totals)
+        along, power = b * difference, products[0]
+        sixth = power, along, difference * difference, along * along, power * along, power * power
+        self.rows.append(torch.stack([one.sum(1) for one in sixth]))
+        self.moved, self.total = self.moved + float(difference.sum()), self.total + float(b.sum())
         self.noise += float(_dot(difference, difference))
         self.num_quantized += int((size > 0).sum())
         self.columns += torch.stack([one.sum(0) for one in products])

@@ -25,7 +25,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (dict, list, tuple, deque)
 _CODE = (type, FunctionType, BuiltinFunctionType, ModuleType)
 _DEEPEST, _MOST = 40, 200_000
-"""What is further away from the module, or comes after so many objects, holds no cache: it stays as it is."""
+"""Objects that are further away from the module, or more than these, stay as they are."""
 
 
 def is_state(value: Any) -> bool:

@@ -147,11 +147,23 @@ def dequantized(data: np.ndarray[Any, Any], shape: tuple[int, ...], kind: Tensor
 def step_of(values: torch.Tensor, kind: TensorType) -> torch.Tensor:
     """Return the step of each element of a dequantized tensor: what its group spans, over the number of levels.
 
-    Types that are symmetric have their largest number at one end; of the others least and largest span the range.
+    Types that are symmetric have their largest number at one end; of the others least and largest span the range. What
+    is at an end of that may have been cut off, and has a negative step. MXFP4 has floating numbers: between 4 and 6
+    scales they are 2 apart, and what is up to 8 becomes 6.
     """
     groups = values.reshape(-1, kind.group)
-    if kind.levels % 2 == 0:
-        span = 2 * groups.abs().amax(1)
-    else:
-        span = groups.amax(1).clamp(min=0) - groups.amin(1).clamp(max=0)
-    return (span / kind.levels)[:, None].expand(groups.shape).reshape(values.shape)
+    least, most = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
+    size = torch.maximum(-least, most)
+    if kind.name == "MXFP4":
+        scale = torch.where(size > 0, (size / 4).log2().floor().exp2(), 0.0)
+        levels = (groups.abs() / scale.where(scale > 0, 1.0)).clamp(min=1.0)
+        return (scale * levels.log2().floor().exp2() / 2).reshape(values.shape)
+    is_even = kind.levels % 2 == 0
+    span = 2 * size if is_even else most.clamp(min=0) - least.clamp(max=0)
+    step = (span / kind.levels).expand(groups.shape)
+    at_end = (groups >= most) | (groups <= least)
+    return torch.where(at_end & (kind.levels > _FEW), -step, step).reshape(values.shape)
+
+
+_FEW = 3
+"""Levels of which most numbers are an end."""
