@@ -5,18 +5,22 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from glassengine.diagnose.served.weights import WeightsFound, judge_weights
+from glassengine.diagnose.served.weights import JudgedWeight, WeightsFound, judge_weights
 from glassengine.serving.alignment import numbers_of
 from glassengine.serving.ggml.candidate import open_gguf
+from glassengine.serving.ggml.types import BY_NAME, step_of
 from glassengine.serving.ggml.write import ARCHITECTURES, file_tensors, write_gguf
-from glassengine.serving.protocol import Options
+from glassengine.serving.protocol import Options, ServedWeight
 from glassengine.testing.architectures import FAMILIES
+from tests.diagnose.served.end_to_end.llama_cpp import quantized
 
 KNOWN = ("llama", "qwen2", "qwen3", "gemma3", "phi3", "gpt2", "mixtral", "bert", "qwen2-moe", "qwen3-moe")
 
@@ -144,3 +148,69 @@ def test_a_head_that_is_not_tied_and_a_bias_that_is_missing(tmp_path: Path) -> N
         ("lm_head.weight", "swapped"),
     ]
     assert len([item for item in found.skipped if item.side == "candidate"]) == 2
+
+
+def relabelled(path: Path, name: str, new: int) -> None:
+    data = path.read_bytes()
+    at = data.index(name.encode()) + len(name) + 4 + 16
+    path.write_bytes(data[:at] + bytes([new]) + data[at + 1 :])
+
+
+def swapped(path: Path, name: str) -> None:
+    tensor = open_gguf(str(path), Options()).file.tensors[name]
+    data = bytearray(path.read_bytes())
+    held = slice(tensor.offset, tensor.offset + tensor.num_bytes)
+    data[held] = np.frombuffer(data[held], np.int16).byteswap().tobytes()
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "said"),
+    [
+        ("F16", partial(relabelled, new=30), "its bytes are float16, called BF16"),
+        ("BF16", partial(relabelled, new=1), "its bytes are bfloat16, called F16"),
+        ("F16", swapped, "its bytes are in the other order"),
+        ("BF16", swapped, "its bytes are in the other order"),
+    ],
+)
+@pytest.mark.parametrize("name", ["blk.1.ffn_down.weight", "token_embd.weight"])
+def test_f67_bytes_of_another_type_or_order_are_named(
+    name: str, kind: str, change: Callable[[Path, str], None], said: str, tmp_path: Path
+) -> None:
+    module = made("llama")
+    write_gguf(module, tmp_path / "a.gguf", kind=kind)
+    assert not judged(module, tmp_path / "a.gguf").wrong
+    change(tmp_path / "a.gguf", name)
+    (wrong,) = judged(module, tmp_path / "a.gguf").wrong
+    assert said in wrong.hints[0].text and wrong.hints[0].proven
+
+
+def test_f67_scales_that_are_no_numbers_are_placed(tmp_path: Path) -> None:
+    module = made("llama")
+    write_gguf(module, tmp_path / "a.gguf", kind="Q8_0")
+    tensor = open_gguf(str(tmp_path / "a.gguf"), Options()).file.tensors["blk.1.ffn_up.weight"]
+    data = bytearray((tmp_path / "a.gguf").read_bytes())
+    data[tensor.offset + 34 * 4 : tensor.offset + 34 * 4 + 2] = b"\x00\x7c"
+    (tmp_path / "a.gguf").write_bytes(data)
+    (wrong,) = judged(module, tmp_path / "a.gguf").wrong
+    assert "has NaN or infinity in 32 of" in wrong.hints[0].text and "in rows 2 to 2" in wrong.hints[0].text
+
+
+@pytest.mark.parametrize("kind", ["MXFP4", "Q4_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"])
+@pytest.mark.parametrize("drawn", ["normal", "laplace", "uniform"])
+def test_f61_what_llama_cpp_itself_makes_is_right(drawn: str, kind: str) -> None:
+    """It cuts off what is between 6 and 8 scales of MXFP4, and least squares make the others smaller."""
+    torch.manual_seed(3)
+    weight = {
+        "normal": torch.randn(128, 512),
+        "laplace": torch.distributions.Laplace(0.0, 1.0).sample((128, 512)),
+        "uniform": torch.rand(128, 512) - 0.5,
+    }[drawn]
+
+    def mistakes(value: Tensor) -> list[JudgedWeight]:
+        served = ServedWeight(("blk.0.ffn_up.weight",), value, step_of(value, BY_NAME[kind]), (kind,))
+        return judge_weights({"up": weight}, {"up": served}, [], {}).wrong
+
+    assert not mistakes(quantized(weight, kind))
+    if kind in ("MXFP4", "Q4_0", "Q4_K", "Q6_K", "Q8_0"):  # planted: a factor below every step
+        assert mistakes(quantized(1.08 * weight, kind))

@@ -189,3 +189,41 @@ def test_a_small_factor_of_the_whole_weight_is_a_mistake_where_steps_are_finer(d
     assert not judge_weight(weight, *made(1)).mistakes
     found = judge_weight(weight, *made(1.2 if dtype is torch.float8_e5m2 else 1.06)).mistakes
     assert found and found[0].evidence in ("wrong scale", "not its values")
+
+
+def _of_blocks(weight: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """Round to nearest in blocks of 32 with a scale each, as served files do."""
+    blocks = weight.reshape(len(weight), -1, 32)
+    step = (2 * blocks.abs().amax(-1, keepdim=True) / levels).expand(blocks.shape)
+    return ((blocks / step).round() * step).reshape(weight.shape), step.reshape(weight.shape)
+
+
+@pytest.mark.parametrize(
+    ("what", "levels"),
+    [(what, levels) for what in ("1.02", "0.96", "rows", "offset") for levels in (15, 31, 254)] + [("0.98", 31)],
+)
+def test_f52_sums_show_what_is_within_every_step(what: str, levels: int) -> None:
+    weight = torch.randn(128, 1024, generator=torch.Generator().manual_seed(0))
+    assert not judge_weight(weight, *_of_blocks(weight, levels)).mistakes
+    other = weight.clone()
+    if what == "rows":
+        other[5:9] *= 1.1
+    elif what == "offset":
+        other += 0.15 * 2 * 2.5 / levels
+    else:
+        other *= float(what)
+    found = judge_weight(weight, *_of_blocks(other, levels)).mistakes
+    assert found and found[0].kind == ("other" if what == "offset" else "scale"), found
+    wanted = {"rows": "(rows|groups) are 1.", "offset": "all of it is moved by"}.get(what, f"all of it is {what[:3]}")
+    assert re.search(wanted, found[0].text)
+
+
+@pytest.mark.parametrize("levels", [4, 8, 15])
+def test_f52_a_quantizer_that_shrinks_by_its_noise_is_right(levels: int) -> None:
+    """The least squares scale of each block makes all of it smaller, by the power of its noise."""
+    weight = torch.randn(128, 1024, generator=torch.Generator().manual_seed(1))
+    made, step = _of_blocks(weight, levels)
+    blocks, own = made.reshape(-1, 32), weight.reshape(-1, 32)
+    factor = (blocks * own).sum(1, keepdim=True) / blocks.square().sum(1, keepdim=True)
+    fitted = (blocks * factor).reshape(weight.shape)
+    assert not judge_weight(weight, fitted, step).mistakes

@@ -157,7 +157,8 @@ def step_of(values: torch.Tensor, kind: TensorType) -> torch.Tensor:
     if kind.name == "MXFP4":
         scale = torch.where(size > 0, (size / 4).log2().floor().exp2(), 0.0)
         levels = (groups.abs() / scale.where(scale > 0, 1.0)).clamp(min=1.0)
-        return (scale * levels.log2().floor().exp2() / 2).reshape(values.shape)
+        step = scale * levels.log2().floor().exp2() / 2
+        return torch.where(levels >= _MOST_OF_MXFP4, -step, step).reshape(values.shape)
     is_even = kind.levels % 2 == 0
     span = 2 * size if is_even else most.clamp(min=0) - least.clamp(max=0)
     step = (span / kind.levels).expand(groups.shape)
@@ -165,5 +166,7 @@ def step_of(values: torch.Tensor, kind: TensorType) -> torch.Tensor:
     return torch.where(at_end & (kind.levels > _FEW), -step, step).reshape(values.shape)
 
 
+_MOST_OF_MXFP4 = 6
+"""Scales."""
 _FEW = 3
 """Levels of which most numbers are an end."""
