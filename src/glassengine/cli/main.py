@@ -109,7 +109,7 @@ _ASKED: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("optimizer", "candidate_optimizer", "loss"), asked.function),
 }
 """Option -> what refuses a value of it before torch is imported."""
-_BOTH = dict.fromkeys(("baseline", "candidate"), asked.model)
+_BOTH: dict[str, Callable[[Any], Any]] = {"baseline": asked.model, "candidate": asked.model}
 _ASKED_OF: dict[str, dict[str, Callable[[Any], Any]]] = {
     "build": {"model": asked.model},
     "check": _BOTH,
