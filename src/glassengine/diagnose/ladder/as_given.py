@@ -19,11 +19,13 @@ from glassengine.errors import IncomparableError
 from glassengine.judge.sides.arguments import CACHE, Arguments
 from glassengine.program import LoadedModel
 from glassengine.program.representation.signature import named_results
-from glassengine.program.user_code.mode import in_words, is_whole, that_matter
+from glassengine.program.user_code.mode import Draws, in_words, is_whole, that_matter
 from glassengine.program.user_code.module_state import holding, own_copies
 
 _SAME_DB, _LOST_DB = 40.0, 20.0
 """Signal of two right calls in a row: above the one a result is the same, below the other it is another."""
+
+_LARGE = 1e4
 
 _MODES_CHANGED = "given in training mode, compared in evaluation mode: call .eval() in what you ship"
 
@@ -109,7 +111,7 @@ def _call_twice(climb: Climb, ours: Any, theirs: Any) -> None:
         return  # the change does not show in what the baseline returns, or it cannot be called so
     other = _calls(theirs, step, changed)
     if other is None:
-        climb.notes.append("the candidate raises when it is called a second time with other inputs of these sizes")
+        climb.notes.append("a second call of the candidate, with other inputs, raises or draws random numbers")
         return
     firsts, agains, keeps = other
     for name in first:
@@ -126,16 +128,19 @@ def _call_twice(climb: Climb, ours: Any, theirs: Any) -> None:
 def _calls(
     side: Any, step: Mapping[str, Any], changed: Mapping[str, Any]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]] | None:
-    """Return the results of a first and a second call, and those of the first as they are after the second."""
+    """Return the results of a first and a second call, and those of the first as they are after the second.
+
+    None where a call raises, or draws random numbers.
+    """
     module: nn.Module = side.module
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), holding(module, side.state):
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), holding(module, side.state), Draws() as draws:
         try:
             kept = named_results(module(**own_copies(_arguments(side.arguments, step))))
-            first = {name: value.clone() for name, value in kept.items()}
+            first = {name: value.detach().clone() for name, value in kept.items()}
             again = named_results(module(**own_copies(_arguments(side.arguments, changed))))
         except Exception:  # of a user's code, which may not take such inputs
             return None
-    return first, again, kept
+    return None if draws.number else (first, again, kept)
 
 
 def _changed(step: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -165,8 +170,10 @@ def _signal(baseline: torch.Tensor, value: torch.Tensor | None) -> float:
         return torch.inf
     if not (baseline.is_floating_point() and value.is_floating_point()):
         return -torch.inf
-    b, c = baseline.double(), value.double()
+    b, c = baseline.detach().double(), value.detach().double()
+    counted = (b.abs() < _LARGE) & (c.abs() < _LARGE)  # masks hide by any large number, or by infinity
+    b, c = b[counted], c[counted]
     noise, signal = float((c - b).square().sum()), float(b.square().sum())
-    if not noise < torch.inf or not signal:
+    if noise and not signal:
         return -torch.inf
     return 10 * float(torch.log10(torch.tensor(signal / noise))) if noise else torch.inf
