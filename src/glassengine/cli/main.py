@@ -108,13 +108,8 @@ _ASKED: dict[str, Callable[[Any], Any]] = {
     "passes": asked.functions,
     **dict.fromkeys(("optimizer", "candidate_optimizer", "loss"), asked.function),
 }
-<<<<<<< HEAD
-"""Option -> the check of its value that needs no torch."""
-_BOTH = dict.fromkeys(("baseline", "candidate"), asked.model)
-=======
 """Option -> what refuses a value of it before torch is imported."""
 _BOTH: dict[str, Callable[[Any], Any]] = {"baseline": asked.model, "candidate": asked.model}
->>>>>>> w-cli
 _ASKED_OF: dict[str, dict[str, Callable[[Any], Any]]] = {
     "build": {"model": asked.model},
     "check": _BOTH,
