@@ -46,7 +46,10 @@ def test_results_of_other_names_are_judged(axis: int, inputs: str) -> None:
 
 
 def test_other_numbers_of_results_pair_by_what_they_hold(inputs: str) -> None:
-    assert check(Shares(is_named=True).eval(), candidate=Shares(only_one=True).eval(), inputs=inputs).ok
+    result = check(Shares(is_named=True).eval(), candidate=Shares(only_one=True).eval(), inputs=inputs)
+    assert result.standing == "too little judged"
+    assert result.not_ok_because is not None and result.not_ok_because.startswith("the candidate returns no ")
+    assert all(one.agrees for one in result.results)
 
 
 def test_results_pair_by_what_they_are_where_names_and_numbers_differ() -> None:
