@@ -116,7 +116,6 @@ _ASKED_OF: dict[str, dict[str, Callable[[Any], Any]]] = {
     "check_training": _BOTH,
     "sites": {"target": asked.model},
     "show": {"recording": asked.existing},
-    "snapshot": {"snapshot": asked.existing},
     "replay": {"snapshot": asked.existing},
     "verify": {"engine": asked.engine},
 }

@@ -288,7 +288,8 @@ def results_left(sides: Sequence[EndToEnd]) -> str | None:
     """Return in words which results of the baseline no side of the candidate has; None where all were compared."""
     if not sides:
         return None
-    if not any(side.found for side in sides):
+    reasons = {why for side in sides for why in side.not_compared.values()}
+    if not any(side.found for side in sides) and reasons != {_RANDOM}:
         return f"no result of the candidate was compared with the baseline's: {', '.join(results_of(sides[0].program))}"
     compared = {one.name for side in sides for one in side.found}
     missing = [name for name in sides[-1].missing if name not in compared]
