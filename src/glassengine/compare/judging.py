@@ -115,6 +115,7 @@ def _drift_of(x: Tensor, y: Tensor) -> DriftSums:
 def _has_finite(tensor: Tensor) -> bool:
     """Whether a tensor has a finite value, or none at all; most have one in the first place."""
     flat = tensor.reshape(-1)
+    flat = flat.float() if flat.element_size() == 1 else flat  # float8 has no kernel for it
     return not flat.numel() or bool(flat[:1].isfinite().any()) or bool(flat.isfinite().any())
 
 
