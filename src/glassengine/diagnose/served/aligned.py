@@ -131,10 +131,13 @@ def arithmetic_of(
             u = unit_roundoff(cached)  # what attention adds up over its keys is kept so, too
             of_values = op_name(_origin(node.all_input_nodes[0])).endswith("softmax")
             summed[node.name] = Accumulation(u_sums=u) if of_values else Accumulation(u_contexts=u)
+    rounded = dict(alignment.rounded)
+    if cached is not None:
+        rounded |= {program.output_nodes[name]: cached for name in program.caches.values()}
     said = [_WORDS.get(kind, "8-bit activations") for kind in sorted(kinds)]
     said += [f"{table.deployed} keys and values"] * (cached is not None)
     said += ["float16 tables"] * bool(alignment.rounded)
-    return Arithmetic(found, summed, alignment.rounded, tuple(dict.fromkeys(said)))
+    return Arithmetic(found, summed, rounded, tuple(dict.fromkeys(said)))
 
 
 _AS_READ = {torch.float16: "F16", torch.bfloat16: "BF16"}
