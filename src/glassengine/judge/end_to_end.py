@@ -178,9 +178,8 @@ class EndToEnd:
             own, left = theirs.get(name, given[name]), ours.get(name, given[name])
             judged = _passed_on(left, own)
             if judged.verdict != "identical":
-                writers = [who for who, written in (("baseline", ours), ("candidate", theirs)) if name in written]
-                writes = f"the {writers[0]} writes to it" if len(writers) == 1 else "both write to it"
-                judged = replace(judged, reason=writes)
+                who = "both write" if name in ours and name in theirs else "the baseline writes"
+                judged = replace(judged, reason=f"{who if name in ours else 'the candidate writes'} to it")
             self._add(f"{name} after the forward", name, "name", (judged, 0.0), None, left, own, where)
             self._beside[f"{name} after the forward"] = None
 
@@ -194,18 +193,15 @@ class EndToEnd:
         """
         for name, value in ours.items():
             other = theirs.get(name)
-            if not isinstance(value, (bool, int, float, str)):
-                self.not_compared[name] = f"the baseline returns {None if value is None else type(value).__name__}"
-                continue
-            if name not in theirs:
-                self.not_compared[name] = _MISSING
+            if name not in theirs or not isinstance(value, (bool, int, float, str)):
+                is_known = isinstance(value, (bool, int, float, str))
+                self.not_compared[name] = _MISSING if is_known else f"the baseline returns {type(value).__name__}"
                 continue
             if not isinstance(value, str) and isinstance(other, (bool, int, float)):
                 pair = torch.tensor(value), torch.tensor(other)
-                judged = _passed_on(*pair)
             else:  # text; of what has no figures, whether it is the same
                 pair = torch.tensor(True), torch.tensor(type(value) is type(other) and value == other)
-                judged = _passed_on(*pair)
+            judged = _passed_on(*pair)
             if judged.verdict not in ("identical", "rounding"):
                 judged = replace(judged, reason=f"{other!r:.40}, baseline {value!r:.40}")
             self._add(name, name, "name", (judged, 0.0), None, *pair, where)

@@ -153,8 +153,8 @@ def _changed(step: Mapping[str, Any]) -> dict[str, Any] | None:
             return copy.copy(value)
         if value.numel() < 2 or bool((value == value.flatten()[0]).all()) or not bool(value.isfinite().all()):
             return value
-        if not value.is_floating_point() and int(value.unique().numel()) <= 2:
-            return value  # a mask in whole numbers
+        if int(value.unique().numel()) <= 2:
+            return value  # a mask, which may hide all of a row elsewhere
         moved += 1
         return value.roll(1, -1) if value.shape[-1] > 1 else value.roll(1)
 

@@ -40,12 +40,20 @@ def case_of(source: TensorSource, generation: Generation) -> Case | None:
     return case
 
 
-def dtype_of(source: TensorSource) -> torch.dtype | None:
-    """Return the floating dtype of a record: what it says, else that of the values of most of its floating tensors."""
+def dtype_of(source: TensorSource, *, by_values: bool = True) -> torch.dtype | None:
+    """Return the floating dtype of a record: what it says, else that of the values of most of its floating tensors.
+
+    Args:
+        source: The record.
+        by_values: False for ranks, whose tensors are put together by what they are compared with: not before that.
+    """
     known = str(source.metadata.get("dtype"))
     if not is_inexact(known):
-        known_ones = [entry for entry in source.entries if is_inexact(entry.dtype)]
-        floating = Counter(precision_of(source.tensor(entry)) for entry in known_ones[:_MOST_READ])
+        entries = [entry for entry in source.entries if is_inexact(entry.dtype)]
+        if by_values:
+            floating = Counter(precision_of(source.tensor(entry)) for entry in entries[:_MOST_READ])
+        else:
+            floating = Counter(entry.dtype for entry in entries)
         known = floating.most_common(1)[0][0] if floating else known
     dtype: torch.dtype | None = getattr(torch, known, None)
     return dtype

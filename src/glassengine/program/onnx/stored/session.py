@@ -137,7 +137,7 @@ class OnnxModel(nn.Module):
                 noise, signal = self.apart.get(name, (0.0, 0.0))
                 one, other = plain[name].double(), value.double()
                 self.apart[name] = noise + float((other - one).square().sum()), signal + float(one.square().sum())
-        return made
+        return {name: made.get(name, value) for name, value in plain.items()}
 
     def _run(self, session: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         names = [output.name for output in session.get_outputs()]
