@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -71,7 +72,7 @@ def result_figures(
     )
 
 
-def _tokens(baseline: torch.Tensor, value: torch.Tensor, counted: torch.Tensor) -> dict[str, float]:
+def _tokens(baseline: torch.Tensor, value: torch.Tensor, counted: torch.Tensor) -> dict[str, Any]:
     """Return what two sets of logits [..., V] say of the next token, at all positions that count; KL in nats."""
     rows = counted.any(-1)
     b, c = baseline[rows], value[rows]

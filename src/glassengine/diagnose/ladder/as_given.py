@@ -69,7 +69,7 @@ def as_given(climb: Climb, baseline: LoadedModel, candidate: LoadedModel | None,
                 if candidate is None:
                     climb.notes.append(f"{in_words(who, names)}; compared in evaluation mode")
                     continue
-                side.training = one.training
+                side.training = one.training  # type: ignore[union-attr]
                 climb.differences.append(in_words(who, names))
     is_called_once = num_stages == 1 and not climb.program.generates
     if candidate is not None and is_called_once and baseline.stored is None and not climb.differences:
@@ -133,7 +133,8 @@ def _calls(
     None where a call raises, or draws random numbers.
     """
     module: nn.Module = side.module
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), holding(module, side.state), Draws() as draws:
+    draws = Draws()  # type: ignore[no-untyped-call]
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), holding(module, side.state), draws:
         try:
             kept = named_results(module(**own_copies(_arguments(side.arguments, step))))
             first = {name: value.detach().clone() for name, value in kept.items()}
@@ -153,7 +154,7 @@ def _changed(step: Mapping[str, Any]) -> dict[str, Any] | None:
             return copy.copy(value)
         if value.numel() < 2 or bool((value == value.flatten()[0]).all()) or not bool(value.isfinite().all()):
             return value
-        if int(value.unique().numel()) <= 2:
+        if int(torch.unique(value).numel()) <= 2:
             return value  # a mask, which may hide all of a row elsewhere
         moved += 1
         return value.roll(1, -1) if value.shape[-1] > 1 else value.roll(1)
