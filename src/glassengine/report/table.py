@@ -6,8 +6,7 @@ Rich takes a millisecond a row; a step may have a hundred thousand tensors.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
-from typing import Literal
+from typing import Any, Literal
 
 from rich import box
 from rich.cells import cell_len

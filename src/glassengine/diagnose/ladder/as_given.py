@@ -113,14 +113,14 @@ def _call_twice(climb: Climb, ours: Any, theirs: Any) -> None:
     if other is None:
         climb.notes.append("a second call of the candidate, with other inputs, raises or draws random numbers")
         return
-    firsts, agains, keeps = other
+    firsts, seconds, keeps = other
     for name in first:
-        if name not in firsts or name not in agains or name not in again or first[name].shape != firsts[name].shape:
+        if name not in firsts or name not in seconds or name not in again or first[name].shape != firsts[name].shape:
             continue
         if not torch.equal(keeps[name], firsts[name]) and torch.equal(kept[name], first[name]):
             climb.differences.append(f"a second call of the candidate overwrites the {name} that the first returned")
-        elif _signal(first[name], firsts[name]) > _SAME_DB and _signal(again[name], agains[name]) < _LOST_DB:
-            stale = _signal(firsts[name], agains[name]) > _SAME_DB
+        elif _signal(first[name], firsts[name]) > _SAME_DB and _signal(again[name], seconds[name]) < _LOST_DB:
+            stale = _signal(firsts[name], seconds[name]) > _SAME_DB
             how = "it is that of the first call" if stale else "the first call agrees"
             climb.differences.append(f"a second call of the candidate, with other inputs, gives a wrong {name}: {how}")
 
