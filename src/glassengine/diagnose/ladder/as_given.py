@@ -117,7 +117,7 @@ def _call_twice(climb: Climb, ours: Any, theirs: Any) -> None:
     for name in first:
         if name not in firsts or name not in seconds or name not in again or first[name].shape != firsts[name].shape:
             continue
-        if not torch.equal(keeps[name], firsts[name]) and torch.equal(kept[name], first[name]):
+        if not _same(keeps[name], firsts[name]) and _same(kept[name], first[name]):
             climb.differences.append(f"a second call of the candidate overwrites the {name} that the first returned")
         elif _signal(first[name], firsts[name]) > _SAME_DB and _signal(again[name], seconds[name]) < _LOST_DB:
             stale = _signal(firsts[name], seconds[name]) > _SAME_DB
@@ -161,6 +161,10 @@ def _changed(step: Mapping[str, Any]) -> dict[str, Any] | None:
 
     found = {name: move(value) for name, value in step.items()}
     return found if moved else None
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _signal(baseline: torch.Tensor, value: torch.Tensor | None) -> float:
