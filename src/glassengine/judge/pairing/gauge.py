@@ -3,9 +3,9 @@
 A port may center what it writes to a residual stream, since every layer norm takes the mean off again; it may order
 heads or hidden units otherwise, turn the basis of the stream, or scale queries up and keys down. That the results agree
 does not prove it: these inputs may not excite a mistake. So both programs are run in float64, node by node side by
-side, on made-up values. Where the two have the same, both go on from another value, the same for both: of another size,
-so that an epsilon or a limit shows, and masks with places turned over. Where they differ, each goes on from its own. If
-they meet again on every way to a result, whatever the values, what lies between is the same function.
+side, on made-up values. Where the two have the same product, both go on from another one, the same for both: of another
+size, so that an epsilon or a limit shows; masks have places turned over. Where they differ, each goes on from its own.
+If they meet again on every way to a result, whatever the values, what lies between is the same function.
 
 A whole number that differs, and a table that is made of constants alone (turned by another position), prove nothing:
 what they are may count in the next step. A tensor that hardly differs proves nothing, either: the rounding of weights
@@ -33,7 +33,7 @@ from glassengine.program.representation.program import Program
 
 TAKEN_BACK = "written in another gauge: what reads it takes that back, for any values"
 
-_SIZES = (1e-4, 0.1, 1.0, 10.0, 1e4)
+_SIZES = (1e-4, 0.1, 1.0, 10.0, 1e3)
 """Of made-up values: an epsilon shows in small ones, a limit in large ones, a softmax in those between."""
 _ROUNDINGS = 4
 """A row that differs by this many times what other roundings of the weights make is not the same."""
@@ -140,10 +140,17 @@ class _Two:
                 far[node] = max(apart, least)
                 found.add(node.name)
                 continue
-            if pair.arrangement is None and not any(user in theirs.made for user in own.users):
-                ours.made[node] = theirs.made[own] = _made_up(value, size, generator, like=True)
+            is_used = any(user in theirs.made for user in own.users)
+            if pair.arrangement is None and not is_used:
+                other = _made_up(value, size, generator, like=True) if self._is_free(node) else value
+                ours.made[node] = theirs.made[own] = other
             rounded.made[node] = ours.made[node]
         return found
+
+    def _is_free(self, node: Node) -> bool:
+        """Whether the result may be anything: of a product or a table, and not a norm, or shares that add up to one."""
+        reads_matrix = any(self._weights[s.name].dim() > 1 for s in node.all_input_nodes if s.name in self._weights)
+        return reads_matrix or traits_of(node).multiplies or node.meta["val"].dtype is torch.bool
 
     def _called(self, node: Node, theirs: _Values) -> Any:
         """Return what the baseline's op makes of what the candidate has; None where it lacks some of that."""
@@ -266,7 +273,7 @@ def _apart(ours: Any, theirs: Any) -> float:
         return math.inf
     if not (ours.is_floating_point() and theirs.is_floating_point()):
         return 0.0 if torch.equal(ours, theirs) else math.inf
-    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+    same = (ours == theirs) | (ours.isnan() & theirs.isnan()) | ((ours < -_HUGE) & (theirs < -_HUGE))  # all of it hides
     usual = ours.isfinite() & theirs.isfinite() & (ours.abs() < _HUGE) & (theirs.abs() < _HUGE)
     if not bool((same | usual).all()):
         return math.inf
