@@ -169,7 +169,8 @@ def traced_program(
         raise
     except Exception as error:
         if not any(parameter.is_meta for parameter in module.parameters()):
-            with forward_errors(module, "the model cannot run on these inputs: its forward raised in"):
+            name = metadata.get("model", "the model")
+            with forward_errors(module, f"{name} cannot run on these inputs: its forward raised in"):
                 run_alone(module, inputs)
         where = source_of(error)
         traced = getattr(module, prefix) if prefix else module
