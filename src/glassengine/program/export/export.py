@@ -34,7 +34,7 @@ from glassengine.program.user_code.keywords import explicit_keywords, methods_of
 from glassengine.program.user_code.marks import collect_marks, marking
 from glassengine.program.user_code.module_state import run_alone
 from glassengine.program.user_code.prune import remove_dead_nodes, without_dead_weights
-from glassengine.program.user_code.raised import forward_errors, source_of
+from glassengine.program.user_code.raised import source_of
 from glassengine.program.user_code.specialized import real_values, without_assertions
 from glassengine.program.user_code.tracing import fast_tracing
 
@@ -169,9 +169,7 @@ def traced_program(
         raise
     except Exception as error:
         if not any(parameter.is_meta for parameter in module.parameters()):
-            name = metadata.get("model", "the model")
-            with forward_errors(module, f"{name} cannot run on these inputs: its forward raised in"):
-                run_alone(module, inputs)
+            run_alone(module, inputs)  # what raises without an exporter too is the caller's to name
         where = source_of(error)
         traced = getattr(module, prefix) if prefix else module
         # What follows the first paragraph is advice to those who work on torch.
