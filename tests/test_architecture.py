@@ -355,6 +355,8 @@ DECIDED_BY_WORDS = {
     ("judge/verdict/standing.py", "noise floor"): "ResultComparison.judged_by",
     ("diagnose/quantization/check_graph.py", "too little judged"): "Comparison.standing",
     ("diagnose/quantization/port.py", "too little judged"): "Comparison.standing",
+    ("diagnose/quantization/port.py", "results differ"): "Comparison.standing",
+    ("diagnose/quantization/port.py", "differs inside"): "Comparison.standing",
     ("diagnose/training/findings.py", "too little judged"): "Comparison.standing",
     ("diagnose/quantization/result.py", "not its values"): "kind of a hint, documented in the JSON reference",
     # Stack traces as Python and torch write them.

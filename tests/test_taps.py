@@ -249,7 +249,7 @@ class Anything:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        (Anything(), r"got: Anything\n.*expected: a module, a program, an engine"),
+        (Anything(), r"got: Anything\n.*expected: a module, a program or an engine"),
         (torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),)), r"torch.export leaves no taps"),
     ],
 )

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import glassengine as glass
+from glassengine import asked
 from glassengine.cli import foreign
 from glassengine.cli.main import load_command, main
 
@@ -198,6 +199,7 @@ def test_what_is_given_and_nothing_else_reaches_generate(
 
     monkeypatch.setattr(engine, "generate", generate)
     monkeypatch.setattr(glass, "load", lambda _, **trust: engine)
+    monkeypatch.setattr(asked, "engine", lambda directory: directory)
     assert run(*shlex.split(f"--engine_dir x {line}")) == 0
     always = {
         "input_ids",

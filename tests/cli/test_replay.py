@@ -149,7 +149,7 @@ def test_flags_that_mean_nothing(
 
 def test_nothing_to_replay(tmp_path: Path, snapshot: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(tmp_path / "none")]) == 2
-    assert "not a snapshot" in capsys.readouterr().err
+    assert "no such file" in capsys.readouterr().err
     assert main(["replay", str(snapshot.parent)]) == main(["replay", str(snapshot)])  # the only one there
     for name in ("one", "two"):
         shutil.copytree(snapshot, tmp_path / "several" / name)

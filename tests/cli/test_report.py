@@ -78,6 +78,7 @@ def test_a_place_that_is_taken_is_refused_before_any_work(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken/thesis.txt").touch()
+    (tmp_path / "snapshot").mkdir()
     assert cli.main([*line.split(), "--report", "taken"]) == 2
     assert "a report replaces only a report" in capsys.readouterr().err
 

@@ -241,7 +241,6 @@ def test_record(engine_directory: Path, tmp_path: Path, capsys: pytest.CaptureFi
         (["{out}", "--input-text", "a"], "unknown engine directory"),
         (["--input-text", "a"], "no engine is named"),
         (["{engine}", "--engine_dir", "{engine}", "--input-text", "a"], "more than one engine is named"),
-        (["{engine}"], "nothing to generate from"),
         (["{engine}", "--input-text", "a", "--input-ids", "x.json"], "both given"),
         (["{engine}", "--input-ids", "{out}.json"], "no such file of token ids"),
         (["{engine}", "--input-text", "a", "--max-new-tokens", "500"], "--max-seq-len"),

@@ -25,6 +25,7 @@ PAGES = [
     "coming-from-tensorrt-llm.md",
     "coming-from-transformers.md",
     "continuous-integration.md",
+    "my-dump-comes-from-another-framework.md",
     "my-server-answers-differently.md",
     "my-server-executorch.md",
     "my-server-llama-cpp.md",
@@ -42,8 +43,8 @@ PAGES = [
 
 NEEDS = {"continuous-integration.md": "jq"}
 """What a page uses of the machine."""
-ELSEWHERE = ("my-server-executorch.md", "my-server-vllm.md")
-"""Pages of engines in an environment of their own: run by `tests/serving_engines`."""
+ELSEWHERE = ("my-dump-comes-from-another-framework.md", "my-server-executorch.md", "my-server-vllm.md")
+"""Pages of packages in an environment of their own: run by `tests/foreign` and `tests/serving_engines`."""
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in ELSEWHERE])

@@ -65,7 +65,7 @@ def _loaded(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("loaded")
     torch.save({"input": torch.ones(1, 2)}, folder / "x.pt")
     model = torch.nn.Linear(2, 2).eval()
-    assert glass.check(model, candidate=model, inputs=str(folder / "x.pt")).ok
+    assert glass.check(model, candidate=copy.deepcopy(model), inputs=str(folder / "x.pt")).ok
     with glass.record(model, folder / "run"):
         model(torch.ones(1, 2))
     assert glass.compare(folder / "run", folder / "run").ok

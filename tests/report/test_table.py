@@ -3,11 +3,13 @@
 import io
 
 import pytest
+from rich.console import Console
 from rich.text import Text
 
 from glassengine.cli.options import SafeConsole
 from glassengine.report import table
 from glassengine.report.table import new_table
+from glassengine.report.words import of_side
 
 
 def shown(rows: list[tuple[str | Text, ...]], *, width: int | None = None) -> str:
@@ -51,3 +53,25 @@ def test_s9_rich_lays_out_no_long_table(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr("rich.table.Table._render", never)
     assert len(shown([("x", str(i), "a", "0") for i in range(5000)]).splitlines()) == 5002
+
+
+def test_u7_columns_go_before_anything_is_folded() -> None:
+    def drawn(width: int, name: str = "float32[1,11,64]") -> str:
+        table = new_table("site", "tensor", "mean", "std", first=("std", "mean"))
+        for number in range(3):
+            table.add_row(f"model.layers.{number}.mlp", name, "0.12345", "1.03312")
+        console = Console(width=width, force_terminal=True, color_system=None, file=io.StringIO())
+        console.print(table)
+        return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+    assert "std" in drawn(80) and "mean" in drawn(80)
+    assert "std" not in drawn(52) and "mean" in drawn(52)
+    assert "mean" not in drawn(40)
+    for width in (80, 52, 40):
+        assert drawn(width).count("float32[1,11,64]") == 3, "in one piece"
+    assert "int64[2]" in drawn(32, "int64[2]") and "mean" not in drawn(32, "int64[2]")
+
+
+@pytest.mark.parametrize(("side", "text"), [("both", "both sides"), ("baseline", "the baseline")])
+def test_u7_a_side_is_called_in_english(side: str, text: str) -> None:
+    assert of_side(side) == text

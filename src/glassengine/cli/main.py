@@ -108,15 +108,14 @@ _ASKED: dict[str, Callable[[Any], Any]] = {
     "passes": asked.functions,
     **dict.fromkeys(("optimizer", "candidate_optimizer", "loss"), asked.function),
 }
-"""Option -> what can be said of its value before torch is imported."""
-_BOTH = dict.fromkeys(("baseline", "candidate"), asked.model)
+"""Option -> what refuses a value of it before torch is imported."""
+_BOTH: dict[str, Callable[[Any], Any]] = {"baseline": asked.model, "candidate": asked.model}
 _ASKED_OF: dict[str, dict[str, Callable[[Any], Any]]] = {
     "build": {"model": asked.model},
     "check": _BOTH,
     "check_training": _BOTH,
     "sites": {"target": asked.model},
     "show": {"recording": asked.existing},
-    "snapshot": {"snapshot": asked.existing},
     "replay": {"snapshot": asked.existing},
     "verify": {"engine": asked.engine},
 }

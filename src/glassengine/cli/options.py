@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -189,7 +189,7 @@ def stages(shares: Sequence[tuple[Work, float]]) -> Iterator[Callable[[Event], N
     if shows_progress():
         from glassengine.cli.bars import bar as _bar
 
-        shown = _bar(err, shares)
+        shown: Any = _bar(err, shares)
     else:
         shown = nullcontext(silent) if settings.quiet else _lines()
     last: list[Event] = []

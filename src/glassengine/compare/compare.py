@@ -193,7 +193,7 @@ def _compared(
         pairs[i] = dataclasses.replace(pairs[i], verdict="suspicious", reason=NOT_JUDGED)
     for i, other in beside_larger(pairs, chosen, left).items():
         pairs[i] = dataclasses.replace(pairs[i], reason=f"it is as small as the rounding of {other}")
-    if any(str(pairs[i].reason).startswith(COARSE) for i in pairs.flagged()):
+    if any(pairs[i].reason == COARSE for i in pairs.flagged()):
         for i in [i for i in pairs.flagged() if pairs[i].reason == IF_COARSE]:
             pairs[i] = dataclasses.replace(pairs[i], verdict="suspicious", reason=f"{COARSE}, in other tensors")
     unsure = [i for i in pairs.flagged() if pairs[i].reason in (NOT_JUDGED, ROUNDED, TOO_SMALL)]

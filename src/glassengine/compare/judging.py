@@ -23,8 +23,8 @@ from glassengine.compare.small import COARSE, IF_COARSE
 from glassengine.numerics.mask_values import both_may_hide, without_hidden
 from glassengine.numerics.metrics.drift import DriftSums
 from glassengine.numerics.metrics.measure import measure, summarize, summarize_errors
-from glassengine.numerics.metrics.precision import precision_of
 from glassengine.numerics.metrics.slices import slices, sums_of_squares
+from glassengine.numerics.metrics.tolerance import precision_of
 from glassengine.recording.layout.values import dtype_name
 from glassengine.results import Summary
 
@@ -65,10 +65,10 @@ class Judge(Ruling, Both):
             figures = measure(x, y, rtol=allowed.rtol, atol=allowed.atol, device=self.device)
         drift = _drift_of(x, y) if self.has_drift else None
         pair = self.verdict(match, figures, _kind(x), _kind(y), drift, functools.partial(slices, x, y))
-        if pair.reason == IF_COARSE and (coarse := {precision_of(x), precision_of(y)} - {_name(x), _name(y)}):
-            pair = dataclasses.replace(pair, verdict="suspicious", reason=f"{COARSE}: {', '.join(sorted(coarse))}")
+        if pair.reason == IF_COARSE and not {precision_of(x), precision_of(y)} & {_name(x), _name(y)}:
+            pair = dataclasses.replace(pair, verdict="suspicious", reason=COARSE)
         if not figures.num_different and x.is_floating_point() and not _has_finite(x):
-            pair = dataclasses.replace(pair, verdict="suspicious", reason="no value is finite, on either side")
+            pair = dataclasses.replace(pair, reason="no value is finite, on either side")
         if pair.reason == ROUNDED and self._is_another_update(match, y, x):
             pair = dataclasses.replace(pair, verdict="wrong", reason=None)
         return Judged(pair, drift, counted)
@@ -115,6 +115,7 @@ def _drift_of(x: Tensor, y: Tensor) -> DriftSums:
 def _has_finite(tensor: Tensor) -> bool:
     """Whether a tensor has a finite value, or none at all; most have one in the first place."""
     flat = tensor.reshape(-1)
+    flat = flat.float() if flat.element_size() == 1 else flat  # float8 has no kernel for it
     return not flat.numel() or bool(flat[:1].isfinite().any()) or bool(flat.isfinite().any())
 
 

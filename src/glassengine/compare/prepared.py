@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -65,7 +64,7 @@ def prepared(
     require_names(show_only, left, right)
     require_names(transpose, left)
     plan = planned(bench, rules, show_only=show_only, floating_point_only=floating_point_only)
-    if not any(math.prod(pair.baseline.shape) for pair in plan.pairs):
+    if not len(plan.pairs):
         raise nothing_to_compare(left, right, plan.impossible)
     return plan, options
 

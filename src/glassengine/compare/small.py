@@ -4,8 +4,8 @@ What is relative to the whole tensor counts for small ones: a tolerance leaves t
 so it does of values around 1e-7. Less may still be rounding, where all of the tensor is (the bias of keys has no
 gradient): known only beside a tensor of the same module whose own rounding is as large. Else it is not judged.
 
-A file without bfloat16 holds it as float32. Where values say so, what its roundings leave is not wrong; what was
-computed of such values (log-probabilities) does not show it, but the tensors beside it do.
+A file without bfloat16 holds its values as float32, which shows in their bits: what roundings to bfloat16 leave is then
+not wrong. What was computed of such values (log-probabilities) does not show it, but the tensors beside it do.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from glassengine.results import Figures, Packed
 TOO_SMALL = "all of it is below the absolute tolerance: not judged without glass record --noise-floor, or --atol"
 SCALED = "it is the baseline's times another factor, though all of it is below the absolute tolerance"
 IF_COARSE = "no more than roundings to bfloat16: where a side computes in it, --rtol 1.6e-2"
-COARSE = "no more than roundings to a dtype whose values are all that a side holds"
+COARSE = "no more than roundings to the half precision whose values both sides hold"
 _SLACK = 10
 """An element of a tensor around 1 may be off by this many times the absolute tolerance, where all are."""
 _ALONG = 0.8
@@ -54,14 +54,14 @@ def beside_larger(pairs: Packed, chosen: Sequence[Match], left: TensorSource) ->
     """
     small = [i for i in pairs.flagged() if pairs[i].reason == TOO_SMALL]
     found: dict[int, str] = {}
-    by_module: dict[tuple[int, int, str], list[Entry]] = {}
+    by_module: dict[tuple[int, int, tuple[str, str]], list[Entry]] = {}
     for entry in left.entries if small else ():
         by_module.setdefault((entry.step, entry.rank, _module(entry.site)), []).append(entry)
     for i in small:
         own, figures = chosen[i].baseline, pairs[i].figures
         beside = by_module[own.step, own.rank, _module(own.site)] if "." in own.site else []
         for other in beside:
-            if other.site != own.site and is_floating(other.dtype) and figures is not None and math.prod(other.shape):
+            if other.site != own.site and is_floating(other.dtype) and figures is not None and 0 not in other.shape:
                 size = float(left.tensor(other).abs().max())
                 if figures.max_abs_diff <= _MOST_ROUNDINGS * unit_roundoff(other.dtype) * size:
                     found[i] = other.site
@@ -80,5 +80,6 @@ def may_be_coarse(figures: Figures, *dtypes: str) -> bool:
     return is_near and set(dtypes) == {"float32"} and not is_multiple(figures)
 
 
-def _module(site: str) -> str:
-    return site.rpartition(".")[0]
+def _module(site: str) -> tuple[str, str]:
+    path, _, what = site.partition(":")
+    return path.rpartition(".")[0], what

@@ -29,7 +29,7 @@ from glassengine.diagnose.ladder.encoder_decoder import joined
 from glassengine.diagnose.ladder.interrupted import kept
 from glassengine.diagnose.ladder.judging import explain_engine, judge, severity_counter
 from glassengine.diagnose.ladder.other_model import add_model, start_stage
-from glassengine.diagnose.ladder.prepared import accumulation_of, climbs_of, given_to, with_record
+from glassengine.diagnose.ladder.prepared import accumulation_of, climbs_of, given_to, parts_of, with_record
 from glassengine.diagnose.ladder.record import judge_sums_again
 from glassengine.diagnose.ladder.rungs import add_built, add_engine, arguments_of
 from glassengine.diagnose.ladder.sessions import as_run, with_level
@@ -42,9 +42,8 @@ from glassengine.diagnose.reproduction.reproduce import with_reproduction
 from glassengine.diagnose.served.candidates import built_candidate, is_engine, named_candidate
 from glassengine.diagnose.served.check import check_served
 from glassengine.engine.build.ranks import check_mesh, mesh_for
-from glassengine.engine.run.engine import Engine
 from glassengine.engine.run.load import load
-from glassengine.errors import IncomparableError, UsageError
+from glassengine.errors import UsageError
 from glassengine.judge.cases import tokens_in_one_forward
 from glassengine.judge.given import as_inputs, in_one_forward
 from glassengine.judge.sides.module import threads_for
@@ -250,7 +249,7 @@ def check(
             return check_quantized_module(model, other, held, given, **told)
         told_again = partial(check, inputs=inputs, min_coverage=min_coverage, **told, **options)
         return check_quantized_file(baseline, model, other, given, told_again)
-    parts = _parts(engine, 2 if model.generation.has_encoder else 1)
+    parts = parts_of(engine, 2 if model.generation.has_encoder else 1)
     of_stages: Sequence[Any] = (None,) * len(parts)
     with ExitStack() as stack:
         stack.enter_context(threads_for(model.module))
@@ -337,20 +336,6 @@ def check(
         progress(Work.WRITING.says("writing a reproduction"))
         at = next(number for number, one in enumerate(results) if result.first_divergence in one.origins)
         return with_reproduction(result, place(reproduction), climbs[at].scores, climbs[at].program)
-
-
-def _parts(engine: Engine | None, number: int) -> list[Engine | None]:
-    """Return the engines of the programs that are climbed: one, or encoder (or vision) and decoder."""
-    if engine is None:
-        return [None] * number
-    parts: list[Engine | None] = [engine.encoder, engine] if engine.manifest.has_encoder else [engine]
-    if len(parts) != number:
-        raise IncomparableError(
-            "the engine was built from another kind of model",
-            got="encoder and decoder" if len(parts) == 2 else "one program",
-            expected="encoder and decoder" if number == 2 else "one program",
-        )
-    return parts
 
 
 def _described(climb: Climb, candidate: str | Path | nn.Module | None) -> str:

@@ -224,7 +224,7 @@ def causal_cases(model: LoadedModel, inputs: Inputs, steps: int) -> list[Case]:
         _check_ids([case.input_ids for case in cases], vocabulary)
         return _by_token(model, cases)
     rows, who = _prompt_ids(model, inputs, vocabulary)
-    recipes = {**(_RECIPES if inputs is None else {}), "input_ids": who}
+    recipes = {"input_ids": who}
     if inputs is None:
         # Generated inputs must not be longer than a small model can take.
         most = max(1, model.metadata.get("max_position_embeddings", 1 << 62) - steps)
@@ -238,11 +238,8 @@ def causal_cases(model: LoadedModel, inputs: Inputs, steps: int) -> list[Case]:
     return _by_token(model, [replace(case, origin=origin, recipes=recipes) for case in cases])
 
 
-BY_BASELINE = "tokenized by the baseline"
-_RECIPES = {
-    "input_ids": "random token ids: the baseline has no tokenizer",
-    "attention_mask": "all ones; zeros where the shorter of two prompts is padded on its left",
-}
+_BY_BASELINE = "tokenized by the baseline"
+_RANDOM = "random token ids: the baseline has no tokenizer"
 
 
 def _by_token(model: LoadedModel, cases: Sequence[Case]) -> list[Case]:
@@ -293,10 +290,10 @@ def _prompt_ids(model: LoadedModel, inputs: str | None, vocabulary: int) -> tupl
             f"{model.spec} has no tokenizer for the prompts of {inputs}", hint="--inputs ids.json with input_ids"
         )
     if tokenizer is not None:
-        return [torch.tensor(row) for row in encode(tokenizer, texts)], BY_BASELINE
+        return [torch.tensor(row) for row in encode(tokenizer, texts)], _BY_BASELINE
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(0, min(vocabulary, 1 << 31), (size,), generator=generator) for size in (12, 7)]
-    return rows, _RECIPES["input_ids"]
+    return rows, _RANDOM
 
 
 def tokenizer_of(directory: str | None) -> Any:

@@ -9,13 +9,14 @@ otherwise: where it was seen to, or where its choice was not observed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
-from glassengine.judge.graphs.by_result import in_order
+from glassengine.judge.graphs.by_result import by_value
+from glassengine.judge.result_figures import dtype_name, result_figures, worse
 from glassengine.numerics.exemptions import DRAWN
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.kinds import unequal
@@ -25,7 +26,7 @@ from glassengine.numerics.verdict import Reference
 from glassengine.program.representation.outputs import PREFIX
 from glassengine.program.representation.program import Program
 from glassengine.program.user_code.module_state import STATE
-from glassengine.results import FLAGGED, VERDICTS, DriftRow, ResultComparison, Verdict
+from glassengine.results import FLAGGED, DriftRow, ResultComparison, Verdict
 
 _CHOSEN_ALIKE = "both sides chose alike where rounding might have chosen: no tie explains the difference"
 _RANDOM = "every run draws new random numbers"
@@ -51,6 +52,7 @@ class EndToEnd:
     _sums: dict[str, DriftSums] = field(default_factory=dict)
     _found: dict[str, ResultComparison] = field(default_factory=dict)
     _seen: set[str] = field(default_factory=set)
+    _other_names: dict[str, str] = field(default_factory=dict)
     _beside: dict[str, None] = field(default_factory=dict)
     _varying: set[str] = field(default_factory=set)
 
@@ -176,14 +178,13 @@ class EndToEnd:
             own, left = theirs.get(name, given[name]), ours.get(name, given[name])
             judged = _passed_on(left, own)
             if judged.verdict != "identical":
-                writers = [who for who, written in (("baseline", ours), ("candidate", theirs)) if name in written]
-                writes = f"the {writers[0]} writes to it" if len(writers) == 1 else "both write to it"
-                judged = replace(judged, reason=writes)
+                who = "both write" if name in ours and name in theirs else "the baseline writes"
+                judged = replace(judged, reason=f"{who if name in ours else 'the candidate writes'} to it")
             self._add(f"{name} after the forward", name, "name", (judged, 0.0), None, left, own, where)
             self._beside[f"{name} after the forward"] = None
 
     def compare_plain(self, theirs: Mapping[str, Any], ours: Mapping[str, Any], where: tuple[str, int]) -> None:
-        """Compare results that are no tensors: numbers, and text; nothing can be said of None.
+        """Compare results other than tensors: numbers and text; None is listed as not compared.
 
         Args:
             theirs: Of the side in this step, by name.
@@ -192,15 +193,15 @@ class EndToEnd:
         """
         for name, value in ours.items():
             other = theirs.get(name)
-            if value is None or name not in theirs:
-                self.not_compared[name] = f"the baseline returns {value!r:.40}" if value is None else _MISSING
+            if name not in theirs or not isinstance(value, (bool, int, float, str)):
+                is_known = isinstance(value, (bool, int, float, str))
+                self.not_compared[name] = _MISSING if is_known else f"the baseline returns {type(value).__name__}"
                 continue
-            if isinstance(value, (bool, int, float)) and isinstance(other, (bool, int, float)):
+            if not isinstance(value, str) and isinstance(other, (bool, int, float)):
                 pair = torch.tensor(value), torch.tensor(other)
-                judged = _passed_on(*pair)
             else:  # text; of what has no figures, whether it is the same
                 pair = torch.tensor(True), torch.tensor(type(value) is type(other) and value == other)
-                judged = _passed_on(*pair)
+            judged = _passed_on(*pair)
             if judged.verdict not in ("identical", "rounding"):
                 judged = replace(judged, reason=f"{other!r:.40}, baseline {value!r:.40}")
             self._add(name, name, "name", (judged, 0.0), None, *pair, where)
@@ -209,19 +210,21 @@ class EndToEnd:
     def _counterpart(
         self, name: str, theirs: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]
     ) -> tuple[str | None, str]:
-        """Return the side's name for a result; by place and kind where names differ."""
+        """Return the side's name for a result; by value, place and kind where names differ, as in the first step."""
         if name in theirs:
             return name, "name"
         names = results_of(self.program)
         left = {one: ours[one] if one in ours else self._fake(one) for one in names if one not in theirs}
         others = {one: made for one, made in theirs.items() if one not in names}
-        found = in_order(left, others).get(name) if others else None
-        return found, "position" if found is not None else ""
+        if others and not self._other_names.keys() & left.keys():
+            self._other_names |= by_value(left, others)
+        found = self._other_names.get(name)
+        return (found, "position") if found in others else (None, "")
 
-    def _is_logits(self, name: str, value: torch.Tensor) -> bool:
-        """Whether a result scores the tokens of a vocabulary."""
+    def _is_logits(self, names: Sequence[str], value: torch.Tensor) -> bool:
+        """Whether a result scores the tokens of a vocabulary: by the name that either side has for it, or by size."""
         size = self.program.metadata.get("vocab_size")
-        is_named = name.rpartition(".")[2] == "logits"
+        is_named = any(name.rpartition(".")[2] == "logits" for name in names)
         return value.is_floating_point() and value.dim() > 1 and (is_named or value.shape[-1] == size)
 
     def _fake(self, name: str) -> object:
@@ -243,8 +246,7 @@ class EndToEnd:
     ) -> None:
         judgement, exempt = judged
         own, method = (self.called or {}).get(name, (own, method))
-        figures = _figures(baseline, value, valid)
-        tokens = _tokens(baseline, value, valid) if self._is_logits(name, baseline) else _Tokens()
+        figures = result_figures(baseline, value, valid, are_logits=self._is_logits((name, own), baseline))
         self._sums.setdefault(name, DriftSums()).add(baseline, value, valid)
         made = ResultComparison(
             name=name,
@@ -257,70 +259,19 @@ class EndToEnd:
             step=where[1],
             num_steps=1,
             shape=tuple(baseline.shape),
-            dtype=_name(baseline),
-            candidate_dtype=_name(value),
-            max_abs_diff=figures.max_abs_diff,
-            largest=figures.largest,
-            ulp=figures.ulp,
-            snr_db=figures.snr_db,
-            cosine_similarity=figures.cosine,
+            dtype=dtype_name(baseline),
+            candidate_dtype=dtype_name(value),
             noise_ratio=judgement.noise_ratio,
             exempt=exempt,
-            left_out=0.0 if valid is None else 1 - float(valid.expand(baseline.shape).double().mean()),
             judged_by=judged_by,
-            num_tokens=tokens.number,
-            same_tokens=tokens.same,
-            mean_kl=tokens.mean_kl,
-            max_kl=tokens.max_kl,
+            **vars(figures),
         )
-        if made.agrees and made.is_far_apart and not exempt and judged_by == "noise floor":
+        if made.is_unexplained:
             made = replace(made, verdict="suspicious", reason=_UNDECIDED, is_decided=False)
         if baseline.numel() < 2 or not bool((baseline == baseline.flatten()[0]).all()):
             self._varying.add(name)
         before = self._found.get(name)
         self._found[name] = made if before is None else worse(before, made)
-
-
-def merged(results: Iterable[ResultComparison]) -> tuple[ResultComparison, ...]:
-    """Return one entry for each result of each rung, of entries for other steps."""
-    found: dict[tuple[str, str], ResultComparison] = {}
-    for one in results:
-        place = (one.rung, one.name)
-        found[place] = worse(found[place], one) if place in found else one
-    return tuple(found.values())
-
-
-def worse(one: ResultComparison, other: ResultComparison) -> ResultComparison:
-    """Return the worse of two steps of a result, with the extremes of both."""
-
-    def key(found: ResultComparison) -> tuple[float, ...]:
-        noise_ratio = math.inf if found.noise_ratio is None and found.verdict in FLAGGED else found.noise_ratio or 0.0
-        loss = math.inf if found.snr_db is None else -found.snr_db
-        return (VERDICTS.index(found.verdict), loss, noise_ratio, found.max_abs_diff or 0.0)
-
-    return replace(
-        max((one, other), key=key),
-        num_steps=one.num_steps + other.num_steps,
-        num_tokens=one.num_tokens + other.num_tokens,
-        same_tokens=one.same_tokens + other.same_tokens,
-        mean_kl=_mean((one.mean_kl, one.num_tokens), (other.mean_kl, other.num_tokens)),
-        max_kl=max((kl for kl in (one.max_kl, other.max_kl) if kl is not None), default=None),
-        is_decided=one.is_decided and other.is_decided,
-        snr_db=_least(one.snr_db, other.snr_db),
-        noise_ratio=max((r for r in (one.noise_ratio, other.noise_ratio) if r is not None), default=None),
-        cosine_similarity=_least(one.cosine_similarity, other.cosine_similarity),
-        left_out=(one.left_out * one.num_steps + other.left_out * other.num_steps) / (one.num_steps + other.num_steps),
-        exempt=(one.exempt * one.num_steps + other.exempt * other.num_steps) / (one.num_steps + other.num_steps),
-    )
-
-
-def _least(one: float | None, other: float | None) -> float | None:
-    return min((value for value in (one, other) if value is not None), default=None)
-
-
-def _mean(*weighted: tuple[float | None, int]) -> float | None:
-    known = [(value, number) for value, number in weighted if value is not None and number]
-    return sum(value * number for value, number in known) / sum(number for _, number in known) if known else None
 
 
 def results_of(program: Program) -> list[str]:
@@ -333,7 +284,8 @@ def results_left(sides: Sequence[EndToEnd]) -> str | None:
     """Return in words which results of the baseline no side of the candidate has; None where all were compared."""
     if not sides:
         return None
-    if not any(side.found for side in sides):
+    reasons = {why for side in sides for why in side.not_compared.values()}
+    if not any(side.found for side in sides) and reasons != {_RANDOM}:
         return f"no result of the candidate was compared with the baseline's: {', '.join(results_of(sides[0].program))}"
     compared = {one.name for side in sides for one in side.found}
     missing = [name for name in sides[-1].missing if name not in compared]
@@ -389,82 +341,10 @@ def _passed_on(baseline: torch.Tensor, value: torch.Tensor) -> Judgement:
         return Judgement("wrong", None, None, shapes)
     if not bool(unequal(baseline, value).any()):
         return Judgement("identical", 0.0, 0.0)
-    names = _name(baseline), _name(value)
+    names = dtype_name(baseline), dtype_name(value)
     verdict: Verdict = "wrong"
     if all(map(is_inexact, names)):
         allowed = tolerance(*names)
         near = torch.allclose(value.to(baseline.dtype), baseline, allowed.rtol, allowed.atol, equal_nan=True)
         verdict = "rounding" if near else "wrong"
     return Judgement(verdict, None, None, "no op makes it: it is passed on")
-
-
-@dataclass(frozen=True)
-class _Tokens:
-    number: int = 0
-    same: int = 0
-    mean_kl: float | None = None
-    max_kl: float | None = None
-
-
-def _tokens(baseline: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None) -> _Tokens:
-    """Return what two sets of logits [..., V] say of the next token, at all positions that count."""
-    if baseline.shape != value.shape:
-        return _Tokens()
-    rows = torch.ones(baseline.shape[:-1], dtype=torch.bool)
-    if valid is not None:
-        rows = valid.expand(baseline.shape).any(-1)
-    b, c = baseline[rows].double(), value[rows].double()
-    if not len(b):
-        return _Tokens()
-    ours, theirs = b.log_softmax(-1), c.log_softmax(-1)
-    # A token that one side masks out has no probability there: 0 * inf counts for nothing.
-    kl = (ours.exp() * (ours - theirs)).masked_fill(ours.isneginf(), 0.0).sum(-1)
-    same = int((b.argmax(-1) == c.argmax(-1)).sum())
-    return _Tokens(len(b), same, float(kl.mean()), float(kl.max()))
-
-
-@dataclass(frozen=True)
-class _Figures:
-    max_abs_diff: float | None = None
-    largest: float | None = None
-    ulp: float | None = None
-    snr_db: float | None = None
-    cosine: float | None = None
-
-
-def _figures(baseline: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None) -> _Figures:
-    """Return how far two results are apart, over the elements that count."""
-    if baseline.shape != value.shape or baseline.is_complex() or value.is_complex():
-        return _Figures()
-    b, c = baseline.double(), value.double()
-    counted = torch.ones_like(b, dtype=torch.bool) if valid is None else valid.expand(b.shape)
-    same = (b == c) | (b.isnan() & c.isnan()) | ~counted
-    if bool((~same & ~(b.isfinite() & c.isfinite())).any()):
-        return _Figures(math.inf, None, None, -math.inf, None)
-    counted = counted & b.isfinite() & c.isfinite()
-    b, c = torch.where(counted, b, 0.0), torch.where(counted, c, 0.0)
-    if not b.numel():
-        return _Figures(0.0, 0.0, 0.0, math.inf, 1.0)
-    error, largest = c - b, float(b.abs().max())
-    worst = float(error.abs().max())
-    if not (baseline.is_floating_point() and value.is_floating_point()):
-        return _Figures(worst, largest)
-    noise, signal = float(error.square().sum()), float(b.square().sum())
-    norms = math.sqrt(signal) * float(c.norm())
-    return _Figures(
-        worst,
-        largest,
-        worst / _unit(largest, baseline, value) if largest else None,
-        math.inf if not noise else 10 * math.log10(signal / noise) if signal else -math.inf,
-        1.0 if not noise else float((b * c).sum()) / norms if norms else 0.0,
-    )
-
-
-def _unit(largest: float, *sides: torch.Tensor) -> float:
-    """Return a unit in the last place of `largest` in the coarser dtype of the two."""
-    eps = max(torch.finfo(side.dtype).eps for side in sides)
-    return float(eps * 2.0 ** math.floor(math.log2(largest)))
-
-
-def _name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

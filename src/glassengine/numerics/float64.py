@@ -20,7 +20,9 @@ CHECKED = frozenset({"_weight_norm"})
 
 def double(value: torch.Tensor) -> torch.Tensor:
     """Return floating tensors in float64, complex ones of two such, others as they are."""
-    return value.double() if value.is_floating_point() else value.cdouble() if value.is_complex() else value
+    if value.is_complex():
+        return value.to(torch.complex128)
+    return value.double() if value.is_floating_point() else value
 
 
 def retarget(value: Any) -> Any:

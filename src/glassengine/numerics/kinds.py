@@ -1,4 +1,4 @@
-"""Kinds of numbers: bools and whole numbers, floats, complex numbers. Two programs may keep one tensor in two of them."""
+"""Kinds of numbers: whole numbers and bools, floats, complex numbers. Two programs may keep a tensor in two kinds."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ def other_kind(candidate: torch.Tensor, baseline: torch.Tensor) -> str | None:
 def unequal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return where two tensors of any kinds have other values."""
     if one.is_complex() or other.is_complex():
-        return one.cdouble() != other.cdouble()
+        return torch.ne(one.to(torch.complex128), other.to(torch.complex128))
     left, right = (value.double() if value.is_floating_point() else value.long() for value in (one, other))
-    return left != right
+    return torch.ne(left, right)
 
 
 def parts(value: torch.Tensor) -> torch.Tensor:
     """Return a value with real and imaginary part along one more axis."""
-    return torch.view_as_real(value.cdouble() if value.dtype is torch.complex128 else value.cfloat())
+    return torch.view_as_real(
+        value.to(torch.complex128) if value.dtype is torch.complex128 else value.to(torch.complex64)
+    )

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from glassengine.numerics.counted import is_finite
 from glassengine.numerics.ops import Operation
-from glassengine.numerics.verdict import is_finite
 from glassengine.ops.row import Rounding
 
 

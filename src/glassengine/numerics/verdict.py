@@ -22,10 +22,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from glassengine.blocks import agree
+from glassengine.numerics.counted import is_finite, mean_where, rms_where, same_where
 from glassengine.numerics.floor import Floor, measured_floor
 from glassengine.numerics.judgement import (
     INTRODUCED_SUSPICIOUS,
@@ -133,44 +134,26 @@ class Reference:
 
     def with_run(self, run: torch.Tensor) -> Reference:
         """Return the reference with one more run behind its floor: another implementation that only rounds."""
-        return self._with([*self._noisy, run.double()], self._tied)
+        return self._with(noisy=[*self._noisy, run.double()])
 
     def kept_in(self, dtype: torch.dtype) -> Reference:
         """Return the reference for a candidate that keeps the tensor in a coarser dtype: a cache in halves, say."""
         if not self.exact.is_floating_point() or unit_roundoff(dtype) <= self._u:
             return self
-        return Reference(
-            self.exact,
-            self.native,
-            [*self._noisy, self.exact.to(dtype).double()],
-            dtype=dtype,
-            valid=self.valid,
-            tied=self._tied,
-            relative_floor=self._relative_floor,
-            known=self.known,
-        )
+        return self._with(noisy=[*self._noisy, self.exact.to(dtype).double()], dtype=dtype)
 
     def among(self, counted: torch.Tensor) -> Reference:
         """Return the reference by which those elements alone count; the mask broadcasts against the tensor."""
-        return self._with(self._noisy, self._tied, counted if self.valid is None else self.valid & counted)
+        return self._with(valid=counted if self.valid is None else self.valid & counted)
 
     def without_ties(self) -> Reference:
         """Return the reference by which elements that are tied count as all others do."""
-        return self._with(self._noisy, None)
+        return self._with(tied=None)
 
-    def _with(
-        self, noisy: Sequence[torch.Tensor], tied: torch.Tensor | None, valid: torch.Tensor | None = None
-    ) -> Reference:
-        return Reference(
-            self.exact,
-            self.native,
-            noisy,
-            dtype=self._dtype,
-            valid=self.valid if valid is None else valid,
-            tied=tied,
-            relative_floor=self._relative_floor,
-            known=self.known,
-        )
+    def _with(self, **other: Any) -> Reference:
+        own: dict[str, Any] = {"noisy": self._noisy, "dtype": self._dtype, "valid": self.valid, "tied": self._tied}
+        own |= {"relative_floor": self._relative_floor, "known": self.known}
+        return Reference(self.exact, self.native, **(own | other))
 
     @property
     def share_of_ties(self) -> float:
@@ -230,7 +213,7 @@ class Reference:
             candidate.is_floating_point() and self.exact.is_floating_point()
         ):
             return None
-        return _rms(candidate.double() - self.exact, self.valid)
+        return rms_where(candidate.double() - self.exact, self.valid)
 
     @property
     def is_silent(self) -> bool:
@@ -258,8 +241,8 @@ class Reference:
         """Rho of the whole tensor with every element in units of its bound."""
         counted = self._counted()
         legal = [self._share(run, bound).nan_to_num(0.0, 0.0, 0.0) for run in (self.native, *self._noisy)]
-        floor = math.sqrt(max(_mean(own.square(), counted) for own in legal))
-        return math.sqrt(_mean(share.square(), counted)) / max(floor, _LEAST_SHARE)
+        floor = math.sqrt(max(mean_where(own.square(), counted) for own in legal))
+        return math.sqrt(mean_where(share.square(), counted)) / max(floor, _LEAST_SHARE)
 
     def measured(self, candidate: torch.Tensor) -> Judgement:
         """Return the noise ratio and the error; the verdict is final where that is None or the values are identical."""
@@ -274,8 +257,8 @@ class Reference:
             return self._judge_exact(candidate)
         floor = self.measure_floor()
         assert floor is not None
-        if candidate.dtype is self.native.dtype and _equal(candidate, self.native, self.valid):
-            return Judgement("identical", 0.0, _rms(candidate.double() - exact, self._counted()))
+        if candidate.dtype is self.native.dtype and same_where(candidate, self.native, self.valid):
+            return Judgement("identical", 0.0, rms_where(candidate.double() - exact, self._counted()))
         value = candidate.double()
         (means,) = slice_means([(value - exact).square_()], floor.counted)
         # No element of `value` is larger than the largest of P and the largest error together.
@@ -337,28 +320,3 @@ class Reference:
         if not count:
             return Judgement("rounding", None, None, TIE, is_tie=True)
         return Judgement("wrong", None, None, f"{count} of {differs.numel()} {candidate.dtype} elements differ")
-
-
-def is_finite(value: torch.Tensor) -> bool:
-    """Whether a floating tensor holds numbers only; one pass and no mask for what does."""
-    return math.isfinite(float(value.sum())) or bool(value.isfinite().all())
-
-
-def _equal(candidate: torch.Tensor, native: torch.Tensor, valid: torch.Tensor | None) -> bool:
-    if torch.equal(candidate, native):
-        return True
-    if valid is None and is_finite(candidate):
-        return False
-    same = agree(candidate, native)
-    return bool(same.all() if valid is None else (same | ~valid).all())
-
-
-def _mean(square: torch.Tensor, counted: torch.Tensor | None) -> float:
-    if counted is None:
-        return float(square.mean()) if square.numel() else 0.0
-    number = int(counted.sum())
-    return float(torch.where(counted, square, 0.0).sum()) / number if number else 0.0
-
-
-def _rms(error: torch.Tensor, counted: torch.Tensor | None) -> float:
-    return float(_mean(error.square(), counted) ** 0.5)

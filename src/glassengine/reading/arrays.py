@@ -26,16 +26,20 @@ MAX_UNFOLDED_BYTES = 1 << 29
 """Most bytes that the compressed members of an archive unfold to; members that are stored have their own size."""
 
 
-def why_no_shape(sizes: object) -> str | None:
-    """Return why no tensor has these sizes, which a file claims, or None."""
+def shape_from(sizes: Any) -> tuple[int, ...]:
+    """Return the shape that a file claims.
+
+    Raises:
+        ValueError: No tensor has it.
+    """
     if not isinstance(sizes, list | tuple) or not all(type(size) is int and 0 <= size < 1 << 63 for size in sizes):
-        return "a shape is not a list of sizes"
+        raise ValueError("a shape is not a list of sizes")
     if len(sizes) > MAX_DIMENSIONS:
-        return f"a shape has {len(sizes)} dimensions, and a tensor at most {MAX_DIMENSIONS}"
+        raise ValueError(f"a shape has {len(sizes)} dimensions, and a tensor at most {MAX_DIMENSIONS}")
     # Steps from one element to the next are products of sizes, also where one of them is 0.
     if math.prod(max(size, 1) for size in sizes) > _MOST_ELEMENTS:
-        return f"the shape {list(sizes)} is larger than a tensor can be"
-    return None
+        raise ValueError(f"the shape {list(sizes)} is larger than a tensor can be")
+    return tuple(sizes)
 
 
 def read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
@@ -60,10 +64,7 @@ def read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
         shape, fortran, dtype = read(whole)
     except Exception as error:  # numpy parses a header as Python source, and lets out what its tokenizer raises
         raise ValueError(f"the header is damaged: {error}") from error
-    reason = why_no_shape(shape)
-    if reason is not None:
-        raise ValueError(reason)
-    return shape, fortran, dtype
+    return shape_from(shape), fortran, dtype
 
 
 def read_npz(path: str | Path) -> dict[str, np.ndarray[Any, Any]]:

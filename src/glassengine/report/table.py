@@ -6,7 +6,7 @@ Rich takes a millisecond a row; a step may have a hundred thousand tensors.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from rich import box
 from rich.cells import cell_len
@@ -63,7 +63,8 @@ class Table(RichTable):
             name, *self._first = self._first
             at = names.index(name)
             self._cells = [(*cells[:at], *cells[at + 1 :]) for cells in self._cells]
-            for row in (names, self.columns, *sizes):
+            of_columns: list[list[Any]] = [names, self.columns, *sizes]
+            for row in of_columns:
                 del row[at]
         for at, column in enumerate(self.columns):
             column._index = at

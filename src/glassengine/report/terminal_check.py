@@ -22,7 +22,7 @@ from glassengine.results import Comparison, Divergence, Hint, Pair
 _STYLES = {"identical": "green", "rounding": "green", "suspicious": "yellow", "wrong": "bold red"}
 _ROWS, _COLUMNS = 24, 100
 _HEAD, _LEAST_ROWS = 5, 3
-"""Lines of a table that are no rows, and the fewest rows."""
+"""Lines of the head of a table, and the fewest rows of one."""
 _MAX_HINTS = 2
 _MAX_ORIGINS = 2
 _MAX_REASONS = 4
@@ -51,16 +51,8 @@ def check(result: Comparison) -> RenderableType:
     if result.quantization is not None and result.quantization.weights:
         costs.append(weights_table(result.quantization, max(left - _HEAD, _LEAST_ROWS)))
         left -= costs[0].row_count + _HEAD
-    parts: list[RenderableType] = [
-        *head,
-        _ladder(result),
-        *drift,
-        *costs,
-        *weights,
-        *divergence,
-        *_cut(rest, max(left, 1)),
-    ]
-    return Group(*parts)
+    tables: list[RenderableType] = [_ladder(result), *drift, *costs]
+    return Group(*head, *tables, *weights, *divergence, *_cut(rest, max(left, 1)))
 
 
 def _rows(lines: Sequence[Text]) -> int:

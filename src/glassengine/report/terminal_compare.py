@@ -121,7 +121,9 @@ def _worst(figures: Figures) -> str:
 
 def _pairs(pairs: Sequence[Pair]) -> Table:
     columns = ("max abs", "max rel", "SNR dB", "beyond", "note")
-    table = new_table("verdict", "close", "equal", "step", "site", *columns, first=("equal", "close", "max rel", "beyond"))
+    table = new_table(
+        "verdict", "close", "equal", "step", "site", *columns, first=("equal", "close", "max rel", "beyond")
+    )
     for pair in pairs:
         figures = pair.figures
         numbers = ["-"] * 4

@@ -17,8 +17,8 @@ Standing = Literal[
 LEAST_DB = 20.0
 """Signal-to-noise ratio below which no difference of results is called rounding: a tenth of the values."""
 
-MOST_KL = 0.05
-"""Mean KL divergence in nats above which no difference of logits is called rounding: other samples are drawn."""
+MOST_KL = 0.1
+"""KL divergence in nats of a position from which on no difference of logits is called rounding."""
 
 MOST_OPS = 12
 """Most ops of a region that still count as judged finely: a norm or a rotation written by hand has as many."""
@@ -74,7 +74,7 @@ class ResultComparison(Result):
         max_kl: Likewise of the worst position.
         is_decided: False where the baseline's own rounding changes this result as much as the two sides differ, and
             the difference is too large to be called rounding.
-        within: What explains a difference that is legal: "the engine's 8-bit activations".
+        within: What explains a legal difference: "the engine's 8-bit activations".
     """
 
     name: str
@@ -112,9 +112,14 @@ class ResultComparison(Result):
 
     @property
     def is_far_apart(self) -> bool:
-        """Whether the two sides are further apart than rounding may ever be said to be: by signal or distribution."""
+        """Whether the two sides are too far apart to be called rounding, by signal or by distribution."""
         is_noise = self.snr_db is not None and self.snr_db < LEAST_DB
-        return is_noise or (self.mean_kl is not None and self.mean_kl > MOST_KL)
+        return is_noise or (self.max_kl is not None and self.max_kl >= MOST_KL)
+
+    @property
+    def is_unexplained(self) -> bool:
+        """Whether the noise floor would explain it, and it is too far apart for that: then nothing explains it."""
+        return self.agrees and self.is_far_apart and not self.exempt and self.judged_by == "noise floor"
 
     @property
     def is_plural(self) -> bool:

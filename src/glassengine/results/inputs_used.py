@@ -51,6 +51,11 @@ class InputUsed:
         return data
 
     @property
+    def is_made_up(self) -> bool:
+        """Whether its values were made for the check."""
+        return self.origin == "made up"
+
+    @property
     def is_constant(self) -> bool:
         """Whether all of several elements are the same number: such an input shows no exchange of its elements."""
         return self.num_distinct == 1 and math.prod(self.shape or ()) > 1

@@ -36,6 +36,7 @@ def test_build_lines_word_for_word(
     line: str,
     expected: tuple[str, str | None, list[str]],
     engine_directory: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -48,6 +49,8 @@ def test_build_lines_word_for_word(
         return engine
 
     monkeypatch.setattr(glass, "build", build)
+    monkeypatch.chdir(tmp_path)
+    Path(expected[0]).mkdir(parents=True)
     start = PROGRAM.search(line)
     assert start is not None
     for name, _, value in (pair.partition("=") for pair in shlex.split(line[: start.start()])):

@@ -96,7 +96,8 @@ def test_an_engine_of_another_file_is_judged_op_by_op(mlp: Path, tmp_path: Path)
 def quantized(path: Path, *, step: float = 0.05) -> Path:
     generator = np.random.default_rng(0)
     weights = {
-        "w": generator.integers(-127, 127, (16, 8)).astype(np.int8),
+        # Of seven bits: products with uint8 saturate on no processor.
+        "w": generator.integers(-63, 63, (16, 8)).astype(np.int8),
         "w_step": np.linspace(0.005, 0.02, 8, dtype=np.float32),
         "w_zero": np.zeros(8, np.int8),
         "step": np.float32(step),

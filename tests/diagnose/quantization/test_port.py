@@ -239,3 +239,21 @@ def test_f60_results_are_those_of_the_file_where_its_graph_is_wrong(
         pytest.approx(signal(tmp_path / "wrong.onnx", packed(kind)), abs=0.1)
     ]
     assert "with the baseline's weights where they were rounded" in result.notes[0]
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_f8_activations_of_16_bits_are_drift(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "floats.onnx"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        options: Any = {"opset_version": 17, "dynamo": False, "input_names": list(GIVEN[name])}
+        torch.onnx.export(MODELS[name](), tuple(GIVEN[name].values()), str(path), **options)
+    quantization.quantize_static(
+        str(path),
+        str(tmp_path / "int16.onnx"),
+        Reader(GIVEN[name]),
+        activation_type=quantization.QuantType.QUInt16,
+        extra_options={"UseQDQContribOps": True},
+    )
+    result = checked(name, tmp_path / "int16.onnx", tmp_path)
+    assert result.ok, result.not_ok_because

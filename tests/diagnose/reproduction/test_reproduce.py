@@ -235,7 +235,7 @@ def test_a_directory_with_other_files_is_refused_before_anything_runs(
     baseline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    command = ["check", f"{baseline}:model", "--inputs", "no-such-file", "--reproduction", str(tmp_path)]
+    command = ["check", f"{baseline}:model", "--inputs", f"{baseline}:model", "--reproduction", str(tmp_path)]
     assert main(command) == 2
     assert "holds other files than a reproduction" in capsys.readouterr().err
     assert main([*command[:-1], str(tmp_path / "notes.txt")]) == 2

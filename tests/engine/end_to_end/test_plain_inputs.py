@@ -34,12 +34,15 @@ import torch
 from torch import nn
 
 def linear():
+    torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 3), nn.ReLU()).eval()
 
 def image():
+    torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)).eval()
 
 def tokens():
+    torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(20, 6), nn.Linear(6, 3)).eval()
 
 class Odd(nn.Module):

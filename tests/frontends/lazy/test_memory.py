@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 
@@ -116,3 +117,56 @@ def test_programs_of_views_and_writes_by_chance(device: torch.device, seed: int)
 
     for ours, theirs in zip(run(torch.device("cpu")), run(device), strict=True):
         assert torch.equal(theirs.cpu().nan_to_num(), ours.nan_to_num())
+
+
+CHANGES: dict[str, View] = {
+    "conj": lambda x: x.conj(),
+    "mH": lambda x: x.mH,
+    "H": lambda x: x.H,
+    "adjoint": lambda x: x.adjoint(),
+    "negative": lambda x: torch._neg_view(x),
+    "imaginary": lambda x: x.imag if x.is_complex() else x,
+    "imaginary part of the conjugate": lambda x: x.conj().imag if x.is_complex() else x,
+    "real": lambda x: x.real,
+    "row": lambda x: x[1] if x.dim() > 1 else x,
+    "rest": lambda x: x[..., 1:],
+    "flat": lambda x: x.unsqueeze(0),
+    "copy": lambda x: copy.copy(x),
+}
+WRITES: tuple[Callable[[torch.Tensor], object], ...] = (
+    lambda x: x.mul_(2),
+    lambda x: x.fill_(3),
+    lambda x: x.copy_(torch.full(x.shape, 1 + 2j if x.is_complex() else 5.0, dtype=x.dtype)),
+    lambda x: x.__setitem__(0, 7.0),
+)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_s18_writes_through_conjugates_negatives_and_copies(device: torch.device, seed: int) -> None:
+    choose = random.Random(seed)
+    kind = choose.choice([torch.complex64, torch.complex64, torch.float32])
+    table = torch.randn(3, 3, dtype=kind, generator=torch.Generator().manual_seed(seed))
+    names = [choose.choice(list(CHANGES)[:9]), *choose.choices(list(CHANGES), k=choose.randint(0, 2))]
+    writes = choose.choices(WRITES, k=2)
+
+    def run(base: torch.Tensor) -> list[torch.Tensor]:
+        seen = [base]
+        for name in names:
+            if {"H": seen[-1].dim() == 2, "mH": seen[-1].dim() > 1, "adjoint": seen[-1].dim() > 1}.get(name, True):
+                seen.append(CHANGES[name](seen[-1]))
+        writes[0](seen[-1])
+        writes[1](seen[len(seen) // 2])
+        return [one.cpu().resolve_conj().resolve_neg() for one in seen]
+
+    for ours, theirs in zip(run(table.clone()), run(table.clone().to(device)), strict=True):
+        torch.testing.assert_close(theirs, ours)
+
+
+def test_s18_a_copy_shares_memory_and_attributes(device: torch.device) -> None:
+    x = torch.nn.Parameter(torch.ones(2, device=device))
+    x.note = "mine"  # type: ignore[attr-defined]
+    y = copy.copy(x)
+    assert type(y) is type(x) and y.requires_grad and y.is_leaf and y.note == "mine"  # type: ignore[attr-defined]
+    with torch.no_grad():
+        y.add_(1)
+    assert x.tolist() == [2.0, 2.0]

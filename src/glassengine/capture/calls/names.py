@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from glassengine.sites import ROOT, with_call
 
@@ -71,6 +74,47 @@ class Forward:
     watched: list[Any] = field(default_factory=list)
     watched_sites: set[str] = field(default_factory=set)
     caches: dict[int, tuple[Any, set[str]]] = field(default_factory=dict)
+
+
+class OfThread(threading.local):
+    """The forward that is open in a thread, and the step that was the last one there.
+
+    Attributes:
+        forward: The forward.
+        last: The step.
+    """
+
+    forward: Forward | None = None
+    last: int | None = None
+
+    def __init__(self) -> None:
+        self._is_noting = False
+        self._waiting: list[tuple[Callable[..., None], Any]] = []
+
+    def one_by_one(self, note: Callable[..., None]) -> Callable[..., None]:
+        """Return what notes a call; what the handler of a signal calls meanwhile is noted when that is done."""
+
+        def noted(*call: Any) -> None:
+            if self._is_noting:
+                self._waiting.append((note, pytree.tree_map_only(Tensor, torch.clone, call)))
+                return
+            self._is_noting = True
+            try:
+                note(*call)
+                if self._waiting:
+                    self._note_apart()
+            finally:
+                self._is_noting = False
+
+        return noted
+
+    def _note_apart(self) -> None:
+        """Note whole forwards that have ended, which are no part of the one that is open."""
+        self.forward, outer = None, self.forward
+        while self._waiting:
+            note, call = self._waiting.pop(0)
+            note(*call)
+        self.forward = outer
 
 
 class ModuleNames:

@@ -14,6 +14,7 @@ from torch import nn
 from glassengine.capture.calls.observed_call import ObservedCall, out_of_reach
 from glassengine.errors import UsageError
 from glassengine.program import load_model, made_up_inputs
+from glassengine.program.kinds.causal_lm import is_pretrained
 from glassengine.sites import ROOT, HasSites, port_leaves, port_site, tap_site, with_call
 from glassengine.taps import tap, tap_sink
 
@@ -63,7 +64,7 @@ def named_network_outputs(target: nn.Module | HasSites, *args: Any, **kwargs: An
             got=type(target).__name__,
             expected="a module, a program or an engine; torch.export leaves no taps in what it makes",
         )
-    if not args and not kwargs and not _can_be_called(target):
+    if not args and not kwargs and (is_pretrained(target) or not _can_be_called(target)):
         kwargs = dict(made_up_inputs(load_model(target))[0])
     found: dict[str, torch.Tensor] = {}
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from glassengine.capture.calls.continuations import Continuations, callable_ones
-from glassengine.capture.calls.names import Forward, Known, ModuleNames
+from glassengine.capture.calls.names import Forward, Known, ModuleNames, OfThread
 from glassengine.capture.calls.observed_call import ObservedCall, num_running, out_of_reach, why_unseen
 from glassengine.capture.calls.recomputed import Recomputed
 from glassengine.capture.calls.rehearsals import is_rehearsal
@@ -45,13 +45,6 @@ class _Forks:
 
 
 os.register_at_fork(after_in_child=_Forks.note)
-
-
-class _Local(threading.local):
-    """The forward that is open in a thread, and the step that was the last one there."""
-
-    forward: Forward | None = None
-    last: int | None = None
 
 
 class ModuleHooks:
@@ -89,7 +82,7 @@ class ModuleHooks:
         self._root = root
         self._continuations = Continuations(self.names.known.values())
         self.recomputed = Recomputed(self._delivery.watch_gradient if gradients else None)
-        self._local = _Local()
+        self._local = OfThread()
         self._open: dict[int, Forward] = {}
         self._held: dict[int, tuple[Forward, list[list[int]]]] = {}
         self._forks = _Forks.count
@@ -233,7 +226,7 @@ class ModuleHooks:
             else:
                 self._after(known, forward, args, kwargs, result)
 
-        return before, after
+        return local.one_by_one(before), local.one_by_one(after)
 
     def _before(self, known: Known, forward: Forward | None, args: Any, kwargs: Any) -> tuple[Forward, str | None]:
         """Note a call; return its forward and path with call, None where it passes on the call of its wrapper."""

@@ -163,8 +163,7 @@ def _nearest_rows(parts: Sequence[Tensor], reference: Tensor) -> Tensor:
     import torch
 
     errors = torch.stack([(part.double() - reference.double()).square().sum(-1) for part in parts]).nan_to_num(math.inf)
-    found = torch.stack(list(parts)).gather(0, errors.argmin(0)[None, ..., None].expand(1, *parts[0].shape))[0]
-    return found
+    return torch.stack(list(parts)).gather(0, errors.argmin(0)[None, ..., None].expand(1, *parts[0].shape))[0]
 
 
 def _are_of_table(parts: Sequence[Tensor], reference: Tensor) -> bool:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, Self
 
+from glassengine.compare.ranks.assembly import HOW, ROWS
 from glassengine.compare.ranks.of_source import OfSource
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource
@@ -104,6 +105,11 @@ class Findings(OfSource):
         if key not in self._ways:
             self.assembly(entry)
         return self._standing(key)
+
+    def is_of_rows(self, entry: Entry) -> bool:
+        """Whether each row of a tensor is in the rank whose share of a table has it."""
+        self.standing(entry)
+        return self._arranged.get((entry.step, entry.site)) == HOW[ROWS]
 
     def _standing(self, key: _Key) -> tuple[bool, bool]:
         way = self._ways[key]

@@ -43,11 +43,21 @@ def never_added_up(pairs: Sequence[Pair], judged: Sequence[Match], side: Finding
         if is_of_parameter(site):
             is_made = _is_used(i, is_open, pairs, judged, of_site, side, own)
         else:
-            later = [k for k in by_step[judged[i].baseline.step] if k > i and not is_open[k]]
-            is_made = _is_made(i, later, pairs, judged, side, own)
+            after = [k for k in by_step[judged[i].baseline.step] if k > i]
+            following = next((k for k in after if _is_made_of(judged[k]) and _is_new(k, i, judged)), None)
+            # Rows of a table become shares of a sum by a mask; what is made of shares has rows only without their sum.
+            is_masked = following is not None and side.is_of_rows(own[following]) and not side.is_of_rows(own[i])
+            later = [k for k in after if not is_open[k]]
+            is_made = not is_masked and _is_made(i, later, pairs, judged, side, own)
         if not is_made:
             found.append(i)
     return found
+
+
+def _is_new(k: int, i: int, judged: Sequence[Match]) -> bool:
+    """Whether a later tensor is another than the one before it: not the same storage under another name."""
+    location = judged[k].baseline.location
+    return location is None or location != judged[i].baseline.location
 
 
 def _is_used(

@@ -16,15 +16,16 @@ from torch import nn
 
 from glassengine.diagnose.ladder.climb import Climb
 from glassengine.errors import IncomparableError
-from glassengine.judge.sides.arguments import Arguments
-from glassengine.judge.sides.module import ModuleSide
+from glassengine.judge.sides.arguments import CACHE, Arguments
 from glassengine.program import LoadedModel
 from glassengine.program.representation.signature import named_results
-from glassengine.program.user_code.mode import in_words, is_whole, that_matter
+from glassengine.program.user_code.mode import Draws, in_words, is_whole, that_matter
 from glassengine.program.user_code.module_state import holding, own_copies
 
 _SAME_DB, _LOST_DB = 40.0, 20.0
 """Signal of two right calls in a row: above the one a result is the same, below the other it is another."""
+
+_LARGE = 1e4
 
 _MODES_CHANGED = "given in training mode, compared in evaluation mode: call .eval() in what you ship"
 
@@ -53,11 +54,10 @@ def as_given(climb: Climb, baseline: LoadedModel, candidate: LoadedModel | None,
         candidate: Another model as it was loaded; None where the candidate is none.
         num_stages: Of the check; steps that follow each other call both models several times as it is.
     """
-    sides = {"baseline": climb.model}
-    models = {"baseline": baseline}
+    models, sides = {"baseline": baseline}, {"baseline": climb.model}
     if candidate is not None:
-        models["candidate"] = candidate
-        sides["candidate"] = climb.scores[-1].side  # type: ignore[assignment]
+        models["candidate"], sides["candidate"] = candidate, climb.scores[-1].side  # type: ignore[assignment]
+        climb.notes += _filled(sides["candidate"].arguments)  # type: ignore[union-attr]
     whole = {who: is_whole(one.module, one.training) for who, one in models.items()}
     if all(whole.values()) or (candidate is not None and baseline.training == candidate.training):
         if baseline.training:
@@ -65,17 +65,29 @@ def as_given(climb: Climb, baseline: LoadedModel, candidate: LoadedModel | None,
     else:
         for who, one in models.items():
             side = sides[who]
-            if one.training and isinstance(side, ModuleSide) and (names := _mattering(climb, side, one)):
+            if one.training and (names := _mattering(climb, side, one)):
                 if candidate is None:
                     climb.notes.append(f"{in_words(who, names)}; compared in evaluation mode")
                     continue
-                side.training = one.training
+                side.training = one.training  # type: ignore[union-attr]
                 climb.differences.append(in_words(who, names))
-    if candidate is not None and not climb.program.generates and not climb.differences and num_stages == 1:
-        _call_twice(climb, *(sides[who] for who in ("baseline", "candidate")))
+    is_called_once = num_stages == 1 and not climb.program.generates
+    if candidate is not None and is_called_once and baseline.stored is None and not climb.differences:
+        _call_twice(climb, *sides.values())
 
 
-def _mattering(climb: Climb, side: ModuleSide, model: LoadedModel) -> list[str]:
+def _filled(arguments: Arguments | None) -> list[str]:
+    """Return what the candidate is given that the baseline has no input for."""
+    if arguments is None:
+        return []
+    given = {name: value for name, value in arguments.fixed.items() if name != CACHE}
+    given |= dict.fromkeys(arguments.own, "positions 0, 1, ...")
+    return [
+        f"{name} of the candidate is given {value}: the baseline has no such input" for name, value in given.items()
+    ]
+
+
+def _mattering(climb: Climb, side: Any, model: LoadedModel) -> list[str]:
     case = climb.cases[0]
     step: Mapping[str, Any] = case.steps[0] if case.steps else {"input_ids": case.input_ids}
     try:
@@ -92,40 +104,44 @@ def _call_twice(climb: Climb, ours: Any, theirs: Any) -> None:
     """Call both modules with the last step, and again with changed inputs: nothing may be left of the first call."""
     step = climb.cases[-1].steps[-1]
     changed = _changed(step)
-    if changed is None or not (isinstance(ours, ModuleSide) and isinstance(theirs, ModuleSide)):
+    if changed is None:
         return
     first, again, kept = _calls(ours, step, changed) or ({}, {}, {})
     if not first or all(_signal(first[name], again.get(name)) > _SAME_DB for name in first):
         return  # the change does not show in what the baseline returns, or it cannot be called so
     other = _calls(theirs, step, changed)
     if other is None:
-        climb.notes.append("the candidate raises when it is called a second time with other inputs of these sizes")
+        climb.notes.append("a second call of the candidate, with other inputs, raises or draws random numbers")
         return
-    firsts, agains, keeps = other
+    firsts, seconds, keeps = other
     for name in first:
-        if name not in firsts or name not in agains or name not in again or first[name].shape != firsts[name].shape:
+        if name not in firsts or name not in seconds or name not in again or first[name].shape != firsts[name].shape:
             continue
-        if not torch.equal(keeps[name], firsts[name]) and torch.equal(kept[name], first[name]):
+        if not _same(keeps[name], firsts[name]) and _same(kept[name], first[name]):
             climb.differences.append(f"a second call of the candidate overwrites the {name} that the first returned")
-        elif _signal(first[name], firsts[name]) > _SAME_DB and _signal(again[name], agains[name]) < _LOST_DB:
-            stale = _signal(firsts[name], agains[name]) > _SAME_DB
+        elif _signal(first[name], firsts[name]) > _SAME_DB and _signal(again[name], seconds[name]) < _LOST_DB:
+            stale = _signal(firsts[name], seconds[name]) > _SAME_DB
             how = "it is that of the first call" if stale else "the first call agrees"
             climb.differences.append(f"a second call of the candidate, with other inputs, gives a wrong {name}: {how}")
 
 
 def _calls(
-    side: ModuleSide, step: Mapping[str, Any], changed: Mapping[str, Any]
+    side: Any, step: Mapping[str, Any], changed: Mapping[str, Any]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]] | None:
-    """Return the results of a first and a second call, and those of the first as they are after the second."""
+    """Return the results of a first and a second call, and those of the first as they are after the second.
+
+    None where a call raises, or draws random numbers.
+    """
     module: nn.Module = side.module
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), holding(module, side.state):
+    draws = Draws()  # type: ignore[no-untyped-call]
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), holding(module, side.state), draws:
         try:
             kept = named_results(module(**own_copies(_arguments(side.arguments, step))))
-            first = {name: value.clone() for name, value in kept.items()}
+            first = {name: value.detach().clone() for name, value in kept.items()}
             again = named_results(module(**own_copies(_arguments(side.arguments, changed))))
         except Exception:  # of a user's code, which may not take such inputs
             return None
-    return first, again, kept
+    return None if draws.number else (first, again, kept)
 
 
 def _changed(step: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -138,13 +154,17 @@ def _changed(step: Mapping[str, Any]) -> dict[str, Any] | None:
             return copy.copy(value)
         if value.numel() < 2 or bool((value == value.flatten()[0]).all()) or not bool(value.isfinite().all()):
             return value
-        if not value.is_floating_point() and int(value.unique().numel()) <= 2:
-            return value  # a mask in whole numbers
+        if int(torch.unique(value).numel()) <= 2:
+            return value  # a mask, which may hide all of a row elsewhere
         moved += 1
         return value.roll(1, -1) if value.shape[-1] > 1 else value.roll(1)
 
     found = {name: move(value) for name, value in step.items()}
     return found if moved else None
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _signal(baseline: torch.Tensor, value: torch.Tensor | None) -> float:
@@ -155,8 +175,10 @@ def _signal(baseline: torch.Tensor, value: torch.Tensor | None) -> float:
         return torch.inf
     if not (baseline.is_floating_point() and value.is_floating_point()):
         return -torch.inf
-    b, c = baseline.double(), value.double()
+    b, c = baseline.detach().double(), value.detach().double()
+    counted = (b.abs() < _LARGE) & (c.abs() < _LARGE)  # masks hide by any large number, or by infinity
+    b, c = b[counted], c[counted]
     noise, signal = float((c - b).square().sum()), float(b.square().sum())
-    if not noise < torch.inf or not signal:
+    if noise and not signal:
         return -torch.inf
     return 10 * float(torch.log10(torch.tensor(signal / noise))) if noise else torch.inf

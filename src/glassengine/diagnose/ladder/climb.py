@@ -36,7 +36,7 @@ class Climb:
 
     `built` is what the engines are built from, `pairs` which of its ops are those of the baseline's program, and
     `candidate` names what is built. `coarsest` is the dtype of the coarsest side, None where that is the baseline's.
-    `differences` are those of the sides as a user runs them, in words, and `notes` what else is to be said of them.
+    `differences` are those of the sides as a user runs them, in words, and `notes` are other remarks on them.
     `chosen` has, of each case, the tokens of its first row that follow each step.
     """
 

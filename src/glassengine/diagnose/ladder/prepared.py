@@ -11,6 +11,7 @@ from glassengine.compare.matching.maps import load_map
 from glassengine.diagnose.ladder.climb import Climb
 from glassengine.diagnose.ladder.generations import JUDGED
 from glassengine.diagnose.ladder.record import add_record, tensors_of
+from glassengine.engine.run.engine import Engine
 from glassengine.errors import IncomparableError, UnknownNameError
 from glassengine.judge.given import Inputs, in_one_forward, read_inputs
 from glassengine.judge.sides.recorded import RecordedTensors
@@ -88,3 +89,17 @@ def with_record(climb: Climb, record: TensorSource, rules: Any) -> RecordedTenso
     tensors = tensors_of(climb, record, load_map(rules) if rules else None)
     climb.coarsest = add_record(climb, tensors)
     return tensors
+
+
+def parts_of(engine: Engine | None, number: int) -> list[Engine | None]:
+    """Return the engines of the programs that are climbed: one, or encoder (or vision) and decoder."""
+    if engine is None:
+        return [None] * number
+    parts: list[Engine | None] = [engine.encoder, engine] if engine.manifest.has_encoder else [engine]
+    if len(parts) != number:
+        raise IncomparableError(
+            "the engine was built from another kind of model",
+            got="encoder and decoder" if len(parts) == 2 else "one program",
+            expected="encoder and decoder" if number == 2 else "one program",
+        )
+    return parts

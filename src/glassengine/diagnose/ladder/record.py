@@ -31,7 +31,7 @@ def tensors_of(climb: Climb, record: TensorSource, rules: TensorMap | None) -> R
 
 def add_record(climb: Climb, tensors: RecordedTensors) -> torch.dtype | None:
     """A record of another run; returns its dtype: what it says, else that of most of its floating tensors."""
-    dtype = dtype_of(tensors.source)
+    dtype = dtype_of(tensors.source, by_values=not isinstance(tensors, TensorsOfRanks))
     accumulation = climb.of_runtime(of_any_runtime())
     if "op" in tensors.kinds and not isinstance(tensors, TensorsOfRanks):
         replay = Replay(climb.program, compiled=True, dtype=dtype, accumulation=accumulation)

@@ -1,4 +1,4 @@
-"""An ONNX file as a user runs it: its results are those of that session, and what optimizations change is told."""
+"""An ONNX file as a user runs it: results are those of that session, and the cost of its optimizations is named."""
 
 from __future__ import annotations
 
@@ -56,6 +56,6 @@ def with_level(found: Comparison, model: LoadedModel, written: Sequence[ResultCo
         return found
     notes = [f"ONNX Runtime's optimizations at level {module.settings.level!r} {text}" for text in dict.fromkeys(texts)]
     reason = found.not_ok_because
-    if reason is not None and found.standing in ("results differ", "over budget"):
+    if reason is not None and not found.too_little:
         reason = f"{reason}; {notes[0]}"
     return dataclasses.replace(found, notes=(*notes, *found.notes), not_ok_because=reason)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from glassengine.errors import UsageError
@@ -79,10 +80,15 @@ def staged(baseline: LoadedModel, candidate: LoadedModel, steps: Sequence[Step],
 def specialized(stage: Stage) -> list[Skipped]:
     """Return what to say of programs that hold for one step alone."""
     found = []
-    for side, program in (("baseline", stage.ours), ("candidate", stage.theirs)):
+    for side, program, model in (
+        ("baseline", stage.ours, stage.baseline),
+        ("candidate", stage.theirs, stage.candidate),
+    ):
         how = program.metadata.get(SPECIALIZED) if isinstance(program, Program) else None
         if how is not None:
-            reason = f"it looks at values, so that it was {how}: branches and loops are those of this step"
+            is_scripted = any(isinstance(part, torch.jit.ScriptModule) for part in model.module.modules())
+            why = "it is TorchScript" if is_scripted else "it looks at values"
+            reason = f"{why}, so that it was {how}: branches and loops are those of this step"
             found.append(Skipped("*", side, reason, rung="candidate"))
     return found
 

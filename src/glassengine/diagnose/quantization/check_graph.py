@@ -150,7 +150,7 @@ def _concluded(
     agree = bool(results) and all(result.agrees for result in results)
     share = found.op_by_op + found.in_regions + (found.in_large_regions if agree else 0.0)
     fail_on, min_coverage, min_snr = limits
-    told = {"fail_on": fail_on, "min_coverage": min_coverage, "min_snr": min_snr}
+    told: dict[str, Any] = {"fail_on": fail_on, "min_coverage": min_coverage, "min_snr": min_snr}
     decision = decide(verdict, results, first, {}, share, left=results_left([ends.run]), **told)
     measured = [op for op in run.ops.values() if op.sums.num_tensors]
     rows = [op.sums.row(op.site, op.candidate_site, "op", op.sums.loss) for op in measured]

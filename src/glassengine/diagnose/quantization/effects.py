@@ -170,8 +170,8 @@ def one_by_one(
             with _in_place(parameters[weight.name], weight.value):
                 weight.figures = difference(expected, outcome_of(module, forwards))
         except KeyboardInterrupt:
-            for left in weights[index:]:
-                left.figures = {"error": math.nan, "snr_db": math.nan, "kl": None}
+            for other in weights[index:]:
+                other.figures = {"error": math.nan, "snr_db": math.nan, "kl": None}
             return f"{index} of {len(weights)} weights were run alone"
     return None
 

@@ -77,7 +77,8 @@ class QuantizedFile:
             step = grid.step(self._weights, integers).expand(numbers.shape)
             limits = torch.iinfo(integers.dtype)
             # As `judge_weight` wants it: negative where a value may be cut off by an end of the range.
-            at_end = (integers <= limits.min + 1) | (integers == limits.max)
+            wide = integers.long()  # torch compares no uint16
+            at_end = (wide <= limits.min + 1) | (wide == limits.max)
             found = [(numbers, torch.where(at_end, -step, step), grid)]
             if numbers.dim() == 2:
                 turned = grid if grid.axis is None else dataclasses.replace(grid, axis=1 - grid.axis % 2)

@@ -97,7 +97,7 @@ def _beside_a_module(
         size = sum(tensor.ByteSize() for tensor in model.graph.initializer)
         onnx.save(model, str(path), save_as_external_data=size > 1 << 30, location=f"{path.stem}.data")
         of_graph = check(spec, candidate=path)
-        told = {"fail_on": limits[0], "min_coverage": limits[1], "min_snr": limits[2]}
+        told: dict[str, Any] = {"fail_on": limits[0], "min_coverage": limits[1], "min_snr": limits[2]}
         twin = load_model(path)
         if of_graph.standing not in ("ok", "too little judged"):
             assert twin.stored is not None

@@ -211,7 +211,7 @@ def _within(
     others: Mapping[str, Tensor],
     name: str,
 ) -> tuple[Verdict, WeightError | None, tuple[Hint, ...]]:
-    """Return the verdict of `value` as the parameter, its error if it is quantized, and what is known of a mistake."""
+    """Return the verdict of `value` as the parameter, its error where it is quantized, and hints."""
     if value.shape != parameter.shape:
         text = f"{name} has the shape {list(value.shape)}, in the checkpoint {list(parameter.shape)}"
         return "wrong", None, (Hint("other", text, 0.9, evidence="weights"),)

@@ -77,7 +77,8 @@ def train(
         }
         memory, options = _memory(updates, names), options_of(updates, names)
         written = tuple(name for name, buffer in plain.named_buffers() if not torch.equal(buffer, state[name]))
-        _update(updates)
+        with raised_by(f"the optimizer {type(updates).__name__}"):
+            _update(updates)
         after = {name: p.detach().clone() for name, p in plain.named_parameters() if p.requires_grad}
         steps.append(
             StepTaken(
@@ -151,14 +152,13 @@ def repeat_update(
 
 
 def _update(optimizer: torch.optim.Optimizer) -> None:
-    with raised_by(f"the optimizer {type(optimizer).__name__}"):
-        try:
-            optimizer.step()
-        except TypeError as error:
-            if "closure" not in str(error):
-                raise
-            got = type(optimizer).__name__
-            raise UsageError("an optimizer that needs a closure cannot be judged", got=got) from error
+    try:
+        optimizer.step()
+    except TypeError as error:
+        if "closure" not in str(error):
+            raise
+        got = type(optimizer).__name__
+        raise UsageError("an optimizer that needs a closure cannot be judged", got=got) from error
 
 
 def _follows(value: Any, parameter: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Which results of two programs belong together: those of one name, and in order what other names are left.
+"""Which results of two programs belong together: those of one name, and by value or in order what other names are left.
 
 Two implementations need not call alike what they return: `logits` is `softmax_1` in an ONNX file, and has no name where
 a module returns a tensor. A result that went unpaired would go unjudged, and the last op of a model with it.
@@ -13,6 +13,9 @@ import torch
 
 from glassengine.program.representation.program import Program
 from glassengine.program.user_code.module_state import STATE
+
+_NEAR = 0.1
+"""Distance of two results that may be the same one, relative to its size; whether it is wrong is judged later."""
 
 
 def paired_results(baseline: Program, candidate: Program) -> dict[str, str]:
@@ -58,6 +61,32 @@ def in_order(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, st
             if other is not None:
                 found[name] = other
     return found if found or not is_one else {next(iter(ours)): next(iter(theirs))}
+
+
+def by_value(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, str]:
+    """Return which results of unrelated names belong together: those near each other, the others as `in_order` says.
+
+    A port may return the states of all layers where the baseline returns the last. Of equal ones it is the last, which
+    all layers have made.
+
+    Args:
+        ours: Name -> result, or the fake of one.
+        theirs: Name -> result.
+    """
+    apart: dict[tuple[str, str], float] = {}
+    for name, value in ours.items():
+        for other, made in reversed(list(theirs.items())):
+            both = type(value) is torch.Tensor and _is_float(value) and _is_float(made)
+            if both and _shape(value) == _shape(made):
+                error = float((made.double() - value.double()).norm())
+                apart |= {(name, other): error} if error <= _NEAR * float(value.double().norm()) else {}
+    found: dict[str, str] = {}
+    for name, other in sorted(apart, key=apart.__getitem__):
+        if name not in found and other not in found.values():
+            found[name] = other
+    left = {name: value for name, value in ours.items() if name not in found}
+    others = {name: made for name, made in theirs.items() if name not in found.values()}
+    return found | (in_order(left, others) if left and others else {})
 
 
 def _is_float(value: Any) -> bool:

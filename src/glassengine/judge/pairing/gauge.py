@@ -2,10 +2,10 @@
 
 A port may center what it writes to a residual stream, since every layer norm takes the mean off again; it may order
 heads or hidden units otherwise, turn the basis of the stream, or scale queries up and keys down. That the results agree
-is no proof: these inputs may not excite a mistake. So both programs are run in float64, node by node side by side, on
-made-up values. Where the two have the same, both go on from another value, the same for both: of another size, so that
-an epsilon or a limit shows, and masks with places turned over. Where they differ, each goes on from its own. If they
-meet again on every way to a result, whatever the values, what lies between is the same function.
+does not prove it: these inputs may not excite a mistake. So both programs are run in float64, node by node side by
+side, on made-up values. Where the two have the same product, both go on from another one, the same for both: of another
+size, so that an epsilon or a limit shows; masks have places turned over. Where they differ, each goes on from its own.
+If they meet again on every way to a result, whatever the values, what lies between is the same function.
 
 A whole number that differs, and a table that is made of constants alone (turned by another position), prove nothing:
 what they are may count in the next step. A tensor that hardly differs proves nothing, either: the rounding of weights
@@ -24,7 +24,7 @@ from torch.fx import Node
 
 from glassengine.judge.graphs.by_name import SitePair
 from glassengine.judge.graphs.by_result import ports
-from glassengine.judge.replay.values import DOES_NOT_FIT, in_float64
+from glassengine.judge.replay.values import DOES_NOT_FIT, NoCounterpart, in_float64
 from glassengine.numerics.float64 import double, target_of
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.ops.traits import traits_of
@@ -33,11 +33,10 @@ from glassengine.program.representation.program import Program
 
 TAKEN_BACK = "written in another gauge: what reads it takes that back, for any values"
 
-_SIZES = (1e-4, 0.1, 1.0, 10.0, 1e4)
+_SIZES = (1e-4, 0.1, 1.0, 10.0, 1e3)
 """Of made-up values: an epsilon shows in small ones, a limit in large ones, a softmax in those between."""
 _ROUNDINGS = 4
-"""By how much more than by weights that are rounded anew, as those of another gauge are, a row differs that is not the
-same."""
+"""A row that differs by this many times what other roundings of the weights make is not the same."""
 _PLAINLY = 16
 """What is taken back was this many times beyond that."""
 _MOST_ALONE = 64
@@ -82,7 +81,7 @@ class _Two:
     ) -> None:
         self._programs = baseline, candidate
         self._pairs = pairs
-        self._inputs = inputs
+        self._inputs, self._weights = inputs, baseline.weights()
         self._theirs = {node.name: node for node in candidate.graph.nodes}
         self._tables = _tables(baseline)
         floats = [w.dtype for one in self._programs for w in one.weights().values() if w.is_floating_point()]
@@ -109,7 +108,9 @@ class _Two:
         """Return the nodes whose values differ for made-up values of one size; None if results do, too."""
         made_up = {name: _made_up(value, size, generator) for name, value in self._inputs.items()}
         ours, theirs = (_Values(program, made_up) for program in self._programs)
-        rounded = _Values(self._programs[0], made_up, lambda value: value * (1 + self._unit * _normal(value, generator)))
+        rounded = _Values(
+            self._programs[0], made_up, lambda value: value * (1 + self._unit * _normal(value, generator))
+        )
         results = set(self._programs[0].output_nodes.values())
         far: dict[Node, float] = {}  # how far a value is apart, through nodes without counterpart
         found: set[str] = set()
@@ -128,7 +129,9 @@ class _Two:
             other = theirs.of(own)
             if pair.arrangement is not None:
                 other = pair.arrangement.apply(other, value.shape)
-            apart = 0.0 if node.name in given and not behind else _apart(value, other)
+            if node.name in given:  # a mistake beside the gauge, which the right op may take back
+                other = self._called(node, theirs) if behind else value
+            apart = _apart(value, other)
             least = _ROUNDINGS * max(self._unit, _apart(value, rounded.of(node)))
             # Of one that hardly differs it is not known whether it is taken back, or hidden by something larger.
             if apart > least or 0.0 < behind < _PLAINLY * least:
@@ -137,10 +140,33 @@ class _Two:
                 far[node] = max(apart, least)
                 found.add(node.name)
                 continue
-            if pair.arrangement is None and not any(user in theirs.made for user in own.users):
-                ours.made[node] = theirs.made[own] = _made_up(value, size, generator, like=True)
+            is_used = any(user in theirs.made for user in own.users)
+            if pair.arrangement is None and not is_used:
+                other = _made_up(value, size, generator, like=True) if self._is_free(node) else value
+                ours.made[node] = theirs.made[own] = other
             rounded.made[node] = ours.made[node]
         return found
+
+    def _is_free(self, node: Node) -> bool:
+        """Whether the result may be anything: of a product or a table, and not a norm, or shares that add up to one."""
+        reads_matrix = any(self._weights[s.name].dim() > 1 for s in node.all_input_nodes if s.name in self._weights)
+        return reads_matrix or traits_of(node).multiplies or node.meta["val"].dtype is torch.bool
+
+    def _called(self, node: Node, theirs: _Values) -> Any:
+        """Return what the baseline's op makes of what the candidate has; None where it lacks some of that."""
+
+        def read(source: Node) -> Any:
+            pair = self._pairs.get(source.name)
+            if source.op != "call_function":
+                return self._weights[source.name]
+            if pair is None or pair.arrangement is not None:
+                raise NoCounterpart(source.name)
+            return theirs.of(self._theirs[pair.candidate.node])
+
+        try:
+            return in_float64(node, target_of(node), read).exact
+        except (NoCounterpart, KeyError):
+            return None
 
 
 class _Values:
@@ -198,7 +224,7 @@ def _tables(program: Program) -> set[Node]:
         value = weights[node.name] if node.name in weights else node.meta.get("val")
         is_float = isinstance(value, Tensor) and value.is_floating_point()
         if node.op == "placeholder":
-            is_table = not is_float or (node.name in weights and value.squeeze().dim() < 2)  # type: ignore[union-attr]
+            is_table = not is_float or (node.name in weights and value.squeeze().dim() < 2)
         else:
             is_table = all(source in found for source in node.all_input_nodes)
         if is_table:
@@ -242,12 +268,12 @@ def _normal(value: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _apart(ours: Any, theirs: Any) -> float:
-    """Return how far two values are apart: the largest difference of a row, relative to it; infinity for other kinds."""
+    """Return how far two values are apart: the largest relative difference of a row; infinity for other kinds."""
     if not isinstance(ours, Tensor) or not isinstance(theirs, Tensor) or ours.shape != theirs.shape:
         return math.inf
     if not (ours.is_floating_point() and theirs.is_floating_point()):
         return 0.0 if torch.equal(ours, theirs) else math.inf
-    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+    same = (ours == theirs) | (ours.isnan() & theirs.isnan()) | ((ours < -_HUGE) & (theirs < -_HUGE))  # all of it hides
     usual = ours.isfinite() & theirs.isfinite() & (ours.abs() < _HUGE) & (theirs.abs() < _HUGE)
     if not bool((same | usual).all()):
         return math.inf

@@ -148,7 +148,10 @@ class Replay:
             caches: Its own, as they were before the step, by the name of the input; None where they are not known.
         """
         named = by_name(given)
-        made = {name: in_kind(value, self._dtypes.get(name, value.dtype)) for name, value in made.items()}
+        made = {
+            name: in_kind(value, self._dtypes.get(name, value.dtype)) if isinstance(value, torch.Tensor) else value
+            for name, value in made.items()
+        }
         if self._cut is not Cut.SEGMENT:
             self._values.begin_step({**named, **(caches or {})}, made)
         if self._stretches is not None:

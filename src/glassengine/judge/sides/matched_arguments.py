@@ -23,6 +23,7 @@ from glassengine.judge.sides.untaken_inputs import without_inputs
 from glassengine.program import LoadedModel
 from glassengine.program.export.examples import named_inputs
 from glassengine.program.inputs.observe import Use, uses_of
+from glassengine.program.kinds.causal_lm import is_pretrained
 from glassengine.program.kinds.steps import MadeUp
 from glassengine.program.user_code.module_state import run_alone
 from glassengine.program.user_code.raised import described, forward_errors, source_of
@@ -225,8 +226,9 @@ class _Match:
     def _no_way(self, free: Sequence[str], missing: Sequence[_Parameter]) -> IncomparableError:
         first = self._steps[0]
         shapes = ", ".join(f"{name} {list(leaf.shape)}" for name, leaf in named_inputs(first).items())
-        with forward_errors(self._baseline.module, "the inputs fit neither side: the baseline's forward raised in"):
-            run_alone(self._baseline.module, first)
+        if not is_pretrained(self._baseline.module):  # whose inputs may be tokens in another form
+            with forward_errors(self._baseline.module, "the inputs fit neither side: the baseline's forward raised in"):
+                run_alone(self._baseline.module, first)
         what = "the candidate takes other inputs than the baseline"
         if self._failure is not None and source_of(self._failure, installed=False) is not None:
             what = "the candidate's forward raised on the inputs of the baseline"

@@ -118,7 +118,7 @@ class Side(ABC):
         replay: Judges what its ops, regions or segments introduced; None where results alone are judged.
         arranged: Gives its tensors the baseline's dimensions.
         logits: Of the last step, [B, S, V], where it chooses tokens.
-        plain: Results of the current step that are no tensors.
+        plain: Results of the current step other than tensors.
         written: Inputs of the current step that it has written to, as it leaves them; None where that is not observed.
     """
 

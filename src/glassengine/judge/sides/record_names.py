@@ -99,7 +99,10 @@ def _ports(names: Collection[str], ports: Sequence[str], spelled: re.Pattern[str
         known = [name for name, rest in rests.items() if rest in wanted or name == port]
         known += [port] if port in names else []
         if known:
-            yield port, min(known, key=lambda name: (not name.startswith(RETURNED), not name.startswith("."), name != port))
+            yield (
+                port,
+                min(known, key=lambda name: (not name.startswith(RETURNED), not name.startswith("."), name != port)),
+            )
 
 
 def _fits(shape: tuple[int, ...], wanted: Sequence[object]) -> bool:

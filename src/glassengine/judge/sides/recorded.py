@@ -92,7 +92,7 @@ class RecordedTensors:
         if not self.kinds and not self.called:
             raise IncomparableError(
                 "nothing in the record has a name that the baseline's program knows",
-                got=", ".join(list(names)[:4]),
+                got=", ".join([*list(names)[:4], *(f"{one.site} ({one.reason})" for one in source.skipped[:4])]),
                 expected=next(iter(self.unknown.values()), "results, or sites as `glass sites MODEL` prints them"),
                 hint="name its tensors as `glass sites MODEL` does, or say which belong together: --map FILE",
             )

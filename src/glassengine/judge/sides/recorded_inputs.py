@@ -13,8 +13,7 @@ from glassengine.errors import IncomparableError
 from glassengine.judge.cases import Case
 from glassengine.judge.given import Inputs
 from glassengine.judge.sides.record_names import named_inputs_of
-from glassengine.numerics.metrics.precision import precision_of
-from glassengine.numerics.metrics.tolerance import is_inexact
+from glassengine.numerics.metrics.tolerance import is_inexact, precision_of
 from glassengine.program import LoadedModel
 from glassengine.program.generation.generation import Generation
 from glassengine.program.inputs.programs import inputs_in_file
@@ -41,12 +40,20 @@ def case_of(source: TensorSource, generation: Generation) -> Case | None:
     return case
 
 
-def dtype_of(source: TensorSource) -> torch.dtype | None:
-    """Return the floating dtype of a record: what it says, else that of the values of most of its floating tensors."""
+def dtype_of(source: TensorSource, *, by_values: bool = True) -> torch.dtype | None:
+    """Return the floating dtype of a record: what it says, else that of the values of most of its floating tensors.
+
+    Args:
+        source: The record.
+        by_values: False for ranks, whose tensors are put together by what they are compared with: not before that.
+    """
     known = str(source.metadata.get("dtype"))
     if not is_inexact(known):
-        known_ones = [entry for entry in source.entries if is_inexact(entry.dtype)]
-        floating = Counter(precision_of(source.tensor(entry)) for entry in known_ones[:_MOST_READ])
+        entries = [entry for entry in source.entries if is_inexact(entry.dtype)]
+        if by_values:
+            floating = Counter(precision_of(source.tensor(entry)) for entry in entries[:_MOST_READ])
+        else:
+            floating = Counter(entry.dtype for entry in entries)
         known = floating.most_common(1)[0][0] if floating else known
     dtype: torch.dtype | None = getattr(torch, known, None)
     return dtype
@@ -58,6 +65,12 @@ def recorded_inputs(source: TensorSource, model: LoadedModel) -> list[dict[str, 
     Raises:
         IncomparableError: Neither says it: on other inputs everything is another.
     """
+    if not source.entries:
+        raise IncomparableError(
+            "the record holds no tensors",
+            got=", ".join([str(source.path), *(f"{one.site}: {one.reason}" for one in source.skipped[:4])]),
+            hint="save arrays of numbers by name, half precision as float32: numpy.savez(FILE, **tensors)",
+        )
     if model.generation.takes_tokens:
         return None
     if model.stored is not None:
@@ -66,7 +79,7 @@ def recorded_inputs(source: TensorSource, model: LoadedModel) -> list[dict[str, 
         known = inspect.signature(model.module.forward).parameters.values()
         names = {one.name: one.default is one.empty for one in known if one.kind is one.POSITIONAL_OR_KEYWORD}
     places = {(entry.site, entry.step): entry for entry in source.entries}
-    found = []
+    found: list[dict[str, Any]] = []
     for step in sorted({entry.step for entry in source.entries}):
         there = [entry.site for entry in source.entries if entry.step == step]
         called = named_inputs_of(there, list(names))
@@ -103,8 +116,9 @@ def require_own(source: TensorSource, given: Inputs, own: Case | None = None) ->
         ours |= {} if own is None or own.input_ids is None else {"input_ids": own.input_ids}
         for name, tensor in ours.items():
             wanted = values.get(name)
-            is_alike = isinstance(wanted, torch.Tensor) and wanted.shape == tensor.shape
-            if is_alike and not torch.allclose(wanted.double(), tensor.double(), rtol=1e-2, equal_nan=True):
+            if not isinstance(wanted, torch.Tensor) or wanted.shape != tensor.shape:
+                continue
+            if not torch.allclose(wanted.double(), tensor.double(), rtol=1e-2, equal_nan=True):
                 raise IncomparableError(
                     "the record was made on other inputs than those given",
                     got=f"{source.path}: another {name} in step {step}",

@@ -36,7 +36,9 @@ def _leave_out(score: Score, nodes: set[str]) -> None:
     sites = {site.name for node in nodes for site in score.program.sites.by_node.get(node, ())}
     for at, pair in enumerate(score.pairs):
         if pair.site in sites and pair.verdict in FLAGGED:
-            score.pairs[at] = dataclasses.replace(pair, verdict="rounding", noise_ratio=None, bound_ratio=None, reason=TAKEN_BACK)
+            score.pairs[at] = dataclasses.replace(
+                pair, verdict="rounding", noise_ratio=None, bound_ratio=None, reason=TAKEN_BACK
+            )
             score.ledger.leave_out(GAUGE, pair.site, math.prod(pair.shape or ()))
     for node in nodes:
         score.divergences.pop(node, None)

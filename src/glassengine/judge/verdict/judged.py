@@ -10,12 +10,13 @@ import torch
 from glassengine.judge.exclusions.in_step import CHOICES
 from glassengine.judge.exclusions.unread import Differing
 from glassengine.judge.replay.expected import Replayed
+from glassengine.numerics.counted import is_finite
 from glassengine.numerics.exemptions import PADDING, TIES, Masks
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.metrics.elements import tensor_values
 from glassengine.numerics.metrics.measure import measure
 from glassengine.numerics.metrics.tolerance import tolerance
-from glassengine.numerics.verdict import Reference, is_finite
+from glassengine.numerics.verdict import Reference
 from glassengine.results import Figures, TensorValues
 
 _COMPENSATED = 3.0

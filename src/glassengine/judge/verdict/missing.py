@@ -16,8 +16,11 @@ def lacking(score: Score, program: Program) -> list[str]:
     is_op = score.side.level is not Level.SEGMENT
     wanted = float_nodes(program, ("op",)) if is_op else score.side.countable(program)
     left = wanted - score.judged_nodes - (region_nodes(score, program).keys() if is_op else set())
-    found = (program.sites.by_node[node.name] for node in program.graph.nodes if node.name in left)
-    return [sites[0 if is_op else -1].name for sites in found]
+    nodes = (program.sites.by_node[node.name] for node in program.graph.nodes if node.name in left)
+    return [
+        next((one.name for one in sites if (is_op or one.kind != "op") and ":in" not in one.name), sites[0].name)
+        for sites in nodes
+    ]
 
 
 def missing(score: Score, program: Program) -> str:

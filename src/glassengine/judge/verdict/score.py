@@ -31,9 +31,10 @@ from glassengine.judge.verdict.judged import (
     padding_differs,
 )
 from glassengine.judge.verdict.origins import OriginTracker, Why
+from glassengine.numerics.counted import is_finite
 from glassengine.numerics.exemptions import BELOW, DRAWN, PADDING, UNREAD, UNWRITTEN, Ledger
 from glassengine.numerics.judgement import Judgement
-from glassengine.numerics.verdict import TIED, Reference, is_finite
+from glassengine.numerics.verdict import TIED, Reference
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.program import Program
 from glassengine.results import FLAGGED, VERDICTS, Divergence, Pair, Skipped, worst
@@ -107,9 +108,8 @@ class Score:
         if traits_of(node).is_arbitrary:
             self._tracker.visit(node, step, None, tied=is_drawn)
             if self.side.observed(node.name):
-                reason = DRAWN if is_drawn else UNWRITTEN
                 site = self.program.sites.by_node[node.name][0].name
-                self.ledger.add(site, reference.exact.numel(), {}, whole=reason)
+                self.ledger.add(site, reference.exact.numel(), {}, whole=DRAWN if is_drawn else UNWRITTEN)
             return tied
         found = [(seen, self._judge(node, seen, reference)) for seen in self._seen(node, step)]
         if not found:

@@ -97,7 +97,8 @@ def decide(
         return Decision("over budget", over)
     undecided = next((result for result in results if not result.is_decided), None)
     if left is not None or undecided is not None:
-        return Decision("too little judged", left or undecided.in_words())  # type: ignore[union-attr]
+        text = left or undecided.in_words()  # type: ignore[union-attr]
+        return Decision("too little judged", f"{text}; {missing}" if missing else text)
     if lost is not None:
         return Decision("too little judged", f"not judged: {lost.site}, step {lost.step}: {lost.reason}")
     if coverage < min_coverage:

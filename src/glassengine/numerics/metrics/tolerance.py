@@ -6,7 +6,10 @@ noise floor, which is why a verdict that rests on them calls itself uncalibrated
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Tolerance(NamedTuple):
@@ -33,6 +36,11 @@ _TOLERANCES = {
     "complex128": Tolerance(1e-7, 1e-7),
 }
 
+_FEWEST = 8
+"""Values that must use the last bits of a coarse dtype: ones, halves and whole numbers are numbers of any."""
+_BITS = {"bfloat16": 5, "float16": 8}
+"""Bits of a mantissa that fewer numbers have than those of the dtype: three less."""
+
 
 def is_inexact(dtype: str) -> bool:
     """Return whether values of this torch dtype name are rounded: floating point or complex."""
@@ -57,3 +65,18 @@ def tolerance(baseline: str, candidate: str, *, rtol: float | None = None, atol:
         max(side.rtol for side in sides) if rtol is None else rtol,
         max(side.atol for side in sides) if atol is None else atol,
     )
+
+
+def precision_of(tensor: Tensor) -> str:
+    """Return the coarsest dtype that holds all values of a tensor, if they use its last bits; else its own."""
+    import torch
+
+    own = str(tensor.dtype).removeprefix("torch.")
+    if tensor.dtype not in (torch.float32, torch.float64):
+        return own
+    values = tensor.detach()[tensor.isfinite()]
+    for coarse, bits in _BITS.items():
+        if torch.equal(values.to(getattr(torch, coarse)).to(values.dtype), values):
+            mantissa = torch.frexp(values)[0] * 2**bits
+            return coarse if int((mantissa != mantissa.round()).sum()) >= _FEWEST else own
+    return own

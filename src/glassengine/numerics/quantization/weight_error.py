@@ -12,9 +12,9 @@ In units of the step of each element, e = (quantized - unquantized) / step:
                             input: it was scaled, and nothing undoes it;
                             single elements beyond 1.5 steps where all others are rounded to nearest
 
-Sums show less than a step. With d the difference and b the weight, a quantizer may be biased by its noise: the slope
-of d on b over the power of the noise is -2.1 to 1.3 (llama.cpp's 22 types, with and without importances, seven
-distributions, [256, 512]; -5 where both are below 0.005). Beyond that all of a weight, or a row, has another factor.
+Sums show less than a step. With d the difference and b the weight, a quantizer may be biased by its noise: the slope of
+d on b over the power of the noise is -2.1 to 1.3 (llama.cpp's 22 types, with and without importances, seven
+distributions, [256, 512]; -5 where both are below 0.005). Beyond that, a weight or a long row has another factor.
 
 A mean or a slope of a group counts where it is 8 of its standard errors away, so that small groups raise no alarm.
 What kind of mistake it is, is tried: in another order, another weight's values, the scales of other groups.
@@ -195,7 +195,7 @@ class _Groups:
 
 
 def _slopes(bb: Tensor, bc: Tensor, cc: Tensor, number: Tensor | int) -> tuple[Tensor, Tensor]:
-    """Return slopes of c on b, and standard errors with the bias of quantizers, from sums of squares and products."""
+    """Return slopes of c on b, and their standard errors with the bias of quantizers, from sums of products."""
     power = bb.clamp(min=1e-300)
     slope = bc / power
     left = (cc - slope.square() * power).clamp(min=0)

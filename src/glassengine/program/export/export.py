@@ -169,7 +169,7 @@ def traced_program(
         raise
     except Exception as error:
         if not any(parameter.is_meta for parameter in module.parameters()):
-            run_alone(module, inputs)  # what raises without an exporter is told as it is
+            run_alone(module, inputs)  # what raises without an exporter too is the caller's to name
         where = source_of(error)
         traced = getattr(module, prefix) if prefix else module
         # What follows the first paragraph is advice to those who work on torch.

@@ -104,7 +104,7 @@ def in_order(inputs: Any, names: Sequence[str]) -> Any:
     given = inputs if isinstance(inputs, (list, tuple)) else (inputs,)
     if not any(isinstance(one, torch.Tensor) for one in given):
         got, expected = type(inputs).__name__, "a dict of keyword arguments, tensors in order, or a list of either"
-        raise UsageError("the inputs are no inputs", got=got, expected=expected)
+        raise UsageError("a forward cannot be called with these inputs", got=got, expected=expected)
     return positional(given, {}, names)
 
 

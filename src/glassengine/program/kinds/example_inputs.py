@@ -22,6 +22,7 @@ from torch import nn
 from glassengine.errors import GlassError, UsageError
 from glassengine.program.kinds.states import keeps_states
 from glassengine.program.kinds.steps import MadeUp
+from glassengine.program.user_code.raised import described
 from glassengine.reading.documents import read_document
 
 SIZES = ((2, 6), (3, 9), (1, 1))
@@ -94,13 +95,14 @@ def said_of_made_up(module: nn.Module, steps: object) -> Iterator[None]:
     """
     try:
         yield
-    except UsageError as error:
-        if not isinstance(steps, MadeUp) or error.__cause__ is None:
+    except Exception as error:
+        is_told = isinstance(error, UsageError)
+        if not isinstance(steps, MadeUp) or (is_told and error.__cause__ is None):
             raise
         shapes = (f"{key} {list(value.shape)}" for key, value in steps[0].items() if isinstance(value, torch.Tensor))
         raise UsageError(
-            error.what,
-            got=error.got,
+            error.what if isinstance(error, UsageError) else "the model cannot run on these inputs",
+            got=error.got if isinstance(error, UsageError) else described(error),
             expected=f"a forward for inputs like those that were made up: {', '.join(shapes)}",
             hint="--inputs file.py:factory, which returns a dict of keyword arguments; one dict keeps its sizes",
         ) from error

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from glassengine.errors import UsageError
 from glassengine.program.onnx.stored.file import OnnxFile
-from glassengine.program.onnx.stored.grids import Grid, grids_of
+from glassengine.program.onnx.stored.grids import SMALL, Grid, grids_of
 
 if TYPE_CHECKING:
     import onnx
@@ -157,15 +157,10 @@ class _Twin:
         """Do what the ends of a grid do on purpose: a quantizer leaves out a relu before a grid that begins at 0."""
         grid = self._grids.get(integers)
         zero = self._weights.get(grid.zero) if grid is not None and grid.zero is not None else None
-        if (
-            grid is None
-            or zero is None
-            or grid.scale not in self._weights
-            or zero.dtype not in (torch.int8, torch.uint8)
-        ):
+        if grid is None or zero is None or grid.scale not in self._weights or zero.dtype not in SMALL:
             return
         limits = torch.iinfo(zero.dtype)
-        if not bool((zero == limits.min).all()):
+        if not bool((zero.long() == limits.min).all()):
             return
         source = self._floats[integers]
         self._floats[integers] = f"{source}_from_0"

@@ -57,7 +57,7 @@ def that_matter(module: nn.Module, training: Collection[str], arguments: Mapping
         Exception: Any error of its forward.
     """
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        draws = _Draws()
+        draws = Draws()  # type: ignore[no-untyped-call]
         with draws, holding(module, None):
             plain = module(**own_copies(arguments))
         before, draws.number = draws.number, 0
@@ -86,7 +86,7 @@ def _reads_mode(part: nn.Module) -> bool:
     return code is not None and "training" in code.co_names and getattr(part, "p", 1) != 0
 
 
-class _Draws(TorchDispatchMode):
+class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operations that draw random numbers."""
 
     number = 0

@@ -25,7 +25,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (dict, list, tuple, deque)
 _CODE = (type, FunctionType, BuiltinFunctionType, ModuleType)
 _DEEPEST, _MOST = 40, 200_000
-"""Objects that are further away from the module, or more than these, are no caches: they stay as they are."""
+"""Objects that are further away from the module, or more than these, stay as they are."""
 
 
 def is_state(value: Any) -> bool:
@@ -125,7 +125,7 @@ def differ(one: Any, other: Any) -> bool:
             is_same = one.shape == other.shape and one.dtype is other.dtype
             return not (is_same and bool(((one == other) | ((one != one) & (other != other))).all()))
         if isinstance(one, np.ndarray):
-            return one.shape != other.shape or one.dtype != other.dtype or one.tobytes() != other.tobytes()
+            return bool(one.shape != other.shape or one.dtype != other.dtype or one.tobytes() != other.tobytes())
         if isinstance(one, (*PLAIN, set)) or not _is_opened(one):
             return bool(one != other)
         seen.add((id(one), id(other)))
@@ -173,8 +173,9 @@ def _shallow(item: Any) -> Any:
         new = object.__new__(type(item))
         vars(new).update(vars(item))
         return new
-    with contextlib.suppress(Exception):  # what cannot be copied (locks, files) is shared
-        return copy.copy(item)
+    with contextlib.suppress(Exception):  # what cannot be copied (locks, files), or as another kind alone, is shared
+        new = copy.copy(item)
+        return new if type(new) is type(item) else item
     return item
 
 
@@ -187,7 +188,8 @@ def _get(holder: Any, key: Key) -> Any:
 
 def _set(holder: Any, key: Key, value: Any) -> None:
     if not key[0]:
-        next(kind for kind in _CONTAINERS if isinstance(holder, kind)).__setitem__(holder, key[1], value)
+        base: Any = next(kind for kind in _CONTAINERS if isinstance(holder, kind))
+        base.__setitem__(holder, key[1], value)
     elif key[1] in getattr(holder, "__dict__", {}):
         vars(holder)[key[1]] = value
     else:

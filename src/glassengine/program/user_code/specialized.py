@@ -18,6 +18,7 @@ from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.jit._fuser import optimized_execution
 from torch.utils import _pytree as pytree
 
 from glassengine.torch_versions import tracing_real_tensors
@@ -118,7 +119,7 @@ def written_down(module: nn.Module, inputs: Mapping[str, Any]) -> nn.Module:
         return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, torch.Tensor) else None, results)
 
     trace = make_fx(run, tracing_mode="real", _error_on_data_dependent_ops=False)
-    with tracing_real_tensors(), torch.jit.optimized_execution(False):
+    with tracing_real_tensors(), optimized_execution(False):
         graph_module = trace(weights, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
     return _Repeated(module, graph_module, tuple(weights))
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from glassengine.errors import CorruptError
-from glassengine.reading.arrays import why_no_shape
+from glassengine.reading.arrays import shape_from
 from glassengine.recording.formats.files import why_not_a_file
 from glassengine.recording.formats.json_file import JsonFile
 from glassengine.recording.formats.printed import parse_tensor
@@ -270,8 +270,9 @@ def _leaves(where: str, port: str, value: Any, depth: int) -> Iterator[tuple[str
 
 def _described(found: dict[str, Any]) -> tuple[tuple[int, ...], str]:
     shape = _SHAPE.fullmatch(found["shape"])
-    sizes = tuple(int(size) for size in shape[1].split(", ") if size) if shape is not None else None
-    if sizes is None or why_no_shape(sizes) is not None:
+    try:
+        sizes = shape_from([int(size) for size in shape[1].split(", ") if size] if shape is not None else None)
+    except ValueError:
         return (), f"the shape {found['shape'][:80]!r}"
     return sizes, found["dtype"].removeprefix("torch.")
 

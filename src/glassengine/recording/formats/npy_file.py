@@ -89,5 +89,5 @@ def why_not(dtype: np.dtype[Any]) -> str | None:
     if dtype.hasobject:
         return "an object array is a pickle, and reading it would run code"
     if dtype.newbyteorder("=").name not in STORED:
-        return f"no arithmetic for numpy dtype {dtype}"
+        return f"no arithmetic for numpy dtype {dtype}: save it as float32"
     return None

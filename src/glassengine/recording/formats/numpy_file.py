@@ -68,7 +68,8 @@ class NumpyFile:
         except CorruptError:
             raise
         except Exception as error:  # a damaged archive makes zipfile raise anything
-            raise CorruptError("not an .npz file", got=f"{path}: {error}") from error
+            hint = "save it again: numpy.savez(FILE, **tensors)"
+            raise CorruptError("not an .npz file", got=f"{path}: {error}", hint=hint) from error
         self.entries = tuple(entries)
         self.skipped = tuple(skipped)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from glassengine.errors import CorruptError
-from glassengine.reading.arrays import why_no_shape
+from glassengine.reading.arrays import shape_from
 from glassengine.reading.tensors import open_safetensors
 from glassengine.recording.layout.description import PAD_PREFIX
 from glassengine.recording.layout.layout import STORED, Entry, num_bytes
@@ -38,15 +38,15 @@ class SafetensorsFile:
             skipped: list[Skipped] = []
             for name in self._file.offset_keys():
                 found = self._file.get_slice(name)
-                code, shape = found.get_dtype(), tuple(found.get_shape())
+                code, shape = found.get_dtype(), shape_from(found.get_shape())
                 if name.startswith(PAD_PREFIX):
                     skipped.append(Skipped(name, "both", "alignment padding of a recording", step=0))
-                elif (reason := f"no arithmetic for {code}" if code not in _NAMES else why_no_shape(shape)) is not None:
-                    skipped.append(Skipped(name, "both", reason, step=0))
+                elif code not in _NAMES:
+                    skipped.append(Skipped(name, "both", f"no arithmetic for {code}", step=0))
                 else:
                     nbytes = num_bytes(_NAMES[code], shape)
                     entries.append(Entry(name, 0, 0, _NAMES[code], shape, nbytes=nbytes))
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, ValueError) as error:
             raise CorruptError("not a safetensors file", got=f"{path}: {error}") from error
         self.entries = tuple(entries)
         self.skipped = tuple(skipped)

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, TypeGuard
 
 import msgspec
 
-from glassengine.reading.arrays import why_no_shape
+from glassengine.reading.arrays import shape_from
 from glassengine.recording.layout import frames
 from glassengine.recording.layout.entries import Measured
 from glassengine.recording.layout.layout import (
@@ -118,7 +118,7 @@ def entry_from(payload: dict[str, Any]) -> Entry:
         raise ValueError("a name is not text")
     if not isinstance(dtype, str) or dtype not in STORED:
         raise ValueError(f"unknown dtype {dtype!r}")
-    shape = _shape_from(payload.get("shape"))
+    shape = shape_from(payload.get("shape"))
     if not isinstance(axes, dict) or not all(is_size(axis) and axis < len(shape) for axis in axes.values()):
         raise ValueError("axes do not name dimensions")
     step, rank, nbytes = sizes_of(payload, "step", "rank", "nbytes")
@@ -251,7 +251,7 @@ def left_out_from(payload: dict[str, Any]) -> LeftOut:
         if not isinstance(found, dict):
             raise ValueError("statistics are not an object")
         statistics = _light_from(found)
-    sizes = None if shape is None else _shape_from(shape)
+    sizes = None if shape is None else shape_from(shape)
     return LeftOut(site, int(str(step)), int(str(rank)), reason, dtype, sizes, statistics)
 
 
@@ -327,13 +327,6 @@ def _light_from(found: Mapping[str, object]) -> LightStatistics:
     ):
         raise ValueError("statistics are not numbers")
     return LightStatistics(low, high, float(norm), num_nonfinite)
-
-
-def _shape_from(sizes: Any) -> tuple[int, ...]:
-    reason = why_no_shape(sizes)
-    if reason is not None:
-        raise ValueError(reason)
-    return tuple(sizes)
 
 
 def is_size(value: object) -> TypeGuard[int]:

@@ -143,6 +143,7 @@ def open_source(path: str | Path) -> TensorSource:
         f"the {suffix.removeprefix('.').upper()} file holds no tensors that can be read",
         got=str(path),
         expected=", ".join(found.expected for found in formats),
+        hint="save tensors by name as .npz, .safetensors or .pt",
     )
 
 

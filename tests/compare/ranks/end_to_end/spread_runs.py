@@ -221,7 +221,12 @@ WRONG: dict[str, Run] = {
     ),
     "rows not added up, outside": Run("one", TP2, ("rows not added up",), site="embed", options={"outside": "zero"}),
     "a slip behind a mask outside": Run(
-        "one", TP2, rank=1, own=scaled("layers.1.mlp.act"), site="layers.1.mlp.act", blamed=1,
+        "one",
+        TP2,
+        rank=1,
+        own=scaled("layers.1.mlp.act"),
+        site="layers.1.mlp.act",
+        blamed=1,
         options={"outside": "ends"},
     ),
     "logits in reverse": Run("one", TP2, ("logits gathered in reverse",), site=".:out.logits", hint="order"),

@@ -62,12 +62,14 @@ class OnnxFile:
         model: Its content; weights that lie in other files are not read.
         with_data: Whether the file has the values of the weights; those of an engine's stored graph lie elsewhere.
         held: Weights that were read so far, or came from elsewhere.
+        is_repaired: Whether sizes that the file states were forgotten: ONNX Runtime takes them at their word.
     """
 
     path: Path
     model: onnx.ModelProto
     with_data: bool = True
     held: dict[str, torch.Tensor] = field(default_factory=dict)
+    is_repaired: bool = False
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the weights (initializers and constants) by name, read once; on the meta device without data.
@@ -135,12 +137,12 @@ def read_onnx(path: str | Path, *, with_data: bool = True) -> OnnxFile:
         )
     check_texts(model, path)
     check_declared(model, path)
-    _free_sizes(model.graph)
+    is_repaired = _free_sizes(model.graph)
     if with_data:
         model = _without_functions(model, path)
         return_tensors(model.graph, path.name)
         check_tensors(model, path)
-    return OnnxFile(path, model, with_data)
+    return OnnxFile(path, model, with_data, is_repaired=is_repaired)
 
 
 def _without_functions(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
@@ -168,12 +170,15 @@ def _without_functions(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
     return inlined
 
 
-def _free_sizes(graph: onnx.GraphProto) -> None:
-    """Forget invalid sizes: some exporters write a dynamic dimension as -1 or 0."""
+def _free_sizes(graph: onnx.GraphProto) -> bool:
+    """Forget invalid sizes, and return whether there were any: some exporters write a dynamic size as -1 or 0."""
+    found = False
     for value in (*graph.input, *graph.output, *graph.value_info):
         for size in value.type.tensor_type.shape.dim:
             if size.HasField("dim_value") and size.dim_value <= 0:
                 size.ClearField("dim_value")
+                found = True
+    return found
 
 
 def named_weights(model: onnx.ModelProto) -> Iterator[tuple[str, onnx.TensorProto]]:

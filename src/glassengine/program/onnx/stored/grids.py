@@ -29,7 +29,7 @@ _SUFFIX = "_quantized"
 _MOVES = ("Gather", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Expand")
 """Ops whose result has the integers of their first input, and so its grid."""
 
-_SMALL = (torch.int8, torch.uint8, torch.int16, torch.uint16)
+SMALL = (torch.int8, torch.uint8, torch.int16, torch.uint16)
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def _is_scale(name: str, weights: Mapping[str, Tensor]) -> bool:
 
 def _is_pair(names: list[str], weights: Mapping[str, Tensor]) -> bool:
     scale, zero = names
-    return _is_scale(scale, weights) and zero in weights and weights[zero].dtype in _SMALL
+    return _is_scale(scale, weights) and zero in weights and weights[zero].dtype in SMALL
 
 
 def _of_products(

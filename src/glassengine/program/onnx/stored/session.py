@@ -47,6 +47,9 @@ def start(model: bytes | str, options: Any, providers: Sequence[Any] = ("CPUExec
     return onnxruntime.InferenceSession(model, options, providers=list(providers), enable_fallback=0)
 
 
+_FOLDER = "session.model_external_initializers_file_folder_path"
+
+
 def open_session(file: OnnxFile, outputs: Sequence[str]) -> Any:
     """Return a session of ONNX Runtime that also returns `outputs`, in exact products of integers.
 
@@ -54,8 +57,7 @@ def open_session(file: OnnxFile, outputs: Sequence[str]) -> Any:
         BackendError: ONNX Runtime is not installed, or does not take the graph.
     """
     options = SessionSettings({"graph_optimization_level": "disable", "inter_op_num_threads": 1}).options()
-    folder = str(file.path.parent.absolute())
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+    options.add_session_config_entry(_FOLDER, str(file.path.parent.absolute()))
     model = with_outputs(file.model, outputs)
     in_uint8(file, model)
     known = "standard operators, or those of ONNX Runtime (com.microsoft)"
@@ -125,23 +127,24 @@ class OnnxModel(nn.Module):
             return plain
         if self._own is None:
             options = self.settings.options()
+            options.add_session_config_entry(_FOLDER, str(self.file.path.parent.absolute()))
             with told(f"ONNX Runtime does not take {self.file.path.name} at level {self.settings.level!r}"):
-                self._own = start(str(self.file.path.absolute()), options)
+                path = str(self.file.path.absolute())
+                self._own = start(self.file.model.SerializeToString() if self.file.is_repaired else path, options)
         made = self._run(self._own, inputs)
         for name, value in made.items():
             if value.is_floating_point() and name in plain and value.shape == plain[name].shape:
                 noise, signal = self.apart.get(name, (0.0, 0.0))
                 one, other = plain[name].double(), value.double()
                 self.apart[name] = noise + float((other - one).square().sum()), signal + float(one.square().sum())
-        return made
+        return {name: made.get(name, value) for name, value in plain.items()}
 
     def _run(self, session: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         names = [output.name for output in session.get_outputs()]
         with told(f"ONNX Runtime cannot run {self.file.path.name}"):
             found = session.run(names, {name: inputs[name].contiguous().numpy() for name in self._inputs})
-        return {
-            name: torch.from_numpy(value) for name, value in zip(names, found, strict=True) if hasattr(value, "dtype")
-        }
+        made = dict(zip(names, found, strict=True))  # text and dicts are no tensors
+        return {name: torch.from_numpy(v) for name, v in made.items() if hasattr(v, "dtype") and v.dtype != object}
 
     def forward(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """Run the graph; every value goes through a tap of its name, in the order of the graph."""

@@ -19,7 +19,7 @@ import torch
 from glassengine.cli.main import main
 from glassengine.errors import CorruptError
 from glassengine.executable.metrics.reader import parse_metrics, read_metrics
-from glassengine.reading.arrays import read_header, read_npz, why_no_shape
+from glassengine.reading.arrays import read_header, read_npz, shape_from
 from glassengine.reading.tensors import read_torch
 from glassengine.recording.layout.layout import shard_name
 from glassengine.recording.layout.records import entry_from, left_out_from
@@ -68,7 +68,7 @@ def test_s19_shapes_that_no_tensor_has(name: str, tmp_path: Path, capsys: pytest
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,) * 64, (1 << 40, 0), (2, 3)])
 def test_s19_unusual_shapes_are_shapes(shape: tuple[int, ...], tmp_path: Path) -> None:
-    assert why_no_shape(shape) is None
+    assert shape_from(list(shape)) == shape
     if np.prod(shape) < 100:
         np.save(tmp_path / "a.npy", np.ones(shape, dtype=np.float32))
         assert open_source(tmp_path / "a.npy").entries[0].shape == shape
@@ -79,11 +79,8 @@ def test_s19_a_safetensors_file_that_claims_too_much(tmp_path: Path) -> None:
         size = 0 if 0 in shape else 4
         header = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, size]}}).encode()
         (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(size))
-        try:
-            source = open_source(tmp_path / "a.safetensors")
-        except CorruptError:
-            continue
-        assert not source.entries and "shape" in source.skipped[0].reason
+        with pytest.raises(CorruptError):
+            open_source(tmp_path / "a.safetensors")
 
 
 @pytest.mark.parametrize("claimed", [1 << 63, (1 << 63) - 1, (1 << 64) - 1, 1 << 62, 1 << 32])

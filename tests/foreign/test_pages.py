@@ -1,0 +1,23 @@
+"""The page on dumps of other frameworks: every block runs with these, and prints what is shown."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.docs.conftest import run_guide as run_guide
+
+
+def test_dumps_of_other_frameworks(
+    root: Path, run_guide: Callable[[Path], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in ("jax", "mlx", "tinygrad"):
+        pytest.importorskip(package)
+    if shutil.which("g++") is None:
+        pytest.skip("g++ is not on this machine")
+    monkeypatch.setenv("DEV", "PYTHON")  # what tinygrad compiles its kernels with is another package
+    problems = run_guide(root / "docs" / "guide" / "my-dump-comes-from-another-framework.md")
+    assert not problems, "\n".join(problems)
