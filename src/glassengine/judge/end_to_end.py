@@ -26,6 +26,7 @@ from glassengine.numerics.verdict import Reference
 from glassengine.program.representation.outputs import PREFIX
 from glassengine.program.representation.program import Program
 from glassengine.program.user_code.module_state import STATE
+from glassengine.recording.formats.torch_file import of_number
 from glassengine.results import FLAGGED, DriftRow, ResultComparison, Verdict
 
 _CHOSEN_ALIKE = "both sides chose alike where rounding might have chosen: no tie explains the difference"
@@ -197,9 +198,9 @@ class EndToEnd:
                 is_known = isinstance(value, (bool, int, float, str))
                 self.not_compared[name] = _MISSING if is_known else f"the baseline returns {type(value).__name__}"
                 continue
-            if not isinstance(value, str) and isinstance(other, (bool, int, float)):
-                pair = torch.tensor(value), torch.tensor(other)
-            else:  # text; of what has no figures, whether it is the same
+            numbers = of_number(value), of_number(other)
+            pair = tuple(one for one in numbers if isinstance(one, torch.Tensor))
+            if len(pair) < 2:  # text; of what has no figures, whether it is the same
                 pair = torch.tensor(True), torch.tensor(type(value) is type(other) and value == other)
             judged = _passed_on(*pair)
             if judged.verdict not in ("identical", "rounding"):

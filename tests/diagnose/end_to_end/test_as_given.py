@@ -105,7 +105,9 @@ class Plain(nn.Module):
         return {"y": self.linear(x), "beside": self.beside}
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [(2.5, 2.6), ("mean", "sum"), (True, False), (3, None)])
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(2.5, 2.6), ("mean", "sum"), (True, False), (3, None), (1e300, 2e300), (2**70, 2**71)]
+)
 def test_f55_results_that_are_no_tensors_are_compared(ours: Any, theirs: Any) -> None:
     assert checked(Plain(ours).eval(), Plain(ours).eval()).ok
     result = checked(Plain(ours).eval(), Plain(theirs).eval())

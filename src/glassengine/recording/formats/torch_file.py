@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,7 @@ class TorchFile:
         entries: list[Entry] = []
         skipped: list[Skipped] = []
         for name, leaf in _leaves("", read_torch(path), 0, [0]):
-            value = _of_number(leaf)
+            value = of_number(leaf)
             reason = "two entries have this name" if name in self._tensors else why_not_a_tensor(value)
             if reason is not None:
                 skipped.append(Skipped(name, "both", reason, step=0))
@@ -82,13 +83,14 @@ def _leaves(name: str, value: Any, depth: int, count: list[int]) -> Iterator[tup
         yield from _leaves(f"{name}.{key}" if name else str(key), child, depth + 1, count)
 
 
-def _of_number(value: Any) -> Any:
+def of_number(value: Any) -> Any:
     """Return a number as a tensor without dimensions, of float32 where that holds it: `item()` of such a tensor."""
     import torch
 
     if isinstance(value, float):
         found = torch.tensor(value, dtype=torch.float32)
-        return found if not found.isfinite() or found.item() == value else torch.tensor(value, dtype=torch.float64)
+        is_held = found.item() == value or math.isnan(value)
+        return found if is_held else torch.tensor(value, dtype=torch.float64)
     is_whole = isinstance(value, int) and (value.bit_length() < 64)
     return torch.tensor(value) if is_whole or isinstance(value, complex) else value
 
