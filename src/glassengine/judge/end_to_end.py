@@ -16,17 +16,18 @@ from typing import Any, Literal
 import torch
 
 from glassengine.judge.graphs.by_result import by_value
-from glassengine.judge.result_figures import dtype_name, result_figures, worse
+from glassengine.judge.result_figures import result_figures, worse
 from glassengine.numerics.exemptions import DRAWN
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.kinds import unequal
-from glassengine.numerics.metrics.drift import LITTLE_LEFT, LOST, DriftSums
+from glassengine.numerics.metrics.drift import LITTLE_LEFT, LOST, DriftSums, loss_of
 from glassengine.numerics.metrics.tolerance import is_inexact, tolerance
 from glassengine.numerics.verdict import Reference
 from glassengine.program.representation.outputs import PREFIX
 from glassengine.program.representation.program import Program
 from glassengine.program.user_code.module_state import STATE
 from glassengine.recording.formats.torch_file import of_number
+from glassengine.recording.layout.values import dtype_name
 from glassengine.results import FLAGGED, DriftRow, ResultComparison, Verdict
 
 _CHOSEN_ALIKE = "both sides chose alike where rounding might have chosen: no tie explains the difference"
@@ -193,14 +194,12 @@ class EndToEnd:
             where: Case and step.
         """
         for name, value in ours.items():
-            other = theirs.get(name)
-            if name not in theirs or not isinstance(value, (bool, int, float, str)):
-                is_known = isinstance(value, (bool, int, float, str))
+            is_known, other = isinstance(value, (bool, int, float, str)), theirs.get(name)
+            if name not in theirs or not is_known:
                 self.not_compared[name] = _MISSING if is_known else f"the baseline returns {type(value).__name__}"
                 continue
-            numbers = of_number(value), of_number(other)
-            pair = tuple(one for one in numbers if isinstance(one, torch.Tensor))
-            if len(pair) < 2:  # text; of what has no figures, whether it is the same
+            pair = of_number(value), of_number(other)
+            if not all(isinstance(one, torch.Tensor) for one in pair):  # text: whether it is the same
                 pair = torch.tensor(True), torch.tensor(type(value) is type(other) and value == other)
             judged = _passed_on(*pair)
             if judged.verdict not in ("identical", "rounding"):
@@ -260,8 +259,8 @@ class EndToEnd:
             step=where[1],
             num_steps=1,
             shape=tuple(baseline.shape),
-            dtype=dtype_name(baseline),
-            candidate_dtype=dtype_name(value),
+            dtype=dtype_name(baseline.dtype),
+            candidate_dtype=dtype_name(value.dtype),
             noise_ratio=judgement.noise_ratio,
             exempt=exempt,
             judged_by=judged_by,
@@ -269,7 +268,7 @@ class EndToEnd:
         )
         if made.is_unexplained:
             made = replace(made, verdict="suspicious", reason=_UNDECIDED, is_decided=False)
-        if baseline.numel() < 2 or not bool((baseline == baseline.flatten()[0]).all()):
+        if name not in self._varying and not (baseline.numel() > 1 and bool((baseline == baseline.flatten()[0]).all())):
             self._varying.add(name)
         before = self._found.get(name)
         self._found[name] = made if before is None else worse(before, made)
@@ -330,7 +329,7 @@ def by_signal(baseline: torch.Tensor, value: torch.Tensor) -> Judgement:
         return Judgement("wrong", None, None, "values that are not finite")
     sums = DriftSums()
     sums.add(baseline, value)
-    lost = sums.noise / sums.signal if sums.signal else math.inf if sums.noise else 0.0
+    lost = loss_of(sums.noise, sums.signal)
     verdict: Verdict = "wrong" if lost > LOST else "suspicious" if lost > LITTLE_LEFT else "rounding"
     return Judgement(verdict, None, math.sqrt(sums.noise / max(1, value.numel())))
 
@@ -342,7 +341,7 @@ def _passed_on(baseline: torch.Tensor, value: torch.Tensor) -> Judgement:
         return Judgement("wrong", None, None, shapes)
     if not bool(unequal(baseline, value).any()):
         return Judgement("identical", 0.0, 0.0)
-    names = dtype_name(baseline), dtype_name(value)
+    names = dtype_name(baseline.dtype), dtype_name(value.dtype)
     verdict: Verdict = "wrong"
     if all(map(is_inexact, names)):
         allowed = tolerance(*names)

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from glassengine.blocks import agree
+from glassengine.numerics.metrics.drift import decibels, loss_of
 from glassengine.results import FLAGGED, VERDICTS, ResultComparison
 
 
@@ -47,7 +49,7 @@ def result_figures(
     b, c = baseline.double(), value.double()
     counted = torch.ones_like(b, dtype=torch.bool) if valid is None else valid.expand(b.shape)
     left_out = 1 - float(counted.double().mean()) if counted.numel() else 0.0
-    same = (b == c) | (b.isnan() & c.isnan()) | ~counted
+    same = agree(b, c) | ~counted
     if bool((~same & ~(b.isfinite() & c.isfinite())).any()):
         return ResultFigures(math.inf, None, None, -math.inf, None, left_out)
     tokens = _tokens(b, c, counted) if are_logits else {}
@@ -65,7 +67,7 @@ def result_figures(
         worst,
         largest,
         worst / _unit(largest, baseline, value) if largest else None,
-        math.inf if not noise else 10 * math.log10(signal / noise) if signal else -math.inf,
+        decibels(loss_of(noise, signal)),
         1.0 if not noise else float((b * c).sum()) / norms if norms else 0.0,
         left_out,
         **tokens,
@@ -89,11 +91,6 @@ def _unit(largest: float, *sides: torch.Tensor) -> float:
     """Return a unit in the last place of `largest` in the coarser dtype of the two."""
     eps = max(torch.finfo(side.dtype).eps for side in sides)
     return float(eps * 2.0 ** math.floor(math.log2(largest)))
-
-
-def dtype_name(tensor: torch.Tensor) -> str:
-    """Return the name of a tensor's dtype, as torch writes it."""
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def merged(results: Iterable[ResultComparison]) -> tuple[ResultComparison, ...]:

@@ -7,7 +7,7 @@ is a difference of the results.
 
 from __future__ import annotations
 
-import copy
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch import nn
 from glassengine.diagnose.ladder.climb import Climb
 from glassengine.errors import IncomparableError
 from glassengine.judge.sides.arguments import CACHE, Arguments
+from glassengine.numerics.counted import same_where
+from glassengine.numerics.metrics.drift import decibels, loss_of
 from glassengine.program import LoadedModel
 from glassengine.program.representation.signature import named_results
 from glassengine.program.user_code.mode import Draws, in_words, is_whole, that_matter
@@ -26,6 +28,7 @@ _SAME_DB, _LOST_DB = 40.0, 20.0
 """Signal of two right calls in a row: above the one a result is the same, below the other it is another."""
 
 _LARGE = 1e4
+"""Numbers from here on may be those by which a mask hides."""
 
 _MODES_CHANGED = "given in training mode, compared in evaluation mode: call .eval() in what you ship"
 
@@ -117,7 +120,7 @@ def _call_twice(climb: Climb, ours: Any, theirs: Any) -> None:
     for name in first:
         if name not in firsts or name not in seconds or name not in again or first[name].shape != firsts[name].shape:
             continue
-        if not _same(keeps[name], firsts[name]) and _same(kept[name], first[name]):
+        if not same_where(keeps[name], firsts[name], None) and same_where(kept[name], first[name], None):
             climb.differences.append(f"a second call of the candidate overwrites the {name} that the first returned")
         elif _signal(first[name], firsts[name]) > _SAME_DB and _signal(again[name], seconds[name]) < _LOST_DB:
             stale = _signal(firsts[name], seconds[name]) > _SAME_DB
@@ -151,7 +154,7 @@ def _changed(step: Mapping[str, Any]) -> dict[str, Any] | None:
     def move(value: Any) -> Any:
         nonlocal moved
         if not isinstance(value, torch.Tensor) or value.dtype is torch.bool or value.is_complex() or not value.dim():
-            return copy.copy(value)
+            return value
         if value.numel() < 2 or bool((value == value.flatten()[0]).all()) or not bool(value.isfinite().all()):
             return value
         if int(torch.unique(value).numel()) <= 2:
@@ -163,22 +166,16 @@ def _changed(step: Mapping[str, Any]) -> dict[str, Any] | None:
     return found if moved else None
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
-
-
 def _signal(baseline: torch.Tensor, value: torch.Tensor | None) -> float:
     """Return the signal-to-noise ratio in dB; of whole numbers whether they are the same."""
     if value is None or value.shape != baseline.shape:
-        return -torch.inf
+        return -math.inf
     if torch.equal(baseline, value):
-        return torch.inf
+        return math.inf
     if not (baseline.is_floating_point() and value.is_floating_point()):
-        return -torch.inf
+        return -math.inf
     b, c = baseline.detach().double(), value.detach().double()
     counted = (b.abs() < _LARGE) & (c.abs() < _LARGE)  # masks hide by any large number, or by infinity
     b, c = b[counted], c[counted]
     noise, signal = float((c - b).square().sum()), float(b.square().sum())
-    if noise and not signal:
-        return -torch.inf
-    return 10 * float(torch.log10(torch.tensor(signal / noise))) if noise else torch.inf
+    return decibels(loss_of(noise, signal))

@@ -90,13 +90,13 @@ class DriftSums:
     @property
     def loss(self) -> float | None:
         """Noise over signal of what was introduced; None where that is not known."""
-        return _ratio(self.introduced, self.predicted) if self.predicted else None
+        return loss_of(self.introduced, self.predicted) if self.predicted else None
 
     def row(self, site: str, candidate_site: str, kind: str, loss: float | None = None) -> DriftRow:
         """Return the row of the table; `loss` is what it introduces, `share` is left for `shared`."""
         norms = math.sqrt(self.signal) * math.sqrt(self.power)
         cosine = 1.0 if not self.noise else max(-1.0, min(1.0, self.dot / norms)) if norms else 0.0
-        snr = decibels(_ratio(self.noise, self.signal))
+        snr = decibels(loss_of(self.noise, self.signal))
         introduced = None if loss is None else decibels(loss)
         return DriftRow(site, candidate_site, kind, self.num_tensors, snr, cosine, introduced)
 
@@ -108,7 +108,8 @@ def decibels(loss: float) -> float:
     return -10 * math.log10(loss) if math.isfinite(loss) else -math.inf
 
 
-def _ratio(noise: float, signal: float) -> float:
+def loss_of(noise: float, signal: float) -> float:
+    """Return noise over signal; of nothing but noise, infinity."""
     if not noise:
         return 0.0
     return noise / signal if signal else math.inf

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from glassengine.blocks import agree
+
 Key = tuple[bool, Any]
 """Whether it is an attribute, and its name; or the key of an item."""
 Keys = tuple[Key, ...]
@@ -122,8 +124,7 @@ def differ(one: Any, other: Any) -> bool:
         if type(one) is not type(other):
             return True
         if isinstance(one, torch.Tensor):
-            is_same = one.shape == other.shape and one.dtype is other.dtype
-            return not (is_same and bool(((one == other) | ((one != one) & (other != other))).all()))
+            return one.shape != other.shape or one.dtype is not other.dtype or not bool(agree(one, other).all())
         if isinstance(one, np.ndarray):
             return bool(one.shape != other.shape or one.dtype != other.dtype or one.tobytes() != other.tobytes())
         if isinstance(one, (*PLAIN, set)) or not _is_opened(one):
