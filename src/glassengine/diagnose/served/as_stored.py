@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from glassengine.judge.end_to_end import EndToEnd
 from glassengine.program import Program
 from glassengine.program.representation.signature import named_results
 from glassengine.progress import Progress
-from glassengine.results import Comparison, DriftRow, Quantization, QuantizedWeight, ResultComparison
+from glassengine.results import Comparison, DriftRow, Quantization, QuantizedWeight
 from glassengine.serving.protocol import ServedWeight
 
 _MOST_BYTES = 1 << 29
@@ -66,7 +65,6 @@ class AsStored:
         size = sum(parameter.nbytes for parameter in module.parameters())
         self._costs = self._alone(module, held, progress) if drift or size <= _MOST_BYTES else ()
         self._results: EndToEnd | None = None
-        self._steps: list[ResultComparison] = []
 
     def _alone(
         self, module: nn.Module, held: Mapping[str, ServedWeight], progress: Progress
@@ -101,10 +99,7 @@ class AsStored:
             length = case.input_ids.shape[1]
             place = slice(0, length) if step == 0 else slice(length + step - 1, length + step)
             ours = {name: value[:, place] for name, value in ours.items() if name in theirs}
-        alone = EndToEnd(program, RUNG)
-        for ends in (alone, self._results):
-            ends.compare_signals(theirs, ours, (case.name, step))
-        self._steps += alone.found
+        self._results.compare_signals(theirs, ours, (case.name, step))
 
     @torch.no_grad()
     def told(self, found: Comparison, module: nn.Module, method: str, min_snr: float | None) -> Comparison:
@@ -118,7 +113,10 @@ class AsStored:
         """
         if self._results is None or not self._results.found:
             return found
-        results = [self._at_its_worst(one) for one in self._results.found]
+        results = [
+            dataclasses.replace(one, verdict="suspicious") if one.verdict == "wrong" else one  # no loss is a mistake
+            for one in self._results.found
+        ]
         rows, first = self._results.drift_rows(), results[0]
         rates = first.same_tokens / first.num_tokens if first.num_tokens else None
         cost = Quantization(
@@ -137,14 +135,6 @@ class AsStored:
         )
         return within_budget(found, rows[0].snr_db, min_snr) if found.ok else found
 
-    def _at_its_worst(self, one: ResultComparison) -> ResultComparison:
-        """Return a result over all steps, as it is in the step that has lost most; no loss is a mistake by itself."""
-        steps = [step for step in self._steps if step.name == one.name]
-        worst = min(steps, key=lambda step: math.inf if step.snr_db is None else step.snr_db)
-        names = ("case", "step", "shape", "max_abs_diff", "largest", "ulp", "verdict", "reason")
-        found = dataclasses.replace(one, **{name: getattr(worst, name) for name in names})
-        return dataclasses.replace(found, verdict="suspicious") if found.verdict == "wrong" else found
-
     @property
     def _has_steps(self) -> bool:
         return any(one.error is not None for one in self._weights.judged)
@@ -154,8 +144,8 @@ def _forward(case: Case) -> dict[str, Any]:
     """Return the keyword arguments of one forward over all tokens of a case."""
     if case.input_ids is None:
         return dict(case.steps[0])
-    ids = (
-        case.input_ids if case.tokens is None else torch.cat([case.input_ids, case.tokens.to(case.input_ids.dtype)], 1)
-    )
+    ids = case.input_ids
+    if case.tokens is not None:
+        ids = torch.cat([ids, case.tokens.to(ids.dtype)], 1)
     ids = ids[:, : case.input_ids.shape[1] + case.num_steps - 1]
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}

@@ -17,6 +17,7 @@ from glassengine.numerics.metrics.tolerance import is_inexact, precision_of
 from glassengine.program import LoadedModel
 from glassengine.program.generation.generation import Generation
 from glassengine.program.inputs.programs import inputs_in_file
+from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource
 
 _MOST_READ = 64
@@ -78,10 +79,8 @@ def recorded_inputs(source: TensorSource, model: LoadedModel) -> list[dict[str, 
     else:
         known = inspect.signature(model.module.forward).parameters.values()
         names = {one.name: one.default is one.empty for one in known if one.kind is one.POSITIONAL_OR_KEYWORD}
-    places = {(entry.site, entry.step): entry for entry in source.entries}
     found: list[dict[str, Any]] = []
-    for step in sorted({entry.step for entry in source.entries}):
-        there = [entry.site for entry in source.entries if entry.step == step]
+    for step, there in sorted(_by_step(source).items()):
         called = named_inputs_of(there, list(names))
         missing = [name for name, is_required in names.items() if is_required and name not in called]
         if missing or not called:
@@ -94,7 +93,7 @@ def recorded_inputs(source: TensorSource, model: LoadedModel) -> list[dict[str, 
                 expected=f"the inputs beside the tensors, by name: {', '.join(names)}",
                 hint="give what it was made on: --inputs FILE",
             )
-        found.append({name: source.tensor(places[own, step]) for name, own in called.items()})
+        found.append({name: source.tensor(there[own]) for name, own in called.items()})
     return found
 
 
@@ -109,10 +108,10 @@ def require_own(source: TensorSource, given: Inputs, own: Case | None = None) ->
     Raises:
         IncomparableError: The record has another tensor of that name.
     """
-    places = {(entry.site, entry.step): entry for entry in source.entries}
+    steps = _by_step(source)
     for step, values in enumerate(() if given is None or isinstance(given, str) else given):
-        called = named_inputs_of([name for name, at in places if at == step], list(values))
-        ours = {name: source.tensor(places[place, step]) for name, place in called.items()}
+        there = steps.get(step, {})
+        ours = {name: source.tensor(there[own]) for name, own in named_inputs_of(there, list(values)).items()}
         ours |= {} if own is None or own.input_ids is None else {"input_ids": own.input_ids}
         for name, tensor in ours.items():
             wanted = values.get(name)
@@ -165,15 +164,22 @@ def recorded_case(source: TensorSource) -> Case | None:
     return Case("recorded", len(steps), input_ids=ids, attention_mask=mask, tokens=tokens, origin="recorded")
 
 
+def _by_step(source: TensorSource) -> dict[int, dict[str, Entry]]:
+    """Return step -> name -> entry."""
+    found: dict[int, dict[str, Entry]] = {}
+    for entry in source.entries:
+        found.setdefault(entry.step, {})[entry.site] = entry
+    return found
+
+
 def _token_rows(source: TensorSource) -> list[list[int]]:
     """Return the tokens of each row without padding, of a dump that has them as tensors in each step."""
-    steps = {entry.step for entry in source.entries}
-    named = {(entry.site, entry.step): entry for entry in source.entries}
-    found = [named.get(("input_ids", step)) for step in sorted(steps)]
+    steps = _by_step(source)
+    found = [there.get("input_ids") for _, there in sorted(steps.items())]
     if None in found or any(entry is not None and len(entry.shape) != 2 for entry in found):
         return []
     ids = [source.tensor(entry) for entry in found if entry is not None]
-    mask = named.get(("attention_mask", 0))
+    mask = steps.get(0, {}).get("attention_mask")
     real = torch.ones_like(ids[0]) if mask is None else source.tensor(mask)
     if len({len(one) for one in (real, *ids)}) > 1 or real.shape != ids[0].shape:
         return []
