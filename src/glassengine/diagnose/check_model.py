@@ -37,6 +37,7 @@ from glassengine.diagnose.ladder.step_by_step import numbered, staged
 from glassengine.diagnose.quantization.check import check_quantized_checkpoint, is_quantized_candidate
 from glassengine.diagnose.quantization.module import check_quantized_module, quantized_in_memory
 from glassengine.diagnose.quantization.port import check_quantized_file, is_quantized_file
+from glassengine.diagnose.quantization.result import with_differences
 from glassengine.diagnose.reproduction.files import require_free
 from glassengine.diagnose.reproduction.reproduce import with_reproduction
 from glassengine.diagnose.served.candidates import built_candidate, is_engine, named_candidate
@@ -228,12 +229,12 @@ def check(
         why = "with images a port is judged in one forward, of --inputs" if engine is None else "the engine takes none"
         model.metadata[WITHOUT_IMAGES], alone = why, True
     model, given, without_decoding = given_to(model, inputs, of_first, alone=alone)
-    other, other_ids = None, None
+    other, other_ids = None, []
     if candidate is not None and engine is None and record is None:
         progress(Work.LOADING.says("loading the candidate"))
         other = load_candidate(candidate, baseline, dtype=dtype, **options)
         require_two_models(model, other)
-        other_ids = other_tokens(model, other.directory, given) if model.generation.takes_tokens else None
+        other_ids = other_tokens(model, other.directory, given)
         other = other.judged_as(other.generation.alone)
         if model.generation.generates and not other.generation.generates:
             given = tokens_in_one_forward(model, other.module, given)
@@ -246,7 +247,7 @@ def check(
         if reproduction is not None or accumulation is not None:
             raise UsageError("--reproduction and --accum are for floats", got=f"the quantized {candidate}")
         if held is not None:
-            return check_quantized_module(model, other, held, given, **told)
+            return with_differences(check_quantized_module(model, other, held, given, **told), other_ids)
         told_again = partial(check, inputs=inputs, min_coverage=min_coverage, **told, **options)
         return check_quantized_file(baseline, model, other, given, told_again)
     parts = parts_of(engine, 2 if model.generation.has_encoder else 1)
@@ -282,8 +283,7 @@ def check(
                     climb, backend, own_passes, progress, all_rungs=all_rungs, only_release=bisect_outputs, mesh=mesh
                 )
             as_given(climb, model, other, num_stages=len(climbs))
-            if other_ids is not None:
-                climb.differences.append(other_ids)
+            climb.differences += other_ids
             if reproduction is not None:
                 for score in climb.scores:
                     score.evidence = EvidenceBox(climb.program)

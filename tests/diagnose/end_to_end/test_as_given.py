@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from glassengine.diagnose import check
 from glassengine.errors import IncomparableError
 from glassengine.program.user_code.mode import in_training, in_words, that_matter
 from glassengine.results import Comparison
+from glassengine.testing.quantized import save_quantized
 from tests.diagnose.end_to_end.outside import Net, Words, changed, ids, x
+
+BUNDLED = Path(__file__).resolve().parents[3] / "examples" / "tiny-llama"
 
 
 def checked(baseline: nn.Module, candidate: nn.Module, given: Any = None) -> Comparison:
@@ -68,6 +73,19 @@ def test_f48_a_mode_that_changes_nothing_is_no_difference() -> None:
     candidate.last.train()
     result = checked(Net().eval(), candidate)
     assert (result.ok, result.notes) == (True, ())
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_f48_a_file_has_no_mode_and_a_baseline_that_is_exported_for_it_is_none_of_its_mistakes(
+    is_wrong: bool, tmp_path: Path
+) -> None:
+    exported = Net().eval()
+    if is_wrong:
+        exported.last.bias.data[1] += 0.5
+    torch.export.save(torch.export.export(exported, (), x()), tmp_path / "net.pt2")
+    result = check(Net(), candidate=str(tmp_path / "net.pt2"), inputs=x())
+    assert result.ok is not is_wrong, result.not_ok_because
+    assert result.notes[0] == "2 modules of the baseline are in training mode: bn, drop; compared in evaluation mode"
 
 
 def test_a_draw_counts_even_where_it_changes_nothing() -> None:
@@ -155,17 +173,24 @@ def _lower(described: dict[str, Any]) -> None:
     described["normalizer"] = {"type": "Lowercase"}
 
 
+def test_f51_a_quantized_checkpoint_with_another_tokenizer_differs(tmp_path: Path) -> None:
+    save_quantized(AutoModelForCausalLM.from_pretrained(BUNDLED), tmp_path, "torchao", bits=8, group_size=8)
+    AutoTokenizer.from_pretrained(BUNDLED).save_pretrained(tmp_path)
+    assert check(str(BUNDLED), candidate=str(tmp_path), steps=1).ok
+    _with_other_tokens(tmp_path, _exchanged)
+    result = check(str(BUNDLED), candidate=str(tmp_path), steps=1)
+    assert (result.ok, result.standing, result.verdict) == (False, "results differ", "wrong")
+    assert "the candidate's tokenizer gives other tokens for" in str(result.not_ok_because)
+
+
 @pytest.mark.parametrize("change", [_exchanged, _lower])
 def test_f51_a_candidate_with_another_tokenizer_differs(change: Callable[[Any], None], tmp_path: Path) -> None:
-    import shutil
-
-    bundled = Path(__file__).resolve().parents[3] / "examples" / "tiny-llama"
-    shutil.copytree(bundled, tmp_path / "other")
-    result = check(str(bundled), candidate=str(tmp_path / "other"), steps=1)
+    shutil.copytree(BUNDLED, tmp_path / "other")
+    result = check(str(BUNDLED), candidate=str(tmp_path / "other"), steps=1)
     assert result.ok, result.not_ok_because
     assert any(used.recipe == "tokenized by the baseline" for case in result.inputs for used in case.inputs)
     _with_other_tokens(tmp_path / "other", change)
-    result = check(str(bundled), candidate=str(tmp_path / "other"), steps=1)
+    result = check(str(BUNDLED), candidate=str(tmp_path / "other"), steps=1)
     assert not result.ok
     assert result.not_ok_because is not None
     assert "the candidate's tokenizer gives other tokens for" in result.not_ok_because

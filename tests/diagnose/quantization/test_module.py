@@ -103,6 +103,29 @@ def test_other_code_is_not_taken_for_the_cost_of_weights(made: Any, tmp_path: Pa
     assert found.first_divergence is not None and "something else" in found.first_divergence.hints[0].text
 
 
+class Dropping(Net):
+    """The same with a dropout, which does nothing in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.drop(x))
+
+
+def test_f48_a_quantized_module_in_training_mode_differs(tmp_path: Path) -> None:
+    def quantized() -> Any:
+        return torch.ao.quantization.quantize_dynamic(Dropping().eval(), {nn.Linear}, torch.qint8)
+
+    assert checked(quantized(), tmp_path).ok
+    left = quantized()
+    left.drop.train()
+    found = checked(left, tmp_path)
+    assert (found.ok, found.standing) == (False, "results differ")
+    assert found.not_ok_because == "1 module of the candidate is in training mode: drop"
+
+
 def test_what_is_not_quantized_has_no_grid() -> None:
     assert quantized_module(Net()) is None
     held = quantized_module(in_codes())

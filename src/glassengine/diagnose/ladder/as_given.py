@@ -7,8 +7,10 @@ is a difference of the results.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -57,26 +59,64 @@ def as_given(climb: Climb, baseline: LoadedModel, candidate: LoadedModel | None,
         candidate: Another model as it was loaded; None where the candidate is none.
         num_stages: Of the check; steps that follow each other call both models several times as it is.
     """
-    models, sides = {"baseline": baseline}, {"baseline": climb.model}
+    models = {"baseline": baseline}
+    sides: dict[str, Any] = {"baseline": climb.model}
     if candidate is not None:
-        models["candidate"], sides["candidate"] = candidate, climb.scores[-1].side  # type: ignore[assignment]
-        climb.notes += _filled(sides["candidate"].arguments)  # type: ignore[union-attr]
-    whole = {who: is_whole(one.module, one.training) for who, one in models.items()}
-    if all(whole.values()) or (candidate is not None and baseline.training == candidate.training):
-        if baseline.training:
-            climb.notes.append(f"{' and '.join(models)}: {_MODES_CHANGED}")
-    else:
-        for who, one in models.items():
-            side = sides[who]
-            if one.training and (names := _mattering(climb, side, one)):
-                if candidate is None:
-                    climb.notes.append(f"{in_words(who, names)}; compared in evaluation mode")
-                    continue
-                side.training = one.training  # type: ignore[union-attr]
-                climb.differences.append(in_words(who, names))
+        models["candidate"], sides["candidate"] = candidate, climb.scores[-1].side
+        climb.notes += _filled(sides["candidate"].arguments)
+    case = climb.cases[0]
+    step: Mapping[str, Any] = case.steps[0] if case.steps else {"input_ids": case.input_ids}
+    modes = modes_of(models, lambda who: _arguments(sides[who].arguments, step))
+    climb.notes += modes.notes
+    climb.differences += modes.differences
+    for who in modes.mattering:
+        sides[who].training = models[who].training
     is_called_once = num_stages == 1 and not climb.program.generates
     if candidate is not None and is_called_once and baseline.stored is None and not climb.differences:
         _call_twice(climb, *sides.values())
+
+
+@dataclass
+class Modes:
+    """Training mode of the models of a check, as they were given.
+
+    `mattering` has the modules, by side, whose training mode is a difference of the results.
+    """
+
+    mattering: dict[str, list[str]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def differences(self) -> list[str]:
+        """What differs, in words."""
+        return [in_words(who, names) for who, names in self.mattering.items()]
+
+
+def modes_of(models: Mapping[str, LoadedModel], call_of: Callable[[str], Mapping[str, Any]]) -> Modes:
+    """Return what differs in the training mode of the models.
+
+    Args:
+        models: "baseline", and "candidate" where it is another model.
+        call_of: Gives the arguments of a forward of either.
+    """
+    found = Modes()
+    baseline, candidate = models["baseline"], models.get("candidate")
+    is_alone = candidate is None or candidate.stored is not None  # a file has no mode
+    if all(is_whole(one.module, one.training) for one in models.values()) or (
+        candidate is not None and baseline.training == candidate.training
+    ):
+        if baseline.training:
+            found.notes.append(f"{' and '.join(models)}: {_MODES_CHANGED}")
+        return found
+    for who, one in models.items():
+        names: list[str] = []
+        with contextlib.suppress(Exception):  # the forward raises again where it is judged, and is reported there
+            names = that_matter(one.module, one.training, call_of(who)) if one.training else []
+        if names and is_alone:
+            found.notes.append(f"{in_words(who, names)}; compared in evaluation mode")
+        elif names:
+            found.mattering[who] = names
+    return found
 
 
 def _filled(arguments: Arguments | None) -> list[str]:
@@ -88,15 +128,6 @@ def _filled(arguments: Arguments | None) -> list[str]:
     return [
         f"{name} of the candidate is given {value}: the baseline has no such input" for name, value in given.items()
     ]
-
-
-def _mattering(climb: Climb, side: Any, model: LoadedModel) -> list[str]:
-    case = climb.cases[0]
-    step: Mapping[str, Any] = case.steps[0] if case.steps else {"input_ids": case.input_ids}
-    try:
-        return that_matter(model.module, model.training, _arguments(side.arguments, step))
-    except Exception:  # the forward raises again where it is judged, and is reported there
-        return []
 
 
 def _arguments(arguments: Arguments | None, step: Mapping[str, Any]) -> dict[str, Any]:

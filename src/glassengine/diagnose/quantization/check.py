@@ -19,10 +19,18 @@ from torch import Tensor, nn
 
 from glassengine.diagnose.quantization.checkpoint_drift import checkpoint_drift
 from glassengine.diagnose.quantization.effects import Weight, difference, forwards_of, one_by_one, outcome_of, watching
-from glassengine.diagnose.quantization.result import RUNG, concluded, finished, result_of, within_budget
+from glassengine.diagnose.quantization.result import (
+    RUNG,
+    concluded,
+    finished,
+    result_of,
+    with_differences,
+    within_budget,
+)
 from glassengine.errors import IncomparableError
 from glassengine.judge.given import Inputs, read_inputs
 from glassengine.judge.sides.module import threads_for
+from glassengine.judge.texts import other_tokens
 from glassengine.numerics.quantization import rescaling
 from glassengine.numerics.quantization.weight_error import WeightError, judge_weight
 from glassengine.program import LoadedModel, load_model
@@ -78,7 +86,9 @@ def check_quantized_checkpoint(
     steps_of = quantization_steps(candidate, **options)
     with threads_for(ours.module):
         told: dict[str, Any] = {"fail_on": fail_on, "min_snr": min_snr, "steps": steps, "progress": progress}
-        return check_quantized(ours, theirs, steps_of, given=read_inputs(inputs), **told)
+        given = read_inputs(inputs)
+        found = check_quantized(ours, theirs, steps_of, given=given, **told)
+        return with_differences(found, other_tokens(ours, theirs.directory, given))
 
 
 @torch.no_grad()

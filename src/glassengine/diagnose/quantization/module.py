@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from glassengine.diagnose.ladder.as_given import modes_of
 from glassengine.diagnose.ladder.rungs import arguments_of
 from glassengine.diagnose.quantization.check import check_quantized
 from glassengine.diagnose.quantization.effects import difference, forwards_of, outcome_of
-from glassengine.diagnose.quantization.result import RUNG
+from glassengine.diagnose.quantization.result import RUNG, with_differences
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.program import LoadedModel
 from glassengine.program.quantized.modules import QuantizedModule, quantized_module
@@ -81,9 +82,10 @@ def check_quantized_module(
     dtype = getattr(torch, baseline.dtype)
     power = float(twin.rows.double().square().sum())
     share = _OF_INPUTS if held.rounds_inputs else _OF_WEIGHTS
-    if apart <= max(share**2 * cost, (_ROUNDINGS * unit_roundoff(dtype)) ** 2 * power):
-        return found
-    return _not_explained(found, apart, cost)
+    if apart > max(share**2 * cost, (_ROUNDINGS * unit_roundoff(dtype)) ** 2 * power):
+        found = _not_explained(found, apart, cost)
+    modes = modes_of({"baseline": baseline, "candidate": candidate}, lambda who: forwards[0])
+    return with_differences(dataclasses.replace(found, notes=(*found.notes, *modes.notes)), modes.differences)
 
 
 def _not_explained(found: Comparison, apart: float, cost: float) -> Comparison:

@@ -176,6 +176,21 @@ def within_budget(found: Comparison, snr: float, min_snr: float | None) -> Compa
     return dataclasses.replace(found, ok=False, standing="over budget", not_ok_because=reason)
 
 
+def with_differences(found: Comparison, differences: Sequence[str]) -> Comparison:
+    """Return what was found, not ok where the sides differ as a user runs them.
+
+    Args:
+        found: Of the weights and results.
+        differences: In words.
+    """
+    if not differences:
+        return found
+    reason = "; ".join(filter(None, (*differences, found.not_ok_because)))
+    return dataclasses.replace(
+        found, ok=False, verdict="wrong", standing="results differ", not_ok_because=reason, too_little=False
+    )
+
+
 def _site(name: str) -> str:
     return f"{name}:param"
 
