@@ -52,7 +52,6 @@ class Uploads:
         directory: Of the recording, with `index.log` and `recording.json`.
         target: Where it goes.
         spool_bytes: What may wait.
-        patience_s: How long one success may take.
 
     Attributes:
         shard_bytes: After how many bytes a shard is sealed at the latest.
@@ -62,13 +61,13 @@ class Uploads:
         UsageError: The store cannot be written.
     """
 
-    def __init__(self, directory: Path, target: Remote, spool_bytes: int, patience_s: float | None = None) -> None:
+    def __init__(self, directory: Path, target: Remote, spool_bytes: int) -> None:
         self.shard_bytes = max(min(SHARD_BYTES, spool_bytes // 4), 1)
         self.failure: GlassError | None = None
         self._directory = directory
         self._target = target
         self._most = spool_bytes
-        self._patience_s = PATIENCE_S if patience_s is None else patience_s
+        self._patience_s = PATIENCE_S
         self._changed = threading.Condition()
         self._waiting: deque[Path] = deque()
         self._waiting_bytes = 0
@@ -105,12 +104,12 @@ class Uploads:
             UsageError: The store does not take any more.
         """
         with self._changed:
-            while self._waiting_bytes + self.shard_bytes > self._most and self._waiting and not self._hurries:
+            while not self._hurries:
                 if self.failure is not None:
-                    break
+                    raise self.failure
+                if not self._waiting or self._waiting_bytes + self.shard_bytes <= self._most:
+                    return
                 self._changed.wait(1.0)
-            if self.failure is not None:
-                raise self.failure
 
     def hurry(self, patience_s: float) -> None:
         """Let what is left be written without waiting for room: the process ends."""
@@ -119,14 +118,11 @@ class Uploads:
             self._patience_s = patience_s
             self._changed.notify_all()
 
-    def finish(self, patience_s: float | None = None) -> None:
-        """Upload what is left once the recording is closed, and end.
+    def finish(self, patience_s: float | None = None) -> UsageError | None:
+        """Upload what is left once the recording is closed, and end; return why it is not all there, and where it is.
 
         Args:
             patience_s: How long the store may not answer from now on; as before where None.
-
-        Raises:
-            UsageError: The store does not take it; the message says where it is.
         """
         with self._changed:
             self._ends = True
@@ -136,14 +132,15 @@ class Uploads:
             if self._waiting:
                 _log.info("%s: %s bytes are still to be uploaded", self._target, f"{self._waiting_bytes:,}")
         self._thread.join(None if patience_s is None else patience_s + _LAST_S)
+        failure = self.failure
         if self._thread.is_alive():
-            self.failure = UsageError("the store does not answer", got=f"it does not answer for {patience_s} s")
-        if self.failure is not None:
-            raise UsageError(
-                "not everything was uploaded",
-                got=f"{self._target}: {self.failure.got or self.failure.what}",
-                hint=f"the rest is in {self._directory}: glass upload {self._target}",
-            ) from self.failure
+            failure = UsageError("the store does not answer", got=f"it does not answer for {patience_s} s")
+        if failure is None:
+            return None
+        hint = f"the rest is in {self._directory}: glass upload {self._target}"
+        return UsageError(
+            "not everything was uploaded", got=f"{self._target}: {failure.got or failure.what}", hint=hint
+        )
 
     def abandon(self) -> None:
         """Forget it: this process was forked from the one that records."""
@@ -205,10 +202,7 @@ class Uploads:
                     raise
                 _log.info("uploading is tried again in %.1f s: %s", delay, error)
             with self._changed:
-                ended = self._ends
-                self._changed.wait_for(lambda: self._ends, delay)  # whose end shortens one delay
-            if ended:
-                time.sleep(delay)
+                self._changed.wait(delay)  # the end of the recording shortens it
             delay = min(2 * delay, _MOST_DELAY_S)
 
 
@@ -234,15 +228,7 @@ def upload_rest(directory: Path, target: Remote, call: Callable[[Callable[[], No
     for name in ordered:
         path, url = directory / name, str(target / name)
         call(lambda path=path, url=url: objects.put(path, url))  # type: ignore[misc]
-    # What a shard was called before it was sealed.
-    parts = [layout.shard_name(number, sealed=False) for number in map(_number, [*done, *names]) if number is not None]
-    there = set(objects.names(str(target)))
-    objects.remove([str(target / name) for name in parts if name in there and name not in names])
     return len(ordered)
-
-
-def _number(name: str) -> int | None:
-    return layout.shard_number(name, sealed=True)
 
 
 def uploaded(directory: Path) -> set[str]:
