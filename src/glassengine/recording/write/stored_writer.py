@@ -68,10 +68,9 @@ class StoredWriter(RecordingWriter):
         return problem
 
     def abandon(self) -> None:
-        """Close the files; of a process that was forked, also what the upload has open."""
+        """Close the files; in a process that was forked, also the lock, which is its parent's."""
         super().abandon()
         if os.getpid() != self._process:
-            self._uploads.abandon()
             self._spool.close(remove=False)
 
 

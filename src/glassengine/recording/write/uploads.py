@@ -76,7 +76,7 @@ class Uploads:
         self._index_bytes = -1
         self._checkpoint()
         # As it is now: once the recording is closed, it says that everything is there.
-        put_copy(directory / layout.MANIFEST, target)
+        objects.put(directory / layout.MANIFEST, str(target / layout.MANIFEST))
         self._thread = threading.Thread(target=self._work, name="glassengine-upload", daemon=True)
         self._thread.start()
 
@@ -142,11 +142,6 @@ class Uploads:
             "not everything was uploaded", got=f"{self._target}: {failure.got or failure.what}", hint=hint
         )
 
-    def abandon(self) -> None:
-        """Forget it: this process was forked from the one that records."""
-        self._ends = True
-        self._waiting.clear()
-
     def _work(self) -> None:
         try:
             while True:
@@ -185,10 +180,15 @@ class Uploads:
 
     def _checkpoint(self) -> None:
         """Bring the index to the store, as it is now: what it says of shards that are not there is not read."""
-        size = (self._directory / layout.INDEX).stat().st_size
+        index = self._directory / layout.INDEX
+        size, copy = index.stat().st_size, index.with_name(f"{index.name}.copy")
         if size == self._index_bytes:
             return
-        put_copy(self._directory / layout.INDEX, self._target)
+        try:
+            shutil.copyfile(index, copy)  # which does not grow
+            objects.put(copy, str(self._target / index.name))
+        finally:
+            copy.unlink(missing_ok=True)
         self._index_bytes, self._since_index = size, 0
 
     def _patiently(self, function: Callable[[], None]) -> None:
@@ -241,20 +241,6 @@ def uploaded(directory: Path) -> set[str]:
     if not os.path.lexists(path):
         return set()
     return set(read_text(path, most=_MOST_DONE_BYTES, inside=directory, encoding="ascii").splitlines())
-
-
-def put_copy(path: Path, target: Remote) -> None:
-    """Upload a file that grows, as it is now.
-
-    Raises:
-        UsageError: The store does not take it.
-    """
-    copy = path.with_name(f"{path.name}.copy")
-    try:
-        shutil.copyfile(path, copy)
-        objects.put(copy, str(target / path.name))
-    finally:
-        copy.unlink(missing_ok=True)
 
 
 def hollow(path: Path) -> None:
