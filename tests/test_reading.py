@@ -86,7 +86,6 @@ REASONS: dict[str, dict[str, str]] = {
     "serving/ggml/tokens.py": {"json.loads": "what the library tokenizers made in the same line"},
     "serving/interpreter.py": {"json.loads": "what our own child process answered"},
     "serving/vllm/inside/glassengine_vllm_run.py": {"json.load": "what our own parent process sent"},
-    "stores/mirror.py": {"os.open": "as the room does, which stands above; and directories, to lock them"},
     "testing/quantized.py": {"json.loads": "what the test wrote", "read_text": "what the test wrote"},
     "writing/files.py": {"os.open": "directories, to lock them and to write them out"},
 }

@@ -23,9 +23,9 @@ from glassengine import starting
 from glassengine.engine.store.checked_files import hash_file
 from glassengine.engine.store.manifest import FILE
 from glassengine.errors import CorruptError, GlassError, UsageError
+from glassengine.reading.copies import here
 from glassengine.reading.files import is_regular, open_regular, read_bytes, shown
 from glassengine.results.engines import Signature
-from glassengine.stores.mirror import here
 
 SUMS = "SHA256SUMS"
 SIGNATURE = "SHA256SUMS.sig"
