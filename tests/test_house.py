@@ -94,7 +94,7 @@ def pins(root: Path) -> dict[str, str]:
     return found
 
 
-# What the installation for the tests leaves out: a hundred megabytes that need nothing else, and the stores of two clouds.
+# The installation for the tests leaves out a hundred megabytes that need nothing else, and the stores of two clouds.
 NOT_INSTALLED = {"adlfs", "gcsfs", "tensorrt-rtx-cu13-bindings", "tensorrt-rtx-cu13-libs"}
 
 

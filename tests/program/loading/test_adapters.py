@@ -240,7 +240,11 @@ def without(name: str) -> Callable[[], dict[str, Tensor]]:
         (lambda: lora(Q, 32, 64), UsageError, r"another model[\s\S]*size mismatch for .*q_proj.*4, 32.*4, 64"),
         (lambda: {"lm_head.weight": drawn(300, 64)}, UsageError, r"another model: lm_head.weight\n.*300"),
         (lambda: {f"{Q}.bias": drawn(64)}, UsageError, r"sets .*q_proj.bias, which this model does not have"),
-        (lambda: {f"{Q}.lora_A.weight": drawn(4, 64), f"{Q}.lora_B.weight": drawn(64, 3)}, UsageError, r"another model[\s\S]*size mismatch for .*q_proj"),
+        (
+            lambda: {f"{Q}.lora_A.weight": drawn(4, 64), f"{Q}.lora_B.weight": drawn(64, 3)},
+            UsageError,
+            r"another model[\s\S]*size mismatch for .*q_proj",
+        ),
         (dict, CorruptError, "is empty"),
         (lambda: lora("model.layers.0.mlp.act_fn", 64, 64), UsageError, r"another model[\s\S]*is not supported"),
     ],
