@@ -153,8 +153,8 @@ def read_adapter(directory: str | Path) -> Adapter:
     _require_mergeable(path, config)
     if not (path / WEIGHTS).is_file():
         got = _PICKLE if (path / _PICKLE).is_file() else None
-        hint = "load it with peft, and save it with save_pretrained" if got else None
-        raise UsageError(f"the adapter {path} has no weights", got=got, expected=WEIGHTS, hint=hint)
+        way = "load it with peft, and save it with save_pretrained" if got else None
+        raise UsageError(f"the adapter {path} has no weights", got=got, expected=WEIGHTS, hint=way)
     if importlib.util.find_spec("peft") is None:
         raise UsageError(
             "adapters are merged with peft, which is not installed", hint="pip install 'glassengine[lora]'"
