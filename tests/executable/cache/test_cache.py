@@ -234,6 +234,12 @@ def linked_directory(directory: Path) -> None:
     folder.symlink_to(directory / ".elsewhere")
 
 
+def linked_files(directory: Path) -> None:
+    folder = entry(directory) / "files"
+    folder.rename(directory / ".elsewhere")
+    folder.symlink_to(directory / ".elsewhere")
+
+
 def changed(entry: Path, **changes: Any) -> None:
     path = entry / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -277,6 +283,7 @@ FAULTS = [
     newer_manifest,
     added_file,
     linked_directory,
+    linked_files,
     truncated,
     flipped,
     missing_file,

@@ -26,7 +26,7 @@ import msgspec
 from glassengine.errors import CorruptError, UsageError
 from glassengine.executable.cache.key import SCHEMA_VERSION, digest
 from glassengine.reading.documents import Size, read_document
-from glassengine.reading.files import open_regular, shown
+from glassengine.reading.files import open_regular, require_directory, shown
 from glassengine.writing.files import append, private_directory, remove_tree, untrusted
 from glassengine.writing.locations import local
 
@@ -111,6 +111,7 @@ class Store:
         for _ in range(_TRIES):
             try:
                 manifest = _read_manifest(entry)
+                require_directory(entry / _FILES)
                 if _copied(entry / _FILES, target) != (manifest.content, manifest.num_bytes):
                     raise CorruptError(f"files of cache entry {key} are damaged")
             except (CorruptError, OSError) as error:
