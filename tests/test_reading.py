@@ -54,10 +54,6 @@ REASONS: dict[str, dict[str, str]] = {
     "program/store/inert.py": {"json.loads": "text in a document that the room parsed"},
     "program/onnx/stored/file.py": {"ParseFromString": "bytes that the room read; protobuf bounds depth by itself"},
     "program/onnx/definitions.py": {"ParseFromString": "definitions of operators that the package onnx holds"},
-    "executable/cache/store.py": {
-        "os.open": "as the room does; one that another process has just removed is told apart from a damaged one",
-        "open": "the descriptor of that",
-    },
     "executable/profile/token.py": {"os.open": "to make the token"},
     "executable/profile/trace.py": {"json.loads": "what was made in the same line"},
     "executable/snapshot/meta.py": {"json.loads": "what was made a line above"},

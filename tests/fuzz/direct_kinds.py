@@ -135,7 +135,6 @@ KINDS: dict[str, Kind] = {
     "read_profile": _direct(kinds.profile, "read_profile", changed=("**/profile.json",), owned=True),
     "read_artifacts": _direct(artifacts, "read_artifacts", changed=("**/*.json",), owned=True),
     "read_adapter": _direct(kinds.adapter, "read_adapter"),
-    "read_adapter_bin": _direct(kinds.adapter_bin, "read_adapter"),
     "read_checkpoint": _direct(copied("model"), "read_checkpoint", changed=("it/*model*",)),
     "read_shards": _direct(kinds.sharded, "read_checkpoint", changed=("it/*model*",)),
     "read_checkpoint_bin": _direct(kinds.checkpoint_bin, "read_checkpoint", changed=("it/*.bin",)),

@@ -42,7 +42,6 @@ from glassengine.results.engines import (
     Forward,
     Generation,
     SideBySide,
-    Signature,
     StepDifference,
     TokenDifference,
 )
@@ -175,7 +174,6 @@ __all__ = [
     "SeriesPoint",
     "SeriesStanding",
     "SideBySide",
-    "Signature",
     "Skipped",
     "SliceMaxima",
     "StageComparison",

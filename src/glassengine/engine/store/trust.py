@@ -69,7 +69,7 @@ def require_trust(name: str, backend: str, folder: Path, listed: Set[Path], *, o
         f"the engine {name!r} brings native code that you did not build on this machine",
         got=shown(f"{shortened}: back-end {backend} loads it into this process, with your permissions"),
         expected="an engine that you built here, or one whose builder you trust",
-        hint="glass verify ENGINE --signers FILE says who signed it; add --trust-engine (trust=True), or build it here",
+        hint="--trust-engine (trust=True) if you trust it, or build it here",
     )
 
 
