@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Literal
@@ -37,7 +38,6 @@ from glassengine.diagnose.ladder.step_by_step import numbered, staged
 from glassengine.diagnose.quantization.check import check_quantized_checkpoint, is_quantized_candidate
 from glassengine.diagnose.quantization.module import check_quantized_module, quantized_in_memory
 from glassengine.diagnose.quantization.port import check_quantized_file, is_quantized_file
-from glassengine.diagnose.quantization.result import with_differences
 from glassengine.diagnose.reproduction.files import require_free
 from glassengine.diagnose.reproduction.reproduce import with_reproduction
 from glassengine.diagnose.served.candidates import built_candidate, is_engine, named_candidate
@@ -61,7 +61,7 @@ from glassengine.program.generation.generation import PLAIN
 from glassengine.program.kinds.image_text import IMAGE_TOKEN, WITHOUT_IMAGES
 from glassengine.program.onnx.stored.options import session_settings
 from glassengine.progress import Progress, Work, silent
-from glassengine.results import Comparison, Skipped
+from glassengine.results import Comparison, Policy, Skipped
 from glassengine.serving.protocol import Options
 from glassengine.sites import patterns_of
 from glassengine.stores.places import place
@@ -206,7 +206,9 @@ def check(
         raise UsageError(f"--map is for {what}", got=f"the candidate {candidate}")
     if candidate is not None and engine is None:
         asked.beside_model(candidate, rungs=all_rungs or bisect_outputs, builds=bool(backend or passes))
-    told: dict[str, Any] = {"fail_on": fail_on, "min_snr": min_snr, "steps": steps, "progress": progress}
+    policy = Policy(fail_on, min_coverage, min_snr)
+    # Of quantized weights all are judged, whatever the least coverage is.
+    told: dict[str, Any] = {"policy": replace(policy, min_coverage=0.0), "steps": steps, "progress": progress}
     if is_quantized_candidate(baseline, candidate):
         if reproduction is not None or accumulation is not None:
             raise UsageError("--reproduction and --accum are for ops", got=f"the quantized checkpoint {candidate}")
@@ -247,9 +249,10 @@ def check(
         if reproduction is not None or accumulation is not None:
             raise UsageError("--reproduction and --accum are for floats", got=f"the quantized {candidate}")
         if held is not None:
-            return with_differences(check_quantized_module(model, other, held, given, **told), other_ids)
-        told_again = partial(check, inputs=inputs, min_coverage=min_coverage, **told, **options)
-        return check_quantized_file(baseline, model, other, given, told_again)
+            return check_quantized_module(model, other, held, given, differences=other_ids, **told)
+        limits: dict[str, Any] = {"fail_on": fail_on, "min_coverage": min_coverage, "min_snr": min_snr}
+        again = partial(check, inputs=inputs, steps=steps, progress=progress, **limits, **options)
+        return check_quantized_file(baseline, model, other, given, again, policy)
     parts = parts_of(engine, 2 if model.generation.has_encoder else 1)
     of_stages: Sequence[Any] = (None,) * len(parts)
     with ExitStack() as stack:
@@ -300,9 +303,7 @@ def check(
                     climb.weights,
                     baseline=model.spec,
                     candidate=_described(climb, candidate),
-                    fail_on=fail_on,
-                    min_coverage=min_coverage,
-                    min_snr=min_snr,
+                    policy=policy,
                     environment=environment.describe(),
                     cases=climb.cases,
                     differences=climb.differences,

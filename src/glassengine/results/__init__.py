@@ -65,6 +65,13 @@ from glassengine.results.figures import (
     TensorValues,
     UlpDistance,
 )
+from glassengine.results.findings import (
+    Decision,
+    Findings,
+    Policy,
+    decide,
+    over_budget,
+)
 from glassengine.results.hints import (
     KINDS,
     TRIED,
@@ -135,6 +142,7 @@ __all__ = [
     "Comparisons",
     "Compilation",
     "Counts",
+    "Decision",
     "Divergence",
     "DriftRow",
     "ElementDifference",
@@ -144,6 +152,7 @@ __all__ = [
     "ExemptionReason",
     "Failure",
     "Figures",
+    "Findings",
     "Fineness",
     "Forward",
     "Generation",
@@ -160,6 +169,7 @@ __all__ = [
     "Packed",
     "Pair",
     "PatternMismatches",
+    "Policy",
     "Quantization",
     "QuantizedWeight",
     "RecordedScript",
@@ -190,8 +200,10 @@ __all__ = [
     "WrittenReport",
     "added",
     "counts_of",
+    "decide",
     "failure",
     "incomplete",
+    "over_budget",
     "tally_of",
     "worst",
 ]
