@@ -35,6 +35,8 @@ def answer_of(result: Any) -> str:
     """Return verdict, standing, rung, step, site and kind of a result; several answers are joined by a semicolon."""
     if (several := getattr(result, "comparisons", None)) is not None:
         return "; ".join(map(answer_of, several))
+    if hasattr(result, "comparison"):
+        return f"ok: {result.ok}" if result.comparison is None else answer_of(result.comparison)
     first = result.first_divergence
     where = () if first is None else (first.rung, first.step, first.site, first.hints[0].kind if first.hints else None)
     return " | ".join(map(str, (result.verdict, result.standing, *where)))
