@@ -67,6 +67,7 @@ class Findings:
         left: Which results were not compared, in words; None where all were.
         lost: A tensor that could not be judged, though it was observed.
         missing: What is missing for the least coverage, in words.
+        costs: Results that differ by what a coarser precision costs: no mistake, but counted against a budget.
         counts: None to count pairs and what was skipped on either side.
     """
 
@@ -80,6 +81,7 @@ class Findings:
     left: str | None = None
     lost: Skipped | None = None
     missing: str | None = None
+    costs: Sequence[ResultComparison] = ()
     pairs: Sequence[Pair] = ()
     origins: Sequence[Divergence] = ()
     first_divergence: Divergence | None = None
@@ -133,7 +135,7 @@ def decide(found: Findings, policy: Policy) -> Decision:
         return Decision(
             "token changes", f"the release engine picks another token than the engine: {found.token_change}"
         )
-    over = over_budget(results, policy.min_snr)
+    over = over_budget([*found.costs, *results], policy.min_snr)
     if over is not None:
         return Decision("over budget", over)
     undecided = next((result for result in results if not result.is_decided), None)
@@ -191,7 +193,7 @@ def _conclude(found: Findings, policy: Policy) -> Comparison:
         written_differently=tuple(found.written_differently),
         quantization=found.quantization,
         standing=decision.standing,
-        results=tuple(found.results),
+        results=(*found.costs, *found.results),
         fineness=tuple(found.fineness),
         inputs=tuple(found.inputs),
         drift=tuple(found.drift),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from glassengine.diagnose.quantization.checkpoint_drift import checkpoint_drift
 from glassengine.diagnose.quantization.effects import Weight, difference, forwards_of, one_by_one, outcome_of, watching
-from glassengine.diagnose.quantization.result import RUNG, as_cost, findings_of, finished, result_of
+from glassengine.diagnose.quantization.result import RUNG, findings_of, finished, result_of
 from glassengine.errors import IncomparableError
 from glassengine.judge.given import Inputs, read_inputs
 from glassengine.judge.sides.module import threads_for
@@ -162,7 +162,7 @@ def check_quantized(
     ends = result_of(expected, found, total, len(forwards))
     last = DriftRow(ends.name, ends.name, "result", len(forwards), total["snr_db"], total["cosine"])
     answer = findings_of(baseline, candidate, result, only, both, policy)
-    answer.results = [as_cost(ends)]
+    answer.costs, answer.results = ([ends], []) if ends.reason is None else ([], [ends])  # another shape is no loss
     answer.drift = [*drift, last]
     answer.inputs = [_inputs(f"forward {at}", one, is_given=given is not None) for at, one in enumerate(forwards)]
     if stopped is not None:

@@ -94,7 +94,8 @@ def _add_unexplained(found: Findings, apart: float, cost: float) -> None:
     """Call the results wrong: they differ by more than the weights explain."""
     times = (apart / cost) ** 0.5 if cost else float("inf")
     text = f"the results differ by {times:.3g} times what the quantized weights cost: it computes something else"
-    found.results = [dataclasses.replace(one, verdict="wrong", reason=text) for one in found.results]
+    found.results = [dataclasses.replace(one, verdict="wrong", reason=text) for one in (*found.costs, *found.results)]
+    found.costs = ()
     name = found.results[0].name if found.results else "output"
     site = f".:out.{name}"
     hint = Hint("other", text, 0.9, evidence="not its weights")
