@@ -43,7 +43,6 @@ REASONS: dict[str, dict[str, str]] = {
         "json.loads": "what a process of ours sent by a pair of sockets: bounded; paths in it may be no text"
     },
     "engine/prompts/templates.py": {"os.open": "/dev/null"},
-    "engine/store/trust.py": {"os.open": "to make the key"},
     "environment.py": {"read_text": "/proc/cpuinfo and /proc/meminfo of the kernel"},
     "executable/profile/profile.py": {
         "gzip.open": "to write",
@@ -58,7 +57,6 @@ REASONS: dict[str, dict[str, str]] = {
         "os.open": "as the room does; one that another process has just removed is told apart from a damaged one",
         "open": "the descriptor of that",
     },
-    "executable/profile/token.py": {"os.open": "to make the token"},
     "executable/profile/trace.py": {"json.loads": "what was made in the same line"},
     "executable/snapshot/meta.py": {"json.loads": "what was made a line above"},
     "recording/read/export.py": {"zipfile.ZipFile": "to write"},
@@ -88,6 +86,7 @@ REASONS: dict[str, dict[str, str]] = {
     "serving/vllm/inside/glassengine_vllm_run.py": {"json.load": "what our own parent process sent"},
     "stores/mirror.py": {"os.open": "as the room does, which stands above; and directories, to lock them"},
     "testing/quantized.py": {"json.loads": "what the test wrote", "read_text": "what the test wrote"},
+    "writing/user_key.py": {"os.open": "to make a key"},
     "writing/files.py": {"os.open": "directories, to lock them and to write them out"},
 }
 """File -> call -> why it is not one of the room's."""
