@@ -123,12 +123,9 @@ def conclude(
     first = _first(origins, order, [score.side.rung for score in scores])
     limits: dict[str, Any] = {"fail_on": fail_on, "min_coverage": min_coverage, "min_snr": min_snr}
     limits["missing"] = missing(main, program) if judged < min_coverage else None
-    lost = next((score.lost for score in scores if score.lost is not None), None)
     differences = [*differences, *memorized(program, scores)]
     left = results_left([score.results for score in scores[1:]])
-    decision = decide(
-        verdict, results, first, severity, judged, **limits, lost=lost, left=left, differences=differences
-    )
+    decision = decide(verdict, results, first, severity, judged, **limits, left=left, differences=differences)
     if accumulated is not None and first is None and decision.standing == "weights differ":
         decision = Decision("differs inside", accumulated)
     left_out = [item for score in scores for item in score.left_out.values()]

@@ -24,7 +24,7 @@ from glassengine.judge.sides.protocol import Level, Place
 from glassengine.judge.verdict.score import Score
 from glassengine.judge.verdict.severity import Severity
 from glassengine.program.representation.program import Program
-from glassengine.results import FLAGGED, VERDICTS, Divergence, Pair, ResultComparison, Skipped, Standing, Verdict
+from glassengine.results import FLAGGED, VERDICTS, Divergence, Pair, ResultComparison, Standing, Verdict
 
 UNREAD = "nothing reads it: no result can depend on it"
 BY_NAME_ONLY = "by its name alone; from its own inputs it is right, and the results agree"
@@ -48,7 +48,6 @@ def decide(
     fail_on: str,
     min_coverage: float,
     min_snr: float | None = None,
-    lost: Skipped | None = None,
     left: str | None = None,
     missing: str | None = None,
     differences: Sequence[str] = (),
@@ -64,7 +63,6 @@ def decide(
         fail_on: Lowest verdict that makes the command fail.
         min_coverage: The least coverage that is ok.
         min_snr: Of each result, in dB.
-        lost: A tensor that could not be judged, though it was observed.
         differences: What differs between the sides as a user runs them, in words.
         left: Which results were not compared, in words; None where all were.
         missing: What is missing for `min_coverage`, in words.
@@ -99,8 +97,6 @@ def decide(
     if left is not None or undecided is not None:
         text = left or undecided.in_words()  # type: ignore[union-attr]
         return Decision("too little judged", f"{text}; {missing}" if missing else text)
-    if lost is not None:
-        return Decision("too little judged", f"not judged: {lost.site}, step {lost.step}: {lost.reason}")
     if coverage < min_coverage:
         wanted = f"(--min-coverage {min_coverage:g})"
         text = f"only {coverage:.0%} of the baseline's float-valued sites were judged {wanted}"
