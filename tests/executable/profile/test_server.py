@@ -398,6 +398,21 @@ def test_s5_a_client_without_the_key_is_refused(server: ProfileServer) -> None:
     assert not spans.is_recording() and not list(server.directory.glob("profile-*"))
 
 
+@pytest.mark.parametrize("data", [b"SSH-2.0-OpenSSH\r\n", b"\x00\x00\x00\x05hello", b"\x00", b""])
+def test_s5_another_kind_of_server_is_refused(server: ProfileServer, data: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def serve() -> None:
+            with other.accept()[0] as client:
+                client.sendall(data)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(UsageError, match="no profile server of this user"):
+            glass.profiler.request(f"localhost:{other.getsockname()[1]}")
+        thread.join()
+
+
 def test_s5_a_server_without_the_key_is_refused(server: ProfileServer) -> None:
     with Listener(("127.0.0.1", 0)) as other:
 

@@ -59,7 +59,7 @@ def request_profile(address: str, *, steps: int = 1, timeout_s: float = DEFAULT_
         with Client(("127.0.0.1", port)) as connection:
             data = _asked(connection, key, {"steps": steps, "timeout_s": timeout_s}, timeout_s + _WRITING_S)
         answer = parsed(data, _Answer, address, what="the answer of a profile server")
-    except (OSError, EOFError, AuthenticationError, CorruptError) as error:
+    except (OSError, EOFError, AuthenticationError, AssertionError, CorruptError) as error:  # Python 3.11 asserts
         raise UsageError(
             "no profile server of this user answers",
             got=f"{address}: {error or type(error).__name__}",

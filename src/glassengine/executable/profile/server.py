@@ -30,6 +30,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from pathlib import Path
 from typing import Any
 
+from glassengine import environment
 from glassengine.errors import GlassError, UsageError
 from glassengine.executable.profile.client import KEY_FILE
 from glassengine.executable.profile.profile import prepare
@@ -76,7 +77,12 @@ class ProfileServer:
         (self.directory / TRIGGER).unlink(missing_ok=True)
         key = user_key(KEY_FILE, make=True)
         if key is None:
-            raise UsageError("the key of the profile server cannot be used", hint="see the warning; remove the file")
+            raise UsageError(
+                "the key of the profile server cannot be used",
+                got=str(environment.config_dir() / KEY_FILE),
+                expected="a file of 32 bytes that only you can read",
+                hint="remove it: a new one is made",
+            )
         self._key = key
         try:
             self._socket = socket.create_server(("127.0.0.1", port), backlog=BACKLOG)
@@ -164,7 +170,10 @@ class ProfileServer:
                     _end(client)
             if now - polled >= POLL_S:
                 polled = now
-                self._look_at_trigger()
+                try:
+                    self._look_at_trigger()
+                except Exception as error:  # no more threads, say: the server goes on
+                    logger.warning("profile server: no look at %s", self.directory / TRIGGER, exc_info=error)
             self._stopped.wait(ACCEPT_S)
 
     def _serve(self, client: socket.socket) -> None:
@@ -176,7 +185,7 @@ class ProfileServer:
                 request = connection.recv_bytes(MAX_REQUEST)
                 self._deadlines[client] = math.inf
                 connection.send_bytes(json.dumps(self._answer(request, connection.poll)).encode())
-        except (OSError, EOFError, AuthenticationError, ValueError) as error:
+        except (OSError, EOFError, AuthenticationError, AssertionError, ValueError) as error:  # Python 3.11 asserts
             logger.debug("profile server: a client is refused: %s", error)
         finally:
             self._leave(client)
