@@ -34,6 +34,7 @@ REASONS: dict[str, dict[str, str]] = {
     "backends/onnx/stored.py": {"ParseFromString": "bytes that the room read; protobuf bounds depth by itself"},
     "capture/watch/triggers.py": {"os.open": "to write"},
     "cli/errors.py": {"os.open": "/dev/null"},
+    "diagnose/ladder/per_case.py": {"pickle.loads": "what our own parent process sent, or our own child answered"},
     "diagnose/reproduction/bisect_compiler.py": {"json.loads": "what our own child process printed"},
     "diagnose/script_floor.py": {"json.loads": "what our own parent process asked"},
     "diagnose/snapshot/trial.py": {"json.load": "what our own parent process sent"},
@@ -86,7 +87,6 @@ REASONS: dict[str, dict[str, str]] = {
     "serving/vllm/inside/glassengine_vllm_run.py": {"json.load": "what our own parent process sent"},
     "stores/mirror.py": {"os.open": "as the room does, which stands above; and directories, to lock them"},
     "testing/quantized.py": {"json.loads": "what the test wrote", "read_text": "what the test wrote"},
-    "writing/user_key.py": {"os.open": "to make a key"},
     "writing/files.py": {"os.open": "directories, to lock them and to write them out"},
 }
 """File -> call -> why it is not one of the room's."""

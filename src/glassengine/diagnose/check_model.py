@@ -151,7 +151,7 @@ def check(
         BackendError: A back-end is missing or failed.
         IncomparableError: The two sides have nothing in common to judge.
     """
-    request = requested(jobs, locals())
+    request = requested(check, jobs, locals())
     passes = patterns_of(passes, "passes")
     inputs = as_inputs(inputs)
     mesh = mesh_for(tensor_parallel, pipeline_parallel)

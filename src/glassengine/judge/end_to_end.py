@@ -207,20 +207,6 @@ class EndToEnd:
             self._add(name, name, "name", (judged, 0.0), None, *pair, where)
             self._beside[name] = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return all but the program, which other processes have themselves."""
-        return {name: value for name, value in vars(self).items() if name != "program"}
-
-    def merge(self, later: EndToEnd) -> None:
-        """Add the results of later cases."""
-        for name, found in later._found.items():
-            self._found[name] = worse(self._found[name], found) if name in self._found else found
-        for name, sums in later._sums.items():
-            self._sums.setdefault(name, DriftSums()).merge(sums)
-        self.not_compared |= later.not_compared
-        self._beside |= later._beside
-        self._varying |= later._varying
-
     def _counterpart(
         self, name: str, theirs: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]
     ) -> tuple[str | None, str]:

@@ -97,7 +97,9 @@ def test_a_worker_that_ends_is_an_error(file: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_an_error_of_a_worker_is_passed_on(file: str) -> None:
-    request = per_case.requested(2, {"baseline": f"{file}:none", "candidate": f"{file}:none", "reproduction": None})
+    request = per_case.requested(
+        glass.check, 2, {"baseline": f"{file}:none", "candidate": f"{file}:none", "reproduction": None}
+    )
     found = pickle.loads(per_case.answer(pickle.dumps((1, torch.get_num_threads(), request))))  # noqa: S301
     per_case._case = None
     assert isinstance(found, str) and found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import pickle
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -21,6 +21,7 @@ from glassengine.diagnose.ladder.climb import Climb
 from glassengine.diagnose.ladder.judging import judge, severity_counter
 from glassengine.errors import BackendError, UsageError, first_line
 from glassengine.judge.verdict.gauges import leave_out_gauges
+from glassengine.judge.verdict.merged import found_in, merge
 from glassengine.judge.verdict.run import first_inputs
 from glassengine.judge.verdict.severity import Severity
 from glassengine.progress import Progress, Work, silent
@@ -37,8 +38,8 @@ class _Judged(BaseException):
     """Ends the check of a worker; its argument is what was found of the case: scores, severity, tokens."""
 
 
-def requested(jobs: int, arguments: Mapping[str, Any]) -> bytes | None:
-    """Return the arguments of a check for other processes; None if this process judges all cases.
+def requested(check: Callable[..., Any], jobs: int, arguments: Mapping[str, Any]) -> bytes | None:
+    """Return a check and its arguments for other processes; None if this process judges all cases.
 
     Raises:
         UsageError: `jobs` is not positive, or an argument cannot be given to another process.
@@ -58,7 +59,7 @@ def requested(jobs: int, arguments: Mapping[str, Any]) -> bytes | None:
     if arguments["reproduction"] is not None:
         logger.warning("one process judges all cases: a reproduction needs their tensors")
         return None
-    return pickle.dumps({**arguments, "jobs": 1, "progress": silent})
+    return pickle.dumps((check, {**arguments, "jobs": 1, "progress": silent}))
 
 
 def judge_cases(climb: Climb, request: bytes | None, jobs: int, progress: Progress) -> None:
@@ -76,7 +77,7 @@ def judge_cases(climb: Climb, request: bytes | None, jobs: int, progress: Progre
     count, cases = severity_counter(climb, progress), climb.cases
     if _case is not None:
         judge(climb, climb.scores, cases=[cases[_case]], on_step=count)
-        raise _Judged(climb.scores, climb.severity, climb.chosen)
+        raise _Judged([found_in(score) for score in climb.scores], climb.severity, climb.chosen)
     if request is None or len(cases) < 2:
         if request is not None:
             logger.warning("one process judges the check: it has one case")
@@ -106,13 +107,12 @@ def judge_cases(climb: Climb, request: bytes | None, jobs: int, progress: Progre
 
 def answer(request: bytes) -> bytes:
     """Judge one case of a check in a worker, and return what was found, or the first line of an error."""
-    from glassengine.diagnose.check_model import check
-
     global _case
-    _case, num_threads, arguments = pickle.loads(request)  # noqa: S301 (sent by the process that started this one)
+    _case, num_threads, asked = pickle.loads(request)  # noqa: S301 (sent by the process that started this one)
     torch.set_num_threads(num_threads)
     try:
-        check(**pickle.loads(arguments))  # noqa: S301
+        check, arguments = pickle.loads(asked)  # noqa: S301
+        check(**arguments)
     except _Judged as judged:
         return pickle.dumps(judged.args)
     except Exception as error:
@@ -130,7 +130,7 @@ def _merge(climb: Climb, future: Future[bytes | Died]) -> None:
         )
     scores, severity, chosen = found
     for score, later in zip(climb.scores, scores, strict=True):
-        score.merge(later)
+        merge(score, later)
     for rung, later in severity.items():
         climb.severity.setdefault(rung, Severity()).merge(later)
     climb.chosen |= chosen

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from glassengine.errors import UsageError
 from glassengine.reading.files import shown
-from glassengine.writing.user_key import user_key
+from glassengine.reading.user_key import user_key
 
 logger = logging.getLogger("glassengine")
 

@@ -8,8 +8,8 @@ in another terminal of the same user takes a profile of the next five steps. So 
 in the server's directory; `0` ends a profile. The process alone decides where profiles are written.
 
 Server and client prove to each other that they know a key of this user (`multiprocessing.connection`). Messages are
-JSON documents of bounded size, never pickles. Every client has a deadline, and they are few: whoever connects, the
-process goes on.
+JSON documents of bounded size, never pickles. The number of clients is bounded, and each of them has a deadline, so
+that no client delays the process.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from glassengine.executable.profile.profile import prepare
 from glassengine.executable.profile.taker import DEFAULT_PORT, DEFAULT_S, Asked, Taker, check
 from glassengine.reading.documents import parsed
 from glassengine.reading.files import read_text
+from glassengine.reading.user_key import user_key
 from glassengine.writing.locations import local
-from glassengine.writing.user_key import user_key
 
 logger = logging.getLogger("glassengine")
 

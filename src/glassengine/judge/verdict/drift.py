@@ -36,13 +36,6 @@ class Drift:
         if own == site:
             sums.add(reference.native, candidate, reference.valid, predicted)
 
-    def merge(self, later: Drift) -> None:
-        """Add the sums of later cases."""
-        for node, (site, sums) in later.found.items():
-            own, mine = self.found.setdefault(node, (site, DriftSums()))
-            if own == site:
-                mine.merge(sums)
-
 
 def is_less_precise(candidate: torch.dtype | None, baseline: str) -> bool:
     """Whether a candidate of one dtype computes with fewer digits than a baseline of another."""

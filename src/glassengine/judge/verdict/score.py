@@ -22,7 +22,6 @@ from glassengine.judge.sides.protocol import Observed, Side
 from glassengine.judge.verdict.drift import Drift
 from glassengine.judge.verdict.evidence import EvidenceBox
 from glassengine.judge.verdict.judged import (
-    MOST_WITH_VALUES,
     FirstValues,
     Judged,
     exempt_by_replay,
@@ -82,29 +81,6 @@ class Score:
         drift = None if self.drift is None else Drift()
         evidence = None if self.evidence is None else self.evidence.emptied()
         return Score(self.side, self.program, evidence=evidence, drift=drift)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what `merge` reads; side and program stay in the process that has them."""
-        names = "pairs divergences judged_nodes empty_nodes left_out ledger drift sums results"
-        return {name: getattr(self, name) for name in names.split()}
-
-    def merge(self, later: Score) -> None:
-        """Add a score of the same side over later cases, which comes from another process."""
-        room = MOST_WITH_VALUES - sum(pair.values is not None for pair in self.pairs)
-        for pair in later.pairs:
-            room -= pair.values is not None
-            self.pairs.append(pair if room >= 0 else dataclasses.replace(pair, values=None))
-        for node, found in later.divergences.items():
-            first = self.divergences.setdefault(node, found)
-            self.divergences[node] = dataclasses.replace(first, verdict=worst([first.verdict, found.verdict]))
-        self.judged_nodes |= later.judged_nodes
-        self.empty_nodes |= later.empty_nodes
-        self.left_out = later.left_out | self.left_out
-        self.ledger.add_all(later.ledger)
-        if self.drift is not None and later.drift is not None:
-            self.drift.merge(later.drift)
-        self.sums |= {node: shown for node, shown in later.sums.items() if self.sums.get(node) is None}
-        self.results.merge(later.results)
 
     def begin(self, case: Case) -> None:
         """Start a case: neither caches nor blame outlive one."""
