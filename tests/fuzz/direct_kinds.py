@@ -107,7 +107,6 @@ _RULES = {
     ]
 }
 _KERNELS = {"backend": "it", "version": "1", "instruction_set": "x", "errors": {"exp": [1.0, 2.0]}}
-_TOKEN = {"port": 9012, "token": "x" * 43, "pid": 1, "directory": "profiles"}
 _LINES = (
     "compare {shared}/record-a {shared}/record-b --rtol 0.1 --atol 1e-3 --show-only fc --json -",
     "show {shared}/record-a fc* --step 0 --rank 0 --json",
@@ -164,7 +163,6 @@ KINDS: dict[str, Kind] = {
         "read_kernels",
         1.0,
     ),
-    "token_of_a_server": _direct(written(token__json=json.dumps(_TOKEN)), "read_token", 1.0, places=True),
     "requests": _direct(kinds.server, "serve", places=False),
     **{
         f"options_{number}": _direct(

@@ -251,10 +251,7 @@ def cache(here: Path, shared: Path) -> None:
 
 
 def server(here: Path, shared: Path) -> None:
-    body = b'{"steps": 1, "timeout_s": 0.01}'
-    head = b"POST /capture HTTP/1.1\r\nHost: localhost:9\r\nX-Glass-Engine: 1\r\nAuthorization: Bearer TOKEN\r\n"
-    head += b"Content-Type: application/json\r\nConnection: close\r\n"
-    (here / "request").write_bytes(head + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    (here / "request").write_bytes(b'{"steps": 1, "timeout_s": 0.01}')
 
 
 def command_lines(here: Path, shared: Path) -> None:

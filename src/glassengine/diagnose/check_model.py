@@ -25,11 +25,11 @@ from glassengine.diagnose.ladder.accumulated import judge_alike
 from glassengine.diagnose.ladder.as_given import as_given, require_two_models
 from glassengine.diagnose.ladder.bisect_release import bisect_release
 from glassengine.diagnose.ladder.climb import Climb
-from glassengine.diagnose.ladder.elsewhere import helpers
 from glassengine.diagnose.ladder.encoder_decoder import joined
 from glassengine.diagnose.ladder.interrupted import kept
-from glassengine.diagnose.ladder.judging import explain_engine, judge, severity_counter
+from glassengine.diagnose.ladder.judging import explain_engine
 from glassengine.diagnose.ladder.other_model import add_model, start_stage
+from glassengine.diagnose.ladder.per_case import judge_cases, requested
 from glassengine.diagnose.ladder.prepared import accumulation_of, climbs_of, given_to, parts_of, with_record
 from glassengine.diagnose.ladder.record import judge_sums_again
 from glassengine.diagnose.ladder.rungs import add_built, add_engine, arguments_of
@@ -100,7 +100,6 @@ def check(
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
     jobs: int = 1,
-    cluster: str | None = None,
     progress: Progress = silent,
 ) -> Comparison:
     """Judge a candidate against a baseline and say which op, on which rung, introduced an error first.
@@ -144,8 +143,7 @@ def check(
         adapter: As for `build`, of the baseline.
         tensor_parallel: As for `build`, of the engine that is built: its ranks are a rung of their own.
         pipeline_parallel: As for `build`.
-        jobs: Processes of this machine that replay what a record says; 1 is this one. See `elsewhere`.
-        cluster: Ray tasks do: `ray://HOST:PORT`, or "auto"; `jobs` bounds how many at a time.
+        jobs: Processes of this machine that judge the cases (prompts), each a case at a time; 1 is this one.
         progress: Called with an event when a stage begins.
 
     Raises:
@@ -153,6 +151,7 @@ def check(
         BackendError: A back-end is missing or failed.
         IncomparableError: The two sides have nothing in common to judge.
     """
+    request = requested(check, jobs, locals())
     passes = patterns_of(passes, "passes")
     inputs = as_inputs(inputs)
     mesh = mesh_for(tensor_parallel, pipeline_parallel)
@@ -179,6 +178,7 @@ def check(
             "--session-options": settings.given and not hasattr(served, "session"),
         }
         unused |= {"--tensor-parallel": mesh, "--all-rungs": all_rungs, "--bisect-outputs": bisect_outputs}
+        unused["--jobs"] = jobs > 1
         if given_more := [name for name, value in unused.items() if value]:
             raise UsageError(f"{given_more[0]} is not for a serving engine", got=str(candidate), hint="leave it out")
         return check_served(
@@ -214,9 +214,6 @@ def check(
             raise UsageError("--reproduction and --accum are for ops", got=f"the quantized checkpoint {candidate}")
         more_told: dict[str, Any] = {"dtype": dtype, "adapter": adapter, "inputs": inputs}
         return check_quantized_checkpoint(baseline, str(candidate), **more_told, **told, **options)
-    where = {"baseline": baseline, "candidate": candidate, "map": map, "inputs": inputs, "adapter": adapter}
-    own = {"dtype": dtype, "steps": steps, "accumulation": accumulation, **options}
-    others = helpers(jobs, cluster, is_record=record is not None, **where, **own)
     if backend is not None:
         get_backend(backend)  # an unusable one is reported before anything is loaded
     progress(Work.LOADING.says("loading the baseline"))
@@ -257,7 +254,6 @@ def check(
     of_stages: Sequence[Any] = (None,) * len(parts)
     with ExitStack() as stack:
         stack.enter_context(threads_for(model.module))
-        stack.enter_context(others)
         if other is not None and not model.generation.generates:
             of_stages = staged(model, other, arguments_of(model, given), progress)
             climbs: Sequence[Climb] = [start_stage(stage, stack, progress) for stage in of_stages]
@@ -313,8 +309,7 @@ def check(
 
             stack.enter_context(kept(concluded, results))
             progress(Work.JUDGING.says(f"judging {len(climb.cases)} case{'s' if len(climb.cases) > 1 else ''}"))
-            with others.helping(climb, len(climbs)):
-                judge(climb, climb.scores, on_step=severity_counter(climb, progress))
+            judge_cases(climb, request if len(climbs) == 1 else None, jobs, progress)
             if record is not None:
                 judge_sums_again(climb, tensors, progress)
             alike = judge_alike(climb, progress)

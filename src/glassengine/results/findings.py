@@ -7,8 +7,8 @@
     differs inside     a tensor is wrong, from its own inputs, though these inputs may hide it from the results
     token changes      the release engine picks another token than the engine with debug outputs
     over budget        a result has a smaller signal-to-noise ratio than --min-snr
-    too little judged  nothing is wrong, and a result was not compared, a tensor could not be judged, or less than
-                       --min-coverage was judged finely enough
+    too little judged  nothing is wrong, and a result was not compared, or less than --min-coverage was judged finely
+                       enough
 """
 
 from __future__ import annotations
@@ -65,7 +65,6 @@ class Findings:
         differences: What differs between the sides as a user runs them, in words.
         token_change: Which token the release engine picks otherwise; None where none.
         left: Which results were not compared, in words; None where all were.
-        lost: A tensor that could not be judged, though it was observed.
         missing: What is missing for the least coverage, in words.
         costs: Results that differ by what a coarser precision costs: no mistake, but counted against a budget.
         counts: None to count pairs and what was skipped on either side.
@@ -79,7 +78,6 @@ class Findings:
     differences: Sequence[str] = ()
     token_change: str | None = None
     left: str | None = None
-    lost: Skipped | None = None
     missing: str | None = None
     costs: Sequence[ResultComparison] = ()
     pairs: Sequence[Pair] = ()
@@ -142,9 +140,6 @@ def decide(found: Findings, policy: Policy) -> Decision:
     if found.left is not None or undecided is not None:
         text = found.left or undecided.in_words()  # type: ignore[union-attr]
         return Decision("too little judged", f"{text}; {found.missing}" if found.missing else text)
-    if found.lost is not None:
-        lost = found.lost
-        return Decision("too little judged", f"not judged: {lost.site}, step {lost.step}: {lost.reason}")
     if found.coverage < policy.min_coverage:
         wanted = f"(--min-coverage {policy.min_coverage:g})"
         text = f"only {found.coverage:.0%} of the baseline's float-valued sites were judged {wanted}"

@@ -137,7 +137,6 @@ def conclude(
         differences=[*differences, *memorized(program, scores)],
         token_change=None if release is None else release.first_change,
         left=results_left([score.results for score in scores[1:]]),
-        lost=next((score.lost for score in scores if score.lost is not None), None),
         missing=missing(main, program) if judged < policy.min_coverage else None,
         first_divergence=first,
         origins=origins,
