@@ -159,7 +159,7 @@ def result_of(expected: Outcome, found: Outcome, total: Mapping[str, Any], num_s
 
 
 def as_cost(result: ResultComparison) -> ResultComparison:
-    """Return a result of a quantized candidate, softened: a loss alone is no mistake; a shape or NaN is."""
+    """Return a result of a quantized candidate, softened: what rounding costs decides nothing; a shape or NaN does."""
     is_loss = result.verdict == "wrong" and result.reason is None
     return dataclasses.replace(result, verdict="suspicious") if is_loss else result
 
