@@ -130,7 +130,7 @@ class AsStored:
             drift=drift,
             notes=(*notes, *self._weights.types(), *found.notes),
         )
-        over = over_budget(results, min_snr)
+        over = over_budget([dataclasses.replace(first, snr_db=rows[0].snr_db)], min_snr)
         if over is None or not found.ok:
             return found
         return dataclasses.replace(found, ok=False, standing="over budget", not_ok_because=over)
