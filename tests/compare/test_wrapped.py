@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import glassengine as glass
 from glassengine.compare.compare import compare
-from glassengine.compare.wrapped import of_one_model
+from glassengine.compare.normalizers import inner_model
+from glassengine.compare.source_wrapper import Opened
 from glassengine.errors import IncomparableError
 from glassengine.recording.read.source import open_source
 from glassengine.recording.write.writer import RecordingWriter
@@ -100,5 +101,5 @@ def test_names_that_fit_in_part_are_left_alone(tmp_path: Path) -> None:
         writer.commit(0)
     with pytest.raises(IncomparableError, match="nothing to compare"):
         compare(one, tmp_path / "other")
-    sides = open_source(one), open_source(one)
-    assert of_one_model(*sides) == sides
+    sides = Opened(open_source(one)), Opened(open_source(one))
+    assert inner_model(*sides) == sides

@@ -12,13 +12,12 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from glassengine.compare.judge import BY_TOLERANCE
 from glassengine.compare.matching.matching import Match
-from glassengine.compare.ranks.findings import Findings
-from glassengine.compare.ruling import BY_TOLERANCE
+from glassengine.compare.source_wrapper import SourceWrapper
 from glassengine.numerics.limits import limits
 from glassengine.numerics.metrics.tolerance import tolerance
 from glassengine.recording.layout.layout import Entry
-from glassengine.recording.read.source import TensorSource
 from glassengine.results import Hint, Packed
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ NOT_JUDGED = (
 _Places = Mapping[tuple[int, str], Entry]
 
 
-def rounded_update(match: Match, left: TensorSource, right: TensorSource) -> tuple[Hint, ...]:
+def rounded_update(match: Match, left: SourceWrapper, right: SourceWrapper) -> tuple[Hint, ...]:
     """Return that a parameter differs where its gradients are rounding, and nowhere else.
 
     Args:
@@ -64,8 +63,7 @@ def rounded_update(match: Match, left: TensorSource, right: TensorSource) -> tup
     unsure = None
     for one, counterpart in _gradients(entry, left, right):
         for side, own, whole, of in ((left, one, right, counterpart), (right, counterpart, left, one)):
-            if isinstance(side, Findings):
-                side.expect(own, whole, of)
+            side.expect(own, whole, of)
         g, h = left.tensor(one).double(), right.tensor(counterpart).double()
         if g.shape != x.shape or h.shape != x.shape or _differ(g, h, one, counterpart):
             return ()
@@ -78,7 +76,7 @@ def rounded_update(match: Match, left: TensorSource, right: TensorSource) -> tup
     return (Hint("other", text, 0.9, evidence="values"),)
 
 
-def not_judged(pairs: Packed, chosen: Sequence[Match], left: TensorSource, right: TensorSource) -> list[int]:
+def not_judged(pairs: Packed, chosen: Sequence[Match], left: SourceWrapper, right: SourceWrapper) -> list[int]:
     """Return the places of what is wrong as an update of rounding or what reads one, up to the first that is neither.
 
     That a gradient is rounding is known from its terms: it is no larger than what rounding can leave of their sum, or,
@@ -120,7 +118,7 @@ class _Updates:
         right: The candidate.
     """
 
-    def __init__(self, chosen: Sequence[Match], left: TensorSource, right: TensorSource) -> None:
+    def __init__(self, chosen: Sequence[Match], left: SourceWrapper, right: SourceWrapper) -> None:
         self._chosen, self._left, self._right = chosen, left, right
         self._known: dict[tuple[int, str], Tensor | None] = {}
 
@@ -137,7 +135,7 @@ class _Updates:
             by = self._of(one)
             if by is not None and by.dim() == 2:
                 given = self._places.get((entry.step, entry.site + _INPUT))
-                if given is None or isinstance(self._left, Findings) or given.shape[-1] != by.shape[-1]:
+                if given is None or self._left.is_assembled or given.shape[-1] != by.shape[-1]:
                     return False
                 by = self._left.tensor(given).double() @ by.T
             if found is None or by is None or found.shape[-1:] != by.shape[-1:]:
@@ -166,18 +164,17 @@ class _Updates:
         return {(one.step, one.site): one for one in self._left.entries if one.site in wanted}
 
 
-def _difference(match: Match, left: TensorSource, right: TensorSource) -> Tensor | None:
+def _difference(match: Match, left: SourceWrapper, right: SourceWrapper) -> Tensor | None:
     for side, own, whole, of in (
         (left, match.baseline, right, match.candidates[0]),
         (right, match.candidates[0], left, match.baseline),
     ):
-        if isinstance(side, Findings):
-            side.expect(own, whole, of)
+        side.expect(own, whole, of)
     x, y = left.tensor(match.baseline).double(), right.tensor(match.candidates[0]).double()
     return x - y if x.shape == y.shape else None
 
 
-def _is_of_terms(match: Match, left: TensorSource, right: TensorSource, places: _Places) -> bool:
+def _is_of_terms(match: Match, left: SourceWrapper, right: SourceWrapper, places: _Places) -> bool:
     """Whether all gradients of a bias are rounding of their terms where it differs, and it is off by such steps."""
     entry = match.baseline
     found = _difference(match, left, right)
@@ -199,14 +196,14 @@ def _is_of_terms(match: Match, left: TensorSource, right: TensorSource, places: 
     return True
 
 
-def _has_own_gradients(match: Match, left: TensorSource, right: TensorSource, places: _Places) -> bool:
+def _has_own_gradients(match: Match, left: SourceWrapper, right: SourceWrapper, places: _Places) -> bool:
     """Whether a parameter is off by what its gradients are, step by step, and these by no more than their terms allow.
 
     An update that divides by the size of a gradient changes by no more than the gradient does, relative to it.
     """
     entry = match.baseline
     found, change = _difference(match, left, right), _largest_change(match, left)
-    if found is None or found.dim() > 2 or isinstance(left, Findings) or change is None:
+    if found is None or found.dim() > 2 or left.is_assembled or change is None:
         return False
     # Also what is within the absolute part of a tolerance: a result adds up many of them.
     own = _OWN * limits(entry.dtype).eps * (left.tensor(entry).double().abs() + change)
@@ -228,7 +225,7 @@ def _has_own_gradients(match: Match, left: TensorSource, right: TensorSource, pl
     return not bool((differs & (found.abs() > _LARGER * change * relative + own)).any())
 
 
-def _is_of_steps(match: Match, found: Tensor, left: TensorSource) -> bool:
+def _is_of_steps(match: Match, found: Tensor, left: SourceWrapper) -> bool:
     """Whether a parameter is off by no more than the steps amount to that it, or the weight beside it, has made."""
     entry, change = match.baseline, _largest_change(match, left)
     count = entry.step - min(one.step for one in left.entries if one.site == entry.site) + 1
@@ -236,19 +233,19 @@ def _is_of_steps(match: Match, found: Tensor, left: TensorSource) -> bool:
     return change is not None and float(found.abs().max()) <= 2 * _LARGER * count * change + allowed.atol
 
 
-def _largest_change(match: Match, left: TensorSource) -> float | None:
+def _largest_change(match: Match, left: SourceWrapper) -> float | None:
     """Return the largest step of a parameter, or of the weight beside it; None where no two steps are recorded."""
     site = match.baseline.site
     updates = [_values(left, each) for each in (site, site.removesuffix(_BIAS) + _WEIGHT)]
     return max((float((b - a).abs().max()) for each in updates for a, b in itertools.pairwise(each)), default=None)
 
 
-def _beyond(match: Match, found: Tensor, left: TensorSource) -> Tensor:
+def _beyond(match: Match, found: Tensor, left: SourceWrapper) -> Tensor:
     allowed = tolerance(match.baseline.dtype, match.candidates[0].dtype)
     return found.abs() > allowed.atol + allowed.rtol * left.tensor(match.baseline).double().abs()
 
 
-def _values(side: TensorSource, site: str) -> list[Tensor]:
+def _values(side: SourceWrapper, site: str) -> list[Tensor]:
     of_site = sorted((one for one in side.entries if one.site == site), key=lambda one: one.step)
     return [side.tensor(one).double() for one in of_site[:_MOST_STEPS]]
 
@@ -258,7 +255,7 @@ def _differ(g: Tensor, h: Tensor, one: Entry, other: Entry) -> bool:
     return bool(((g - h).abs() > allowed.atol + allowed.rtol * g.abs()).any())
 
 
-def _gradients(entry: Entry, left: TensorSource, right: TensorSource) -> Sequence[tuple[Entry, Entry]]:
+def _gradients(entry: Entry, left: SourceWrapper, right: SourceWrapper) -> Sequence[tuple[Entry, Entry]]:
     """Return the last gradients that an update may be made of, on both sides."""
     site = entry.site.removesuffix(_PARAMETER) + _GRADIENT
     theirs = {one.step: one for one in right.entries if one.site == site}

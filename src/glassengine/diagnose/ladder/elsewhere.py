@@ -22,8 +22,7 @@ from typing import Any
 import msgspec
 import torch
 
-from glassengine.compare.prepared import everywhere
-from glassengine.compare.units import raised
+from glassengine.compare.session import absolute_path
 from glassengine.diagnose.ladder.climb import Climb
 from glassengine.diagnose.ladder.helper import Asked, Found, Subject, answer
 from glassengine.errors import UsageError
@@ -169,8 +168,8 @@ def _found_by(path: str | Path) -> str:
     """Return a path as others find it; a factory keeps its name, and a hub id is none."""
     file, colon, factory = str(path).rpartition(":")
     if colon and file.endswith(".py") and place(file).exists():
-        return f"{everywhere(file)}:{factory}"
-    return everywhere(path) if place(path).exists() else str(path)
+        return f"{absolute_path(file)}:{factory}"
+    return absolute_path(path) if place(path).exists() else str(path)
 
 
 def _why_not(climb: Climb, score: Score, num_climbs: int) -> str | None:
@@ -232,10 +231,7 @@ def _joined(parts: Sequence[Findings]) -> Findings:
 
 
 def _found(result: bytes) -> Found:
-    found = msgspec.msgpack.decode(result, type=Found)
-    if found.failure is not None:
-        raise raised(found.failure)
-    return found
+    return msgspec.msgpack.decode(result, type=Found)
 
 
 def _told(died: Died) -> str:

@@ -11,7 +11,6 @@ from functools import lru_cache
 
 import msgspec
 
-from glassengine.compare.units import Failure, failure_of
 from glassengine.diagnose.ladder.prepared import accumulation_of, climbs_of, given_to, with_record
 from glassengine.errors import IncomparableError
 from glassengine.judge.replay.foretold import Findings
@@ -62,10 +61,9 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """What was found of each step, or what ended it."""
+    """What was found of each step."""
 
     steps: tuple[Findings, ...] = ()
-    failure: Failure | None = None
 
 
 @lru_cache(maxsize=1)
@@ -99,9 +97,7 @@ def _opened(key: bytes) -> tuple[Foresight, ...]:
 def answer(request: bytes) -> bytes:
     """Return what is found of what is `Asked`, as `Found`."""
     asked = msgspec.msgpack.decode(request, type=Asked)
-    try:
-        sides = _opened(msgspec.msgpack.encode(asked.subject))
-        steps = tuple(sides[asked.side].findings(step, asked.nodes) for step in range(asked.first, asked.end))
-        return msgspec.msgpack.encode(Found(steps))
-    except Exception as error:
-        return msgspec.msgpack.encode(Found(failure=failure_of(error)))
+    sides = _opened(msgspec.msgpack.encode(asked.subject))
+    return msgspec.msgpack.encode(
+        Found(tuple(sides[asked.side].findings(step, asked.nodes) for step in range(asked.first, asked.end)))
+    )
