@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import glassengine as glass
 from glassengine.compare.compare import compare
+from glassengine.compare.matching.source_wrapper import Opened
 from glassengine.compare.normalizers import inner_model
-from glassengine.compare.source_wrapper import Opened
 from glassengine.errors import IncomparableError
 from glassengine.recording.read.source import open_source
 from glassengine.recording.write.writer import RecordingWriter

@@ -11,7 +11,7 @@ from glassengine.compare.execution_order import ExecutionOrder
 from glassengine.compare.judge import BY_FLOOR, BY_GIVEN_TOLERANCE, BY_TOLERANCE, severity
 from glassengine.compare.matching.matching import Match
 from glassengine.compare.matching.phases import phase_of
-from glassengine.compare.source_wrapper import SourceWrapper
+from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.compare.verdicts import Judging
 from glassengine.recording.layout.entries import Entries
 from glassengine.recording.layout.noise_floor import NoiseFloor

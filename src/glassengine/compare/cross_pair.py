@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from glassengine.compare.matching.matching import Match
-from glassengine.compare.ranks.findings import Findings
+from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.compare.ranks.shared_gradients import OWN_SHARE, SHARED, shared_gradients, shares
-from glassengine.compare.source_wrapper import SourceWrapper
 from glassengine.compare.verdicts import Judging
 from glassengine.results import FLAGGED, Packed
+
+if TYPE_CHECKING:
+    from glassengine.compare.ranks.findings import Findings
 
 ADDED_OTHERWISE = "a sum over some of the microbatches, in another order; that over all is right"
 _GRADIENT = ":grad"
@@ -44,7 +46,7 @@ def apply_cross_pair_rules(found: Packed, chosen: Sequence[Match], judging: Judg
             from glassengine.compare.ranks.open_shares import never_added_up
 
             entries = [one.baseline if is_left else one.candidates[0] for one in chosen]
-            open_ones = never_added_up(found, chosen, cast(Findings, side), entries)
+            open_ones = never_added_up(found, chosen, cast("Findings", side), entries)
             for i, pair in zip(open_ones, judging.rejected(open_ones), strict=True):
                 side.reject(entries[i])
                 found[i] = pair

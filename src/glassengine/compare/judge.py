@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -249,8 +249,8 @@ class PairJudge(PairLoader):
         """Return a pair of which nothing but the verdict is known."""
         entry = match.baseline
         by = BY_GIVEN_TOLERANCE if self.is_given else BY_TOLERANCE
-        pair = Pair(entry.step, entry.site, match.candidate_site, match.method, 1.0, verdict or "identical", by)
-        return dataclasses.replace(pair, rank=entry.rank, dtype=entry.dtype, shape=tuple(entry.shape))
+        told: dict[str, Any] = {"rank": entry.rank, "dtype": entry.dtype, "shape": tuple(entry.shape)}
+        return Pair(entry.step, entry.site, match.candidate_site, match.method, 1.0, verdict or "identical", by, **told)
 
     def floor_of(self, match: Match) -> Floor | None:
         """Return what rounding alone does to the baseline of a match, where that is known and asked for."""

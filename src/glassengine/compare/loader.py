@@ -14,7 +14,7 @@ from glassengine.blocks.arrays import Values, values_of
 from glassengine.compare.matching.globs import NameIndex
 from glassengine.compare.matching.matching import Match
 from glassengine.compare.matching.padding import CACHES, Padding
-from glassengine.compare.source_wrapper import SourceWrapper
+from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.errors import UsageError, nearest
 from glassengine.numerics.exemptions import PADDING, Ledger
 from glassengine.recording.layout.layout import Entry, have_same_bytes

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from glassengine.blocks.arrays import Values
-from glassengine.compare.source_wrapper import Opened, SourceWrapper
+from glassengine.compare.matching.source_wrapper import Opened, SourceWrapper
 from glassengine.errors import IncomparableError
 from glassengine.recording.formats.debugger_file import FULL
 from glassengine.recording.layout.layout import Entry

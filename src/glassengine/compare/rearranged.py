@@ -13,7 +13,7 @@ import numpy as np
 
 from glassengine.blocks.arrays import PIECE_ELEMENTS, Array, Values
 from glassengine.compare.matching.matching import Match
-from glassengine.compare.source_wrapper import SourceWrapper
+from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.limits import is_floating
 from glassengine.recording.layout.layout import Entry

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from glassengine.compare.judge import BY_TOLERANCE
 from glassengine.compare.matching.matching import Match
-from glassengine.compare.source_wrapper import SourceWrapper
+from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.numerics.limits import limits
 from glassengine.numerics.metrics.tolerance import tolerance
 from glassengine.recording.layout.layout import Entry

@@ -11,17 +11,17 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from glassengine.compare.judge import ROW_BYTES, Judged, PairJudge, rows_of
 from glassengine.compare.loader import Counted
 from glassengine.compare.matching.maps import TensorMap, load_map
 from glassengine.compare.matching.matching import Match, Matching
+from glassengine.compare.matching.source_wrapper import SourceWrapper, Told
 from glassengine.compare.normalizers import normalized
 from glassengine.compare.pairs import Block, Item, Pairs
 from glassengine.compare.precision import two_precisions
 from glassengine.compare.rows import RowFigures
-from glassengine.compare.source_wrapper import SourceWrapper
 from glassengine.errors import UsageError
 from glassengine.numerics.metrics.drift import DriftSums
 from glassengine.numerics.metrics.tolerance import is_inexact, tolerance
@@ -29,9 +29,6 @@ from glassengine.recording.layout.noise_floor import NoiseFloor
 from glassengine.recording.read.source import TensorSource, open_source
 from glassengine.results import Pair
 from glassengine.stores.places import place
-
-if TYPE_CHECKING:
-    from glassengine.compare.ranks.findings import Told
 
 Side = str | Path | TensorSource
 Map = str | Path | Mapping[str, Any] | TensorMap | None
@@ -191,7 +188,7 @@ class Session:
         return self._step.judge, self._match(item)
 
     def rejected(self, item: Item, context: Sequence[Item]) -> Judged:
-        """Return the verdict on a pair whose parts are no shares: they are never added up."""
+        """Return the verdict on a pair whose parts are never added up."""
         self._rejected.add(item.number)
         judge, match = self.at(item, context)
         found = judge.judged(match)
@@ -220,7 +217,7 @@ class _Step:
         self._reached = 0
 
     def reach(self, item: Item, *, is_rejected: bool) -> None:
-        """Put together all that is before a pair, which is asked about next; note whether its parts are no shares."""
+        """Put together all that is before a pair; note whether its parts are never added up."""
         place = self._place.get(item.number, -1)
         for _, before in self._judged[self._reached : place]:
             self.judge.whole(before)

@@ -17,8 +17,8 @@ import numpy as np
 
 from glassengine.blocks.arrays import Values
 from glassengine.compare.matching.matching import Match
+from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.compare.roundings import is_scaled
-from glassengine.compare.source_wrapper import SourceWrapper
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
 from glassengine.numerics.limits import is_floating
 from glassengine.numerics.metrics.tolerance import FEWEST_VALUES, LAST_BITS, Tolerance, tolerance

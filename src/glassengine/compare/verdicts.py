@@ -15,13 +15,13 @@ from typing import Any
 
 from glassengine.compare.judge import Judged, PairJudge
 from glassengine.compare.matching.matching import Match
+from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.compare.pairs import Block, Item, Plan, Span
 from glassengine.compare.precision import Precision
 from glassengine.compare.ranks.shared_gradients import is_share, sum_of
 from glassengine.compare.rounded_updates import rounded_update
 from glassengine.compare.rows import RowFigures
 from glassengine.compare.session import Answer, Found, Session
-from glassengine.compare.source_wrapper import SourceWrapper
 from glassengine.errors import CorruptError
 from glassengine.numerics.exemptions import Ledger
 from glassengine.recording.layout.entries import Lazy

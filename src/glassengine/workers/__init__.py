@@ -1,7 +1,7 @@
 """Runs a function of plain values: in this process, in other processes of this machine, or as tasks of a Ray cluster.
 
 An argument and a result are pickled, so that a call may run anywhere, twice, or again after the process that ran it has
-died. Results come in the order of the requests: whoever merges them makes the same of them with any number of workers.
+died. Results come in the order of the requests, so the number of workers makes no difference.
 """
 
 from glassengine.workers.protocol import ATTEMPTS, Died, InProcess, Workers, windowed

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from glassengine.compare.source_wrapper import SourceWrapper
+from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.recording.layout.layout import Entry
 
 MASK = "attention_mask"

@@ -9,10 +9,10 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from glassengine.compare.matching.source_wrapper import SourceWrapper, Told
 from glassengine.compare.ranks.assembly import HOW, ROWS
-from glassengine.compare.source_wrapper import SourceWrapper
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource
 
@@ -23,16 +23,6 @@ if TYPE_CHECKING:
     from glassengine.compare.ranks.spread import DataLayout
 
 _Key = tuple[int, str]
-
-
-class Told(NamedTuple):
-    """How a tensor was put together, whether of shares not added up yet, and whether all ranks have the same."""
-
-    step: int
-    site: str
-    how: str
-    is_open: bool
-    is_same: bool
 
 
 class Findings(SourceWrapper):

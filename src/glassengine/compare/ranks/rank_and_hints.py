@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from glassengine.compare.matching.matching import Match
+from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.compare.ranks.hints import hints_of_copies, out_of_order, rank_hints, wrong_ranks
 from glassengine.compare.ranks.ranks import PutTogether
 from glassengine.compare.ranks.spread import Part
-from glassengine.compare.source_wrapper import SourceWrapper
 from glassengine.recording.layout.layout import Entry
 from glassengine.results import FLAGGED, Hint, Pair
 from glassengine.sites import ROOT

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from glassengine.compare.matching.matching import Match, Matching, by_step
+from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.compare.ranks.ranks import PutTogether
 from glassengine.compare.ranks.two_layouts import Joined
-from glassengine.compare.source_wrapper import SourceWrapper
 from glassengine.recording.layout.layout import Entry, have_same_bytes
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from glassengine.compare.matching.phases import is_of_activation, is_of_parameter
+from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.compare.ranks.assembly import EXPLAINED, Assembly, error_of
 from glassengine.compare.ranks.data_layout import data_layout, spreads_of_inputs, with_other_stages
 from glassengine.compare.ranks.factors import lies_in_rows
@@ -22,7 +23,6 @@ from glassengine.compare.ranks.local_names import is_in_lists, local_names, numb
 from glassengine.compare.ranks.samples import Shape, agreement, moved_by, sampled, taken_at
 from glassengine.compare.ranks.shards import Local, assembled, is_spread, meshes, why_not_assembled
 from glassengine.compare.ranks.spread import Arrangement, DataLayout, Part, arrangements, put, uneven
-from glassengine.compare.source_wrapper import SourceWrapper
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource
 

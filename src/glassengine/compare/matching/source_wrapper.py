@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from glassengine.blocks.arrays import Values, values_of
 from glassengine.recording.layout.layout import Entry
@@ -19,7 +19,15 @@ from glassengine.results import Skipped
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from glassengine.compare.ranks.findings import Told
+
+class Told(NamedTuple):
+    """How a tensor was put together, whether of shares not added up yet, and whether all ranks have the same."""
+
+    step: int
+    site: str
+    how: str
+    is_open: bool
+    is_same: bool
 
 
 class SourceWrapper:
@@ -100,7 +108,7 @@ class SourceWrapper:
         return None
 
     def reject(self, entry: Entry) -> None:
-        """Note that the parts of a tensor are no shares of a sum: each is to be the whole."""
+        """Note that the parts of a tensor do not add up to it: each is to be the whole."""
 
     def fresh(self) -> Self:
         """Return the same source, with nothing found out about its parts."""
