@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from glassengine.backends.accuracy.calibration import calibrate
     from glassengine.capture.runs.target import record_target
     from glassengine.capture.scripts.run_script import record_script
-    from glassengine.compare.compare import compare_many
+    from glassengine.compare.many import compare_many
     from glassengine.compare.series.series import compare_series
     from glassengine.diagnose.engines.side_by_side import side_by_side
     from glassengine.diagnose.noise_floor import measure_noise_floor
@@ -50,7 +50,7 @@ _PUBLIC = {
     "SeriesReader": "glassengine.recording.read.series",
     "calibrate": "glassengine.backends.accuracy.calibration",
     "compare_artifacts": "glassengine.program.listing.artifacts",
-    "compare_many": "glassengine.compare.compare",
+    "compare_many": "glassengine.compare.many",
     "compare_series": "glassengine.compare.series.series",
     "find_series": "glassengine.recording.read.series",
     "is_served": "glassengine.serving.target",

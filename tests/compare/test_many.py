@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from glassengine.compare.compare import compare, compare_many
+from glassengine.compare.compare import compare
+from glassengine.compare.many import compare_many
 from glassengine.errors import CorruptError, IncomparableError, UsageError
 from glassengine.progress import silent
 from glassengine.recording.write.writer import RecordingWriter

@@ -40,13 +40,12 @@ from glassengine.numerics.exemptions import Ledger
 from glassengine.progress import Progress, Work, silent
 from glassengine.recording.read.source import TensorSource, open_source
 from glassengine.results import VERDICTS, Comparison, Skipped, counts_of, worst
-from glassengine.results.comparison import Comparisons
 from glassengine.sites import patterns_of
 from glassengine.workers import InProcess, Workers
 from glassengine.workers.processes import Processes
 
 _PRINTED = "uncalibrated: only printed mean, deviation, minimum and maximum are known"
-_BYTES_A_PROCESS = 4 << 30
+_BYTES_A_PROCESS = 2 << 30
 """Below, a process takes longer to start than it saves."""
 _MOST_PROCESSES = 8
 
@@ -75,7 +74,7 @@ def compare(
     """Judge every tensor of `candidate` against the tensor of the same step and rank in `baseline` that it belongs to.
 
     Tensors belong together by `map`, by name, or by an alias that a recording knows. Where one side was run by several
-    ranks and the other by one, the parts of the ranks are put together (`compare.ranks.ranks`). Memory: rows of 8 MiB
+    ranks and the other by one, the parts of the ranks are put together (`compare.ranks.ranks`). Memory: rows of 4 MiB
     of large tensors of recordings, whole tensors of other files and where a layout changes. The work is cut into blocks
     from the indices alone (`compare.pairs`); the number of workers makes no difference to the result.
 
@@ -96,7 +95,7 @@ def compare(
         min_coverage: The result is not ok when a smaller share of the baseline's float-valued tensors was judged.
         min_snr: Of two precisions: least signal-to-noise ratio of each result, in dB.
         jobs: Processes of this machine that judge; 1 is this one. The sides are paths then, and so is `map`, or a dict.
-            None is 1 below 8 GB of both sides, and above one process for each 4 GB, up to the processors and 8.
+            None is this process below 4 GB of both sides, else one for each 2 GB, up to the processors and 8.
         cluster: Ray tasks judge: `ray://HOST:PORT`, or "auto". As for `jobs`; `jobs` bounds how many at a time.
         first: Stop after the first block with a tensor that is wrong.
         progress: Called with an event for each block that is over.
@@ -146,30 +145,6 @@ def compare(
         min_coverage=min_coverage,
         min_snr=min_snr,
         show_only=show_only,
-    )
-
-
-def compare_many(
-    baseline: str | Path | TensorSource, candidates: Sequence[str | Path | TensorSource], **options: Any
-) -> Comparisons:
-    """Judge every one of `candidates` against `baseline`; the options are those of `compare`.
-
-    Raises:
-        UsageError: No candidate is given; otherwise as `compare`.
-        IncomparableError: As `compare`.
-        UnknownNameError: As `compare`.
-        CorruptError: As `compare`.
-    """
-    if not candidates:
-        raise UsageError("no candidate to compare", expected="one or more")
-    found = [compare(baseline, candidate, **options) for candidate in candidates]
-    bad = [one for one in found if not one.ok]
-    return Comparisons(
-        baseline=found[0].baseline,
-        ok=not bad,
-        verdict=worst(one.verdict for one in found),
-        comparisons=tuple(found),
-        too_little=bool(bad) and all(one.too_little for one in bad),
     )
 
 

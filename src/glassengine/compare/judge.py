@@ -46,7 +46,7 @@ BY_GIVEN_TOLERANCE = "given tolerance"
 BY_SHAPE = "shape"
 BY_PRECISION = "what is left of the signal"
 
-ROW_BYTES = 8 << 20
+ROW_BYTES = 4 << 20
 """Of a side: larger tensors are measured by rows of so many bytes, which stay in a cache and need little memory."""
 
 
