@@ -6,6 +6,7 @@ torch is imported for what the arithmetic here declines: complex numbers, 64-bit
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,9 +26,12 @@ IN_NUMPY = {
 """torch dtype names that numpy has."""
 
 PIECE_ELEMENTS = 1 << 16
-_SAMPLE = 4096
-MOST_SORTED = 1 << 24
-"""Elements of an array whose statistics are taken from a copy in float64; of larger ones torch does it in pieces."""
+_SAMPLE = 1 << 14
+SELECT_ELEMENTS = 1 << 18
+"""Elements of a stream that are sorted as they are, without a sample."""
+
+Stream = Callable[[], Iterable[Array]]
+"""Opens a fresh pass over the real float64 pieces of one array."""
 
 
 class Values(NamedTuple):
@@ -115,7 +119,7 @@ def _by_torch(start: int, x: Array, y: Array, rtol: float, atol: float) -> Sums:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Counts and statistics of an array; None where no element is finite. `median` is the lower one."""
+    """Counts and statistics of a stream; None where no element is finite. `median` is the lower one."""
 
     num_elements: int
     num_nan: int
@@ -127,65 +131,110 @@ class Statistics:
     std: float | None = None
 
 
-def statistics_of(values: Array) -> Statistics:
-    """Return the statistics of the elements of an array: float64 [N]."""
-    num_elements, num_nan = len(values), 0
+def stream_of(values: Array) -> Stream:
+    """Return the stream of an array; complex numbers are represented by their magnitude."""
+    flat = values.reshape(-1)
+
+    def stream() -> Iterator[Array]:
+        for start in range(0, len(flat), PIECE_ELEMENTS):
+            piece = flat[start : start + PIECE_ELEMENTS]
+            yield (np.abs(piece) if piece.dtype.kind == "c" else piece).astype(np.float64)
+
+    return stream
+
+
+def error_stream_of(baseline: Array, candidate: Array, *, relative: bool) -> Stream:
+    """Return the stream of |c - b|, or of |c - b| / |b| where b is not 0; what is the same, NaN included, has none."""
+    if baseline.shape != candidate.shape:
+        raise ValueError(f"shapes differ: {list(baseline.shape)} and {list(candidate.shape)}")
+    b, c = baseline.reshape(-1), candidate.reshape(-1)
+    kinds, is_integer = {b.dtype.kind, c.dtype.kind}, {b.dtype.kind, c.dtype.kind} <= set("iu")
+    # Neighbors above 2**53 are the same number in float64.
+    wide = np.complex128 if "c" in kinds else np.longdouble if is_integer else np.float64
+
+    def stream() -> Iterator[Array]:
+        for start in range(0, len(b), PIECE_ELEMENTS):
+            with np.errstate(all="ignore"):
+                x, y = (side[start : start + PIECE_ELEMENTS].astype(wide) for side in (b, c))
+                error = np.abs(np.subtract(y, x)).astype(np.float64)
+                if not math.isfinite(float(error.sum())):
+                    error[(x == y) | (np.isnan(x) & np.isnan(y))] = 0.0
+                if relative:
+                    size = np.abs(x).astype(np.float64)
+                    where = size != 0
+                    error = error[where] / size[where]
+            yield error
+
+    return stream
+
+
+def statistics_of(stream: Stream) -> Statistics:
+    """Return the statistics of the float64 pieces of a stream, of which never more than a few per cent are held."""
+    num_elements = count = num_nan = 0
+    low, high, mean, squares = math.inf, -math.inf, 0.0, 0.0
     with np.errstate(all="ignore"):
-        total = float(values.sum())
-        if not math.isfinite(total):
-            num_nan = int(np.count_nonzero(np.isnan(values)))
-            values = values[np.isfinite(values)]
-            total = float(values.sum())
-        count = len(values)
+        for piece in stream():
+            num_elements += len(piece)
+            total = float(piece.sum())
+            if not math.isfinite(total):
+                num_nan += int(np.count_nonzero(np.isnan(piece)))
+                piece = piece[np.isfinite(piece)]
+                total = float(piece.sum())
+            if not len(piece):
+                continue
+            low, high = min(low, float(piece.min())), max(high, float(piece.max()))
+            # Chan's update: moments of pieces are merged, so a large common offset does not cancel.
+            own, shift = len(piece), total / len(piece) - mean
+            squares += float(np.square(piece - total / own).sum()) + shift * shift * count * own / (count + own)
+            count += own
+            mean += shift * own / count
         num_inf = num_elements - count - num_nan
         if not count:
             return Statistics(num_elements, num_nan, num_inf)
-        low, high, mean = float(values.min()), float(values.max()), total / count
-        squares, median = 0.0, low
-        if low != high:
-            for start in range(0, count, PIECE_ELEMENTS):
-                deviations = values[start : start + PIECE_ELEMENTS] - mean
-                squares += float(np.square(deviations, out=deviations).sum())
-            median = _lower_median(values)
-        std = math.sqrt(squares / max(count - 1, 1))
+        median = low if low == high else lower_median_of(stream, count)
+    std = math.sqrt(squares / max(count - 1, 1))
     return Statistics(num_elements, num_nan, num_inf, low, mean, median, high, std)
 
 
-def _lower_median(values: Array) -> float:
-    """Return the element that a sorted array has in its middle, or just before it."""
-    rank = (len(values) - 1) // 2
-    if len(values) > PIECE_ELEMENTS:
-        # Between two elements near the middle of a sample are a few per cent of all.
-        sample = np.sort(values[:: len(values) // _SAMPLE])
-        middle = len(sample) // 2
-        low, high = sample[middle - _SAMPLE // 16], sample[middle + _SAMPLE // 16]
-        below = int(np.count_nonzero(values < low))
-        inside = values[(values >= low) & (values <= high)]
-        if below <= rank < below + len(inside):
-            if low == high:
-                return float(low)
-            values, rank = inside, rank - below
-    return float(np.partition(values, rank)[rank])
+def lower_median_of(stream: Stream, num_finite: int) -> float:
+    """Return the lower median of the finite elements of a stream: an element of it, never an average of two.
 
+    Two elements near the middle of a random sample have a few per cent of all between them, and most likely the median.
 
-def errors_of(baseline: Array, candidate: Array) -> tuple[Array, Array]:
-    """Return absolute errors, |c - b|, and relative ones, |c - b| / |b| where b is not 0: float64 [N] and [at most N].
-
-    What is the same on both sides, NaN included, has no error.
+    Args:
+        stream: Float64 pieces; read once when small, and else at least twice.
+        num_finite: How many finite elements it has, at least 1.
     """
-    b, c = baseline.reshape(-1), candidate.reshape(-1)
-    absolute, relative, used = np.empty(len(b)), np.empty(len(b)), 0
-    with np.errstate(all="ignore"):
-        for start in range(0, len(b), PIECE_ELEMENTS):
-            piece = slice(start, start + PIECE_ELEMENTS)
-            x, y = b[piece].astype(np.float64), c[piece].astype(np.float64)
-            error = np.abs(np.subtract(y, x, out=absolute[piece]), out=absolute[piece])
-            if not math.isfinite(float(error.sum())):
-                error[(x == y) | (np.isnan(x) & np.isnan(y))] = 0.0
-            size = np.abs(x, out=x)
-            where = size != 0
-            if not where.all():
-                error, size = error[where], size[where]
-            np.divide(error, size, out=relative[used : used + len(size)])
-            used += len(size)
-    return absolute, relative[:used]
+    if num_finite <= SELECT_ELEMENTS:
+        rank = (num_finite - 1) // 2
+        return float(np.partition(np.concatenate(list(_finite(stream))), rank)[rank])
+    generator = np.random.default_rng(0)
+    while True:
+        share, rank = _SAMPLE / num_finite, (num_finite - 1) // 2
+        sample = np.sort(np.concatenate([_some(piece, share, generator) for piece in _finite(stream)]))
+        middle = len(sample) // 2
+        low, high = sample[middle - len(sample) // 32], sample[min(len(sample) - 1, middle + len(sample) // 32)]
+        below, at_low, at_high, between = 0, 0, 0, []
+        for piece in _finite(stream):
+            below += int(np.count_nonzero(piece < low))
+            at_low += int(np.count_nonzero(piece == low))
+            at_high += int(np.count_nonzero(piece == high))
+            between.append(piece[(piece > low) & (piece < high)])
+        inside = np.concatenate(between)
+        rank -= below
+        if 0 <= rank < at_low:
+            return float(low)
+        rank -= at_low
+        if 0 <= rank < len(inside):
+            return float(np.partition(inside, rank)[rank])
+        if 0 <= rank - len(inside) < at_high:
+            return float(high)
+
+
+def _finite(stream: Stream) -> Iterator[Array]:
+    for piece in stream():
+        yield piece if math.isfinite(float(piece.sum())) else piece[np.isfinite(piece)]
+
+
+def _some(piece: Array, share: float, generator: np.random.Generator) -> Array:
+    return piece[generator.integers(0, len(piece), math.ceil(share * len(piece)))] if len(piece) else piece

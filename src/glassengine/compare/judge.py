@@ -11,7 +11,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from glassengine.blocks.arrays import MOST_SORTED, Array, Values, difference_of_arrays, errors_of, statistics_of
+from glassengine.blocks.arrays import (
+    Array,
+    Stream,
+    Values,
+    difference_of_arrays,
+    error_stream_of,
+    statistics_of,
+    stream_of,
+)
 from glassengine.blocks.merging import Difference, merged
 from glassengine.compare import shapes
 from glassengine.compare.loader import Counted, PairLoader
@@ -216,26 +224,12 @@ class PairJudge(PairLoader):
     def statistics(self, match: Match) -> tuple[Summary, Summary, Summary | None, Summary | None]:
         """Return the statistics of both sides, and of absolute and relative errors where the shapes are the same."""
         x, y = self.whole(match)
-        has_errors = x.array.shape == y.array.shape
-        if self.device != "cpu" or not (_is_simple(x.array) and _is_simple(y.array)):
-            return self._statistics_by_torch(x, y, has_errors=has_errors)
-        shape = x.array.shape
-        errors = (_summary(errors, shape, "float64") for errors in errors_of(x.array, y.array)) if has_errors else None
-        each = (_summary(one.array.astype(np.float64).reshape(-1), one.array.shape, one.dtype) for one in (x, y))
-        return (*each, *errors) if errors is not None else (*each, None, None)  # type: ignore[return-value]
-
-    def _statistics_by_torch(
-        self, x: Values, y: Values, *, has_errors: bool
-    ) -> tuple[Summary, Summary, Summary | None, Summary | None]:
-        import torch
-
-        from glassengine.numerics.metrics.measure import summarize, summarize_errors
-
-        tensors = [torch.from_numpy(one.array) for one in (x, y)]
-        errors = summarize_errors(*tensors, device=self.device) if has_errors else (None, None)
-        own = [summarize(one, device=self.device) for one in tensors]
-        own = [dataclasses.replace(one, dtype=side.dtype) for one, side in zip(own, (x, y), strict=True)]
-        return own[0], own[1], *errors
+        own = [_summary(stream_of(one.array), one) for one in (x, y)]
+        if x.array.shape != y.array.shape:
+            return own[0], own[1], None, None
+        kind = Values(x.array, "float64")
+        errors = [_summary(error_stream_of(x.array, y.array, relative=relative), kind) for relative in (False, True)]
+        return own[0], own[1], errors[0], errors[1]
 
     def noise_of(self, match: Match) -> Noise | None:
         """Return what roundings add up to in a tensor, where tolerances are those of dtypes and do not know it."""
@@ -310,14 +304,8 @@ def severity(pair: Pair) -> tuple[float, ...]:
     return (rank, 0.0, float(pair.figures.num_nonfinite_mismatch > 0), size)
 
 
-def _summary(values: Array, shape: tuple[int, ...], dtype: str) -> Summary:
-    return Summary(shape=shape, dtype=dtype, **vars(statistics_of(values)))
-
-
-def _is_simple(array: Array) -> bool:
-    """Whether float64 holds all elements, and they are few enough to be sorted."""
-    is_wide = array.dtype.kind in "iu" and array.dtype.itemsize == 8 and bool((np.abs(array) > 2**52).any())
-    return array.dtype.kind in "fiub" and array.size <= MOST_SORTED and not is_wide
+def _summary(stream: Stream, of: Values) -> Summary:
+    return Summary(shape=of.array.shape, dtype=of.dtype, **vars(statistics_of(stream)))
 
 
 def _kind(values: Values) -> Kind:
