@@ -15,11 +15,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 demo: $(STAMP)
 	$(BIN)/glass check examples/tiny-llama
 
+# A worker that crashes ends the run: pytest-xdist 3.8 gives its files to a new worker by `loadfile` and then waits forever.
 test: $(STAMP) $(TOOLS)/.installed
-	$(BIN)/python -m pytest -q -m "not slow" -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -q -m "not slow" -n $(WORKERS) --dist loadfile --max-worker-restart 0 -p tests.answers --frozen
 
 test-all: $(STAMP) $(TOOLS)/.installed
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --max-worker-restart 0
 
 # Chromium of the distribution, for the tests of reports in a browser, where it is missing and may be installed; without
 # one they skip, and say so.

@@ -23,6 +23,7 @@ SUITES = {
     "snapshots": "what snapshots cost: armed and never firing, and writing beside the disk's own speed",
 }
 LONG = {
+    "golden": "answers of every corpus beside the answer book tests/answers.json; half an hour (--help)",
     "size": "memory and time of build, run and check against the size of the model, foreseen and measured (--help)",
     "verdict": "false alarms, mistakes found and ops named over a corpus; takes options of its own (--help)",
     "kinds": "what kind of mistake hints say, over a corpus: right, wrong, proven, and the cost (--help)",

@@ -19,7 +19,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 
 # Not part of the environment of the tests: what only other extras need. torch has a lock of its own.
-OTHERS = {"torch", "accelerate", "adlfs", "gcsfs", "psutil", "tensorrt-rtx-cu13-bindings", "tensorrt-rtx-cu13-libs"}
+OTHERS = {"torch", "adlfs", "gcsfs", "tensorrt-rtx-cu13-bindings", "tensorrt-rtx-cu13-libs"}
 
 HEAD = "# Written by `make lock`; every file of each version, by hash.\n"
 

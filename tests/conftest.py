@@ -594,3 +594,13 @@ def bucket(s3_server: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
     from tests.s3_server import new_bucket
 
     return new_bucket(s3_server, monkeypatch)
+
+
+@pytest.fixture
+def nothing_in_memory() -> Iterator[None]:
+    """Leave `memory://` as empty as it was."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    yield
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]

@@ -350,14 +350,9 @@ _READS = {"startswith", "endswith", "removeprefix", "removesuffix", "partition",
 
 DECIDED_BY_WORDS = {
     # Values of the JSON document, of a Literal type that mypy holds comparisons against.
-    ("judge/verdict/conclude.py", "weights differ"): "Comparison.standing",
-    ("judge/verdict/conclude.py", "too little judged"): "Comparison.standing",
-    ("judge/verdict/standing.py", "noise floor"): "ResultComparison.judged_by",
-    ("diagnose/quantization/check_graph.py", "too little judged"): "Comparison.standing",
     ("diagnose/quantization/port.py", "too little judged"): "Comparison.standing",
     ("diagnose/quantization/port.py", "results differ"): "Comparison.standing",
     ("diagnose/quantization/port.py", "differs inside"): "Comparison.standing",
-    ("diagnose/training/findings.py", "too little judged"): "Comparison.standing",
     ("diagnose/quantization/result.py", "not its values"): "kind of a hint, documented in the JSON reference",
     # Stack traces as Python and torch write them.
     ("diagnose/training/gradient_graph.py", '(?m)^(?=\\s*File ")'): "a traceback",

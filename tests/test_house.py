@@ -94,9 +94,8 @@ def pins(root: Path) -> dict[str, str]:
     return found
 
 
-# What the installation for the tests leaves out: a hundred megabytes that need nothing else, what only a model that
-# is loaded in parts of several ranks needs, with psutil and what is there anyway, and the stores of two clouds.
-NOT_INSTALLED = {"accelerate", "adlfs", "gcsfs", "tensorrt-rtx-cu13-bindings", "tensorrt-rtx-cu13-libs"}
+# The installation for the tests leaves out a hundred megabytes that need nothing else, and the stores of two clouds.
+NOT_INSTALLED = {"adlfs", "gcsfs", "tensorrt-rtx-cu13-bindings", "tensorrt-rtx-cu13-libs"}
 
 
 # An environment without them runs all tests but those in a browser, which skip with that reason.
@@ -114,6 +113,8 @@ OF_TOOLS = {
 }
 # Nor the one of the schema of JUnit files.
 OF_SCHEMAS = {"lxml"}
+# Nor those of adapters.
+OF_ADAPTERS = {"accelerate", "peft", "psutil"}
 OF_PLOTS = {"contourpy", "cycler", "fonttools", "kiwisolver", "matplotlib", "pyparsing"}
 
 
@@ -122,7 +123,7 @@ def is_here(name: str) -> bool:
     try:
         distribution(name)
     except PackageNotFoundError:
-        if name in OF_THE_BROWSER | OF_TOOLS | OF_PLOTS | OF_SCHEMAS:
+        if name in OF_THE_BROWSER | OF_TOOLS | OF_PLOTS | OF_SCHEMAS | OF_ADAPTERS:
             return False
         raise
     return True
@@ -184,7 +185,7 @@ def locked(root: Path, name: str) -> dict[str, tuple[str, list[str]]]:
 
 def test_the_locks_are_of_the_pins_and_every_one_has_hashes(root: Path, pins: dict[str, str]) -> None:
     tests, torch = locked(root, "tests.lock"), locked(root, "torch.lock")
-    wanted = pins.keys() - NOT_INSTALLED - {"psutil"}  # which only accelerate needs
+    wanted = pins.keys() - NOT_INSTALLED
     assert tests.keys() | torch.keys() == wanted, "make lock"
     assert torch.keys() == {"torch"}, "in many builds, and so by itself"
     found = tests | torch

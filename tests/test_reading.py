@@ -34,6 +34,7 @@ REASONS: dict[str, dict[str, str]] = {
     "backends/onnx/stored.py": {"ParseFromString": "bytes that the room read; protobuf bounds depth by itself"},
     "capture/watch/triggers.py": {"os.open": "to write"},
     "cli/errors.py": {"os.open": "/dev/null"},
+    "diagnose/ladder/per_case.py": {"pickle.loads": "what our own parent process sent, or our own child answered"},
     "diagnose/reproduction/bisect_compiler.py": {"json.loads": "what our own child process printed"},
     "diagnose/script_floor.py": {"json.loads": "what our own parent process asked"},
     "diagnose/snapshot/trial.py": {"json.load": "what our own parent process sent"},
@@ -43,7 +44,6 @@ REASONS: dict[str, dict[str, str]] = {
         "json.loads": "what a process of ours sent by a pair of sockets: bounded; paths in it may be no text"
     },
     "engine/prompts/templates.py": {"os.open": "/dev/null"},
-    "engine/store/trust.py": {"os.open": "to make the key"},
     "environment.py": {"read_text": "/proc/cpuinfo and /proc/meminfo of the kernel"},
     "executable/profile/profile.py": {
         "gzip.open": "to write",
@@ -54,11 +54,6 @@ REASONS: dict[str, dict[str, str]] = {
     "program/store/inert.py": {"json.loads": "text in a document that the room parsed"},
     "program/onnx/stored/file.py": {"ParseFromString": "bytes that the room read; protobuf bounds depth by itself"},
     "program/onnx/definitions.py": {"ParseFromString": "definitions of operators that the package onnx holds"},
-    "executable/cache/store.py": {
-        "os.open": "as the room does; one that another process has just removed is told apart from a damaged one",
-        "open": "the descriptor of that",
-    },
-    "executable/profile/token.py": {"os.open": "to make the token"},
     "executable/profile/trace.py": {"json.loads": "what was made in the same line"},
     "executable/snapshot/meta.py": {"json.loads": "what was made a line above"},
     "recording/read/export.py": {"zipfile.ZipFile": "to write"},
@@ -86,7 +81,6 @@ REASONS: dict[str, dict[str, str]] = {
     "serving/ggml/tokens.py": {"json.loads": "what the library tokenizers made in the same line"},
     "serving/interpreter.py": {"json.loads": "what our own child process answered"},
     "serving/vllm/inside/glassengine_vllm_run.py": {"json.load": "what our own parent process sent"},
-    "stores/mirror.py": {"os.open": "as the room does, which stands above; and directories, to lock them"},
     "testing/quantized.py": {"json.loads": "what the test wrote", "read_text": "what the test wrote"},
     "writing/files.py": {"os.open": "directories, to lock them and to write them out"},
 }

@@ -219,22 +219,16 @@ def test_s17_judging_in_other_processes_imports_nothing_of_the_directory(
 
 
 @pytest.mark.slow
-def test_s17_a_check_by_helpers_has_the_neighbors_of_a_factory_and_nothing_of_the_directory(
+def test_s17_a_check_in_other_processes_has_the_neighbors_of_a_factory_and_nothing_of_the_directory(
     planted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = tmp_path / "own"
     own.mkdir()
-    (own / "layers.py").write_text("import torch\nFirst = torch.nn.Linear\n")
-    (own / "net.py").write_text(
-        "import torch\nimport layers\ndef net():\n    torch.manual_seed(0)\n"
-        "    return torch.nn.Sequential(layers.First(4, 4), torch.nn.Tanh()).eval()\n"
-    )
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()).eval()
-    with glass.record(net, tmp_path / "run"), torch.no_grad():
-        net(torch.ones(2, 4))
+    (own / "layers.py").write_text("from glassengine.testing import models\nmade = models.llama\n")
+    (own / "net.py").write_text("import layers\ndef net():\n    return layers.made(num_hidden_layers=1)\n")
     monkeypatch.chdir(planted)
-    assert main(["check", f"{own / 'net.py'}:net", "--candidate", str(tmp_path / "run"), "--jobs", "2", "-q"]) == 0
+    spec = f"{own / 'net.py'}:net"
+    assert main(["check", spec, "--candidate", spec, "--steps", "1", "--jobs", "2", "-q"]) == 0
 
 
 @pytest.mark.slow

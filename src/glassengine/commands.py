@@ -4,7 +4,7 @@
 `glass record -- SCRIPT` is `record_script`, and `--noise-floor` is `measure_noise_floor`, of a script
 `measure_script_floor`. `glass compare` of more than two records is `compare_many`, of
 watched runs `compare_series`, of engines `side_by_side`, of the artifacts of two builds `compare_artifacts`. `glass
-upload` is `upload`, `glass verify` is `verify_engine`, and `glass doctor --calibrate` is `calibrate`.
+upload` is `upload`, and `glass doctor --calibrate` is `calibrate`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from glassengine.diagnose.engines.side_by_side import side_by_side
     from glassengine.diagnose.noise_floor import measure_noise_floor
     from glassengine.diagnose.script_floor import measure_script_floor
-    from glassengine.engine.store.signing import verify_engine
     from glassengine.program.listing.artifacts import compare_artifacts
     from glassengine.recording.read.series import SeriesReader, find_series
     from glassengine.recording.read.upload import upload
@@ -43,7 +42,6 @@ __all__ = [
     "record_target",
     "side_by_side",
     "upload",
-    "verify_engine",
 ]
 
 _PUBLIC = {
@@ -61,6 +59,5 @@ _PUBLIC = {
     "record_target": "glassengine.capture.runs.target",
     "side_by_side": "glassengine.diagnose.engines.side_by_side",
     "upload": "glassengine.recording.read.upload",
-    "verify_engine": "glassengine.engine.store.signing",
 }
 __getattr__, __dir__ = deferred(__name__, _PUBLIC)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from glassengine.deferred import deferred
 
 if TYPE_CHECKING:
-    from glassengine.executable.cache.report import examine_cache as cache
+    from glassengine.executable.cache.cache import examine_cache as cache
     from glassengine.executable.metrics.compilation import compilations
     from glassengine.executable.metrics.metrics import metrics as current
     from glassengine.executable.metrics.metrics import metrics_report as report
@@ -26,7 +26,7 @@ __all__ = ["Compilation", "MetricsReport", "cache", "compilations", "current", "
 _PUBLIC = {
     "Compilation": "glassengine.results",
     "MetricsReport": "glassengine.results",
-    "cache": "glassengine.executable.cache.report:examine_cache",
+    "cache": "glassengine.executable.cache.cache:examine_cache",
     "compilations": "glassengine.executable.metrics.compilation",
     "current": "glassengine.executable.metrics.metrics:metrics",
     "merge": "glassengine.executable.metrics.report:merge_metrics",

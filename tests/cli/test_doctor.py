@@ -10,8 +10,7 @@ import glassengine
 from glassengine import commands, environment
 from glassengine.cli.main import main
 from glassengine.executable.cache.key import digest, surroundings
-from glassengine.executable.cache.manifest import Manifest
-from glassengine.executable.cache.store import Store, list_files
+from glassengine.executable.cache.store import Manifest, Store
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("nothing is stored yet", "inputs.0: float32[2, 3] -> float32[4, 3] (nearest: mm 0a)")
     ):
         parts = {**surroundings(), "inputs": {"0": f"float32[{2 + 2 * index}, 3]"}}
-        store.put(Manifest(digest(parts), "aten.mm.default", "abc", parts, cause, 1.25, list_files(source)), source)
+        about = {"name": "aten.mm.default", "graph_hash": "abc", "cause": cause, "compile_s": 1.25}
+        store.put(Manifest(key=digest(parts), parts=parts, **about), source)
     (tmp_path / "taken").mkdir()
     assert store.fetch(digest(parts), tmp_path / "taken")
     return tmp_path / "cache"

@@ -433,7 +433,6 @@ def test_an_interrupt_while_modules_are_imported_shows_no_traceback(monkeypatch:
         (["check", "--json", "missing.onnx"], 2),
         (["--json", "check-training", "missing.onnx"], 2),
         (["upload", "missing", "--json"], 2),
-        (["verify", "missing", "--signers", "missing", "--json"], 2),
         (["profile", "missing", "--json"], 2),
         (["snapshot", "show", "missing", "--json"], 2),
         (["replay", "missing", "--json", "-"], 2),
@@ -585,7 +584,6 @@ COMMAND_LINES = {
     "replay": "snapshot",
     "report": "result.json -o report",
     "upload": "recording",
-    "verify": "engine --signers file",
     "schema": "check",
     "doctor": "",
 }

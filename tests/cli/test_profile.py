@@ -76,27 +76,23 @@ def test_hostile_profiles(
         (["."], "no profile found"),
         ([".", "--steps", "3"], "--steps goes with --capture"),
         ([".", "--capture", "localhost:1"], "chooses the directory"),
-        (["--capture", "localhost:1"], "no program of this user has a profile server on port 1"),
-        (["--capture", "localhost:1", "--token-file", "none"], "a file cannot be read"),
-        ([".", "--token-file", "none"], "--token-file goes with --capture"),
+        (["--capture", "localhost:1"], "no profile server of this user answers"),
     ],
 )
 def test_mistaken_command_lines(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setenv("GLASS_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("GLASS_CONFIG_DIR", str(tmp_path / "config"))
     monkeypatch.chdir(tmp_path)
     assert main(["profile", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("named", [False, True])
 def test_a_capture_is_shown(
-    named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("GLASS_CACHE_DIR", str(tmp_path / "cache"))
-    file = tmp_path / "token" if named else None
-    server = glass.profiler.start_server(0, directory=tmp_path, token_file=file)
+    monkeypatch.setenv("GLASS_CONFIG_DIR", str(tmp_path / "config"))
+    server = glass.profiler.start_server(0, directory=tmp_path)
     import threading
 
     from glassengine import spans
@@ -110,8 +106,7 @@ def test_a_capture_is_shown(
     thread = threading.Thread(target=steps)
     thread.start()
     try:
-        arguments = ["--token-file", str(file)] if named else []
-        assert main(["profile", "--capture", f"localhost:{server.port}", "--steps", "2", *arguments]) == 0
+        assert main(["profile", "--capture", f"localhost:{server.port}", "--steps", "2"]) == 0
     finally:
         over.set()
         thread.join()

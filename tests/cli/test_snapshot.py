@@ -89,7 +89,7 @@ def test_pack_makes_one_file_that_says_the_same(dump: Path, tmp_path: Path, caps
     ("arguments", "status", "message"),
     [
         (("shows", "x"), 2, "nearest: show"),
-        (("show", "nowhere"), 2, "not a snapshot"),
+        (("show", "nowhere"), 2, "no such file"),
         (("show", "DUMP", "-o", "x"), 2, "go with pack"),
         (("pack", "DUMP"), 2, "one of its 3 snapshots"),
         (("pack", "x", "--statistics"), 2, "goes with show"),

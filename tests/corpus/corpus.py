@@ -31,7 +31,7 @@ from glassengine.numerics.judgement import SUSPICIOUS
 from glassengine.program import LoadedModel, Program
 from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.outputs import is_view
-from glassengine.results import FLAGGED, Comparison
+from glassengine.results import FLAGGED, Comparison, Policy
 from tests.corpus.edits import DoesNotApply, Mistake, Mutant, plant
 from tests.corpus.right.variations import Variation, VariedSide
 from tests.corpus.truth import Guilt, find_guilt, is_equivalent
@@ -228,9 +228,8 @@ def run(bench: Bench, sides: Sequence[Any], case: Case | None = None, model: Mod
 
 
 def _concluded(bench: Bench, scores: Sequence[Score]) -> Comparison:
-    return conclude(
-        bench.program, scores, [], {}, baseline="", candidate="", fail_on="suspicious", min_coverage=0.0, environment={}
-    )
+    told: dict[str, Any] = {"baseline": "", "candidate": "", "environment": {}}
+    return conclude(bench.program, scores, [], {}, policy=Policy("suspicious", min_coverage=0.0), **told)
 
 
 def rows_of_mistakes(bench: Bench, planted: Sequence[Planted], execution: str, sides: Sequence[Any]) -> list[Row]:

@@ -6,21 +6,16 @@ end as commands do: `glassengine.cli.errors.exit_status` makes a status of what 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-
-SERVER_SECONDS = 8.0
-PATIENCE = 0.15
 
 
 def say(*values: Any) -> int:
@@ -228,15 +223,6 @@ def read_metrics(here: Path, shared: Path) -> int:
     return say(read_metrics(path))
 
 
-def read_token(here: Path, shared: Path) -> int:
-    from glassengine.executable.profile import token as profile_token
-
-    path = here / "token.json"
-    if path.is_file() and not path.is_symlink() and os.access(path, os.R_OK):
-        path.chmod(0o600)
-    return say(profile_token._read(path, private=here))
-
-
 def read_kernels(here: Path, shared: Path) -> int:
     """What was measured of a runtime, and is kept in the cache: damaged, it is measured again."""
     from glassengine.backends.accuracy import calibration
@@ -252,41 +238,31 @@ def read_kernels(here: Path, shared: Path) -> int:
 
 
 @functools.cache
-def _server(folder: str) -> tuple[int, str]:
-    """Start a server, once in a process, and return its port and token."""
-    from glassengine.executable.profile import requests as profile_requests
+def _server(folder: str) -> int:
+    """Start a server, once in a process, and return its port."""
+    from glassengine.executable.profile import server as profile_server
     from glassengine.executable.profile.client import request_profile
-    from glassengine.executable.profile.server import start_server
 
-    profile_requests.ACCEPTS_PER_S = 1e6  # what is asked here is asked by one client
-    file = Path(folder) / "token.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    server = start_server(0, directory=file.parent / "profiles", token_file=file)
-    request_profile(f"localhost:{server.port}", timeout_s=0.01, token_file=file)  # the first one takes longer
-    return server.port, json.loads(file.read_bytes())["token"]
+    profile_server.ACCEPT_S = 0.0  # one client sends all of it
+    port = profile_server.start_server(0, directory=Path(folder) / "profiles").port
+    request_profile(f"localhost:{port}", timeout_s=0.01)  # the first one takes longer
+    return port
 
 
 def serve(here: Path, shared: Path) -> int:
-    """Send the bytes to a server that stays, and ask it something else, which it answers as if nothing had been."""
-    port, token = _server(str(shared.parent / "temporary" / f"server-{os.getpid()}"))
-    status = 2
-    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
-        connection.sendall((here / "request").read_bytes().replace(b"TOKEN", token.encode()))
-        with contextlib.suppress(ConnectionError):
-            try:
-                answer = connection.recv(1 << 16)
-            except TimeoutError:  # it waits for more, or until the program has ended as many steps
-                connection.settimeout(SERVER_SECONDS)
-                connection.shutdown(socket.SHUT_WR)
-                answer = connection.recv(1 << 16)
-            # One profile at a time: the one before may still be written.
-            status = 0 if answer[:12] in (b"HTTP/1.1 200", b"HTTP/1.1 409") else 2
-    with socket.create_connection(("127.0.0.1", port), timeout=SERVER_SECONDS) as connection:
-        head = f"DELETE /capture HTTP/1.1\r\nHost: localhost\r\nX-Glass-Engine: 1\r\nAuthorization: Bearer {token}\r\n"
-        connection.sendall((head + "Connection: close\r\nContent-Length: 0\r\n\r\n").encode())
-        answer = connection.recv(1 << 16)
-        assert answer.startswith(b"HTTP/1.1 200"), f"the server answers no more: {answer[:200]!r}"
-    return status
+    """Send the bytes to a server that stays; afterwards it still answers, if only that it is busy."""
+    from glassengine.errors import UsageError
+    from glassengine.executable.profile.client import request_profile
+    from tests.fuzz.readers import send_to
+
+    port = _server(str(shared.parent / "temporary" / f"server-{os.getpid()}"))
+    send_to(port, (here / "request").read_bytes())
+    try:
+        request_profile(f"localhost:{port}", timeout_s=0.0)
+    except UsageError as error:
+        assert "another profile" in str(error), error
+        return 2
+    return 0
 
 
 def parse_line(here: Path, shared: Path) -> int:

@@ -107,7 +107,6 @@ _RULES = {
     ]
 }
 _KERNELS = {"backend": "it", "version": "1", "instruction_set": "x", "errors": {"exp": [1.0, 2.0]}}
-_TOKEN = {"port": 9012, "token": "x" * 43, "pid": 1, "directory": "profiles"}
 _LINES = (
     "compare {shared}/record-a {shared}/record-b --rtol 0.1 --atol 1e-3 --show-only fc --json -",
     "show {shared}/record-a fc* --step 0 --rank 0 --json",
@@ -135,7 +134,6 @@ KINDS: dict[str, Kind] = {
     "read_profile": _direct(kinds.profile, "read_profile", changed=("**/profile.json",), owned=True),
     "read_artifacts": _direct(artifacts, "read_artifacts", changed=("**/*.json",), owned=True),
     "read_adapter": _direct(kinds.adapter, "read_adapter"),
-    "read_adapter_bin": _direct(kinds.adapter_bin, "read_adapter"),
     "read_checkpoint": _direct(copied("model"), "read_checkpoint", changed=("it/*model*",)),
     "read_shards": _direct(kinds.sharded, "read_checkpoint", changed=("it/*model*",)),
     "read_checkpoint_bin": _direct(kinds.checkpoint_bin, "read_checkpoint", changed=("it/*.bin",)),
@@ -165,7 +163,6 @@ KINDS: dict[str, Kind] = {
         "read_kernels",
         1.0,
     ),
-    "token_of_a_server": _direct(written(token__json=json.dumps(_TOKEN)), "read_token", 1.0, places=True),
     "requests": _direct(kinds.server, "serve", places=False),
     **{
         f"options_{number}": _direct(

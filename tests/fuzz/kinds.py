@@ -146,15 +146,6 @@ def adapter(here: Path, shared: Path) -> None:
     save_file(tensors, folder / "adapter_model.safetensors")
 
 
-def adapter_bin(here: Path, shared: Path) -> None:
-    from safetensors.torch import load_file
-
-    adapter(here, shared)
-    file = here / "it" / "adapter_model.safetensors"
-    torch.save(load_file(file), file.with_suffix(".bin"))
-    file.unlink()
-
-
 def sharded(here: Path, shared: Path) -> None:
     folder = shutil.copytree(shared / "model", here / "it")
     (folder / "model.safetensors").unlink()
@@ -260,10 +251,7 @@ def cache(here: Path, shared: Path) -> None:
 
 
 def server(here: Path, shared: Path) -> None:
-    body = b'{"steps": 1, "timeout_s": 0.01}'
-    head = b"POST /capture HTTP/1.1\r\nHost: localhost:9\r\nX-Glass-Engine: 1\r\nAuthorization: Bearer TOKEN\r\n"
-    head += b"Content-Type: application/json\r\nConnection: close\r\n"
-    (here / "request").write_bytes(head + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    (here / "request").write_bytes(b'{"steps": 1, "timeout_s": 0.01}')
 
 
 def command_lines(here: Path, shared: Path) -> None:
@@ -351,7 +339,6 @@ KINDS: dict[str, Kind] = {
         ("compare {shared}/artifacts {here}/it", "compare {here}/it {shared}/artifacts --json -"),
     ),
     "adapter": Kind(adapter, ("[load_adapter]",), owned=False),
-    "adapter_bin": Kind(adapter_bin, ("[load_adapter]",), owned=False),
     "checkpoint": Kind(copied("model"), ("[load_model]",), owned=False),
     "checkpoint_sharded": Kind(sharded, ("[load_model]",), changed=("it/*model*",), owned=False),
     "checkpoint_bin": Kind(checkpoint_bin, ("[load_model]",), changed=("it/*.bin",), owned=False),

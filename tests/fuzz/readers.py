@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 
 import glassengine as glass
 from glassengine.errors import UsageError
+from glassengine.executable.profile.client import KEY_FILE
+from glassengine.reading.user_key import user_key
 
 SERVER_SECONDS = 8.0
 
@@ -114,19 +117,12 @@ def examine_cache(here: Path, shared: Path) -> int:
 
 
 def ask_server(here: Path, shared: Path) -> int:
-    """Send the bytes, read what comes back, and ask as one should: that is answered as if nothing had been."""
-    file = here / "token.json"
-    server = glass.profiler.start_server(0, directory=here / "profiles", token_file=file)
-    token = json.loads(file.read_bytes())["token"]
-    address = ("127.0.0.1", server.port)
-    with socket.create_connection(address, timeout=SERVER_SECONDS) as connection, contextlib.suppress(OSError):
-        connection.sendall((here / "request").read_bytes().replace(b"TOKEN", token.encode()))
-        connection.shutdown(socket.SHUT_WR)
-        while connection.recv(1 << 16):
-            pass
+    """Send the bytes, as they are and as a message of one who has the key, and ask as one should: that is answered."""
+    server = glass.profiler.start_server(0, directory=here / "profiles")
+    send_to(server.port, (here / "request").read_bytes())
     for _ in range(50):  # a profile that was asked for takes a moment to be written
         try:
-            answer = glass.profiler.request(f"localhost:{server.port}", steps=1, timeout_s=0.01, token_file=file)
+            answer = glass.profiler.request(f"localhost:{server.port}", steps=1, timeout_s=0.01)
             assert answer["num_steps"] == 0, answer
             return 0
         except UsageError as error:
@@ -134,6 +130,21 @@ def ask_server(here: Path, shared: Path) -> int:
                 raise
             time.sleep(0.1)
     return 2
+
+
+def send_to(port: int, data: bytes) -> None:
+    """Send bytes to a profile server: as they are, and as a message of a client that has the key."""
+    key = user_key(KEY_FILE)
+    assert key is not None
+    with socket.create_connection(("127.0.0.1", port), timeout=SERVER_SECONDS) as raw, contextlib.suppress(OSError):
+        raw.sendall(data)
+        raw.shutdown(socket.SHUT_WR)
+        while raw.recv(1 << 16):
+            pass
+    with contextlib.suppress(OSError, EOFError), Client(("127.0.0.1", port), authkey=key) as connection:
+        connection.send_bytes(data)
+        if connection.poll(0.2):  # otherwise the program has not ended as many steps yet
+            json.loads(connection.recv_bytes())
 
 
 def command_line(here: Path, shared: Path) -> int:

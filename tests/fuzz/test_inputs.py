@@ -41,7 +41,6 @@ SLOW = (
     "command_lines",
     "server",
     "adapter",
-    "adapter_bin",
 )
 
 

@@ -17,7 +17,7 @@ from glassengine.judge.verdict.conclude import conclude
 from glassengine.judge.verdict.run import run_cases
 from glassengine.judge.verdict.score import Score
 from glassengine.program import Program, export_program, load_model
-from glassengine.results import Comparison
+from glassengine.results import Comparison, Policy
 
 Edit = Callable[[Tensor], Tensor]
 
@@ -102,6 +102,7 @@ def scored(program: Program, sides: Sequence[Side], num_steps: int = 1) -> list[
 
 def concluded(program: Program, scores: Sequence[Score], **options: Any) -> Comparison:
     """Return what is concluded of scores."""
-    told: dict[str, Any] = {"fail_on": "wrong", "min_coverage": 0.9, "environment": {}, "severity": {}, **options}
+    told: dict[str, Any] = {"environment": {}, "severity": {}, **options}
     severity = told.pop("severity")
-    return conclude(program, scores, [], severity, baseline="a", candidate="b", **told)
+    policy = Policy(told.pop("fail_on", "wrong"), told.pop("min_coverage", 0.9))
+    return conclude(program, scores, [], severity, baseline="a", candidate="b", policy=policy, **told)

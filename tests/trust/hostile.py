@@ -154,7 +154,6 @@ class Hand:
             self.engine(f"backend{number}", "small", native, backend=backend, requires={})
         self.engine("pickled-weights", "small", weights)
         self.engine("linked-weights", "small", linked)
-        self.lines += [["verify", str(self.folder / "backend2"), "--signers", str(self.folder / "evil.c")]]
 
     def texts(self) -> None:
         """Engines that generate: templates, tokenizers and configurations that name code."""

@@ -12,7 +12,6 @@ from glassengine.backends.protocol.backend import (
     Availability,
     Capabilities,
     GraphFunction,
-    MemoryUse,
     Network,
     Run,
     Weights,
@@ -35,7 +34,6 @@ class EagerBackend:
         wide_operands="none",
         native_code=False,
         collectives=True,
-        memory={False: MemoryUse(mapped=1.0)},
     )
 
     def available(self) -> Availability:

@@ -20,7 +20,7 @@ from glassengine.backends.onnx.backend import OnnxBackend
 from glassengine.backends.onnx.export import IN_PLACE_KEY, MODEL_FILE, OPSET
 from glassengine.backends.onnx.network import list_optimized
 from glassengine.backends.onnx.stored import check_graph
-from glassengine.backends.protocol.backend import Capabilities, MemoryUse, Network, Run
+from glassengine.backends.protocol.backend import Capabilities, Network, Run
 from glassengine.backends.protocol.devices import device_of
 from glassengine.backends.protocol.io import read_io
 from glassengine.errors import BackendError
@@ -52,7 +52,6 @@ class OnnxRuntimeBackend(OnnxBackend):
         devices=("cpu", "cuda"),
         own_kernels=True,
         native_code=False,
-        memory={True: MemoryUse(packed=1.0, loaded=1.0)},
     )
 
     def options(self, program: Program) -> dict[str, Any]:

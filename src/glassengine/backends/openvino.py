@@ -16,7 +16,7 @@ import torch
 from glassengine.backends.onnx.backend import OnnxBackend
 from glassengine.backends.onnx.export import IN_PLACE_KEY, MODEL_FILE, OPSET
 from glassengine.backends.onnx.stored import read_graph
-from glassengine.backends.protocol.backend import Capabilities, Layer, MemoryUse, Network, NetworkTensor, Run
+from glassengine.backends.protocol.backend import Capabilities, Layer, Network, NetworkTensor, Run
 from glassengine.backends.protocol.io import read_io
 from glassengine.program.representation.program import Program
 
@@ -44,7 +44,6 @@ class OpenVinoBackend(OnnxBackend):
         wide_operands="products",
         own_kernels=True,
         native_code=False,
-        memory={True: MemoryUse(packed=1.0, loaded=1.0)},
     )
 
     def options(self, program: Program) -> dict[str, Any]:

@@ -84,10 +84,6 @@ def command(
     max_seq_len: Annotated[
         int | None, typer.Option(help="Maximum tokens of a sequence; default: the limit of the model.")
     ] = None,
-    sign: Annotated[
-        str | None,
-        typer.Option(metavar="KEY", help="Sign the engine with this OpenSSH key; see glass verify."),
-    ] = None,
     tensor_parallel: TensorParallel = 1,
     pipeline_parallel: PipelineParallel = 1,
     overwrite: Overwrite = False,
@@ -123,7 +119,6 @@ def command(
         "max_seq_len": max_seq_len,
         **vars(checkpoint),
         "artifacts": artifacts,
-        "sign": sign,
         "tensor_parallel": tensor_parallel,
         "pipeline_parallel": pipeline_parallel,
     }
@@ -147,8 +142,6 @@ def _print_plan(plan: Any) -> None:
     out.print(f"  key/value cache      {plan.cache_bytes:>16,} bytes at the largest batch and length")
     out.print(f"  added outputs        {plan.prefill_output_bytes:>16,} bytes in the largest prefill")
     out.print(f"                       {plan.decode_output_bytes:>16,} bytes in the largest decode step")
-    for mode, peak in plan.peak_bytes.items():
-        out.print(f"  most memory of {mode:5s} {peak:>16,} bytes, caches and added outputs apart")
     _print_outputs(plan.added_outputs)
 
 

@@ -15,9 +15,7 @@ from glassengine.cli.options import err, out, stages
 from glassengine.cli.shared import (
     AdaptedCheckpoint,
     Baseline,
-    Cluster,
     Dtype,
-    Jobs,
     Map,
     MinSnr,
     Passes,
@@ -109,8 +107,9 @@ def command(
     trust_engine: TrustEngine = False,
     tensor_parallel: TensorParallel = 1,
     pipeline_parallel: PipelineParallel = 1,
-    jobs: Jobs = 1,
-    cluster: Cluster = None,
+    jobs: Annotated[
+        int, typer.Option(metavar="N", help="Judge the cases (prompts) of a candidate in N processes.")
+    ] = 1,
     *,
     checkpoint: AdaptedCheckpoint,
     verdicts: Verdicts,
@@ -152,7 +151,6 @@ def command(
                 tensor_parallel=tensor_parallel,
                 pipeline_parallel=pipeline_parallel,
                 jobs=jobs,
-                cluster=cluster,
                 progress=progress,
                 **vars(checkpoint),
             )

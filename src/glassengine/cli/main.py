@@ -40,7 +40,6 @@ COMMANDS = {
     "snapshot": "Show the content of a snapshot, or pack it into one file.",
     "replay": "Run a snapshot again, without the original code.",
     "report": "Write a result as a page for the browser: index.html, and its data beside it.",
-    "verify": "Check the signature and all files of an engine, without running it.",
     "schema": "Print the JSON schema of the --json document of a command.",
     "mcp": "Serve check, compare, show and explain to a coding agent (MCP, on stdin and stdout).",
     "doctor": "Show versions, processor, compiler and back-ends of this machine.",
@@ -117,7 +116,6 @@ _ASKED_OF: dict[str, dict[str, Callable[[Any], Any]]] = {
     "sites": {"target": asked.model},
     "show": {"recording": asked.existing},
     "replay": {"snapshot": asked.existing},
-    "verify": {"engine": asked.engine},
 }
 """Likewise, of a command."""
 

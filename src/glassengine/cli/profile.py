@@ -37,26 +37,21 @@ def command(
         ),
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="With --capture: number of steps; default: 1.")] = None,
-    token_file: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="With --capture: file of the server's token."),
-    ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Maximum rows of a table.")] = 30,
 ) -> int:
     """Show a profile by module, or take one of a running program."""
     if capture is not None:
         if directory is not None:
             raise UsageError("the program that is profiled chooses the directory", got=directory, hint="leave it out")
-        taken = glass.profiler.request(capture, steps=steps or 1, token_file=token_file)
+        taken = glass.profiler.request(capture, steps=steps or 1)
         directory = str(taken["directory"])
         if not taken["complete"]:
             ended, hint = _ENDED.get(taken["ended"], _ENDED["time"])
             raise UsageError(
                 ended, got=f"{taken['num_steps']} of {steps or 1}; the profile so far is in {directory}", hint=hint
             )
-    elif steps is not None or token_file is not None:
-        flag, value = ("--steps", steps) if steps is not None else ("--token-file", token_file)
-        raise UsageError(f"{flag} goes with --capture", got=f"{value}")
+    elif steps is not None:
+        raise UsageError("--steps goes with --capture", got=str(steps))
     if directory is None:
         raise UsageError("no profile is named", expected="a directory, or --capture ADDRESS", hint="glass profile DIR")
     found, earlier = glass.profiler.read(directory, against=against)

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import glassengine as glass
+from glassengine import asked
 from glassengine.cli.documents import answer
 from glassengine.cli.options import out
 from glassengine.cli.shared import Overwrite
@@ -41,6 +42,7 @@ def command(
     if action == "pack":
         if statistics:
             raise UsageError("--statistics goes with show", hint=f"glass snapshot show {snapshot} --statistics")
+        asked.existing(snapshot)
         found = glass.snapshots.Snapshot.open(snapshot)
         path = found.pack(output or f"{snapshot.rstrip('/')}.safetensors", overwrite=overwrite)
         size = size_of(path)
@@ -48,6 +50,7 @@ def command(
         return 0
     if output is not None or overwrite:
         raise UsageError("--output and --overwrite go with pack", hint=f"glass snapshot pack {snapshot} -o FILE")
+    asked.existing(snapshot)
     from glassengine.report import terminal_snapshot
 
     directory = place(snapshot)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Literal
@@ -24,11 +25,11 @@ from glassengine.diagnose.ladder.accumulated import judge_alike
 from glassengine.diagnose.ladder.as_given import as_given, require_two_models
 from glassengine.diagnose.ladder.bisect_release import bisect_release
 from glassengine.diagnose.ladder.climb import Climb
-from glassengine.diagnose.ladder.elsewhere import helpers
 from glassengine.diagnose.ladder.encoder_decoder import joined
 from glassengine.diagnose.ladder.interrupted import kept
-from glassengine.diagnose.ladder.judging import explain_engine, judge, severity_counter
+from glassengine.diagnose.ladder.judging import explain_engine
 from glassengine.diagnose.ladder.other_model import add_model, start_stage
+from glassengine.diagnose.ladder.per_case import judge_cases, requested
 from glassengine.diagnose.ladder.prepared import accumulation_of, climbs_of, given_to, parts_of, with_record
 from glassengine.diagnose.ladder.record import judge_sums_again
 from glassengine.diagnose.ladder.rungs import add_built, add_engine, arguments_of
@@ -37,7 +38,6 @@ from glassengine.diagnose.ladder.step_by_step import numbered, staged
 from glassengine.diagnose.quantization.check import check_quantized_checkpoint, is_quantized_candidate
 from glassengine.diagnose.quantization.module import check_quantized_module, quantized_in_memory
 from glassengine.diagnose.quantization.port import check_quantized_file, is_quantized_file
-from glassengine.diagnose.quantization.result import with_differences
 from glassengine.diagnose.reproduction.files import require_free
 from glassengine.diagnose.reproduction.reproduce import with_reproduction
 from glassengine.diagnose.served.candidates import built_candidate, is_engine, named_candidate
@@ -61,7 +61,7 @@ from glassengine.program.generation.generation import PLAIN
 from glassengine.program.kinds.image_text import IMAGE_TOKEN, WITHOUT_IMAGES
 from glassengine.program.onnx.stored.options import session_settings
 from glassengine.progress import Progress, Work, silent
-from glassengine.results import Comparison, Skipped
+from glassengine.results import Comparison, Policy, Skipped
 from glassengine.serving.protocol import Options
 from glassengine.sites import patterns_of
 from glassengine.stores.places import place
@@ -100,7 +100,6 @@ def check(
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
     jobs: int = 1,
-    cluster: str | None = None,
     progress: Progress = silent,
 ) -> Comparison:
     """Judge a candidate against a baseline and say which op, on which rung, introduced an error first.
@@ -144,8 +143,7 @@ def check(
         adapter: As for `build`, of the baseline.
         tensor_parallel: As for `build`, of the engine that is built: its ranks are a rung of their own.
         pipeline_parallel: As for `build`.
-        jobs: Processes of this machine that replay what a record says; 1 is this one. See `elsewhere`.
-        cluster: Ray tasks do: `ray://HOST:PORT`, or "auto"; `jobs` bounds how many at a time.
+        jobs: Processes of this machine that judge the cases (prompts), each a case at a time; 1 is this one.
         progress: Called with an event when a stage begins.
 
     Raises:
@@ -153,6 +151,7 @@ def check(
         BackendError: A back-end is missing or failed.
         IncomparableError: The two sides have nothing in common to judge.
     """
+    request = requested(check, jobs, locals())
     passes = patterns_of(passes, "passes")
     inputs = as_inputs(inputs)
     mesh = mesh_for(tensor_parallel, pipeline_parallel)
@@ -179,6 +178,7 @@ def check(
             "--session-options": settings.given and not hasattr(served, "session"),
         }
         unused |= {"--tensor-parallel": mesh, "--all-rungs": all_rungs, "--bisect-outputs": bisect_outputs}
+        unused["--jobs"] = jobs > 1
         if given_more := [name for name, value in unused.items() if value]:
             raise UsageError(f"{given_more[0]} is not for a serving engine", got=str(candidate), hint="leave it out")
         return check_served(
@@ -206,15 +206,14 @@ def check(
         raise UsageError(f"--map is for {what}", got=f"the candidate {candidate}")
     if candidate is not None and engine is None:
         asked.beside_model(candidate, rungs=all_rungs or bisect_outputs, builds=bool(backend or passes))
-    told: dict[str, Any] = {"fail_on": fail_on, "min_snr": min_snr, "steps": steps, "progress": progress}
+    policy = Policy(fail_on, min_coverage, min_snr)
+    # Of quantized weights all are judged, whatever the least coverage is.
+    told: dict[str, Any] = {"policy": replace(policy, min_coverage=0.0), "steps": steps, "progress": progress}
     if is_quantized_candidate(baseline, candidate):
         if reproduction is not None or accumulation is not None:
             raise UsageError("--reproduction and --accum are for ops", got=f"the quantized checkpoint {candidate}")
         more_told: dict[str, Any] = {"dtype": dtype, "adapter": adapter, "inputs": inputs}
         return check_quantized_checkpoint(baseline, str(candidate), **more_told, **told, **options)
-    where = {"baseline": baseline, "candidate": candidate, "map": map, "inputs": inputs, "adapter": adapter}
-    own = {"dtype": dtype, "steps": steps, "accumulation": accumulation, **options}
-    others = helpers(jobs, cluster, is_record=record is not None, **where, **own)
     if backend is not None:
         get_backend(backend)  # an unusable one is reported before anything is loaded
     progress(Work.LOADING.says("loading the baseline"))
@@ -247,14 +246,14 @@ def check(
         if reproduction is not None or accumulation is not None:
             raise UsageError("--reproduction and --accum are for floats", got=f"the quantized {candidate}")
         if held is not None:
-            return with_differences(check_quantized_module(model, other, held, given, **told), other_ids)
-        told_again = partial(check, inputs=inputs, min_coverage=min_coverage, **told, **options)
-        return check_quantized_file(baseline, model, other, given, told_again)
+            return check_quantized_module(model, other, held, given, differences=other_ids, **told)
+        limits: dict[str, Any] = {"fail_on": fail_on, "min_coverage": min_coverage, "min_snr": min_snr}
+        again = partial(check, inputs=inputs, steps=steps, progress=progress, **limits, **options)
+        return check_quantized_file(baseline, model, other, given, again, policy)
     parts = parts_of(engine, 2 if model.generation.has_encoder else 1)
     of_stages: Sequence[Any] = (None,) * len(parts)
     with ExitStack() as stack:
         stack.enter_context(threads_for(model.module))
-        stack.enter_context(others)
         if other is not None and not model.generation.generates:
             of_stages = staged(model, other, arguments_of(model, given), progress)
             climbs: Sequence[Climb] = [start_stage(stage, stack, progress) for stage in of_stages]
@@ -300,9 +299,7 @@ def check(
                     climb.weights,
                     baseline=model.spec,
                     candidate=_described(climb, candidate),
-                    fail_on=fail_on,
-                    min_coverage=min_coverage,
-                    min_snr=min_snr,
+                    policy=policy,
                     environment=environment.describe(),
                     cases=climb.cases,
                     differences=climb.differences,
@@ -312,8 +309,7 @@ def check(
 
             stack.enter_context(kept(concluded, results))
             progress(Work.JUDGING.says(f"judging {len(climb.cases)} case{'s' if len(climb.cases) > 1 else ''}"))
-            with others.helping(climb, len(climbs)):
-                judge(climb, climb.scores, on_step=severity_counter(climb, progress))
+            judge_cases(climb, request if len(climbs) == 1 else None, jobs, progress)
             if record is not None:
                 judge_sums_again(climb, tensors, progress)
             alike = judge_alike(climb, progress)

@@ -72,6 +72,13 @@ class Ledger:
         for reason, number in left_out:
             self._count(reason, site, number)
 
+    def add_all(self, other: Ledger) -> None:
+        """Add the counts of another ledger."""
+        self.num_elements += other.num_elements
+        for reason, by_site in other._by_site.items():
+            for site, number in by_site.items():
+                self._count(reason, site, number)
+
     def _count(self, reason: ExemptionReason, site: str, number: int) -> None:
         if number:
             self._by_site.setdefault(reason, Counter())[site] += number

@@ -22,8 +22,8 @@ from glassengine.program.representation.program import Program
 from glassengine.program.representation.stored import load_names
 from glassengine.program.user_code.raised import forward_errors
 from glassengine.program.user_code.written_modules import uncompiled
+from glassengine.reading.copies import here
 from glassengine.sites import Site, SiteTable
-from glassengine.stores.mirror import here
 from glassengine.stores.places import remote
 
 __all__ = [

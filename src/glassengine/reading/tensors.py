@@ -63,7 +63,7 @@ def open_safetensors(path: str | Path, *, inside: str | Path | None = None, fram
 
 def _copied(path: str | Path) -> Path:
     """Return a path of this machine, for libraries that map a file."""
-    from glassengine.stores.mirror import here
+    from glassengine.reading.copies import here
 
     return here(path)
 

@@ -42,7 +42,6 @@ from glassengine.results.engines import (
     Forward,
     Generation,
     SideBySide,
-    Signature,
     StepDifference,
     TokenDifference,
 )
@@ -65,6 +64,13 @@ from glassengine.results.figures import (
     Summary,
     TensorValues,
     UlpDistance,
+)
+from glassengine.results.findings import (
+    Decision,
+    Findings,
+    Policy,
+    decide,
+    over_budget,
 )
 from glassengine.results.hints import (
     KINDS,
@@ -136,6 +142,7 @@ __all__ = [
     "Comparisons",
     "Compilation",
     "Counts",
+    "Decision",
     "Divergence",
     "DriftRow",
     "ElementDifference",
@@ -145,6 +152,7 @@ __all__ = [
     "ExemptionReason",
     "Failure",
     "Figures",
+    "Findings",
     "Fineness",
     "Forward",
     "Generation",
@@ -161,6 +169,7 @@ __all__ = [
     "Packed",
     "Pair",
     "PatternMismatches",
+    "Policy",
     "Quantization",
     "QuantizedWeight",
     "RecordedScript",
@@ -175,7 +184,6 @@ __all__ = [
     "SeriesPoint",
     "SeriesStanding",
     "SideBySide",
-    "Signature",
     "Skipped",
     "SliceMaxima",
     "StageComparison",
@@ -192,8 +200,10 @@ __all__ = [
     "WrittenReport",
     "added",
     "counts_of",
+    "decide",
     "failure",
     "incomplete",
+    "over_budget",
     "tally_of",
     "worst",
 ]

@@ -1,4 +1,4 @@
-"""Engines side by side, what they generated and returned, and who signed them."""
+"""Engines side by side, what they generated and returned."""
 
 from __future__ import annotations
 
@@ -187,20 +187,3 @@ class Generation(Result):
     decode_s: float
     recording: str | None = None
     seed: int | None = None
-
-
-@dataclass(frozen=True)
-class Signature(Result):
-    """A good signature.
-
-    Attributes:
-        directory: Of the engine.
-        signer: By which name the signers' file knows the key.
-        key: Kind and fingerprint, as ssh-keygen prints them.
-        files: How many files are as they were signed.
-    """
-
-    directory: str
-    signer: str
-    key: str
-    files: int

@@ -1,4 +1,4 @@
-"""Files and directories that go to a store: written on this machine, and uploaded when they are complete."""
+"""Delivers files and directories to a store: written on this machine, and uploaded when they are complete."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from glassengine import environment
 from glassengine.errors import UsageError
 from glassengine.stores import objects
 from glassengine.stores.places import Remote, place
-from glassengine.stores.ranges import in_parallel
 
 
 @contextlib.contextmanager
@@ -43,7 +42,7 @@ def delivered(target: str | Path, *, overwrite: bool = True, last: str = "", rep
             objects.remove([str(there / last)])
         deliver(local, there, overwrite=overwrite, last=last)
         if replace:
-            objects.remove([str(path) for path in below(there) if not (local / path.relative_to(there)).exists()])
+            objects.remove([found.url for name, found in objects.below(str(there)) if not (local / name).exists()])
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
@@ -54,27 +53,14 @@ def deliver(local: Path, there: Remote, *, overwrite: bool = True, last: str = "
     Raises:
         UsageError: As `delivered`.
     """
+    urls = {local: str(there)}
     if local.is_dir():
         files = [path for path in sorted(local.rglob("*")) if path.is_file() and not path.is_symlink()]
-        pairs = [(path, str(there / path.relative_to(local).as_posix())) for path in files]
-    else:
-        pairs = [(local, str(there))]
-    if not overwrite:
-        for _, url in pairs:
-            if objects.find(url) is not None:
-                raise UsageError("the file exists already", got=url, hint="replace it with --overwrite")
-    first = [pair for pair in pairs if pair[0] != local / last]
-    for _ in in_parallel().map(lambda pair: objects.put(*pair), first):
-        pass
-    for pair in pairs:
-        if pair not in first:
-            objects.put(*pair)
-
-
-def below(directory: Remote) -> Iterator[Remote]:
-    """Yield the objects below a place, at any depth."""
-    for item in objects.listed(str(directory)):
-        if item.is_directory:
-            yield from below(directory / item.name)
-        else:
-            yield directory / item.name
+        urls = {path: str(there / path.relative_to(local).as_posix()) for path in files}
+    for url in urls.values() if not overwrite else ():
+        if objects.find(url) is not None:
+            raise UsageError("the file exists already", got=url, hint="replace it with --overwrite")
+    final = local / last
+    objects.in_parallel(lambda path: objects.put(path, urls[path]), [path for path in urls if path != final])
+    if final in urls:
+        objects.put(final, urls[final])

@@ -6,8 +6,10 @@ fsspec's configuration. That library tries again what fails in passing; what the
 
 from __future__ import annotations
 
+import contextlib
 import posixpath
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -34,6 +36,9 @@ EXTRAS = {
 MAX_OBJECTS = 200_000
 """In one place; a directory with more is refused."""
 
+NUM_REQUESTS = 8
+_MAX_DEPTH = 32
+
 _DIRECTORY = "directory"
 _VERSIONS = ("ETag", "etag", "generation", "blob_id", "md5", "content_md5", "last_commit", "LastModified", "created")
 # A try; the library makes several. Users have their own in fsspec's configuration.
@@ -41,6 +46,7 @@ _TIMEOUTS = {"connect_timeout": 10, "read_timeout": 20, "retries": {"total_max_a
 # Some servers answer a range with the checksum of the whole object. What is read by ranges has checksums of its own.
 _OF_RANGES = {"response_checksum_validation": "when_required"}
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
@@ -49,19 +55,29 @@ class Found:
     """What a store says of a place.
 
     Attributes:
-        name: Last part of its path.
+        url: Of the place.
         size: Bytes; 0 of a directory.
         version: What changes when the object does, as far as the store has it: "etag=...".
         is_directory: Whether it is objects below a name.
     """
 
-    name: str
+    url: str
     size: int
     version: str
     is_directory: bool
 
-    def difference(self, now: Found | None) -> str | None:
-        """Return how an object differs from what it was, or None."""
+    @property
+    def name(self) -> str:
+        """Last part of its path."""
+        return self.url.rpartition("/")[2]
+
+    def change(self) -> str | None:
+        """Return how the object differs by now, or None.
+
+        Raises:
+            UsageError: The store cannot be asked.
+        """
+        now = find(self.url)
         if now is None:
             return "it is gone"
         if now.size != self.size:
@@ -77,31 +93,35 @@ def find(url: str) -> Found | None:
     Raises:
         UsageError: The store cannot be asked.
     """
-
-    def ask(store: AbstractFileSystem, path: str) -> Found | None:
-        try:
-            return _found(store.info(path))
-        except FileNotFoundError:
-            return None
-
-    return _with_store(url, ask)
+    found = None
+    with _store(url) as (store, path), contextlib.suppress(FileNotFoundError):
+        found = _found(url, store.info(path))
+    return found
 
 
-def require(url: str, *, owned: bool = False) -> Found:
+def require(url: str, *, owned: bool = False, directory: bool = False) -> Found:
     """Return what is known of an object.
+
+    Args:
+        url: Of the object.
+        owned: Whether it is part of something, rather than named by the user.
+        directory: Whether it may be a directory.
 
     Raises:
         UsageError: There is none, or the store cannot be asked.
-        CorruptError: There is none, and it is part of something (`owned`).
+        CorruptError: There is none, and it is `owned`.
     """
     found = find(url)
-    if found is None or found.is_directory:
-        kind = CorruptError if owned else UsageError
+    if found is not None and (directory or not found.is_directory):
+        return found
+    close: list[str] = []
+    if found is None and not owned:
         folder, _, name = url.rpartition("/")
-        close = [] if owned or found is not None else _near(folder, name)
-        what = "a directory" if found is not None else "no such object"
-        raise kind("a file cannot be read", got=f"{url}: {what}", expected=close or None)
-    return found
+        with contextlib.suppress(GlassError):
+            close = nearest(name, [item.name for item in listed(folder)])
+    what = "no such object" if found is None else "a directory"
+    kind = CorruptError if owned else UsageError
+    raise kind("a file cannot be read", got=f"{url}: {what}", expected=close or None)
 
 
 def listed(url: str) -> list[Found]:
@@ -113,26 +133,35 @@ def listed(url: str) -> list[Found]:
         UsageError: The store cannot be asked.
         CorruptError: A name is no name of a file, or there are too many.
     """
-
-    def ask(store: AbstractFileSystem, path: str) -> list[Found]:
-        try:
-            return [_found(item) for item in store.ls(path, detail=True) if item["name"].strip("/") != path.strip("/")]
-        except FileNotFoundError:
-            return []
-
-    found = _with_store(url, ask)
-    if len(found) > MAX_OBJECTS:
-        raise CorruptError("too many objects in one place", got=f"{url}: {len(found):,}", expected=f"{MAX_OBJECTS:,}")
-    for item in found:
-        if item.name in ("", ".", "..") or any(sign in item.name for sign in "/\\\0") or len(item.name) > 255:
-            got = f"{url}: {item.name[:100]!r}"
-            raise CorruptError("an object has a name that no file can have", got=got)
-    return sorted(found, key=lambda item: item.name)
+    items: list[dict[str, Any]] = []
+    with _store(url) as (store, path), contextlib.suppress(FileNotFoundError):
+        items = [item for item in store.ls(path, detail=True) if item["name"].strip("/") != path.strip("/")]
+    if len(items) > MAX_OBJECTS:
+        raise CorruptError("too many objects in one place", got=f"{url}: {len(items):,}", expected=f"{MAX_OBJECTS:,}")
+    found = []
+    for item in items:
+        is_directory = item.get("type") == _DIRECTORY
+        name = posixpath.basename(item["name"].rstrip("/") if is_directory else item["name"])
+        if name in ("", ".", "..") or any(sign in name for sign in "/\\\0") or len(name) > 255:
+            raise CorruptError("object name is not a valid file name", got=f"{url}: {name[:100]!r}")
+        found.append(_found(f"{url}/{name}", item))
+    return sorted(found, key=lambda item: item.url)
 
 
-def names(url: str) -> list[str]:
-    """Return the names directly below a place; as `listed`."""
-    return [item.name for item in listed(url)]
+def below(url: str, depth: int = 0) -> Iterator[tuple[str, Found]]:
+    """Yield (relative name, object) for all objects below a place, at any depth.
+
+    Raises:
+        UsageError: The store cannot be asked.
+        CorruptError: As `listed`, or the objects lie too deep.
+    """
+    if depth > _MAX_DEPTH:
+        raise CorruptError("objects lie too deep", got=url, expected=f"at most {_MAX_DEPTH} levels")
+    for item in listed(url):
+        if item.is_directory:
+            yield from ((f"{item.name}/{name}", found) for name, found in below(item.url, depth + 1))
+        else:
+            yield item.name, item
 
 
 def read(url: str, start: int, stop: int) -> bytes:
@@ -142,14 +171,11 @@ def read(url: str, start: int, stop: int) -> bytes:
         UsageError: The store cannot be asked.
         CorruptError: It gives other than these bytes: the object is shorter than it was.
     """
-    if stop <= start:
-        return b""
-
-    def ask(store: AbstractFileSystem, path: str) -> bytes:
-        return bytes(store.cat_file(path, start=start, end=stop))
-
-    data = _with_store(url, ask, CorruptError)
-    if len(data) != stop - start:
+    data = b""
+    if stop > start:
+        with _store(url, CorruptError) as (store, path):
+            data = bytes(store.cat_file(path, start=start, end=stop))
+    if len(data) != max(0, stop - start):
         got = f"{url}: {len(data):,} bytes from {start:,} on"
         raise CorruptError("an object is not what the store said", got=got, expected=f"{stop - start:,} bytes")
     return data
@@ -162,7 +188,8 @@ def fetch(url: str, target: Path) -> None:
         UsageError: The store cannot be asked, or the file not be written.
         CorruptError: There is no such object.
     """
-    _with_store(url, lambda store, path: store.get_file(path, str(target)), CorruptError, whole=True)
+    with _store(url, CorruptError, whole=True) as (store, path):
+        store.get_file(path, str(target))
 
 
 def put(source: Path, url: str) -> None:
@@ -172,7 +199,8 @@ def put(source: Path, url: str) -> None:
         UsageError: The store cannot be asked, or the file not be read.
     """
     size = source.stat().st_size
-    _with_store(url, lambda store, path: store.put_file(str(source), path))
+    with _store(url) as (store, path):
+        store.put_file(str(source), path)
     found = find(url)
     if found is None or found.size != size:
         got = f"{url}: {'nothing' if found is None else f'{found.size:,} bytes'}"
@@ -185,39 +213,32 @@ def write(data: bytes, url: str) -> None:
     Raises:
         UsageError: The store cannot be asked.
     """
-    _with_store(url, lambda store, path: store.pipe_file(path, data))
+    with _store(url) as (store, path):
+        store.pipe_file(path, data)
 
 
-def remove(urls: Sequence[str]) -> None:
+def remove(urls: Iterable[str]) -> None:
     """Remove objects; one that is not there is none.
 
     Raises:
         UsageError: The store cannot be asked.
     """
-
-    def ask(store: AbstractFileSystem, path: str) -> None:
-        try:
-            store.rm_file(path)
-        except FileNotFoundError:
-            return
-
     for url in urls:
-        _with_store(url, ask)
+        with _store(url) as (store, path), contextlib.suppress(FileNotFoundError):
+            store.rm_file(path)
 
 
-def _near(folder: str, name: str) -> list[str]:
-    try:
-        return nearest(name, names(folder))
-    except GlassError:
-        return []
+def in_parallel(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """Return what a function returns for each item, in their order; at most `NUM_REQUESTS` are asked for at a time."""
+    if len(items) < 2:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(min(NUM_REQUESTS, len(items)), thread_name_prefix="glassengine-store") as pool:
+        return list(pool.map(function, items))
 
 
-def _found(info: dict[str, Any]) -> Found:
-    size = info.get("size")
+def _found(url: str, info: dict[str, Any]) -> Found:
     version = next((f"{key.lower()}={_text(info[key])}" for key in _VERSIONS if info.get(key) is not None), "")
-    is_directory = info.get("type") == _DIRECTORY
-    name = str(info["name"]).rstrip("/") if is_directory else str(info["name"])
-    return Found(posixpath.basename(name), int(size or 0), version, is_directory)
+    return Found(url, int(info.get("size") or 0), version, info.get("type") == _DIRECTORY)
 
 
 def _text(version: object) -> str:
@@ -225,56 +246,49 @@ def _text(version: object) -> str:
     return str(version.timestamp() if isinstance(version, datetime) else version)
 
 
-def _store(url: str, *, whole: bool) -> tuple[AbstractFileSystem, str]:
+@contextlib.contextmanager
+def _store(
+    url: str, missing: type[GlassError] = UsageError, *, whole: bool = False
+) -> Iterator[tuple[AbstractFileSystem, str]]:
+    """Yield the store of a URL and the path in it; what then fails becomes an error with its reason.
+
+    Args:
+        url: Of an object.
+        missing: The error where there is no such object.
+        whole: Whether the object is fetched as a whole.
+    """
     import fsspec
     from fsspec.config import conf
 
     scheme = url.partition(":")[0]
+    extra = EXTRAS[scheme]
     options: dict[str, Any] = {"use_listings_cache": False}
-    if EXTRAS[scheme] == "s3" and "config_kwargs" not in conf.get("s3", {}):
+    if extra == "s3" and "config_kwargs" not in conf.get("s3", {}):
         options["config_kwargs"] = _TIMEOUTS if whole else {**_TIMEOUTS, **_OF_RANGES}
     try:
-        store, path = fsspec.core.url_to_fs(url, **options)
-    except ImportError as error:
-        extra = EXTRAS[scheme]
-        raise UsageError(
-            f"{scheme}:// needs a package that is not installed",
-            got=f"{url}: {first_line(error)}",
-            hint=f"pip install 'glassengine[{extra}]'" if extra else None,
-        ) from error
-    return store, path
-
-
-def _with_store(
-    url: str,
-    ask: Callable[[AbstractFileSystem, str], Result],
-    missing: type[GlassError] = UsageError,
-    *,
-    whole: bool = False,
-) -> Result:
-    try:
-        store, path = _store(url, whole=whole)
-        return ask(store, path)
+        yield fsspec.core.url_to_fs(url, **options)
     except GlassError:
         raise
+    except ImportError as error:
+        hint = f"pip install 'glassengine[{extra}]'" if extra else None
+        got = f"{url}: {first_line(error)}"
+        raise UsageError(f"{scheme}:// needs a package that is not installed", got=got, hint=hint) from error
     except FileNotFoundError as error:
         raise missing("no such object", got=f"{url}: {_reason(error)}") from error
     except Exception as error:  # of whichever library the store has
-        raise failed(url, error) from error
+        raise UsageError("the store cannot be used", got=f"{url}: {_reason(error)}", hint=_hint(error)) from error
 
 
-def failed(url: str, error: BaseException) -> UsageError:
-    """Return the error for a store that cannot be asked."""
+def _hint(error: BaseException) -> str | None:
     kinds = {kind.__name__ for kind in type(error).__mro__}
-    hint = None
     if isinstance(error, PermissionError) or any("Credential" in kind or "Auth" in kind for kind in kinds):
         hint = "credentials are those of the store's own library, e.g. AWS_PROFILE (docs/stores.md lists them);"
-        hint += " they have to allow listing and reading, and writing where something is written"
-    elif kinds & {"EndpointConnectionError", "ConnectTimeoutError", "ReadTimeoutError", "TimeoutError"}:
-        hint = "another endpoint: AWS_ENDPOINT_URL; longer timeouts: docs/stores.md"
-    elif "FlexibleChecksumError" in kinds:
-        hint = "AWS_RESPONSE_CHECKSUM_VALIDATION=when_required, if a server answers a range with the whole's checksum"
-    return UsageError("the store cannot be used", got=f"{url}: {_reason(error)}", hint=hint)
+        return hint + " they have to allow listing and reading, and writing where something is written"
+    if kinds & {"EndpointConnectionError", "ConnectTimeoutError", "ReadTimeoutError", "TimeoutError"}:
+        return "another endpoint: AWS_ENDPOINT_URL; longer timeouts: docs/stores.md"
+    if "FlexibleChecksumError" in kinds:
+        return "AWS_RESPONSE_CHECKSUM_VALIDATION=when_required, if a server answers a range with the whole's checksum"
+    return None
 
 
 def _reason(error: BaseException) -> str:

@@ -42,13 +42,11 @@ class Remote(type(Path())):  # type: ignore[misc]  # the class of this system's 
 
     def is_file(self, **_: Any) -> bool:
         """Return whether there is an object."""
-        found = objects.find(str(self))
-        return found is not None and not found.is_directory
+        return (found := objects.find(str(self))) is not None and not found.is_directory
 
     def is_dir(self, **_: Any) -> bool:
         """Return whether there are objects below it."""
-        found = objects.find(str(self))
-        return found is not None and found.is_directory
+        return (found := objects.find(str(self))) is not None and found.is_directory
 
     def is_symlink(self) -> bool:
         """Return False: a store has none."""
@@ -56,7 +54,7 @@ class Remote(type(Path())):  # type: ignore[misc]  # the class of this system's 
 
     def iterdir(self) -> Iterator[Remote]:
         """Yield what is directly below it, by name."""
-        yield from (self / name for name in objects.names(str(self)))
+        yield from (self / item.name for item in objects.listed(str(self)))
 
     def glob(self, pattern: str, **_: Any) -> Iterator[Remote]:
         """Yield what is there for a relative pattern without `**`, by name."""
@@ -71,13 +69,11 @@ class Remote(type(Path())):  # type: ignore[misc]  # the class of this system's 
             elif "*" in first or item.exists():
                 yield item
 
-    def absolute(self) -> Remote:
+    def absolute(self, **_: Any) -> Remote:
         """Return itself."""
         return self
 
-    def resolve(self, strict: bool = False) -> Remote:
-        """Return itself."""
-        return self
+    resolve = absolute
 
     def is_absolute(self) -> bool:
         """Return True: it depends on no working directory."""

@@ -245,6 +245,15 @@ def append(path: Path, data: bytes) -> None:
         os.close(descriptor)
 
 
+def untrusted(status: os.stat_result) -> str | None:
+    """Return why others could have changed a file or directory with this status; None if they could not."""
+    if hasattr(os, "geteuid") and status.st_uid != os.geteuid():
+        return f"user {status.st_uid} owns it"
+    if os.name == "posix" and status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"others can write to it (mode {stat.S_IMODE(status.st_mode):04o})"
+    return None
+
+
 def private_directory(directory: Path) -> None:
     """Make a directory and what is missing above it so that only the user may enter, with any umask.
 

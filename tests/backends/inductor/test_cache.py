@@ -13,7 +13,7 @@ import torch
 from glassengine.backends.inductor.backend import InductorBackend
 from glassengine.backends.inductor.cache import InductorCache
 from glassengine.errors import UnknownNameError, UsageError
-from glassengine.executable.cache.report import examine_cache
+from glassengine.executable.cache.cache import examine_cache
 from glassengine.executable.metrics.compilation import Occasion, compilations
 from glassengine.executable.metrics.metrics import metrics, reset_metrics
 from glassengine.executable.run.executable import Executable

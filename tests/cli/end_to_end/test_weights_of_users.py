@@ -44,6 +44,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def adapter(base: Path) -> Path:
     """Return an adapter that names its base."""
+    pytest.importorskip("peft")
     directory = base.parent / "adapter"
     directory.mkdir()
     settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": "../base"}

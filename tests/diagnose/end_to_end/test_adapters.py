@@ -15,6 +15,8 @@ import glassengine as glass
 from glassengine.errors import GlassError, UsageError
 from glassengine.testing import models
 
+pytest.importorskip("peft")
+
 Q, GATE = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.gate_proj"
 IDS = {"input_ids": torch.tensor([[5, 17, 99, 3, 42]])}
 

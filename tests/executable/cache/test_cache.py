@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
 import json
 import logging
 import os
@@ -24,9 +23,8 @@ from glassengine import environment
 from glassengine.errors import UsageError
 from glassengine.executable.cache import cache as cache_module
 from glassengine.executable.cache import store as cache_store
-from glassengine.executable.cache.cache import Compiled, Work, compiled
-from glassengine.executable.cache.key import Parts
-from glassengine.executable.cache.report import examine_cache
+from glassengine.executable.cache.cache import Compiled, Work, compiled, examine_cache
+from glassengine.executable.cache.key import SCHEMA_VERSION, Parts
 from glassengine.executable.graph.graph import CapturedGraph, input_spec
 from glassengine.executable.metrics.metrics import metrics, reset_metrics
 from tests import children
@@ -212,7 +210,7 @@ def truncated_manifest(directory: Path) -> None:
 
 def edited_manifest(directory: Path) -> None:
     path = entry(directory) / "manifest.json"
-    path.write_text(path.read_text().replace("nothing is stored", "something was stored"))
+    path.write_text(path.read_text().replace("aten.mul", "aten.add"))
 
 
 def foreign_manifest(directory: Path) -> None:
@@ -223,28 +221,28 @@ def foreign_manifest(directory: Path) -> None:
 
 
 def newer_manifest(directory: Path) -> None:
-    path = entry(directory) / "manifest.json"
-    content = json.loads(path.read_text())
-    content["schema_version"] = 2
-    del content["checksum"]
-    content["checksum"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    path.write_text(json.dumps(content))
+    changed(entry(directory), schema_version=SCHEMA_VERSION + 1)
 
 
-def outside_manifest(directory: Path) -> None:
-    path = entry(directory) / "manifest.json"
-    content = json.loads(path.read_text())
-    content["files"] = {"../../escaped": next(iter(content["files"].values()))}
-    del content["checksum"]
-    content["checksum"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    path.write_text(json.dumps(content))
+def added_file(directory: Path) -> None:
+    (entry(directory) / "files" / "b").write_bytes(b"added")
 
 
-def resealed(path: Path, **changes: Any) -> None:
-    content = json.loads(path.read_text()) | changes
-    del content["checksum"]
-    content["checksum"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    path.write_text(json.dumps(content))
+def linked_directory(directory: Path) -> None:
+    folder = product(directory).parent
+    folder.rename(directory / ".elsewhere")
+    folder.symlink_to(directory / ".elsewhere")
+
+
+def linked_files(directory: Path) -> None:
+    folder = entry(directory) / "files"
+    folder.rename(directory / ".elsewhere")
+    folder.symlink_to(directory / ".elsewhere")
+
+
+def changed(entry: Path, **changes: Any) -> None:
+    path = entry / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 ODD: list[dict[str, Any]] = [
@@ -256,19 +254,16 @@ ODD: list[dict[str, Any]] = [
     {"compile_s": "long"},
     {"key": "../../escaped"},
     {"key": 7},
-    {"files": {"x": {"bytes": -1, "sha256": ""}}},
-    {"files": {"": {"bytes": 1, "sha256": ""}}},
-    {"files": []},
+    {"num_bytes": -1},
+    {"content": []},
 ]
 
 
 @pytest.mark.parametrize("changes", ODD)
-def test_s12_a_neighbor_with_a_right_checksum_and_odd_contents_never_ends_the_program(
-    changes: dict[str, Any], directory: Path
-) -> None:
+def test_s12_a_neighbor_with_odd_contents_never_ends_the_program(changes: dict[str, Any], directory: Path) -> None:
     Compiler(2.0).run()
     neighbor = entry(directory)
-    resealed(neighbor / "manifest.json", **changes)
+    changed(neighbor, **changes)
     Compiler(3.0).run()
     assert counters()["Miss"] == 2
     assert set(examine_cache().damaged) == {neighbor.name}
@@ -286,7 +281,9 @@ def test_s6_a_pipe_in_the_place_of_a_count_of_uses_does_not_block(directory: Pat
 
 FAULTS = [
     newer_manifest,
-    outside_manifest,
+    added_file,
+    linked_directory,
+    linked_files,
     truncated,
     flipped,
     missing_file,
@@ -544,14 +541,14 @@ def test_an_entry_that_is_replaced_while_it_is_read_is_not_damaged(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Compiler(1.0).run()
-    read, failures = cache_store.read_manifest, iter([True])
+    read, failures = cache_store._read_manifest, iter([True])
 
     def vanishing(path: Path) -> Any:
         if next(failures, False):
             raise FileNotFoundError(path)
         return read(path)
 
-    monkeypatch.setattr(cache_store, "read_manifest", vanishing)
+    monkeypatch.setattr(cache_store, "_read_manifest", vanishing)
     before = dict(metrics().counters)
     Compiler(1.0).run()
     found = metrics().counters

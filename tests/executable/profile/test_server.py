@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import socket
@@ -11,6 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,18 @@ import torch
 import glassengine as glass
 from glassengine import spans
 from glassengine.errors import UsageError
-from glassengine.executable.profile import requests as profile_requests
+from glassengine.executable.profile import server as profile_server
 from glassengine.executable.profile import taker as profile_taker
+from glassengine.executable.profile.client import KEY_FILE
 from glassengine.executable.profile.server import ProfileServer
 from glassengine.executable.profile.taker import MAX_S, MAX_STEPS
+from glassengine.reading.user_key import user_key
 from tests import children
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLASS_CACHE_DIR", str(tmp_path / "cache"))
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLASS_CONFIG_DIR", str(tmp_path / "config"))
 
 
 def wait_for(done: Callable[[], object], seconds: float = 20.0) -> None:
@@ -41,8 +44,7 @@ def wait_for(done: Callable[[], object], seconds: float = 20.0) -> None:
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProfileServer]:
-    monkeypatch.setattr(profile_requests, "POLL_S", 0.02)
-    monkeypatch.setattr(profile_requests, "CLOSING_S", 0.1)
+    monkeypatch.setattr(profile_server, "POLL_S", 0.02)
     server = glass.profiler.start_server(0, directory=tmp_path / "profiles")
     yield server
     server.stop()
@@ -105,17 +107,24 @@ def test_a_program_that_ends_no_step_is_said(server: ProfileServer) -> None:
     assert not answer["complete"] and answer["num_steps"] == 0
 
 
-def ask(
-    server: ProfileServer, body: str, *, method: str = "POST", path: str = "/capture"
-) -> tuple[int, dict[str, Any]]:
-    """Return (status, answer) of one request that has the token."""
-    token = json.loads(server.token_file.read_bytes())["token"]
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
-    connection.request(method, "/capture", body, {"Authorization": f"Bearer {token}"})
-    response = connection.getresponse()
-    answer = json.loads(response.read())
-    connection.close()
-    return response.status, answer
+def key() -> bytes:
+    found = user_key(KEY_FILE)
+    assert found is not None
+    return found
+
+
+def connected(server: ProfileServer) -> Connection[Any, Any]:
+    """Return a connection on which both sides have proven that they know the key."""
+    return Client(("127.0.0.1", server.port), authkey=key())
+
+
+def ask(server: ProfileServer, body: str) -> dict[str, Any]:
+    """Return the answer to one request of a client that has the key."""
+    with connected(server) as connection:
+        connection.send_bytes(body.encode())
+        assert connection.poll(30)
+        found: dict[str, Any] = json.loads(connection.recv_bytes())
+    return found
 
 
 @pytest.mark.parametrize(
@@ -141,45 +150,40 @@ def ask(
     ],
 )
 def test_s5_a_request_that_makes_no_sense_is_refused(server: ProfileServer, body: str) -> None:
-    status, answer = ask(server, body)
-    assert status == 400 and "request is damaged" in answer["error"]
+    assert "request is damaged" in ask(server, body)["error"]
     assert not list(server.directory.glob("profile-*")) and not spans.is_recording()
 
 
 @pytest.mark.usefixtures("training")
-@pytest.mark.parametrize("body", ["", "{}", '{"steps": 2, "timeout_s": 60, "of a newer version": [[{}]]}'])
+@pytest.mark.parametrize("body", ["{}", '{"steps": 2, "timeout_s": 60, "of a newer version": [[{}]]}'])
 def test_s5_its_twin_is_answered(server: ProfileServer, body: str) -> None:
-    status, answer = ask(server, body)
-    assert status == 200 and answer["complete"] and answer["ended"] == "steps"
+    answer = ask(server, body)
+    assert answer["complete"] and answer["ended"] == "steps"
 
 
 @pytest.mark.usefixtures("training")
 def test_s5_a_long_capture_is_ended_by_a_client_that_leaves(server: ProfileServer) -> None:
     """A capture of 10^9 steps blocked all later ones."""
-    token = json.loads(server.token_file.read_bytes())["token"]
-    body = json.dumps({"steps": MAX_STEPS, "timeout_s": MAX_S})
-    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
-        head = f"POST /capture HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {token}\r\n"
-        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+    with connected(server) as client:
+        client.send_bytes(json.dumps({"steps": MAX_STEPS, "timeout_s": MAX_S}).encode())
         wait_for(spans.is_recording)
-        status, answer = ask(server, "{}")
-        assert status == 409 and "another profile" in answer["error"]
+        assert "another profile" in ask(server, "{}")["error"]
     wait_for(lambda: not spans.is_recording())
     wait_for(lambda: not server.cancel())
     assert glass.profiler.request(f"localhost:{server.port}")["complete"]
 
 
-def test_s5_a_long_capture_is_ended_by_a_request(server: ProfileServer) -> None:
+def test_s5_a_long_capture_is_ended_by_the_program(server: ProfileServer) -> None:
     answers: list[dict[str, Any]] = []
     asking = threading.Thread(
         target=lambda: answers.append(glass.profiler.request(f"localhost:{server.port}", steps=50))
     )
     asking.start()
     wait_for(spans.is_recording)
-    assert ask(server, "", method="DELETE") == (200, {"cancelled": True})
+    assert server.cancel()
     asking.join()
     assert answers[0]["ended"] == "cancelled" and not answers[0]["complete"]
-    assert ask(server, "", method="DELETE") == (200, {"cancelled": False})
+    assert not server.cancel()
 
 
 def test_s5_a_long_capture_is_ended_by_the_file(server: ProfileServer, caplog: pytest.LogCaptureFixture) -> None:
@@ -222,7 +226,7 @@ def test_s5_a_trigger_that_is_none(
         trigger.write_text({"large": "1" * 100, "words": "many", "digits": "9" * 39}[kind])
     wait_for(lambda: "no profile" in caplog.text or kind == "directory")
     assert trigger.exists() == (kind == "directory")
-    assert ask(server, "[]")[0] == 400, "the server lives"
+    assert "error" in ask(server, "[]"), "the server lives"
     assert not list(server.directory.glob("profile-*"))
 
 
@@ -240,16 +244,16 @@ def test_s5_a_program_that_profiles_itself_is_left_alone(server: ProfileServer) 
     """A second profiler of torch ended the process as soon as the first one stopped."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as own:
         torch.ones(4).sum()
-        status, answer = ask(server, '{"timeout_s": 0.1}')
+        answer = ask(server, '{"timeout_s": 0.1}')
         glass.profiler.start_server(0, directory=server.directory / "second").stop()
-    assert status == 409 and "torch.profiler itself" in answer["error"]
+    assert "torch.profiler itself" in answer["error"]
     assert any(event.name == "aten::sum" for event in own.events())
-    assert ask(server, '{"timeout_s": 0.1}')[0] == 200
+    assert ask(server, '{"timeout_s": 0.1}')["ended"] == "time"
 
 
 @pytest.mark.parametrize("ends_first", [True, False])
 def test_s5_a_program_that_begins_to_profile_itself_meanwhile(server: ProfileServer, ends_first: bool) -> None:
-    answers: list[tuple[int, dict[str, Any]]] = []
+    answers: list[dict[str, Any]] = []
     asking = threading.Thread(target=lambda: answers.append(ask(server, '{"timeout_s": 0.5}')))
     asking.start()
     wait_for(spans.is_recording)
@@ -261,13 +265,13 @@ def test_s5_a_program_that_begins_to_profile_itself_meanwhile(server: ProfileSer
     asking.join()
     if not ends_first:
         own.stop()
-    assert answers[0][0] == 409 and "ended this one" in answers[0][1]["error"]
+    assert "ended this one" in answers[0]["error"]
     assert any(event.name == "aten::sum" for event in own.events())
-    assert ask(server, '{"timeout_s": 0.1}')[0] == 200
+    assert ask(server, '{"timeout_s": 0.1}')["ended"] == "time"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_s5_a_forked_worker_holds_neither_port_nor_token(server: ProfileServer, tmp_path: Path) -> None:
+def test_s5_a_forked_worker_holds_no_port(server: ProfileServer, tmp_path: Path) -> None:
     told, tell = os.pipe()
     child = os.fork()
     if child == 0:
@@ -277,9 +281,7 @@ def test_s5_a_forked_worker_holds_neither_port_nor_token(server: ProfileServer, 
         os._exit(0)
     try:
         os.close(told)
-        sockets = (server._listener._socket, server._listener._wake, server._listener._woken)
-        mine = {Path(f"/proc/self/fd/{held.fileno()}").readlink() for held in sockets}
-        mine.add(server.token_file)
+        mine = {Path(f"/proc/self/fd/{server._socket.fileno()}").readlink()}
 
         def links() -> set[Path]:
             found = set()
@@ -289,7 +291,7 @@ def test_s5_a_forked_worker_holds_neither_port_nor_token(server: ProfileServer, 
             return found
 
         wait_for(lambda: not mine & links())
-        assert ask(server, '{"timeout_s": 0}')[0] == 200, "the parent answers"
+        assert ask(server, '{"timeout_s": 0}')["ended"] == "time", "the parent answers"
         server.stop()
         glass.profiler.start_server(server.port, directory=tmp_path / "again").stop()  # the port is free
     finally:
@@ -303,9 +305,8 @@ def test_s5_nothing_is_left_of_a_server_that_stopped(tmp_path: Path) -> None:
     files = len(list(Path("/proc/self/fd").iterdir())) if Path("/proc/self/fd").is_dir() else None
     for _ in range(3):
         server = glass.profiler.start_server(0, directory=tmp_path)
-        assert ask(server, '{"timeout_s": 0}')[0] == 200
+        assert ask(server, '{"timeout_s": 0}')["ended"] == "time"
         server.stop()
-        assert not server.token_file.exists()
     wait_for(lambda: {thread.ident for thread in threading.enumerate()} <= before)
     if files is not None:
         assert len(list(Path("/proc/self/fd").iterdir())) <= files
@@ -372,5 +373,91 @@ def test_only_loopback_is_asked(address: str) -> None:
 def test_no_server(tmp_path: Path) -> None:
     server = glass.profiler.start_server(0, directory=tmp_path)
     server.stop()
-    with pytest.raises(UsageError, match=f"no program of this user has a profile server on port {server.port}"):
+    with pytest.raises(UsageError, match="no profile server of this user answers"):
         glass.profiler.request(f"localhost:{server.port}")
+
+
+def test_the_key_is_for_this_user_alone(server: ProfileServer, tmp_path: Path) -> None:
+    file = tmp_path / "config" / KEY_FILE
+    assert file.stat().st_mode & 0o777 == 0o600
+    file.chmod(0o644)
+    with pytest.raises(UsageError, match="no profile server of this user"):
+        glass.profiler.request(f"localhost:{server.port}")
+    with pytest.raises(UsageError, match="the key of the profile server cannot be used"):
+        glass.profiler.start_server(0, directory=tmp_path)
+
+
+def test_s5_a_client_without_the_key_is_refused(server: ProfileServer) -> None:
+    with pytest.raises(AuthenticationError):
+        Client(("127.0.0.1", server.port), authkey=b"x" * 32)
+    with Client(("127.0.0.1", server.port)) as connection, pytest.raises((OSError, EOFError)):
+        connection.recv_bytes()
+        connection.send_bytes(b'{"steps": 1}')
+        connection.recv_bytes()  # that it is refused
+        connection.recv_bytes()
+    assert not spans.is_recording() and not list(server.directory.glob("profile-*"))
+
+
+@pytest.mark.parametrize("data", [b"SSH-2.0-OpenSSH\r\n", b"\x00\x00\x00\x05hello", b"\x00", b""])
+def test_s5_another_kind_of_server_is_refused(server: ProfileServer, data: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def serve() -> None:
+            with other.accept()[0] as client:
+                client.sendall(data)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(UsageError, match="no profile server of this user"):
+            glass.profiler.request(f"localhost:{other.getsockname()[1]}")
+        thread.join()
+
+
+def test_s5_a_server_without_the_key_is_refused(server: ProfileServer) -> None:
+    with Listener(("127.0.0.1", 0)) as other:
+
+        def serve() -> None:
+            with other.accept() as connection, contextlib.suppress(AuthenticationError, OSError, EOFError):
+                deliver_challenge(connection, b"x" * 32)
+                answer_challenge(connection, b"x" * 32)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(UsageError, match="no profile server of this user"):
+            glass.profiler.request(f"localhost:{other.address[1]}")
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\x00", b"\x7f\xff\xff\xff", b"\xff" * 12, b"\x00\x00\x00\x01x" * 9, b"GET / HTTP/1.1\r\n\r\n" * 999]
+)
+def test_s5_bytes_that_are_no_message(server: ProfileServer, data: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client, contextlib.suppress(OSError):
+        client.sendall(data)
+        client.shutdown(socket.SHUT_WR)
+        while client.recv(1 << 12):
+            pass
+    assert ask(server, '{"timeout_s": 0}')["ended"] == "time"
+
+
+def test_s5_a_message_that_is_too_large(server: ProfileServer) -> None:
+    with connected(server) as connection, pytest.raises((OSError, EOFError)):
+        connection.send_bytes(b" " * (profile_server.MAX_REQUEST + 1))
+        connection.recv_bytes()
+    assert ask(server, '{"timeout_s": 0}')["ended"] == "time"
+
+
+def test_s5_a_client_that_says_nothing_is_ended(server: ProfileServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile_server, "REQUEST_S", 0.3)
+    with connected(server) as silent, pytest.raises((OSError, EOFError)):
+        silent.recv_bytes()
+
+
+def test_s5_many_silent_clients_keep_nobody_out(server: ProfileServer) -> None:
+    """Each of 300 half-sent requests held a thread."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(5 * profile_server.MAX_CLIENTS):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=20))
+            client.sendall(b"\x00")
+        assert ask(server, '{"timeout_s": 0}')["ended"] == "time"
+        assert threading.active_count() < 2 * profile_server.MAX_CLIENTS

@@ -1,8 +1,9 @@
-"""LoRA adapters: the merged model gives what the adapter beside the untouched base gives, module by module."""
+"""LoRA adapters: the merged model computes what the adapter beside the untouched base gives, module by module."""
 
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from glassengine.errors import CorruptError, UnknownNameError, UsageError
 from glassengine.program import load_model
 from glassengine.testing import models
+
+pytest.importorskip("peft")
 
 IDS = torch.randint(3, 250, (2, 7), generator=torch.Generator().manual_seed(3))
 Q, V = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.v_proj"
@@ -146,7 +149,7 @@ def test_a_bias_of_the_adapter_itself_is_scaled(tmp_path: Path) -> None:
     merged = load_model(model, adapter=save_adapter(tmp_path / "a", tensors, lora_bias=True)).module
     torch.testing.assert_close(merged.get_parameter(f"{GPT}.bias"), model.get_parameter(f"{GPT}.bias") + 1.5 * bias)
     tensors = lora(Q, 64, 64) | {f"{Q}.lora_B.bias": drawn(64)}
-    with pytest.raises(UsageError, match=r"changes the bias of .*q_proj, which has none"):
+    with pytest.raises(UsageError, match=r"another model[\s\S]*base layer has no bias"):
         load_model(models.llama(), adapter=save_adapter(tmp_path / "b", tensors, lora_bias=True))
 
 
@@ -212,12 +215,12 @@ def test_a_base_that_is_named_runs_no_code(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"peft_type": "IA3"}, r"only LoRA is[\s\S]*IA3[\s\S]*merge_and_unload"),
-        ({"init_lora_weights": "pissa_niter_4"}, r"changed its base[\s\S]*pissa"),
-        ({"init_lora_weights": "loftq"}, r"changed its base[\s\S]*loftq"),
-        ({"target_parameters": ["experts.gate_up_proj"]}, "setting target_parameters is not known"),
-        ({"trainable_token_indices": [1]}, "setting trainable_token_indices is not known"),
-        ({"layer_replication": [[0, 2]]}, "setting layer_replication is not known"),
-        ({"something_of_tomorrow": {"a": 1}}, "setting something_of_tomorrow is not known"),
+        ({"init_lora_weights": "pissa_niter_4"}, r"changed the base[\s\S]*pissa"),
+        ({"init_lora_weights": "loftq"}, r"changed the base[\s\S]*loftq"),
+        ({"target_parameters": ["experts.gate_up_proj"]}, "setting target_parameters is unknown"),
+        ({"trainable_token_indices": [1]}, "setting trainable_token_indices is unknown"),
+        ({"layer_replication": [[0, 2]]}, "setting layer_replication is unknown"),
+        ({"something_of_tomorrow": {"a": 1}}, "setting something_of_tomorrow is unknown"),
     ],
 )
 def test_what_is_not_merged_is_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -232,14 +235,18 @@ def without(name: str) -> Callable[[], dict[str, Tensor]]:
 @pytest.mark.parametrize(
     ("tensors", "error", "message"),
     [
-        (without("lora_A"), CorruptError, r"lacks a matrix of .*q_proj"),
+        (without("lora_A"), CorruptError, r"lacks a matrix\n.*q_proj"),
         (lambda: lora(Q, 64, 64) | lora("model.layers.9.q_proj", 64, 64), UnknownNameError, "1 of 2 modules"),
-        (lambda: lora(Q, 32, 64), UsageError, r"another model: .*q_proj\n.*64, 32.*\n.*64, 64"),
+        (lambda: lora(Q, 32, 64), UsageError, r"another model[\s\S]*size mismatch for .*q_proj.*4, 32.*4, 64"),
         (lambda: {"lm_head.weight": drawn(300, 64)}, UsageError, r"another model: lm_head.weight\n.*300"),
         (lambda: {f"{Q}.bias": drawn(64)}, UsageError, r"sets .*q_proj.bias, which this model does not have"),
-        (lambda: {f"{Q}.lora_A.weight": drawn(4, 64), f"{Q}.lora_B.weight": drawn(64, 3)}, UsageError, "does not fit"),
+        (
+            lambda: {f"{Q}.lora_A.weight": drawn(4, 64), f"{Q}.lora_B.weight": drawn(64, 3)},
+            UsageError,
+            r"another model[\s\S]*size mismatch for .*q_proj",
+        ),
         (dict, CorruptError, "is empty"),
-        (lambda: lora("model.layers.0.mlp.act_fn", 64, 64), UsageError, "which has no weight"),
+        (lambda: lora("model.layers.0.mlp.act_fn", 64, 64), UsageError, r"another model[\s\S]*is not supported"),
     ],
 )
 def test_an_adapter_that_does_not_fit(
@@ -249,9 +256,44 @@ def test_an_adapter_that_does_not_fit(
         load_model(models.llama(), adapter=save_adapter(tmp_path, tensors()))
 
 
+def test_without_peft_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else find(name))
+    adapter = save_adapter(tmp_path, lora(Q, 64, 64))
+    for weights in (True, False):
+        with pytest.raises(UsageError, match=r"which is not installed[\s\S]*glassengine\[lora\]"):
+            load_model(models.llama(), adapter=adapter, weights=weights)
+
+
+def test_a_pickle_is_refused(tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path, lora(Q, 64, 64))
+    (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
+    with pytest.raises(UsageError, match=r"has no weights\n.*adapter_model.bin\n.*adapter_model.safetensors"):
+        load_model(models.llama(), adapter=adapter)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"r": 10**12}, {"rank_pattern": {"(a+)+b": 10**12}}, {"target_modules": "(a+)+b"},
+                 {"megatron_core": "harm"}, {"exclude_modules": "(a+)+b"}, {"layers_pattern": "(a+)+b"}]
+)  # fmt: skip
+def test_a_file_decides_neither_over_code_nor_over_memory_or_time(settings: dict[str, Any], tmp_path: Path) -> None:
+    model, tensors = models.llama(), lora(Q, 64, 64)
+    found = logits_of(model, save_adapter(tmp_path, tensors, **settings))
+    torch.testing.assert_close(found, beside(model, tensors, {Q: 1.5}), rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_trained_stays_trained(tmp_path: Path) -> None:
+    model = models.llama()
+    model.lm_head.requires_grad_(False)
+    merged = load_model(model, adapter=save_adapter(tmp_path, lora(Q, 64, 64))).module
+    before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    assert {name: parameter.requires_grad for name, parameter in merged.named_parameters()} == before
+    assert [type(module) for module in merged.modules()] == [type(module) for module in model.modules()]
+
+
 def test_damaged_adapters(tmp_path: Path) -> None:
     model, tensors = models.llama(), lora(Q, 64, 64)
-    with pytest.raises(CorruptError, match="magnitudes"):
+    with pytest.raises(CorruptError, match=r"lacks a matrix\n.*lora_magnitude_vector"):
         load_model(model, adapter=save_adapter(tmp_path / "dora", tensors, use_dora=True))
     for pattern in ("(a+)+b", "(", "[z"):
         directory = save_adapter(tmp_path / "p", tensors, alpha_pattern={pattern: 3})

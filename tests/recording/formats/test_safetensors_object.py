@@ -27,7 +27,7 @@ TENSORS = {
 def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
     from fsspec.implementations.memory import MemoryFileSystem
 
-    monkeypatch.setattr(ranges, "_known", {})
+    ranges._blocks.cache_clear()
     monkeypatch.setattr(MemoryFileSystem, "store", {})
     save_file(TENSORS, tmp_path / "a.safetensors", {"by": "me"})
     data = (tmp_path / "a.safetensors").read_bytes()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,7 @@ from glassengine.errors import CorruptError, GlassError, UsageError
 from glassengine.recording.background import BackgroundWriter
 from glassengine.recording.layout import layout
 from glassengine.recording.write import uploads
-from glassengine.recording.write.spool import Spool, root_of
+from glassengine.recording.write.spool import directory_of
 from glassengine.recording.write.stored_writer import StoredWriter
 from glassengine.stores import objects
 from glassengine.stores.places import Remote
@@ -29,16 +27,12 @@ STEPS, SITES, SIZE = 20, 4, 4096
 
 
 @pytest.fixture(autouse=True)
-def spool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    from fsspec.implementations.memory import MemoryFileSystem
-
+def spool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_in_memory: None) -> Path:
     monkeypatch.setenv("GLASS_SPOOL_DIR", str(tmp_path / "spool"))
     monkeypatch.setattr(uploads, "_FIRST_DELAY_S", 0.01)
     monkeypatch.setattr(uploads, "PATIENCE_S", 0.2)
     monkeypatch.setattr(layout, "HEADER_BYTES", 1 << 12)
-    yield tmp_path / "spool"
-    MemoryFileSystem.store.clear()
-    MemoryFileSystem.pseudo_dirs[:] = [""]
+    return tmp_path / "spool"
 
 
 def values(step: int, site: int) -> torch.Tensor:
@@ -172,10 +166,10 @@ def test_a_store_that_does_not_answer_at_the_end(
     monkeypatch.setattr(objects, "put", put)
     found = commands.upload(URL)
     assert (found.num_steps, found.complete) == (STEPS, True)
-    assert all(name.startswith(("shard-0", "index.log", "recording.json")) for name in objects.names(URL))
-    assert not any(name.endswith((".copy", ".hollow", ".tmp", ".part")) for name in objects.names(URL))
+    assert all(item.name.startswith(("shard-0", "index.log", "recording.json")) for item in objects.listed(URL))
+    assert not any(item.name.endswith((".copy", ".hollow", ".tmp", ".part")) for item in objects.listed(URL))
     require_all(glass.Recording.open(URL))
-    assert not root_of(TARGET).exists()
+    assert not directory_of(TARGET).parent.exists()
     with pytest.raises(UsageError, match="nothing waits here"):
         commands.upload(URL)
 
@@ -203,8 +197,10 @@ def test_existing_recordings_are_replaced_on_demand_only() -> None:
     with pytest.raises(UsageError, match="other files"):
         StoredWriter(Remote("memory://other"), metadata={})
     writer = StoredWriter(Remote("memory://third"), metadata={})
+    there = objects.listed("memory://third")
     with pytest.raises(UsageError, match="being written"):
         StoredWriter(Remote("memory://third"), metadata={}, overwrite=True)
+    assert there and objects.listed("memory://third") == there, "what it has uploaded is left alone"
     writer.close()
     assert writer.deliver() is None
 
@@ -307,7 +303,7 @@ def test_a_process_that_ends_does_not_wait_for_room(spool: Path, monkeypatch: py
 
 
 def test_a_directory_of_a_process_that_was_killed_before_it_began() -> None:
-    root_of(TARGET).mkdir(parents=True)
+    directory_of(TARGET).parent.mkdir(parents=True)
     assert write().deliver() is None
     require_all(glass.Recording.open(URL))
 
@@ -340,13 +336,4 @@ def test_a_list_of_what_is_there_that_cannot_be_read_uploads_no_hollow_shard(
         (directory / uploads.DONE).write_bytes(b"\xff" if kind == "bytes" else bytes(101))
     with pytest.raises(CorruptError):
         uploads.upload_rest(directory, TARGET, lambda function: function())
-    assert objects.names(URL) == []
-
-
-def test_a_note_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
-    root, aside = root_of(TARGET), tmp_path / "aside"
-    root.mkdir(parents=True)
-    aside.write_text(json.dumps({"schema_version": 1, "url": URL}), encoding="utf-8")
-    (root / "upload.json").symlink_to(aside)
-    with pytest.raises(CorruptError, match="a link"):
-        Spool.left(TARGET)
+    assert objects.listed(URL) == []

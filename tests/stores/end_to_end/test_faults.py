@@ -84,7 +84,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     told = json.dumps({"endpoint_url": f"http://127.0.0.1:{serving.server_address[1]}", "config_kwargs": limits})
     monkeypatch.setitem(conf, "s3", json.loads(told))
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 2)
-    monkeypatch.setattr(ranges, "_known", {})
+    ranges._blocks.cache_clear()
     s3fs.S3FileSystem.clear_instance_cache()
     yield
     s3fs.S3FileSystem.clear_instance_cache()
@@ -113,10 +113,10 @@ def test_a_server_that_fails(faults: list[str], error: type[GlassError] | None, 
     assert found.size == len(DATA)
     begun = time.monotonic()
     if error is None:
-        assert bytes(ranges.read_range(URL, found, 10, 300)) == DATA[10:310]
+        assert bytes(ranges.read_range(found, 10, 300)) == DATA[10:310]
     else:
         with pytest.raises(error, match=message) as raised:
-            ranges.read_range(URL, found, 10, 300)
+            ranges.read_range(found, 10, 300)
         assert URL in str(raised.value)
     assert time.monotonic() - begun < 20 and Server.asked <= 20
 
@@ -126,7 +126,7 @@ def test_a_range_may_come_with_the_checksum_of_the_whole(monkeypatch: pytest.Mon
 
     monkeypatch.delitem(conf["s3"], "config_kwargs")
     Server.faults = ["checksum of the whole"]
-    assert bytes(ranges.read_range(URL, objects.require(URL), 10, 300)) == DATA[10:310]
+    assert bytes(ranges.read_range(objects.require(URL), 10, 300)) == DATA[10:310]
 
 
 def test_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:

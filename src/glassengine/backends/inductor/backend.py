@@ -29,7 +29,6 @@ from glassengine.backends.protocol.backend import (
     Availability,
     Capabilities,
     GraphFunction,
-    MemoryUse,
     Network,
     Run,
     Weights,
@@ -63,10 +62,6 @@ class InductorBackend:
         portable=False,
         devices=("cpu", "cuda"),
         collectives=True,
-        memory={
-            False: MemoryUse(fixed_bytes=450_000_000, bytes_per_op=200_000, observed_bytes=550_000_000, mapped=1.0),
-            True: MemoryUse(packed=4.6, fixed_bytes=130_000_000, observed_bytes=550_000_000, loaded=2.0),
-        },
     )
 
     def available(self) -> Availability:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
-import os
 import stat
 import tempfile
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from glassengine import environment
-from glassengine.writing.files import private_directory, remove_tree
+from glassengine.writing.files import private_directory, remove_tree, untrusted
 
 logger = logging.getLogger("glassengine")
 
@@ -57,8 +56,4 @@ def _problem(directory: Path) -> str | None:
         return error.strerror or str(error)
     if not stat.S_ISDIR(found.st_mode):
         return "it is a link"
-    if hasattr(os, "geteuid") and found.st_uid != os.geteuid():
-        return f"user {found.st_uid} owns it"
-    if os.name == "posix" and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"others can write to it (mode {stat.S_IMODE(found.st_mode):04o})"
-    return None
+    return untrusted(found)

@@ -31,27 +31,6 @@ GraphFunction = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True)
-class MemoryUse:
-    """Memory that a back-end takes, in copies of the weights and bytes, measured by `python -m benchmarks size`.
-
-    Attributes:
-        packed: Copies in the back-end's own layout that building holds beside the weights.
-        fixed_bytes: What compiling takes beside.
-        bytes_per_op: Likewise, for each op.
-        observed_bytes: What compiling takes more where every op is an output, and another engine was compiled before.
-        mapped: Copies of the weights, as they are, that a loaded engine holds.
-        loaded: Copies in the back-end's own layout that a loaded engine holds.
-    """
-
-    packed: float = 0.0
-    fixed_bytes: int = 80_000_000
-    bytes_per_op: int = 0
-    observed_bytes: int = 0
-    mapped: float = 0.0
-    loaded: float = 0.0
-
-
-@dataclass(frozen=True)
 class Capabilities:
     """What a back-end can do.
 
@@ -68,8 +47,6 @@ class Capabilities:
         native_code: Whether loading what it built runs code of it. Such an engine is loaded only where its user built
             it, or says that he trusts it.
         collectives: Whether a program may have collectives of torch among its ops, which ranks of an engine meet in.
-        memory: What building and loading take, by whether the files of the back-end hold the weights. A case that is
-            not among them was never measured, and `--dry-run` shows no figure for it.
     """
 
     dtypes: tuple[str, ...]
@@ -80,7 +57,6 @@ class Capabilities:
     own_kernels: bool = False
     native_code: bool = True
     collectives: bool = False
-    memory: Mapping[bool, MemoryUse] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -211,7 +187,7 @@ def effective_options(backend: Backend, program: Program) -> dict[str, Any]:
     """Return the options of a back-end that are in effect; its capabilities where it tells no more."""
     if isinstance(backend, Describing):
         return backend.options(program)
-    return {name: value for name, value in asdict(backend.capabilities).items() if name != "memory"}
+    return asdict(backend.capabilities)
 
 
 def describe_network(backend: Backend, program: Program, directory: Path) -> Network:

@@ -55,8 +55,7 @@ def measure_floors(
     inputs = StepInputs.first(Case("side by side", steps, input_ids=ids, attention_mask=mask))
     node = program.output_nodes["logits"]
     floors: list[float] = []
-    so_far: dict[str, float] = {}
-    reference = ReferenceRun(program, coarsest=coarsest, relative_floors=so_far)
+    reference = ReferenceRun(program, coarsest=coarsest)
 
     def valid(of: torch.fx.Node, value: torch.Tensor) -> torch.Tensor | None:
         return valid_mask(program.sites.by_node[of.name][0], value, inputs)
@@ -67,7 +66,7 @@ def measure_floors(
                 inputs = inputs.following(tokens[step - 1])
             named = inputs.named()
             reference.step(named if step else named | empty_caches(program, named), lambda *_: None, valid)
-            floors.append(so_far.pop(node))
+            floors.append(reference.relative_floors.pop(node))
     return floors + [max(floors)] * (len(tokens) - steps)
 
 

@@ -85,12 +85,7 @@ def _coarser(program: Program) -> list[str]:
 def _again(score: Score, accumulation: Accumulation) -> Score:
     """Return a score of the same side that knows nothing yet."""
     _sum_by(score, accumulation)
-    found = Score(score.side, score.program)
-    if score.evidence is not None:
-        found.evidence = score.evidence.emptied()
-    if score.drift is not None:
-        found.drift = type(score.drift)()
-    return found
+    return score.fresh()
 
 
 def _sum_by(score: Score, accumulation: Accumulation) -> None:

@@ -21,7 +21,12 @@ OnStep = Callable[[Case, int, Mapping[str, float]], None]
 
 
 def judge(
-    climb: Climb, scores: Sequence[Score], *, model: ModuleSide | None = None, on_step: OnStep = lambda *_: None
+    climb: Climb,
+    scores: Sequence[Score],
+    *,
+    model: ModuleSide | None = None,
+    cases: Sequence[Case] | None = None,
+    on_step: OnStep = lambda *_: None,
 ) -> None:
     """Run the cases of a climb, and judge every tensor of every step.
 
@@ -29,17 +34,19 @@ def judge(
         climb: With the cases.
         scores: Of the sides to judge.
         model: Chooses the tokens; None takes the model of the climb.
+        cases: Some of the cases, if others are judged elsewhere; None takes all.
         on_step: Called after each step, as by `run_cases`.
     """
     run_cases(
         climb.program,
-        climb.cases,
+        climb.cases if cases is None else cases,
         climb.model if model is None else model,
         scores,
         coarsest=climb.coarsest,
         accumulation=replace(climb.accumulation, kernels=climb.kernels),
         arithmetic=climb.arithmetic,
         on_step=on_step,
+        gauges=cases is None,
     )
 
 

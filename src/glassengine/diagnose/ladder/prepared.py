@@ -1,4 +1,4 @@
-"""What a check is given to run, and a record as its candidate: alike in the process that asks and in its helpers."""
+"""Prepares a check: its inputs, its climbs, and a record as its candidate."""
 
 from __future__ import annotations
 

@@ -14,9 +14,6 @@ from glassengine.judge.sides.protocol import Place
 from glassengine.judge.sides.recorded import RecordedModules, RecordedOps, RecordedTensors
 from glassengine.judge.sides.recorded_inputs import dtype_of
 from glassengine.judge.sides.recorded_ranks import RecordedRanks, TensorsOfRanks
-from glassengine.judge.verdict.drift import Drift
-from glassengine.judge.verdict.evidence import EvidenceBox
-from glassengine.judge.verdict.score import Score
 from glassengine.progress import Progress
 from glassengine.recording.read.source import TensorSource
 from glassengine.results import Skipped
@@ -52,13 +49,5 @@ def judge_sums_again(climb: Climb, tensors: RecordedTensors, progress: Progress)
     if not isinstance(tensors, TensorsOfRanks) or not tensors.reject_unmade():
         return
     climb.severity.clear()
-    climb.scores[:] = [
-        Score(
-            score.side,
-            climb.program,
-            evidence=None if score.evidence is None else EvidenceBox(climb.program),
-            drift=None if score.drift is None else Drift(),
-        )
-        for score in climb.scores
-    ]
+    climb.scores[:] = [score.fresh() for score in climb.scores]
     judge(climb, climb.scores, on_step=severity_counter(climb, progress))

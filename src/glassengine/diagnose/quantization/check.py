@@ -10,7 +10,6 @@ Both sides are loaded in float32, so that the rounding of a smaller dtype is not
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,7 @@ from torch import Tensor, nn
 
 from glassengine.diagnose.quantization.checkpoint_drift import checkpoint_drift
 from glassengine.diagnose.quantization.effects import Weight, difference, forwards_of, one_by_one, outcome_of, watching
-from glassengine.diagnose.quantization.result import (
-    RUNG,
-    concluded,
-    finished,
-    result_of,
-    with_differences,
-    within_budget,
-)
+from glassengine.diagnose.quantization.result import RUNG, findings_of, finished, result_of
 from glassengine.errors import IncomparableError
 from glassengine.judge.given import Inputs, read_inputs
 from glassengine.judge.sides.module import threads_for
@@ -36,7 +28,17 @@ from glassengine.numerics.quantization.weight_error import WeightError, judge_we
 from glassengine.program import LoadedModel, load_model
 from glassengine.program.loading.quantized import is_quantized, quantization_steps
 from glassengine.progress import Progress, Work, silent
-from glassengine.results import CaseInputs, Comparison, DriftRow, Interrupted, Quantization, Skipped, incomplete
+from glassengine.results import (
+    CaseInputs,
+    Comparison,
+    DriftRow,
+    Findings,
+    Interrupted,
+    Policy,
+    Quantization,
+    Skipped,
+    incomplete,
+)
 from glassengine.results.inputs_used import Origin, input_used
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -55,8 +57,7 @@ def check_quantized_checkpoint(
     adapter: str | Path | None = None,
     inputs: Inputs = None,
     steps: int = 3,
-    fail_on: str = "wrong",
-    min_snr: float | None = None,
+    policy: Policy,
     progress: Progress = silent,
     **options: Any,
 ) -> Comparison:
@@ -69,8 +70,7 @@ def check_quantized_checkpoint(
         adapter: As for `check`.
         inputs: As for `check`.
         steps: As for `check_quantized`.
-        fail_on: As for `check`.
-        min_snr: As for `check`.
+        policy: Of `check`; every weight is judged, whatever the least coverage is.
         progress: Called with an event when a stage begins.
         options: As for `load_model`.
 
@@ -85,10 +85,10 @@ def check_quantized_checkpoint(
     theirs = load_model(candidate, dtype=dtype, **options)
     steps_of = quantization_steps(candidate, **options)
     with threads_for(ours.module):
-        told: dict[str, Any] = {"fail_on": fail_on, "min_snr": min_snr, "steps": steps, "progress": progress}
         given = read_inputs(inputs)
-        found = check_quantized(ours, theirs, steps_of, given=given, **told)
-        return with_differences(found, other_tokens(ours, theirs.directory, given))
+        found = check_quantized(ours, theirs, steps_of, given=given, steps=steps, policy=policy, progress=progress)
+        found.differences = other_tokens(ours, theirs.directory, given)
+        return found.conclude(policy)
 
 
 @torch.no_grad()
@@ -99,11 +99,10 @@ def check_quantized(
     *,
     given: Inputs = None,
     steps: int = 3,
-    fail_on: str = "wrong",
-    min_snr: float | None = None,
+    policy: Policy,
     progress: Progress = silent,
     weights: Mapping[str, Tensor] | None = None,
-) -> Comparison:
+) -> Findings:
     """Judge a quantized model against the unquantized one, and say which layers cost how much.
 
     Args:
@@ -112,8 +111,7 @@ def check_quantized(
         steps_of: Parameter -> step of each element, see `quantization_steps`.
         given: Inputs, as `check` reads them.
         steps: Tokens that the baseline adds to each prompt.
-        fail_on: As for `check`.
-        min_snr: As for `check`.
+        policy: Of `check`; every weight is judged, whatever the least coverage is.
         progress: Called with an event when a stage begins.
         weights: What the candidate's quantized weights stand for, where it is not dequantized.
 
@@ -163,15 +161,12 @@ def check_quantized(
     ]
     ends = result_of(expected, found, total, len(forwards))
     last = DriftRow(ends.name, ends.name, "result", len(forwards), total["snr_db"], total["cosine"])
-    answer = replace(
-        concluded(baseline, candidate, result, only, both, fail_on),
-        results=(ends,),
-        drift=(*drift, last),
-        inputs=tuple(_inputs(f"forward {at}", one, is_given=given is not None) for at, one in enumerate(forwards)),
-    )
-    answer = within_budget(answer, total["snr_db"], min_snr)
+    answer = findings_of(baseline, candidate, result, only, both, policy)
+    answer.costs, answer.results = ([ends], []) if ends.reason is None else ([], [ends])  # another shape is no loss
+    answer.drift = [*drift, last]
+    answer.inputs = [_inputs(f"forward {at}", one, is_given=given is not None) for at, one in enumerate(forwards)]
     if stopped is not None:
-        raise Interrupted(incomplete(answer, stopped))
+        raise Interrupted(incomplete(answer.conclude(policy), stopped))
     return answer
 
 

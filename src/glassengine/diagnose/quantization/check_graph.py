@@ -18,7 +18,6 @@ from glassengine.judge.end_to_end import EndToEnd, results_left
 from glassengine.judge.graphs.by_result import in_order
 from glassengine.judge.replay.replay import covered
 from glassengine.judge.verdict.fineness import fineness_of
-from glassengine.judge.verdict.standing import decide
 from glassengine.numerics.metrics.drift import shared
 from glassengine.numerics.quantization.weight_error import WeightError
 from glassengine.program import LoadedModel
@@ -32,8 +31,10 @@ from glassengine.results import (
     CaseInputs,
     Comparison,
     Divergence,
+    Findings,
     Hint,
     Pair,
+    Policy,
     Rung,
     Skipped,
     Verdict,
@@ -42,7 +43,6 @@ from glassengine.results import (
 )
 
 RUNG = "quantized"
-Limits = tuple[str, float, float | None]
 
 _BY_GRID = "step of the quantization"
 
@@ -80,7 +80,7 @@ def check_quantized_graph(
     baseline: LoadedModel,
     candidate: LoadedModel,
     cases: Sequence[Case],
-    limits: Limits,
+    policy: Policy,
     progress: Progress,
     *,
     returned: Sequence[Mapping[str, Tensor]] | None = None,
@@ -91,7 +91,7 @@ def check_quantized_graph(
         baseline: An ONNX file of floats.
         candidate: What it was quantized to.
         cases: Of plain modules.
-        limits: `fail_on`, `min_coverage` and `min_snr` of `check`.
+        policy: Of `check`.
         progress: Called with an event when a stage begins.
         returned: Results of the baseline that the user has given, for each step, where `baseline` stands for it.
 
@@ -119,7 +119,7 @@ def check_quantized_graph(
         )
     progress(Work.JUDGING.says("judging the quantized weights"))
     weights = dict(run.judged_weights())
-    return _concluded(baseline, candidate, program, run, ends, weights, cases, limits)
+    return _concluded(baseline, candidate, program, run, ends, weights, cases, policy)
 
 
 def _concluded(
@@ -130,7 +130,7 @@ def _concluded(
     ends: Ends,
     weights: Mapping[str, WeightError],
     cases: Sequence[Case],
-    limits: Limits,
+    policy: Policy,
 ) -> Comparison:
     judge_widths(run.ops.values())
     order = {node.name: index for index, node in enumerate(program.graph.nodes)}
@@ -149,37 +149,30 @@ def _concluded(
     found = fineness_of(program, RUNG, nodes, inside)
     agree = bool(results) and all(result.agrees for result in results)
     share = found.op_by_op + found.in_regions + (found.in_large_regions if agree else 0.0)
-    fail_on, min_coverage, min_snr = limits
-    told: dict[str, Any] = {"fail_on": fail_on, "min_coverage": min_coverage, "min_snr": min_snr}
-    decision = decide(verdict, results, first, {}, share, left=results_left([ends.run]), **told)
     measured = [op for op in run.ops.values() if op.sums.num_tensors]
     rows = [op.sums.row(op.site, op.candidate_site, "op", op.sums.loss) for op in measured]
     returned = set(program.output_nodes)
     unknown = "it reads a weight of which the file's own is not known: measured, not judged"
     skipped = [Skipped(op.site, "candidate", unknown, rung=RUNG) for op in run.ops.values() if op.worst is None]
     rung = Rung(RUNG, baseline.spec, candidate.spec, verdict, "judged by its own grids", len(ops), share, first)
-    described = environment.describe()
-    answer = Comparison(
+    answer = Findings(
         baseline=baseline.spec,
         candidate=candidate.spec,
-        ok=decision.standing == "ok",
-        verdict=worst([verdict, *(result.verdict for result in results)]),
+        environment=environment.describe(),
+        inside=verdict,
+        left=results_left([ends.run]),
         first_divergence=first,
-        origins=tuple(origins),
+        origins=origins,
         counts=counts_of(pairs, unmatched_baseline=0, unmatched_candidate=0, not_recorded=0),
         pairs=tuple(pairs),
-        skipped=tuple(skipped),
-        environment={"baseline": described, "candidate": described},
+        skipped=skipped,
         coverage=share,
         rungs=(rung,),
-        not_ok_because=decision.reason,
-        too_little=decision.standing == "too little judged",
-        standing=decision.standing,
         results=results,
         fineness=(found,),
-        inputs=tuple(CaseInputs(case.name, case.num_steps, case.inputs) for case in cases),
+        inputs=[CaseInputs(case.name, case.num_steps, case.inputs) for case in cases],
         drift=(*shared([row for row in rows if row.site not in returned]), *ends.run.drift_rows()),
-    )
+    ).conclude(policy)
     return with_level(answer, candidate, ends.written.found)
 
 

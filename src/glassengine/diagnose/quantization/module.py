@@ -21,12 +21,12 @@ from glassengine.diagnose.ladder.as_given import modes_of
 from glassengine.diagnose.ladder.rungs import arguments_of
 from glassengine.diagnose.quantization.check import check_quantized
 from glassengine.diagnose.quantization.effects import difference, forwards_of, outcome_of
-from glassengine.diagnose.quantization.result import RUNG, with_differences
+from glassengine.diagnose.quantization.result import RUNG
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.program import LoadedModel
 from glassengine.program.quantized.modules import QuantizedModule, quantized_module
 from glassengine.progress import Progress
-from glassengine.results import Comparison, Divergence, Hint
+from glassengine.results import Comparison, Divergence, Findings, Hint, Policy
 
 _OF_WEIGHTS = 0.5
 _OF_INPUTS = 4.0
@@ -52,8 +52,8 @@ def check_quantized_module(
     given: Any,
     *,
     steps: int = 3,
-    fail_on: str = "wrong",
-    min_snr: float | None = None,
+    policy: Policy,
+    differences: Sequence[str] = (),
     progress: Progress = lambda text: None,
 ) -> Comparison:
     """Judge a quantized module: each weight by the step of its grid, the results by what the weights explain.
@@ -64,14 +64,14 @@ def check_quantized_module(
         held: Of the candidate.
         given: Inputs, as `check` reads them; None makes some up.
         steps: As for `check_quantized`.
-        fail_on: As for `check`.
-        min_snr: As for `check`.
+        policy: Of `check`; every weight is judged, whatever the least coverage is.
+        differences: Between the sides as a user runs them, in words.
         progress: Called with an event when a stage begins.
     """
     if not baseline.generation.takes_tokens:
         given = arguments_of(baseline, given)
     candidate = dataclasses.replace(candidate, metadata={**candidate.metadata, "quantization": {"method": held.method}})
-    told: dict[str, Any] = {"steps": steps, "fail_on": fail_on, "min_snr": min_snr, "progress": progress}
+    told: dict[str, Any] = {"steps": steps, "policy": policy, "progress": progress}
     with untied(baseline.module, held.steps):
         found = check_quantized(baseline, candidate, held.steps, given=given, weights=held.weights, **told)
         forwards = forwards_of(baseline, given, steps)
@@ -83,32 +83,27 @@ def check_quantized_module(
     power = float(twin.rows.double().square().sum())
     share = _OF_INPUTS if held.rounds_inputs else _OF_WEIGHTS
     if apart > max(share**2 * cost, (_ROUNDINGS * unit_roundoff(dtype)) ** 2 * power):
-        found = _not_explained(found, apart, cost)
+        _add_unexplained(found, apart, cost)
     modes = modes_of({"baseline": baseline, "candidate": candidate}, lambda who: forwards[0])
-    return with_differences(dataclasses.replace(found, notes=(*found.notes, *modes.notes)), modes.differences)
+    found.notes = modes.notes
+    found.differences = [*differences, *modes.differences]
+    return found.conclude(policy)
 
 
-def _not_explained(found: Comparison, apart: float, cost: float) -> Comparison:
-    """Return what was found, not ok: the results differ by more than the weights explain."""
+def _add_unexplained(found: Findings, apart: float, cost: float) -> None:
+    """Call the results wrong: they differ by more than the weights explain."""
     times = (apart / cost) ** 0.5 if cost else float("inf")
     text = f"the results differ by {times:.3g} times what the quantized weights cost: it computes something else"
-    results = tuple(dataclasses.replace(one, verdict="wrong", reason=text) for one in found.results)
+    found.results = [dataclasses.replace(one, verdict="wrong", reason=text) for one in (*found.costs, *found.results)]
+    found.costs = ()
     name = found.results[0].name if found.results else "output"
     site = f".:out.{name}"
     hint = Hint("other", text, 0.9, evidence="not its weights")
     origin = Divergence(RUNG, 0, site, None, site, None, "wrong", None, None, None, None, (hint,))
+    found.origins = [*found.origins, origin]
+    found.first_divergence = found.first_divergence or origin
     (rung,) = found.rungs
-    return dataclasses.replace(
-        found,
-        ok=False,
-        verdict="wrong",
-        standing="results differ",
-        not_ok_because=found.not_ok_because or text,
-        results=results,
-        origins=(*found.origins, origin),
-        first_divergence=found.first_divergence or origin,
-        rungs=(dataclasses.replace(rung, verdict="wrong", first_divergence=rung.first_divergence or origin),),
-    )
+    found.rungs = [dataclasses.replace(rung, verdict="wrong", first_divergence=rung.first_divergence or origin)]
 
 
 @contextlib.contextmanager

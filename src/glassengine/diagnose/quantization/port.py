@@ -23,10 +23,9 @@ from torch import Tensor
 
 from glassengine.diagnose.ladder.rungs import arguments_of
 from glassengine.diagnose.ladder.sessions import with_level
-from glassengine.diagnose.quantization.check_graph import Ends, Limits, check_quantized_graph
+from glassengine.diagnose.quantization.check_graph import Ends, check_quantized_graph
 from glassengine.judge.cases import module_cases
 from glassengine.judge.sides.matched_arguments import matched
-from glassengine.judge.verdict.standing import decide
 from glassengine.program import LoadedModel, load_model
 from glassengine.program.export.examples import named_inputs
 from glassengine.program.kinds.steps import MadeUp
@@ -34,7 +33,7 @@ from glassengine.program.onnx.dequantized import without_grids
 from glassengine.program.onnx.stored.grids import is_quantized_graph
 from glassengine.program.representation.signature import named_results
 from glassengine.program.user_code.module_state import run_alone
-from glassengine.results import Comparison, worst
+from glassengine.results import Comparison, Findings, Policy, decide, worst
 
 _ALIKE = 0.3
 """Relative distance of a weight from the one that it was quantized from: four bits a tensor leave so much."""
@@ -55,7 +54,7 @@ def is_quantized_file(model: LoadedModel) -> bool:
 
 
 def check_quantized_file(
-    spec: Any, baseline: LoadedModel, candidate: LoadedModel, given: Any, check: Check
+    spec: Any, baseline: LoadedModel, candidate: LoadedModel, given: Any, check: Check, policy: Policy
 ) -> Comparison:
     """Judge a quantized ONNX file beside a model of floats.
 
@@ -65,21 +64,20 @@ def check_quantized_file(
         candidate: The file.
         given: Inputs that were read; None for made-up ones.
         check: As the public one, with what the user asked for.
+        policy: Of it.
 
     Raises:
         UsageError: The file computes with integers in a way that is not known.
     """
-    asked = check.keywords
-    limits = asked["fail_on"], asked["min_coverage"], asked["min_snr"]
     if baseline.stored is None or baseline.stored.onnx is None:
-        return _beside_a_module(spec, baseline, candidate, given, check, limits)
+        return _beside_a_module(spec, baseline, candidate, given, check, policy)
     return check_quantized_graph(
-        baseline, candidate, module_cases(arguments_of(baseline, given)), limits, asked["progress"]
+        baseline, candidate, module_cases(arguments_of(baseline, given)), policy, check.keywords["progress"]
     )
 
 
 def _beside_a_module(
-    spec: Any, baseline: LoadedModel, candidate: LoadedModel, given: Any, check: Check, limits: Limits
+    spec: Any, baseline: LoadedModel, candidate: LoadedModel, given: Any, check: Check, policy: Policy
 ) -> Comparison:
     import onnx
 
@@ -97,7 +95,6 @@ def _beside_a_module(
         size = sum(tensor.ByteSize() for tensor in model.graph.initializer)
         onnx.save(model, str(path), save_as_external_data=size > 1 << 30, location=f"{path.stem}.data")
         of_graph = check(spec, candidate=path)
-        told: dict[str, Any] = {"fail_on": limits[0], "min_coverage": limits[1], "min_snr": limits[2]}
         twin = load_model(path)
         if of_graph.standing not in ("ok", "too little judged"):
             assert twin.stored is not None
@@ -105,18 +102,27 @@ def _beside_a_module(
             for place, step in enumerate(cases[0].steps):
                 ends.compare(candidate.module, named_inputs(step), ours[place], (cases[0].name, place))
             inside, results = worst(rung.verdict for rung in of_graph.rungs), ends.run.found
-            decision = decide(inside, results, of_graph.first_divergence, {}, of_graph.coverage, **told)
+            as_judged = Findings(
+                of_graph.baseline,
+                candidate.spec,
+                of_graph.environment,
+                inside=inside,
+                results=results,
+                first_divergence=of_graph.first_divergence,
+                coverage=of_graph.coverage,
+            )
+            decision = decide(as_judged, policy)
             found = replace(
                 of_graph,
                 candidate=candidate.spec,
                 results=results,
-                verdict=worst([inside, *(result.verdict for result in results)]),
+                verdict=as_judged.verdict,
                 notes=(_WITHOUT_GRIDS, *of_graph.notes),
             )
             if not of_graph.ok and decision.standing in ("results differ", "differs inside"):
                 found = replace(found, standing=decision.standing, not_ok_because=decision.reason)
             return with_level(found, candidate, ends.written.found)
-        of_grids = check_quantized_graph(twin, candidate, cases, limits, check.keywords["progress"], returned=ours)
+        of_grids = check_quantized_graph(twin, candidate, cases, policy, check.keywords["progress"], returned=ours)
     note = f"without its grids the file is the baseline's graph: {of_graph.coverage:.0%} judged; sites are the file's"
     found = replace(of_grids, baseline=baseline.spec, notes=(*of_grids.notes, note))
     if not of_graph.ok and of_grids.ok:

@@ -12,10 +12,11 @@ from glassengine.diagnose.quantization.effects import Outcome, Weight, snr_db
 from glassengine.judge.end_to_end import by_signal
 from glassengine.program import LoadedModel
 from glassengine.results import (
-    Comparison,
     Divergence,
+    Findings,
     Hint,
     Pair,
+    Policy,
     Quantization,
     QuantizedWeight,
     ResultComparison,
@@ -23,7 +24,6 @@ from glassengine.results import (
     Skipped,
     Verdict,
     WeightsComparison,
-    counts_of,
     worst,
 )
 
@@ -67,15 +67,15 @@ def _verdict(weight: Weight) -> Verdict:
     return "suspicious" if is_vague and over is not None and over < 2 else "wrong"
 
 
-def concluded(
+def findings_of(
     baseline: LoadedModel,
     candidate: LoadedModel,
     found: Quantization,
     skipped: Sequence[Skipped],
     both: Sequence[str],
-    fail_on: str,
-) -> Comparison:
-    """Return the comparison: a pair per weight, in the order of the model, and an origin per mistake.
+    policy: Policy,
+) -> Findings:
+    """Return the findings: a pair per weight, in the order of the model, and an origin per mistake.
 
     Args:
         baseline: As for `check_quantized`.
@@ -83,7 +83,7 @@ def concluded(
         found: What was found of the quantized weights.
         skipped: Weights that only one side has.
         both: Names of the weights that both have.
-        fail_on: As for `check`.
+        policy: Of `check`.
     """
     order = {name: index for index, name in enumerate(both)}
     pairs = [
@@ -105,29 +105,21 @@ def concluded(
     pairs.sort(key=lambda pair: order[pair.site.removesuffix(":param")])
     origins.sort(key=lambda origin: order[origin.site.removesuffix(":param")])
     verdict = worst(pair.verdict for pair in pairs)
-    failing = [origin for origin in origins if origin.verdict == "wrong" or fail_on == "suspicious"]
+    failing = [origin for origin in origins if policy.fails(origin.verdict)]
     first = failing[0] if failing else origins[0] if origins else None
     guarantee = "judged by the step of each weight"
-    rung = Rung(RUNG, baseline.spec, candidate.spec, verdict, guarantee, len(pairs), 1.0, first)
-    return Comparison(
+    return Findings(
         baseline=baseline.spec,
         candidate=candidate.spec,
-        ok=not failing,
-        verdict=verdict,
+        environment=environment.describe(),
+        inside=verdict,
+        inside_reason=f"{len(failing)} weights differ by more than quantization explains",
         first_divergence=first,
-        origins=tuple(origins),
-        counts=counts_of(
-            pairs,
-            unmatched_baseline=sum(item.side == "baseline" for item in skipped),
-            unmatched_candidate=sum(item.side == "candidate" for item in skipped),
-            not_recorded=0,
-        ),
+        origins=origins,
         pairs=tuple(pairs),
-        skipped=tuple(skipped),
-        environment={"baseline": environment.describe(), "candidate": environment.describe()},
+        skipped=skipped,
         coverage=len(both) / max(len(both) + sum(item.side == "baseline" for item in skipped), 1),
-        rungs=(rung,),
-        not_ok_because=f"{len(failing)} weights differ by more than quantization explains" if failing else None,
+        rungs=[Rung(RUNG, baseline.spec, candidate.spec, verdict, guarantee, len(pairs), 1.0, first)],
         weights=WeightsComparison(
             compared=len(both),
             different=tuple(pair.site.removesuffix(":param") for pair in pairs if pair.verdict != "identical"),
@@ -166,29 +158,10 @@ def result_of(expected: Outcome, found: Outcome, total: Mapping[str, Any], num_s
     )
 
 
-def within_budget(found: Comparison, snr: float, min_snr: float | None) -> Comparison:
-    """Return what was found, not ok where the results lose more of the signal than is allowed."""
-    if not found.ok:
-        return dataclasses.replace(found, standing="differs inside")
-    if min_snr is None or snr >= min_snr:
-        return found
-    reason = f"the results have {snr:.1f} dB (--min-snr {min_snr:g}dB)"
-    return dataclasses.replace(found, ok=False, standing="over budget", not_ok_because=reason)
-
-
-def with_differences(found: Comparison, differences: Sequence[str]) -> Comparison:
-    """Return what was found, not ok where the sides differ as a user runs them.
-
-    Args:
-        found: Of the weights and results.
-        differences: In words.
-    """
-    if not differences:
-        return found
-    reason = "; ".join(filter(None, (*differences, found.not_ok_because)))
-    return dataclasses.replace(
-        found, ok=False, verdict="wrong", standing="results differ", not_ok_because=reason, too_little=False
-    )
+def as_cost(result: ResultComparison) -> ResultComparison:
+    """Return a result of a quantized candidate, softened: what rounding costs decides nothing; a shape or NaN does."""
+    is_loss = result.verdict == "wrong" and result.reason is None
+    return dataclasses.replace(result, verdict="suspicious") if is_loss else result
 
 
 def _site(name: str) -> str:

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from glassengine.diagnose.quantization.checkpoint_drift import checkpoint_drift
 from glassengine.diagnose.quantization.effects import Weight, one_by_one, outcome_of, watching
 from glassengine.diagnose.quantization.module import untied
-from glassengine.diagnose.quantization.result import RUNG, finished, within_budget
+from glassengine.diagnose.quantization.result import RUNG, as_cost, finished
 from glassengine.diagnose.served.weights import WeightsFound
 from glassengine.judge.cases import Case
 from glassengine.judge.end_to_end import EndToEnd
 from glassengine.program import Program
 from glassengine.program.representation.signature import named_results
 from glassengine.progress import Progress
-from glassengine.results import Comparison, DriftRow, Quantization, QuantizedWeight
+from glassengine.results import Comparison, DriftRow, Quantization, QuantizedWeight, over_budget
 from glassengine.serving.protocol import ServedWeight
 
 _MOST_BYTES = 1 << 29
@@ -113,10 +113,7 @@ class AsStored:
         """
         if self._results is None or not self._results.found:
             return found
-        results = [
-            dataclasses.replace(one, verdict="suspicious") if one.verdict == "wrong" else one  # no loss is a mistake
-            for one in self._results.found
-        ]
+        results = [as_cost(one) for one in self._results.found]
         rows, first = self._results.drift_rows(), results[0]
         rates = first.same_tokens / first.num_tokens if first.num_tokens else None
         cost = Quantization(
@@ -133,7 +130,10 @@ class AsStored:
             drift=drift,
             notes=(*notes, *self._weights.types(), *found.notes),
         )
-        return within_budget(found, rows[0].snr_db, min_snr) if found.ok else found
+        over = over_budget(results, min_snr)
+        if over is None or not found.ok:
+            return found
+        return dataclasses.replace(found, ok=False, standing="over budget", not_ok_because=over)
 
     @property
     def _has_steps(self) -> bool:

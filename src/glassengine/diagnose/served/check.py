@@ -49,7 +49,7 @@ from glassengine.numerics.ops import ACCUMULATIONS, Accumulation
 from glassengine.numerics.quantization.activations import ROUNDOFF
 from glassengine.program import load_model
 from glassengine.progress import Progress, Work, silent
-from glassengine.results import Comparison, ResultComparison, Skipped, worst
+from glassengine.results import Comparison, Policy, ResultComparison, Skipped, worst
 from glassengine.serving.alignment import numbers_of
 from glassengine.serving.onnx.generator import OWN_LOOP
 from glassengine.serving.protocol import Served, ServedInDtype, ServedWeight
@@ -138,9 +138,7 @@ def check_served(
             climb.severity,
             baseline=model.spec,
             candidate=served.spec,
-            fail_on=fail_on,
-            min_coverage=min_coverage,
-            min_snr=min_snr if stored is None else None,
+            policy=Policy(fail_on, min_coverage, min_snr if stored is None else None),
             environment=environment.describe(),
             cases=climb.cases,
         )

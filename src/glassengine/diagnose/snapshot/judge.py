@@ -36,7 +36,7 @@ from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.program import Program, copied_graph
 from glassengine.progress import Progress, Work
-from glassengine.results import Comparison, Skipped
+from glassengine.results import Comparison, Policy, Skipped
 
 
 @dataclass
@@ -161,8 +161,7 @@ def judge_snapshot(
         {},
         baseline=f"{snapshot.name} in float64",
         candidate=backend.name,
-        fail_on="wrong",
-        min_coverage=0.0,
+        policy=Policy(min_coverage=0.0),
         environment=environment.describe(),
     )
 

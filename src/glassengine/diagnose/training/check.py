@@ -51,7 +51,7 @@ from glassengine.judge.verdict.conclude import as_written
 from glassengine.judge.verdict.run import run_cases
 from glassengine.judge.verdict.score import Score
 from glassengine.program.representation.program import Program
-from glassengine.results import FLAGGED, Comparison, Divergence, Hint, Pair, Skipped
+from glassengine.results import FLAGGED, Comparison, Divergence, Hint, Pair, Policy, Skipped
 from glassengine.sites import Site
 
 
@@ -127,7 +127,7 @@ def check_training(
         type(_plain(module)).__name__ if isinstance(target, nn.Module | None) else str(target)
         for target, module in ((baseline, trusted), (candidate, other))
     ]
-    return found.conclude(*names, fail_on=fail_on, min_coverage=min_coverage)
+    return found.conclude(names[0], names[1], Policy(fail_on, min_coverage))
 
 
 def _list_statistics(found: Found, steps: Sequence[StepTaken]) -> None:

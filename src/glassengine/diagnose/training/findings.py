@@ -8,15 +8,14 @@ from glassengine import environment
 from glassengine.judge.sides.protocol import Guarantee
 from glassengine.results import (
     FLAGGED,
-    VERDICTS,
     Comparison,
     Divergence,
+    Findings,
     Pair,
+    Policy,
     Rung,
     Skipped,
-    Standing,
     WrittenDifferently,
-    counts_of,
     worst,
 )
 
@@ -41,7 +40,7 @@ class Found:
     judged: set[str] = field(default_factory=set)
     written: dict[str, WrittenDifferently] = field(default_factory=dict)
 
-    def conclude(self, baseline: str, candidate: str, *, fail_on: str, min_coverage: float) -> Comparison:
+    def conclude(self, baseline: str, candidate: str, policy: Policy) -> Comparison:
         """Return the comparison."""
         rungs = []
         for name, guarantee in GUARANTEES.items():
@@ -51,38 +50,20 @@ class Found:
             if own:
                 rungs.append(Rung(name, "baseline", "candidate", verdict, guarantee, len(own), None, first))
         verdict = worst(pair.verdict for pair in self.pairs)
-        coverage = len(self.judged) / len(self.wanted) if self.wanted else 1.0
         first = next((d for level in reversed(FLAGGED) for d in self.origins if d.verdict == level), None)
-        standing: Standing = "ok"
-        reason = None
-        if VERDICTS.index(verdict) >= VERDICTS.index(fail_on):
-            where = "" if first is None else f" in step {first.step}, {first.rung}: {first.site}"
-            standing, reason = "differs inside", f"a tensor is {verdict}{where}"
-        elif coverage < min_coverage:
-            wanted = f"(--min-coverage {min_coverage:g})"
-            standing = "too little judged"
-            reason = f"only {coverage:.0%} of the float-valued ops were judged {wanted}"
-        described = environment.describe()
-        return Comparison(
+        where = "" if first is None else f" in step {first.step}, {first.rung}: {first.site}"
+        found = Findings(
             baseline=baseline,
             candidate=candidate,
-            ok=standing == "ok",
-            verdict=verdict,
+            environment=environment.describe(),
+            inside=verdict,
+            inside_reason=f"a tensor is {verdict}{where}",
             first_divergence=first,
-            origins=tuple(self.origins),
-            counts=counts_of(
-                self.pairs,
-                unmatched_baseline=sum(item.side == "baseline" for item in self.skipped),
-                unmatched_candidate=sum(item.side == "candidate" for item in self.skipped),
-                not_recorded=0,
-            ),
-            pairs=tuple(self.pairs),
-            skipped=tuple(self.skipped),
-            environment={"baseline": described, "candidate": described},
-            coverage=coverage,
-            rungs=tuple(rungs),
-            not_ok_because=reason,
-            written_differently=tuple(self.written.values()),
-            too_little=standing == "too little judged",
-            standing=standing,
+            origins=self.origins,
+            pairs=self.pairs,
+            skipped=self.skipped,
+            coverage=len(self.judged) / len(self.wanted) if self.wanted else 1.0,
+            rungs=rungs,
+            written_differently=list(self.written.values()),
         )
+        return found.conclude(policy)

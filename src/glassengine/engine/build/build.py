@@ -31,7 +31,7 @@ from glassengine.engine.build.ranks import check_mesh, mesh_for, write_ranks
 from glassengine.engine.build.write import write_engine
 from glassengine.engine.run.engine import Engine
 from glassengine.engine.run.load import load
-from glassengine.engine.store import files, signing
+from glassengine.engine.store import files
 from glassengine.engine.store.recorded_model import directory_to_record
 from glassengine.errors import UsageError
 from glassengine.program import LoadedModel, Program, export_programs, load_inputs, load_model, made_up_inputs
@@ -80,7 +80,6 @@ def build(
     adapter: str | Path | None = None,
     byte_budget: int | None = None,
     artifacts: str | Path | None = None,
-    sign: str | Path | None = None,
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
     progress: Progress = silent,
@@ -115,7 +114,6 @@ def build(
         artifacts: Directory to write what the build goes through to, stage by stage; by default what
             DEBUG_ARTIFACTS_DIR names, and nothing without it. Those of an encoder or a vision program lie in
             its folder `encoder`. A dry run writes none.
-        sign: Private key of OpenSSH, or a public one whose private part an agent holds, to sign all files with.
         tensor_parallel: Ranks that share each layer; each holds its part of the weights.
         pipeline_parallel: Stages, each with layers of its own; as many ranks each as share a layer.
         progress: Called with an event when a stage begins.
@@ -134,7 +132,6 @@ def build(
     where = None if named is None else place(named)
     if target is not None and not dry_run:
         files.check_target(target, overwrite=overwrite)
-    key = None if sign is None else signing.check_key(sign)
     progress(Work.LOADING.says("loading the model"))
     loaded = load_model(
         model,
@@ -182,7 +179,6 @@ def build(
         model={"spec": loaded.spec, "directory": checkpoint, "revision": revision, **loaded.metadata},
         reloadable=checkpoint is not None and not trust_remote_code and not passes,
         notes=(note,) if note else (),
-        sign=key,
         quantize=quantize,
     )
     if note:
@@ -318,9 +314,6 @@ def _build(
         else:
             backend = find_backend(settings.backend or "")
             write_ranks(program, aside, target.name, settings, model, backend, mesh, progress=progress)
-        if settings.sign is not None:
-            progress(Work.WRITING.says("signing"))
-            signing.sign_engine(aside, settings.sign)
         made = aside.stat().st_ino
     if isinstance(target, Remote):
         return load(target, trust=True)

@@ -37,7 +37,6 @@ class Settings:
     reloadable: bool = False
     notes: tuple[str, ...] = ()
     device: str = "cpu"
-    sign: Path | None = None
     quantize: str | None = None
 
 

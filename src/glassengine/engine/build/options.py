@@ -33,7 +33,6 @@ class BuildOptions(TypedDict, total=False):
     adapter: str | Path | None
     byte_budget: int | None
     artifacts: str | Path | None
-    sign: str | Path | None
     tensor_parallel: int
     pipeline_parallel: int
     progress: Progress

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,6 @@ import torch
 
 from glassengine.backends.registry import choose_backend
 from glassengine.engine.build.describe import Settings
-from glassengine.engine.build.memory import expected_peaks, weights_bytes
 from glassengine.engine.build.outputs import Requested, output_bytes, plan, resolve_requests, tap_requests
 from glassengine.engine.store.manifest import AddedOutput
 from glassengine.engine.store.requests import read_requests, requests_from_environment
@@ -28,8 +28,6 @@ class BuildPlan(Result):
         kind: "causal_lm" or "module".
         dtype: Floating dtype.
         weights_bytes: Bytes of parameters, buffers and constants.
-        peak_bytes: Most bytes resident in "build", "run" and "check", without caches and outputs; empty where the
-            back-end was never measured.
         cache_bytes: Bytes of the key/value cache at the largest batch and length.
         added_outputs: Debug outputs.
         left_out: Debug output that does not fit the byte budget -> reason.
@@ -43,7 +41,6 @@ class BuildPlan(Result):
     kind: str
     dtype: str
     weights_bytes: int
-    peak_bytes: dict[str, int]
     cache_bytes: int
     added_outputs: tuple[AddedOutput, ...]
     left_out: dict[str, str]
@@ -67,7 +64,6 @@ def plan_build(program: Program, target: Path, settings: Settings, *, encoder: P
         kind=program.kind,
         dtype=str(program.metadata.get("dtype")),
         weights_bytes=weights_bytes(programs),
-        peak_bytes=expected_peaks(programs, chosen),
         cache_bytes=sum(tensor.nbytes for tensor in cache.values()),
         added_outputs=added,
         left_out=left_out,
@@ -75,6 +71,12 @@ def plan_build(program: Program, target: Path, settings: Settings, *, encoder: P
         decode_output_bytes=output_bytes(program, nodes, batch=batch, sequence=1, cache=length),
         notes=settings.notes,
     )
+
+
+def weights_bytes(programs: Sequence[Program]) -> int:
+    """Return the bytes of parameters, buffers and constants; tensors that share memory count once."""
+    stored = (tensor for program in programs for tensor in program.weights().values())
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in stored}.values())
 
 
 def planned_outputs(program: Program, settings: Settings) -> tuple[OutputPlan, tuple[AddedOutput, ...], dict[str, str]]:

@@ -31,10 +31,10 @@ from glassengine.executable.run.executable import load_executable
 from glassengine.program.kinds.encoder_decoder import SOURCE_MASK
 from glassengine.program.kinds.image_text import FEATURES
 from glassengine.program.representation.stored import load_names
+from glassengine.reading.copies import here
 from glassengine.results import notebook
 from glassengine.results.engines import Forward, Generation
 from glassengine.sites import SiteTable
-from glassengine.stores.mirror import here
 
 
 class Engine(LoadedEngine):

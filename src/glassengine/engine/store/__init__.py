@@ -1,1 +1,1 @@
-"""An engine on disk: its manifest, its files, who built and signed it."""
+"""An engine on disk: its manifest, its files, who built it."""

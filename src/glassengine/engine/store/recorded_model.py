@@ -18,12 +18,13 @@ import torch
 from glassengine.errors import CorruptError, GlassError, UsageError
 from glassengine.program import load_model
 from glassengine.program.loading.adapters import CONFIG as ADAPTER_CONFIG
+from glassengine.program.loading.adapters import WEIGHTS as ADAPTER_WEIGHTS
 from glassengine.program.loading.from_transformers import CONFIG
 from glassengine.reading.documents import Size, converted, read_document
 from glassengine.reading.files import is_regular, shown
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
 MAX_CONFIG_BYTES = 10_000_000
 
 _HINT = "name the model yourself: glass run --model MODEL, glass.load(ENGINE, model=MODEL); or build the engine again"

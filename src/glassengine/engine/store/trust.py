@@ -7,30 +7,26 @@ unpacks is his, too.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import logging
-import os
-import secrets
 from collections.abc import Set
 from pathlib import Path
 
-from glassengine import environment
-from glassengine.errors import GlassError, UsageError
-from glassengine.reading.files import open_regular, read_open, shown
+from glassengine.errors import UsageError
+from glassengine.reading.files import shown
+from glassengine.reading.user_key import user_key
 
 logger = logging.getLogger("glassengine")
 
 KEY_FILE = "engine-key"
-_KEY_BYTES = 32
 _PURPOSE = b"glassengine engine 1\n"
 
 
 def seal(checksum: str) -> str | None:
     """Return the proof that this user built the engine whose manifest has this checksum; None without a key."""
     try:
-        key = _key() or _new_key()
+        key = user_key(KEY_FILE, make=True)
     except OSError as error:
         logger.warning("the engine cannot be marked as built here, and will ask for --trust-engine: %s", error)
         return None
@@ -40,7 +36,7 @@ def seal(checksum: str) -> str | None:
 def is_ours(checksum: str, proof: str | None) -> bool:
     """Say whether `proof` is what `seal` gave for this checksum, here and to this user."""
     try:
-        key = None if proof is None else _key()
+        key = None if proof is None else user_key(KEY_FILE)
     except OSError:
         return False
     return key is not None and hmac.compare_digest(_mac(key, checksum).encode(), str(proof).encode())
@@ -69,52 +65,9 @@ def require_trust(name: str, backend: str, folder: Path, listed: Set[Path], *, o
         f"the engine {name!r} brings native code that you did not build on this machine",
         got=shown(f"{shortened}: back-end {backend} loads it into this process, with your permissions"),
         expected="an engine that you built here, or one whose builder you trust",
-        hint="glass verify ENGINE --signers FILE says who signed it; add --trust-engine (trust=True), or build it here",
+        hint="--trust-engine (trust=True) if you trust it, or build it here",
     )
 
 
 def _mac(key: bytes, checksum: str) -> str:
     return hmac.new(key, _PURPOSE + checksum.encode(), hashlib.sha256).hexdigest()
-
-
-def _place() -> Path:
-    return environment.config_dir() / KEY_FILE
-
-
-def _key() -> bytes | None:
-    """Return the user's key; None where there is none, or where others could know or have written it."""
-    path = _place()
-    if not os.path.lexists(path):
-        return None
-    try:
-        with open_regular(path, inside=path.parent) as file:
-            status = os.fstat(file.fileno())
-            data = read_open(file, path, most=_KEY_BYTES)
-    except GlassError as error:
-        logger.warning("the key for engines is not used: %s", error.got)
-        return None
-    is_own = not hasattr(os, "geteuid") or status.st_uid == os.geteuid()
-    if len(data) != _KEY_BYTES or not is_own or (os.name == "posix" and status.st_mode & 0o077):
-        logger.warning("the key for engines is not used: %s must be yours alone (chmod 600), of 32 bytes", path)
-        return None
-    return data
-
-
-def _new_key() -> bytes | None:
-    """Make a key; of two processes that do so at once the second takes the first one's."""
-    path = _place()
-    if os.path.lexists(path):  # one that is not used
-        return None
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    temporary = path.with_name(f".{KEY_FILE}.{os.getpid()}.{secrets.token_hex(4)}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(secrets.token_bytes(_KEY_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
-        with contextlib.suppress(FileExistsError):
-            path.hardlink_to(temporary)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return _key()

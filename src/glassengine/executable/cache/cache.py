@@ -1,10 +1,9 @@
-"""The persistent cache of compiled graphs: what another process has compiled is loaded, not compiled again.
+"""Shares compiled graphs between processes: the second process loads them, and compiles nothing.
 
-It holds no format of its own. An entry is a directory in which the back-end's compiler keeps what it wants to find
-again (for Inductor: its FX-graph cache and the libraries it built) and a manifest with the parts of the key. Loading is
-the same call of the compiler as compiling, made where it finds its files; it checks its own key as well, so that a part
-missing from ours costs a compilation and never gives another graph's code. Any cache failure falls back to
-compiling, logs a warning and never raises.
+The compiler keeps its products in a directory (Inductor: the FX-graph and AOTAutograd caches of torch, and the
+libraries that it built); an entry of the store is such a directory. Loading is the same call of the compiler, in a copy
+of that directory. The compiler compares its own key as well, so a part missing from ours costs a compilation and never
+gives the code of another graph. Any cache failure falls back to compiling, logs a warning and never raises.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from glassengine import environment
 from glassengine.errors import CorruptError, UsageError
-from glassengine.executable.cache.key import Parts, digest, explain_miss, key_parts
-from glassengine.executable.cache.manifest import Manifest
-from glassengine.executable.cache.store import Store, list_files
+from glassengine.executable.cache.key import Parts, differences, digest, explain_miss, key_parts, surroundings
+from glassengine.executable.cache.store import Manifest, Store
 from glassengine.executable.graph.graph import CapturedGraph
 from glassengine.executable.metrics.metrics import registry
+from glassengine.results.compilation import CachedGraph, CacheReport
 from glassengine.writing.files import remove_tree
 
 logger = logging.getLogger("glassengine")
@@ -41,14 +40,14 @@ _said: set[str] = set()
 
 @dataclass
 class Work:
-    """What a compiler did in a directory: took the code from it, or cannot keep it there for `reason`."""
+    """Reports what a compiler did in a directory: it took the code from it, or cannot keep it there for `reason`."""
 
     reused: bool = False
     reason: str = ""
 
 
 class CompilerCache(Protocol):
-    """What a back-end hands in whose compiler can find its products again."""
+    """The caches of a compiler that can find its products again."""
 
     def parts(self) -> Parts:
         """Return the back-end's name, its options, and its settings that differ from their defaults."""
@@ -62,7 +61,7 @@ class Compiled:
     """A compiled graph.
 
     Attributes:
-        function: What the compiler gave.
+        function: Result of the compiler.
         key: In the cache; "" where it is not kept there.
         outcome: "hit" if nothing was compiled; else "miss", "corrupt" (an entry was damaged), "off" (no cache).
         cause: Why it was compiled; "" for a hit.
@@ -81,16 +80,15 @@ def compiled(
 
     Args:
         name: Of the executable.
-        graph: What is compiled.
-        compiler: Compiles; is called again where what the cache held proves unusable.
+        graph: The graph to compile.
+        compiler: Compiles; is called again if a cached product proves unusable.
         cache: Of the back-end; None where its compiler keeps nothing.
 
     Raises:
-        Exception: What `compiler` raises.
+        Exception: Any exception of `compiler`.
     """
-    store = open_store() if cache is not None else None
-    directory = _new_directory() if store is not None else None
-    if cache is None or store is None or directory is None:
+    store = _open_store() if cache is not None else None
+    if cache is None or store is None or (directory := _new_directory()) is None:
         return Compiled(compiler(), "", "off", "the cache is off")
     parts = key_parts(graph, cache.parts())
     key = digest(parts)
@@ -103,47 +101,69 @@ def compiled(
                 function = compiler()
         except Exception as error:
             if outcome != "hit":
-                _count(outcome)
+                registry.count(f"PersistentCache{outcome.capitalize()}")
                 raise
-            outcome, cause = "corrupt", f"cache entry {key} cannot be loaded: {error}"
-            _report_damage(store, key, cause)
-            _empty(directory)
+            outcome, cause = "corrupt", _drop(store, key, f"cache entry {key} cannot be loaded: {error}")
+            directory = Path(tempfile.mkdtemp(dir=directory.parent))
             with cache.within(directory) as work:
                 function = compiler()
         if outcome == "hit" and not work.reused:
             outcome, cause = "miss", "the compiler found a difference that is in no part of the key"
         if outcome != "hit" and not work.reason:
-            seconds = time.perf_counter() - start
-            _keep(store, Manifest(key, name, graph.hash, parts, cause, seconds), directory)
-    _count(outcome)
+            _keep(store, name, graph.hash, parts, cause, time.perf_counter() - start, directory)
+    registry.count(f"PersistentCache{outcome.capitalize()}")
     if outcome != "hit":
         logger.info("not in the cache: %s: %s%s", name, cause, f"; not kept: {work.reason}" if work.reason else "")
     return Compiled(function, "" if work.reason else key, outcome, cause)
 
 
-def _count(outcome: Outcome) -> None:
-    registry.count(f"PersistentCache{outcome.capitalize()}")
+def examine_cache() -> CacheReport:
+    """Return what the persistent cache of compiled graphs holds; nothing is created or changed.
+
+    Raises:
+        UsageError: GLASS_CACHE_MAX_BYTES is not a number.
+    """
+    root, limit = environment.cache_dirs()["glassengine"], _max_bytes()
+    if not root.exists():
+        return CacheReport(str(root), limit, "", (), {})
+    try:
+        store, now = Store(root), surroundings()
+        entries = [
+            CachedGraph(
+                found.manifest.key,
+                found.manifest.name,
+                found.manifest.graph_hash,
+                found.num_hits,
+                found.manifest.num_bytes,
+                found.manifest.compile_s,
+                found.last_used,
+                found.manifest.cause,
+                "; ".join(map(str, differences({part: found.manifest.parts.get(part, {}) for part in now}, now))),
+                found.manifest.parts,
+            )
+            for found in sorted(store.entries(), key=lambda found: -found.last_used)
+        ]
+        return CacheReport(str(root), limit, "", tuple(entries), store.damaged())
+    except (UsageError, OSError) as error:
+        return CacheReport(str(root), limit, str(error), (), {})
 
 
-def open_store() -> Store | None:
+def _open_store() -> Store | None:
     """Return the store that the environment names; None, with a warning, where it cannot be used.
 
     Raises:
         UsageError: GLASS_CACHE_MAX_BYTES is not a number.
     """
-    if max_bytes() == 0:
+    if _max_bytes() == 0:
         return None
-    root = environment.cache_dirs()["glassengine"]
     try:
-        store = _store_at(root)
-        store.check()
-        return store
+        return Store(environment.cache_dirs()["glassengine"])
     except (UsageError, OSError) as error:
         _warn_once(f"compiled graphs are not kept: {error}")
         return None
 
 
-def max_bytes() -> int:
+def _max_bytes() -> int:
     """Return how large the cache may grow.
 
     Raises:
@@ -160,53 +180,42 @@ def max_bytes() -> int:
     return int(value)
 
 
-@functools.lru_cache(maxsize=4)
-def _store_at(root: Path) -> Store:
-    return Store(root)
-
-
 def _look_up(store: Store, key: str, parts: Parts, directory: Path) -> tuple[Outcome, str]:
     """Fill `directory` with the entry; return what was found, and why the graph must be compiled where it must."""
     try:
-        if store.fetch(key, directory) is not None:
+        if store.fetch(key, directory):
             return "hit", ""
-        stored = (
-            (f"{entry.manifest.name} {entry.manifest.key[:8]}", entry.manifest.parts) for entry in store.entries()
-        )
-        return "miss", str(explain_miss(parts, stored))
+        stored = (found.manifest for found in store.entries())
+        return "miss", explain_miss(parts, ((f"{one.name} {one.key[:8]}", one.parts) for one in stored))
     except CorruptError as error:
-        cause = f"{error.what}: {error.got}" if error.got else error.what
-        _report_damage(store, key, cause)
+        return "corrupt", _drop(store, key, f"{error.what}: {error.got}" if error.got else error.what)
     except Exception as error:  # any cache failure falls back to compiling
-        cause = f"the cache cannot be read: {error}"
-        _warn_once(cause)
-        _empty(directory)
+        _warn_once(cause := f"the cache cannot be read: {error}")
         return "miss", cause
-    _empty(directory)
-    return "corrupt", cause
 
 
-def _report_damage(store: Store, key: str, cause: str) -> None:
+def _drop(store: Store, key: str, cause: str) -> str:
     logger.warning("%s; it is removed from %s, and compiled again", cause, store.root)
     store.remove(key)
+    return cause
 
 
-def _keep(store: Store, manifest: Manifest, directory: Path) -> None:
+def _keep(store: Store, name: str, hash: str, parts: Parts, cause: str, seconds: float, directory: Path) -> None:
+    plain = {part: dict(values) for part, values in parts.items()}
+    limit = _max_bytes()
     try:
-        store.put(replace(manifest, files=list_files(directory)), directory)
-        removed = store.shrink(max_bytes())
-    except UsageError:
-        raise
+        manifest = Manifest(
+            key=digest(parts), name=name, graph_hash=hash, parts=plain, cause=cause, compile_s=round(seconds, 3)
+        )
+        store.put(manifest, directory)
+        removed = store.shrink(limit)
     except Exception as error:
         _warn_once(f"compiled graphs are not kept: {error}")
         return
     if removed:
         registry.count("PersistentCacheEvicted", len(removed))
+        _warn_once(f"the cache {store.root} is full (GLASS_CACHE_MAX_BYTES={limit}): least recently used entries go")
         freed = sum(entry.manifest.num_bytes for entry in removed)
-        text = (
-            f"the cache {store.root} is full (GLASS_CACHE_MAX_BYTES={max_bytes()}): what was used least recently goes"
-        )
-        _warn_once(text)
         logger.info("removed from the cache: %d entries, %d bytes", len(removed), freed)
 
 
@@ -230,7 +239,7 @@ def _scratch(pid: int) -> Path:
 
 
 def _new_directory() -> Path | None:
-    """Return an empty directory, which stays: compiled code may load more of its files when it first runs.
+    """Return an empty directory that stays: compiled code may load more files of it when it first runs.
 
     None, with a warning, where none can be made.
     """
@@ -241,8 +250,3 @@ def _new_directory() -> Path | None:
     except OSError as error:
         _warn_once(f"compiled graphs are not kept: {error}")
         return None
-
-
-def _empty(directory: Path) -> None:
-    for path in directory.iterdir():
-        remove_tree(path) if path.is_dir() else path.unlink()

@@ -1,8 +1,4 @@
-"""What compiled code depends on, part by part, so that a key can be explained as well as compared.
-
-A key alone answers "the same or not"; users ask why it is not the same. So the parts are stored beside what they lead
-to, and the answer is the difference to the stored entry that is nearest.
-"""
+"""Lists everything that compiled code depends on, part by part, and explains a miss by the parts that differ."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from glassengine.executable.graph.graph import CapturedGraph
 Parts = Mapping[str, Mapping[str, str]]
 """Part ("inputs", "versions", ...) -> name within it -> value, all as text."""
 
-SCHEMA_VERSION = 1  # of the parts, and of the entries that keep them
+SCHEMA_VERSION = 2  # of the parts, and of the entries that keep them
 _READABLE = 300  # characters of a graph that are kept as they are
 _LONG = 60  # characters of a value above which only the words that differ are shown
 
@@ -28,8 +24,8 @@ def key_parts(graph: CapturedGraph, compiler: Parts) -> Parts:
     """Return everything that the compiled code of `graph` depends on.
 
     Args:
-        graph: What is compiled. Its operations and inputs are parts of their own: most misses are another input.
-        compiler: What the back-end adds: its name, options and settings.
+        graph: The graph to compile. Its operations and inputs are parts of their own: most misses are another input.
+        compiler: The parts of the back-end: its name, options and settings.
     """
     operations = [line.partition(" = ")[2] for line in graph.lines if " = input " not in line]
     return {
@@ -49,7 +45,7 @@ def key_parts(graph: CapturedGraph, compiler: Parts) -> Parts:
 
 
 def _short(texts: Iterable[str]) -> str:
-    """Return what is read where it is short, as for a single operation, and a hash of it otherwise."""
+    """Return short texts as they are, as for a single operation, and a hash of longer ones."""
     text = " ".join(texts)
     return text if len(text) <= _READABLE else hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -84,7 +80,7 @@ def digest(parts: Parts) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """One value that differs: `stored` in the nearest entry, `wanted` now; "" where there is none."""
+    """One value that differs: `stored` in the nearest entry, `wanted` now; "" where it is absent."""
 
     part: str
     name: str
@@ -115,42 +111,26 @@ def differences(stored: Parts, wanted: Parts) -> list[Difference]:
     return found
 
 
-@dataclass(frozen=True)
-class Miss:
-    """Why nothing stored fits.
-
-    Attributes:
-        nearest: Name and key of the stored entry that differs least; "" where nothing is stored.
-        differences: To it. Where the calls of the graph are among them, no entry has these operations.
-    """
-
-    nearest: str
-    differences: tuple[Difference, ...]
-
-    def __str__(self) -> str:
-        if not self.nearest:
-            return "nothing is stored yet"
-        if any(difference.name == "calls" for difference in self.differences):
-            rest = [difference for difference in self.differences if difference.part not in ("graph", "inputs")]
-            also = f"; compiled otherwise, too: {_listed(rest)}" if rest else ""
-            return f"no entry has these operations{also}"
-        return f"{_listed(self.differences)} (nearest: {self.nearest})"
-
-
-def explain_miss(wanted: Parts, stored: Iterable[tuple[str, Parts]]) -> Miss:
-    """Return why no entry has the key of `wanted`.
+def explain_miss(wanted: Parts, stored: Iterable[tuple[str, Parts]]) -> str:
+    """Return why no entry has the key of `wanted`: the difference to the nearest entry.
 
     Args:
-        wanted: What was looked for.
+        wanted: The parts of the lookup.
         stored: (name, parts) of every entry.
     """
-    best: tuple[tuple[bool, int], str, list[Difference]] | None = None
-    for name, parts in stored:
-        found = differences(parts, wanted)
-        rank = (any(difference.name == "calls" for difference in found), len(found))
-        if best is None or rank < best[0]:
-            best = (rank, name, found)
-    return Miss("", ()) if best is None else Miss(best[1], tuple(best[2]))
+    candidates = [(differences(parts, wanted), name) for name, parts in stored]
+    if not candidates:
+        return "nothing is stored yet"
+    found, name = min(candidates, key=lambda one: (_has_other_calls(one[0]), len(one[0])))
+    if not _has_other_calls(found):
+        return f"{_listed(found)} (nearest: {name})"
+    rest = [difference for difference in found if difference.part not in ("graph", "inputs")]
+    also = f"; compiled otherwise, too: {_listed(rest)}" if rest else ""
+    return f"no entry has these operations{also}"
+
+
+def _has_other_calls(found: Iterable[Difference]) -> bool:
+    return any(difference.name == "calls" for difference in found)
 
 
 def _listed(found: Iterable[Difference], limit: int = 4) -> str:

@@ -1,50 +1,73 @@
-"""The directory of the persistent cache: one directory per compiled graph, which appears whole or not at all.
+"""Stores the products of a compiler: one directory per compiled graph, which appears whole or not at all.
 
-    <key>/manifest.json   key, name, parts of the key, why it was compiled, checksums of the files; itself checksummed
-    <key>/files/          what the compiler keeps of its own, in its own format
-    <key>/uses            a byte for every hit; its time of change is that of the last use
+    <key>/manifest.json   parts of the key, cause of the compilation, digest of the files
+    <key>/files/          the compiler's own files, in its own format
+    <key>/uses            one byte per hit; its time is that of the last use
 
-What is in `files` becomes code of the process that loads it. So the directory must belong to the user alone, nothing is
-taken from it but what the manifest lists, and every file is checked while it is copied out: the compiler never works in
-this directory, and what it reads is what was checked.
+Loading these files runs their code. So the directory must belong to the user alone, and the compiler reads a checked
+copy of the files.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import os
 import re
-import shutil
-import stat
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+
+import msgspec
 
 from glassengine.errors import CorruptError, UsageError
-from glassengine.executable.cache.key import digest
-from glassengine.executable.cache.manifest import (
-    Manifest,
-    manifest_text,
-    read_manifest,
-)
-from glassengine.reading.files import open_regular, shown
-from glassengine.writing.files import append, remove_tree
+from glassengine.executable.cache.key import SCHEMA_VERSION, digest
+from glassengine.reading.documents import Size, read_document
+from glassengine.reading.files import open_regular, require_directory, shown
+from glassengine.writing.files import append, private_directory, remove_tree, untrusted
 from glassengine.writing.locations import local
 
 _MANIFEST, _FILES, _USES = "manifest.json", "files", "uses"
+_MAX_MANIFEST_BYTES = 4 << 20
 _CHUNK = 1 << 20
-_ABANDONED_S = 3600.0  # age above which what a killed process was writing is removed
+_ABANDONED_S = 3600.0  # age above which the unfinished entry of a killed process is removed
 _KEY = re.compile(r"[0-9a-f]{40}")
-_TRIES = 3  # another process may replace an entry while it is read
+_TRIES = 3  # another process may replace an entry meanwhile
 _serial = itertools.count()
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """Describes one entry.
+
+    Attributes:
+        key: Digest of `parts`.
+        name: Of the executable it was compiled for first.
+        graph_hash: Of the captured graph.
+        parts: Of the key.
+        cause: Why it was compiled.
+        compile_s: Seconds of the compilation.
+        num_bytes: Of all files.
+        content: SHA-256 of their names and bytes.
+        schema_version: Of this document.
+    """
+
+    key: str
+    name: str
+    graph_hash: str
+    parts: dict[str, dict[str, str]]
+    cause: str
+    compile_s: float
+    num_bytes: Size = 0
+    content: str = ""
+    schema_version: int = SCHEMA_VERSION
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A stored entry: its manifest, how often it was taken, and when last, in seconds since the epoch."""
+    """A stored entry: its manifest, its hits, and its last use in seconds since the epoch."""
 
     manifest: Manifest
     num_hits: int
@@ -64,80 +87,56 @@ class Store:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._manifests: dict[str, tuple[int, Manifest]] = {}
         self.check()
 
     def check(self) -> None:
-        """Make sure that the directory is there and can be trusted: it may have changed since it was opened.
-
-        Raises:
-            UsageError: Another user owns the directory or can write to it.
-            OSError: It can neither be read nor created.
-        """
+        """Create the directory if need be, and refuse one that is not the user's alone; raises as `Store`."""
         local(self.root)
-        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = self.root.stat()
-        problem = None
-        if hasattr(os, "geteuid") and status.st_uid != os.geteuid():
-            problem = f"user {status.st_uid} owns it"
-        elif os.name == "posix" and status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            problem = f"mode {stat.S_IMODE(status.st_mode):04o}: others can write to it"
-        if problem is not None:
+        private_directory(self.root)
+        if problem := untrusted(self.root.stat()):
             raise UsageError(
                 f"the cache of compiled graphs {self.root} cannot be trusted",
                 got=problem,
-                expected="a directory of your own, mode 0700: what is in it is run",
+                expected="a directory of your own, mode 0700: its files are run",
                 hint="chmod 700, or another directory: GLASS_CACHE_DIR",
             )
 
-    def fetch(self, key: str, target: Path) -> Manifest | None:
-        """Copy the files of an entry into the empty directory `target`, checking them; None if there is no entry.
+    def fetch(self, key: str, target: Path) -> bool:
+        """Copy the files of an entry into the empty directory `target`; False if there is no entry.
 
         Raises:
             CorruptError: The entry is damaged.
         """
-        damage: CorruptError | None = None
+        entry = self.root / key
         for _ in range(_TRIES):
-            # What is missing belonged to an entry that another process has removed, unless it goes on missing.
-            entry, damage = self.root / key, None
             try:
-                manifest = read_manifest(entry / _MANIFEST)
-            except FileNotFoundError:
-                if not entry.is_dir():
-                    return None
-                damage = CorruptError(f"cache entry {key} has no manifest")
-                continue
-            if digest(manifest.parts) != key:
-                raise CorruptError(f"cache entry {key} is of another key", got=manifest.key)
-            try:
-                _require_own_directories(entry, manifest)
-                for name, (size, checksum) in manifest.files.items():
-                    _copy_checked(entry / _FILES / name, target / name, size, checksum)
-            except FileNotFoundError as error:
-                if (entry / _MANIFEST).exists():
-                    damage = CorruptError(f"cache entry {key} lacks a file", got=Path(error.filename).name)
+                manifest = _read_manifest(entry)
+                require_directory(entry / _FILES)
+                if _copied(entry / _FILES, target) != (manifest.content, manifest.num_bytes):
+                    raise CorruptError(f"files of cache entry {key} are damaged")
+            except (CorruptError, OSError) as error:
+                _empty(target)
+                if not (entry / _MANIFEST).exists() and not (entry / _FILES).exists():
+                    return False
+                damage = error
                 continue
             with contextlib.suppress(OSError):
                 append(entry / _USES, b".")
-            return manifest
-        if damage is not None:
-            raise damage
-        return None
+            return True
+        raise damage if isinstance(damage, CorruptError) else CorruptError(f"cache entry {key} is damaged: {damage}")
 
     def put(self, manifest: Manifest, source: Path) -> None:
-        """Store the files of `source` that the manifest lists; an entry of the same key is replaced.
+        """Store the files of `source`; an entry of the same key is replaced.
 
         Raises:
-            OSError: The disk is full, the directory cannot be written; nothing is left behind.
+            OSError: The disk is full, or the directory cannot be written; nothing is left behind.
         """
         self._remove_abandoned()
         aside = self._aside()
         try:
-            for name in manifest.files:
-                target = aside / _FILES / name
-                target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                shutil.copyfile(source / name, target)
-            (aside / _MANIFEST).write_text(manifest_text(manifest), encoding="utf-8")
+            content, num_bytes = _copied(source, aside / _FILES)
+            manifest = msgspec.structs.replace(manifest, content=content, num_bytes=num_bytes)
+            (aside / _MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
             for _ in range(_TRIES):
                 try:
                     aside.rename(self.root / manifest.key)
@@ -150,58 +149,44 @@ class Store:
             remove_tree(aside)
 
     def remove(self, key: str) -> None:
-        """Remove an entry, if it can be; one that another process is reading vanishes for it as a whole."""
+        """Remove an entry if possible; for a process that reads it, it vanishes as a whole."""
         aside = self._aside()
         with contextlib.suppress(OSError):
             (self.root / key).rename(aside)
         remove_tree(aside)
 
     def damaged(self) -> dict[str, str]:
-        """Return key -> what is wrong of entries that cannot be read; they are removed when they are next wanted."""
-        found = {}
-        for path in sorted(self.root.iterdir()):
-            if _KEY.fullmatch(path.name):
-                try:
-                    self._manifest(path)
-                except (OSError, CorruptError) as error:
-                    found[path.name] = str(error)
-        return found
+        """Return key -> problem of entries whose manifest cannot be read; the next lookup removes them."""
+        return {key: str(found) for key, found in self._manifests() if not isinstance(found, Manifest)}
 
     def entries(self) -> Iterator[Entry]:
         """Yield every entry whose manifest can be read."""
-        for path in sorted(self.root.iterdir()):
-            if not _KEY.fullmatch(path.name):
-                continue
-            try:
-                changed, known = self._manifest(path)
-            except (OSError, CorruptError):
-                continue
-            try:
-                uses = (path / _USES).stat()
-                yield Entry(known, uses.st_size, uses.st_mtime)
-            except OSError:
-                yield Entry(known, 0, changed * 1e-9)
+        for key, manifest in self._manifests():
+            if isinstance(manifest, Manifest):
+                with contextlib.suppress(OSError):
+                    uses = self.root / key / _USES
+                    status = uses.stat() if uses.exists() else None
+                    made = (self.root / key / _MANIFEST).stat().st_mtime
+                    yield Entry(manifest, status.st_size if status else 0, status.st_mtime if status else made)
 
     def shrink(self, max_bytes: int) -> list[Entry]:
-        """Remove the entries that were used least recently until all are within `max_bytes`, and return them."""
+        """Remove the least recently used entries until the rest is within `max_bytes`, and return them."""
         entries = sorted(self.entries(), key=lambda entry: entry.last_used)
         total = sum(entry.manifest.num_bytes for entry in entries)
         removed = []
-        for entry in entries:
-            if total <= max_bytes:
-                break
-            self.remove(entry.manifest.key)
-            total -= entry.manifest.num_bytes
-            removed.append(entry)
+        while entries and total > max_bytes:
+            removed.append(entries.pop(0))
+            self.remove(removed[-1].manifest.key)
+            total -= removed[-1].manifest.num_bytes
         return removed
 
-    def _manifest(self, entry: Path) -> tuple[int, Manifest]:
-        """Return when the manifest of an entry changed, in nanoseconds since the epoch, and the manifest."""
-        changed = (entry / _MANIFEST).stat().st_mtime_ns
-        known = self._manifests.get(entry.name)
-        if known is None or known[0] != changed:
-            known = self._manifests[entry.name] = (changed, read_manifest(entry / _MANIFEST))
-        return known
+    def _manifests(self) -> Iterator[tuple[str, Manifest | Exception]]:
+        for path in sorted(self.root.iterdir()):
+            if _KEY.fullmatch(path.name):
+                try:
+                    yield path.name, _known_manifest(path, (path / _MANIFEST).stat().st_mtime_ns)
+                except (OSError, CorruptError) as error:
+                    yield path.name, error
 
     def _aside(self) -> Path:
         return self.root / f".{os.getpid()}-{next(_serial)}-{time.time_ns():x}"
@@ -213,47 +198,44 @@ class Store:
                     remove_tree(path)
 
 
-def list_files(directory: Path) -> dict[str, tuple[int, str]]:
-    """Return relative path -> (bytes, sha256) of every file under `directory`, without the compiler's locks."""
-    found = {}
-    for path in sorted(directory.rglob("*")):
-        if path.is_file() and not path.is_symlink() and path.suffix != ".lock":
-            with open_regular(path, inside=path.parent) as file:
-                checksum = hashlib.file_digest(file, "sha256").hexdigest()
-            found[path.relative_to(directory).as_posix()] = (path.stat().st_size, checksum)
+def _read_manifest(entry: Path) -> Manifest:
+    what = f"the manifest of cache entry {entry.name}"
+    most = _MAX_MANIFEST_BYTES
+    found = read_document(
+        entry / _MANIFEST, Manifest, most=most, inside=entry.parent, what=what, version=SCHEMA_VERSION
+    )
+    if found.key != entry.name or digest(found.parts) != entry.name:
+        raise CorruptError(f"cache entry {entry.name} is of another key", got=shown(found.key))
     return found
 
 
-def _require_own_directories(entry: Path, manifest: Manifest) -> None:
-    """Raise CorruptError where a link instead of a directory of an entry."""
-    directories = {parent for name in manifest.files for parent in PurePosixPath(_FILES, name).parents}
-    for path in directories:
-        if (entry / path).is_symlink():
-            raise CorruptError(f"cache entry {entry.name} is damaged", got=f"{shown(entry / path)} is a link")
+@functools.lru_cache(maxsize=4096)
+def _known_manifest(entry: Path, changed_ns: int) -> Manifest:
+    return _read_manifest(entry)
 
 
-def _copy_checked(source: Path, target: Path, size: int, checksum: str) -> None:
-    """Copy a file that must have `size` bytes and the SHA-256 `checksum`.
+def _copied(source: Path, target: Path) -> tuple[str, int]:
+    """Copy all files but links and the compiler's locks; return the digest of their names and bytes, and their size.
 
     Raises:
-        CorruptError: It has not.
-        FileNotFoundError: There is none.
+        CorruptError: There is a pipe, for one.
+        OSError: A file cannot be written, or is gone.
     """
-    found = hashlib.sha256()
-    try:
-        descriptor = os.open(source, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise CorruptError(f"{source.name} in the cache cannot be read", got=str(error)) from error
-    with open(descriptor, "rb") as file:  # noqa: PTH123
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode) or status.st_size != size:
-            raise CorruptError(f"{source.name} in the cache is damaged", got=f"{status.st_size} bytes, not {size}")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with target.open("wb") as copy:
+    digest, num_bytes = hashlib.sha256(), 0
+    target.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for path in sorted(source.rglob("*")):
+        if path.is_symlink() or path.is_dir() or path.suffix == ".lock":
+            continue
+        name = path.relative_to(source)
+        digest.update(f"{name.as_posix()}\0".encode())
+        (target / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open_regular(path, inside=source) as file, (target / name).open("wb") as copy:
             while chunk := file.read(_CHUNK):
-                found.update(chunk)
-                copy.write(chunk)
-    if found.hexdigest() != checksum:
-        raise CorruptError(f"{source.name} in the cache is damaged", got="other bytes than were stored")
+                num_bytes += copy.write(chunk)
+                digest.update(chunk)
+    return digest.hexdigest(), num_bytes
+
+
+def _empty(directory: Path) -> None:
+    for path in directory.iterdir():
+        remove_tree(path) if path.is_dir() else path.unlink()

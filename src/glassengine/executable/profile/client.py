@@ -1,28 +1,30 @@
-"""Ask a program that runs for a profile: the other end of `profile_server`."""
+"""Asks a running program for a profile: the client of `ProfileServer`."""
 
 from __future__ import annotations
 
-import http.client
 import json
 import re
-from pathlib import Path
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from typing import Any
 
 import msgspec
 
 from glassengine.errors import CorruptError, UsageError
-from glassengine.executable.profile.requests import PATH
 from glassengine.executable.profile.taker import DEFAULT_PORT, DEFAULT_S, check
-from glassengine.executable.profile.token import token_of
 from glassengine.reading.documents import parsed
+from glassengine.reading.user_key import user_key
 
+KEY_FILE = "profile-key"
 _MAX_ANSWER = 64 << 10
+_FIRST_WORD_S = 10.0
+"""How long a server may take until it asks for the key."""
 _WRITING_S = 120.0
-"""How long a program may write what it took."""
+"""How long a program may take to write a profile."""
 
 
 class _Answer(msgspec.Struct):
-    """What the server says: the first four of a profile, or an error."""
+    """Answer of the server: the first four fields describe a profile; otherwise there is an error."""
 
     directory: str = ""
     num_steps: int = 0
@@ -31,44 +33,50 @@ class _Answer(msgspec.Struct):
     error: str = ""
 
 
-def request_profile(
-    address: str, *, steps: int = 1, timeout_s: float = DEFAULT_S, token_file: str | Path | None = None
-) -> dict[str, Any]:
+def request_profile(address: str, *, steps: int = 1, timeout_s: float = DEFAULT_S) -> dict[str, Any]:
     """Ask the server at `address` ("localhost:9012") for a profile and return its answer.
 
-    A caller that goes away while it waits, by Ctrl-C for example, ends the profile with the steps that it has.
+    If the caller is interrupted while it waits, the profile ends with the steps so far.
 
     Args:
         address: On this machine.
-        steps: How many.
-        timeout_s: For how many seconds at most.
-        token_file: What the server wrote, where it is not at the usual place of this user.
+        steps: Number of steps.
+        timeout_s: Most seconds of the profile.
 
     Raises:
-        UsageError: No server answers, or it takes no profile; with the reason.
-        CorruptError: The token file is damaged.
+        UsageError: No server of this user answers, or it takes no profile.
     """
     found = re.fullmatch(r"(?:http://)?(?:localhost|127\.0\.0\.1):([0-9]{1,5})/?", address)
     port = int(found[1]) if found else 0
     if not 0 < port < 1 << 16:
         raise UsageError("not the address of a profile server", got=address, expected=f"localhost:{DEFAULT_PORT}")
     check(steps, timeout_s)
-    headers = {"Authorization": f"Bearer {token_of(port, token_file)}", "Content-Type": "application/json"}
-    body = json.dumps({"steps": steps, "timeout_s": timeout_s})
-    # Not by name: the token is for the listener at this address, and "localhost" may resolve to another one.
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s + _WRITING_S)
     try:
-        connection.request("POST", PATH, body, headers)
-        response = connection.getresponse()
-        answer = parsed(response.read(_MAX_ANSWER), _Answer, address, what="the answer of a profile server")
-    except (OSError, http.client.HTTPException, CorruptError) as error:
+        key = user_key(KEY_FILE)
+        if key is None:
+            raise ConnectionRefusedError("this user has started no profile server")
+        # "localhost" may resolve to an address of another server.
+        with Client(("127.0.0.1", port)) as connection:
+            data = _asked(connection, key, {"steps": steps, "timeout_s": timeout_s}, timeout_s + _WRITING_S)
+        answer = parsed(data, _Answer, address, what="the answer of a profile server")
+    except (OSError, EOFError, AuthenticationError, AssertionError, CorruptError) as error:  # Python 3.11 asserts
         raise UsageError(
-            "no profile server answers",
-            got=f"{address}: {error}",
+            "no profile server of this user answers",
+            got=f"{address}: {error or type(error).__name__}",
             hint=f"glass.profiler.start_server({port}) in the program",
         ) from error
-    finally:
-        connection.close()
-    if response.status != 200:
-        raise UsageError("the program takes no profile", got=answer.error or f"status {response.status}")
+    if answer.error:
+        raise UsageError("the program takes no profile", got=answer.error)
     return {name: getattr(answer, name) for name in ("directory", "num_steps", "complete", "ended")}
+
+
+def _asked(connection: Connection[Any, Any], key: bytes, request: dict[str, Any], timeout_s: float) -> bytes:
+    """Return the answer to a request; both sides prove that they know the key."""
+    if not connection.poll(_FIRST_WORD_S):
+        raise TimeoutError("no answer: another kind of server, or a busy one")
+    answer_challenge(connection, key)
+    deliver_challenge(connection, key)
+    connection.send_bytes(json.dumps(request).encode())
+    if not connection.poll(timeout_s):
+        raise TimeoutError("no answer in time")
+    return connection.recv_bytes(_MAX_ANSWER)

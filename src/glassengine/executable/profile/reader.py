@@ -12,9 +12,9 @@ import msgspec
 from glassengine.errors import CorruptError, UsageError
 from glassengine.executable.profile.profile import SUMMARY
 from glassengine.executable.profile.trace import SCHEMA_VERSION
+from glassengine.reading.copies import here
 from glassengine.reading.documents import Size, parsed
 from glassengine.reading.files import read_bytes
-from glassengine.stores.mirror import here
 from glassengine.writing.checksums import document_checksum
 
 # Version from which on a profile has a checksum.

@@ -1,38 +1,58 @@
-"""Take profiles of a process that runs: asked for over loopback, or by a file.
+"""Takes profiles of a running process: on request over loopback, or by a file.
 
-The process says `glass.profiler.start_server(9012)` once. Then, from another terminal of the same user,
+The process calls `glass.profiler.start_server(9012)` once. Then
 
     glass profile --capture localhost:9012 --steps 5
 
-takes a profile of the next five steps; so does writing `5` into the file `capture` in the server's directory, and `0`
-ends one that is being taken. Where the profiles go is the process's choice, never the request's. A request needs the
-token from a file that only this user can read (`profile_token`).
+in another terminal of the same user takes a profile of the next five steps. So does writing `5` into the file `capture`
+in the server's directory; `0` ends a profile. The process alone decides where profiles are written.
+
+Server and client prove to each other that they know a key of this user (`multiprocessing.connection`). Messages are
+JSON documents of bounded size, never pickles. The number of clients is bounded, and each of them has a deadline, so
+that no client delays the process.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import json
 import logging
+import math
 import os
+import socket
 import stat
 import threading
+import time
 from collections.abc import Callable
-from http import HTTPStatus
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any
 
-from glassengine.errors import CorruptError, GlassError, UsageError
+from glassengine import environment
+from glassengine.errors import GlassError, UsageError
+from glassengine.executable.profile.client import KEY_FILE
 from glassengine.executable.profile.profile import prepare
-from glassengine.executable.profile.requests import Connection, Listener, Reply
 from glassengine.executable.profile.taker import DEFAULT_PORT, DEFAULT_S, Asked, Taker, check
-from glassengine.executable.profile.token import Entry, TokenFile, new_token, write
 from glassengine.reading.documents import parsed
 from glassengine.reading.files import read_text
+from glassengine.reading.user_key import user_key
 from glassengine.writing.locations import local
 
 logger = logging.getLogger("glassengine")
 
 TRIGGER = "capture"
+MAX_REQUEST = 4096
+"""Bytes of a request."""
+MAX_CLIENTS = 16
+"""At a time; the oldest one that has sent no request makes room."""
+REQUEST_S = 5.0
+"""Time of a client from its connection to the end of its request."""
+ACCEPT_S = 0.01
+"""Least time between two connections; faster ones wait in the kernel."""
+BACKLOG = 512
+POLL_S = 0.25
 _MAX_TRIGGER = 40
 _MAX_WRITING_S = 60.0
 _running: list[ProfileServer] = []
@@ -42,39 +62,37 @@ class ProfileServer:
     """Takes profiles on request until `stop` or the end of the process.
 
     Attributes:
-        directory: Where profiles are written.
+        directory: Of the profiles.
         port: On loopback.
-        token_file: Where a client finds the token that it has to send.
     """
 
-    def __init__(self, port: int, directory: Path, token_file: Path | None = None) -> None:
-        directory = directory.absolute()  # clients and the program may have other working directories
-        self.directory = directory
-        self._taker = Taker(directory)
-        self._client: Connection | None = None
-        self._thread: threading.Thread | None = None
+    def __init__(self, port: int, directory: Path) -> None:
+        self.directory = directory.absolute()  # clients may have another working directory
+        self._taker = Taker(self.directory)
         self._seen: tuple[int, int, int] | None = None
-        self._token: TokenFile | None = None
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / TRIGGER).unlink(missing_ok=True)
-        token = new_token()
+        self._stopped = threading.Event()
+        self._deadlines: dict[socket.socket, float] = {}  # of the clients, in the order of their connections
+        self._threads: set[threading.Thread] = set()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        (self.directory / TRIGGER).unlink(missing_ok=True)
+        key = user_key(KEY_FILE, make=True)
+        if key is None:
+            raise UsageError(
+                "the key of the profile server cannot be used",
+                got=str(environment.config_dir() / KEY_FILE),
+                expected="a file of 32 bytes that only you can read",
+                hint="remove it: a new one is made",
+            )
+        self._key = key
         try:
-            self._listener = Listener(port, token, self._answer, self._left, self._look_at_trigger)
+            self._socket = socket.create_server(("127.0.0.1", port), backlog=BACKLOG)
         except OSError as error:
             raise UsageError(
                 "the profile server cannot listen", got=f"port {port}: {error.strerror}", hint="name another port"
             ) from error
-        try:
-            self.port = self._listener.port
-            entry = Entry(self.port, token, os.getpid(), str(directory))
-            self._token = write(entry, token_file)
-            self.token_file = self._token.path
-            self._listener.start()
-        except BaseException:
-            self._listener.close()
-            if self._token is not None:
-                self._token.remove()
-            raise
+        self._socket.settimeout(POLL_S)
+        self.port = int(self._socket.getsockname()[1])
+        self._thread(self._listen, "glass-profile-server")
         atexit.register(self.stop)
 
     def capture(self, steps: int, timeout_s: float = DEFAULT_S) -> dict[str, Any]:
@@ -82,87 +100,117 @@ class ProfileServer:
 
         Args:
             steps: From 1 to 10000.
-            timeout_s: It ends after this many seconds, 600 at most.
+            timeout_s: Most seconds of the profile, up to 600.
 
         Raises:
             UsageError: A profile is being taken, or nothing can be written.
         """
-        asked = check(steps, timeout_s)
-        self._taker.reserve()
-        return self._taker.take(asked)
+        return self._taker.take(check(steps, timeout_s))
 
     def cancel(self) -> bool:
-        """End the profile that is being taken with the steps that it has; return whether there is one."""
+        """End the profile that is being taken, with the steps so far; return whether there is one."""
         return self._taker.cancel()
 
     def stop(self) -> None:
-        """Stop listening and watching; a profile that is being taken ends with the steps it has."""
+        """Stop listening; a profile that is being taken ends with the steps so far."""
         atexit.unregister(self.stop)
-        if self._token is not None:
-            self._token.remove()
-        self._finish()  # before the listener, which tells the client
-        self._listener.close()
-        self._finish()  # what was asked for in between
+        self._stopped.set()
+        self._taker.finish(_MAX_WRITING_S)  # torch's profiler must not outlive the process
+        for client, deadline in list(self._deadlines.items()):
+            if math.isfinite(deadline):
+                _end(client)
+        self._taker.finish(_MAX_WRITING_S)  # of a request that came in between
+        for thread in list(self._threads):
+            if thread is not threading.current_thread():
+                thread.join(timeout=_MAX_WRITING_S)
+        self._socket.close()
         if self in _running:
             _running.remove(self)
 
-    def _finish(self) -> None:
-        """End what is being taken: torch's profiler must not outlive the process."""
-        self._taker.finish(_MAX_WRITING_S)
-        if self._thread is not None:
-            self._thread.join(timeout=_MAX_WRITING_S)
-
     def _abandon(self) -> None:
-        """In a forked child: the server, its port, its token and what it takes are the parent's."""
+        """Close the port and the clients in a forked child; the parent goes on."""
         atexit.unregister(self.stop)
-        self._listener.abandon()
-        if self._token is not None:
-            self._token.abandon()
+        self._socket.close()
+        for client in self._deadlines:
+            client.close()
+        self._deadlines, self._threads = {}, set()
         self._taker = Taker(self.directory)
 
-    def _answer(self, method: str, body: bytes, client: Connection) -> Reply | None:
-        """Begin what a client asks for; the reply comes at its end."""
-        if method == "DELETE":
-            return Reply(HTTPStatus.OK, {"cancelled": self.cancel()})
-        try:
-            asked = parsed(body or b"{}", Asked, "the body", what="the request")
-        except CorruptError as error:
-            return Reply(HTTPStatus.BAD_REQUEST, {"error": str(error)})
-        try:
-            self._begin(asked, lambda reply: self._listener.reply(client, reply))
-        except UsageError as error:
-            return Reply(HTTPStatus.CONFLICT, {"error": str(error)})
-        self._client = client
-        return None
+    def _thread(self, work: Callable[[], None], name: str) -> None:
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:
+                logger.warning("profile server: an internal error", exc_info=error)
+            finally:
+                self._threads.discard(threading.current_thread())
 
-    def _left(self, client: Connection) -> None:
-        if client is self._client:
-            self.cancel()
-
-    def _begin(self, asked: Asked, then: Callable[[Reply], None]) -> None:
-        """Take a profile in a thread of its own, of which there is one at a time.
-
-        Raises:
-            UsageError: One is being taken.
-        """
-        self._taker.reserve()
-        thread = threading.Thread(target=self._take, args=(asked, then), name="glass-profile-capture", daemon=True)
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        self._threads.add(thread)
         try:
             thread.start()
-        except RuntimeError as error:
-            self._taker.release()
-            raise UsageError("no profile can be taken", got=str(error)) from error
-        self._thread = thread
+        except BaseException:
+            self._threads.discard(thread)
+            raise
 
-    def _take(self, asked: Asked, then: Callable[[Reply], None]) -> None:
+    def _listen(self) -> None:
+        polled = 0.0
+        while not self._stopped.is_set():
+            with contextlib.suppress(OSError, RuntimeError):  # nobody came, or no more files or threads
+                client, _ = self._socket.accept()
+                self._deadlines[client] = time.monotonic() + REQUEST_S
+                try:
+                    self._thread(lambda client=client: self._serve(client), "glass-profile-client")  # type: ignore[misc]
+                except RuntimeError:
+                    self._leave(client)
+            waiting = [client for client, deadline in list(self._deadlines.items()) if math.isfinite(deadline)]
+            now, num_more = time.monotonic(), len(self._deadlines) - MAX_CLIENTS
+            for number, client in enumerate(waiting):
+                if number < num_more or self._deadlines.get(client, math.inf) < now:
+                    _end(client)
+            if now - polled >= POLL_S:
+                polled = now
+                try:
+                    self._look_at_trigger()
+                except Exception as error:  # no more threads, say: the server goes on
+                    logger.warning("profile server: no look at %s", self.directory / TRIGGER, exc_info=error)
+            self._stopped.wait(ACCEPT_S)
+
+    def _serve(self, client: socket.socket) -> None:
+        """Answer a client; its errors end its connection alone."""
         try:
-            reply = Reply(HTTPStatus.OK, self._taker.take(asked))
+            with Connection(client.dup().detach()) as connection:
+                deliver_challenge(connection, self._key)
+                answer_challenge(connection, self._key)
+                request = connection.recv_bytes(MAX_REQUEST)
+                self._deadlines[client] = math.inf
+                connection.send_bytes(json.dumps(self._answer(request, connection.poll)).encode())
+        except (OSError, EOFError, AuthenticationError, AssertionError, ValueError) as error:  # Python 3.11 asserts
+            logger.debug("profile server: a client is refused: %s", error)
+        finally:
+            self._leave(client)
+
+    def _leave(self, client: socket.socket) -> None:
+        self._deadlines.pop(client, None)
+        _end(client)
+        client.close()
+
+    def _answer(self, request: bytes, is_left: Callable[[], bool]) -> dict[str, Any]:
+        try:
+            asked = parsed(request, Asked, "the message", what="the request")
         except GlassError as error:
-            reply = Reply(HTTPStatus.CONFLICT, {"error": str(error)})
+            return {"error": str(error)}
+        return self._taken(asked, is_left)
+
+    def _taken(self, asked: Asked, is_left: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+        """Return a description of the profile that is taken, or an error."""
+        try:
+            return self._taker.take(asked, is_left)
+        except GlassError as error:
+            return {"error": str(error)}
         except Exception as error:  # of torch's profiler, which the program may use itself
             logger.warning("no profile was taken", exc_info=error)
-            reply = Reply(HTTPStatus.INTERNAL_SERVER_ERROR, {"error": f"{type(error).__name__}: {error}"})
-        then(reply)
+            return {"error": f"{type(error).__name__}: {error}"}
 
     def _look_at_trigger(self) -> None:
         trigger = self.directory / TRIGGER
@@ -192,9 +240,11 @@ class ProfileServer:
             self.cancel()
         else:
             try:
-                self._begin(check(int(text or 1), DEFAULT_S), lambda reply: logger.warning("profile: %s", reply.body))
+                asked = check(int(text or 1), DEFAULT_S)
             except UsageError as error:
                 logger.warning("no profile: %s: %s", trigger, error)
+                return
+            self._thread(lambda: logger.warning("profile: %s", self._taken(asked)), "glass-profile-capture")
 
     def _trigger_text(self, trigger: Path, found: os.stat_result) -> str:
         # In a directory that others may write to, their files ask for nothing.
@@ -203,35 +253,38 @@ class ProfileServer:
         return read_text(trigger, most=_MAX_TRIGGER, inside=self.directory).strip()
 
 
-def start_server(
-    port: int = DEFAULT_PORT, *, directory: str | Path = "profiles", token_file: str | Path | None = None
-) -> ProfileServer:
-    """Let profiles of this process be asked for, by programs of the same user on this machine.
+def _end(client: socket.socket) -> None:
+    """End a connection, also for a forked child that has a copy of it."""
+    with contextlib.suppress(OSError):
+        client.shutdown(socket.SHUT_RDWR)
+
+
+def start_server(port: int = DEFAULT_PORT, *, directory: str | Path = "profiles") -> ProfileServer:
+    """Let programs of the same user on this machine ask for profiles of this process.
 
     Args:
-        port: On loopback; 0 takes a free one.
-        directory: Where they are written, and where the file `capture` asks for one.
-        token_file: Where to write the token that a client must send, readable by this user only; None: where
-            `glass profile --capture` finds it by itself.
+        port: On loopback; 0 selects a free one.
+        directory: Of the profiles, and of the file `capture` that asks for one.
 
     Raises:
-        UsageError: The port is taken, or the directory or the token file cannot be made.
+        UsageError: The port is taken, or the directory or the key cannot be made.
     """
     if not 0 <= port < 1 << 16:
         raise UsageError("the profile server cannot listen", got=f"port {port}", expected="0 to 65535")
     prepare()
     try:
-        server = ProfileServer(port, local(directory), None if token_file is None else local(token_file))
+        server = ProfileServer(port, local(directory))
     except OSError as error:
         raise UsageError(
-            "the profile server cannot use its directory", got=f"{error.filename}: {error.strerror}"
+            "the profile server cannot write its directory or its key",
+            got=f"{error.filename}: {error.strerror}",
         ) from error
     _running.append(server)  # kept alive whether or not the caller keeps it
     return server
 
 
 def _begin_anew() -> None:
-    """A forked worker of a data loader holds neither the port nor a connection of its parent."""
+    """Let a forked worker of a data loader hold neither the port nor a connection of its parent."""
     for server in _running:
         server._abandon()
     _running.clear()

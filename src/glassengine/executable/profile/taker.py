@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -69,33 +70,26 @@ class Taker:
         self._enough = threading.Event()
         self._cancelled = False
 
-    def reserve(self) -> None:
-        """Keep others from taking a profile until `take` has ended.
+    def take(self, asked: Asked, is_left: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+        """Take a profile and return what it holds.
+
+        Args:
+            asked: Its bounds.
+            is_left: Whether the client that asked has left, which ends the profile.
 
         Raises:
-            UsageError: One is being taken.
+            UsageError: Another one is being taken, or nothing can be written.
         """
         if not self._taking.acquire(blocking=False):
             raise UsageError("another profile is being taken in this process", hint="wait until it has ended")
         self._enough.clear()
         self._cancelled = False
-
-    def release(self) -> None:
-        """Undo `reserve` where nothing is taken after all."""
-        self._taking.release()
-
-    def take(self, asked: Asked) -> dict[str, Any]:
-        """Take the profile that `reserve` was called for, and return what it holds.
-
-        Raises:
-            UsageError: Another one is being taken by other means, or nothing can be written.
-        """
         try:
             taken = Profile(self._directory)
             taken.start()
             undo = spans.on_step_end(lambda: self._enough.set() if taken.num_steps >= asked.steps else None)
             try:
-                ended = self._wait(asked.timeout_s)
+                ended = self._wait(asked.timeout_s, is_left)
             finally:
                 undo()
                 taken.stop()
@@ -123,12 +117,14 @@ class Taker:
         if self._taking.acquire(timeout=timeout_s):
             self._taking.release()
 
-    def _wait(self, timeout_s: float) -> Ended:
+    def _wait(self, timeout_s: float, is_left: Callable[[], bool]) -> Ended:
         end = time.monotonic() + timeout_s
         most = _resident() + _room()
         while (left := end - time.monotonic()) > 0:
             if self._enough.wait(min(left, _LOOK_S)):
                 return "cancelled" if self._cancelled else "steps"
+            if is_left():
+                return "cancelled"
             if _resident() > most:
                 return "memory"
         return "time"

@@ -7,8 +7,8 @@ from pathlib import Path
 from glassengine.errors import CorruptError, UsageError
 from glassengine.executable.snapshot import layout
 from glassengine.executable.snapshot.reader import Snapshot
+from glassengine.reading.copies import here
 from glassengine.results.recorded import ListedSnapshot
-from glassengine.stores.mirror import here
 
 
 def list_snapshots(directory: str | Path) -> tuple[ListedSnapshot, ...]:

@@ -22,11 +22,11 @@ from glassengine.executable.snapshot.tensors import TensorFile, restored, write_
 from glassengine.program.onnx.exported import TranslatedFile, translate_file
 from glassengine.program.onnx.stored.file import read_onnx
 from glassengine.program.store.archive import MAX_BYTES
+from glassengine.reading.copies import here
 from glassengine.reading.files import is_regular, read_bytes
 from glassengine.recording.layout.statistics import summarize
 from glassengine.recording.layout.values import bytes_of
 from glassengine.stores.delivery import delivered
-from glassengine.stores.mirror import here
 from glassengine.stores.places import place
 from glassengine.writing.checksums import crc32
 from glassengine.writing.files import aside

@@ -5,7 +5,8 @@ heads or hidden units otherwise, turn the basis of the stream, or scale queries 
 does not prove it: these inputs may not excite a mistake. So both programs are run in float64, node by node side by
 side, on made-up values. Where the two have the same product, both go on from another one, the same for both: of another
 size, so that an epsilon or a limit shows; masks have places turned over. Where they differ, each goes on from its own.
-If they meet again on every way to a result, whatever the values, what lies between is the same function.
+If they meet again on every way to a result, whatever the values, what lies between is the same function. The op where
+they meet must show a small random difference: a maximum, or a much larger term of a sum, only hides one.
 
 A whole number that differs, and a table that is made of constants alone (turned by another position), prove nothing:
 what they are may count in the next step. A tensor that hardly differs proves nothing, either: the rounding of weights
@@ -14,8 +15,9 @@ may hide it.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -41,6 +43,8 @@ _PLAINLY = 16
 """What is taken back was this many times beyond that."""
 _MOST_ALONE = 64
 """Origins that are tried one by one, beside mistakes."""
+_SMALL = 0.01
+"""Relative size of a difference that shows where a value is read, and not where a maximum leaves it out."""
 _HUGE = 1e30
 
 
@@ -94,6 +98,7 @@ class _Two:
             given: Nodes whose values are taken to be the same, where what they read is.
         """
         found: set[str] = set()
+        self._shows: dict[str, bool] = {}
         for seed, size in enumerate(_SIZES):
             try:
                 differing = self._differing(size, torch.Generator().manual_seed(seed), given)
@@ -102,7 +107,7 @@ class _Two:
             if differing is None:
                 return None
             found |= differing
-        return found
+        return found if all(self._shows.values()) else None
 
     def _differing(self, size: float, generator: torch.Generator, given: Collection[str]) -> set[str] | None:
         """Return the nodes whose values differ for made-up values of one size; None if results do, too."""
@@ -140,6 +145,8 @@ class _Two:
                 far[node] = max(apart, least)
                 found.add(node.name)
                 continue
+            if behind and not self._shows.get(node.name):
+                self._shows[node.name] = _shows(ours, node, far, least, generator)
             is_used = any(user in theirs.made for user in own.users)
             if pair.arrangement is None and not is_used:
                 other = _made_up(value, size, generator, like=True) if self._is_free(node) else value
@@ -203,6 +210,13 @@ class _Values:
             waiting = [*waiting, *missing] if missing else waiting[:-1]
         return self.made[node]
 
+    def again(self, node: Node, source: Node, value: Tensor) -> Any:
+        """Return what the value of a node would be with another value of one of its sources."""
+        other = copy.copy(self)
+        other.made = {n: known for n, known in self.made.items() if n is not node and isinstance(known, Tensor)}
+        other.made[source] = value
+        return other.of(node)
+
     def _compute(self, node: Node) -> Any:
         if node.op == "placeholder":
             raise KeyError(node.name)
@@ -214,6 +228,26 @@ class _Values:
         value = self.made[node]
         is_changed = self._changed is not None and node.name in self._weights and value.is_floating_point()
         return self._changed(double(value)) if is_changed and self._changed is not None else value
+
+
+def _shows(values: _Values, node: Node, far: Mapping[Node, float], least: float, generator: torch.Generator) -> bool:
+    """Return whether a small random difference of each source that differs shows, at most as large as that one."""
+    for source in _tensors_read(node):
+        value = values.of(source)
+        if source in far and far[source] and isinstance(value, Tensor) and value.is_floating_point():
+            changed = double(value) * (1 + min(far[source], _SMALL) * _normal(value, generator))
+            if _apart(values.of(node), values.again(node, source, changed)) <= least:
+                return False
+    return True
+
+
+def _tensors_read(node: Node) -> Iterator[Node]:
+    """Yield the tensors that a node reads, through nodes that have several results."""
+    for source in node.all_input_nodes:
+        if is_tensor_node(source):
+            yield source
+        else:
+            yield from _tensors_read(source)
 
 
 def _tables(program: Program) -> set[Node]:

@@ -56,10 +56,17 @@ class Ops:
     def __init__(self, program: Program, values: Values, *, seed: int, worth_a_bound: float) -> None:
         self.values = values
         self.worth_a_bound = worth_a_bound
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator()
+        self._seed = seed
         self.folded = Folded(program, values, self.generator)
         self.computed_again = ComputedAgain(values)
         self.relative_floors: dict[str, float] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Start a case: its noise and its floors do not depend on the cases before it."""
+        self.generator.manual_seed(self._seed)
+        self.relative_floors.clear()
 
     def expected(self, claim: Claim) -> OneOp | None:
         """Return what the op should give; None where its inputs are unknown or do not fit it."""

@@ -50,8 +50,6 @@ class ReferenceRun:
             and weights are disturbed by its rounding when it is coarser than theirs.
         accumulation: How the candidates' products are summed.
         seed: Of the noise.
-        relative_floors: Site memory shared between cases: node -> largest relative floor seen, of the outputs of the
-            program and of what anybody judged.
         arithmetic: What candidates compute more coarsely; noisy lanes do so, too.
     """
 
@@ -62,7 +60,6 @@ class ReferenceRun:
         coarsest: torch.dtype | None = None,
         accumulation: Accumulation = FLOAT32_SUMS,
         seed: int = 0,
-        relative_floors: dict[str, float] | None = None,
         arithmetic: Arithmetic = PLAIN,
     ) -> None:
         self._program = program
@@ -72,7 +69,8 @@ class ReferenceRun:
         self._accumulation = accumulation
         self._seed = seed
         self._steps = 0
-        self.relative_floors = {} if relative_floors is None else relative_floors
+        # Node -> largest relative floor so far, of the outputs of the program and of what anybody judged.
+        self.relative_floors: dict[str, float] = {}
         self._weights = program.weights()
         self._in_double = {node: retargeted((node.args, node.kwargs)) for node in program.graph.nodes}
         self._last_use = last_uses(program)

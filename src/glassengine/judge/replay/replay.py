@@ -117,15 +117,6 @@ class Replay:
         self._values.accumulate(how)
 
     @property
-    def has_memory(self) -> bool:
-        """Whether what is found of a step depends on the steps before it, beyond the caches of the candidate."""
-        return self._stretches is not None
-
-    def lost(self, node: Node) -> str | None:
-        """Return why a tensor cannot be judged, though it was observed; None where it can."""
-        return None
-
-    @property
     def values(self) -> Mapping[str, Any]:
         """What the candidate was given and made in this step, by baseline node; of segments up to the present one."""
         if self._stretches is not None and self._cut is Cut.SEGMENT:
@@ -133,7 +124,8 @@ class Replay:
         return self._values.observed
 
     def begin(self) -> None:
-        """Start a case, with an empty cache; a piece of one op knows nothing of earlier steps."""
+        """Start a case, with an empty cache; nothing of earlier cases has a part in it."""
+        self.ops.begin()
         if self._stretches is not None:
             self._stretches.begin(self._of_regions or self.accumulation)
 

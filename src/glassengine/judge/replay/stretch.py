@@ -48,7 +48,6 @@ class Stretches:
         self._program = program
         self._rounded = rounded or {}
         self._coarsest = coarsest
-        self._floors: dict[str, float] = {}
         nodes = {node.name: node for node in program.graph.nodes}
         self._ports = {port.name: port.node for port in program.inputs}
         self._presents = [
@@ -58,9 +57,7 @@ class Stretches:
 
     def begin(self, accumulation: Accumulation) -> None:
         """Start a case, with an empty cache, of a side whose products are summed so."""
-        self._run = ReferenceRun(
-            self._program, coarsest=self._coarsest, accumulation=accumulation, relative_floors=self._floors
-        )
+        self._run = ReferenceRun(self._program, coarsest=self._coarsest, accumulation=accumulation)
         self._walk: Generator[tuple[Node, Reference], torch.Tensor | None, None] | None = None
         self._unknown: dict[str, bool] = {}
         self.has_run = False

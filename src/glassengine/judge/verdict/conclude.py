@@ -1,4 +1,4 @@
-"""From scores to one answer: verdict, first divergence, rungs, coverage, ok."""
+"""From scores to one answer: verdict, first divergence, rungs, coverage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from glassengine.judge.verdict.not_judged import not_judged
 from glassengine.judge.verdict.repeated import grouped, with_proofs
 from glassengine.judge.verdict.score import Score
 from glassengine.judge.verdict.severity import Severity
-from glassengine.judge.verdict.standing import Decision, decide, softened
+from glassengine.judge.verdict.softened import softened
 from glassengine.judge.verdict.vacuous import memorized, vacuous
 from glassengine.judge.verdict.written import left_out, written_differently
 from glassengine.ops.traits import traits_of
@@ -34,8 +34,10 @@ from glassengine.results import (
     CaseInputs,
     Comparison,
     Divergence,
+    Findings,
     Hint,
     Pair,
+    Policy,
     Rung,
     Skipped,
     Verdict,
@@ -73,9 +75,7 @@ def conclude(
     *,
     baseline: str,
     candidate: str,
-    fail_on: str,
-    min_coverage: float,
-    min_snr: float | None = None,
+    policy: Policy,
     environment: Mapping[str, Any],
     cases: Sequence[Case] = (),
     accumulated: str | None = None,
@@ -83,7 +83,7 @@ def conclude(
     differences: Sequence[str] = (),
     notes: Sequence[str] = (),
 ) -> Comparison:
-    """Return the comparison; `docs/concepts.md` has the rule of `ok`.
+    """Return the comparison that the scores of all sides come to; `results.findings` has the rule of `ok`.
 
     Raises:
         IncomparableError: Nothing was compared.
@@ -104,13 +104,13 @@ def conclude(
     pairs = tuple(pair for score in scores for pair in [*soft.pairs[score.side.rung], *_within_regions(score, program)])
     if not pairs:
         raise IncomparableError("nothing was compared", expected="sites that both sides have")
-    verdict = worst(pair.verdict for pair in pairs)
+    inside = worst(pair.verdict for pair in pairs)
     main = main_of(scores)
     if weights is not None and set(weights.different) - _folded(main, program):
         # Perhaps no tensor of these inputs depends on it (the embedding of another token), but it exists.
-        verdict = worst([verdict, "suspicious"])
+        inside = worst([inside, "suspicious"])
     if accumulated is not None:
-        verdict = worst([verdict, "suspicious"])
+        inside = worst([inside, "suspicious"])
     # The baseline's agreement with its own program says nothing of a candidate without results.
     is_compared = any(score.results.found for score in scores[1:] or scores)
     results = tuple(r for score in scores for r in score.results.found if is_compared or not r.agrees)
@@ -121,29 +121,25 @@ def conclude(
         ops = float_nodes(program, ("op",))
         judged = len(ops & main.judged_nodes) / len(ops) if ops else 1.0
     first = _first(origins, order, [score.side.rung for score in scores])
-    limits: dict[str, Any] = {"fail_on": fail_on, "min_coverage": min_coverage, "min_snr": min_snr}
-    limits["missing"] = missing(main, program) if judged < min_coverage else None
-    lost = next((score.lost for score in scores if score.lost is not None), None)
-    differences = [*differences, *memorized(program, scores)]
-    left = results_left([score.results for score in scores[1:]])
-    decision = decide(
-        verdict, results, first, severity, judged, **limits, lost=lost, left=left, differences=differences
-    )
-    if accumulated is not None and first is None and decision.standing == "weights differ":
-        decision = Decision("differs inside", accumulated)
+    release = severity.get(Place.RELEASE)
     left_out = [item for score in scores for item in score.left_out.values()]
     all_skipped = [
         *skipped,
         *left_out,
         *not_judged(program, scores, main, [*skipped, *left_out]),
     ]
-    return Comparison(
+    answer = Findings(
         baseline=baseline,
         candidate=candidate,
-        ok=decision.standing == "ok",
-        verdict="wrong" if differences else worst([verdict, *(result.verdict for result in results)]),
+        environment=environment,
+        inside=inside,
+        inside_reason=accumulated if first is None else None,
+        differences=[*differences, *memorized(program, scores)],
+        token_change=None if release is None else release.first_change,
+        left=results_left([score.results for score in scores[1:]]),
+        missing=missing(main, program) if judged < policy.min_coverage else None,
         first_divergence=first,
-        origins=tuple(origins),
+        origins=origins,
         counts=counts_of(
             pairs,
             unmatched_baseline=sum(s.side == "baseline" for s in all_skipped),
@@ -151,29 +147,24 @@ def conclude(
             not_recorded=sum(s.rung == Place.ENGINE for s in all_skipped),
         ),
         pairs=pairs,
-        skipped=tuple(all_skipped),
-        environment={"baseline": environment, "candidate": environment},
+        skipped=all_skipped,
         coverage=judged,
-        rungs=tuple(rungs),
+        rungs=rungs,
         severity={rung: value.to_dict() for rung, value in severity.items()},
-        not_ok_because=decision.reason,
-        too_little=decision.standing == "too little judged",
-        standing=decision.standing,
         results=results,
         drift=table(program, [(score.drift, score.results) for score in scores if score.drift is not None]),
         # The one that the verdict rests on comes first.
-        fineness=tuple(fineness(score, program) for score in [main, *(s for s in scores if s is not main)]),
-        inputs=tuple(
-            CaseInputs(case.name, case.num_steps, case.inputs, (texts or {}).get(case.name, ())) for case in cases
-        ),
+        fineness=[fineness(score, program) for score in [main, *(s for s in scores if s is not main)]],
+        inputs=[CaseInputs(case.name, case.num_steps, case.inputs, (texts or {}).get(case.name, ())) for case in cases],
         weights=weights,
-        written_differently=tuple(_written_differently(program, scores)),
+        written_differently=list(_written_differently(program, scores)),
         exemptions=main.ledger.exemptions(),
         num_elements=main.ledger.num_elements,
-        notes=tuple(note for note in (accumulated, *notes, *vacuous(program, scores)) if note is not None),
+        notes=[note for note in (accumulated, *notes, *vacuous(program, scores)) if note is not None],
         generates=program.generates,
         reads=reads_of(program),
     )
+    return answer.conclude(policy)
 
 
 def reads_of(program: Program) -> dict[str, tuple[str, ...]]:

@@ -37,6 +37,7 @@ def run_cases(
     accumulation: Accumulation = FLOAT32_SUMS,
     arithmetic: Arithmetic = PLAIN,
     on_step: Callable[[Case, int, Mapping[str, float]], None],
+    gauges: bool = True,
 ) -> None:
     """Run every case on the reference and on all sides, and judge every tensor of every step.
 
@@ -48,16 +49,15 @@ def run_cases(
         coarsest: Dtype of the coarsest side.
         accumulation: How the sides' products are summed.
         arithmetic: What the sides compute more coarsely, op by op.
-        on_step: Called after each step with the relative noise floor of each node so far.
+        on_step: Called after each step with the relative noise floor of each node in the case so far.
+        gauges: Whether these are all cases: what is written in another gauge is left out at their end.
     """
-    floors: dict[str, float] = {}
-    first: Mapping[str, torch.Tensor] = {}
     results: dict[str, list[str]] = {}
     for name in results_of(program):
         results.setdefault(program.output_nodes[name], []).append(name)
     for case in cases:
         how: Any = {"coarsest": coarsest, "accumulation": accumulation, "arithmetic": arithmetic}
-        reference = ReferenceRun(program, **how, relative_floors=floors)
+        reference = ReferenceRun(program, **how)
         for score in scores:
             score.begin(case)
         inputs: Any = None
@@ -71,7 +71,6 @@ def run_cases(
             named = by_name(inputs)
             if step == 0:
                 named |= empty_caches(program, named)
-                first = first or named
 
             def observe(node: Node, value: Reference, step: int = step, case: Case = case, made: Made = made) -> None:
                 tied = False
@@ -96,10 +95,17 @@ def run_cases(
                     score.results.compare_plain(score.side.plain, model.plain, (case.name, step))
                 score.end_step(named)
                 judge_collectives(score, case, step)
-            on_step(case, step, floors)
+            on_step(case, step, reference.relative_floors)
         for score in scores:
             score.end_case()
-    leave_out_gauges(scores, first)
+    if gauges:
+        leave_out_gauges(scores, first_inputs(program, cases[0]))
+
+
+def first_inputs(program: Program, case: Case) -> dict[str, torch.Tensor]:
+    """Return the inputs of the first step of a case by name, with empty caches."""
+    named = by_name(inputs_of(case, 0, None, None))
+    return named | empty_caches(program, named)
 
 
 def _compare_results(

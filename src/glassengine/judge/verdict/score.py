@@ -52,7 +52,6 @@ class Score:
         ledger: Counts elements that did not count.
         drift: What is lost where; None where it is not asked for.
         sums: Of each product that introduced an error, whether coarse sums are why; None where its values do not tell.
-        lost: The first tensor that could not be judged, though it was observed.
         may_tie: Whether in this case the side chose otherwise at a tie, or may have where it was not observed.
     """
 
@@ -68,7 +67,6 @@ class Score:
     may_tie: bool = False
     drift: Drift | None = None
     sums: dict[str, bool | None] = field(default_factory=dict)
-    lost: Skipped | None = None
     _tracker: OriginTracker | None = None
     _num_seen: int = 0
     _values: FirstValues = field(default_factory=FirstValues)
@@ -77,6 +75,12 @@ class Score:
     _flagged: list[Node] = field(default_factory=list)
     _first_of_step: int = 0
     _differing: dict[str, Differing] = field(default_factory=dict)
+
+    def fresh(self) -> Score:
+        """Return a score of the same side that has judged nothing yet."""
+        drift = None if self.drift is None else Drift()
+        evidence = None if self.evidence is None else self.evidence.emptied()
+        return Score(self.side, self.program, evidence=evidence, drift=drift)
 
     def begin(self, case: Case) -> None:
         """Start a case: neither caches nor blame outlive one."""
@@ -111,7 +115,7 @@ class Score:
                 site = self.program.sites.by_node[node.name][0].name
                 self.ledger.add(site, reference.exact.numel(), {}, whole=DRAWN if is_drawn else UNWRITTEN)
             return tied
-        found = [(seen, self._judge(node, seen, reference)) for seen in self._seen(node, step)]
+        found = [(seen, self._judge(node, seen, reference)) for seen in self.side.observed(node.name)]
         if not found:
             self.may_tie |= reference.unstable is not None
             self._tracker.visit(node, step, None, tied=tied or is_drawn)
@@ -184,16 +188,6 @@ class Score:
             if traits_of(node).reads_memory and self.sums.get(node.name) is None:
                 self.sums[node.name] = self._guesses.is_summed_coarsely(node, judged.tensor)
         return is_tied or visited.why is Why.TIE
-
-    def _seen(self, node: Node, step: int) -> list[Observed]:
-        """Return what was observed, and can be judged."""
-        seen = self.side.observed(node.name)
-        if seen and self.side.replay is not None and (lost := self.side.replay.lost(node)) is not None:
-            site = self.program.sites.by_node[node.name][0].name
-            why = Skipped(site, "both", lost, step=step, rung=self.side.rung)
-            self.lost = self.lost or self.left_out.setdefault((site, lost), why)
-            return []
-        return seen
 
     def _judge(self, node: Node, observed: Observed, reference: Reference) -> Judged:
         """Judge one observed value: by replay where the op's inputs were observed, else by the accumulated floor."""

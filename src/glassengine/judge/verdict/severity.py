@@ -55,6 +55,13 @@ class Severity:
                     f"{where}, row {row}: token {int(theirs[row])} for {int(ours[row])} (margin {margin:.3g})"
                 )
 
+    def merge(self, later: Severity) -> None:
+        """Add later steps."""
+        for name in ("num_tokens", "num_agreeing", "num_ties", "total_kl", "num_bitwise"):
+            setattr(self, name, getattr(self, name) + getattr(later, name))
+        self.max_kl = max(self.max_kl, later.max_kl)
+        self.first_change = self.first_change or later.first_change
+
     def to_dict(self) -> TokenAgreement:
         """Return JSON-ready figures; `token_agreement` counts ties as agreement."""
         agreeing = self.num_agreeing + self.num_ties

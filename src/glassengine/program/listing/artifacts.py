@@ -15,10 +15,10 @@ import msgspec
 from glassengine.errors import CorruptError, UsageError
 from glassengine.program.listing.difference import GraphDiff, diff_graphs
 from glassengine.program.listing.listing import NodeLine, read_listing
+from glassengine.reading.copies import here
 from glassengine.reading.documents import damaged, parsed
 from glassengine.reading.files import read_bytes
 from glassengine.results.artifacts import ArtifactComparison, Difference, StageComparison
-from glassengine.stores.mirror import here
 
 MANIFEST = "manifest.json"
 FORMAT = "glassengine artifacts"

@@ -1,28 +1,24 @@
-"""LoRA adapters as peft saves them, merged into the weights of a model.
+"""Merges LoRA adapters into the weights of a model, with peft.
 
     find      a directory with adapter_config.json: given as --adapter, or as MODEL, where it names its own base
-    settings  everything that says what the tensors mean; a setting that is not known here is refused, not ignored
-    merge     weight += scaling * B A, in float32, per module; whole modules and biases that were trained are put in
+    read      settings and safetensors; an unknown setting is refused, not ignored
+    merge     whole tensors are set here; peft merges the LoRA matrices
 
-    scaling = alpha / r, or alpha / sqrt(r) with use_rslora; r is the rank of the stored matrices
-    DoRA:  weight = magnitude * (weight + scaling * B A) / |weight + scaling * B A|, rows of the matrix [out, in]
-
-peft is not used: it allocates by the ranks that a configuration names before it looks at the tensors, and matches its
-patterns without a bound; a file must not decide over memory or time. The merged weights compute what peft computes
-(`tests/foreign/test_adapters_of_peft.py`). What is refused here can be merged by peft: `merge_and_unload`, then save.
+peft gets the settings that change the result, and nothing else of the file. The tensors state target modules and ranks,
+and patterns are bounded before peft matches them. So a file decides neither over code nor over memory or time.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
+import importlib.util
 import re
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 from torch import Tensor, nn
 
 from glassengine.asked import is_factory
@@ -33,34 +29,32 @@ from glassengine.reading.documents import parsed
 from glassengine.reading.files import read_bytes
 
 CONFIG = "adapter_config.json"
-_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+WEIGHTS = "adapter_model.safetensors"
+_PICKLE = "adapter_model.bin"
 _PREFIX = "base_model.model."
+_LORA = re.compile(r"(.+)\.lora_(?:A|B|embedding_A|embedding_B|magnitude_vector)(?:\.(?:weight|bias))?")
 
 _MEANINGLESS = {
-    # About training, about which modules were chosen (the tensors say it), or only descriptions.
+    # Training, the choice of modules (the tensors state it), and descriptions.
     *("auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying", "eva_config"),
-    *("exclude_modules", "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config"),
-    *("lora_dropout", "lora_ga_config", "megatron_core", "modules_to_save", "peft_type", "peft_version"),
-    *("qalora_group_size", "r", "revision", "runtime_config", "target_modules", "task_type", "velora_config"),
+    *("exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform"),
+    *("loftq_config", "lora_dropout", "lora_ga_config", "megatron_core", "modules_to_save", "peft_type"),
+    *("peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type"),
+    # The stored matrices have their ranks.
+    *("r", "rank_pattern", "velora_config"),
 }
-_READ = {"alpha_pattern", "init_lora_weights", "lora_alpha", "lora_bias", "rank_pattern", "use_dora", "use_rslora"}
 _INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""How the matrices began; all others also changed the base, which is not stored with the adapter."""
-
+"""Initializations that leave the base unchanged. The others need a changed base, which is not stored."""
 
 _MAX_CONFIG_BYTES = 4 << 20
 
 
 class _Settings(msgspec.Struct):
-    """Those that are used."""
+    """Settings that change the merged weights; the names are peft's."""
 
-    base_model_name_or_path: str | None = None
-    peft_type: str = "LORA"
-    init_lora_weights: bool | str | None = True
     lora_alpha: float = 8
     alpha_pattern: dict[str, float] | None = None
-    rank_pattern: dict[str, int] | None = None
-    # Numbers, too: peft asks only whether they are true. What it divides by, it wants as numbers, as we do.
+    fan_in_fan_out: bool | int | None = False
     use_dora: bool | int | None = False
     use_rslora: bool | int | None = False
     lora_bias: bool | int | None = False
@@ -71,8 +65,8 @@ class Adapter:
     """A LoRA adapter.
 
     Attributes:
-        directory: Where it is.
-        settings: Its configuration.
+        directory: Its directory.
+        settings: Settings of peft's `LoraConfig`.
         tensors: Name (without peft's prefix) -> tensor.
     """
 
@@ -85,16 +79,16 @@ def is_adapter(spec: object) -> bool:
     """Whether something is the directory of an adapter and of no model; its configuration may be missing."""
     if not isinstance(spec, (str, Path)) or (Path(spec).expanduser() / "config.json").is_file():
         return False
-    return any((Path(spec).expanduser() / name).is_file() for name in (CONFIG, *_FILES))
+    return any((Path(spec).expanduser() / name).is_file() for name in (CONFIG, WEIGHTS, _PICKLE))
 
 
 def stated_base(directory: str | Path) -> tuple[str, Path | None]:
-    """Return the base model that an adapter directory names, "" for none, and where it is, if it is here.
+    """Return the base model that an adapter directory names, "" for none, and its directory if there is one here.
 
     Raises:
         CorruptError: Its configuration cannot be read.
     """
-    named = _settings(Path(directory).expanduser()).get("base_model_name_or_path")
+    named = _read_config(Path(directory).expanduser()).get("base_model_name_or_path")
     if not isinstance(named, str) or not named:
         return "", None
     places = (Path(named), Path(directory).expanduser() / named)
@@ -131,7 +125,7 @@ def _base_of(directory: Path) -> str:
     hint = f"give the base and the adapter: MODEL --adapter {directory}"
     if not named:
         raise UsageError(f"the adapter {directory} names no base model", hint=hint)
-    # A name that a file gives must not run code, as a factory given by the user does.
+    # A name in a file must not run code, as a factory of the user does.
     if is_factory(named) or named.startswith("~"):
         raise UsageError(f"the adapter {directory} names a base that is not a model directory", got=named, hint=hint)
     if found is None and (Path(named).is_absolute() or named.startswith(".")):
@@ -143,7 +137,7 @@ def read_adapter(directory: str | Path) -> Adapter:
     """Read an adapter.
 
     Raises:
-        UsageError: No such adapter, or of a kind that is not merged.
+        UsageError: No such adapter, an unsupported kind, or peft is not installed.
         CorruptError: It is damaged.
     """
     path = Path(directory).expanduser()
@@ -155,157 +149,134 @@ def read_adapter(directory: str | Path) -> Adapter:
         if not here:
             raise UsageError(f"no adapter {directory}", hint=hint)
         raise UnknownNameError("adapter", str(directory), here, hint=hint)
-    settings = _settings(path)
-    _require_mergeable(path, settings)
-    file = next((path / name for name in _FILES if (path / name).is_file()), None)
-    if file is None:
-        raise UsageError(f"the adapter {path} has no weights", expected=" or ".join(_FILES))
-    tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in read_tensors([file]).items()}
+    config = _read_config(path)
+    _require_mergeable(path, config)
+    if not (path / WEIGHTS).is_file():
+        got = _PICKLE if (path / _PICKLE).is_file() else None
+        way = "load it with peft, and save it with save_pretrained" if got else None
+        raise UsageError(f"the adapter {path} has no weights", got=got, expected=WEIGHTS, hint=way)
+    if importlib.util.find_spec("peft") is None:
+        raise UsageError(
+            "adapters are merged with peft, which is not installed", hint="pip install 'glassengine[lora]'"
+        )
+    tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in read_tensors([path / WEIGHTS]).items()}
+    settings = msgspec.structs.asdict(msgspec.convert(config, _Settings))
     return Adapter(path, settings, tensors)
 
 
-def merge(module: nn.Module, adapter: Adapter) -> int:
+def merge(module: nn.Module, adapter: Adapter) -> None:
     """Merge an adapter into the weights of `module`, in place.
 
     Args:
         module: The base, any dtype; a weight that is tied to another one is untied before it is changed.
         adapter: From `read_adapter`.
 
-    Returns:
-        How many modules were changed.
-
     Raises:
         UsageError: The adapter is for another model.
-        CorruptError: It lacks one of the matrices of a module.
+        CorruptError: A matrix of a module is missing, or a pattern is not a bounded regular expression.
     """
-    parts: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in adapter.tensors.items():
-        path, part = _split(name)
-        parts.setdefault(path, {})[part] = tensor
+    if not adapter.tensors:
+        raise CorruptError(f"the adapter {adapter.directory} is empty")
+    lora = {name: found[1] for name in adapter.tensors if (found := _LORA.fullmatch(name))}
+    # peft keeps wrappers in some names: of the layer itself, and of copies of whole modules.
+    wrappers = re.compile(r"\.(base_layer|original_module|modules_to_save(\.default)?)\.")
+    whole = {wrappers.sub(".", name): tensor for name, tensor in adapter.tensors.items() if name not in lora}
+    paths = {*lora.values(), *(name.rpartition(".")[0] for name in whole)}
     modules = dict(module.named_modules(remove_duplicate=False))
-    missing = [path for path in parts if path not in modules]
+    missing = sorted(paths - modules.keys())
     if missing:
         raise UnknownNameError(
             "module",
             missing[0],
             filter(None, modules),
-            hint=f"{len(missing)} of {len(parts)} modules of the adapter {adapter.directory} are not in this model",
+            hint=f"{len(missing)} of {len(paths)} modules of the adapter {adapter.directory} are not in this model",
         )
-    if not parts:
-        raise CorruptError(f"the adapter {adapter.directory} is empty")
-    with torch.no_grad():
-        for path, found in parts.items():
-            try:
-                _merge_module(module, modules[path], path, found, adapter)
-            except RuntimeError as error:
-                raise UsageError(
-                    f"the adapter {adapter.directory} does not fit {path}", got=str(error).splitlines()[0]
-                ) from error
-    return len(parts)
+    for name, tensor in whole.items():
+        _set(module, name, tensor)
+    targets = sorted(set(lora.values()))
+    for path in targets:
+        if isinstance(weight := getattr(modules[path], "weight", None), Tensor):
+            _set(module, f"{path}.weight", weight.detach())
+    if targets:
+        _merge_lora(module, targets, {name: adapter.tensors[name] for name in lora}, adapter)
 
 
-def _settings(directory: Path) -> dict[str, Any]:
+def _merge_lora(module: nn.Module, targets: list[str], tensors: Mapping[str, Tensor], adapter: Adapter) -> None:
+    """Merge LoRA matrices with peft; `requires_grad` of the parameters stays."""
+    import peft
+
+    for pattern in adapter.settings["alpha_pattern"] or ():
+        for path in targets:
+            matches(pattern, path)  # refuses what may never end
+    # peft takes the first pattern that fits the end of a path.
+    ranks = {
+        re.escape(name.rpartition(".lora_")[0]): tensor.shape[0] if tensor.dim() else 0
+        for name, tensor in sorted(tensors.items(), key=lambda item: -len(item[0]))
+        if ".lora_A" in name or ".lora_embedding_A" in name
+    }
+    if absent := [path for path in targets if re.escape(path) not in ranks]:
+        raise CorruptError(f"the adapter {adapter.directory} lacks a matrix", expected=f"{absent[0]}.lora_A")
+    r = max(ranks.values())
+    rank_pattern = {path: rank for path, rank in ranks.items() if rank != r}
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    given = {f"{_PREFIX}{name}": tensor.float() for name, tensor in tensors.items()}
+    settings = {name: value for name, value in adapter.settings.items() if value is not None}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            chosen = {"target_modules": "|".join(map(re.escape, targets)), "r": r, "rank_pattern": rank_pattern}
+            wrapped = peft.get_peft_model(module, peft.LoraConfig(init_lora_weights=False, **chosen, **settings))
+            loaded = peft.set_peft_model_state_dict(wrapped, given)
+            if absent := [name for name in loaded.missing_keys if ".lora_" in name]:
+                got = absent[0].removeprefix(_PREFIX)
+                raise CorruptError(f"the adapter {adapter.directory} lacks a matrix", expected=got)
+            if loaded.unexpected_keys:
+                got = loaded.unexpected_keys[0].removeprefix(_PREFIX)
+                raise UsageError(f"the adapter {adapter.directory} has a matrix that peft does not merge", got=got)
+            wrapped.merge_and_unload()
+    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
+        reason = next((line.strip() for line in str(error).splitlines() if not line.endswith(":")), repr(error))
+        what = f"the adapter is for another model, or damaged: {adapter.directory}"
+        raise UsageError(what, got=f"peft: {reason}") from error
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name in trained)
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
     raw = read_bytes(directory / CONFIG, most=_MAX_CONFIG_BYTES)
     parsed(raw, _Settings, directory / CONFIG, what=CONFIG, nonfinite=True)
     return parsed(raw, dict[str, Any], directory / CONFIG, what=CONFIG, nonfinite=True)
 
 
-def _require_mergeable(path: Path, settings: Mapping[str, Any]) -> None:
-    def refuse(what: str, got: Any, hint: str = "merge it with peft (merge_and_unload), save, and give that") -> None:
+def _require_mergeable(path: Path, config: Mapping[str, Any]) -> None:
+    def refuse(what: str, got: Any) -> None:
+        hint = "merge it with peft (merge_and_unload), save, and give that"
         raise UsageError(f"the adapter {path} cannot be merged: {what}", got=str(got), hint=hint)
 
-    kind = settings.get("peft_type", "LORA")
+    kind = config.get("peft_type", "LORA")
     if kind != "LORA":
         refuse("only LoRA is", kind)
-    begun = settings.get("init_lora_weights", True)
-    if begun not in _INITIALIZATIONS:
-        refuse("it changed its base when it began, and the base that it needs is not stored", begun)
-    for name, value in settings.items():
-        if value and name not in _MEANINGLESS | _READ:
-            refuse(f"the setting {name} is not known here", value)
+    initialization = config.get("init_lora_weights", True)
+    if initialization not in _INITIALIZATIONS:
+        refuse("its initialization changed the base, and that base is not stored", initialization)
+    for name, value in config.items():
+        if value and name not in _MEANINGLESS and name not in _Settings.__struct_fields__:
+            refuse(f"the setting {name} is unknown", value)
 
 
-def _split(name: str) -> tuple[str, str]:
-    """Return (module, part) of the name of a tensor: part is "lora_A", ..., or the name of a parameter."""
-    # peft keeps wrappers in some names: the layer itself, copies of whole modules, the name of the adapter.
-    name = re.sub(r"\.(base_layer|original_module|modules_to_save(\.default)?)\.", ".", name)
-    name = name.removesuffix(".default")
-    kinds = "A|B|embedding_A|embedding_B|magnitude_vector"
-    found = re.fullmatch(rf"(.*)\.(lora_(?:{kinds}))(\.default)?(\.weight|\.bias)?", name)
-    if found is None:
-        path, _, parameter = name.rpartition(".")
-        return path, parameter
-    return found[1], found[2] + (".bias" if found[4] == ".bias" else "")
-
-
-def _merge_module(root: nn.Module, module: nn.Module, path: str, parts: dict[str, Tensor], adapter: Adapter) -> None:
-    lora = {name: parts.pop(name) for name in list(parts) if name.startswith("lora_")}
-    for name, tensor in parts.items():
-        _put(root, module, path, name, tensor)
-    if not lora:
-        return
-    is_embedding = "lora_embedding_A" in lora
-    names = ("lora_embedding_A", "lora_embedding_B") if is_embedding else ("lora_A", "lora_B")
-    if any(name not in lora for name in names):
-        raise CorruptError(f"the adapter lacks a matrix of {path}", got=", ".join(lora), expected=", ".join(names))
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor):
-        raise UsageError(f"the adapter changes {path}, which has no weight", got=type(module).__name__)
-    a, b = (lora[name].float() for name in names)
-    scaling = _scaling(path, a.shape[0], adapter.settings)
-    is_transposed = is_embedding or type(module).__name__ == "Conv1D"  # both keep [in, out]
-    if a.dim() > 2 and getattr(module, "groups", 1) != 1:
-        raise UsageError(f"the adapter changes {path}, a convolution with groups", got=type(module).__name__)
-    # Convolutions: A has the kernel, B is one of size 1.
-    delta = scaling * (b.flatten(1) @ a.flatten(1)).reshape(b.shape[0], *a.shape[1:])
-    rows = weight.float().T if is_transposed else weight.float()
-    if rows.shape != delta.shape:
-        raise UsageError(
-            f"the adapter is for another model: {path}", got=f"changes of {list(delta.shape)}", expected=list_of(rows)
-        )
-    merged = rows + delta
-    magnitude = lora.get("lora_magnitude_vector")
-    if adapter.settings.get("use_dora"):
-        if magnitude is None:
-            raise CorruptError(f"the adapter lacks the magnitudes of {path}", expected="lora_magnitude_vector")
-        sizes = merged.flatten(1).norm(dim=1)
-        merged = merged * (magnitude.float().flatten() / sizes).reshape(-1, *(1,) * (merged.dim() - 1))
-    _put(root, module, path, "weight", merged.T if is_transposed else merged)
-    if "lora_B.bias" in lora:
-        bias = getattr(module, "bias", None)
-        if bias is None:
-            raise UsageError(f"the adapter changes the bias of {path}, which has none")
-        _put(root, module, path, "bias", bias.float() + scaling * lora["lora_B.bias"].float())
-
-
-def list_of(tensor: Tensor) -> str:
-    """Return the shape of a tensor as a list."""
-    return str(list(tensor.shape))
-
-
-def _scaling(path: str, rank: int, settings: Mapping[str, Any]) -> float:
-    alpha = settings.get("lora_alpha", 8)
-    patterns: Mapping[str, Any] = settings.get("alpha_pattern") or {}
-    alpha = next((value for pattern, value in patterns.items() if matches(pattern, path)), alpha)
-    if not isinstance(alpha, (int, float)) or rank < 1:
-        raise CorruptError("the scaling of the adapter cannot be computed", got=f"alpha {alpha}, rank {rank}")
-    return float(alpha) / (math.sqrt(rank) if settings.get("use_rslora") else rank)
-
-
-def _put(root: nn.Module, module: nn.Module, path: str, name: str, value: Tensor) -> None:
-    """Give one parameter of one module its value; who shares it keeps what it was."""
-    old = getattr(module, name, None)
+def _set(root: nn.Module, name: str, value: Tensor) -> None:
+    """Set a parameter, untied from modules that share it."""
+    path, _, own = name.rpartition(".")
+    module = root.get_submodule(path)
+    old = getattr(module, own, None)
     if not isinstance(old, Tensor):
-        raise UsageError(f"the adapter sets {path}.{name}, which this model does not have", got=type(module).__name__)
+        raise UsageError(f"the adapter sets {name}, which this model does not have", got=type(module).__name__)
     if old.shape != value.shape:
-        raise UsageError(f"the adapter is for another model: {path}.{name}", got=list_of(value), expected=list_of(old))
+        what = f"the adapter is for another model: {name}"
+        raise UsageError(what, got=str(list(value.shape)), expected=str(list(old.shape)))
     value = value.to(old.dtype).contiguous()
-    if name in module._parameters and _is_shared(root, module, old):
-        module._parameters[name] = nn.Parameter(value, requires_grad=old.requires_grad)
+    others = (other for other in root.modules() if other is not module)
+    if own in module._parameters and any(p is old for other in others for p in other._parameters.values()):
+        module._parameters[own] = nn.Parameter(value.clone(), requires_grad=old.requires_grad)
     else:
         old.data = value
-
-
-def _is_shared(root: nn.Module, module: nn.Module, tensor: Tensor) -> bool:
-    others: Iterable[nn.Module] = (other for other in root.modules() if other is not module)
-    return any(parameter is tensor for other in others for parameter in other._parameters.values())

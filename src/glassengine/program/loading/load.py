@@ -26,7 +26,7 @@ from glassengine.program.user_code.factory import call_factory, without_bars
 from glassengine.program.user_code.mode import in_training
 from glassengine.program.user_code.module_state import ModuleState
 from glassengine.program.user_code.written_modules import as_written, called_by_name
-from glassengine.stores.mirror import here
+from glassengine.reading.copies import here
 from glassengine.stores.places import remote
 
 logger = logging.getLogger("glassengine")

@@ -13,7 +13,7 @@ from glassengine.recording.formats.safetensors_file import SafetensorsFile
 from glassengine.recording.layout.layout import Entry
 from glassengine.stores import objects
 from glassengine.stores.places import Remote
-from glassengine.stores.ranges import changed, read_range
+from glassengine.stores.ranges import read_range
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,6 @@ class SafetensorsObject(SafetensorsFile):
 
     def __init__(self, path: Remote) -> None:
         url = str(path)
-        self._url = url
         self._found = objects.require(url)
         size = int.from_bytes(objects.read(url, 0, min(8, self._found.size)), "little")
         if self._found.size < 8 or size > min(_MAX_HEADER_BYTES, self._found.size - 8):
@@ -61,11 +60,11 @@ class SafetensorsObject(SafetensorsFile):
         dtype: torch.dtype = getattr(torch, entry.dtype)
         if not entry.nbytes:
             return torch.empty(entry.shape, dtype=dtype)
-        data = read_range(self._url, self._found, self._starts[entry.site], entry.nbytes)
+        data = read_range(self._found, self._starts[entry.site], entry.nbytes)
         # Nothing else says whether these are the bytes that the header was of.
-        difference = changed(self._url, self._found)
+        difference = self._found.change()
         if difference is not None:
-            raise CorruptError("a file has changed since it was opened", got=f"{self._url}: {difference}")
+            raise CorruptError("a file has changed since it was opened", got=f"{self._found.url}: {difference}")
         return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(entry.shape)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from glassengine.recording.layout import layout
-from glassengine.recording.layout.layout import shard_name, shard_number
+from glassengine.recording.layout.layout import shard_number
 from glassengine.stores import objects
 from glassengine.stores.objects import Found
 from glassengine.stores.places import Remote
-from glassengine.stores.ranges import changed, forget, in_parallel, read_range
+from glassengine.stores.ranges import forget, read_range
 
 
 class ShardObjects:
@@ -28,9 +28,9 @@ class ShardObjects:
 
     def __init__(self, directory: Remote, more: Remote | None = None) -> None:
         self._found = {**(_find(more) if more is not None else {}), **_find(directory)}
-        self._starts = dict(zip(self._found, in_parallel().map(_header_bytes, self._found.values()), strict=True))
-        sizes = {number: found.size for number, (_, found) in self._found.items()}
-        self.data_bytes = {number: max(0, size - self._starts[number]) for number, size in sizes.items()}
+        starts = objects.in_parallel(_header_bytes, list(self._found.values()))
+        self._starts = dict(zip(self._found, starts, strict=True))
+        self.data_bytes = {number: max(0, found.size - self._starts[number]) for number, found in self._found.items()}
 
     def read(self, shard: int, offset: int, num_bytes: int) -> Any:
         """Return a writable buffer with bytes of a shard.
@@ -44,33 +44,29 @@ class ShardObjects:
             UsageError: The store cannot be asked.
             CorruptError: The object is gone or does not have these bytes.
         """
-        url, found = self._found[shard]
-        return read_range(url, found, self._starts[shard] + offset, num_bytes)
+        return read_range(self._found[shard], self._starts[shard] + offset, num_bytes)
 
     def read_again(self, shard: int, offset: int, num_bytes: int) -> Any:
         """Do what `read` does, and fetch the bytes again: they may have been damaged on their way."""
-        forget(self._found[shard][0])
+        forget(self._found[shard].url)
         return self.read(shard, offset, num_bytes)
 
     def damage(self, shard: int) -> str | None:
         """Return how a shard differs from what it was when this was made, or None."""
-        url, found = self._found[shard]
-        difference = changed(url, found)
-        return None if difference is None else f"{url} has changed since it was opened: {difference}"
+        difference = self._found[shard].change()
+        return None if difference is None else f"{self._found[shard].url} has changed since it was opened: {difference}"
 
 
-def _find(directory: Remote) -> dict[int, tuple[str, Found]]:
+def _find(directory: Remote) -> dict[int, Found]:
     """Return the shards by number; of a shard that is there twice, the sealed one."""
-    found: dict[int, tuple[str, Found]] = {}
+    found: dict[int, Found] = {}
     there = [item for item in objects.listed(str(directory)) if not item.is_directory and item.size >= 8]
     for sealed in (False, True):
-        for item in there:
-            number = shard_number(item.name, sealed=sealed)
-            if number is not None:
-                found[number] = (str(directory / shard_name(number, sealed=sealed)), item)
+        numbers = [shard_number(item.name, sealed=sealed) for item in there]
+        found |= {number: item for number, item in zip(numbers, there, strict=True) if number is not None}
     return found
 
 
-def _header_bytes(shard: tuple[str, Found]) -> int:
+def _header_bytes(shard: Found) -> int:
     """Return where the data of a shard begins."""
-    return 8 + (int.from_bytes(objects.read(shard[0], 0, 8), "little") or layout.HEADER_BYTES - 8)
+    return 8 + (int.from_bytes(objects.read(shard.url, 0, 8), "little") or layout.HEADER_BYTES - 8)

@@ -14,6 +14,7 @@ from glassengine import asked
 from glassengine.errors import CorruptError, GlassError, UsageError
 from glassengine.plugins import FORMATS as REGISTERED
 from glassengine.plugins import registered, remedy
+from glassengine.reading.copies import here
 from glassengine.recording.formats.debugger_file import is_tree, open_tree, open_trees
 from glassengine.recording.formats.dumper_folder import open_dumped
 from glassengine.recording.formats.files import KINDS
@@ -29,7 +30,6 @@ from glassengine.recording.layout.layout import MANIFEST, Entry
 from glassengine.recording.read.ranks import RankRecordings, rank_directories
 from glassengine.recording.read.reader import Recording
 from glassengine.results import Skipped
-from glassengine.stores.mirror import here
 from glassengine.stores.places import Remote, place
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from glassengine.errors import GlassError, UsageError
@@ -13,7 +12,7 @@ from glassengine.recording.layout import layout
 from glassengine.recording.read.reader import Recording
 from glassengine.recording.rescue.rescue import recovered
 from glassengine.recording.write import moved
-from glassengine.recording.write.spool import Spool
+from glassengine.recording.write.spool import Spool, directory_of
 from glassengine.recording.write.uploads import upload_rest, uploaded
 from glassengine.results.recorded import Uploaded
 from glassengine.stores import objects
@@ -49,18 +48,18 @@ def upload(source: str | Path, target: str | Path | None = None) -> Uploaded:
         if objects.listed(str(there)):
             raise UsageError("there is something already", got=str(there), hint="name a place that is empty")
         recovered(directory)
-        return _uploaded(there, upload_rest(directory, there, _once))
+        return _uploaded(there, upload_rest(directory, there, lambda function: function()))
     there = place(source)
-    spool = Spool.left(there) if isinstance(there, Remote) else None
-    if spool is None:
+    if not isinstance(there, Remote) or not directory_of(there).exists():
         raise UsageError(
             "nothing waits here to be uploaded to that place",
             got=str(there),
             hint="a recording of this machine goes there by: glass upload DIR URL",
         )
+    spool = Spool(there)
     try:
         _recover(spool.directory, spool.target)
-        num_files = upload_rest(spool.directory, spool.target, _once)
+        num_files = upload_rest(spool.directory, spool.target, lambda function: function())
     except BaseException:
         spool.close(remove=False)
         raise
@@ -74,10 +73,6 @@ def upload(source: str | Path, target: str | Path | None = None) -> Uploaded:
 def _uploaded(target: Remote, num_files: int) -> Uploaded:
     opened = Recording.open(target)
     return Uploaded(str(target), num_files, len(opened.steps), opened.complete)
-
-
-def _once(function: Callable[[], None]) -> None:
-    function()
 
 
 def _recover(directory: Path, target: Remote) -> None:

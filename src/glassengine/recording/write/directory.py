@@ -34,18 +34,11 @@ def make_directory(path: Path, overwrite: bool) -> None:
     local(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        names = [item.name for item in path.iterdir()]
-        if not names:
-            return
-        if layout.MANIFEST not in names and not all(map(is_ours, names)):
-            raise UsageError("the output directory holds other files", got=str(path), hint="name a new or empty one")
-        if not overwrite:
-            raise UsageError("the recording exists already", got=str(path), hint="replace it with --overwrite")
-        if _is_being_written(path):
+        names = replaceable(path, [item.name for item in path.iterdir()], overwrite=overwrite)
+        if names and _is_being_written(path):
             hint = "name another directory, or wait for the end of that recording"
             raise UsageError("a recording that is being written is not replaced", got=str(path), hint=hint)
-        # The manifest goes last, so that a half-removed recording can still be overwritten.
-        for name in sorted(filter(is_ours, names), key=lambda name: name == layout.MANIFEST):
+        for name in names:
             item = path / name
             if item.is_dir() and not item.is_symlink():
                 shutil.rmtree(item)
@@ -53,6 +46,25 @@ def make_directory(path: Path, overwrite: bool) -> None:
                 item.unlink()
     except OSError as error:
         raise UsageError("cannot write the recording", got=reason_of(error, path)) from error
+
+
+def replaceable(path: Path, names: Sequence[str], *, overwrite: bool) -> list[str]:
+    """Return which names in a directory a new recording replaces, in the order in which they are removed.
+
+    Args:
+        path: The directory, here or in a store.
+        names: What is in it.
+        overwrite: Replace a recording that is there; other files are left alone.
+
+    Raises:
+        UsageError: It holds other files, or a recording and `overwrite` is false.
+    """
+    if names and layout.MANIFEST not in names and not all(map(is_ours, names)):
+        raise UsageError("the output directory holds other files", got=str(path), hint="name a new or empty one")
+    if names and not overwrite:
+        raise UsageError("the recording exists already", got=str(path), hint="replace it with --overwrite")
+    # The manifest goes last, so that a half-removed recording can still be overwritten.
+    return sorted(filter(is_ours, names), key=lambda name: name == layout.MANIFEST)
 
 
 class Index:

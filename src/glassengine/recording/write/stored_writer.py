@@ -10,6 +10,7 @@ from typing import Any
 from glassengine.errors import GlassError, UsageError
 from glassengine.recording.layout import layout
 from glassengine.recording.write.spool import Spool
+from glassengine.recording.write.uploads import SPOOL_BYTES, Uploads
 from glassengine.recording.write.writer import RecordingWriter
 from glassengine.stores.places import Remote, place
 
@@ -34,7 +35,8 @@ class StoredWriter(RecordingWriter):
         try:
             super().__init__(self._spool.directory, metadata=metadata)
             try:
-                self._uploads = self._shards.uploads = self._spool.uploads(spool_bytes)
+                most = SPOOL_BYTES if spool_bytes is None else spool_bytes
+                self._uploads = self._shards.uploads = Uploads(self.path, target, most)
             except BaseException:
                 super().abandon()
                 raise
@@ -58,23 +60,17 @@ class StoredWriter(RecordingWriter):
         Args:
             patience_s: How long the store may not answer; as while it was written where None.
         """
-        try:
-            self._uploads.finish(patience_s)
-            left = (self.path / layout.RING).exists()
-        except GlassError as error:
-            self._spool.close(remove=False)
-            return error
-        self._spool.close(remove=not left)
-        if not left:
-            return None
-        hint = f"glass upload {self.target}"
-        return UsageError("not everything was uploaded", got=f"{self.path}: steps in its ring", hint=hint)
+        problem = self._uploads.finish(patience_s)
+        if problem is None and (self.path / layout.RING).exists():
+            hint = f"glass upload {self.target}"
+            problem = UsageError("not everything was uploaded", got=f"{self.path}: steps in its ring", hint=hint)
+        self._spool.close(remove=problem is None)
+        return problem
 
     def abandon(self) -> None:
-        """Close the files; of a process that was forked, also what the upload has open."""
+        """Close the files; in a process that was forked, also the lock, which is its parent's."""
         super().abandon()
         if os.getpid() != self._process:
-            self._uploads.abandon()
             self._spool.close(remove=False)
 
 

@@ -52,7 +52,6 @@ class Uploads:
         directory: Of the recording, with `index.log` and `recording.json`.
         target: Where it goes.
         spool_bytes: What may wait.
-        patience_s: How long one success may take.
 
     Attributes:
         shard_bytes: After how many bytes a shard is sealed at the latest.
@@ -62,13 +61,13 @@ class Uploads:
         UsageError: The store cannot be written.
     """
 
-    def __init__(self, directory: Path, target: Remote, spool_bytes: int, patience_s: float | None = None) -> None:
+    def __init__(self, directory: Path, target: Remote, spool_bytes: int) -> None:
         self.shard_bytes = max(min(SHARD_BYTES, spool_bytes // 4), 1)
         self.failure: GlassError | None = None
         self._directory = directory
         self._target = target
         self._most = spool_bytes
-        self._patience_s = PATIENCE_S if patience_s is None else patience_s
+        self._patience_s = PATIENCE_S
         self._changed = threading.Condition()
         self._waiting: deque[Path] = deque()
         self._waiting_bytes = 0
@@ -77,7 +76,7 @@ class Uploads:
         self._index_bytes = -1
         self._checkpoint()
         # As it is now: once the recording is closed, it says that everything is there.
-        put_copy(directory / layout.MANIFEST, target)
+        objects.put(directory / layout.MANIFEST, str(target / layout.MANIFEST))
         self._thread = threading.Thread(target=self._work, name="glassengine-upload", daemon=True)
         self._thread.start()
 
@@ -105,12 +104,12 @@ class Uploads:
             UsageError: The store does not take any more.
         """
         with self._changed:
-            while self._waiting_bytes + self.shard_bytes > self._most and self._waiting and not self._hurries:
+            while not self._hurries:
                 if self.failure is not None:
-                    break
+                    raise self.failure
+                if not self._waiting or self._waiting_bytes + self.shard_bytes <= self._most:
+                    return
                 self._changed.wait(1.0)
-            if self.failure is not None:
-                raise self.failure
 
     def hurry(self, patience_s: float) -> None:
         """Let what is left be written without waiting for room: the process ends."""
@@ -119,14 +118,11 @@ class Uploads:
             self._patience_s = patience_s
             self._changed.notify_all()
 
-    def finish(self, patience_s: float | None = None) -> None:
-        """Upload what is left once the recording is closed, and end.
+    def finish(self, patience_s: float | None = None) -> UsageError | None:
+        """Upload what is left once the recording is closed, and end; return why it is not all there, and where it is.
 
         Args:
             patience_s: How long the store may not answer from now on; as before where None.
-
-        Raises:
-            UsageError: The store does not take it; the message says where it is.
         """
         with self._changed:
             self._ends = True
@@ -136,19 +132,15 @@ class Uploads:
             if self._waiting:
                 _log.info("%s: %s bytes are still to be uploaded", self._target, f"{self._waiting_bytes:,}")
         self._thread.join(None if patience_s is None else patience_s + _LAST_S)
+        failure = self.failure
         if self._thread.is_alive():
-            self.failure = UsageError("the store does not answer", got=f"it does not answer for {patience_s} s")
-        if self.failure is not None:
-            raise UsageError(
-                "not everything was uploaded",
-                got=f"{self._target}: {self.failure.got or self.failure.what}",
-                hint=f"the rest is in {self._directory}: glass upload {self._target}",
-            ) from self.failure
-
-    def abandon(self) -> None:
-        """Forget it: this process was forked from the one that records."""
-        self._ends = True
-        self._waiting.clear()
+            failure = UsageError("the store does not answer", got=f"it does not answer for {patience_s} s")
+        if failure is None:
+            return None
+        hint = f"the rest is in {self._directory}: glass upload {self._target}"
+        return UsageError(
+            "not everything was uploaded", got=f"{self._target}: {failure.got or failure.what}", hint=hint
+        )
 
     def _work(self) -> None:
         try:
@@ -188,10 +180,15 @@ class Uploads:
 
     def _checkpoint(self) -> None:
         """Bring the index to the store, as it is now: what it says of shards that are not there is not read."""
-        size = (self._directory / layout.INDEX).stat().st_size
+        index = self._directory / layout.INDEX
+        size, copy = index.stat().st_size, index.with_name(f"{index.name}.copy")
         if size == self._index_bytes:
             return
-        put_copy(self._directory / layout.INDEX, self._target)
+        try:
+            shutil.copyfile(index, copy)  # which does not grow
+            objects.put(copy, str(self._target / index.name))
+        finally:
+            copy.unlink(missing_ok=True)
         self._index_bytes, self._since_index = size, 0
 
     def _patiently(self, function: Callable[[], None]) -> None:
@@ -205,10 +202,7 @@ class Uploads:
                     raise
                 _log.info("uploading is tried again in %.1f s: %s", delay, error)
             with self._changed:
-                ended = self._ends
-                self._changed.wait_for(lambda: self._ends, delay)  # whose end shortens one delay
-            if ended:
-                time.sleep(delay)
+                self._changed.wait(delay)  # the end of the recording shortens it
             delay = min(2 * delay, _MOST_DELAY_S)
 
 
@@ -234,15 +228,7 @@ def upload_rest(directory: Path, target: Remote, call: Callable[[Callable[[], No
     for name in ordered:
         path, url = directory / name, str(target / name)
         call(lambda path=path, url=url: objects.put(path, url))  # type: ignore[misc]
-    # What a shard was called before it was sealed.
-    parts = [layout.shard_name(number, sealed=False) for number in map(_number, [*done, *names]) if number is not None]
-    there = set(objects.names(str(target)))
-    objects.remove([str(target / name) for name in parts if name in there and name not in names])
     return len(ordered)
-
-
-def _number(name: str) -> int | None:
-    return layout.shard_number(name, sealed=True)
 
 
 def uploaded(directory: Path) -> set[str]:
@@ -255,20 +241,6 @@ def uploaded(directory: Path) -> set[str]:
     if not os.path.lexists(path):
         return set()
     return set(read_text(path, most=_MOST_DONE_BYTES, inside=directory, encoding="ascii").splitlines())
-
-
-def put_copy(path: Path, target: Remote) -> None:
-    """Upload a file that grows, as it is now.
-
-    Raises:
-        UsageError: The store does not take it.
-    """
-    copy = path.with_name(f"{path.name}.copy")
-    try:
-        shutil.copyfile(path, copy)
-        objects.put(copy, str(target / path.name))
-    finally:
-        copy.unlink(missing_ok=True)
 
 
 def hollow(path: Path) -> None:

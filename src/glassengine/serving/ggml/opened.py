@@ -19,6 +19,10 @@ def _log(level: int, text: bytes | None, _: object) -> None:
         del _LOGGED[:-20]
 
 
+# Of the process, as the library's own pointer to it is: models come and go.
+_LOG = c.CFUNCTYPE(None, c.c_int, c.c_char_p, Pointer)(_log)
+
+
 def logged() -> str:
     """Return the last lines that the library wrote about errors."""
     return " ".join(_LOGGED[-3:])
@@ -39,9 +43,7 @@ class Opened:
         self.library = Library(library)
         self._alive: list[Any] = []
         if not verbose:
-            quiet = c.CFUNCTYPE(None, c.c_int, c.c_char_p, Pointer)(_log)
-            self.library.llama_log_set(quiet, None)
-            self._alive.append(quiet)
+            self.library.llama_log_set(_LOG, None)
         self.library.llama_backend_init()
         if self.library.has("ggml_backend_load_all_from_path"):
             self.library.ggml_backend_load_all_from_path(str(Path(library).parent).encode())

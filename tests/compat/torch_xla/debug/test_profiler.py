@@ -66,4 +66,4 @@ def test_a_profile_is_asked_of_a_server(
     xp.trace_detached(address, "logs")
     for thread in [one for one in threading.enumerate() if one.name == "glass-trace-detached"]:
         thread.join()
-    assert "no profile was taken: no program of this user" in caplog.text
+    assert "no profile was taken: no profile server of this user" in caplog.text

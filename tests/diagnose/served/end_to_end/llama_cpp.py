@@ -13,6 +13,8 @@ import torch
 import xllamacpp
 
 _P = c.c_void_p
+# The library keeps a pointer to it for as long as the process lives.
+_QUIET = c.CFUNCTYPE(None, c.c_int, c.c_char_p, _P)(lambda *_: None)
 
 
 class Parameters(c.Structure):
@@ -57,8 +59,7 @@ def library() -> Any:
 def logits_of(file: Path, prompt: Sequence[int], steps: int, vocabulary: int) -> tuple[torch.Tensor, list[int]]:
     """Return the logits [tokens, V] of a prompt and of what llama.cpp picks after it, and these tokens."""
     lib = library()
-    quiet = c.CFUNCTYPE(None, c.c_int, c.c_char_p, _P)(lambda *_: None)
-    lib.llama_log_set(c.cast(quiet, _P), None)
+    lib.llama_log_set(c.cast(_QUIET, _P), None)
     lib.llama_backend_init()
     model = lib.llama_model_load_from_file(str(file).encode(), lib.llama_model_default_params())
     context = lib.llama_init_from_model(model, lib.llama_context_default_params())

@@ -6,7 +6,6 @@ all. `session.set_denormal_as_zero=1` is an entry of its configuration, which ha
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,6 +84,11 @@ def session_settings(given: Mapping[str, Any] | str | Path | Sequence[str] | Non
         elif not has_value:
             raise UsageError("--session-options are KEY=VALUE, or a JSON file", got=text, expected=f"{_LEVEL}=basic")
         else:
-            is_plain = value.lower() in ("true", "false") or value.isdecimal()
-            found[name] = json.loads(value.lower()) if is_plain else value
+            found[name] = _plain(value)
     return SessionSettings(found)
+
+
+def _plain(text: str) -> bool | int | str:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    return int(text) if text.isdecimal() else text

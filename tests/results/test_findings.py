@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 import glassengine as glass
 from glassengine.diagnose.training.findings import Found
-from glassengine.judge.verdict.standing import decide
-from glassengine.results import Comparison, Pair, ResultComparison, Verdict
+from glassengine.results import Comparison, Findings, Pair, Policy, ResultComparison, Verdict, decide
 from glassengine.testing import models
 
 
@@ -44,15 +43,18 @@ def result(verdict: Verdict, snr: float = 60.0) -> ResultComparison:
 def test_f4_results_have_the_first_and_the_last_word(
     inside: Verdict, ends: Verdict, coverage: float, standing: str
 ) -> None:
-    found = decide(inside, [result(ends)], None, {}, coverage, fail_on="wrong", min_coverage=0.9)
+    found = decide(Findings("a", "b", {}, inside=inside, results=[result(ends)], coverage=coverage), Policy())
     assert found.standing == standing and (found.reason is None) == (standing == "ok")
 
 
 def test_a_budget_comes_after_what_is_wrong_and_before_coverage() -> None:
-    limits = {"fail_on": "wrong", "min_coverage": 0.9, "min_snr": 30.0}
-    assert decide("rounding", [result("rounding", 20.0)], None, {}, 0.1, **limits).standing == "over budget"
-    assert decide("rounding", [result("wrong", 20.0)], None, {}, 0.1, **limits).standing == "results differ"
-    assert decide("rounding", [result("rounding", 40.0)], None, {}, 1.0, **limits).standing == "ok"
+    def standing(verdict: Verdict, snr: float, coverage: float) -> str:
+        found = Findings("a", "b", {}, inside="rounding", results=[result(verdict, snr)], coverage=coverage)
+        return found.conclude(Policy(min_snr=30.0)).standing
+
+    assert standing("rounding", 20.0, 0.1) == "over budget"
+    assert standing("wrong", 20.0, 0.1) == "results differ"
+    assert standing("rounding", 40.0, 1.0) == "ok"
 
 
 class Centered(nn.Module):
@@ -114,7 +116,7 @@ def test_f6_modules_of_other_names_are_no_mistake(tmp_path: Path) -> None:
 
 def test_a_training_run_says_why_it_is_not_ok() -> None:
     wrong = Pair(0, "a", "a", "name", 1.0, "wrong", "reverse replay", rung="forward")
-    told = Found(pairs=[wrong]).conclude("a", "b", fail_on="wrong", min_coverage=0.9)
+    told = Found(pairs=[wrong]).conclude("a", "b", Policy())
     assert (told.ok, told.standing, told.too_little) == (False, "differs inside", False)
-    little = Found(wanted={"a", "b"}, judged={"a"}).conclude("a", "b", fail_on="wrong", min_coverage=0.9)
+    little = Found(wanted={"a", "b"}, judged={"a"}).conclude("a", "b", Policy())
     assert (little.ok, little.standing, little.too_little) == (False, "too little judged", True)

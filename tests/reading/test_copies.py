@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from glassengine.errors import CorruptError, UsageError
-from glassengine.stores import mirror, objects
-from glassengine.stores.mirror import here
+from glassengine.reading import copies
+from glassengine.reading.copies import here
+from glassengine.stores import objects
 
 pytestmark = pytest.mark.usefixtures("nothing_in_memory")
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("nothing_in_memory")
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("GLASS_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(mirror, "_held", {})
+    monkeypatch.setattr(copies, "_held", {})
     return tmp_path / "cache" / "objects"
 
 
@@ -62,9 +63,9 @@ def test_copies_are_bounded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for number in range(4):
         write(f"memory://run{number}", a="x" * 1000)
         here(f"memory://run{number}")
-        for lock in mirror._held.values():
-            mirror.os.close(lock)
-        mirror._held.clear()
+        for lock in copies._held.values():
+            os.close(lock)
+        copies._held.clear()
         time.sleep(0.02)
     assert len(list(cache.iterdir())) == 2
     # What is in use is not removed.
@@ -89,7 +90,7 @@ def test_an_object_that_changes_while_it_is_copied(cache: Path, monkeypatch: pyt
     monkeypatch.setattr(objects, "fetch", replaced)
     with pytest.raises(CorruptError, match="it was replaced"):
         here("memory://run")
-    assert not list(cache.glob("*/note.json"))
+    assert not list(cache.glob("*/*/note.json"))
 
 
 def test_an_object_that_is_cut_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,13 +103,13 @@ def test_an_object_that_is_cut_on_its_way(monkeypatch: pytest.MonkeyPatch) -> No
 def test_an_object_that_is_a_directory_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     write("memory://run", a="one")
     found = objects.require("memory://run/a")
-    monkeypatch.setattr(mirror, "_files", lambda _: [("a", found), ("a/b", found)])
+    monkeypatch.setattr(objects, "below", lambda _: iter([("a", found), ("a/b", found)]))
     with pytest.raises(CorruptError, match="directory as well"):
         here("memory://run")
 
 
 def test_too_many_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mirror, "MAX_FILES", 1)
+    monkeypatch.setattr(copies, "MAX_FILES", 1)
     write("memory://many", a="", b="")
     with pytest.raises(CorruptError, match="too many"):
         here("memory://many")
@@ -126,7 +127,7 @@ def test_a_copy_is_made_again_where_something_else_is_in_its_place(cache: Path, 
     write("memory://run", a="one")
     write("memory://run/inner", c="three")
     found = here("memory://run")
-    note = next(cache.glob("*/note.json"))
+    note = next(cache.glob("*/*/note.json"))
     place = {"file": found / "a", "directory": found / "inner"}.get(kind, note)
     aside = tmp_path / "aside"
     place.rename(aside)

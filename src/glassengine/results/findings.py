@@ -1,0 +1,200 @@
+"""Collects what a check finds and concludes from it: the one place where a comparison becomes ok or not.
+
+`docs/concepts.md` has the rule with its cases. `decide` applies it in this order:
+
+    results differ     the sides differ as a user runs them, or a result is beyond its floor, whatever lies inside
+    weights differ     a weight of a served file is another
+    differs inside     a tensor is wrong, from its own inputs, though these inputs may hide it from the results
+    token changes      the release engine picks another token than the engine with debug outputs
+    over budget        a result has a smaller signal-to-noise ratio than --min-snr
+    too little judged  nothing is wrong, and a result was not compared, or less than --min-coverage was judged finely
+                       enough
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from glassengine.results.answer import CaseInputs, DriftRow, Fineness, ResultComparison, Standing
+from glassengine.results.base import VERDICTS, Verdict, worst
+from glassengine.results.comparison import Comparison, Divergence, Rung, Skipped, WeightsComparison, WrittenDifferently
+from glassengine.results.exempt import Exemption
+from glassengine.results.pairs import Counts, Pair, TokenAgreement, counts_of
+from glassengine.results.quantized import Quantization
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a user accepts.
+
+    Attributes:
+        fail_on: The mildest verdict that is not ok.
+        min_coverage: Least share of the baseline that must have been judged.
+        min_snr: Least signal-to-noise ratio of each result, in dB; None for any.
+    """
+
+    fail_on: str = "wrong"
+    min_coverage: float = 0.9
+    min_snr: float | None = None
+
+    def fails(self, verdict: Verdict) -> bool:
+        """Return whether a verdict is not ok."""
+        return VERDICTS.index(verdict) >= VERDICTS.index(self.fail_on)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Why a comparison is ok or not, as a type and in words; None where it is ok."""
+
+    standing: Standing
+    reason: str | None = None
+
+
+@dataclass
+class Findings:
+    """What a check has found, and what decides whether that is ok. Most attributes are those of `Comparison`.
+
+    Attributes:
+        baseline: What it is, as it was given.
+        candidate: Likewise.
+        environment: Of both sides.
+        inside: The worst verdict of what lies inside: tensors, ops, weights.
+        inside_reason: What is wrong inside, in words; None for "a tensor is wrong at" the first divergence.
+        differences: What differs between the sides as a user runs them, in words.
+        token_change: Which token the release engine picks otherwise; None where none.
+        left: Which results were not compared, in words; None where all were.
+        missing: What is missing for the least coverage, in words.
+        costs: Results that differ by what a coarser precision costs: no mistake, but counted against a budget.
+        counts: None to count pairs and what was skipped on either side.
+    """
+
+    baseline: str
+    candidate: str
+    environment: Mapping[str, Any]
+    inside: Verdict = "identical"
+    inside_reason: str | None = None
+    differences: Sequence[str] = ()
+    token_change: str | None = None
+    left: str | None = None
+    missing: str | None = None
+    costs: Sequence[ResultComparison] = ()
+    pairs: Sequence[Pair] = ()
+    origins: Sequence[Divergence] = ()
+    first_divergence: Divergence | None = None
+    skipped: Sequence[Skipped] = ()
+    counts: Counts | None = None
+    coverage: float = 1.0
+    rungs: Sequence[Rung] = ()
+    severity: Mapping[str, TokenAgreement] = field(default_factory=dict)
+    weights: WeightsComparison | None = None
+    written_differently: Sequence[WrittenDifferently] = ()
+    quantization: Quantization | None = None
+    results: Sequence[ResultComparison] = ()
+    fineness: Sequence[Fineness] = ()
+    inputs: Sequence[CaseInputs] = ()
+    drift: Sequence[DriftRow] = ()
+    exemptions: Sequence[Exemption] = ()
+    num_elements: int = 0
+    notes: Sequence[str] = ()
+    generates: bool = False
+    reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst of all."""
+        return "wrong" if self.differences else worst([self.inside, *(result.verdict for result in self.results)])
+
+    def conclude(self, policy: Policy) -> Comparison:
+        """Return the comparison that follows."""
+        return _conclude(self, policy)
+
+
+def decide(found: Findings, policy: Policy) -> Decision:
+    """Apply the rule of the module's docstring."""
+    first, results = found.first_divergence, found.results
+    inside = found.inside_reason or (f"a tensor is {found.inside} at {first.site}" if first is not None else None)
+    if found.differences:
+        return Decision("results differ", "; ".join(dict.fromkeys(found.differences)))
+    different = [result for result in results if policy.fails(result.verdict)]
+    if different:
+        also = f"; {inside}" if inside is not None and policy.fails(found.inside) else ""
+        return Decision("results differ", f"{different[-1].in_words()}{also}")
+    if policy.fails(found.inside):
+        if inside is None:
+            return Decision("weights differ", "weights differ")
+        # A quantized candidate's results do differ, by what its precision costs.
+        is_hidden = bool(results) and all(r.agrees and r.judged_by == "noise floor" for r in results)
+        is_hidden = is_hidden and found.inside_reason is None
+        hidden = "differs inside, not in the results: " if is_hidden else ""
+        return Decision("differs inside", hidden + inside)
+    if found.token_change is not None:
+        return Decision(
+            "token changes", f"the release engine picks another token than the engine: {found.token_change}"
+        )
+    over = over_budget([*found.costs, *results], policy.min_snr)
+    if over is not None:
+        return Decision("over budget", over)
+    undecided = next((result for result in results if not result.is_decided), None)
+    if found.left is not None or undecided is not None:
+        text = found.left or undecided.in_words()  # type: ignore[union-attr]
+        return Decision("too little judged", f"{text}; {found.missing}" if found.missing else text)
+    if found.coverage < policy.min_coverage:
+        wanted = f"(--min-coverage {policy.min_coverage:g})"
+        text = f"only {found.coverage:.0%} of the baseline's float-valued sites were judged {wanted}"
+        if results and all(result.agrees for result in results):
+            text += "; the results agree"
+        return Decision("too little judged", f"{text}; {found.missing}" if found.missing else text)
+    return Decision("ok")
+
+
+def over_budget(results: Sequence[ResultComparison], min_snr: float | None) -> str | None:
+    """Return which result loses more of its signal than is allowed; None where none does."""
+    known = [result for result in results if result.snr_db is not None]
+    if min_snr is None or not known:
+        return None
+    least = min(known, key=lambda result: result.snr_db or 0.0)
+    if least.snr_db is not None and least.snr_db >= min_snr:
+        return None
+    return f"{least.name} {'have' if least.is_plural else 'has'} {least.snr_db:.1f} dB (--min-snr {min_snr:g}dB)"
+
+
+def _conclude(found: Findings, policy: Policy) -> Comparison:
+    decision = decide(found, policy)
+    counts = found.counts or counts_of(
+        found.pairs,
+        unmatched_baseline=sum(item.side == "baseline" for item in found.skipped),
+        unmatched_candidate=sum(item.side == "candidate" for item in found.skipped),
+        not_recorded=0,
+    )
+    return Comparison(
+        baseline=found.baseline,
+        candidate=found.candidate,
+        ok=decision.standing == "ok",
+        verdict=found.verdict,
+        first_divergence=found.first_divergence,
+        origins=tuple(found.origins),
+        counts=counts,
+        pairs=found.pairs,
+        skipped=tuple(found.skipped),
+        environment={"baseline": found.environment, "candidate": found.environment},
+        coverage=found.coverage,
+        rungs=tuple(found.rungs),
+        severity=found.severity,
+        not_ok_because=decision.reason,
+        too_little=decision.standing == "too little judged",
+        weights=found.weights,
+        written_differently=tuple(found.written_differently),
+        quantization=found.quantization,
+        standing=decision.standing,
+        results=(*found.costs, *found.results),
+        fineness=tuple(found.fineness),
+        inputs=tuple(found.inputs),
+        drift=tuple(found.drift),
+        exemptions=tuple(found.exemptions),
+        num_elements=found.num_elements,
+        notes=tuple(found.notes),
+        generates=found.generates,
+        reads=found.reads,
+    )
