@@ -128,7 +128,7 @@ def _kill_one(driver: int, over: threading.Event) -> None:
         for child in _below(driver):
             try:
                 command = Path(f"/proc/{child}/cmdline").read_bytes()
-                if (b"judge_chunk" in command or b"--serve" in command) and cpu_s(child) > _STARTED_S:
+                if (b"judge_block" in command or b"--serve" in command) and cpu_s(child) > _STARTED_S:
                     os.kill(child, signal.SIGKILL)
                     print(f"killed {child}", flush=True)
                     return

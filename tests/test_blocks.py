@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glassengine.blocks import blocks, difference, error_stream, lower_median, moments, pieces, real_stream, statistics
+from glassengine.blocks import arrays, blocks, difference, moments, pieces, real_stream
+from glassengine.blocks.arrays import error_stream_of, lower_median_of, stream_of
 
 REAL = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -179,13 +180,13 @@ def test_moments_and_median(values: list[float]) -> None:
         assert (got.min, got.max) == (finite.min(), finite.max())
         assert got.mean == pytest.approx(finite.mean(), rel=1e-9, abs=abs(finite).max() * 1e-12)
         assert got.m2 == pytest.approx(((finite - finite.mean()) ** 2).sum(), rel=1e-6, abs=1e-12 * (finite**2).sum())
-        assert lower_median(real_stream(x), finite.size) == float(torch.from_numpy(finite).median())
+        assert lower_median_of(stream_of(x.numpy()), finite.size) == float(torch.from_numpy(finite).median())
 
 
 @pytest.mark.parametrize("limit", [1, 100, 1 << 20])
 @pytest.mark.parametrize("kind", ["normal", "ties", "constant", "wide", "negative", "integers"])
-def test_median_by_histograms_is_exact(kind: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(statistics, "_SELECT_ELEMENTS", limit)
+def test_a_median_between_elements_of_a_sample_is_exact(kind: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrays, "SELECT_ELEMENTS", limit)
     g = torch.Generator().manual_seed(0)
     x = {
         "normal": torch.randn(100_001, generator=g),
@@ -195,7 +196,7 @@ def test_median_by_histograms_is_exact(kind: str, limit: int, monkeypatch: pytes
         "negative": -torch.rand(70_001, generator=g, dtype=torch.float64),
         "integers": torch.randint(-(2**40), 2**40, (70_000,), generator=g),
     }[kind]
-    assert lower_median(real_stream(x), x.numel()) == float(x.double().median())
+    assert lower_median_of(stream_of(x.numpy()), x.numel()) == float(x.double().median())
 
 
 def test_a_large_offset_does_not_cancel() -> None:
@@ -205,13 +206,16 @@ def test_a_large_offset_does_not_cancel() -> None:
 
 
 def test_error_streams() -> None:
-    b = torch.tensor([2.0, 0.0, math.inf, math.nan, 1.0])
-    c = torch.tensor([1.0, 3.0, math.inf, math.nan, math.nan])
-    assert torch.cat(list(error_stream(b, c, relative=False)())).tolist()[:4] == [1.0, 3.0, 0.0, 0.0]
-    relative = torch.cat(list(error_stream(b, c, relative=True)()))
+    b = np.array([2.0, 0.0, math.inf, math.nan, 1.0])
+    c = np.array([1.0, 3.0, math.inf, math.nan, math.nan])
+    (absolute,), (relative,) = (error_stream_of(b, c, relative=each)() for each in (False, True))
+    assert absolute.tolist()[:4] == [1.0, 3.0, 0.0, 0.0]
     assert relative[0] == 0.5
-    assert relative.numel() == 4
+    assert len(relative) == 4
     assert math.isnan(relative[-1])
+    large = np.array([2**60, 2**60 + 1])
+    (absolute,) = error_stream_of(large, large[::-1], relative=False)()
+    assert absolute.tolist() == [1.0, 1.0]
 
 
 def test_the_number_of_threads_is_put_back() -> None:
@@ -223,7 +227,6 @@ def test_the_number_of_threads_is_put_back() -> None:
         return [torch.ones(3, dtype=torch.float64)]
 
     moments(stream)
-    lower_median(stream, 3)
     difference(torch.ones(3), torch.zeros(3), rtol=0, atol=0)
     assert set(seen) == {1}
     with pytest.raises(ValueError, match="shapes differ"):

@@ -2,7 +2,7 @@
 
 `glass record MODEL` is `record_target`, `glass record gguf:FILE` is `record_served` (`is_served` tells them apart),
 `glass record -- SCRIPT` is `record_script`, and `--noise-floor` is `measure_noise_floor`, of a script
-`measure_script_floor`. `glass compare` of more than two records is `compare_many`, with `--plan` `plan_comparison`, of
+`measure_script_floor`. `glass compare` of more than two records is `compare_many`, of
 watched runs `compare_series`, of engines `side_by_side`, of the artifacts of two builds `compare_artifacts`. `glass
 upload` is `upload`, and `glass doctor --calibrate` is `calibrate`.
 """
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from glassengine.backends.accuracy.calibration import calibrate
     from glassengine.capture.runs.target import record_target
     from glassengine.capture.scripts.run_script import record_script
-    from glassengine.compare.jobs import plan_comparison
     from glassengine.compare.many import compare_many
     from glassengine.compare.series.series import compare_series
     from glassengine.diagnose.engines.side_by_side import side_by_side
@@ -38,7 +37,6 @@ __all__ = [
     "is_served",
     "measure_noise_floor",
     "measure_script_floor",
-    "plan_comparison",
     "record_script",
     "record_served",
     "record_target",
@@ -56,7 +54,6 @@ _PUBLIC = {
     "is_served": "glassengine.serving.target",
     "measure_noise_floor": "glassengine.diagnose.noise_floor",
     "measure_script_floor": "glassengine.diagnose.script_floor",
-    "plan_comparison": "glassengine.compare.jobs",
     "record_script": "glassengine.capture.scripts.run_script",
     "record_served": "glassengine.serving.target",
     "record_target": "glassengine.capture.runs.target",

@@ -46,6 +46,17 @@ class GlassError(Exception):
                 parts.append(f"{label:>9}: {text}")
         return "\n".join(parts)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return _unpickled, (type(self), self.what, self.got, self.expected, self.hint)
+
+
+def _unpickled(
+    kind: type[GlassError], what: str, got: str | None, expected: str | None, hint: str | None
+) -> GlassError:
+    error = kind.__new__(kind)
+    GlassError.__init__(error, what, got=got, expected=expected, hint=hint)
+    return error
+
 
 class UsageError(GlassError):
     """The request itself cannot be carried out: a wrong name, path, flag or input."""

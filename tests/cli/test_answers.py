@@ -57,7 +57,6 @@ def test_what_cannot_be_is_refused_before_work(dumps: Path, capsys: pytest.Captu
         (["--sarif", "mine.txt"], "--sarif replaces only what glass itself wrote"),
         (["--sarif", "-"], "--sarif takes a file"),
         (["--format", "agent", "--json"], "stdout is wanted twice"),
-        (["--plan", "plan.json", "--format", "agent"], "nothing is judged yet"),
     ):
         assert main(["compare", "one.pt", "two.pt", *words]) == 2
         assert message in capsys.readouterr().err

@@ -83,11 +83,6 @@ def test_a_place_that_is_taken_is_refused_before_any_work(
     assert "a report replaces only a report" in capsys.readouterr().err
 
 
-def test_a_plan_has_no_report(records: tuple[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert cli.main(["compare", *records, "--plan", str(tmp_path / "p.json"), "--report", str(tmp_path / "r")]) == 2
-    assert "--report" in capsys.readouterr().err and not (tmp_path / "r").exists()
-
-
 NETS = """
 import torch
 

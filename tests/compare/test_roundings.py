@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import glassengine as glass
-from glassengine.compare import plan as plans
+from glassengine.compare import pairs as plans
 from glassengine.compare.compare import compare
 from glassengine.compare.roundings import ROUNDED
 
@@ -95,7 +95,7 @@ def test_roundings_are_not_judged_and_never_ok(
         wrong = compare(one, trained(tmp_path / f"wrong{i}", 4, dtype, **mistake))
         assert (wrong.ok, wrong.too_little, wrong.verdict) == (False, False, "wrong"), mistake
         assert wrong.first_divergence is not None and wrong.first_divergence.site == site
-    monkeypatch.setattr(plans, "CHUNK_BYTES", 500)
+    monkeypatch.setattr(plans, "BLOCK_BYTES", 500)
     rows = compare(one, tmp_path / "right")
     assert [pair.verdict for pair in rows.pairs] == [pair.verdict for pair in right.pairs]
 

@@ -7,12 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from glassengine.blocks.arrays import values_of
 from glassengine.compare import compare
-from glassengine.numerics.mask_values import HIDDEN, sentinel, without_hidden
+from glassengine.numerics.hidden_values import without_hidden as without_hidden_of
+from glassengine.numerics.mask_values import HIDDEN, sentinel
 from glassengine.numerics.metrics.drift import DriftSums
 from tests.compare.test_compare import record
 
 HALF, SINGLE = (torch.finfo(dtype).min for dtype in (torch.float16, torch.float32))
+
+
+def without_hidden(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor] | None:
+    found = without_hidden_of(values_of(x), values_of(y))
+    return None if found is None else [torch.from_numpy(side.array) for side in found]
 
 
 def test_f44_the_least_number_of_each_dtype_hides() -> None:

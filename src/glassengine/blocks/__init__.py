@@ -2,10 +2,10 @@
 
 Pipeline: `pieces` cuts tensors of one shape into aligned flat pieces in row-major order and widens them; `totals` adds
 up how two tensors differ, in float64 or, where float32 holds the elements and the sums safely, in the faster and
-equally good `float32`; `statistics` has moments and the median of one stream; `merging` joins sums of parts without
-any tensor. Invariants: never more than one piece per tensor is held besides the tensors, for any size and strides;
-every dtype that can be widened is allowed, in any combination; empty tensors and non-finite elements have defined
-results.
+equally good `float32`; `statistics` has moments of one stream; `arrays` does all of that, and medians, of numpy arrays
+without torch; `merging` joins sums of parts without any tensor. Invariants: never more than one piece per tensor is
+held besides the tensors, for any size and strides; every dtype that can be widened is allowed, in any combination;
+empty tensors and non-finite elements have defined results.
 """
 
 from typing import TYPE_CHECKING
@@ -14,8 +14,8 @@ from glassengine.deferred import deferred
 
 if TYPE_CHECKING:
     from glassengine.blocks.merging import Difference, merged
-    from glassengine.blocks.pieces import BLOCK_ELEMENTS, Stream, agree, blocks, error_stream, flat, real_stream, widen
-    from glassengine.blocks.statistics import Moments, lower_median, moments
+    from glassengine.blocks.pieces import BLOCK_ELEMENTS, Stream, agree, blocks, flat, real_stream, widen
+    from glassengine.blocks.statistics import Moments, moments
     from glassengine.blocks.totals import difference
 
 __all__ = [
@@ -26,9 +26,7 @@ __all__ = [
     "agree",
     "blocks",
     "difference",
-    "error_stream",
     "flat",
-    "lower_median",
     "merged",
     "moments",
     "real_stream",
@@ -43,9 +41,7 @@ _PUBLIC = {
     "agree": "glassengine.blocks.pieces",
     "blocks": "glassengine.blocks.pieces",
     "difference": "glassengine.blocks.totals",
-    "error_stream": "glassengine.blocks.pieces",
     "flat": "glassengine.blocks.pieces",
-    "lower_median": "glassengine.blocks.statistics",
     "merged": "glassengine.blocks.merging",
     "moments": "glassengine.blocks.statistics",
     "real_stream": "glassengine.blocks.pieces",

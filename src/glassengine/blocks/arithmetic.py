@@ -1,5 +1,8 @@
 """The sums of `totals`, for pieces of real numbers in the CPU's memory, at one precision and without allocations.
 
+numpy alone, so that a comparison of recordings needs no torch. float8 and bfloat16, which numpy does not have, come as
+the float32 numbers that they are.
+
 float32 is used where it holds every element of both sides, float64 else. What float32 does is as good:
 
 - A difference is rounded once, relative error u = 2**-24. Products and absolute values are added up over rows of 256 in
@@ -18,19 +21,18 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from glassengine.blocks import pieces
-from glassengine.blocks.sums import Totals
+from glassengine.blocks.merging import Sums
 
 _ROW = 256
 
+_FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
+
 # Fills up the last row: not 0, so that 0 / |b| stays 0, but small enough for its square to be 0.
-_PADDING = {torch.float32: 2.0**-80, torch.float64: 2.0**-540}
+_PADDING = {_FLOAT32: 2.0**-80, _FLOAT64: 2.0**-540}
 
 # Sums of squares below this could have lost summands to underflow, also where subnormal numbers are flushed to zero.
 _SMALLEST_SQUARES = 1e-26
@@ -41,13 +43,8 @@ _LARGEST_TOLERANCE = 1e30
 # Twice the distance at which rounding can move an element across the tolerance, relative to the largest difference.
 _MARGIN = 16 * 2.0**-24
 
-_IN_FLOAT32 = {torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int16, torch.uint16} | {
-    torch.bool, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz,
-}  # fmt: skip
-_KNOWN_TO_NUMPY = {torch.float32, torch.float64, torch.float16, torch.int32, torch.int16, torch.int8, torch.uint8} | {
-    torch.bool,
-}
-_IN_FLOAT64 = _IN_FLOAT32 | {torch.float64, torch.int32, torch.uint32}
+_IN_FLOAT32 = {np.dtype(name) for name in ("float32", "float16", "int8", "uint8", "int16", "uint16", "bool")}
+_IN_FLOAT64 = _IN_FLOAT32 | {np.dtype(name) for name in ("float64", "int32", "uint32")}
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -56,22 +53,30 @@ _SMALL, _MOST_KNOWN = 1 << 12, 32
 _known = threading.local()
 
 
-def arithmetic_for(baseline: Tensor, candidate: Tensor, rtol: float, atol: float) -> tuple[Arithmetic, ...]:
-    """Return what may add up pieces of the two tensors, fastest first; nothing for complex numbers or odd tolerances.
+def arithmetic_for(
+    dtypes: set[np.dtype[Any]], num_elements: int, piece: int, rtol: float, atol: float
+) -> tuple[Arithmetic, ...]:
+    """Return what may add up pieces of two tensors, fastest first; nothing for complex numbers or odd tolerances.
 
     What float64 does not hold, 64-bit integers, is subtracted exactly elsewhere.
+
+    Args:
+        dtypes: Of the pieces of both sides.
+        num_elements: Of a side.
+        piece: Elements of the largest piece.
+        rtol: Relative tolerance.
+        atol: Absolute tolerance.
     """
-    dtypes = {baseline.dtype, candidate.dtype}
     if not (0 <= rtol < _LARGEST_TOLERANCE and 0 <= atol < _LARGEST_TOLERANCE):
         return ()
-    size = min(baseline.numel(), pieces.BLOCK_ELEMENTS)
+    size = min(num_elements, piece)
     # A tensor of less than a row gains nothing from float32.
-    if dtypes <= _IN_FLOAT32 and baseline.numel() >= _ROW:
-        return _made(torch.float32, size, rtol, atol), _made(torch.float64, size, rtol, atol)
-    return (_made(torch.float64, size, rtol, atol),) if dtypes <= _IN_FLOAT64 else ()
+    if dtypes <= _IN_FLOAT32 and num_elements >= _ROW:
+        return _made(_FLOAT32, size, rtol, atol), _made(_FLOAT64, size, rtol, atol)
+    return (_made(_FLOAT64, size, rtol, atol),) if dtypes <= _IN_FLOAT64 else ()
 
 
-def _made(dtype: torch.dtype, size: int, rtol: float, atol: float) -> Arithmetic:
+def _made(dtype: np.dtype[Any], size: int, rtol: float, atol: float) -> Arithmetic:
     """Return scratch space; that of small tensors, which come in thousands, is used again by the same thread."""
     if size > _SMALL:
         return Arithmetic(dtype, size, rtol, atol)
@@ -87,15 +92,15 @@ def _made(dtype: torch.dtype, size: int, rtol: float, atol: float) -> Arithmetic
 class Arithmetic:
     """Scratch space for one pair of pieces at a time, and what is done in it; the largest piece has `size` elements."""
 
-    def __init__(self, dtype: torch.dtype, size: int, rtol: float, atol: float) -> None:
+    def __init__(self, dtype: np.dtype[Any], size: int, rtol: float, atol: float) -> None:
         self._dtype = dtype
-        self._is_wide = dtype == torch.float64
+        self._is_wide = dtype == _FLOAT64
         self._capacity = -(-size // _ROW) * _ROW
         self._rtol = rtol
         self._atol = atol
         self._length = 0
 
-    def partial(self, start: int, b: Tensor, c: Tensor, *, above: float) -> Totals | None:
+    def partial(self, start: int, b: Array, c: Array, *, above: float) -> Sums | None:
         """Return the sums of one pair of flat pieces that begins at flat position `start`, or None.
 
         Args:
@@ -104,13 +109,13 @@ class Arithmetic:
             c: Of the candidate.
             above: The largest difference of the earlier pieces; smaller ones have no position.
         """
-        if self._length != (length := -(-b.numel() // _ROW) * _ROW):
+        if self._length != (length := -(-len(b) // _ROW) * _ROW):
             self._cut(length)
-        x, y = self._load(b, self._x, self._x_array), self._load(c, self._y, self._y_array)
-        part = self._finite(start, b.numel(), x, y, above)
-        return self._rest(start, b.numel(), x, y, above) if part is None else part
+        x, y = self._load(b, self._x), self._load(c, self._y)
+        part = self._finite(start, len(b), x, y, above)
+        return self._rest(start, len(b), x, y, above) if part is None else part
 
-    def _finite(self, start: int, num_elements: int, x: Array, y: Array, above: float) -> Totals | None:
+    def _finite(self, start: int, num_elements: int, x: Array, y: Array, above: float) -> Sums | None:
         """Return the sums if x, y and all that is computed from them are finite and nothing is lost to underflow."""
         d, size, ratio = self._d, self._size, self._ratio
         num_different = _count(np.not_equal(x, y, out=self._mask))
@@ -135,7 +140,7 @@ class Arithmetic:
             num_zero = _count(np.equal(size, 0, out=self._mask))
             if _count(np.isfinite(ratio, out=self._mask)) + num_zero != ratio.size:
                 return None
-            self._ratio_tensor.nan_to_num_(0.0, 0.0, 0.0)
+            np.nan_to_num(ratio, copy=False, posinf=0.0, neginf=0.0)
             sum_rel = _total(self._ratio_rows, self._ones)
         if d_squares > b_squares / 4:
             c_squares, b_dot_c = (_total(z, self._rows(y)) for z in (self._rows(y), x_rows))
@@ -146,7 +151,7 @@ class Arithmetic:
         ):
             return None
         largest_rel = float(ratio[ratio.argmax()])
-        part = Totals()
+        part = Sums()
         part.num_finite, part.num_different, part.num_nonzero = num_elements, num_different, num_elements - num_zero
         part.sum_abs, part.sum_squares, part.sum_rel, part.max_rel = sum_abs, d_squares, sum_rel, largest_rel
         part.dot, part.baseline_squares, part.candidate_squares = b_dot_c, b_squares, c_squares
@@ -158,19 +163,19 @@ class Arithmetic:
             part.num_beyond = self._num_beyond(x, y, largest)
         return part
 
-    def _equal(self, num_elements: int, x: Array) -> Totals | None:
+    def _equal(self, num_elements: int, x: Array) -> Sums | None:
         squares = _total(self._rows(x), self._rows(x))
         num_zero = _count(np.equal(x, 0, out=self._mask))
         if num_zero == num_elements:
             squares = 0.0
         elif not math.isfinite(squares) or not (self._is_wide or squares >= _SMALLEST_SQUARES):
             return None
-        part = Totals()
+        part = Sums()
         part.num_finite, part.num_nonzero = num_elements, num_elements - num_zero
         part.dot = part.baseline_squares = part.candidate_squares = squares
         return part
 
-    def _rest(self, start: int, num_elements: int, x: Array, y: Array, above: float) -> Totals | None:
+    def _rest(self, start: int, num_elements: int, x: Array, y: Array, above: float) -> Sums | None:
         """Return the sums of x and y, some elements of which are not finite, or None if all are."""
         both = np.isfinite(x) & np.isfinite(y)
         num_dropped = both.size - _count(both)
@@ -181,11 +186,11 @@ class Arithmetic:
         first = int(mismatched.argmax())
         values = float(x[first]), float(y[first])
         # Where a side is not finite both become 0: equal, and no part of any sum.
-        for array, scratch, cleaned in ((x, self._x, self._x_array), (y, self._y, self._y_array)):
+        for array, cleaned in ((x, self._x), (y, self._y)):
             np.copyto(cleaned, array)
-            scratch.nan_to_num_(0.0, 0.0, 0.0)
+            np.nan_to_num(cleaned, copy=False, posinf=0.0, neginf=0.0)
             np.multiply(cleaned, both, out=cleaned)
-        part = self._finite(start, num_elements, self._x_array, self._y_array, above)
+        part = self._finite(start, num_elements, self._x, self._y, above)
         if part is None:
             return None
         part.num_finite -= num_dropped
@@ -194,7 +199,7 @@ class Arithmetic:
         return part
 
     @staticmethod
-    def _note_largest(part: Totals, start: int, x: Array, y: Array, places: Sequence[int] | Array) -> None:
+    def _note_largest(part: Sums, start: int, x: Array, y: Array, places: Sequence[int] | Array) -> None:
         """Note the first of the largest differences, which are at some of `places`."""
         first = places[0]
         if len(places) > 1:
@@ -225,38 +230,23 @@ class Arithmetic:
     def _cut(self, length: int) -> None:
         """Make the scratch arrays `length` long, a multiple of the row."""
         if not self._length:
-            self._scratch = torch.empty(5, self._capacity, dtype=self._dtype)
-            self._ones = np.ones(_ROW, dtype=self._scratch.numpy().dtype)
+            self._scratch = np.empty((5, self._capacity), dtype=self._dtype)
+            self._ones = np.ones(_ROW, dtype=self._dtype)
         self._length = length
-        self._x, self._y, d, size, self._ratio_tensor = self._scratch[:, :length]
-        self._d, self._size, self._ratio = d.numpy(), size.numpy(), self._ratio_tensor.numpy()
-        self._x_array, self._y_array = self._x.numpy(), self._y.numpy()
+        self._x, self._y, self._d, self._size, self._ratio = self._scratch[:, :length]
         self._d_rows, self._ratio_rows = self._rows(self._d), self._rows(self._ratio)
         self._mask = np.empty(length, dtype=bool)
-        self._partial = np.empty((5, length // _ROW), dtype=self._ones.dtype)
+        self._partial = np.empty((5, length // _ROW), dtype=self._dtype)
         self._sums = tuple(self._partial)
-        self._staged: dict[torch.dtype, tuple[Tensor, Array]] = {}
 
-    def _load(self, piece: Tensor, scratch: Tensor, array: Array) -> Array:
-        """Return `piece` in this precision: itself if it can be, else as `array`, filled up to whole rows."""
-        num_elements = piece.numel()
-        if num_elements < self._length:
-            array[num_elements:] = _PADDING[self._dtype]
-            if piece.dtype in _KNOWN_TO_NUMPY:
-                array[:num_elements] = piece.numpy()
-            else:
-                scratch[:num_elements] = piece
-        elif piece.dtype == self._dtype:
-            return cast(Array, piece.numpy())
-        else:
-            # Converting straight from memory is half as fast as from the cache.
-            if piece.dtype not in self._staged:
-                staged = torch.empty_like(piece)
-                self._staged[piece.dtype] = staged, staged.view(torch.uint8).numpy()
-            staged, raw = self._staged[piece.dtype]
-            np.copyto(raw, piece.view(torch.uint8).numpy())
-            scratch.copy_(staged)
-        return array
+    def _load(self, piece: Array, scratch: Array) -> Array:
+        """Return `piece` in this precision: itself if it can be, else as `scratch`, filled up to whole rows."""
+        num_elements = len(piece)
+        if num_elements == self._length and piece.dtype == self._dtype:
+            return piece
+        scratch[:num_elements] = piece
+        scratch[num_elements:] = _PADDING[self._dtype]
+        return scratch
 
     @staticmethod
     def _rows(array: Array) -> Array:

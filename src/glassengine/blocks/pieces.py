@@ -89,29 +89,6 @@ def real_stream(tensor: Tensor, *, device: str | torch.device = "cpu") -> Stream
     return stream
 
 
-def error_stream(baseline: Tensor, candidate: Tensor, *, relative: bool, device: str | torch.device = "cpu") -> Stream:
-    """Return the stream of `|c - b|`, or of `|c - b| / |b|` over elements with `b != 0`.
-
-    Elements that agree (NaN and NaN, the same infinity) have error 0.
-    """
-
-    def stream() -> Iterator[Tensor]:
-        for _, (b, c) in blocks(baseline, candidate, device=device):
-            wide_b, wide_c = widen(b), widen(c)
-            error = subtract(b, c, wide_b, wide_c).abs()
-            if not math.isfinite(error.sum().item()):
-                error[agree(wide_b, wide_c)] = 0.0
-            if relative:
-                size = wide_b.abs()
-                if size.count_nonzero() < size.numel():
-                    nonzero = size != 0
-                    error, size = error[nonzero], size[nonzero]
-                error = error / size
-            yield error
-
-    return stream
-
-
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
     """Run torch on one thread: the pieces are too small to share.

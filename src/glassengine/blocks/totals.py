@@ -7,15 +7,26 @@ returns the same sums of a piece and declines the pieces it is not meant for.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from glassengine.blocks.arithmetic import arithmetic_for
-from glassengine.blocks.merging import Difference
+from glassengine.blocks import pieces
+from glassengine.blocks.arithmetic import Arithmetic, arithmetic_for
+from glassengine.blocks.merging import Difference, Sums
 from glassengine.blocks.pieces import BLOCK_ELEMENTS, blocks, flat, one_thread, resolved, widen
 from glassengine.blocks.sums import Totals
+
+_SAME_IN_NUMPY = ("float32", "float64", "float16", "int32", "int16", "int8", "uint8", "bool")
+_PLAIN = {
+    **{getattr(torch, name): name for name in _SAME_IN_NUMPY},
+    **dict.fromkeys((torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fnuz), "float32"),
+    **dict.fromkeys((torch.float8_e5m2, torch.float8_e5m2fnuz, torch.uint16), "float32"),
+    torch.uint32: "float64",
+}
+"""Dtypes whose pieces `arithmetic` takes -> the dtype of numpy that holds them."""
 
 
 def difference(
@@ -75,20 +86,35 @@ def _same(b: Tensor, c: Tensor) -> Difference | None:
 def _difference(
     baseline: Tensor, candidate: Tensor, rtol: float, atol: float, device: str | torch.device
 ) -> Difference:
-    total: Totals | None = None
-    quick = arithmetic_for(baseline, candidate, rtol, atol) if torch.device(device).type == "cpu" else ()
+    total: Sums | None = None
+    dtypes = {_PLAIN.get(side.dtype) for side in (baseline, candidate)}
+    quick: tuple[Arithmetic, ...] = ()
+    if torch.device(device).type == "cpu" and None not in dtypes:
+        known = {np.dtype(name) for name in dtypes if name is not None}
+        quick = arithmetic_for(known, baseline.numel(), pieces.BLOCK_ELEMENTS, rtol, atol)
     with np.errstate(all="ignore"):
         for start, (b, c) in blocks(baseline, candidate, device=device):
             part, above = None, 0.0 if total is None else total.max_abs
+            if quick:
+                x, y = _array(b), _array(c)
             for arithmetic in quick:
-                if (part := arithmetic.partial(start, b, c, above=above)) is not None:
+                if (part := arithmetic.partial(start, x, y, above=above)) is not None:
                     break
             if part is None:
-                part = Totals()
-                part.add(start, b, c, rtol, atol)
+                totals = part = Totals()
+                totals.add(start, b, c, rtol, atol)
             if total is None:
                 total = part
             else:
                 total.merge(part)
-    total = total or Totals()
+    total = total or Sums()
     return Difference(baseline.numel(), **vars(total))
+
+
+def _array(piece: Tensor) -> np.ndarray[Any, np.dtype[Any]]:
+    """Return a piece for `arithmetic`: float8 and bfloat16 as the float32 numbers that they are."""
+    name = _PLAIN[piece.dtype]
+    found: np.ndarray[Any, np.dtype[Any]] = (
+        piece if str(piece.dtype) == f"torch.{name}" else piece.to(getattr(torch, name))
+    ).numpy()
+    return found

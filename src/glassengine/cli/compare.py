@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -18,7 +17,7 @@ from glassengine.cli.documents import answer
 from glassengine.cli.options import err, out, quiet_stages
 from glassengine.cli.report import write_beside
 from glassengine.cli.series import are_watched, compare_watched
-from glassengine.cli.shared import Cluster, Jobs, Map, MinCoverage, MinSnr, TrustEngine, decibels
+from glassengine.cli.shared import Cluster, Map, MinCoverage, MinSnr, TrustEngine, decibels
 from glassengine.errors import GlassError, UsageError
 from glassengine.progress import Work
 from glassengine.reading.documents import read_document
@@ -79,21 +78,13 @@ def command(
     ] = None,
     min_coverage: MinCoverage = 0.9,
     min_snr: MinSnr = None,
-    jobs: Jobs = 1,
+    jobs: Annotated[
+        int | None, typer.Option(metavar="N", help="Judge in N processes of this machine.", show_default="by size")
+    ] = None,
     cluster: Cluster = None,
     first: Annotated[
-        bool, typer.Option("--first", help="Stop after the first chunk with a tensor that is wrong.")
+        bool, typer.Option("--first", help="Stop after the first block with a tensor that is wrong.")
     ] = False,
-    plan: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE", help="Judge nothing: write what is to be judged, in chunks, for jobs of a cluster."
-        ),
-    ] = None,
-    merge: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Judge nothing: merge what jobs have found of the chunks of a plan."),
-    ] = None,
     input_text: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="Engines: a prompt. Repeatable.", show_default=False)
     ] = None,
@@ -127,8 +118,6 @@ def command(
         "jobs": jobs,
         "cluster": cluster,
         "first": first,
-        "plan": plan,
-        "merge": merge,
     }
     for_engines: dict[str, Any] = {
         "input_text": input_text or None,
@@ -153,22 +142,15 @@ def command(
 
 def _given(options: dict[str, Any]) -> list[str]:
     """Return the names of the options for tensors that were given."""
-    defaults = {"device": "cpu", "min_coverage": 0.9, "floating_point_only": False, "jobs": 1, "first": False}
+    defaults = {"device": "cpu", "min_coverage": 0.9, "floating_point_only": False, "first": False}
     return [name for name, value in options.items() if value != defaults.get(name) and value != ()]
 
 
 def _tensors(baseline: str, candidates: Sequence[str], options: dict[str, Any], answers: Answers) -> int:
-    plan, merge = options.pop("plan"), options.pop("merge")
-    if plan is not None or merge is not None:
-        _require_one(candidates, options, plan, merge)
-    if plan is not None:
-        if answers.given:
-            raise UsageError(f"--{answers.given[0]}: nothing is judged yet", got="--plan", hint="--merge FILE")
-        return _plan(baseline, candidates[0], plan, options)
     if len(candidates) > 1:
         return _many(baseline, candidates, options, answers)
     with quiet_stages(_SHARES) as progress:
-        one = glass.compare(baseline, candidates[0], **options, answers=merge, progress=progress)
+        one = glass.compare(baseline, candidates[0], **options, progress=progress)
 
     def show() -> None:
         from glassengine.report.terminal_compare import comparison
@@ -177,40 +159,6 @@ def _tensors(baseline: str, candidates: Sequence[str], options: dict[str, Any], 
 
     status = 0 if one.ok else 4 if one.too_little else 1
     return answers.give(one.streamed, show, [one], status, recordings=(baseline, candidates[0]))
-
-
-def _require_one(candidates: Sequence[str], options: dict[str, Any], plan: str | None, merge: str | None) -> None:
-    """Refuse what a plan has nothing to do with."""
-    flag = "--plan" if plan is not None else "--merge"
-    if len(candidates) > 1:
-        raise UsageError(f"{flag} is for one candidate", got=f"{len(candidates)} candidates")
-    others = {
-        "jobs": options["jobs"] > 1,
-        "cluster": options["cluster"],
-        "merge": plan is not None and merge is not None,
-    }
-    given = [f"--{name}" for name, value in others.items() if value]
-    if plan is not None and (options["first"] or options["min_snr"] is not None):
-        given += ["--first" if options["first"] else "--min-snr"]
-        raise UsageError(f"{', '.join(given)}: given when a plan is merged", got="--plan", hint="--merge FILE")
-    if given:
-        raise UsageError(f"{', '.join(given)}: not with {flag}", got=f"{flag} {plan or merge}")
-
-
-def _plan(baseline: str, candidate: str, plan: str, options: dict[str, Any]) -> int:
-    own = {name: value for name, value in options.items() if name not in ("jobs", "cluster", "first", "min_snr")}
-    count = commands.plan_comparison(baseline, candidate, plan, **own)
-
-    def show() -> None:
-        file = shlex.quote(plan)
-        shown = f"{count} chunk{'' if count == 1 else 's'}"
-        out.print(f"{plan}: {shown}. Each is judged by a job of its own, or some by one:", highlight=False)
-        out.print(f"  python -P -m glassengine.compare.chunk {file} NUMBER [--of JOBS]", highlight=False)
-        merged = shlex.join(["glass", "compare", baseline, candidate, "--merge", plan])
-        out.print(f"then, with the same options: {merged}", highlight=False)
-
-    answer(lambda: {"plan": plan, "num_chunks": count}, show)
-    return 0
 
 
 def _many(baseline: str, candidates: Sequence[str], options: dict[str, Any], answers: Answers) -> int:

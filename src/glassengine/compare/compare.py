@@ -1,20 +1,20 @@
-"""Compares two records of tensors without their models: pairs them, judges by the baseline's noise floor or tolerances.
+"""Compares records of tensors without their models: pairs them, judges by the baseline's noise floor or tolerances.
 
-Pipeline: open both sides, refuse what cannot be compared, pair by map, name and alias within a step and rank, judge
-one pair of blocks at a time, rank. What is not judged is listed with its reason. A baseline that was recorded with its
-noise floor says what rounding alone explains; dtype-aware tolerances know nothing about the computation, so a verdict
-based on them is reported as uncalibrated. Neither distinguishes an introduced error from an inherited one.
+Pipeline: open both sides, bring them into one form, refuse what cannot be compared, pair by map, name and alias within
+a step and rank, judge pair by pair, apply the rules over several verdicts, rank. What is not judged is listed with its
+reason. A baseline that was recorded with its noise floor says what rounding alone explains; dtype-aware tolerances know
+nothing about the computation, so a verdict based on them is reported as uncalibrated. Neither distinguishes an
+introduced error from an inherited one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from glassengine.compare.bench import Bench, usable_floor
+from glassengine import environment
 from glassengine.compare.conclude import (
     calibration,
     environment_of,
@@ -24,31 +24,32 @@ from glassengine.compare.conclude import (
     summarize_worst,
     why_not_ok,
 )
-from glassengine.compare.distribute import Distribution, Elsewhere, Here, Judges, Verdicts
-from glassengine.compare.jobs import Planned
-from glassengine.compare.judge_chunk import answers_of, judge_chunk
-from glassengine.compare.matching.maps import TensorMap
+from glassengine.compare.cross_pair import apply_cross_pair_rules
+from glassengine.compare.matching.maps import TensorMap, load_map
 from glassengine.compare.matching.matching import Match
-from glassengine.compare.plan import Plan
-from glassengine.compare.precision import Precision, over_budget, two_precisions
-from glassengine.compare.prepared import prepared, sendable
+from glassengine.compare.pairs import Block, Plan, planned
+from glassengine.compare.precision import Precision, over_budget
+from glassengine.compare.requirements import check_arguments, nothing_to_compare, require_names, require_same_tokens
 from glassengine.compare.rounded_updates import NOT_JUDGED, not_judged
 from glassengine.compare.roundings import ROUNDED
+from glassengine.compare.session import Map, Options, Request, Session, Side, judge_block
 from glassengine.compare.small import COARSE, IF_COARSE, TOO_SMALL, beside_larger
-from glassengine.compare.together import judged_together
-from glassengine.compare.units import Request
+from glassengine.compare.verdicts import Judging, Verdicts
 from glassengine.errors import UsageError
 from glassengine.numerics.exemptions import Ledger
 from glassengine.progress import Progress, Work, silent
-from glassengine.recording.formats.debugger_file import PrintedStatistics
-from glassengine.recording.read.source import TensorSource
+from glassengine.recording.read.source import TensorSource, open_source
 from glassengine.results import VERDICTS, Comparison, Skipped, counts_of, worst
 from glassengine.sites import patterns_of
-from glassengine.workers import Workers
-from glassengine.workers.cluster import RayTasks
+from glassengine.workers import InProcess, Workers
 from glassengine.workers.processes import Processes
 
 _PRINTED = "uncalibrated: only printed mean, deviation, minimum and maximum are known"
+_BYTES_A_PROCESS = 2 << 30
+"""Below, a process takes longer to start than it saves."""
+_MOST_PROCESSES = 8
+
+FailOn = Literal["rounding", "suspicious", "wrong"]
 
 
 def compare(
@@ -62,21 +63,20 @@ def compare(
     floating_point_only: bool = False,
     transpose: Sequence[str] = (),
     device: str = "cpu",
-    fail_on: Literal["rounding", "suspicious", "wrong"] | None = None,
+    fail_on: FailOn | None = None,
     min_coverage: float = 0.9,
     min_snr: float | None = None,
-    jobs: int = 1,
+    jobs: int | None = None,
     cluster: str | None = None,
     first: bool = False,
-    answers: str | Path | None = None,
     progress: Progress = silent,
 ) -> Comparison:
     """Judge every tensor of `candidate` against the tensor of the same step and rank in `baseline` that it belongs to.
 
     Tensors belong together by `map`, by name, or by an alias that a recording knows. Where one side was run by several
-    ranks and the other by one, the parts of the ranks are put together (`compare.ranks.ranks`). Memory: one pair of
-    blocks in float64, for tensors of any size; a layout operation that cannot be a view copies its tensor. The work is
-    planned from the indices and judged in chunks (`compare.plan`); by whom makes no difference to the result.
+    ranks and the other by one, the parts of the ranks are put together (`compare.ranks.ranks`). Memory: rows of 4 MiB
+    of large tensors of recordings, whole tensors of other files and where a layout changes. The work is cut into blocks
+    from the indices alone (`compare.pairs`); the number of workers makes no difference to the result.
 
     Args:
         baseline: Recording directory, `.pt`, `.pth`, `.safetensors`, `.npz`, `.npy`, a directory of `step{i}.pt` or of
@@ -95,10 +95,10 @@ def compare(
         min_coverage: The result is not ok when a smaller share of the baseline's float-valued tensors was judged.
         min_snr: Of two precisions: least signal-to-noise ratio of each result, in dB.
         jobs: Processes of this machine that judge; 1 is this one. The sides are paths then, and so is `map`, or a dict.
+            None is this process below 4 GB of both sides, else one for each 2 GB, up to the processors and 8.
         cluster: Ray tasks judge: `ray://HOST:PORT`, or "auto". As for `jobs`; `jobs` bounds how many at a time.
-        first: Stop after the first chunk that has a tensor wrong.
-        answers: A plan of this comparison (`compare.jobs`) whose chunks other jobs have judged.
-        progress: Called with an event for each chunk that is over.
+        first: Stop after the first block with a tensor that is wrong.
+        progress: Called with an event for each block that is over.
 
     Raises:
         BackendError: The cluster cannot be used.
@@ -107,87 +107,87 @@ def compare(
         UsageError: A side does not exist, or an argument or the map is invalid.
         CorruptError: A side is damaged.
     """
-    if jobs < 1:
+    if jobs is not None and jobs < 1:
         raise UsageError("invalid --jobs", got=str(jobs), expected="a number from 1 on")
-    plan, request = prepared(
-        baseline,
-        candidate,
-        rtol=rtol,
-        atol=atol,
-        map=map,
-        show_only=show_only,
-        floating_point_only=floating_point_only,
-        transpose=transpose,
-        device=device,
-        fail_on=fail_on,
-        min_coverage=min_coverage,
-    )
-    if jobs > 1 or cluster is not None or answers is not None:
-        request = sendable(request, baseline, candidate, map)
-    with _judges(plan.bench, request, jobs, cluster, answers) as judges:
-        return _compared(
-            plan,
-            judges,
-            fail_on=fail_on,
-            min_coverage=min_coverage,
-            min_snr=min_snr,
-            show_only=patterns_of(show_only, "show_only"),
-            first=first,
-            progress=progress,
-        )
-
-
-@contextlib.contextmanager
-def _judges(
-    bench: Bench, request: Request, jobs: int, cluster: str | None, answers: str | Path | None
-) -> Iterator[Judges]:
-    """Yield who judges, and let them go."""
-    here = Here(answers_of(bench))
-    if answers is not None:
-        yield Planned(Path(answers), request, here)
-        return
-    if cluster is None and jobs == 1:
-        yield here
-        return
-    workers: Workers
-    if cluster is not None:
-        workers = RayTasks(judge_chunk, cluster, jobs if jobs > 1 else None)
-    else:
-        workers = Processes(judge_chunk, jobs)
+    check_arguments(rtol, atol, fail_on or "wrong", min_coverage, device)
+    show_only, transpose = patterns_of(show_only, "show_only"), patterns_of(transpose, "transpose")
+    by_drift = fail_on is None and rtol is None and atol is None
+    options = Options(rtol, atol, tuple(transpose), device, by_drift)
+    rules = None if map is None else load_map(map)
+    left, right = (open_source(side) if isinstance(side, str | Path) else side for side in (baseline, candidate))
+    require_same_tokens(left, right)
+    session = Session(left, right, rules, options)
+    require_names(show_only, *session.sides)
+    require_names(transpose, session.sides[0])
+    plan = planned(session.judge, rules, show_only=show_only, floating_point_only=floating_point_only)
+    if not len(plan.pairs):
+        raise nothing_to_compare(*session.sides, plan.impossible)
+    workers, task = _workers(session, plan, (baseline, candidate, map, options), jobs, cluster)
+    precision = None if session.dtypes is None else Precision(session.dtypes)
+    ledger = Ledger()
+    judging = Judging(session, plan, workers, task, ledger, precision)
+    total = len(plan.spans)
+    progress(Work.JUDGING.says(f"judging {len(plan.pairs)} tensors in {total} blocks", 0, total))
     try:
-        yield Elsewhere(workers, request)
+        verdicts = judging.verdicts(
+            first=first, on_block=lambda done: progress(Work.JUDGING.says(f"block {done} of {total}", done, total))
+        )
     finally:
         workers.close()
+    return _concluded(
+        session,
+        plan,
+        judging,
+        verdicts,
+        ledger,
+        precision,
+        fail_on=fail_on or "wrong",
+        min_coverage=min_coverage,
+        min_snr=min_snr,
+        show_only=show_only,
+    )
 
 
-def _compared(
+def _workers(
+    session: Session,
     plan: Plan,
-    judges: Judges,
+    paths: tuple[Side, Side, Map, Options],
+    jobs: int | None,
+    cluster: str | None,
+) -> tuple[Workers, Callable[[Block], Any]]:
+    """Return who judges blocks, and a function that returns what they are sent of one."""
+    if jobs is None and cluster is None:
+        is_sent = all(isinstance(side, str | Path) for side in paths[:2]) and not isinstance(paths[2], TensorMap)
+        most = min(environment.num_cpus(), _MOST_PROCESSES, len(plan.spans)) if is_sent else 1
+        jobs = max(1, min(most, plan.num_bytes // _BYTES_A_PROCESS))
+    if cluster is None and jobs == 1:
+        return InProcess(session.answer), lambda block: block
+    request = Request.of(*paths)
+    if cluster is None:
+        assert jobs is not None
+        return Processes(judge_block, jobs), lambda block: (request, block)
+    from glassengine.workers.cluster import RayTasks
+
+    return RayTasks(judge_block, cluster, jobs if jobs and jobs > 1 else None), lambda block: (request, block)
+
+
+def _concluded(
+    session: Session,
+    plan: Plan,
+    judging: Judging,
+    verdicts: Verdicts,
+    ledger: Ledger,
+    precision: Precision | None,
     *,
-    fail_on: Literal["rounding", "suspicious", "wrong"] | None,
+    fail_on: FailOn,
     min_coverage: float,
     min_snr: float | None,
     show_only: Sequence[str],
-    first: bool,
-    progress: Progress,
 ) -> Comparison:
-    left, right = plan.bench.judge.left, plan.bench.judge.right
-    floor, why_not = usable_floor(left, right)
-    dtypes = two_precisions(left, right)
-    precision = None if dtypes is None else Precision(dtypes)
-    is_drift = plan.bench.judge.is_drift
-    fail_on = fail_on or "wrong"
-    ledger = Ledger()
-    distribution = Distribution(plan, judges, ledger, precision)
-    total = len(plan.spans)
-    progress(Work.JUDGING.says(f"judging {len(plan.pairs)} tensors in {total} chunks", 0, total))
-    verdicts = distribution.verdicts(
-        first=first, on_chunk=lambda done: progress(Work.JUDGING.says(f"chunk {done} of {total}", done, total))
-    )
-    chosen = verdicts.judged
-    pairs = verdicts.pairs
-    judged_together(pairs, chosen, left, right, distribution)
-    summarize_worst(pairs, distribution, all_of_them=bool(show_only))
+    left, right = session.sides
+    pairs, chosen = verdicts.pairs, verdicts.judged
+    apply_cross_pair_rules(pairs, chosen, judging)
+    summarize_worst(pairs, judging, all_of_them=bool(show_only))
     lost = [_lost(plan.pairs[number], why) for number, why in sorted(verdicts.lost.items())]
     for i in not_judged(pairs, chosen, left, right):
         pairs[i] = dataclasses.replace(pairs[i], verdict="suspicious", reason=NOT_JUDGED)
@@ -198,7 +198,6 @@ def _compared(
             pairs[i] = dataclasses.replace(pairs[i], verdict="suspicious", reason=f"{COARSE}, in other tensors")
     unsure = [i for i in pairs.flagged() if pairs[i].reason in (NOT_JUDGED, ROUNDED, TOO_SMALL)]
     lost += [Skipped(pairs[i].site, "both", str(pairs[i].reason), step=pairs[i].step) for i in unsure]
-    is_whole = verdicts.stopped_at is None
     verdict = worst(own for (own, _, _), count in pairs.tally.items() if count)
     coverage = plan.coverage(
         [*(plan.pairs[i].baseline for i in _missing(plan, verdicts)), *(chosen[i].baseline for i in unsure)]
@@ -206,15 +205,22 @@ def _compared(
     is_bad = VERDICTS.index(verdict) >= VERDICTS.index(fail_on)
     drift = () if precision is None else precision.table()
     over = over_budget(drift, min_snr)
-    reason = why_not_ok(pairs, lost, fail_on, coverage, min_coverage, show_only if is_whole else (), over)
+    asked = show_only if verdicts.stopped_at is None else ()
+    reason = why_not_ok(pairs, lost, fail_on, coverage, min_coverage, asked, over)
     # Of two precisions every tensor is another, so that only what is wrong is worth a name.
-    divergence = None if is_drift and not is_bad else first_divergence(pairs, chosen, left, right, distribution)
+    divergence = None if session.is_drift and not is_bad else first_divergence(pairs, chosen, judging)
     not_recorded = [
         dataclasses.replace(item, side=name)
         for name, side in (("baseline", left), ("candidate", right))
         for item in side.skipped
     ]
     steps = [{entry.step for entry in side.entries} for side in (left, right)]
+    if session.is_drift and session.dtypes is not None:
+        rests_on = f"another precision: drift, {' against '.join(session.dtypes)}"
+    elif left.is_printed:
+        rests_on = _PRINTED
+    else:
+        rests_on = calibration(pairs, session.judge.floor, left, session.why_no_floor)
     return Comparison(
         baseline=str(left.path),
         candidate=str(right.path),
@@ -233,11 +239,7 @@ def _compared(
         skipped=(*not_recorded, *plan.skipped, *lost, *_not_asked(plan, verdicts)),
         environment={"baseline": environment_of(left), "candidate": environment_of(right)},
         coverage=coverage,
-        calibration=f"another precision: drift, {' against '.join(dtypes)}"
-        if is_drift and dtypes is not None
-        else _PRINTED
-        if isinstance(left, PrintedStatistics)
-        else calibration(pairs, floor, left, why_not),
+        calibration=rests_on,
         standing=standing(reason, over, is_bad=is_bad),
         drift=drift,
         exemptions=ledger.exemptions(),

@@ -5,23 +5,16 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from glassengine.compare.distribute import Distribution
-from glassengine.compare.first import Order
-from glassengine.compare.flat import InRows
+from glassengine.compare.execution_order import ExecutionOrder
+from glassengine.compare.judge import BY_FLOOR, BY_GIVEN_TOLERANCE, BY_TOLERANCE, severity
 from glassengine.compare.matching.matching import Match
 from glassengine.compare.matching.phases import phase_of
-from glassengine.compare.ranks.findings import Findings
-from glassengine.compare.ruling import BY_FLOOR, BY_GIVEN_TOLERANCE, BY_TOLERANCE, severity
-from glassengine.compare.units import with_statistics
-from glassengine.compare.wrapped import RENAMED
+from glassengine.compare.matching.source_wrapper import SourceWrapper
+from glassengine.compare.verdicts import Judging
 from glassengine.recording.layout.entries import Entries
-from glassengine.recording.layout.layout import Entry
 from glassengine.recording.layout.noise_floor import NoiseFloor
-from glassengine.recording.read.source import TensorSource
 from glassengine.results import VERDICTS, Divergence, Packed, Skipped, Standing, Verdict
 from glassengine.sites import matches
 
@@ -29,43 +22,37 @@ from glassengine.sites import matches
 _NUM_SUMMARIZED = 3
 
 
-def summarize_worst(pairs: Packed, distribution: Distribution, *, all_of_them: bool) -> None:
+def summarize_worst(pairs: Packed, judging: Judging, *, all_of_them: bool) -> None:
     """Give all of `pairs`, or else the worst few, the statistics of both sides and of the errors."""
     count = len(pairs) if all_of_them else _NUM_SUMMARIZED
     chosen = heapq.nlargest(count, range(len(pairs)), key=lambda i: severity(pairs[i]))
-    for i, found in distribution.statistics(chosen).items():
-        pairs[i] = with_statistics(pairs[i], found)
+    for i in chosen:
+        pairs[i] = judging.with_statistics(i, pairs[i])
 
 
-def first_divergence(
-    pairs: Packed,
-    judged: Sequence[Match],
-    left: TensorSource,
-    right: TensorSource,
-    distribution: Distribution,
-) -> Divergence | None:
+def first_divergence(pairs: Packed, judged: Sequence[Match], judging: Judging) -> Divergence | None:
     """Return the first tensor of the worst verdict, in the order of the run.
 
     Args:
         pairs: All verdicts.
         judged: What was judged.
-        left: The baseline.
-        right: The candidate.
-        distribution: Tells what explains it.
+        judging: Looks for what explains it.
     """
-    flagged = pairs.flagged()
+    flagged, (left, right) = pairs.flagged(), judging.sides
     if not flagged:
         return None
     verdict = "wrong" if any(pairs[i].verdict == "wrong" for i in flagged) else "suspicious"
     step = min(pairs[i].step for i in flagged if pairs[i].verdict == verdict)
-    order = Order(_OfStep.of(left, step))
+    entries = left.entries
+    own = entries.of_step(step) if isinstance(entries, Entries) else [one for one in entries if one.step == step]
+    order = ExecutionOrder(own)
     there = [i for i in flagged if pairs[i].verdict == verdict and pairs[i].step == step]
     found = min(there, key=lambda i: order.key(judged[i].baseline))
     pair, entry = pairs[found], judged[found].baseline
     # Of the same tensor in other ranks.
     alike = [i for i in range(len(pairs)) if i != found and (pairs[i].step, pairs[i].site) == (pair.step, pair.site)]
     those = sorted([found, *alike])
-    rank, hints = distribution.explained(those, pairs, asked=those.index(found))
+    rank, hints = judging.explained(those, found)
     sources, candidate_sources = (side.metadata.get("sources") for side in (left, right))
     source = sources.get(entry.site) if isinstance(sources, dict) else None
     other = candidate_sources.get(pair.candidate_site) if isinstance(candidate_sources, dict) else None
@@ -85,26 +72,6 @@ def first_divergence(
         candidate_source=other if isinstance(other, str) else None,
         rank=rank,
     )
-
-
-@dataclass(frozen=True)
-class _OfStep:
-    """What a source has of one step; a run may have more tensors than memory holds."""
-
-    path: Path
-    metadata: dict[str, Any]
-    complete: bool
-    entries: Sequence[Entry]
-    skipped: Sequence[Skipped]
-
-    @classmethod
-    def of(cls, source: TensorSource, step: int) -> _OfStep:
-        entries = source.entries
-        own = entries.of_step(step) if isinstance(entries, Entries) else [one for one in entries if one.step == step]
-        return cls(source.path, source.metadata, source.complete, own, ())
-
-    def tensor(self, entry: Entry) -> Any:
-        raise NotImplementedError
 
 
 def why_not_ok(
@@ -155,7 +122,7 @@ def standing(reason: str | None, over: str | None, *, is_bad: bool) -> Standing:
     return "differs inside" if is_bad else "over budget" if over is not None else "too little judged"
 
 
-def calibration(pairs: Packed, floor: NoiseFloor | None, left: TensorSource, why_not: str | None) -> str:
+def calibration(pairs: Packed, floor: NoiseFloor | None, left: SourceWrapper, why_not: str | None) -> str:
     """Return in words what the verdicts rest on."""
     by: Counter[str] = Counter()
     for (verdict, judged_by, _), count in pairs.tally.items():
@@ -169,7 +136,7 @@ def calibration(pairs: Packed, floor: NoiseFloor | None, left: TensorSource, why
     )
 
 
-def same_weights(left: TensorSource, right: TensorSource) -> bool | None:
+def same_weights(left: SourceWrapper, right: SourceWrapper) -> bool | None:
     """Return whether both sides are of one model; None where that is not known."""
     sides = [tuple(side.metadata.get(key) for key in ("class", "dtype", "model_fingerprint")) for side in (left, right)]
     # A fingerprint covers names and values in their own dtype: it does not apply to another class or dtype.
@@ -178,12 +145,8 @@ def same_weights(left: TensorSource, right: TensorSource) -> bool | None:
     return sides[0][2] == sides[1][2]
 
 
-def environment_of(side: TensorSource) -> dict[str, Any]:
+def environment_of(side: SourceWrapper) -> dict[str, Any]:
     """Return what is known of where a side was made."""
     known = side.metadata.get("environment")
     facts = {**(known if isinstance(known, dict) else {}), "complete": side.complete}
-    if RENAMED in side.metadata:
-        facts[RENAMED] = side.metadata[RENAMED]
-    if isinstance(side, InRows):
-        facts["flat"] = dict(side.arrangements)
-    return {**facts, "arrangements": side.arrangements} if isinstance(side, Findings) else facts
+    return {**facts, **side.changes}

@@ -10,6 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from glassengine.blocks.arrays import Values
+from glassengine.numerics.limits import is_floating, sentinel
 from glassengine.numerics.metrics.drift import LOST, DriftSums, by_growth
 from glassengine.numerics.metrics.tolerance import is_inexact, tolerance
 from glassengine.recording.read.source import TensorSource
@@ -25,6 +29,23 @@ def two_precisions(left: TensorSource, right: TensorSource) -> tuple[str, str] |
     if not (is_inexact(ours) and is_inexact(theirs)):
         return None
     return (ours, theirs) if tolerance(ours, ours).rtol != tolerance(theirs, theirs).rtol else None
+
+
+def drift_of(x: Values, y: Values) -> DriftSums:
+    """Return the sums of one pair: of the elements that are numbers on both sides; none of other kinds of tensors."""
+    sums = DriftSums()
+    if not (is_floating(x.dtype) and is_floating(y.dtype)) or x.array.shape != y.array.shape or not x.array.size:
+        return sums
+    # A number that hides a place of a mask has a size of its own in every dtype.
+    limit = sentinel(x.dtype, y.dtype)
+    b, c = x.array.astype(np.float64).reshape(-1), y.array.astype(np.float64).reshape(-1)
+    counted = (np.abs(b) < limit) & (np.abs(c) < limit)
+    if not counted.all():
+        b, c = np.where(counted, b, 0.0), np.where(counted, c, 0.0)
+    # Not by BLAS, whose sums depend on the number of its threads.
+    sums.num_tensors, sums.signal, sums.power = 1, float(np.square(b).sum()), float(np.square(c).sum())
+    sums.dot, sums.noise = float((b * c).sum()), float(np.square(c - b).sum())
+    return sums
 
 
 @dataclass

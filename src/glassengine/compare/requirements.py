@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from glassengine.errors import IncomparableError, UnknownNameError, UsageError, first_line
-from glassengine.recording.formats.debugger_file import FULL, DebuggerFile
 from glassengine.recording.read.source import TensorSource
 from glassengine.recording.write.policy import NO_VALUES
 from glassengine.results import VERDICTS, Skipped
@@ -31,26 +30,6 @@ def require_same_tokens(left: TensorSource, right: TensorSource) -> None:
         expected="the same token ids: what follows a different token is different for good reasons",
         hint=f"record the candidate on the baseline's tokens: glass record TARGET --tokens-of {left.path}",
     )
-
-
-def printed_statistics(left: TensorSource, right: TensorSource) -> tuple[TensorSource, TensorSource] | None:
-    """Return the statistics of two traces that hold nothing else; None where both have values.
-
-    Raises:
-        IncomparableError: One side has values and the other statistics alone.
-    """
-    found = [side.statistics() if isinstance(side, DebuggerFile) else None for side in (left, right)]
-    if found[0] is not None and found[1] is not None:
-        return found[0], found[1]
-    for side, statistics in ((left, found[0]), (right, found[1])):
-        if statistics is not None:
-            raise IncomparableError(
-                "one side has statistics alone",
-                got=str(side.path),
-                expected="two summaries, or two traces with values",
-                hint=f"the file next to it that ends in {FULL}, or the summary of the other side alone",
-            )
-    return None
 
 
 def _has_inputs(side: TensorSource) -> bool:

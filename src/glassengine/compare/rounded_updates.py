@@ -10,19 +10,17 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
+import numpy as np
+
+from glassengine.blocks.arrays import Array
+from glassengine.compare.judge import BY_TOLERANCE
 from glassengine.compare.matching.matching import Match
-from glassengine.compare.ranks.findings import Findings
-from glassengine.compare.ruling import BY_TOLERANCE
+from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.numerics.limits import limits
 from glassengine.numerics.metrics.tolerance import tolerance
 from glassengine.recording.layout.layout import Entry
-from glassengine.recording.read.source import TensorSource
 from glassengine.results import Hint, Packed
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _INPUT = ":in[0]"
 _PARAMETER, _GRADIENT, _BIAS, _WEIGHT, _TERMS = ":param", ":grad", ".bias:param", ".weight:param", ":grad_out"
@@ -42,10 +40,7 @@ NOT_JUDGED = (
 """The reason of what is neither ok nor wrong."""
 
 
-_Places = Mapping[tuple[int, str], Entry]
-
-
-def rounded_update(match: Match, left: TensorSource, right: TensorSource) -> tuple[Hint, ...]:
+def rounded_update(match: Match, left: SourceWrapper, right: SourceWrapper) -> tuple[Hint, ...]:
     """Return that a parameter differs where its gradients are rounding, and nowhere else.
 
     Args:
@@ -56,34 +51,29 @@ def rounded_update(match: Match, left: TensorSource, right: TensorSource) -> tup
     entry, other = match.baseline, match.candidates[0]
     if match.rule is not None or not entry.site.endswith(_PARAMETER):
         return ()
-    x, y = left.tensor(entry).double(), right.tensor(other).double()
-    if x.shape != y.shape:
+    both, gradients = _values(entry, other, left, right), _gradients(entry, left, right)
+    if both is None or not gradients:
         return ()
-    allowed = tolerance(entry.dtype, other.dtype)
-    differs = (x - y).abs() > allowed.atol + allowed.rtol * x.abs()
-    unsure = None
-    for one, counterpart in _gradients(entry, left, right):
-        for side, own, whole, of in ((left, one, right, counterpart), (right, counterpart, left, one)):
-            if isinstance(side, Findings):
-                side.expect(own, whole, of)
-        g, h = left.tensor(one).double(), right.tensor(counterpart).double()
-        if g.shape != x.shape or h.shape != x.shape or _differ(g, h, one, counterpart):
+    differs, unsure = _beyond(*both, entry, other), np.zeros(both[0].shape, bool)
+    for one, counterpart in gradients:
+        found = _values(one, counterpart, left, right)
+        if found is None or found[0].shape != unsure.shape or _beyond(*found, one, counterpart).any():
             return ()
-        found = (g - h).abs() > _UNSURE * g.abs().maximum(h.abs())
-        unsure = found if unsure is None else unsure | found
-    if unsure is None or not bool(differs.any()) or bool((differs & ~unsure).any()):
+        g, h = found
+        unsure |= np.abs(g - h) > _UNSURE * np.maximum(np.abs(g), np.abs(h))
+    if not differs.any() or (differs & ~unsure).any():
         return ()
-    text = f"{int(differs.sum())} of {x.numel()} elements differ, whose gradients are rounding: an optimizer that"
+    text = f"{int(differs.sum())} of {differs.size} elements differ, whose gradients are rounding: an optimizer that"
     text += " divides by their size (Adam) makes whole steps of them; --noise-floor records what rounding does"
     return (Hint("other", text, 0.9, evidence="values"),)
 
 
-def not_judged(pairs: Packed, chosen: Sequence[Match], left: TensorSource, right: TensorSource) -> list[int]:
+def not_judged(pairs: Packed, chosen: Sequence[Match], left: SourceWrapper, right: SourceWrapper) -> list[int]:
     """Return the places of what is wrong as an update of rounding or what reads one, up to the first that is neither.
 
-    That a gradient is rounding is known from its terms: it is no larger than what rounding can leave of their sum, or,
-    of a weight, differs by no more than that. A parameter is off by no more than such steps amount to, and a result by
-    what the differences of its weight and its bias make of its input.
+    That a gradient is rounding is known from its terms: it differs by no more than rounding can leave of their sum. A
+    parameter is off by no more than such steps amount to, and a result by what the differences of its weight and its
+    bias make of its input.
 
     Args:
         pairs: All verdicts.
@@ -120,39 +110,82 @@ class _Updates:
         right: The candidate.
     """
 
-    def __init__(self, chosen: Sequence[Match], left: TensorSource, right: TensorSource) -> None:
+    def __init__(self, chosen: Sequence[Match], left: SourceWrapper, right: SourceWrapper) -> None:
         self._chosen, self._left, self._right = chosen, left, right
-        self._known: dict[tuple[int, str], Tensor | None] = {}
+        self._known: dict[tuple[int, str], Array | None] = {}
 
     def explain(self, match: Match) -> bool:
         """Whether a tensor that is wrong is off by what rounding has made of updates, and by nothing else."""
         entry = match.baseline
         if entry.site.endswith((_BIAS, _WEIGHT)):
-            return bool(rounded_update(match, self._left, self._right)) and self._of(match, is_wrong=True) is not None
+            return bool(rounded_update(match, self._left, self._right)) and self._of(match) is not None
         before = [(entry.step - 1, entry.site + end) for end in (_BIAS, _WEIGHT)]
         if ":" in entry.site or not any(place in self._matches for place in before):
             return False
-        found = _difference(match, self._left, self._right)
+        both = _values(entry, match.candidates[0], self._left, self._right)
+        if both is None:
+            return False
+        x, y = both
         for one in (self._matches[place] for place in before if place in self._matches):
             by = self._of(one)
-            if by is not None and by.dim() == 2:
+            if by is not None and by.ndim == 2:
                 given = self._places.get((entry.step, entry.site + _INPUT))
-                if given is None or isinstance(self._left, Findings) or given.shape[-1] != by.shape[-1]:
+                if given is None or self._left.is_assembled or given.shape[-1] != by.shape[-1]:
                     return False
-                by = self._left.tensor(given).double() @ by.T
-            if found is None or by is None or found.shape[-1:] != by.shape[-1:]:
+                by = _wide(self._left, given) @ by.T
+            if by is None or x.shape[-1:] != by.shape[-1:]:
                 return False
-            found = found - by
-        return found is not None and not bool(_beyond(match, found, self._left).any())
+            y = y + by
+        return not _beyond(x, y, entry, match.candidates[0]).any()
 
-    def _of(self, match: Match, *, is_wrong: bool = False) -> Tensor | None:
+    def _of(self, match: Match) -> Array | None:
         """Return by how much a parameter differs after a step; None where that is not made of rounding."""
         place = match.baseline.step, match.baseline.site
         if place not in self._known:
-            is_proven = _is_of_terms if is_wrong and place[1].endswith(_BIAS) else _has_own_gradients
-            is_so = is_proven(match, self._left, self._right, self._places)
-            self._known[place] = _difference(match, self._left, self._right) if is_so else None
+            self._known[place] = self._rounding(match)
         return self._known[place]
+
+    def _rounding(self, match: Match) -> Array | None:
+        """Return by how much a parameter is off, if by what its gradients are, and these by what their terms allow.
+
+        An update that divides by the size of a gradient changes by no more than the gradient does, relative to it.
+        """
+        entry, left, right = match.baseline, self._left, self._right
+        both, change = _values(entry, match.candidates[0], left, right), self._largest_change(entry.site)
+        if both is None or both[0].ndim > 2 or left.is_assembled or change is None:
+            return None
+        found, eps = both[0] - both[1], limits(entry.dtype).eps
+        # Also what is within the absolute part of a tolerance: a result adds up many of them.
+        own = _OWN * eps * (np.abs(both[0]) + change)
+        differs, relative = np.abs(found) > own, found * 0
+        path = entry.site.removesuffix(_WEIGHT).removesuffix(_BIAS)
+        for one, other in _gradients(entry, left, right):
+            terms, given = (self._places.get((one.step, path + port)) for port in (_TERMS, _INPUT))
+            gradients = _values(one, other, left, right)
+            if terms is None or gradients is None or (given is None and found.ndim == 2):
+                return None
+            sizes = np.abs(_wide(left, terms)).reshape(-1, terms.shape[-1])
+            inputs = np.ones((len(sizes), 1))
+            if found.ndim == 2 and given is not None:
+                inputs = np.abs(_wide(left, given)).reshape(-1, given.shape[-1])
+            is_alike = found.shape == (sizes.shape[-1], inputs.shape[-1])[: found.ndim] == gradients[0].shape
+            if len(sizes) != len(inputs) or not is_alike:
+                return None
+            off, sums = np.abs(gradients[0] - gradients[1]), (sizes.T @ inputs).reshape(found.shape)
+            if (differs & (off > len(sizes) * limits(one.dtype).eps * sums)).any():
+                return None
+            with np.errstate(all="ignore"):
+                relative += np.minimum(np.nan_to_num(off / np.abs(gradients[0])), 2.0)
+        return None if (differs & (np.abs(found) > _LARGER * change * relative + own)).any() else found
+
+    def _largest_change(self, site: str) -> float | None:
+        """Return the largest step of a parameter, or of the weight beside it; None where no two steps are recorded."""
+        steps = []
+        for name in (site, site.removesuffix(_BIAS) + _WEIGHT):
+            entries = sorted((one for one in self._left.entries if one.site == name), key=lambda one: one.step)
+            values = (_wide(self._left, one) for one in entries[:_MOST_STEPS])
+            steps += [float(np.abs(b - a).max()) for a, b in itertools.pairwise(values)]
+        return max(steps, default=None)
 
     @functools.cached_property
     def _matches(self) -> Mapping[tuple[int, str], Match]:
@@ -160,105 +193,31 @@ class _Updates:
         return {(one.baseline.step, one.baseline.site): one for one in self._chosen if one.baseline.site.endswith(ends)}
 
     @functools.cached_property
-    def _places(self) -> _Places:
+    def _places(self) -> Mapping[tuple[int, str], Entry]:
         paths = {site.removesuffix(_BIAS).removesuffix(_WEIGHT) for _, site in self._matches}
         wanted = {path + port for path in paths for port in (_TERMS, _INPUT)}
         return {(one.step, one.site): one for one in self._left.entries if one.site in wanted}
 
 
-def _difference(match: Match, left: TensorSource, right: TensorSource) -> Tensor | None:
-    for side, own, whole, of in (
-        (left, match.baseline, right, match.candidates[0]),
-        (right, match.candidates[0], left, match.baseline),
-    ):
-        if isinstance(side, Findings):
-            side.expect(own, whole, of)
-    x, y = left.tensor(match.baseline).double(), right.tensor(match.candidates[0]).double()
-    return x - y if x.shape == y.shape else None
+def _wide(side: SourceWrapper, entry: Entry) -> Array:
+    return side.values(entry).array.astype(np.float64)
 
 
-def _is_of_terms(match: Match, left: TensorSource, right: TensorSource, places: _Places) -> bool:
-    """Whether all gradients of a bias are rounding of their terms where it differs, and it is off by such steps."""
-    entry = match.baseline
-    found = _difference(match, left, right)
-    if found is None or not _is_of_steps(match, found, left):
-        return False
-    differs = _beyond(match, found, left)
-    for one, _ in _gradients(entry, left, right):
-        terms = places.get((one.step, entry.site.removesuffix(_BIAS) + _TERMS))
-        if terms is None:
-            return False
-        each = left.tensor(terms).double().abs()
-        sizes = each.reshape(-1, each.shape[-1])
-        gradient = left.tensor(one).double().abs()
-        if sizes.shape[-1:] != gradient.shape:
-            return False
-        bound = len(sizes) * limits(one.dtype).eps * sizes.sum(0)
-        if bool((differs & (gradient > bound)).any()):
-            return False
-    return True
+def _values(entry: Entry, other: Entry, left: SourceWrapper, right: SourceWrapper) -> tuple[Array, Array] | None:
+    """Return both tensors in float64; None where their shapes differ."""
+    left.expect(entry, right, other)
+    right.expect(other, left, entry)
+    x, y = _wide(left, entry), _wide(right, other)
+    return (x, y) if x.shape == y.shape else None
 
 
-def _has_own_gradients(match: Match, left: TensorSource, right: TensorSource, places: _Places) -> bool:
-    """Whether a parameter is off by what its gradients are, step by step, and these by no more than their terms allow.
-
-    An update that divides by the size of a gradient changes by no more than the gradient does, relative to it.
-    """
-    entry = match.baseline
-    found, change = _difference(match, left, right), _largest_change(match, left)
-    if found is None or found.dim() > 2 or isinstance(left, Findings) or change is None:
-        return False
-    # Also what is within the absolute part of a tolerance: a result adds up many of them.
-    own = _OWN * limits(entry.dtype).eps * (left.tensor(entry).double().abs() + change)
-    differs, relative = found.abs() > own, found * 0
-    path = entry.site.removesuffix(_WEIGHT).removesuffix(_BIAS)
-    for one, other in _gradients(entry, left, right):
-        terms, given = (places.get((one.step, path + port)) for port in (_TERMS, _INPUT))
-        off = _difference(Match(one, (other,), match.method), left, right)
-        if terms is None or given is None or off is None or off.shape != found.shape:
-            return False
-        sizes, inputs = (left.tensor(each).double().abs().flatten(0, -2) for each in (terms, given))
-        inputs = inputs if found.dim() == 2 else sizes.new_ones(len(sizes), 1)
-        if len(sizes) != len(inputs) or found.shape != (sizes.shape[-1], inputs.shape[-1])[: found.dim()]:
-            return False
-        sums = (sizes.T @ inputs).reshape(found.shape)
-        if bool((differs & (off.abs() > len(sizes) * limits(one.dtype).eps * sums)).any()):
-            return False
-        relative += (off / left.tensor(one).double()).abs().nan_to_num(0.0).clamp(max=2.0)
-    return not bool((differs & (found.abs() > _LARGER * change * relative + own)).any())
+def _beyond(x: Array, y: Array, entry: Entry, other: Entry) -> Array:
+    allowed = tolerance(entry.dtype, other.dtype)
+    found: Array = np.abs(y - x) > allowed.atol + allowed.rtol * np.abs(x)
+    return found
 
 
-def _is_of_steps(match: Match, found: Tensor, left: TensorSource) -> bool:
-    """Whether a parameter is off by no more than the steps amount to that it, or the weight beside it, has made."""
-    entry, change = match.baseline, _largest_change(match, left)
-    count = entry.step - min(one.step for one in left.entries if one.site == entry.site) + 1
-    allowed = tolerance(entry.dtype, match.candidates[0].dtype)
-    return change is not None and float(found.abs().max()) <= 2 * _LARGER * count * change + allowed.atol
-
-
-def _largest_change(match: Match, left: TensorSource) -> float | None:
-    """Return the largest step of a parameter, or of the weight beside it; None where no two steps are recorded."""
-    site = match.baseline.site
-    updates = [_values(left, each) for each in (site, site.removesuffix(_BIAS) + _WEIGHT)]
-    return max((float((b - a).abs().max()) for each in updates for a, b in itertools.pairwise(each)), default=None)
-
-
-def _beyond(match: Match, found: Tensor, left: TensorSource) -> Tensor:
-    allowed = tolerance(match.baseline.dtype, match.candidates[0].dtype)
-    return found.abs() > allowed.atol + allowed.rtol * left.tensor(match.baseline).double().abs()
-
-
-def _values(side: TensorSource, site: str) -> list[Tensor]:
-    of_site = sorted((one for one in side.entries if one.site == site), key=lambda one: one.step)
-    return [side.tensor(one).double() for one in of_site[:_MOST_STEPS]]
-
-
-def _differ(g: Tensor, h: Tensor, one: Entry, other: Entry) -> bool:
-    allowed = tolerance(one.dtype, other.dtype)
-    return bool(((g - h).abs() > allowed.atol + allowed.rtol * g.abs()).any())
-
-
-def _gradients(entry: Entry, left: TensorSource, right: TensorSource) -> Sequence[tuple[Entry, Entry]]:
+def _gradients(entry: Entry, left: SourceWrapper, right: SourceWrapper) -> Sequence[tuple[Entry, Entry]]:
     """Return the last gradients that an update may be made of, on both sides."""
     site = entry.site.removesuffix(_PARAMETER) + _GRADIENT
     theirs = {one.step: one for one in right.entries if one.site == site}

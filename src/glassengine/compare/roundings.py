@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from glassengine.blocks.arrays import Array
 from glassengine.compare.matching.matching import Match
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
 from glassengine.numerics.limits import is_floating
@@ -28,9 +29,6 @@ from glassengine.recording.layout.entries import Entries
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource
 from glassengine.results import Figures
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 ROUNDED = "no more than roundings in half precision add up to: not judged without glass record --noise-floor"
 """The reason of what is neither ok nor wrong."""
@@ -123,10 +121,10 @@ def may_be_rounding(figures: Figures, found: Slices, noise: Noise) -> bool:
     return True
 
 
-def is_along(difference: Tensor, other: Tensor) -> bool:
+def is_along(difference: Array, other: Array) -> bool:
     """Return whether a difference is a multiple of another tensor, but for a small rest; both float64, of one shape."""
-    powers = float(difference.square().sum() * other.square().sum())
-    return difference.numel() >= _FEWEST and float((difference * other).sum()) ** 2 > _ALONG * powers
+    powers = float(np.square(difference).sum() * np.square(other).sum())
+    return difference.size >= _FEWEST and float((difference * other).sum()) ** 2 > _ALONG * powers
 
 
 def is_scaled(figures: Figures) -> bool:

@@ -13,13 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
+from glassengine.blocks.arrays import Values
 from glassengine.compare.matching.matching import Match
+from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.compare.roundings import is_scaled
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
 from glassengine.numerics.limits import is_floating
-from glassengine.numerics.metrics.tolerance import Tolerance, tolerance
+from glassengine.numerics.metrics.tolerance import FEWEST_VALUES, LAST_BITS, Tolerance, tolerance
 from glassengine.recording.layout.layout import Entry
-from glassengine.recording.read.source import TensorSource
 from glassengine.results import Figures, Packed
 
 TOO_SMALL = "all of it is below the absolute tolerance: not judged without glass record --noise-floor, or --atol"
@@ -29,6 +32,7 @@ COARSE = "no more than roundings to the half precision whose values both sides h
 _SLACK = 10
 """An element of a tensor around 1 may be off by this many times the absolute tolerance, where all are."""
 _ALONG = 0.8
+_LARGEST_HALF = 65504.0
 _MOST_ROUNDINGS = 64
 """Units of rounding of a tensor that may be left of a sum of its elements."""
 
@@ -44,7 +48,7 @@ def is_small(figures: Figures, allowed: Tolerance, dtype: str) -> bool:
     return figures.allclose and figures.num_different > 0 and figures.snr_db < least
 
 
-def beside_larger(pairs: Packed, chosen: Sequence[Match], left: TensorSource) -> dict[int, str]:
+def beside_larger(pairs: Packed, chosen: Sequence[Match], left: SourceWrapper) -> dict[int, str]:
     """Return the places of small tensors that are as small as the rounding of one beside them -> that one.
 
     Args:
@@ -62,7 +66,7 @@ def beside_larger(pairs: Packed, chosen: Sequence[Match], left: TensorSource) ->
         beside = by_module[own.step, own.rank, _module(own.site)] if "." in own.site else []
         for other in beside:
             if other.site != own.site and is_floating(other.dtype) and figures is not None and 0 not in other.shape:
-                size = float(left.tensor(other).abs().max())
+                size = float(np.abs(left.values(other).array).max())
                 if figures.max_abs_diff <= _MOST_ROUNDINGS * unit_roundoff(other.dtype) * size:
                     found[i] = other.site
     return found
@@ -78,6 +82,27 @@ def may_be_coarse(figures: Figures, *dtypes: str) -> bool:
     coarse = tolerance("bfloat16", "bfloat16")
     is_near = figures.snr_db >= -20 * math.log10(coarse.rtol) and not figures.num_nonfinite_mismatch
     return is_near and set(dtypes) == {"float32"} and not is_multiple(figures)
+
+
+def precision_of(values: Values) -> str:
+    """Return the coarsest dtype that holds all values of a tensor, if they use its last bits; else its own.
+
+    See `numerics.metrics.tolerance.precision_of`, which needs torch.
+    """
+    array = values.array
+    if values.dtype not in ("float32", "float64"):
+        return values.dtype
+    finite = array[np.isfinite(array)]
+    single = finite.astype(np.float32)
+    is_coarse = {
+        "bfloat16": bool((single == finite).all()) and not (single.view(np.uint32) & 0xFFFF).any(),
+        "float16": bool((np.abs(finite) <= _LARGEST_HALF).all()) and bool((single.astype(np.float16) == finite).all()),
+    }
+    for coarse, bits in LAST_BITS.items():
+        if is_coarse[coarse]:
+            mantissa = np.frexp(finite)[0] * 2**bits
+            return coarse if int((mantissa != mantissa.round()).sum()) >= FEWEST_VALUES else values.dtype
+    return values.dtype
 
 
 def _module(site: str) -> tuple[str, str]:

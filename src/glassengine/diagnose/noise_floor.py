@@ -21,8 +21,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from glassengine.blocks.arrays import values_of
 from glassengine.capture.intake.patience import Writer
 from glassengine.compare.matching.padding import Padding
+from glassengine.compare.matching.source_wrapper import Opened
 from glassengine.errors import GlassError
 from glassengine.numerics.float64 import retarget
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
@@ -165,7 +167,7 @@ class Collector:
     def __init__(self, recording: Recording, floors: dict[Key, Floor]) -> None:
         self.mode = RoundedOtherwise(0)
         self._recording = recording
-        self._padding = Padding(recording)
+        self._padding = Padding(Opened(recording))
         # All are of one process, whichever of several that is.
         self._entries = {(entry.site, entry.step): entry for entry in recording.entries}
         self._floors = floors
@@ -181,7 +183,7 @@ class Collector:
             if found_valid is not None:
                 valid = torch.from_numpy(found_valid)
                 ours, theirs = (torch.where(valid, side, torch.zeros((), dtype=side.dtype)) for side in (ours, theirs))
-            found = slices(ours, theirs)
+            found = slices(values_of(ours), values_of(theirs))
         key = entry.place
         known = self._floors.get(key)
         whole, parts = found.error, found.errors

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -14,19 +16,21 @@ class Limits(NamedTuple):
     Attributes:
         eps: From 1 to the next number.
         tiny: The smallest normal number.
+        largest: The largest number; infinity where it is larger than any number that is met.
     """
 
     eps: float
     tiny: float
+    largest: float = math.inf
 
 
 _FLOAT32, _FLOAT64 = Limits(2.0**-23, 2.0**-126), Limits(2.0**-52, 2.0**-1022)
-_FLOAT16 = Limits(2.0**-10, 2.0**-14)
+_FLOAT16 = Limits(2.0**-10, 2.0**-14, 65504.0)
 _LIMITS = {
-    "float8_e4m3fn": Limits(2.0**-3, 2.0**-6),
-    "float8_e4m3fnuz": Limits(2.0**-3, 2.0**-7),
-    "float8_e5m2": Limits(2.0**-2, 2.0**-14),
-    "float8_e5m2fnuz": Limits(2.0**-3, 2.0**-15),
+    "float8_e4m3fn": Limits(2.0**-3, 2.0**-6, 448.0),
+    "float8_e4m3fnuz": Limits(2.0**-3, 2.0**-7, 240.0),
+    "float8_e5m2": Limits(2.0**-2, 2.0**-14, 57344.0),
+    "float8_e5m2fnuz": Limits(2.0**-3, 2.0**-15, 57344.0),
     "float8_e8m0fnu": Limits(1.0, 2.0**-127),
     "bfloat16": Limits(2.0**-7, 2.0**-126),
     "float16": _FLOAT16,
@@ -53,3 +57,20 @@ def limits(dtype: torch.dtype | str) -> Limits:
 def is_floating(dtype: str) -> bool:
     """Return whether the dtype of this name is a real floating one."""
     return dtype in _LIMITS and not dtype.startswith("complex")
+
+
+HIDDEN = -9e3
+"""Numbers from here down hide a slot: -1e4, as bfloat16 rounds it, is the least that anybody writes."""
+
+
+_BEYOND_NUMBERS = 9e29
+"""No activation is as large: -1e30, as bfloat16 rounds it, is written to hide."""
+_SHARE_OF_LARGEST = 0.9
+"""Of the largest number of a dtype of fewer: float16 holds activations of half of it, whose errors must be seen."""
+
+
+@functools.cache
+def sentinel(*dtypes: torch.dtype | str) -> float:
+    """Return from which size on values are mask sentinels (finfo.min plus a score) in one of `dtypes`, not numbers."""
+    known = (_LIMITS.get(str(dtype).removeprefix("torch.")) for dtype in dtypes)
+    return min((min(_SHARE_OF_LARGEST * one.largest, _BEYOND_NUMBERS) for one in known if one), default=math.inf)

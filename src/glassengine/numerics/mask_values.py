@@ -9,28 +9,12 @@ kind. Whether a place is hidden is always compared.
 
 from __future__ import annotations
 
-import functools
-import math
-
 import torch
 from torch import Tensor
 
-HIDDEN = -9e3
-"""Numbers from here down hide a slot: -1e4, as bfloat16 rounds it, is the least that anybody writes."""
+from glassengine.numerics.limits import HIDDEN, sentinel
 
-
-_BEYOND_NUMBERS = 9e29
-"""No activation is as large: -1e30, as bfloat16 rounds it, is written to hide."""
-_SHARE_OF_LARGEST = 0.9
-"""Of the largest number of a dtype of fewer: float16 holds activations of half of it, whose errors must be seen."""
-
-
-@functools.cache
-def sentinel(*dtypes: torch.dtype) -> float:
-    """Return from which size on values are mask sentinels (finfo.min plus a score) in one of `dtypes`, not numbers."""
-    real = [dtype.to_real() if dtype.is_complex else dtype for dtype in dtypes]
-    largest = [torch.finfo(dtype).max for dtype in real if dtype.is_floating_point]
-    return min((min(_SHARE_OF_LARGEST * one, _BEYOND_NUMBERS) for one in largest), default=math.inf)
+__all__ = ["HIDDEN", "is_below", "is_mask", "kind_of", "seen_by", "sentinel", "size_but_hidden"]
 
 
 def kind_of(value: Tensor, limit: float) -> Tensor:
@@ -69,30 +53,6 @@ def seen_by(added: Tensor, seen: Tensor) -> Tensor:
     visible, hidden = wide == 0, wide <= HIDDEN
     is_added = bool((visible | hidden).all()) and bool(hidden.any() or seen.all())
     return visible if is_added else added
-
-
-def without_hidden(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return two tensors of which nothing but their values is known with 0 where both hide; None where they do nowhere.
-
-    A number hides in a mask, which holds zeros beside, or where it is the least of its own dtype.
-    """
-    if not x.is_floating_point() or not y.is_floating_point() or x.shape != y.shape:
-        return None
-    lows = [-sentinel(one.dtype) for one in (x, y)]
-    # Kernels do not compare numbers of one byte.
-    x, y = (one.float() if one.element_size() == 1 else one for one in (x, y))
-    if is_mask(x) and is_mask(y):
-        lows = [HIDDEN, HIDDEN]
-    both = (x <= lows[0]) & (y <= lows[1])
-    return (x.masked_fill(both, 0.0), y.masked_fill(both, 0.0)) if bool(both.any()) else None
-
-
-def both_may_hide(x: Tensor, y: Tensor) -> bool:
-    """Whether `without_hidden` could change something, of tensors of which these are some rows."""
-    if not x.is_floating_point() or not y.is_floating_point():
-        return False
-    x, y = (one.float() if one.element_size() == 1 else one for one in (x, y))
-    return bool(((x <= HIDDEN) & (y <= HIDDEN)).any())
 
 
 def size_but_hidden(value: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from glassengine.compare.ruling import severity
+from glassengine.compare.judge import severity
 from glassengine.report.table import new_table
 from glassengine.report.terminal_drift import drift_table
 from glassengine.report.words import of_side

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from glassengine.compare.ruling import severity
+from glassengine.compare.judge import severity
 from glassengine.report.table import new_table
 from glassengine.report.terminal_compare import MAX_PAIRS, STYLES, notes, number
 from glassengine.results import VERDICTS, Comparison, Pair

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 from glassengine.errors import BackendError, UsageError, first_line
-from glassengine.workers.protocol import AHEAD, ATTEMPTS, Died, windowed
+from glassengine.workers.protocol import AHEAD, ATTEMPTS, Died, Failed, result_or_error, windowed
 
 AUTO = "auto"
 
@@ -24,7 +24,7 @@ class RayTasks:
         BackendError: The cluster cannot be reached.
     """
 
-    def __init__(self, function: Callable[[bytes], bytes], address: str, count: int | None = None) -> None:
+    def __init__(self, function: Callable[[Any], Any], address: str, count: int | None = None) -> None:
         try:
             import ray
         except ImportError as error:
@@ -43,26 +43,29 @@ class RayTasks:
         # A task may wait for its data: what bounds them is the window, and one processor each.
         self._function = function
 
-    def run(self, requests: Iterable[bytes], *, attempts: int = ATTEMPTS) -> Generator[bytes | Died, None, None]:
+    def run(self, requests: Iterable[Any], *, attempts: int = ATTEMPTS) -> Generator[Any, None, None]:
         """Yield the result of each request; see `protocol.Workers`."""
         ray = self._ray
-        task = ray.remote(num_cpus=1, max_retries=attempts - 1, scheduling_strategy="SPREAD")(self._function)
+        options = {"num_cpus": 1, "max_retries": attempts - 1, "scheduling_strategy": "SPREAD"}
+        task = ray.remote(**options)(result_or_error)
         under_way: set[Any] = set()
 
-        def start(request: bytes) -> Any:
-            reference = task.remote(request)
+        def start(request: Any) -> Any:
+            reference = task.remote(self._function, request)
             under_way.add(reference)
             return reference
 
         try:
             for reference in windowed(start, requests, AHEAD * self.count):
                 try:
-                    found: bytes | Died = ray.get(reference)
+                    found = ray.get(reference)
                 except (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError) as error:
                     found = Died(first_line(error))
                 except ray.exceptions.RayTaskError as error:
                     raise BackendError("a worker of the cluster has failed", got=first_line(error.cause)) from error
                 under_way.discard(reference)
+                if isinstance(found, Failed):
+                    raise found.error
                 yield found
         finally:
             for reference in under_way:

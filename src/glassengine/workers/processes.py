@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import queue
 import signal
 import subprocess
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 from glassengine import starting
 from glassengine.workers import pipe
 from glassengine.workers.pipe import receive, send
-from glassengine.workers.protocol import AHEAD, ATTEMPTS, Died, windowed
+from glassengine.workers.protocol import AHEAD, ATTEMPTS, Died, Failed, windowed
 
 
 class Processes:
     """Processes that answer requests on stdin; each is started when it is first needed, and again when it has died.
 
-    A process of its own program, rather than a copy of this one, begins with nothing of this one's state, and does
-    not run a script again that has no `if __name__ == "__main__"`.
+    Unlike those of `multiprocessing`, they begin with nothing of this process's state, do not run a script again that
+    has no `if __name__ == "__main__"`, and one that dies takes no other with it.
 
     Args:
-        function: Of bytes, and of a module that can be imported.
+        function: Of one argument, and of a module that can be imported.
         count: How many.
     """
 
-    def __init__(self, function: Callable[[bytes], bytes], count: int) -> None:
+    def __init__(self, function: Callable[[Any], Any], count: int) -> None:
         self.count = count
         self._command = starting.python(pipe.__name__, function.__module__, function.__name__)
         self._idle: queue.SimpleQueue[_Child] = queue.SimpleQueue()
@@ -36,19 +38,22 @@ class Processes:
             self._idle.put(child)
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="worker")
 
-    def run(self, requests: Iterable[bytes], *, attempts: int = ATTEMPTS) -> Generator[bytes | Died, None, None]:
+    def run(self, requests: Iterable[Any], *, attempts: int = ATTEMPTS) -> Generator[Any, None, None]:
         """Yield the result of each request; see `protocol.Workers`."""
-        started: list[Future[bytes | Died]] = []
+        started: list[Future[Any]] = []
         stopped = threading.Event()
 
-        def start(request: bytes) -> Future[bytes | Died]:
+        def start(request: Any) -> Future[Any]:
             started[:] = [one for one in started if not one.done()]
             started.append(self._threads.submit(self._ask, request, attempts, stopped))
             return started[-1]
 
         try:
             for future in windowed(start, requests, AHEAD * self.count):
-                yield future.result()
+                found = future.result()
+                if isinstance(found, Failed):
+                    raise found.error
+                yield found
         finally:
             stopped.set()
             under_way = [one for one in started if not one.cancel() and not one.done()]
@@ -63,12 +68,12 @@ class Processes:
             child.kill(for_good=True)
         self._threads.shutdown(cancel_futures=True)
 
-    def _ask(self, request: bytes, attempts: int, stopped: threading.Event) -> bytes | Died:
+    def _ask(self, request: Any, attempts: int, stopped: threading.Event) -> Any:
         child = self._idle.get()
         try:
             for _ in range(attempts):
                 answer = child.ask(request)
-                if isinstance(answer, bytes) or stopped.is_set():
+                if not isinstance(answer, Died) or stopped.is_set():
                     break
             return answer
         finally:
@@ -82,7 +87,7 @@ class _Child:
         self._lock = threading.Lock()
         self._is_over = False
 
-    def ask(self, request: bytes) -> bytes | Died:
+    def ask(self, request: Any) -> Any:
         with self._lock:
             if self._is_over:
                 return Died("it was ended")
@@ -90,12 +95,9 @@ class _Child:
                 self._process = starting.start(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             process = self._process
         assert process.stdin is not None and process.stdout is not None
-        answer = None
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, EOFError, ValueError, pickle.UnpicklingError):
             send(process.stdin, request)
-            answer = receive(process.stdout)
-        if answer is not None:
-            return answer
+            return receive(process.stdout)
         self._end(process)
         return Died(_how(process.returncode))
 

@@ -1,11 +1,10 @@
-"""Who judges makes no difference: this process, other processes, a cluster, or jobs that leave files."""
+"""Who judges makes no difference: this process, other processes, or a cluster."""
 
 from __future__ import annotations
 
 import copy
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -15,28 +14,22 @@ from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import glassengine as glass
-from glassengine.cli.main import main
-from glassengine.compare import plan as plans
-from glassengine.compare import sides as both_sides
-from glassengine.compare.chunk import main as judge_chunks
+from glassengine.compare import loader, pairs
 from glassengine.compare.compare import compare
-from glassengine.compare.distribute import Here
-from glassengine.compare.judge_chunk import judge_chunk
-from glassengine.compare.units import Answer, Chunk
+from glassengine.compare.pairs import Block
 from glassengine.errors import CorruptError, UsageError
-from glassengine.recording.layout.noise_floor import Floor, write_noise_floor
 from glassengine.recording.write.writer import RecordingWriter
-from glassengine.workers import Died
-from glassengine.workers.pipe import receive, send
+from glassengine.workers import Died, InProcess
+from glassengine.workers.processes import Processes
 from tests import children
 
 STEPS = 3
+module = sys.modules["glassengine.compare.compare"]
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +50,9 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of a few rows: 64 rows of 32 floats are 8 KiB on each side."""
-    monkeypatch.setattr(plans, "CHUNK_BYTES", 5000)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a few rows: 64 rows of 32 floats are 8 KiB on each side."""
+    monkeypatch.setattr(pairs, "BLOCK_BYTES", 5000)
 
 
 def judged(sides: Path, **options: Any) -> dict[str, Any]:
@@ -68,7 +61,7 @@ def judged(sides: Path, **options: Any) -> dict[str, Any]:
 
 def test_rows_say_what_the_whole_says(sides: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = judged(sides)
-    monkeypatch.setattr(plans, "CHUNK_BYTES", 5000)
+    monkeypatch.setattr(pairs, "BLOCK_BYTES", 5000)
     rows = judged(sides)
     assert rows["first_divergence"]["site"] == whole["first_divergence"]["site"] == "2"
     for one, other in zip(whole["pairs"], rows["pairs"], strict=True):
@@ -77,13 +70,13 @@ def test_rows_say_what_the_whole_says(sides: Path, monkeypatch: pytest.MonkeyPat
             assert other["figures"][name] == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value)
 
 
-def test_processes_find_what_one_finds(sides: Path, small_chunks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_find_what_one_finds(sides: Path, small_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("glassengine.starting.subprocess", children.started_as_copies(("torch",)))
     assert judged(sides, jobs=2) == judged(sides)
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_killed_changes_nothing(sides: Path, small_chunks: None) -> None:
+def test_a_worker_that_is_killed_changes_nothing(sides: Path, small_blocks: None) -> None:
     killed: list[int] = []
     over = threading.Event()
 
@@ -92,7 +85,7 @@ def test_a_worker_that_is_killed_changes_nothing(sides: Path, small_chunks: None
             # Each thread has the children that it has started.
             lists = [path.read_text(encoding="utf-8") for path in Path("/proc/self/task").glob("*/children")]
             for child in " ".join(lists).split():
-                if b"judge_chunk" in Path(f"/proc/{child}/cmdline").read_bytes() and int(child) not in killed:
+                if b"judge_block" in Path(f"/proc/{child}/cmdline").read_bytes() and int(child) not in killed:
                     os.kill(int(child), signal.SIGKILL)
                     killed.append(int(child))
                     break
@@ -107,96 +100,55 @@ def test_a_worker_that_is_killed_changes_nothing(sides: Path, small_chunks: None
 
 
 @pytest.mark.slow
-def test_a_cluster_finds_what_one_process_finds(sides: Path, small_chunks: None) -> None:
+def test_a_cluster_finds_what_one_process_finds(sides: Path, small_blocks: None) -> None:
     pytest.importorskip("ray")
     assert judged(sides, cluster="auto", jobs=1) == judged(sides)
 
 
-def test_jobs_that_leave_files_find_what_one_process_finds(
-    sides: Path, small_chunks: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan, result = tmp_path / "plan.jsonl", tmp_path / "result.json"
-    names = [str(sides / "a"), str(sides / "b")]
-    assert main(["compare", *names, "--plan", str(tmp_path / "a plan")]) == 0
-    first, _, said = capsys.readouterr().out.partition("options: ")
-    assert " chunks. Each" in first
-    assert shlex.split(said) == ["glass", "compare", *names, "--merge", str(tmp_path / "a plan")]
-    assert main(["compare", *names, "--plan", str(plan), f"--json={result}"]) == 0
-    count = json.loads(result.read_text(encoding="utf-8"))["num_chunks"]
-    assert count > 4
-    assert judge_chunks([str(plan), "1", "--of", "3"]) == 0
-    with pytest.raises(UsageError, match="have no answer"):
-        judged(sides, answers=plan)
-    for job in (0, 2):
-        assert judge_chunks([str(plan), str(job), "--of", "3"]) == 0
-    assert judge_chunks([str(plan), str(count)]) == 2
-    assert judged(sides, answers=plan) == judged(sides)
-    assert main(["compare", *names, "--merge", str(plan), f"--json={result}"]) == 1
-    with pytest.raises(UsageError, match="another comparison"):
-        judged(sides, answers=plan, rtol=1e-3)
-    assert main(["compare", *names, "--plan", str(plan)]) == 2
-    answer = plan.with_name("plan.jsonl.answers") / "000003.answer"
-    answer.write_bytes(plan.with_name("plan.jsonl.answers").joinpath("000002.answer").read_bytes())
-    with pytest.raises(CorruptError, match="the answer to a chunk is damaged"):
-        judged(sides, answers=plan)
-    answer.write_bytes(b"\x81")
-    with pytest.raises(CorruptError, match="the answer to a chunk is damaged"):
-        judged(sides, answers=plan)
-    capsys.readouterr()
-
-
 WITHOUT_TORCH = """
-import json, os, sys
+import json, sys
 class NoTorch:
     def find_spec(self, name, path=None, target=None):
         if name == "torch":
             raise RuntimeError("torch is imported")
 sys.meta_path.insert(0, NoTorch())
-import glassengine.compare.compare
-from glassengine.compare import plan as plans
-from glassengine.workers.pipe import receive, send
-class Starter:
-    def __init__(self, function, count):
-        self.count = count
-    def run(self, requests, attempts=3):
-        for request in requests:
-            send(sys.stdout.buffer, request)
-            yield receive(sys.stdin.buffer)
-    def close(self):
-        pass
-module = sys.modules["glassengine.compare.compare"]
-module.Processes, plans.CHUNK_BYTES = Starter, 5000
-found = module.compare(sys.argv[1], sys.argv[2], jobs=2)
+from glassengine.compare.compare import compare
 from glassengine.report.terminal_compare import comparison
-from tests import children
+found = compare(sys.argv[1], sys.argv[2])
 comparison(found)
-send(sys.stdout.buffer, b"")
-send(sys.stdout.buffer, json.dumps(found.to_dict()).encode())
+print(json.dumps(found.to_dict()))
 """
 
 
-def test_who_plans_and_merges_does_without_torch(tmp_path: Path, small_chunks: None) -> None:
-    """Of ranks, with padding, a noise floor, tensors cut in rows, and some that are the same; this process judges."""
+def test_a_comparison_of_recordings_does_without_torch(tmp_path: Path) -> None:
+    """With padding, halves, integers, tensors of many rows, statistics and hints; one is wrong."""
     for name, error in (("a", 0.0), ("b", 1e-3)):
-        for rank in range(2):
-            path = tmp_path / name / f"rank{rank}"
-            with RecordingWriter(path, metadata={"token_ids": [[0, 1, 2, 3]]}) as writer:
-                for step in range(2):
-                    writer.write(".:in.input_ids", step, torch.arange(4)[None], rank=rank)
-                    writer.write(".:in.attention_mask", step, torch.tensor([[0, 1, 1, 1]]), rank=rank)
-                    for site, size in (("small:out", 8), ("large:out", 1600)):
-                        x = torch.randn(1, 4, size, generator=torch.Generator().manual_seed(rank + step))
-                        writer.write(site, step, x + (error if step and site[0] == "l" else 0), rank=rank)
-                    writer.commit(step)
-            if name == "a":
-                noise = tuple(np.full(size, 1e-12) for size in (1, 4, 1600))
-                write_noise_floor(path, {("large:out", 1, rank): Floor(1e-12, 1.0, noise)}, "by hand")
-    here = driven_without_torch(tmp_path)
-    assert {pair["judged_by"] for pair in here["pairs"]} == {"noise floor", "tolerance (uncalibrated)"}
-    assert here["exemptions"] and here["first_divergence"]["site"] == "large:out"
+        with RecordingWriter(tmp_path / name, metadata={"token_ids": [[0, 1, 2, 3]]}) as writer:
+            for step in range(2):
+                generator = torch.Generator().manual_seed(step)
+                writer.write(".:in.input_ids", step, torch.arange(4)[None])
+                writer.write(".:in.attention_mask", step, torch.tensor([[0, 1, 1, 1]]))
+                for site, dtype, size in (
+                    ("half:out", torch.bfloat16, 80),
+                    ("small:out", torch.float32, 8),
+                    ("large:out", torch.float32, 1 << 20),
+                ):
+                    x = torch.randn(1, 4, size, generator=generator) * (1 + error * 1e-4)
+                    x[0, 0, 0] += error * 1e5
+                    x[0, 1, 2] += error * 1e3 if step and site[0] == "l" else 0
+                    writer.write(site, step, x.to(dtype))
+                writer.commit(step)
+    child = [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path / "a"), str(tmp_path / "b")]
+    found = subprocess.run(child, stdout=subprocess.PIPE, check=True)
+    here = judged(tmp_path)
+    assert json.loads(found.stdout.splitlines()[-1]) == json.loads(json.dumps(here))
+    assert here["first_divergence"]["site"] == "large:out" and here["counts"]["wrong"] == 1
+    assert here["exemptions"]
 
 
-def test_who_puts_ranks_together_does_without_torch(tmp_path: Path, small_chunks: None) -> None:
+def test_processes_put_ranks_together_as_one_does(
+    tmp_path: Path, small_blocks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One process against two ranks, which have shares of a sum, rows of a product, and one thing wrong."""
     x, parts = torch.arange(24.0).reshape(4, 6), torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     shares = (parts, x - parts)
@@ -209,24 +161,32 @@ def test_who_puts_ranks_together_does_without_torch(tmp_path: Path, small_chunks
                 for site, tensor in own.items():
                     writer.write(site, step, tensor.contiguous(), rank=rank or 0)
                 writer.commit(step)
-    here = driven_without_torch(tmp_path)
+    monkeypatch.setattr("glassengine.starting.subprocess", children.started_as_copies(("torch",)))
+    here = judged(tmp_path)
     assert here["first_divergence"]["site"] == "norm" and here["first_divergence"]["rank"] == 1
+    assert judged(tmp_path, jobs=2) == here
 
 
-def driven_without_torch(sides: Path) -> dict[str, Any]:
-    """Compare both sides in a process that cannot import torch, for which this one judges, and in this one alone."""
-    child = [sys.executable, "-c", WITHOUT_TORCH, str(sides / "a"), str(sides / "b")]
-    with subprocess.Popen(child, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as driver:
-        assert driver.stdin is not None and driver.stdout is not None
-        while request := receive(driver.stdout):
-            send(driver.stdin, judge_chunk(request))
-        document = json.loads(receive(driver.stdout) or b"{}")
+def test_small_comparisons_start_no_process(sides: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    original = Processes.__init__
+
+    def counted(self: Processes, function: Callable[[Any], Any], count: int) -> None:
+        started.append(count)
+        original(self, function, count)
+
+    monkeypatch.setattr(Processes, "__init__", counted)
     here = judged(sides)
-    assert document == json.loads(json.dumps(here))
-    return here
+    assert not started
+    monkeypatch.setattr("glassengine.environment.num_cpus", lambda: 2)
+    monkeypatch.setattr(module, "_BYTES_A_PROCESS", 1000)
+    monkeypatch.setattr(pairs, "BLOCK_BYTES", 5000)
+    monkeypatch.setattr("glassengine.starting.subprocess", children.started_as_copies(("torch",)))
+    assert judged(sides) == judged(sides, jobs=1) and started == [2]
+    assert judged(sides)["counts"] == here["counts"]
 
 
-def test_first_stops_after_the_first_chunk_that_is_wrong(sides: Path, small_chunks: None) -> None:
+def test_first_stops_after_the_first_block_that_is_wrong(sides: Path, small_blocks: None) -> None:
     everything, found = judged(sides), judged(sides, first=True)
     count = found["counts"]["compared"]
     assert 0 < count < everything["counts"]["compared"] and not found["ok"]
@@ -241,14 +201,14 @@ def test_what_kills_its_workers_is_named_and_not_ok(sides: Path, monkeypatch: py
     wanted = 5
     asked = []
 
-    def answers(self: Here, chunks: Iterable[Chunk], *, again: bool = False) -> Generator[Answer | Died, None, None]:
-        for chunk in chunks:
-            asked.append(len(chunk.units))
-            is_deadly = any(unit.number == wanted for unit in chunk.units)
-            yield Died("killed by SIGKILL") if is_deadly else self.answer(chunk)
+    def run(self: InProcess, requests: Iterable[Block], *, attempts: int = 3) -> Generator[Any, None, None]:
+        for block in requests:
+            asked.append(len(block.items))
+            is_deadly = any(item.number == wanted for item in block.items)
+            yield Died("killed by SIGKILL") if is_deadly else self._function(block)
 
-    monkeypatch.setattr(Here, "answers", answers)
-    monkeypatch.setattr(both_sides, "have_same_bytes", lambda one, other: False)
+    monkeypatch.setattr(InProcess, "run", run)
+    monkeypatch.setattr(loader, "have_same_bytes", lambda one, other: False)
     found = compare(sides / "a", sides / "a")
     assert not found.ok and found.too_little and found.verdict == "identical" and found.coverage < 1
     (lost,) = found.skipped
@@ -260,7 +220,7 @@ def test_what_kills_its_workers_is_named_and_not_ok(sides: Path, monkeypatch: py
 
 def test_equal_checksums_need_no_bytes(sides: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_bytes = Counted(monkeypatch)
-    monkeypatch.setattr(both_sides, "have_same_bytes", lambda one, other: False)
+    monkeypatch.setattr(loader, "have_same_bytes", lambda one, other: False)
     expected = compare(sides / "a", sides / "a").to_dict()
     monkeypatch.undo()
     without = Counted(monkeypatch)
@@ -279,17 +239,17 @@ class Counted:
         self.number = 0
         from glassengine.recording.read.reader import Recording
 
-        original: Callable[..., torch.Tensor] = Recording.tensor
+        original: Callable[..., Any] = Recording.read_values
 
-        def tensor(recording: Recording, *arguments: Any) -> torch.Tensor:
+        def read_values(recording: Recording, *arguments: Any) -> Any:
             self.number += 1
             return original(recording, *arguments)
 
-        monkeypatch.setattr(Recording, "tensor", tensor)
+        monkeypatch.setattr(Recording, "read_values", read_values)
 
 
 @pytest.mark.parametrize("where", ["first rows", "last rows"])
-def test_damaged_bytes_are_found_in_rows_as_well(tmp_path: Path, where: str, small_chunks: None) -> None:
+def test_damaged_bytes_are_found_in_rows_as_well(tmp_path: Path, where: str, small_blocks: None) -> None:
     x = torch.arange(640_000.0).reshape(400, 1600)
     for name, value in (("a", x), ("b", x + 1)):
         with RecordingWriter(tmp_path / name, metadata={}) as writer:
@@ -306,9 +266,3 @@ def test_damaged_bytes_are_found_in_rows_as_well(tmp_path: Path, where: str, sma
 def test_what_is_open_is_not_sent(sides: Path) -> None:
     with pytest.raises(UsageError, match="cannot be given what is open"):
         compare(glass.open(sides / "a"), sides / "b", jobs=2)
-
-
-def test_a_plan_of_one_chunk_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.save({"a": torch.ones(2)}, tmp_path / "x.pt")
-    assert main(["compare", *[str(tmp_path / "x.pt")] * 2, "--plan", str(tmp_path / "plan")]) == 0
-    assert ": 1 chunk. Each" in capsys.readouterr().out

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from glassengine.numerics.metrics.measure import measure, summarize, summarize_errors
+from glassengine.blocks.arrays import error_stream_of, statistics_of
+from glassengine.numerics.metrics.measure import measure
 from glassengine.numerics.metrics.tolerance import EXACT, is_inexact, tolerance
+from glassengine.recording.layout.statistics import summarize
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32])
@@ -81,7 +83,8 @@ def test_summary() -> None:
 
 
 def test_summaries_of_errors() -> None:
-    absolute, relative = summarize_errors(torch.tensor([2.0, 0.0, 4.0]), torch.tensor([1.0, 3.0, 4.0]))
+    sides = np.array([2.0, 0.0, 4.0]), np.array([1.0, 3.0, 4.0])
+    absolute, relative = (statistics_of(error_stream_of(*sides, relative=each)) for each in (False, True))
     assert (absolute.max, absolute.median, absolute.num_elements) == (3.0, 1.0, 3)
     assert (relative.max, relative.num_elements) == (0.5, 2)
 
@@ -103,5 +106,5 @@ def test_mixed_and_exact_tolerances() -> None:
 
 
 def test_a_huge_tensor_of_one_value_needs_no_selection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("glassengine.blocks.lower_median", None)
+    monkeypatch.setattr("glassengine.blocks.arrays.lower_median_of", None)
     assert summarize(torch.full((100_000,), 2.5)).median == 2.5

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import glassengine as glass
-from glassengine.compare import plan as plans
+from glassengine.compare import pairs
 from glassengine.errors import CorruptError, UsageError
 from glassengine.recording.read.source import open_source
 from glassengine.recording.write.writer import RecordingWriter
@@ -156,7 +156,7 @@ def test_s21_a_damaged_download_of_values(url: str, tmp_path: Path, flips: dict[
 def test_s21_a_damaged_download_of_rows_is_no_difference(
     url: str, tmp_path: Path, flips: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plans, "CHUNK_BYTES", 5000)
+    monkeypatch.setattr(pairs, "BLOCK_BYTES", 5000)
     flips["b/shard-00000.safetensors"] = 1
     found = glass.compare(tmp_path / "a", f"{url}/b")
     assert not any(flips.values()) and found.ok and found.verdict == "identical"

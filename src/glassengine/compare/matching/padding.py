@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.recording.layout.layout import Entry
-from glassengine.recording.read.reader import array_of
-from glassengine.recording.read.source import TensorSource
 
 MASK = "attention_mask"
 _INPUT_IDS = "input_ids"
@@ -35,7 +34,7 @@ class _Valid(NamedTuple):
 class Padding:
     """Where a source has padding."""
 
-    def __init__(self, source: TensorSource) -> None:
+    def __init__(self, source: SourceWrapper) -> None:
         self._source = source
         self._roots = {
             (entry.step, entry.rank, name): entry
@@ -82,7 +81,7 @@ class Padding:
         entry, ids = (self._roots.get((step, rank, name)) for name in (MASK, _INPUT_IDS))
         if entry is None or ids is None:
             return None
-        mask: _Mask = array_of(self._source, entry) != 0
+        mask: _Mask = self._source.values(entry).array != 0
         size = ids.shape[1]
         # The tokens of the step are the last columns, unless the mask covers a cache that is longer than what is in it.
         if mask.shape[0] != ids.shape[0] or mask.shape[1] < size:

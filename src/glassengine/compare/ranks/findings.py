@@ -9,10 +9,10 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from glassengine.compare.matching.source_wrapper import SourceWrapper, Told
 from glassengine.compare.ranks.assembly import HOW, ROWS
-from glassengine.compare.ranks.of_source import OfSource
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource
 
@@ -25,22 +25,14 @@ if TYPE_CHECKING:
 _Key = tuple[int, str]
 
 
-class Told(NamedTuple):
-    """How a tensor was put together, whether of shares not added up yet, and whether all ranks have the same."""
-
-    step: int
-    site: str
-    how: str
-    is_open: bool
-    is_same: bool
-
-
-class Findings(OfSource):
+class Findings(SourceWrapper):
     """How tensors are put together, by step and site.
 
     Args:
         source: Of several ranks.
     """
+
+    is_assembled = True
 
     def __init__(self, source: TensorSource) -> None:
         super().__init__(source)
@@ -60,6 +52,11 @@ class Findings(OfSource):
     def arrangements(self) -> Mapping[str, int]:
         """How the tensors that were read were put together -> how many, most frequent first."""
         raise NotImplementedError
+
+    @property
+    def changes(self) -> Mapping[str, Any]:
+        """That of the source, and how the tensors that were read were put together."""
+        return {**super().changes, "arrangements": self.arrangements}
 
     def expect(self, entry: Entry, source: TensorSource, counterpart: Entry) -> None:
         """Note that the whole of `entry` is judged against `counterpart`, of `source`."""

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from glassengine.compare.matching.matching import Match
+from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.compare.ranks.hints import hints_of_copies, out_of_order, rank_hints, wrong_ranks
 from glassengine.compare.ranks.ranks import PutTogether
 from glassengine.compare.ranks.spread import Part
 from glassengine.recording.layout.layout import Entry
-from glassengine.recording.read.source import TensorSource
 from glassengine.results import FLAGGED, Hint, Pair
 from glassengine.sites import ROOT
 
 
 def rank_and_hints(
-    number: int, pairs: Sequence[Pair], judged: Sequence[Match], left: TensorSource, right: TensorSource
+    number: int, pairs: Sequence[Pair], judged: Sequence[Match], left: SourceWrapper, right: SourceWrapper
 ) -> tuple[int | None, tuple[Hint, ...]]:
     """Return the rank that has a tensor wrong, None where all that have it do or there is one; and hints.
 
@@ -30,14 +31,13 @@ def rank_and_hints(
         right: The candidate, likewise.
     """
     match = judged[number]
-    if isinstance(left, PutTogether) or isinstance(right, PutTogether):
+    if left.is_assembled or right.is_assembled:
         if match.rule is not None:
             return None, ()
         ours, theirs = match.baseline, match.candidates[0]
-        if isinstance(right, PutTogether):
-            return of_parts(right, theirs, left.tensor(ours))
-        assert isinstance(left, PutTogether)
-        return of_parts(left, ours, right.tensor(theirs))
+        if right.is_assembled:
+            return of_parts(cast(PutTogether, right), theirs, left.tensor(ours))
+        return of_parts(cast(PutTogether, left), ours, right.tensor(theirs))
     if all(entry.rank == match.baseline.rank for entry in left.entries):
         return None, ()
     place = (match.baseline.step, match.baseline.site)

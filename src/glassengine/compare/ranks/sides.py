@@ -5,15 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from glassengine.compare.matching.matching import Match, Matching, by_step
-from glassengine.compare.ranks.findings import Findings
+from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.compare.ranks.ranks import PutTogether
 from glassengine.compare.ranks.two_layouts import Joined
 from glassengine.recording.layout.layout import Entry, have_same_bytes
-from glassengine.recording.read.reader import array_of
-from glassengine.recording.read.source import TensorSource
 
 
-def sides_of_one_rank(left: TensorSource, right: TensorSource) -> tuple[TensorSource, TensorSource]:
+def sides_of_one_rank(left: SourceWrapper, right: SourceWrapper) -> tuple[SourceWrapper, SourceWrapper]:
     """Return both sides, that of several ranks put together where the other one has a single rank.
 
     Sides that both have several are compared rank by rank where they are spread alike. Else the baseline is put
@@ -29,7 +27,7 @@ def sides_of_one_rank(left: TensorSource, right: TensorSource) -> tuple[TensorSo
     return (PutTogether(left, right), right) if several[0] else (left, PutTogether(right, left))
 
 
-def expect_counterparts(left: TensorSource, right: TensorSource, matching: Matching) -> Matching:
+def expect_counterparts(left: SourceWrapper, right: SourceWrapper, matching: Matching) -> Matching:
     """Tell a side that is put together what each tensor is judged against.
 
     Returns:
@@ -39,12 +37,11 @@ def expect_counterparts(left: TensorSource, right: TensorSource, matching: Match
     impossible: list[tuple[Entry, str]] = []
     for match in matching.matches:
         reason = None
-        if isinstance(left, Findings):
+        if left.is_assembled:
             reason = _reason(left, match.baseline, right, match.candidates[0], match)
-        elif isinstance(right, Findings):
+        elif right.is_assembled:
             found = (_reason(right, entry, left, match.baseline, match) for entry in match.candidates)
-            why_not = _undecided(left, match.baseline)
-            reason = why_not or next(filter(None, found), None)
+            reason = left.why_not(match.baseline) or next(filter(None, found), None)
         if reason is None:
             possible.append(match)
         else:
@@ -52,19 +49,14 @@ def expect_counterparts(left: TensorSource, right: TensorSource, matching: Match
     return Matching(tuple(possible), (*matching.baseline_only, *impossible), matching.candidate_only)
 
 
-def _reason(side: Findings, entry: Entry, other: TensorSource, counterpart: Entry, match: Match) -> str | None:
+def _reason(side: SourceWrapper, entry: Entry, other: SourceWrapper, counterpart: Entry, match: Match) -> str | None:
     rule = match.rule
     if len(match.candidates) == 1 and (rule is None or not (rule.baseline_ops or rule.candidate_ops)):
         side.expect(entry, other, counterpart)
     return side.why_not(entry)
 
 
-def _undecided(side: TensorSource, entry: Entry) -> str | None:
-    """Return why a tensor of a baseline that was put together cannot be judged; None if it can."""
-    return side.why_not(entry) if isinstance(side, Joined) else None
-
-
-def is_spread_alike(left: TensorSource, right: TensorSource) -> bool:
+def is_spread_alike(left: SourceWrapper, right: SourceWrapper) -> bool:
     """Return whether each rank has the same tensors on both sides, of the same shapes and for the same inputs."""
     if {entry.rank for entry in left.entries} != {entry.rank for entry in right.entries}:
         return False
@@ -79,7 +71,7 @@ def is_spread_alike(left: TensorSource, right: TensorSource) -> bool:
             first = [both for both in inputs if both[0].step == min(one.step for one, _ in inputs)]
     if all(have_same_bytes(one, other) for one, other in first):
         return True
-    given = [(one.site, array_of(left, one), array_of(right, other)) for one, other in first]
+    given = [(one.site, left.values(one).array, right.values(other).array) for one, other in first]
     if all(np.array_equal(one, other) for _, one, other in given):
         return True
     # Other data is a finding; the same data in other ranks is another layout.

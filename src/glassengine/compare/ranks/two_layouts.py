@@ -15,11 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from glassengine.compare.matching.phases import is_of_activation, is_of_parameter
+from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.compare.ranks.assembly import EXPLAINED, Assembly, error_of
 from glassengine.compare.ranks.data_layout import data_layout, spreads_of_inputs, with_other_stages
 from glassengine.compare.ranks.factors import lies_in_rows
 from glassengine.compare.ranks.local_names import is_in_lists, local_names, numbers_of_shares
-from glassengine.compare.ranks.of_source import OfSource
 from glassengine.compare.ranks.samples import Shape, agreement, moved_by, sampled, taken_at
 from glassengine.compare.ranks.shards import Local, assembled, is_spread, meshes, why_not_assembled
 from glassengine.compare.ranks.spread import Arrangement, DataLayout, Part, arrangements, put, uneven
@@ -35,7 +35,7 @@ _MAX_WHOLES = 12
 _Key = tuple[int, str]
 
 
-class Joined(OfSource):
+class Joined(SourceWrapper):
     """A source of several ranks as one of a single rank, in the places in which another source agrees with it.
 
     Args:

@@ -87,7 +87,10 @@ def judge_cases(climb: Climb, request: bytes | None, jobs: int, progress: Progre
     with ThreadPoolExecutor(num_workers) as threads, closing(Processes(answer, num_workers)) as workers:
 
         def asked(number: int) -> bytes | Died:
-            return next(workers.run([pickle.dumps((number, torch.get_num_threads(), request))], attempts=1))
+            result: bytes | Died = next(
+                workers.run([pickle.dumps((number, torch.get_num_threads(), request))], attempts=1)
+            )
+            return result
 
         waiting = deque(threads.submit(asked, number) for number in range(1, len(cases)))
         try:

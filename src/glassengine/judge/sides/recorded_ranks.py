@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from glassengine.compare.matching.source_wrapper import OfRank
 from glassengine.compare.ranks.assembly import COPIES, error_of
-from glassengine.compare.ranks.of_source import OfRank
 from glassengine.compare.ranks.rank_and_hints import of_parts
 from glassengine.compare.ranks.ranks import PutTogether
 from glassengine.errors import UsageError

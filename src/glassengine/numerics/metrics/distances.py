@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from glassengine.blocks import blocks, error_stream, widen
+from glassengine.blocks import blocks, widen
+from glassengine.blocks.arrays import error_stream_of, values_of
 from glassengine.blocks.pieces import one_thread
 from glassengine.numerics.mask_values import sentinel
 from glassengine.results import ErrorHistogram, PatternMismatches, SliceMaxima, UlpDistance
@@ -153,8 +154,8 @@ def pattern_mismatches(baseline: Tensor, candidate: Tensor, *, sentinels: Sequen
 
 def _errors(baseline: Tensor, candidate: Tensor) -> Iterator[Array]:
     """Yield |c - b| piece by piece, inf where exactly one side is not finite or they differ in kind."""
-    for error in error_stream(baseline, candidate, relative=False)():
-        yield error.nan_to_num_(math.inf, math.inf).numpy()
+    for error in error_stream_of(values_of(baseline).array, values_of(candidate).array, relative=False)():
+        yield np.nan_to_num(error, copy=False, nan=math.inf, posinf=math.inf)
 
 
 def _keys(piece: Tensor) -> Array:

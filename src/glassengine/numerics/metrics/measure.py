@@ -6,14 +6,11 @@ from typing import TYPE_CHECKING
 
 from glassengine import blocks
 from glassengine.numerics.metrics.figures import figures_of
-from glassengine.recording.layout.statistics import summarize, summarize_stream
-from glassengine.results import Figures, Summary
+from glassengine.results import Figures
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-__all__ = ["measure", "summarize", "summarize_errors"]
 
 
 def measure(
@@ -39,18 +36,3 @@ def measure(
     """
     raw = blocks.difference(baseline, candidate, rtol=rtol, atol=atol, device=device)
     return figures_of(raw, tuple(baseline.shape), rtol=rtol, atol=atol)
-
-
-def summarize_errors(
-    baseline: Tensor, candidate: Tensor, *, device: str | torch.device = "cpu"
-) -> tuple[Summary, Summary]:
-    """Return the statistics of the errors: absolute, `|c - b|`, and relative, `|c - b| / |b|` where `b != 0`."""
-    absolute, relative = (
-        summarize_stream(
-            blocks.error_stream(baseline, candidate, relative=relative, device=device),
-            shape=tuple(baseline.shape),
-            dtype="float64",
-        )
-        for relative in (False, True)
-    )
-    return absolute, relative

@@ -60,10 +60,11 @@ def order_between(ours: torch.Tensor, theirs: torch.Tensor, axis: int, tolerance
     one, other = (a @ ray).sort(), (b @ ray).sort()
     order = torch.empty(size, dtype=torch.long)
     order[other.indices] = one.indices
+    if torch.equal(order, torch.arange(size)):
+        return None
     scale = float(a.square().mean().sqrt())
     error = float((a[order] - b).square().mean().sqrt())
-    is_moved = not torch.equal(order, torch.arange(size))
-    return order if is_moved and error <= tolerance * max(scale, 1e-300) else None
+    return order if error <= tolerance * max(scale, 1e-300) else None
 
 
 def kind_of_shift(rank: int, axis: int, *, is_weight: bool) -> Kind:

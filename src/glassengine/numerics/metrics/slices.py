@@ -5,67 +5,75 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from glassengine.blocks import BLOCK_ELEMENTS, agree
-from glassengine.numerics.mask_values import sentinel
+from glassengine.blocks.arrays import PIECE_ELEMENTS, Array, Values
+from glassengine.numerics.limits import sentinel
 from glassengine.numerics.metrics.noise_ratio import Slices
 
 
-def slices(baseline: Tensor, candidate: Tensor) -> Slices:
+def slices(baseline: Values, candidate: Values) -> Slices:
     """Return the mean squares of two tensors of one shape and any dtypes; never more than a block is copied."""
-    return sums_of_squares(baseline, candidate).means(baseline.shape)
+    return sums_of_squares(baseline, candidate).means(baseline.array.shape)
 
 
-def sums_of_squares(baseline: Tensor, candidate: Tensor) -> Slices:
+def sums_of_squares(baseline: Values, candidate: Values) -> Slices:
     """Return the sums of the squares that `slices` gives the means of."""
-    shape = baseline.shape
-    errors = [torch.zeros(size, dtype=torch.float64) for size in shape]
-    powers = [torch.zeros(size, dtype=torch.float64) for size in shape]
+    shape = baseline.array.shape
+    errors, powers = ([np.zeros(size) for size in shape] for _ in range(2))
     error = power = 0.0
-    exact = not (baseline.is_floating_point() or baseline.is_complex())
+    exact = baseline.array.dtype.kind not in "fc"
     limit = sentinel(baseline.dtype, candidate.dtype)
-    for where in _blocks(tuple(shape)):
-        b, c = baseline[where], candidate[where]
-        if exact:
-            square, size = torch.where(b == c, 0.0, math.inf).double(), torch.ones(b.shape, dtype=torch.float64)
-        else:
-            square, size = _squares(b, c, limit)
-        error, power = error + float(square.sum()), power + float(size.sum())
-        for axis, index in enumerate(where):
-            others = [i for i in range(len(where)) if i != axis]
-            errors[axis][index] += square.sum(others) if others else square
-            powers[axis][index] += size.sum(others) if others else size
-    return Slices(error, power, tuple(x.numpy() for x in errors), tuple(x.numpy() for x in powers))
+    with np.errstate(all="ignore"):
+        for where in _blocks(shape):
+            b, c = baseline.array[where], candidate.array[where]
+            if exact:
+                square, size = np.where(b == c, 0.0, math.inf), np.ones(b.shape)
+            else:
+                square, size = _squares(b, c, limit)
+            error, power = error + float(square.sum()), power + float(size.sum())
+            for axis, index in enumerate(where):
+                others = tuple(i for i in range(len(where)) if i != axis)
+                errors[axis][index] += square.sum(others) if others else square
+                powers[axis][index] += size.sum(others) if others else size
+    return Slices(error, power, tuple(errors), tuple(powers))
 
 
-def _squares(b: Tensor, c: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    wide = torch.complex128 if b.is_complex() or c.is_complex() else torch.float64
-    b, c = b.to(wide), c.to(wide)
-    size = b.abs()
-    odd_b, odd_c = ~(size < limit), ~(c.abs() < limit)
-    square = (c - b).abs().square()
+def _squares(b: Array, c: Array, limit: float) -> tuple[Array, Array]:
+    is_complex = b.dtype.kind == "c" or c.dtype.kind == "c"
+    wide = np.complex128 if is_complex else np.float64
+    b, c = b.astype(wide), c.astype(wide)
+    size = np.abs(b)
+    odd_b, odd_c = ~(size < limit), ~(np.abs(c) < limit)
+    square = np.square(np.abs(c - b))
     either = odd_b | odd_c
-    if bool(either.any()):
+    if either.any():
         # Masks and what is not finite are compared as a class: finfo.min plus a score is finfo.min.
-        alike = agree(b, c)
-        # A complex number has no sign, and is not a mask.
-        same = odd_b & odd_c & (alike if b.is_complex() else alike | (torch.sign(b) == torch.sign(c)))
-        square = torch.where(either, torch.where(same, 0.0, math.inf), square)
-        size = torch.where(odd_b, 0.0, size)
-    return square, size.square()
+        same = odd_b & odd_c & _agree(b, c)
+        if not is_complex:  # which has no sign, and is not a mask
+            same |= odd_b & odd_c & (np.sign(b) == np.sign(c))
+        square = np.where(either, np.where(same, 0.0, math.inf), square)
+        size = np.where(odd_b, 0.0, size)
+    return square, np.square(size)
+
+
+def _agree(b: Array, c: Array) -> Array:
+    """Return where b and c are the same value, NaN and NaN included; a complex number in both of its parts."""
+    if b.dtype.kind == "c":
+        return _agree(b.real, c.real) & _agree(b.imag, c.imag)
+    found: Array = (b == c) | (np.isnan(b) & np.isnan(c))
+    return found
 
 
 def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
-    """Yield the indices of blocks of at most `BLOCK_ELEMENTS` elements that cover a tensor of `shape`."""
+    """Yield the indices of blocks of at most `PIECE_ELEMENTS` elements that cover a tensor of `shape`."""
     if math.prod(shape) == 0:
         return
     ranges: list[list[slice]] = []
     inner = math.prod(shape)
     for size in shape:
         inner //= size
-        rows = max(1, min(size, BLOCK_ELEMENTS // max(1, inner)))
+        rows = max(1, min(size, PIECE_ELEMENTS // max(1, inner)))
         ranges.append([slice(first, min(first + rows, size)) for first in range(0, size, rows)])
     yield from _product(ranges)
 

@@ -36,9 +36,9 @@ _TOLERANCES = {
     "complex128": Tolerance(1e-7, 1e-7),
 }
 
-_FEWEST = 8
+FEWEST_VALUES = 8
 """Values that must use the last bits of a coarse dtype: ones, halves and whole numbers are numbers of any."""
-_BITS = {"bfloat16": 5, "float16": 8}
+LAST_BITS = {"bfloat16": 5, "float16": 8}
 """Bits of a mantissa that fewer numbers have than those of the dtype: three less."""
 
 
@@ -75,8 +75,8 @@ def precision_of(tensor: Tensor) -> str:
     if tensor.dtype not in (torch.float32, torch.float64):
         return own
     values = tensor.detach()[tensor.isfinite()]
-    for coarse, bits in _BITS.items():
+    for coarse, bits in LAST_BITS.items():
         if torch.equal(values.to(getattr(torch, coarse)).to(values.dtype), values):
             mantissa = torch.frexp(values)[0] * 2**bits
-            return coarse if int((mantissa != mantissa.round()).sum()) >= _FEWEST else own
+            return coarse if int((mantissa != mantissa.round()).sum()) >= FEWEST_VALUES else own
     return own

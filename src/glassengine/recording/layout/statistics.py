@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from glassengine import blocks
+from glassengine.blocks.arrays import statistics_of, stream_of, values_of
 from glassengine.recording.layout.layout import LightStatistics, LightTable, block_starts
 from glassengine.recording.layout.values import dtype_name
 from glassengine.results import Summary
@@ -34,76 +35,18 @@ _PIECE_ELEMENTS = 1 << 17
 _FAST = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def summarize(tensor: Tensor, *, device: str | torch.device = "cpu") -> Summary:
-    """Return the statistics of `tensor`, computed in float64 block by block.
+def summarize(tensor: Tensor) -> Summary:
+    """Return the statistics of `tensor`, computed in float64 piece by piece.
 
     Complex elements are represented by their magnitude. `std` divides by n - 1 as `torch.std` does (0 for a single
     element) and `median` is the lower median as in `torch.median`.
 
     Args:
         tensor: Any shape, strides and dtype that can be converted to float64.
-        device: Where the arithmetic runs; it must know float64.
     """
-    if tensor.numel() <= blocks.BLOCK_ELEMENTS and tensor.is_cpu and torch.device(device).type == "cpu":
-        return _summarize_small(tensor)
-    stream = blocks.real_stream(tensor, device=device)
-    return summarize_stream(stream, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
-
-
-def _summarize_small(tensor: Tensor) -> Summary:
-    """Return what `summarize` does of a tensor that is one piece: a tenth of the calls."""
-    wide = blocks.widen(blocks.flat(tensor.detach().resolve_conj().resolve_neg()))
-    values = (wide.abs() if wide.is_complex() else wide).numpy()
-    num_elements, num_nan = len(values), 0
-    with np.errstate(all="ignore"):
-        total = float(values.sum())
-        if not math.isfinite(total):
-            num_nan = int(np.count_nonzero(np.isnan(values)))
-            values = values[np.isfinite(values)]
-            total = float(values.sum())
-        low = mean = median = high = std = None
-        if count := len(values):
-            low, high, mean = float(values.min()), float(values.max()), total / count
-            rank = (count - 1) // 2
-            median = low if low == high else float(np.partition(values, rank)[rank])
-            deviations = values - mean
-            std = math.sqrt(float(np.vecdot(deviations, deviations)) / max(count - 1, 1))
-    return Summary(
-        shape=tuple(tensor.shape),
-        dtype=dtype_name(tensor.dtype),
-        num_elements=num_elements,
-        min=low,
-        mean=mean,
-        median=median,
-        max=high,
-        std=std,
-        num_nan=num_nan,
-        num_inf=num_elements - count - num_nan,
-    )
-
-
-def summarize_stream(stream: blocks.Stream, *, shape: tuple[int, ...], dtype: str) -> Summary:
-    """Return the statistics of the float64 pieces of `stream`; `shape` and `dtype` are copied into the result."""
-    found = blocks.moments(stream)
-    if found.num_finite == 0:
-        low = mean = median = high = std = None
-    else:
-        low, mean, high = found.min, found.mean, found.max
-        # Selection is the expensive part, and a tensor of one value (no error anywhere) does not need it.
-        median = low if low == high else blocks.lower_median(stream, found.num_finite)
-        std = (found.m2 / max(found.num_finite - 1, 1)) ** 0.5
-    return Summary(
-        shape=shape,
-        dtype=dtype,
-        num_elements=found.num_elements,
-        min=low,
-        mean=mean,
-        median=median,
-        max=high,
-        std=std,
-        num_nan=found.num_nan,
-        num_inf=found.num_elements - found.num_finite - found.num_nan,
-    )
+    values = values_of(tensor)
+    found = statistics_of(stream_of(values.array))
+    return Summary(shape=values.array.shape, dtype=values.dtype, **vars(found))
 
 
 def light(tensor: Tensor) -> LightStatistics:

@@ -13,11 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from glassengine.blocks.arrays import Values
 from glassengine.recording.layout.entries import Entries, LeftOuts, Mapped
 from glassengine.recording.layout.layout import MANIFEST, Entry, LeftOut
-from glassengine.recording.layout.noise_floor import NoiseFloor, read_noise_floor
+from glassengine.recording.layout.noise_floor import NoiseFloor
 from glassengine.recording.read.reader import Recording
 from glassengine.results import Skipped
 from glassengine.stores.places import Remote
@@ -72,7 +71,7 @@ class RankRecordings:
         Raises:
             CorruptError: One is damaged.
         """
-        found = {rank: read_noise_floor(recording.path) for rank, recording in self._recordings.items()}
+        found = {rank: recording.noise_floor() for rank, recording in self._recordings.items()}
         known = {rank: floor for rank, floor in found.items() if floor is not None}
         return NoiseFloor.of_ranks(known) if len(known) == len(found) else None
 
@@ -80,13 +79,13 @@ class RankRecordings:
         """Return the values of one of `entries`."""
         return self._recordings[entry.rank].tensor(entry)
 
-    def array(self, entry: Entry) -> np.typing.NDArray[Any]:
-        """Return the values of one of `entries`; see `Recording.array`."""
-        return self._recordings[entry.rank].array(entry)
+    def read_values(self, entry: Entry) -> Values:
+        """Return the values of one of `entries`; see `Recording.read_values`."""
+        return self._recordings[entry.rank].read_values(entry)
 
-    def rows(self, entry: Entry, first: int, end: int) -> tuple[Tensor, int]:
-        """Return some rows of one of `entries`; see `Recording.rows`."""
-        return self._recordings[entry.rank].rows(entry, first, end)
+    def read_rows(self, entry: Entry, first: int, end: int) -> tuple[Values, int]:
+        """Return some rows of one of `entries`; see `Recording.read_rows`."""
+        return self._recordings[entry.rank].read_rows(entry, first, end)
 
 
 def _skipped(item: LeftOut) -> Skipped:

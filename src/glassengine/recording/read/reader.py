@@ -11,17 +11,18 @@ import functools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
-import numpy as np
 
+from glassengine.blocks.arrays import Values, values_of_bytes
 from glassengine.errors import CorruptError, UnknownNameError, UsageError
 from glassengine.reading.documents import parsed
 from glassengine.reading.files import open_regular, read_bytes
 from glassengine.recording.layout import layout
 from glassengine.recording.layout.entries import Entries, Mapped
 from glassengine.recording.layout.layout import Entry, LeftOut
+from glassengine.recording.layout.noise_floor import NoiseFloor, read_noise_floor
 from glassengine.recording.layout.recovery import IndexContents, read_index
 from glassengine.recording.layout.shard_files import ShardFiles, Shards
 from glassengine.recording.layout.shard_objects import ShardObjects
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from glassengine.recording.layout.sketch import Sketch
     from glassengine.recording.read.statistics_cache import StatisticsCache
 
-_OF_NUMPY = frozenset(name for name in layout.STORED if name in np.sctypeDict)
 _log = logging.getLogger(__name__)
 
 
@@ -201,23 +201,27 @@ class Recording(Shown):
             return _empty(entry.shape, entry.dtype)
         return _tensor_of(self._bytes(entry), entry.dtype, entry.shape)
 
-    def rows(self, entry: Entry, first: int, end: int) -> tuple[Tensor, int]:
+    def read_values(self, entry: Entry) -> Values:
+        """Return the values of one of `entries` without torch; see `tensor`."""
+        return values_of_bytes(self._bytes(entry) if entry.nbytes else b"", entry.dtype, entry.shape)
+
+    def read_rows(self, entry: Entry, first: int, end: int) -> tuple[Values, int]:
         """Return some rows of a tensor that is in no block, without reading others, and the CRC-32 of their bytes."""
         location, each = entry.location, entry.nbytes // max(1, entry.shape[0])
         assert location is not None and location.block is None
+        shape = (end - first, *entry.shape[1:])
         if each == 0 or end <= first:
-            return _empty((end - first, *entry.shape[1:]), entry.dtype), 0
+            return values_of_bytes(b"", entry.dtype, shape), 0
         data = self._shards.read(location.shard, location.offset + first * each, (end - first) * each)
-        return _tensor_of(data, entry.dtype, (end - first, *entry.shape[1:])), crc32(data)
+        return values_of_bytes(data, entry.dtype, shape), crc32(data)
 
-    def array(self, entry: Entry) -> np.typing.NDArray[Any]:
-        """Return the values of a tensor of a dtype that numpy has, without torch.
+    def noise_floor(self) -> NoiseFloor | None:
+        """Return the noise floor that was measured with the recording; None where none was.
 
         Raises:
-            CorruptError: The bytes do not match their checksum.
+            CorruptError: It is damaged.
         """
-        data = self._bytes(entry) if entry.nbytes else b""
-        return np.frombuffer(data, entry.dtype).reshape(entry.shape)
+        return read_noise_floor(self.path)
 
     def summary(self, entry: Entry) -> Summary:
         """Return the statistics of one tensor, computed when they are first asked for."""
@@ -286,31 +290,6 @@ def _shards(directory: Path, more: Recovered | None) -> Shards:
     if isinstance(directory, Remote):
         return ShardObjects(directory, remote(more.path) if more is not None else None)
     return ShardFiles(directory, more.path if more is not None else None)
-
-
-def array_of(source: Any, entry: Entry) -> np.typing.NDArray[Any]:
-    """Return the values of a small tensor of a source, without torch where that is possible."""
-    if isinstance(source, HasArrays) and entry.dtype in _OF_NUMPY:
-        return source.array(entry)
-    tensor = source.tensor(entry)
-    found: np.typing.NDArray[Any] = (tensor if entry.dtype in _OF_NUMPY else tensor.double()).numpy()
-    return found
-
-
-@runtime_checkable
-class HasArrays(Protocol):
-    """A source that gives arrays of numpy."""
-
-    def array(self, entry: Entry) -> np.typing.NDArray[Any]:
-        """See `Recording.array`."""
-
-
-@runtime_checkable
-class HasRows(Protocol):
-    """A source that gives some rows of a tensor."""
-
-    def rows(self, entry: Entry, first: int, end: int) -> tuple[Tensor, int]:
-        """See `Recording.rows`."""
 
 
 def _tensor_of(data: Any, dtype: str, shape: tuple[int, ...]) -> Tensor:

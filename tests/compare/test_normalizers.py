@@ -1,4 +1,4 @@
-"""A model beside one that is inside of another module, in one process and in several."""
+"""Sides in two forms: a model inside of another module, and a flat record of a server beside one of rows."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import glassengine as glass
+from glassengine.cli.main import main
 from glassengine.compare.compare import compare
-from glassengine.compare.wrapped import of_one_model
+from glassengine.compare.matching.source_wrapper import Opened
+from glassengine.compare.normalizers import inner_model
 from glassengine.errors import IncomparableError
 from glassengine.recording.read.source import open_source
 from glassengine.recording.write.writer import RecordingWriter
@@ -100,5 +103,40 @@ def test_names_that_fit_in_part_are_left_alone(tmp_path: Path) -> None:
         writer.commit(0)
     with pytest.raises(IncomparableError, match="nothing to compare"):
         compare(one, tmp_path / "other")
-    sides = open_source(one), open_source(one)
-    assert of_one_model(*sides) == sides
+    sides = Opened(open_source(one)), Opened(open_source(one))
+    assert inner_model(*sides) == sides
+
+
+SITES = [f"model.layers.{layer}.mlp" for layer in range(6)]
+
+
+def flat_file(path: Path, *, flat: set[str] = frozenset(), changed: str = "") -> Path:  # type: ignore[assignment]
+    torch.manual_seed(0)
+    values = {site: torch.randn(1, 5, 8) for site in SITES} | {"logits": torch.randn(1, 16)}
+    if changed:
+        values[changed] = values[changed].roll(1, 1)
+    save_file({name: value[0].clone() if name in flat else value for name, value in values.items()}, path)
+    return path
+
+
+def test_a_flat_record_is_compared_as_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, flat = flat_file(tmp_path / "rows.safetensors"), flat_file(tmp_path / "flat.safetensors", flat={*SITES})
+    for one, other, side in ((rows, flat, "candidate"), (flat, rows, "baseline")):
+        found = glass.compare(one, other)
+        assert found.ok and found.verdict == "identical"
+        assert found.environment[side]["flat"] == {"flat [5, 8] for [1, 5, 8]": 6}
+    assert main(["compare", str(rows), str(flat)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "no dimension for rows (flat [5, 8] for [1, 5, 8]): 6 of its tensors" in said
+
+
+def test_what_is_wrong_in_a_flat_record_is_wrong(tmp_path: Path) -> None:
+    rows = flat_file(tmp_path / "rows.safetensors")
+    found = glass.compare(rows, flat_file(tmp_path / "flat.safetensors", flat={*SITES}, changed=SITES[3]))
+    assert not found.ok and [pair.site for pair in found.pairs if pair.verdict == "wrong"] == [SITES[3]]
+
+
+def test_one_tensor_without_the_dimension_is_a_mistake(tmp_path: Path) -> None:
+    rows = flat_file(tmp_path / "rows.safetensors")
+    found = glass.compare(rows, flat_file(tmp_path / "other.safetensors", flat={SITES[2]}))
+    assert not found.ok and [pair.site for pair in found.pairs if pair.verdict == "wrong"] == [SITES[2]]

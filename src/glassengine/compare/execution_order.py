@@ -1,34 +1,33 @@
-"""Which of the tensors that are wrong was made first, in a run of several processes."""
+"""The order of execution of the tensors of a run of one or of several processes."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from glassengine.compare.matching.phases import PHASES, paths_above, phase_of
 from glassengine.recording.layout.layout import Entry
-from glassengine.recording.read.source import TensorSource
 
 
-class Order:
+class ExecutionOrder:
     """The order in which the processes of one run made their tensors.
 
     All have the same clock, the order of sites within a step. Processes that have modules of their own are stages: in a
     forward the later ones come after all of the earlier ones, in a backward ahead of them.
 
     Args:
-        source: Of one rank or of several.
+        entries: Of some steps, of one rank or of several.
     """
 
-    def __init__(self, source: TensorSource) -> None:
+    def __init__(self, entries: Iterable[Entry]) -> None:
         self._by_step: dict[int, dict[int, list[Entry]]] = defaultdict(lambda: defaultdict(list))
-        for entry in source.entries:
+        for entry in entries:
             self._by_step[entry.step][entry.rank].append(entry)
         self._place: dict[tuple[int, int, str], tuple[int, ...]] = {}
         self._placed: set[int] = set()
 
     def key(self, entry: Entry) -> tuple[int, ...]:
-        """Return what sorts entries of the source: by step, by position in it, by rank."""
+        """Return what sorts these entries: by step, by position in it, by rank."""
         if entry.step not in self._placed:
             self._placed.add(entry.step)
             self._place_step(entry.step, self._by_step[entry.step])

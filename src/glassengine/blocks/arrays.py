@@ -1,0 +1,240 @@
+"""Differences and statistics of numpy arrays: what `totals` and `statistics` do of tensors, without torch.
+
+torch is imported for what the arithmetic here declines: complex numbers, 64-bit integers that differ, odd tolerances.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from glassengine.blocks.arithmetic import arithmetic_for
+from glassengine.blocks.merging import Difference, Sums
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Array = np.ndarray[Any, np.dtype[Any]]
+IN_NUMPY = {
+    *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+}
+"""torch dtype names that numpy has."""
+
+PIECE_ELEMENTS = 1 << 16
+_SAMPLE = 1 << 14
+SELECT_ELEMENTS = 1 << 18
+"""Elements of a stream that are sorted as they are, without a sample."""
+
+Stream = Callable[[], Iterable[Array]]
+"""Opens a fresh pass over the real float64 pieces of one array."""
+
+
+class Values(NamedTuple):
+    """The values of a tensor.
+
+    Attributes:
+        array: In the dtype of the tensor where numpy has it, else in float32 (or complex64), which holds them.
+        dtype: torch dtype name of the tensor.
+    """
+
+    array: Array
+    dtype: str
+
+
+def values_of(tensor: Tensor) -> Values:
+    """Return the values of a dense tensor; the same memory where numpy has the dtype."""
+    import torch
+
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu()
+    if dtype not in IN_NUMPY:
+        plain = plain.to(torch.complex64) if plain.is_complex() else plain.float()
+    return Values(plain.numpy(), dtype)
+
+
+def values_of_bytes(data: Any, dtype: str, shape: tuple[int, ...]) -> Values:
+    """Return the values that lie in a buffer in row-major order."""
+    if dtype in IN_NUMPY:
+        array = np.frombuffer(data, dtype)
+    elif dtype == "bfloat16":
+        halves = np.frombuffer(data, np.uint16)
+        array = np.left_shift(halves, 16, dtype=np.uint32).view(np.float32)
+    else:
+        import torch
+
+        array = torch.frombuffer(data, dtype=torch.uint8).view(getattr(torch, dtype)).float().numpy()
+    return Values(array.reshape(shape), dtype)
+
+
+def difference_of_arrays(baseline: Array, candidate: Array, *, rtol: float, atol: float) -> Difference:
+    """Return what `difference` does of two tensors.
+
+    Args:
+        baseline: Of any dtype that numpy has.
+        candidate: The same shape.
+        rtol: Relative tolerance.
+        atol: Absolute tolerance.
+    """
+    b, c = baseline.reshape(-1), candidate.reshape(-1)
+    quick = arithmetic_for({b.dtype, c.dtype}, len(b), PIECE_ELEMENTS, rtol, atol)
+    total = None
+    with np.errstate(all="ignore"):
+        for start in range(0, len(b), PIECE_ELEMENTS):
+            x, y = b[start : start + PIECE_ELEMENTS], c[start : start + PIECE_ELEMENTS]
+            part, above = None, 0.0 if total is None else total.max_abs
+            for arithmetic in quick:
+                if (part := arithmetic.partial(start, x, y, above=above)) is not None:
+                    break
+            part = part or _same_integers(x, y) or _by_torch(start, x, y, rtol, atol)
+            if total is None:
+                total = part
+            else:
+                total.merge(part)
+    return Difference(len(b), **vars(total or Sums()))
+
+
+def _same_integers(x: Array, y: Array) -> Sums | None:
+    if x.dtype != y.dtype or x.dtype.kind not in "iu" or not np.array_equal(x, y):
+        return None
+    wide, part = x.astype(np.float64), Sums()
+    part.num_finite, part.num_nonzero = len(x), int(np.count_nonzero(x))
+    part.dot = part.baseline_squares = part.candidate_squares = float(np.square(wide).sum())
+    return part
+
+
+def _by_torch(start: int, x: Array, y: Array, rtol: float, atol: float) -> Sums:
+    import torch
+
+    from glassengine.blocks.sums import Totals
+
+    totals = Totals()
+    totals.add(start, torch.from_numpy(np.ascontiguousarray(x)), torch.from_numpy(np.ascontiguousarray(y)), rtol, atol)
+    return totals
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Counts and statistics of a stream; None where no element is finite. `median` is the lower one."""
+
+    num_elements: int
+    num_nan: int
+    num_inf: int
+    min: float | None = None
+    mean: float | None = None
+    median: float | None = None
+    max: float | None = None
+    std: float | None = None
+
+
+def stream_of(values: Array) -> Stream:
+    """Return the stream of an array; complex numbers are represented by their magnitude."""
+    flat = values.reshape(-1)
+
+    def stream() -> Iterator[Array]:
+        for start in range(0, len(flat), PIECE_ELEMENTS):
+            piece = flat[start : start + PIECE_ELEMENTS]
+            yield (np.abs(piece) if piece.dtype.kind == "c" else piece).astype(np.float64)
+
+    return stream
+
+
+def error_stream_of(baseline: Array, candidate: Array, *, relative: bool) -> Stream:
+    """Return the stream of |c - b|, or of |c - b| / |b| where b is not 0; what is the same, NaN included, has none."""
+    if baseline.shape != candidate.shape:
+        raise ValueError(f"shapes differ: {list(baseline.shape)} and {list(candidate.shape)}")
+    b, c = baseline.reshape(-1), candidate.reshape(-1)
+    kinds, is_integer = {b.dtype.kind, c.dtype.kind}, {b.dtype.kind, c.dtype.kind} <= set("iu")
+    # Neighbors above 2**53 are the same number in float64.
+    wide = np.complex128 if "c" in kinds else np.longdouble if is_integer else np.float64
+
+    def stream() -> Iterator[Array]:
+        for start in range(0, len(b), PIECE_ELEMENTS):
+            with np.errstate(all="ignore"):
+                x, y = (side[start : start + PIECE_ELEMENTS].astype(wide) for side in (b, c))
+                error = np.abs(np.subtract(y, x)).astype(np.float64)
+                if not math.isfinite(float(error.sum())):
+                    error[(x == y) | (np.isnan(x) & np.isnan(y))] = 0.0
+                if relative:
+                    size = np.abs(x).astype(np.float64)
+                    where = size != 0
+                    error = error[where] / size[where]
+            yield error
+
+    return stream
+
+
+def statistics_of(stream: Stream) -> Statistics:
+    """Return the statistics of the float64 pieces of a stream, of which never more than a few per cent are held."""
+    num_elements = count = num_nan = 0
+    low, high, mean, squares = math.inf, -math.inf, 0.0, 0.0
+    with np.errstate(all="ignore"):
+        for piece in stream():
+            num_elements += len(piece)
+            total = float(piece.sum())
+            if not math.isfinite(total):
+                num_nan += int(np.count_nonzero(np.isnan(piece)))
+                piece = piece[np.isfinite(piece)]
+                total = float(piece.sum())
+            if not len(piece):
+                continue
+            low, high = min(low, float(piece.min())), max(high, float(piece.max()))
+            # Chan's update: moments of pieces are merged, so a large common offset does not cancel.
+            own, shift = len(piece), total / len(piece) - mean
+            squares += float(np.square(piece - total / own).sum()) + shift * shift * count * own / (count + own)
+            count += own
+            mean += shift * own / count
+        num_inf = num_elements - count - num_nan
+        if not count:
+            return Statistics(num_elements, num_nan, num_inf)
+        median = low if low == high else lower_median_of(stream, count)
+    std = math.sqrt(squares / max(count - 1, 1))
+    return Statistics(num_elements, num_nan, num_inf, low, mean, median, high, std)
+
+
+def lower_median_of(stream: Stream, num_finite: int) -> float:
+    """Return the lower median of the finite elements of a stream: an element of it, never an average of two.
+
+    Two elements near the middle of a random sample have a few per cent of all between them, and most likely the median.
+
+    Args:
+        stream: Float64 pieces; read once when small, and else at least twice.
+        num_finite: How many finite elements it has, at least 1.
+    """
+    if num_finite <= SELECT_ELEMENTS:
+        rank = (num_finite - 1) // 2
+        return float(np.partition(np.concatenate(list(_finite(stream))), rank)[rank])
+    generator = np.random.default_rng(0)
+    while True:
+        share, rank = _SAMPLE / num_finite, (num_finite - 1) // 2
+        sample = np.sort(np.concatenate([_some(piece, share, generator) for piece in _finite(stream)]))
+        middle = len(sample) // 2
+        low, high = sample[middle - len(sample) // 32], sample[min(len(sample) - 1, middle + len(sample) // 32)]
+        below, at_low, at_high, between = 0, 0, 0, []
+        for piece in _finite(stream):
+            below += int(np.count_nonzero(piece < low))
+            at_low += int(np.count_nonzero(piece == low))
+            at_high += int(np.count_nonzero(piece == high))
+            between.append(piece[(piece > low) & (piece < high)])
+        inside = np.concatenate(between)
+        rank -= below
+        if 0 <= rank < at_low:
+            return float(low)
+        rank -= at_low
+        if 0 <= rank < len(inside):
+            return float(np.partition(inside, rank)[rank])
+        if 0 <= rank - len(inside) < at_high:
+            return float(high)
+
+
+def _finite(stream: Stream) -> Iterator[Array]:
+    for piece in stream():
+        yield piece if math.isfinite(float(piece.sum())) else piece[np.isfinite(piece)]
+
+
+def _some(piece: Array, share: float, generator: np.random.Generator) -> Array:
+    return piece[generator.integers(0, len(piece), math.ceil(share * len(piece)))] if len(piece) else piece

@@ -1,0 +1,340 @@
+"""Judges one pair: measures both tensors, and compares the figures with a noise floor or a tolerance."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from glassengine.blocks.arrays import (
+    Array,
+    Stream,
+    Values,
+    difference_of_arrays,
+    error_stream_of,
+    statistics_of,
+    stream_of,
+)
+from glassengine.blocks.merging import Difference, merged
+from glassengine.compare import shapes
+from glassengine.compare.loader import Counted, PairLoader
+from glassengine.compare.matching.matching import Match
+from glassengine.compare.precision import by_drift, drift_of
+from glassengine.compare.roundings import ROUNDED, Noise, Roundings, is_along, may_be_rounding
+from glassengine.compare.rows import RowFigures, merged_rows
+from glassengine.compare.small import (
+    COARSE,
+    IF_COARSE,
+    SCALED,
+    TOO_SMALL,
+    is_multiple,
+    is_small,
+    may_be_coarse,
+    precision_of,
+)
+from glassengine.numerics.hidden_values import both_may_hide, without_hidden
+from glassengine.numerics.judgement import SUSPICIOUS, WRONG
+from glassengine.numerics.limits import is_floating, limits
+from glassengine.numerics.metrics.drift import DriftSums
+from glassengine.numerics.metrics.figures import figures_of
+from glassengine.numerics.metrics.noise_ratio import Means, Slices, noise_ratio
+from glassengine.numerics.metrics.slices import slices, sums_of_squares
+from glassengine.numerics.metrics.tolerance import Tolerance, tolerance
+from glassengine.recording.layout.noise_floor import Floor, NoiseFloor
+from glassengine.results import VERDICTS, Figures, Pair, Summary, Verdict
+
+BY_FLOOR = "noise floor"
+BY_TOLERANCE = "tolerance (uncalibrated)"
+BY_GIVEN_TOLERANCE = "given tolerance"
+BY_SHAPE = "shape"
+BY_PRECISION = "what is left of the signal"
+
+ROW_BYTES = 4 << 20
+"""Of a side: larger tensors are measured by rows of so many bytes, which stay in a cache and need little memory."""
+
+
+class Kind(NamedTuple):
+    """What a tensor is, without its values."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Judged(NamedTuple):
+    """The verdict on a pair, and what it adds to tables of all pairs."""
+
+    pair: Pair
+    drift: DriftSums | None
+    counted: Counted
+
+
+@dataclass(frozen=True)
+class PairJudge(PairLoader):
+    """The two sides and how their figures are judged.
+
+    Attributes:
+        rtol: Relative tolerance instead of the dtype's own.
+        atol: Absolute tolerance instead of the dtype's own.
+        device: Device of the arithmetic.
+        floor: What rounding alone does to the tensors of the baseline, where that was measured.
+        has_drift: Whether the sides are of two precisions.
+        is_drift: Whether what is beyond tolerance is then judged by what is left of the signal.
+    """
+
+    rtol: float | None = None
+    atol: float | None = None
+    device: str = "cpu"
+    floor: NoiseFloor | None = None
+    has_drift: bool = False
+    is_drift: bool = False
+
+    def judged(self, match: Match, *, added: Sequence[Match] = ()) -> Judged:
+        """Return the verdict on one pair.
+
+        Args:
+            match: What belongs together.
+            added: What the candidate has of the same tensor under other names: shares of a gradient.
+
+        Raises:
+            UsageError: An operation of the map, or a transposition, does not fit the tensor.
+        """
+        if match.baseline.nbytes > ROW_BYTES and not added and self.can_be_cut(match):
+            found = self.of_rows(match, [self.row_figures(match, *rows) for rows in rows_of(match, ROW_BYTES)])
+            if found is not None:
+                return found
+        return self.judged_whole(match, added=added)
+
+    def judged_whole(self, match: Match, *, added: Sequence[Match] = ()) -> Judged:
+        """Return the verdict on one pair, both tensors of which are held at once; see `judged`."""
+        x, y = self.whole(match)
+        counted = self.count(match, x.array.shape)
+        for one in added:
+            _, share = self.whole(one)
+            y = y._replace(array=y.array + share.array) if share.array.shape == y.array.shape else y
+        if x.array.shape != y.array.shape:
+            what = shapes.difference(x.array.shape, y.array.shape, match.baseline.site)
+            pair = dataclasses.replace(self.pair_of(match), verdict="wrong", judged_by=BY_SHAPE, reason=what)
+            return Judged(pair, None, counted)
+        allowed = self.tolerance(match, x.dtype, y.dtype)
+        raw = self._difference(x, y, allowed)
+        if raw.num_beyond and (shown := without_hidden(x, y)) is not None:
+            # All mask values are equal.
+            x, y = shown
+            raw = self._difference(x, y, allowed)
+        figures = figures_of(raw, x.array.shape, rtol=allowed.rtol, atol=allowed.atol)
+        drift = drift_of(x, y) if self.has_drift else None
+        pair = self.verdict(match, figures, _kind(x), _kind(y), drift, functools.partial(slices, x, y))
+        if pair.reason == IF_COARSE and not {precision_of(x), precision_of(y)} & {x.dtype, y.dtype}:
+            pair = dataclasses.replace(pair, verdict="suspicious", reason=COARSE)
+        if not figures.num_different and is_floating(x.dtype) and raw.num_elements and not raw.num_finite:
+            pair = dataclasses.replace(pair, reason="no value is finite, on either side")
+        if pair.reason == ROUNDED and self._is_another_update(match, y.array, x.array):
+            pair = dataclasses.replace(pair, verdict="wrong", reason=None)
+        return Judged(pair, drift, counted)
+
+    def row_figures(self, match: Match, first: int, end: int) -> RowFigures:
+        """Return the figures of some rows of a pair that `can_be_cut`."""
+        x, y, checksums = self.rows(match, first, end)
+        found = self._difference(x, y, self.tolerance(match, x.dtype, y.dtype))
+        return RowFigures(
+            first * math.prod(match.baseline.shape[1:]),
+            found,
+            bool(found.num_beyond) and both_may_hide(x, y),
+            drift_of(x, y) if self.has_drift else None,
+            sums_of_squares(x, y) if self.floor_of(match) is not None else None,
+            checksums,
+        )
+
+    def of_rows(self, match: Match, parts: Sequence[RowFigures]) -> Judged | None:
+        """Return the verdict on a pair whose rows are all measured; None if it takes both tensors at once.
+
+        So does one whose bytes do not match their checksum: they are then read again.
+        """
+        entry, other = match.baseline, match.candidates[0]
+        whole = merged_rows(parts, entry.shape)
+        for one, checksum in zip((entry, other), whole.checksums, strict=True):
+            if one.location is not None and checksum != one.location.checksum:
+                return None
+        allowed = self.tolerance(match, entry.dtype, other.dtype)
+        figures = figures_of(whole.difference, entry.shape, rtol=allowed.rtol, atol=allowed.atol)
+        x, y = (Kind(one.dtype, entry.shape) for one in (entry, other))
+        is_odd = not figures.num_different and whole.difference.num_elements and not whole.difference.num_finite
+        needs_slices = whole.slices is None and self.noise_of(match) is not None
+        if is_odd or ((whole.may_hide or needs_slices) and not figures.allclose):
+            return None
+        pair = self.verdict(match, figures, x, y, whole.drift, functools.partial(_known, whole.slices))
+        if pair.reason in (IF_COARSE, ROUNDED):
+            return None
+        return Judged(pair, whole.drift, self.count(match, entry.shape))
+
+    def same(self, match: Match) -> Judged:
+        """Return the verdict on a pair that is known to hold the same bytes on both sides."""
+        allowed = self.tolerance(match, match.baseline.dtype, match.candidates[0].dtype)
+        figures = _no_difference(math.prod(match.baseline.shape), allowed)
+        pair = dataclasses.replace(self.pair_of(match), figures=figures)
+        return Judged(pair, None, self.count(match, match.baseline.shape))
+
+    def verdict(
+        self, match: Match, figures: Figures, x: Kind, y: Kind, drift: DriftSums | None, of_slices: Callable[[], Slices]
+    ) -> Pair:
+        """Return the verdict of figures.
+
+        Args:
+            match: What belongs together.
+            figures: Of both sides.
+            x: What the baseline's tensor is.
+            y: What the candidate's is.
+            drift: Of two precisions, the sums of their difference.
+            of_slices: Returns the mean squares slice by slice, where a floor is known.
+        """
+        reason = None if x.dtype == y.dtype else f"dtypes differ: {x.dtype} and {y.dtype}"
+        verdict: Verdict = "identical" if figures.num_different == 0 else "rounding" if figures.allclose else "wrong"
+        pair = dataclasses.replace(self.pair_of(match), verdict=verdict, figures=figures, reason=reason)
+        if figures.num_different == 0:
+            return pair
+        floor = self.floor_of(match)
+        if self.floor is not None and floor is not None:
+            why_not = _floor_does_not_fit(match, x, y, floor.slices)
+            if why_not is None:
+                found = noise_ratio(of_slices(), floor, self.floor.relative(match.baseline), x.dtype)
+                by_floor: Verdict = "wrong" if found > WRONG else "suspicious" if found > SUSPICIOUS else "rounding"
+                return dataclasses.replace(pair, verdict=by_floor, noise_ratio=found, judged_by=BY_FLOOR)
+            pair = dataclasses.replace(pair, reason="; ".join(filter(None, (reason, why_not))))
+        is_unknown = not self.is_given and is_small(figures, Tolerance(figures.rtol, figures.atol), x.dtype)
+        is_apart = is_unknown or not figures.allclose
+        if drift is not None and self.is_drift and is_apart and not figures.num_nonfinite_mismatch:
+            is_real = is_floating(x.dtype) and is_floating(y.dtype)
+            left = by_drift(drift, num_elements=math.prod(x.shape), is_real=is_real)
+            return dataclasses.replace(pair, verdict=left, judged_by=BY_PRECISION)
+        if is_unknown:
+            small: Verdict = "wrong" if is_multiple(figures) else "suspicious"
+            return dataclasses.replace(pair, verdict=small, reason=SCALED if small == "wrong" else TOO_SMALL)
+        noise = self.noise_of(match) if pair.verdict == "wrong" else None
+        if noise is not None and may_be_rounding(figures, of_slices(), noise):
+            return dataclasses.replace(pair, verdict="suspicious", reason=ROUNDED)
+        if not self.is_given and pair.verdict == "wrong" and may_be_coarse(figures, x.dtype, y.dtype):
+            return dataclasses.replace(pair, reason=IF_COARSE)
+        return pair
+
+    def statistics(self, match: Match) -> tuple[Summary, Summary, Summary | None, Summary | None]:
+        """Return the statistics of both sides, and of absolute and relative errors where the shapes are the same."""
+        x, y = self.whole(match)
+        own = [_summary(stream_of(one.array), one) for one in (x, y)]
+        if x.array.shape != y.array.shape:
+            return own[0], own[1], None, None
+        kind = Values(x.array, "float64")
+        errors = [_summary(error_stream_of(x.array, y.array, relative=relative), kind) for relative in (False, True)]
+        return own[0], own[1], errors[0], errors[1]
+
+    def noise_of(self, match: Match) -> Noise | None:
+        """Return what roundings add up to in a tensor, where tolerances are those of dtypes and do not know it."""
+        return None if self.is_given or self.has_drift or self.floor is not None else self._roundings.before(match)
+
+    @functools.cached_property
+    def _roundings(self) -> Roundings:
+        return Roundings(self.left, self.right)
+
+    def pair_of(self, match: Match, verdict: Verdict | None = None) -> Pair:
+        """Return a pair of which nothing but the verdict is known."""
+        entry = match.baseline
+        by = BY_GIVEN_TOLERANCE if self.is_given else BY_TOLERANCE
+        told: dict[str, Any] = {"rank": entry.rank, "dtype": entry.dtype, "shape": tuple(entry.shape)}
+        return Pair(entry.step, entry.site, match.candidate_site, match.method, 1.0, verdict or "identical", by, **told)
+
+    def floor_of(self, match: Match) -> Floor | None:
+        """Return what rounding alone does to the baseline of a match, where that is known and asked for."""
+        return None if self.floor is None or self.is_given else self.floor.of(match.baseline)
+
+    @property
+    def is_given(self) -> bool:
+        """Whether tolerances are given, which no evidence widens."""
+        return self.rtol is not None or self.atol is not None
+
+    def tolerance(self, match: Match, x: str, y: str) -> Tolerance:
+        """Return the loosest tolerance of the dtypes involved: a cast does not undo the rounding of what it is from."""
+        dtypes = {match.baseline.dtype, x, y, *(entry.dtype for entry in match.candidates)}
+        return _loosest(frozenset(dtypes), self.rtol, self.atol)
+
+    def _difference(self, x: Values, y: Values, allowed: Tolerance) -> Difference:
+        if self.device == "cpu":
+            return difference_of_arrays(x.array, y.array, rtol=allowed.rtol, atol=allowed.atol)
+        import torch
+
+        from glassengine.blocks import difference
+
+        tensors = (torch.from_numpy(one.array) for one in (x, y))
+        return difference(*tensors, rtol=allowed.rtol, atol=allowed.atol, device=self.device)
+
+    def _is_another_update(self, match: Match, y: Array, x: Array) -> bool:
+        """Whether a parameter differs by a multiple of its gradient: by another learning rate, or scale of the loss."""
+        noise = self.noise_of(match)
+        if noise is None or noise.gradient is None or self.left.is_assembled:
+            return False
+        gradient = self.left.values(noise.gradient).array.astype(np.float64)
+        difference = y.astype(np.float64) - x.astype(np.float64)
+        return gradient.shape == x.shape and any(is_along(difference, one) for one in (gradient, np.sign(gradient)))
+
+
+def rows_of(match: Match, num_bytes: int, first: int = 0, end: int | None = None) -> list[tuple[int, int]]:
+    """Return first and end of the rows that a pair, or its rows from `first` to `end`, is cut into.
+
+    Args:
+        match: The pair.
+        num_bytes: Of a side of such rows, at most, unless a single row has more.
+        first: Row.
+        end: Row; None is that after the last one.
+    """
+    count = match.baseline.shape[0]
+    size = max(one.nbytes for one in (match.baseline, match.candidates[0]))
+    at_once, end = max(1, count * num_bytes // max(1, size)), count if end is None else end
+    return [(start, min(end, start + at_once)) for start in range(first, end, at_once)]
+
+
+def severity(pair: Pair) -> tuple[float, ...]:
+    """Return a key that sorts pairs: by verdict, then different shapes before non-finite before size of the error."""
+    rank = float(VERDICTS.index(pair.verdict))
+    if pair.figures is None:
+        return (rank, 1.0)
+    size = -math.inf if math.isnan(pair.figures.snr_db) else -pair.figures.snr_db
+    return (rank, 0.0, float(pair.figures.num_nonfinite_mismatch > 0), size)
+
+
+def _summary(stream: Stream, of: Values) -> Summary:
+    return Summary(shape=of.array.shape, dtype=of.dtype, **vars(statistics_of(stream)))
+
+
+def _kind(values: Values) -> Kind:
+    return Kind(values.dtype, values.array.shape)
+
+
+def _known(found: Slices | None) -> Slices:
+    assert found is not None
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def _no_difference(num_elements: int, allowed: Tolerance) -> Figures:
+    figures = figures_of(merged(()), (0,), rtol=allowed.rtol, atol=allowed.atol)
+    return dataclasses.replace(figures, num_elements=num_elements)
+
+
+@functools.lru_cache(maxsize=256)
+def _loosest(dtypes: frozenset[str], rtol: float | None, atol: float | None) -> Tolerance:
+    each = [tolerance(dtype, dtype, rtol=rtol, atol=atol) for dtype in dtypes]
+    return Tolerance(max(one.rtol for one in each), max(one.atol for one in each))
+
+
+def _floor_does_not_fit(match: Match, x: Kind, y: Kind, noise: Sequence[Means]) -> str | None:
+    """Return why the floor of the baseline does not apply to this pair, if it does not."""
+    if match.rule is not None and match.rule.baseline_ops:
+        return "the floor is of another layout"
+    if any(len(means) != size for means, size in zip(noise, x.shape, strict=True)):
+        return "the floor is of another shape"
+    if all(is_floating(side.dtype) for side in (x, y)) and limits(y.dtype).eps > limits(x.dtype).eps:
+        return f"the floor is that of {x.dtype}, too fine for {y.dtype}"
+    return None

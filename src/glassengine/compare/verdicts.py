@@ -1,0 +1,247 @@
+"""Judges all blocks of a plan by one map over workers, and merges what they find in the order of the plan.
+
+A block whose workers die is halved, until the one pair that kills them is found: that pair is reported, and never ok.
+What is asked again of single pairs, this process answers.
+"""
+
+from __future__ import annotations
+
+import bisect
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from glassengine.compare.judge import Judged, PairJudge
+from glassengine.compare.matching.matching import Match
+from glassengine.compare.matching.source_wrapper import SourceWrapper
+from glassengine.compare.pairs import Block, Item, Plan, Span
+from glassengine.compare.precision import Precision
+from glassengine.compare.ranks.shared_gradients import is_share, sum_of
+from glassengine.compare.rounded_updates import rounded_update
+from glassengine.compare.rows import RowFigures
+from glassengine.compare.session import Answer, Found, Session
+from glassengine.errors import CorruptError
+from glassengine.numerics.exemptions import Ledger
+from glassengine.recording.layout.entries import Lazy
+from glassengine.results import Hint, Packed, Pair
+from glassengine.workers import Died, Workers
+
+
+@dataclass
+class Verdicts:
+    """What is merged of a comparison.
+
+    Attributes:
+        pairs: Verdicts, in the order of the plan.
+        numbers: Of each pair.
+        judged: The matches of these.
+        lost: Number -> why it could not be judged.
+        stopped_at: Number of the first pair that was not judged any more.
+    """
+
+    pairs: Packed = field(default_factory=Packed)
+    numbers: array[int] = field(default_factory=lambda: array("q"))
+    judged: Sequence[Match] = ()
+    lost: dict[int, str] = field(default_factory=dict)
+    stopped_at: int | None = None
+
+
+class Judging:
+    """Judges the pairs of a plan.
+
+    Args:
+        session: What judges in this process.
+        plan: What is judged.
+        workers: Who judges blocks.
+        task: Returns what a worker is sent of a block.
+        ledger: Counts elements that do not count.
+        precision: Table of drifts, of two precisions.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        plan: Plan,
+        workers: Workers,
+        task: Callable[[Block], Any],
+        ledger: Ledger,
+        precision: Precision | None,
+    ) -> None:
+        self._session, self._plan, self._workers, self._task = session, plan, workers, task
+        self._ledger, self._precision = ledger, precision
+        self._found = Verdicts()
+        self._rows: dict[int, list[RowFigures]] = {}
+
+    def verdicts(self, *, first: bool = False, on_block: Callable[[int], None] = lambda _: None) -> Verdicts:
+        """Return the verdicts on all pairs.
+
+        Args:
+            first: Whether nothing is judged any more after the first block with a tensor that is wrong.
+            on_block: Called with the number of blocks that are over.
+        """
+        plan, found = self._plan, self._found
+        blocks = (block for block in map(plan.block, plan.spans) if block.items)
+        with closing(self._workers.run(map(self._task, blocks))) as answers:
+            for done, span in enumerate(plan.spans, 1):
+                block = plan.block(span)
+                is_wrong = self._merge(span, self._pieces(block, next(answers)) if block.items else ())
+                on_block(done)
+                if first and is_wrong:
+                    found.stopped_at = span.end if span.end < len(plan.pairs) else None
+                    break
+        found.judged = _Some(plan.pairs, found.numbers)
+        return found
+
+    @property
+    def sides(self) -> tuple[SourceWrapper, SourceWrapper]:
+        """Both sides."""
+        return self._session.sides
+
+    def added_up(self, groups: Sequence[Sequence[int]]) -> list[Pair]:
+        """Return for each group of pairs the verdict on the first, to whose candidate those of the others are added."""
+        return [self._added_up(*places) for places in groups]
+
+    def rejected(self, places: Sequence[int]) -> list[Pair]:
+        """Return the verdicts on pairs whose parts are not shares."""
+        return [self._session.rejected(*self._block(place)).pair for place in places]
+
+    def sums_of(self, wanted: Mapping[int, Sequence[int]]) -> dict[int, int]:
+        """Return the places of pairs that are a share -> that of the pair, of several, which is its sum."""
+        found = {}
+        for place, sums in wanted.items():
+            own, *others = (self._at(each) for each in (place, *sums))
+            number = sum_of(own[1].baseline, [match.baseline for _, match in others], own[0].left)
+            if number is not None:
+                found[place] = sums[number]
+        return found
+
+    def with_statistics(self, place: int, pair: Pair) -> Pair:
+        """Return a pair with the statistics of both sides and of the errors."""
+        judge, match = self._at(place)
+        baseline, candidate, absolute, relative = judge.statistics(match)
+        return replace(pair, baseline=baseline, candidate=candidate, abs_error=absolute, rel_error=relative)
+
+    def explained(self, places: Sequence[int], asked: int) -> tuple[int | None, tuple[Hint, ...]]:
+        """Return which rank has a tensor wrong, and hints.
+
+        Args:
+            places: Of the pairs of this tensor in all ranks.
+            asked: The one in question.
+        """
+        rank: int | None = None
+        hints: tuple[Hint, ...] = ()
+        each = [self._at(place) for place in places]
+        judge, match = self._at(asked)
+        left, right = judge.left, judge.right
+        if self._session.is_assembled or any(entry.rank != match.baseline.rank for entry in left.entries):
+            from glassengine.compare.ranks.rank_and_hints import rank_and_hints
+
+            pairs = [self._found.pairs[place] for place in places]
+            rank, hints = rank_and_hints(places.index(asked), pairs, [match for _, match in each], left, right)
+        hints = (*rounded_update(match, left, right), *hints)
+        if not hints and not self._session.is_assembled:
+            from glassengine.compare.rearranged import rearranged
+
+            hints = rearranged(match, left, right)
+        return rank, hints
+
+    def _added_up(self, first: int, *others: int) -> Pair:
+        judge, match = self._at(first)
+        added = []
+        for other in others:
+            item = self._block(other)[0]
+            theirs = (judge.right.entries[item.candidates[0]],)
+            added.append(replace(match, baseline=judge.left.entries[item.baseline], candidates=theirs))
+        return judge.judged(match, added=added).pair
+
+    def _block(self, place: int) -> tuple[Item, Sequence[Item]]:
+        """Return a pair that has a verdict as an item, and the pairs that it depends on."""
+        number, plan = self._found.numbers[place], self._plan
+        span = plan.spans[bisect.bisect_right(plan.spans, number, key=lambda one: one.first) - 1]
+        context = range(*span.context) if span.context is not None else ()
+        return plan.pairs.item(number), [plan.context.item(each) for each in context]
+
+    def _at(self, place: int) -> tuple[PairJudge, Match]:
+        return self._session.at(*self._block(place))
+
+    def _pieces(self, block: Block, answer: Answer | Died, *, attempts: int = 2) -> Sequence[Found]:
+        """Return what was found of a block; where its workers died, of its halves, down to what killed them."""
+        if isinstance(answer, Answer):
+            self._session.note(answer.told)
+            self._require_unchanged(answer.found)
+            return answer.found
+        if len(block.items) == 1:
+            self._found.lost.setdefault(block.items[0].number, answer.reason)
+            return ()
+        middle = len(block.items) // 2
+        found: list[Found] = []
+        for items in (block.items[:middle], block.items[middle:]):
+            half = block._replace(items=items)
+            with closing(self._workers.run([self._task(half)], attempts=attempts)) as answers:
+                found += self._pieces(half, next(answers))
+        return found
+
+    def _merge(self, span: Span, pieces: Sequence[Found]) -> bool:
+        """Add what was found of a span; return whether a tensor of it is wrong, whatever others say."""
+        found, is_wrong = {one.number: one for one in pieces}, False
+        for number in range(span.first, span.end):
+            judged = self._judged(span, number, found.get(number))
+            if judged is None:
+                continue
+            pair, drift, counted = judged
+            self._found.pairs.append(pair)
+            self._found.numbers.append(number)
+            # A share of a gradient may turn out to be right.
+            is_wrong |= pair.verdict == "wrong" and not is_share(pair)
+            self._ledger.merge(pair.site, *counted)
+            if drift is not None and self._precision is not None:
+                self._precision.add(pair.site, pair.candidate_site, drift)
+        return is_wrong
+
+    def _judged(self, span: Span, number: int, found: Found | None) -> Judged | None:
+        """Return the verdict on a pair; None where it is lost, or where some of its rows are still to come."""
+        plan = self._plan
+        if plan.same[number]:
+            return plan.judge.same(plan.pairs[number])
+        if span.rows is None:
+            if found is None:
+                return None
+            assert found.pair is not None and found.counted is not None
+            return Judged(found.pair, found.drift, found.counted)
+        match = plan.pairs[number]
+        parts = self._rows.setdefault(number, [])
+        parts += found.rows if found is not None else ()
+        if span.rows[1] < match.baseline.shape[0]:
+            return None
+        del self._rows[number]
+        if number in self._found.lost:
+            return None
+        return plan.judge.of_rows(match, parts) or plan.judge.judged_whole(match)
+
+    def _require_unchanged(self, found: Sequence[Found]) -> None:
+        """Raise a `CorruptError` where a worker has read other files than this process."""
+        for one in found[:1]:
+            entry, there = self._plan.pairs[one.number].baseline, one.pair
+            if there is not None and (there.site, there.step, there.rank) != (entry.site, entry.step, entry.rank):
+                raise CorruptError(
+                    "a worker has other files under the same path",
+                    got=f"{there.site!r}, step {there.step}, rank {there.rank}",
+                    expected=f"{entry.site!r}, step {entry.step}, rank {entry.rank}",
+                    hint="--cluster needs paths that are the same on all its machines: a shared disk, or s3://",
+                )
+
+
+class _Some(Lazy[Match]):
+    """Some matches of a plan."""
+
+    def __init__(self, pairs: Sequence[Match], numbers: Sequence[int]) -> None:
+        self._pairs, self._numbers = pairs, numbers
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self._numbers)
+
+    def _item(self, place: int) -> Match:
+        return self._pairs[self._numbers[place]]
