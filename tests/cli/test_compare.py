@@ -56,7 +56,7 @@ def test_too_little_coverage_is_status_4(dumps: Path, capsys: pytest.CaptureFixt
     torch.save({"mm": torch.ones(3), "nn": torch.ones(3)}, dumps / "two.pt")
     torch.save({"mm": torch.ones(3)}, dumps / "one.pt")
     assert glass("compare", dumps / "two.pt", dumps / "one.pt") == 4
-    assert "because coverage 50.0% is below --min-coverage 0.9" in capsys.readouterr().out
+    assert "because only 50% of the baseline's float-valued sites were judged" in capsys.readouterr().out
 
 
 def test_the_screen_says_where_and_how_much(dumps: Path, capsys: pytest.CaptureFixture[str]) -> None:

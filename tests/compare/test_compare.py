@@ -140,7 +140,7 @@ def test_unmatched_are_counted_and_listed(tmp_path: Path) -> None:
     assert result.coverage == pytest.approx(6 / 7)
     low = compare(tmp_path / "x", tmp_path / "y")
     assert (low.ok, low.verdict) == (False, "identical")
-    assert low.not_ok_because == "coverage 85.7% is below --min-coverage 0.9"
+    assert low.not_ok_because == "only 85.7% of the baseline's float-valued sites were judged (--min-coverage 0.9)"
 
 
 def test_coverage_counts_float_valued_tensors(tmp_path: Path) -> None:

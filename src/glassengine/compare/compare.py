@@ -19,10 +19,9 @@ from glassengine.compare.conclude import (
     calibration,
     environment_of,
     first_divergence,
+    not_compared,
     same_weights,
-    standing,
     summarize_worst,
-    why_not_ok,
 )
 from glassengine.compare.cross_pair import apply_cross_pair_rules
 from glassengine.compare.matching.maps import TensorMap, load_map
@@ -39,7 +38,7 @@ from glassengine.errors import UsageError
 from glassengine.numerics.exemptions import Ledger
 from glassengine.progress import Progress, Work, silent
 from glassengine.recording.read.source import TensorSource, open_source
-from glassengine.results import VERDICTS, Comparison, Skipped, counts_of, worst
+from glassengine.results import Comparison, Findings, Policy, Skipped, counts_of, worst
 from glassengine.sites import patterns_of
 from glassengine.workers import InProcess, Workers
 from glassengine.workers.processes import Processes
@@ -141,9 +140,7 @@ def compare(
         verdicts,
         ledger,
         precision,
-        fail_on=fail_on or "wrong",
-        min_coverage=min_coverage,
-        min_snr=min_snr,
+        policy=Policy(fail_on or "wrong", min_coverage, min_snr),
         show_only=show_only,
     )
 
@@ -179,9 +176,7 @@ def _concluded(
     ledger: Ledger,
     precision: Precision | None,
     *,
-    fail_on: FailOn,
-    min_coverage: float,
-    min_snr: float | None,
+    policy: Policy,
     show_only: Sequence[str],
 ) -> Comparison:
     left, right = session.sides
@@ -202,13 +197,10 @@ def _concluded(
     coverage = plan.coverage(
         [*(plan.pairs[i].baseline for i in _missing(plan, verdicts)), *(chosen[i].baseline for i in unsure)]
     )
-    is_bad = VERDICTS.index(verdict) >= VERDICTS.index(fail_on)
+    num_bad = sum(count for (own, _, _), count in pairs.tally.items() if policy.fails(own))
     drift = () if precision is None else precision.table()
-    over = over_budget(drift, min_snr)
-    asked = show_only if verdicts.stopped_at is None else ()
-    reason = why_not_ok(pairs, lost, fail_on, coverage, min_coverage, asked, over)
     # Of two precisions every tensor is another, so that only what is wrong is worth a name.
-    divergence = None if session.is_drift and not is_bad else first_divergence(pairs, chosen, judging)
+    divergence = None if session.is_drift and not num_bad else first_divergence(pairs, chosen, judging)
     not_recorded = [
         dataclasses.replace(item, side=name)
         for name, side in (("baseline", left), ("candidate", right))
@@ -221,11 +213,16 @@ def _concluded(
         rests_on = _PRINTED
     else:
         rests_on = calibration(pairs, session.judge.floor, left, session.why_no_floor)
-    return Comparison(
+    worse = "" if policy.fail_on == "wrong" else " or worse"
+    found = Findings(
         baseline=str(left.path),
         candidate=str(right.path),
-        ok=reason is None,
-        verdict=verdict,
+        environment=environment_of(left),
+        candidate_environment=environment_of(right),
+        inside=verdict,
+        inside_reason=f"{num_bad} of {len(pairs)} tensors are {policy.fail_on}{worse}",
+        over=over_budget(drift, policy.min_snr),
+        left=not_compared(pairs, lost, show_only if verdicts.stopped_at is None else ()),
         first_divergence=divergence,
         origins=() if divergence is None else (divergence,),
         counts=counts_of(
@@ -237,17 +234,14 @@ def _concluded(
         ),
         pairs=pairs,
         skipped=(*not_recorded, *plan.skipped, *lost, *_not_asked(plan, verdicts)),
-        environment={"baseline": environment_of(left), "candidate": environment_of(right)},
         coverage=coverage,
         calibration=rests_on,
-        standing=standing(reason, over, is_bad=is_bad),
         drift=drift,
         exemptions=ledger.exemptions(),
         num_elements=ledger.num_elements,
         same_weights=same_weights(left, right),
-        not_ok_because=reason,
-        too_little=reason is not None and not is_bad and over is None,
     )
+    return found.conclude(policy)
 
 
 def _missing(plan: Plan, verdicts: Verdicts) -> list[int]:

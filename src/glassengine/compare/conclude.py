@@ -15,7 +15,7 @@ from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.compare.verdicts import Judging
 from glassengine.recording.layout.entries import Entries
 from glassengine.recording.layout.noise_floor import NoiseFloor
-from glassengine.results import VERDICTS, Divergence, Packed, Skipped, Standing, Verdict
+from glassengine.results import Divergence, Packed, Skipped
 from glassengine.sites import matches
 
 # Statistics need several passes (the median), so of many pairs only the worst get them.
@@ -74,32 +74,14 @@ def first_divergence(pairs: Packed, judged: Sequence[Match], judging: Judging) -
     )
 
 
-def why_not_ok(
-    pairs: Packed,
-    lost: Sequence[Skipped],
-    fail_on: Verdict,
-    coverage: float,
-    min_coverage: float,
-    asked: Sequence[str],
-    over: str | None,
-) -> str | None:
-    """Return why a comparison is not ok, None where it is.
+def not_compared(pairs: Packed, lost: Sequence[Skipped], asked: Sequence[str]) -> str | None:
+    """Return in words what was to be judged and was not; None where all was.
 
     Args:
         pairs: All verdicts.
-        lost: What was to be judged and could not be.
-        fail_on: The mildest verdict that is bad.
-        coverage: Share of the baseline that was judged.
-        min_coverage: Which has to be.
+        lost: What could not be judged.
         asked: Patterns of tensors that were asked for.
-        over: Which result is over budget.
     """
-    kinds = pairs.tally.items()
-    bad = sum(count for (verdict, _, _), count in kinds if VERDICTS.index(verdict) >= VERDICTS.index(fail_on))
-    if bad:
-        return f"{bad} of {len(pairs)} tensors are {fail_on}" + (" or worse" if fail_on != "wrong" else "")
-    if over is not None:
-        return over
     if lost:
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
         return f"not judged: {lost[0].site}, step {lost[0].step}{more}: {lost[0].reason}"
@@ -108,18 +90,7 @@ def why_not_ok(
         for pattern in asked
         if not any(matches(pattern, name) for pair in pairs for name in (pair.site, pair.candidate_site))
     ]
-    if missed:
-        return f"asked for and not judged: {', '.join(missed)}"
-    if coverage < min_coverage:
-        return f"coverage {coverage:.1%} is below --min-coverage {min_coverage:g}"
-    return None
-
-
-def standing(reason: str | None, over: str | None, *, is_bad: bool) -> Standing:
-    """Return what a comparison stands for, given why it is not ok."""
-    if reason is None:
-        return "ok"
-    return "differs inside" if is_bad else "over budget" if over is not None else "too little judged"
+    return f"asked for and not judged: {', '.join(missed)}" if missed else None
 
 
 def calibration(pairs: Packed, floor: NoiseFloor | None, left: SourceWrapper, why_not: str | None) -> str:

@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from glassengine.results.answer import CaseInputs, DriftRow, Fineness, ResultComparison, Standing
@@ -59,13 +59,15 @@ class Findings:
     Attributes:
         baseline: What it is, as it was given.
         candidate: Likewise.
-        environment: Of both sides.
+        environment: Of the baseline.
+        candidate_environment: Of the candidate; None for the baseline's.
         inside: The worst verdict of what lies inside: tensors, ops, weights.
         inside_reason: What is wrong inside, in words; None for "a tensor is wrong at" the first divergence.
         differences: What differs between the sides as a user runs them, in words.
         token_change: Which token the release engine picks otherwise; None where none.
         left: Which results were not compared, in words; None where all were.
         missing: What is missing for the least coverage, in words.
+        over: What is over budget, in words, where that is not one of `results`.
         costs: Results that differ by what a coarser precision costs: no mistake, but counted against a budget.
         counts: None to count pairs and what was skipped on either side.
     """
@@ -73,12 +75,14 @@ class Findings:
     baseline: str
     candidate: str
     environment: Mapping[str, Any]
+    candidate_environment: Mapping[str, Any] | None = None
     inside: Verdict = "identical"
     inside_reason: str | None = None
     differences: Sequence[str] = ()
     token_change: str | None = None
     left: str | None = None
     missing: str | None = None
+    over: str | None = None
     costs: Sequence[ResultComparison] = ()
     pairs: Sequence[Pair] = ()
     origins: Sequence[Divergence] = ()
@@ -88,6 +92,8 @@ class Findings:
     coverage: float = 1.0
     rungs: Sequence[Rung] = ()
     severity: Mapping[str, TokenAgreement] = field(default_factory=dict)
+    calibration: str | None = None
+    same_weights: bool | None = None
     weights: WeightsComparison | None = None
     written_differently: Sequence[WrittenDifferently] = ()
     quantization: Quantization | None = None
@@ -108,7 +114,27 @@ class Findings:
 
     def conclude(self, policy: Policy) -> Comparison:
         """Return the comparison that follows."""
-        return _conclude(self, policy)
+        decision = decide(self, policy)
+        counts = self.counts or counts_of(
+            self.pairs,
+            unmatched_baseline=sum(item.side == "baseline" for item in self.skipped),
+            unmatched_candidate=sum(item.side == "candidate" for item in self.skipped),
+            not_recorded=0,
+        )
+        known = {one.name for one in fields(self)} & {one.name for one in fields(Comparison)}
+        told: dict[str, Any] = {
+            name: tuple(value) if isinstance(value := getattr(self, name), list) else value for name in known
+        }
+        sides = {"baseline": self.environment, "candidate": self.candidate_environment or self.environment}
+        told |= {"counts": counts, "results": (*self.costs, *self.results), "environment": sides}
+        return Comparison(
+            **told,
+            ok=decision.standing == "ok",
+            verdict=self.verdict,
+            standing=decision.standing,
+            not_ok_because=decision.reason,
+            too_little=decision.standing == "too little judged",
+        )
 
 
 def decide(found: Findings, policy: Policy) -> Decision:
@@ -133,7 +159,7 @@ def decide(found: Findings, policy: Policy) -> Decision:
         return Decision(
             "token changes", f"the release engine picks another token than the engine: {found.token_change}"
         )
-    over = over_budget([*found.costs, *results], policy.min_snr)
+    over = found.over or over_budget([*found.costs, *results], policy.min_snr)
     if over is not None:
         return Decision("over budget", over)
     undecided = next((result for result in results if not result.is_decided), None)
@@ -142,7 +168,9 @@ def decide(found: Findings, policy: Policy) -> Decision:
         return Decision("too little judged", f"{text}; {found.missing}" if found.missing else text)
     if found.coverage < policy.min_coverage:
         wanted = f"(--min-coverage {policy.min_coverage:g})"
-        text = f"only {found.coverage:.0%} of the baseline's float-valued sites were judged {wanted}"
+        text = f"only {found.coverage:.1%} of the baseline's float-valued sites were judged {wanted}".replace(
+            ".0%", "%"
+        )
         if results and all(result.agrees for result in results):
             text += "; the results agree"
         return Decision("too little judged", f"{text}; {found.missing}" if found.missing else text)
@@ -158,43 +186,3 @@ def over_budget(results: Sequence[ResultComparison], min_snr: float | None) -> s
     if least.snr_db is not None and least.snr_db >= min_snr:
         return None
     return f"{least.name} {'have' if least.is_plural else 'has'} {least.snr_db:.1f} dB (--min-snr {min_snr:g}dB)"
-
-
-def _conclude(found: Findings, policy: Policy) -> Comparison:
-    decision = decide(found, policy)
-    counts = found.counts or counts_of(
-        found.pairs,
-        unmatched_baseline=sum(item.side == "baseline" for item in found.skipped),
-        unmatched_candidate=sum(item.side == "candidate" for item in found.skipped),
-        not_recorded=0,
-    )
-    return Comparison(
-        baseline=found.baseline,
-        candidate=found.candidate,
-        ok=decision.standing == "ok",
-        verdict=found.verdict,
-        first_divergence=found.first_divergence,
-        origins=tuple(found.origins),
-        counts=counts,
-        pairs=found.pairs,
-        skipped=tuple(found.skipped),
-        environment={"baseline": found.environment, "candidate": found.environment},
-        coverage=found.coverage,
-        rungs=tuple(found.rungs),
-        severity=found.severity,
-        not_ok_because=decision.reason,
-        too_little=decision.standing == "too little judged",
-        weights=found.weights,
-        written_differently=tuple(found.written_differently),
-        quantization=found.quantization,
-        standing=decision.standing,
-        results=(*found.costs, *found.results),
-        fineness=tuple(found.fineness),
-        inputs=tuple(found.inputs),
-        drift=tuple(found.drift),
-        exemptions=tuple(found.exemptions),
-        num_elements=found.num_elements,
-        notes=tuple(found.notes),
-        generates=found.generates,
-        reads=found.reads,
-    )

@@ -82,11 +82,6 @@ class Rule:
     accumulate: int | None = None
     is_optional: bool = False
 
-    @property
-    def is_of_one_step(self) -> bool:
-        """Whether the tensors of a pair are of the same step."""
-        return self.step_offset == 0 and self.accumulate is None
-
     def __str__(self) -> str:
         return f"{self.baseline!r} -> {', '.join(map(repr, self.candidates))}"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from glassengine.errors import CorruptError, UnknownNameError, UsageError
+from glassengine.errors import UnknownNameError, UsageError
 from glassengine.reading.files import open_regular
 from glassengine.recording.layout.layout import SERIES
 from glassengine.recording.layout.series import ABSENT, MAX_COLUMNS, Array, read_payloads
@@ -178,13 +178,3 @@ def find_series(path: str | Path) -> Path | None:
         hint = f"one of them: {inside[0].parent}"
         raise UsageError("several watched recordings", got=str(directory), expected="one", hint=hint)
     return inside[0].parent if inside else None
-
-
-def require_whole(reader: SeriesReader) -> None:
-    """Raise unless the file was read to its end.
-
-    Raises:
-        CorruptError: It is damaged.
-    """
-    if reader.damage is not None:
-        raise CorruptError("the series are damaged", got=f"{reader.path / SERIES}: {reader.damage}")
