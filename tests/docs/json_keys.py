@@ -22,6 +22,7 @@ for _module in pkgutil.iter_modules(results.__path__, f"{results.__name__}."):
 FUNCTIONS_ONLY = {
     *("ConformanceReport", "ErrorHistogram", "Finding", "LogitsDifference", "PatternMismatches"),
     *("Fallback", "PendingTensor"),
+    *("Decision", "Findings", "Policy"),
 }
 """What only functions of Python return."""
 _WORDS = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "None": "null", "Any": "anything"}
