@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -108,3 +109,17 @@ def test_the_listing_shows_what_it_was_given_and_what_it_runs(built: Path) -> No
     assert network.optimized is not None
     products = [layer for layer in network.optimized.layers if layer.operation in ("MatMul", "FullyConnected")]
     assert [layer.nodes for layer in products] == [("matmul",)]
+
+
+def test_a_signal_is_handled_after_two_engines_are_freed(built: Path) -> None:
+    code = (
+        "import gc, os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from glassengine.backends.openvino import OpenVinoBackend\n"
+        "runs = [OpenVinoBackend().load(Path(sys.argv[1]), None) for _ in range(2)]\n"
+        "while runs:\n    del runs[0]\n    gc.collect()\n"
+        "signal.signal(signal.SIGINT, lambda *_: print('handled'))\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, built], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "handled\n"), done.stderr

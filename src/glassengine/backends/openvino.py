@@ -8,6 +8,8 @@ one; elsewhere it is copied back. Either way the caller's cache tensors hold the
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +64,7 @@ class _Request:
 
     def __init__(self, openvino: Any, directory: Path) -> None:
         in_place = _metadata(directory / MODEL_FILE)[IN_PLACE_KEY].split()
-        self._request = _compiled(openvino, directory).create_infer_request()
+        self._request = _compiled(directory).create_infer_request()
         self._tensor = openvino.Tensor
         self._order = read_io(directory)
         self._past_of = {present: past for past, present in self._order.caches.items()}
@@ -94,8 +96,18 @@ class _Request:
         return self._tensor(tensor.numpy(), shared_memory=True)
 
 
-def _compiled(openvino: Any, directory: Path) -> Any:
-    core = openvino.Core()
+@cache
+def shared_core() -> Any:
+    """Return the one `openvino.Core` of this process, which is never freed.
+
+    Each core sets a signal stack of its own and sets back the one before when it is freed. Two cores that are freed
+    in the order in which they were made leave a signal stack that is unmapped, and the next signal is a crash.
+    """
+    return import_module("openvino").Core()
+
+
+def _compiled(directory: Path) -> Any:
+    core = shared_core()
     settings = {**_SETTINGS, "INFERENCE_NUM_THREADS": torch.get_num_threads()}
     model = core.read_model(str(directory / MODEL_FILE))
     compiled = core.compile_model(model, "CPU", settings)
@@ -135,11 +147,9 @@ def _read_from_concatenation(result: Any) -> None:
 
 def _running(directory: Path, given: Network) -> Network:
     """Return the layers that OpenVINO makes of `given`, which it calls like layers and results of that."""
-    import openvino
-
     nodes_of = {layer.name: layer.nodes for layer in given.layers}
     nodes_of |= {tensor.name: layer.nodes for layer in given.layers for tensor in layer.outputs}
-    model = _compiled(openvino, directory).get_runtime_model()
+    model = _compiled(directory).get_runtime_model()
     layers = []
     for op in model.get_ordered_ops():
         information = {key: value.astype(str) for key, value in op.get_rt_info().items()}

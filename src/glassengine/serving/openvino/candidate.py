@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from glassengine.backends.openvino import shared_core
 from glassengine.errors import BackendError, UsageError, first_line
 from glassengine.recording.write.writer import RecordingWriter
 from glassengine.serving.openvino.held import held
@@ -91,7 +92,7 @@ class OpenvinoCandidate:
         }
         try:
             settings = {**_SETTINGS, "INFERENCE_NUM_THREADS": self.options.threads}
-            request = self.openvino.Core().compile_model(model, "CPU", settings).create_infer_request()
+            request = shared_core().compile_model(model, "CPU", settings).create_infer_request()
             request.reset_state()
             with RecordingWriter(path, metadata=metadata) as writer:
                 self._steps(run, request, taken, {**places, "./logits.0": logits}, writer)
@@ -123,7 +124,7 @@ class OpenvinoCandidate:
 
     def _read(self) -> Any:
         try:
-            return self.openvino.Core().read_model(str(self.file))
+            return shared_core().read_model(str(self.file))
         except RuntimeError as error:
             raise UsageError(
                 "OpenVINO cannot read the file", got=f"{self.file}: {first_line(error)}", expected="its .bin beside it"
