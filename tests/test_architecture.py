@@ -56,8 +56,6 @@ CLI_MAY_IMPORT = {
     "cli",
 }
 
-MIN_LINES, MAX_LINES = 30, 350
-
 
 def modules() -> dict[str, Path]:
     """Return dotted name -> file of every module of the package."""
@@ -272,17 +270,6 @@ def test_doors_of_rooms_hold_no_code() -> None:
     defined = (ast.FunctionDef, ast.ClassDef)
     doors = [module for module in MODULES if is_package(module) and module.count(".") > 1]
     assert [door for door in doors if any(isinstance(node, defined) for node in ast.parse(text_of(door)).body)] == []
-
-
-def test_modules_are_small() -> None:
-    lines = {module: len(text_of(module).splitlines()) for module in MODULES}
-    assert {module: number for module, number in lines.items() if number > MAX_LINES} == {}
-
-
-def test_few_modules_are_tiny() -> None:
-    """A room of many tiny files is cut wrongly."""
-    tiny = [module for module in MODULES if not is_package(module) and len(text_of(module).splitlines()) < MIN_LINES]
-    assert len(tiny) < 10, tiny
 
 
 # What runs in the interpreter of an engine cannot import this package, and is told by variables what to do.
