@@ -13,10 +13,19 @@ from typing import TYPE_CHECKING
 from glassengine.deferred import deferred
 
 if TYPE_CHECKING:
-    from glassengine.blocks.merging import Difference, merged
-    from glassengine.blocks.pieces import BLOCK_ELEMENTS, Stream, agree, blocks, flat, real_stream, widen
-    from glassengine.blocks.statistics import Moments, moments
-    from glassengine.blocks.totals import difference
+    from glassengine.blocks.arrays import Difference, merged
+    from glassengine.blocks.pieces import (
+        BLOCK_ELEMENTS,
+        Moments,
+        Stream,
+        agree,
+        blocks,
+        difference,
+        flat,
+        moments,
+        real_stream,
+        widen,
+    )
 
 __all__ = [
     "BLOCK_ELEMENTS",
@@ -35,15 +44,15 @@ __all__ = [
 
 _PUBLIC = {
     "BLOCK_ELEMENTS": "glassengine.blocks.pieces",
-    "Difference": "glassengine.blocks.merging",
-    "Moments": "glassengine.blocks.statistics",
+    "Difference": "glassengine.blocks.arrays",
+    "Moments": "glassengine.blocks.pieces",
     "Stream": "glassengine.blocks.pieces",
     "agree": "glassengine.blocks.pieces",
     "blocks": "glassengine.blocks.pieces",
-    "difference": "glassengine.blocks.totals",
+    "difference": "glassengine.blocks.pieces",
     "flat": "glassengine.blocks.pieces",
-    "merged": "glassengine.blocks.merging",
-    "moments": "glassengine.blocks.statistics",
+    "merged": "glassengine.blocks.arrays",
+    "moments": "glassengine.blocks.pieces",
     "real_stream": "glassengine.blocks.pieces",
     "widen": "glassengine.blocks.pieces",
 }

@@ -13,14 +13,15 @@ import numpy as np
 
 from glassengine.blocks.arrays import (
     Array,
+    Difference,
     Stream,
     Values,
     difference_of_arrays,
     error_stream_of,
+    merged,
     statistics_of,
     stream_of,
 )
-from glassengine.blocks.merging import Difference, merged
 from glassengine.compare import shapes
 from glassengine.compare.loader import Counted, PairLoader
 from glassengine.compare.matching.matching import Match

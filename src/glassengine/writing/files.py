@@ -15,8 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
+from glassengine.errors import UsageError
+from glassengine.stores.places import Remote, place
+
 if TYPE_CHECKING:
     import torch
+
 
 try:
     import fcntl
@@ -263,3 +267,21 @@ def private_directory(directory: Path) -> None:
     for path in [*reversed(directory.parents), directory]:
         if not path.is_dir():
             path.mkdir(mode=0o700, exist_ok=True)
+
+
+def local(path: str | Path) -> Path:
+    """Return the path of what is to be written here.
+
+    Raises:
+        UsageError: It is in a store, as `s3://bucket/run`, or nowhere. A directory that is called so is `./s3:/...`,
+            as a string.
+    """
+    found = place(path)
+    if not isinstance(found, Remote):
+        return found
+    raise UsageError(
+        "only files of this machine are written",
+        got=str(found),
+        expected="a path",
+        hint="write to a directory here, and copy or mount it",
+    )

@@ -1,30 +1,217 @@
-"""Runs of runtimes other than PyTorch modules: sessions of ONNX Runtime, requests of OpenVINO, packages of AOTInductor.
-
-Their classes are replaced method by method when a script imports them, and get their own methods back at the end.
-"""
+"""Take note of a module whenever it is executed, however the running code comes to import it."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import inspect
+import logging
 import multiprocessing.process
 import os
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 
-from glassengine.capture.calls.leaves import tensors_in
-from glassengine.capture.runtimes.imports import when_imported
-from glassengine.capture.runtimes.sessions import Run, RunSource
+from glassengine import environment
+from glassengine.capture.calls.tensor_trees import tensors_in
+from glassengine.capture.intake.intake import Intake, Steps
+from glassengine.capture.watch.watcher import Watcher, watcher_of
+from glassengine.recording.background import BackgroundWriter
+from glassengine.recording.write.policy import Policy, Wanted, Watch, watch_of
 from glassengine.sites import ROOT
+
+_log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def when_imported(name: str, then: Callable[[ModuleType], None]) -> Iterator[None]:
+    """Call `then(module)` after each execution of the module `name`, and now if it has been imported.
+
+    Look-ups alone (`importlib.util.find_spec`), reloads, lazy loaders and a second import after the module was removed
+    from `sys.modules` are all seen. What `then` raises is logged: the importing code would run without us.
+    """
+    finder = _Finder(name, then)
+    loaded = sys.modules.get(name)
+    if loaded is not None:
+        finder.note(loaded)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        finder.is_active = False
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds one module as the finders behind it do, and observes its loader."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self.is_active = True
+        self._name = name
+        self._then = then
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self._name or not self.is_active or self not in sys.meta_path:
+            return None
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+            find = getattr(finder, "find_spec", None)
+            spec: importlib.machinery.ModuleSpec | None = None if find is None else find(fullname, path, target)
+            if spec is not None:
+                self._observe(spec.loader)
+                return spec
+        return None
+
+    def note(self, module: ModuleType) -> None:
+        """Hand on a module that has been executed, or will be at its first use."""
+        if type(module) is importlib.util._LazyModule:  # type: ignore[attr-defined]
+            spec = object.__getattribute__(module, "__spec__")
+            self._observe(spec.loader)
+            return
+        try:
+            self._then(module)
+        except Exception as error:
+            _log.warning("what runs in %s is not recorded: %s: %s", self._name, type(error).__name__, error)
+
+    def _observe(self, loader: Any) -> None:
+        execute = getattr(loader, "exec_module", None)
+        # A loader that is a class, as that of frozen modules, serves every import of the process.
+        if execute is None or isinstance(loader, type) or getattr(execute, "finder", None) is self:
+            return
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            if self.is_active and module.__name__ == self._name:
+                self.note(module)
+
+        exec_module.finder = self  # type: ignore[attr-defined]
+        with contextlib.suppress(AttributeError, TypeError):  # of one with slots
+            loader.exec_module = exec_module
+
+
+@dataclass(frozen=True)
+class RunSource:
+    """What a recording says of the owner of its runs.
+
+    Attributes:
+        kind: Name of the runtime.
+        name: The directory of the recording has it.
+        metadata: JSON-ready.
+    """
+
+    kind: str
+    name: str
+    metadata: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run that has ended.
+
+    Attributes:
+        owner: Whose runs make one recording; anything that can be hashed.
+        describe: Tells about the owner; called before its first run is written.
+        tensors: (site, value) of its inputs and results: tensors, or what numpy makes an array of.
+        stopped: What ended a run that has no results.
+    """
+
+    owner: Any
+    describe: Callable[[Any], RunSource]
+    tensors: Sequence[tuple[str, Any]]
+    stopped: str | None
+
+
+class SessionRecording:
+    """A recording of the runs of one owner.
+
+    Args:
+        source: What is known of it.
+        path: Directory of the recording.
+        overwrite: Replace an existing recording.
+        durable: As for `record`.
+        spool_bytes: As for `record`.
+        watch: As for `record`.
+        wanted: As for `record`.
+
+    Attributes:
+        path: Directory of the recording.
+    """
+
+    def __init__(
+        self,
+        source: RunSource,
+        path: Path,
+        *,
+        overwrite: bool = False,
+        durable: bool = True,
+        spool_bytes: int | None = None,
+        watch: Watch | bool | None = None,
+        **wanted: Unpack[Wanted],
+    ) -> None:
+        self.path = path
+        metadata = {
+            "kind": source.kind,
+            **source.metadata,
+            "environment": environment.describe(),
+            "command_line": environment.without_secrets(sys.argv),
+        }
+        self._policy = Policy(**wanted)
+        self._writer = BackgroundWriter(
+            path, metadata=metadata, overwrite=overwrite, durable=durable, spool_bytes=spool_bytes
+        )
+        self._policy.watch(lambda: self._writer.is_behind)
+        self._watcher: Watcher | None = None
+        policy, watched = self._policy, watch_of(watch)
+        if watched is not None:
+            self._watcher = watcher_of(self._writer, watched, policy, rank=0, shared=None)
+            self._watcher.attach()
+            policy = policy.unlimited()
+        self._intake = Intake(self._watcher or self._writer, policy, 0)
+        self._steps = Steps()
+
+    def step(self, run: Run) -> None:
+        """Record one run."""
+        step = self._steps.next()
+        if not self._policy.wants_step(step):
+            return
+        for site, value in run.tensors:
+            self._take(site, step, value)
+        self._intake.commit(step, stopped=None if run.stopped is None else run.stopped[:300])
+
+    def _take(self, site: str, step: int, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self._intake.take(site, step, value)
+            return
+        try:
+            array = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
+            # torch warns of an array that it could write to, and refuses one that runs backwards.
+            is_usual = array.flags.writeable and all(stride >= 0 for stride in array.strides)
+            tensor = torch.from_numpy(array if is_usual else array.copy())
+        except (TypeError, ValueError, RuntimeError):
+            self._intake.leave_out(site, step, f"a {type(value).__name__} of non-numeric elements")
+        else:
+            self._intake.take(site, step, tensor)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if self._watcher is not None:
+            self._watcher.detach()
+            self._watcher.finish()
+            self._writer.metadata["watch"] = self._watcher.summary()
+        self._writer.close(None if error is None else f"stopped by {type(error).__name__}: {error}"[:300])
+
 
 # Gets the method that is observed, and its arguments.
 _Observed = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]

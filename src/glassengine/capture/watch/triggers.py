@@ -19,10 +19,9 @@ import numpy as np
 
 from glassengine.errors import GlassError
 from glassengine.reading.documents import Size, parsed
-from glassengine.reading.files import open_regular, shown
-from glassengine.reading.printable import printable
-from glassengine.recording.layout.series import MEASURED, NONFINITE, Array
-from glassengine.recording.write.watch import Watch
+from glassengine.reading.files import open_regular, printable, shown
+from glassengine.recording.series import MEASURED, NONFINITE, Array
+from glassengine.recording.write.policy import Watch
 
 WINDOW, WARM_UP = 64, 16
 # The medians of norms are computed again after so many steps.

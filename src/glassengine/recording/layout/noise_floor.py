@@ -24,7 +24,7 @@ from glassengine.reading.documents import parsed
 from glassengine.reading.files import open_regular
 from glassengine.reading.tensors import open_safetensors
 from glassengine.recording.layout.layout import INDEX, Entry
-from glassengine.stores.delivery import delivered
+from glassengine.stores.places import delivered
 from glassengine.writing.checksums import crc32
 from glassengine.writing.files import aside, save_safetensors
 

@@ -14,10 +14,8 @@ from typing import Any
 from glassengine.errors import CorruptError, UsageError
 from glassengine.reading.files import open_regular
 from glassengine.recording.layout import layout, noise_floor
-from glassengine.recording.write.intact import require_open, require_there
-from glassengine.recording.write.shard import write_all
-from glassengine.writing.files import hold
-from glassengine.writing.locations import local
+from glassengine.recording.write.shard import require_open, require_there, write_all
+from glassengine.writing.files import hold, local
 
 
 def make_directory(path: Path, overwrite: bool) -> None:
