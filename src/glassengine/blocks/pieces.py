@@ -1,4 +1,8 @@
-"""Tensors cut into aligned flat pieces in row-major order, and streams of such pieces in float64."""
+"""Differences and moments of torch tensors, in aligned flat pieces of row-major order.
+
+`Totals.add` defines how two tensors differ, in torch and float64. On the CPU most pieces go through `arithmetic`
+instead, which returns the same sums of a piece and declines the pieces it is not meant for.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from glassengine.blocks.arrays import Arithmetic, Difference, Sums, arithmetic_for
+from glassengine.blocks.arithmetic import Arithmetic, Difference, Sums, arithmetic_for
 
 # 64 Ki elements in float32 are 256 KiB: a pair of them and what is computed from it stay in or near an L2 cache. Half
 # of it costs a tenth of the speed in calls; twice as much gains little where float32 will do and loses more elsewhere.

@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from glassengine.blocks.arithmetic import Difference, merged
 from glassengine.blocks.arrays import (
     Array,
-    Difference,
     Stream,
     Values,
     difference_of_arrays,
     error_stream_of,
-    merged,
     statistics_of,
     stream_of,
 )

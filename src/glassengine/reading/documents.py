@@ -1,4 +1,7 @@
-"""JSON documents, each with a type: what does not fit is refused with the path of the field, before anyone uses it."""
+"""JSON documents, each with a type: what does not fit is refused with the path of the field, before anyone uses it.
+
+`StreamedDocument` reads one forward, piece by piece, so that long arrays take no memory.
+"""
 
 from __future__ import annotations
 

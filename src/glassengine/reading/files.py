@@ -1,4 +1,7 @@
-"""Opens plain files only, never leaves a directory that a format owns, and takes no more memory than its limit."""
+"""Opens plain files only, never leaves a directory that a format owns, and takes no more memory than its limit.
+
+Also keys of this user, and text of others with escapes in place of what a terminal obeys.
+"""
 
 from __future__ import annotations
 

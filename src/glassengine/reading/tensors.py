@@ -1,4 +1,7 @@
-"""Files of tensors: safetensors, and what `torch.save` wrote, with `weights_only=True`. Reading one never runs code."""
+"""Files of tensors: safetensors, `torch.save` with `weights_only=True`, and numpy. Reading one never runs code.
+
+Headers of numpy are bounded before they are parsed, and a small archive does not unfold to a large one.
+"""
 
 from __future__ import annotations
 

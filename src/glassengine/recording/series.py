@@ -1,7 +1,7 @@
 """The file of a watched run, `series.log`: a few numbers of every site in every step, and what was recorded when.
 
-Its frames are like those of the index: payload length (u32), CRC-32 of the payload (u32), payload; little-endian. A
-payload is a JSON object, or a row:
+A row a step is written at once, so that a process that is killed leaves all of them. Its frames are like those of the
+index: payload length (u32), CRC-32 of the payload (u32), payload; little-endian. A payload is a JSON object, or a row:
 
     bytes       meaning
     0-3         2, 0, 0, 0

@@ -1,7 +1,9 @@
-"""Objects of a store, through fsspec: what is there, bytes of it, copies here and there; every failure with its reason.
+"""Objects of a store, through fsspec: what is there, ranges of bytes, copies here and there.
 
 Credentials, endpoints and regions are those of the store's own library: its environment variables, its files, and
-fsspec's configuration. That library tries again what fails in passing; what then still fails is an error.
+fsspec's configuration. That library tries again what fails in passing; what then still fails is an error with its
+reason. Large ranges are fetched as they are asked for, several requests at a time. Of small ones, whose neighbors are
+usually asked for next, the whole block is; a bounded number of blocks is kept in memory.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Paths of files here and of objects in a store: `s3://bucket/run` is a path like any other.
 
-A URL that went through `Path` has lost a slash (`s3:/bucket/run`) and is recognized all the same.
+A URL that went through `Path` has lost a slash (`s3:/bucket/run`) and is recognized all the same. What goes to a store
+is written on this machine, and uploaded when it is complete.
 """
 
 from __future__ import annotations

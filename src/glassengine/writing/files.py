@@ -11,7 +11,7 @@ import re
 import shutil
 import stat
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
@@ -285,3 +285,22 @@ def local(path: str | Path) -> Path:
         expected="a path",
         hint="write to a directory here, and copy or mount it",
     )
+
+
+_MAX_BUFFERS = 1000  # of one call of writev; the limit of Linux is 1024
+
+
+def write_all(file: io.FileIO | int, buffers: Sequence[bytes | memoryview]) -> None:
+    """Write all of `buffers`: a raw write may be short near a full disk, and always above 2 GiB."""
+    descriptor = file if isinstance(file, int) else file.fileno()
+    views = [memoryview(data) for data in buffers if len(data)]
+    position = 0
+    while position < len(views):
+        batch = views[position : position + _MAX_BUFFERS]
+        written = os.writev(descriptor, batch)
+        for view in batch:
+            if written < view.nbytes:
+                views[position] = view[written:]
+                break
+            written -= view.nbytes
+            position += 1

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from glassengine.capture.watch.recent_steps import Column, DeviceNorms, Item, StepRing, keep_freed
+from glassengine.capture.watch.recent_steps import Column, DeviceNorms, Item, StepBuffer, retain_freed_memory
 from glassengine.recording.layout.statistics import copied_norm, norm_of
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc")
 def test_memory_is_kept_and_given_back() -> None:
-    end = keep_freed(1 << 30)
+    end = retain_freed_memory(1 << 30)
 
     def faults() -> int:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -31,7 +31,7 @@ def test_memory_is_kept_and_given_back() -> None:
 
 
 def test_a_watch_without_memory_keeps_none() -> None:
-    assert keep_freed(0)() is None
+    assert retain_freed_memory(0)() is None
 
 
 def item_of(tensor: Tensor) -> Item:
@@ -69,7 +69,7 @@ def test_a_copy_and_its_norm_in_one_way() -> None:
 
 
 def test_a_small_view_does_not_hold_what_is_large() -> None:
-    ring = StepRing(1 << 20, 2)
+    ring = StepBuffer(1 << 20, 2)
     data = torch.randn(1 << 20)
     item, _ = ring.take(0, Column("a", 0, None, {}, copies=False), data[:10], data.data_ptr())
     assert item.tensor is None and item.copy is not None and item.nbytes == 40

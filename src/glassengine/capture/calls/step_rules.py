@@ -1,7 +1,9 @@
-"""Modules of a model that are called by themselves: ahead of a forward (an encoder), or with what came out of one.
+"""Which calls of modules count as steps: entry points, shape inference, recomputation; and the token ids of a step.
 
-A serving engine computes logits after the model's own forward, of some rows of its result. Whether a module does that
-is decided once, by what it gets: rows that came out of the forward that has just ended.
+Entry points are modules that are called by themselves: ahead of a forward (an encoder), or with what came out of one. A
+serving engine computes logits after the model's own forward, of some rows of its result. Whether a module does that is
+decided once, by what it gets. Calls within a backward have activations back that were not kept (checkpointing): values
+are recorded once, by the first call; where that ran without a graph, only the second one sees gradients.
 """
 
 from __future__ import annotations
@@ -19,8 +21,7 @@ from torch import Tensor, nn
 
 from glassengine.capture.calls.names import Forward, Known
 from glassengine.capture.calls.observed_call import is_interruption
-from glassengine.capture.calls.tensor_trees import tensors_in
-from glassengine.capture.intake.deferred_writer import is_computed_later, values_now
+from glassengine.capture.calls.tensor_trees import is_computed_later, tensors_in, values_now
 
 _MAX_ROWS = 64
 """Rows that are looked up in the result of a forward."""
@@ -139,7 +140,7 @@ class Recomputed:
 _PIPELINING = "torch.distributed.pipelining"
 
 
-def is_rehearsal(root: nn.Module, args: Any, kwargs: Any) -> bool:
+def is_shape_inference_call(root: nn.Module, args: Any, kwargs: Any) -> bool:
     """Return whether a call of `root`, or of a part of it, is made for the shapes of its results alone.
 
     Such calls get tensors without values while the model has values, or uninitialized memory: the stages of a

@@ -1,10 +1,14 @@
-"""The tensors in what goes into a module and comes out of it, and in a key/value cache."""
+"""The tensors in what goes into a module and comes out of it, in a key/value cache, and in a lazy front end.
+
+A front end that records operations and runs them later gives its tensors the two methods of `LazyTensorLike`. What
+looks at tensors of a running model then need not make it run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -144,3 +148,34 @@ def _layers_of(value: Any) -> list[Any] | None:
 
 def _are_of_cache(layers: list[Any] | None) -> bool:
     return layers is not None and bool(layers) and type(layers[0]).__name__.endswith("Layer")
+
+
+class Promise(Protocol):
+    """The values that a tensor has now, some day."""
+
+    @property
+    def data(self) -> Tensor | None:
+        """A plain tensor, which is never written to; None while it is not computed."""
+
+
+class LazyTensorLike(Protocol):
+    """A tensor whose values may not be computed yet."""
+
+    def promised(self, site: str, told: Callable[[], None]) -> Promise:
+        """Return the promise of its values under the name `site`; `told` is called when promises were kept."""
+
+    def keep_promises(self, why: str) -> None:
+        """Compute all promised values, now."""
+
+
+def is_computed_later(tensor: Tensor) -> TypeGuard[LazyTensorLike]:
+    """Return whether a tensor can promise its values."""
+    return type(tensor) is not Tensor and hasattr(type(tensor), "promised")
+
+
+def values_now(tensor: LazyTensorLike, why: str) -> Tensor | None:
+    """Return the values of such a tensor; all promised values is computed for it where need be."""
+    promise = tensor.promised("", lambda: None)
+    if promise.data is None:
+        tensor.keep_promises(why)
+    return promise.data

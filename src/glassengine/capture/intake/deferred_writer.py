@@ -1,7 +1,8 @@
-"""Tensors whose values are not computed yet, and what they promise.
+"""Delays writes until lazy values are computed.
 
-A front end that records operations and runs them later gives its tensors the two methods of `ComputedLater`. What looks
-at tensors of a running model then need not make it run.
+Operations on lazy tensors are recorded by their front end and run later, as one graph. What is delivered of one is then
+a promise; whatever is delivered after it waits behind it, so that the recording has everything in the order of the
+user's code.
 """
 
 from __future__ import annotations
@@ -9,49 +10,15 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeGuard, Unpack
+from typing import Any, Protocol, Unpack
 
 import torch
 from torch import Tensor
 
+from glassengine.capture.calls.tensor_trees import LazyTensorLike, Promise, is_computed_later
 from glassengine.recording.layout.description import Facts
 from glassengine.recording.layout.layout import LeftOut
 from glassengine.recording.layout.statistics import light
-
-
-class Promise(Protocol):
-    """The values that a tensor has now, some day."""
-
-    @property
-    def data(self) -> Tensor | None:
-        """A plain tensor, which is never written to; None while it is not computed."""
-
-
-class ComputedLater(Protocol):
-    """A tensor whose values may not be computed yet."""
-
-    def promised(self, site: str, told: Callable[[], None]) -> Promise:
-        """Return the promise of its values under the name `site`; `told` is called when promises were kept."""
-
-    def keep_promises(self, why: str) -> None:
-        """Compute all promised values, now."""
-
-
-def is_computed_later(tensor: Tensor) -> TypeGuard[ComputedLater]:
-    """Return whether a tensor can promise its values."""
-    return type(tensor) is not Tensor and hasattr(type(tensor), "promised")
-
-
-def values_now(tensor: ComputedLater, why: str) -> Tensor | None:
-    """Return the values of such a tensor; all promised values is computed for it where need be."""
-    promise = tensor.promised("", _nothing)
-    if promise.data is None:
-        tensor.keep_promises(why)
-    return promise.data
-
-
-def _nothing() -> None:
-    pass
 
 
 class Writer(Protocol):
@@ -76,7 +43,7 @@ class Writer(Protocol):
         """Complete a step."""
 
 
-class PatientWriter:
+class DeferredWriter:
     """Passes on to a writer what it takes, as soon as all values before it are computed.
 
     Args:
@@ -87,7 +54,7 @@ class PatientWriter:
         self._writer = writer
         self._waiting: deque[tuple[Promise | None, Callable[[Any], object]]] = deque()
         self._lock = threading.RLock()
-        self._promising: ComputedLater | None = None
+        self._promising: LazyTensorLike | None = None
 
     def again(self, site: str, step: int, tensor: Tensor, rank: int) -> bool:
         """Take a plain tensor where nothing waits."""

@@ -1,8 +1,8 @@
-"""Which step a gradient of a parameter belongs to, where several microbatches are added up to one update.
+"""Gradients of activations and parameters, the steps they belong to, and what an optimizer made of them.
 
-Schedules of pipelines run the backwards in any order. What a parameter has after the first of them belongs to the first
-step, and what it has after the last one, the sum over all, to the last step: as in a run that takes one microbatch
-after the other.
+Schedules of pipelines add several microbatches up to one update and run the backwards in any order. What a parameter
+has after the first of them belongs to the first step, and what it has after the last one, the sum over all, to the last
+step: as in a run that takes one microbatch after the other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""What a tensor that is not plain consists of: sparse, quantized, nested, distributed, wrapped."""
+"""Takes tensors of any kind from a running model and hands to the recording what its policy asks for.
+
+Sparse, quantized, nested, distributed and wrapped tensors are taken apart. Nothing here raises into the model but what
+its own signal handlers do: a tensor that cannot be recorded is noted with the reason.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,8 @@ from torch._C import _DisableFuncTorch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, maybe_get_bdim
 
 from glassengine.capture.calls.observed_call import is_interruption
-from glassengine.capture.intake.deferred_writer import PatientWriter, Writer, is_computed_later
+from glassengine.capture.calls.tensor_trees import is_computed_later
+from glassengine.capture.intake.deferred_writer import DeferredWriter, Writer
 from glassengine.recording.layout.layout import LeftOut, Sharding
 from glassengine.recording.layout.statistics import light
 from glassengine.recording.layout.values import dtype_name, why_not
@@ -195,13 +200,13 @@ class Intake:
             self._leave_out(site, step, f"{type(error).__name__}: {error}"[:500], None)
 
     def _wait(self) -> None:
-        if not isinstance(self._writer, PatientWriter):
-            self._writer = PatientWriter(self._writer)
+        if not isinstance(self._writer, DeferredWriter):
+            self._writer = DeferredWriter(self._writer)
             self._again = self._writer.again
 
     def finish(self, why: str) -> None:
         """Hand over what waits for values that are not computed yet, and compute these now, for `why`."""
-        if isinstance(self._writer, PatientWriter):
+        if isinstance(self._writer, DeferredWriter):
             self._writer.finish(why)
 
     def note_backward(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Run a program node by node, observing any of them."""
+"""Runs a program node by node, observing any of them; or the programs of all ranks of one stage side by side."""
 
 from __future__ import annotations
 

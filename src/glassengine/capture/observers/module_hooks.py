@@ -19,7 +19,7 @@ from glassengine.capture.calls.step_rules import (
     Recomputed,
     callable_ones,
     first_argument,
-    is_rehearsal,
+    is_shape_inference_call,
     token_ids,
 )
 from glassengine.capture.calls.tensor_trees import KV_AXES, NO_TENSOR, CacheSites, tensors_in
@@ -371,7 +371,7 @@ class ModuleHooks:
         return held and held[0]
 
     def _new_step(self, args: Any, kwargs: Any) -> Forward:
-        if is_rehearsal(self._root, args, kwargs):
+        if is_shape_inference_call(self._root, args, kwargs):
             return Forward(_NO_STEP, False, threading.get_ident())
         own = [step for step, (held, _) in self._held.items() if held.thread == threading.get_ident()]
         for step in sorted(own)[: max(0, len(own) - self._most_held + 1)]:

@@ -284,7 +284,7 @@ def record(
         UnknownNameError: (On leaving) the patterns of `sites` or `values` matched nothing.
         GlassError: (On leaving) not everything could be written; the message says what is safe.
     """
-    model = module_of(model)
+    model = find_module(model)
     if isinstance(model, torch.jit.ScriptModule):
         what = "a scripted module runs no hooks"
         raise UsageError(what, got=type(model).__name__, hint="record the module it was made from")
@@ -347,7 +347,7 @@ def _place() -> tuple[int, int]:
     return environment.rank() if count > 1 else 0, count
 
 
-def module_of(target: object) -> nn.Module:
+def find_module(target: object) -> nn.Module:
     """Return `target` if it is a module, or else the one module that it is bound to, holds or refers to.
 
     Raises:

@@ -1,8 +1,9 @@
-"""Record what an unmodified script runs: PyTorch modules, compiled ones included, and runs of other runtimes.
+"""Records what an unmodified script runs: PyTorch modules, compiled ones included, and runs of other runtimes.
 
 Each model gets a recording of its own, named after its class, in one directory. A model is a module that is called
 while no other is: its submodules are part of it. What is recorded of it is what `glass.record` records. Processes that
-this one forks are not recorded; of those it spawns see `spawned`.
+this one forks are not recorded. Those that multiprocessing spawns record too, each in a directory of its own: the first
+thing that such a process reads is a pickle that says how to prepare itself, and a call of ours is in there.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import nn
 
 from glassengine.capture.calls.names import ModuleNames
 from glassengine.capture.runs.record import Recorder, own_directory, record
-from glassengine.capture.runtimes.runtimes import Run, Runtimes, SessionRecording, unseen_runtimes
+from glassengine.capture.runtimes import Run, Runtimes, SessionRecording, unseen_runtimes
 from glassengine.errors import GlassError, IncomparableError, UsageError
 from glassengine.recording.layout.layout import MANIFEST
 from glassengine.recording.write.policy import RecordOptions, ScriptOptions

@@ -1,4 +1,9 @@
-"""Run Python code as `python script.py ARGS` or `python -m module ARGS` would, and record the models it calls."""
+"""Runs Python code as `python script.py ARGS` or `python -m module ARGS` would, and records the models it calls.
+
+The script ends as the end of its interpreter would end it. Python ends the non-daemon threads first, calling what
+`threading._register_atexit` got before it waits for them, and then calls what `atexit` got, the last first. A script
+may end within a process that goes on: what that process had before is left alone.
+"""
 
 from __future__ import annotations
 

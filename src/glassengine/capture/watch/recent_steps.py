@@ -1,10 +1,16 @@
-"""The last steps of a watched run in memory: references to tensors that stay as they are, copies of the others.
+"""The last steps of a watched run in memory, and the norms of their tensors.
 
 Most results and gradients are never written to again, so a reference keeps their values without a copy. A site begins
 with copies. When one of its tensors has stayed as it was for as long as it was held (torch counts the writes to a
 tensor), later ones are held by reference; when one of these was written to after all, its values of that step are lost,
 which the recording says, and the site has copies from then on. Where no write is counted (`.data`, code outside of
 torch) the norm is computed again before the values are used.
+
+A norm is one pass: where its sum of squares is finite, so are all elements. On an accelerator the norms of a step are
+asked for in bulk and copied to the CPU while the next step runs.
+
+glibc hands what is free at the end of its heap to the system, and asks for it again page by page: of a step at hidden
+512 with gradients (1.1 s) that is 10,000 pages and 22 ms. So freed memory stays with the process while it is watched.
 """
 
 from __future__ import annotations
@@ -134,7 +140,7 @@ class HeldStep:
     storages: set[int] = field(default_factory=set)
 
 
-class StepRing:
+class StepBuffer:
     """Holds steps under a limit of memory.
 
     Args:
@@ -423,7 +429,7 @@ _LARGEST_BLOCK = 32 << 20
 _MOST = (1 << 31) - 1
 
 
-def keep_freed(most_bytes: int) -> Callable[[], None]:
+def retain_freed_memory(most_bytes: int) -> Callable[[], None]:
     """Let the process keep so much memory that is free, and return what ends that and gives it back.
 
     Args:

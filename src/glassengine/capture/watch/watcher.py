@@ -23,10 +23,10 @@ from glassengine.capture.watch.recent_steps import (
     HeldStep,
     Item,
     Number,
-    StepRing,
-    keep_freed,
+    StepBuffer,
     measure,
     note_of,
+    retain_freed_memory,
 )
 from glassengine.capture.watch.trackers import Trackers
 from glassengine.capture.watch.triggers import EVERY, NumberTriggers, OutsideTriggers
@@ -86,7 +86,7 @@ class Watcher:
         self._obstacle = obstacle
         self._rank = rank
         self._log = SeriesLog(writer.path)
-        self._ring = StepRing(watch.ring_bytes, watch.before + 1 + (shared is not None))  # another rank may be ahead
+        self._ring = StepBuffer(watch.ring_bytes, watch.before + 1 + (shared is not None))  # another rank may be ahead
         self._columns: dict[str, Column] = {}
         self._series: list[str] = []
         self._numbers_of: dict[str, int] = {}
@@ -103,7 +103,7 @@ class Watcher:
 
     def attach(self) -> None:
         """Begin to listen for what comes from outside."""
-        self._give_back = keep_freed(self._watch.ring_bytes)
+        self._give_back = retain_freed_memory(self._watch.ring_bytes)
         problem = self._outside.attach()
         if problem is not None:
             self._log.note(problem)

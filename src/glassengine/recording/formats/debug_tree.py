@@ -1,4 +1,11 @@
-"""The text that `print(tensor)` writes, read back."""
+"""Reads the call tree of transformers' debugger: `<Class>_debug_tree_FULL_TENSORS.json` and `_SUMMARY.json`.
+
+Tensors are given in the order of the calls: inputs of a module, what it calls, its results. Module paths become site
+names; the class name in front of them is the root. Values are read from the `.safetensors` files beside the tree, or
+from the text that torch prints: five digits, and only the edges of a tensor of more than 1000 elements, which is then
+listed as skipped. A printed tensor has the precision of the print, so its dtype is given as float16 or complex32, even
+where its values are held in float32: judged as float32, every one of them would be wrong.
+"""
 
 from __future__ import annotations
 

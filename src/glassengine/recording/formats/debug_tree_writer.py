@@ -1,4 +1,16 @@
-"""The calls of a step as a tree of modules, for the files of the debugger of transformers."""
+"""Writes what the debugger of transformers writes: a pair of JSON files, and on request one file per tensor.
+
+    <Class>_debug_tree_FULL_TENSORS.json   the tree of the calls: inputs and results of every module, with values
+    <Class>_debug_tree_SUMMARY.json        the same without values
+    <Class>.<path>_inputs_args_0.safetensors, ..._inputs_kwargs_<key>, ..._outputs, ..._outputs_<index>
+
+Beyond the original: results of containers are kept; later steps and ranks have files of their own, as in
+`_debug_tree_step1`; later calls of a module have a number ("call") and file names of their own; caches are under "kv".
+Statistics are the original's to the last digit where all elements are finite; else those of the finite ones, and the
+others are counted. A node is inside of the call that called it where the calls are known, as in the original, else in
+the module that holds it. Text that shows only the edges of a tensor carries a checksum of the whole, so that the files
+are equal only where the values are.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +81,7 @@ class Calls:
         """Return the node of a site, its port, and the keys within it."""
         path, call, port, keys = _parts(site)
         tokens: list[int | str] = [int(index) if index else key for index, key in _KEY.findall(keys)]
-        if keys and not is_told_by_its_place(site):
+        if keys and not is_positional(site):
             tokens = [keys[1:]]
         return self._node(path, call), port, tokens
 
@@ -150,7 +162,7 @@ def _parts(site: str) -> tuple[str, int, str, str]:
     return found["path"], int(found["call"] or 0), found["port"] or "out", found["keys"] or ""
 
 
-def is_told_by_its_place(site: str) -> bool:
+def is_positional(site: str) -> bool:
     """Return whether the place in the tree says the name of the tensor: a key can hold dots and brackets itself."""
     path, call, port, keys = _parts(site)
     tokens = _KEY.findall(keys)
@@ -307,7 +319,7 @@ class TreeWriter:
             node, port, keys = calls.place(entry.site)
             stem = calls.stem(entry.site) + place_of(entry.step, entry.rank)
             described = self._describe(source.tensor(entry), stem, aside)
-            if not is_told_by_its_place(entry.site):
+            if not is_positional(entry.site):
                 described["site"] = entry.site
             put(node, port, keys, described)
         for site, text in notes:

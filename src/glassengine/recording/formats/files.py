@@ -1,4 +1,4 @@
-"""`.safetensors` files, mapped into memory."""
+"""Single files that hold tensors: `.pt`, `.safetensors`, `.npz`, `.npy`; read within bounds, and never running code."""
 
 from __future__ import annotations
 

@@ -1,7 +1,12 @@
-"""A directory of one file per step, `step{i}.pt`, as Ditto and `glass run --debug-format pt` write it.
+"""Directories of files that other tools and `glass run` write: a file a step, a tensor, a forward.
 
-Subdirectories `rank{r}/` hold the steps of the other ranks. One file at a time is open. What an earlier run left in
-`earlier-NNN/` and texts that accompany a step (`step{i}.txt`) are passed over; everything else is listed as skipped.
+    StepFiles      `step{i}.pt` and `rank{r}/step{i}.pt`: Ditto, `glass run --debug-format pt`
+    NpyFolder      `<name>-step<i>.npy`: TensorRT-LLM, `glass run --debug-format npy`
+    PassFolder     `TP0_PP0_Rank0_pid123/Pass00000.pt`: SGLang with `--debug-tensor-dump-output-folder`
+    DumperFolder   `step=0___rank=0___dump_index=1___name=attn_out.pt`: the dumper of SGLang
+    ServerFolder   `rank0/forward-{n}.safetensors`: the plug-in in vLLM
+
+What is neither a tensor nor known to belong to one is listed as skipped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""JSON files of others, read within bounds: what a document may unfold to in memory is limited before it is parsed.
+"""JSON files of other tools, read within bounds: dumps of msprobe, results of Polygraphy.
 
 Strings that are longer than a name can be (an array in base64) stay in the file, so that a document of many gigabytes
 of arrays costs no more than its structure.

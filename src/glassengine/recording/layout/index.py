@@ -1,4 +1,8 @@
-"""Which record of an index is the first that cannot be: checks over columns, each as long as the index is."""
+"""Reads `index.log` up to its last good record; what the bytes do not prove is not used.
+
+What the index says is gathered in columns, a row for each block of tensors and for each commit, and then checked as
+columns: which record is the first that is impossible. What is before it counts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The frames of an index in bulk: where they begin, which are whole, and those of a fixed size as columns.
+"""The records of `index.log`: their bytes, and what they say. Reading them trusts nothing.
 
 A frame is: payload length (u32), CRC-32 of the payload (u32), payload; little-endian. A payload is a JSON object, or of
 what every step has: 32 bytes that begin with what they are. Millions of these are found, verified and read at once.
@@ -11,6 +11,8 @@ what every step has: 32 bytes that begin with what they are. Millions of these a
     16-23   offset behind the shard's head  number of tensors                 id of the token
     24-27   number of the shard             number of tensors without values  0
     28-31   CRC-32 of the bytes             0                                 0
+
+Readers raise ValueError for a field that is missing, of the wrong kind, or contradicts another.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The bytes of finished and unfinished shards, each range by itself: what is not in use any more takes no memory."""
+"""The bytes of finished and unfinished shards, on this machine or in a store, each range by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The statistics of one tensor: all of them when they are asked for, a few cheap ones while the model runs."""
+"""Statistics of one tensor: all of them, a few cheap ones while the model runs, and a sketch of a large one.
+
+A sketch says where the values of a tensor lie, and which they are. Its quantiles do not depend on the order of the
+elements. Its projection does: the expectation of `|p - q|^2` is `|x - y|^2`. Both are the same on every machine: what
+is random in them comes from a hash of the position in row-major order.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""How recordings and dumps appear in notebooks."""
+"""Reads a recording: the index says what there is; of the shards only what is asked for is mapped into memory.
+
+The directory may still be written to, or its writer may have been killed: what was committed is readable, and
+`complete` is false. Reading changes nothing on disk but the statistics that are kept for the next time.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,10 @@
-"""Memory that a ring lies in: of this process alone, or that of a file, which outlives the process.
+"""The file that a ring lies in, so that steps that have ended survive the end of the process.
 
-What is written into memory of a file is the kernel's at once: a process that is killed loses nothing of it. A machine
-that loses its power does.
+Its first page says whose it is and where the ring's records are; the ring follows. Positions only grow, as in the ring.
+The bytes of a position that is not below `tail` are in the ring still. What is written into mapped memory of a file is
+the kernel's at once: a process that is killed loses nothing of it. Nothing guards the bytes of tensors against a
+machine that stops: the pages of a file reach the disk in any order. So a ring is used only while the machine that wrote
+it runs, which its boot id says; and only when its process has ended, which its number and start time say.
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
-"""What of the steps is in the ring, written into a ring of its own: a reader of both can recover the steps.
+"""Records of the steps whose tensors are in the ring: a reader of both can recover these steps.
 
 A step that ends leaves a record of all that it had, behind its bytes; one that had much leaves several, each of a part.
 Every record says by itself what its tensors are. A record counts once the ring's file points to it, and each points to
-the one before it.
-It lies apart from the tensors, which are measured together if they are contiguous.
+the one before it. Records lie apart from the tensors, in a ring of their own.
 
 A record: its head; a row for each item; then the text of each row and the reason for which it was only measured, as
 JSON. Positions are those of the ring.
+
+Slots are given back before their step ends. `ring.log` then says where their bytes are, a frame for each: its bytes
+(u32), CRC-32 of what follows that (u32), position in the ring (i64), kind (u8), and what the kind says: a place in a
+shard, statistics as the index has them, or a record of the journal.
 """
 
 from __future__ import annotations
@@ -27,8 +30,8 @@ from glassengine.recording.layout import layout
 from glassengine.recording.layout.layout import LeftOut, Location
 from glassengine.recording.layout.records import left_out_frame, measured_frame
 from glassengine.recording.ring.items import Alias, Block, Copied, Note, Stored, Streamed
-from glassengine.recording.write.shard import write_all
 from glassengine.writing.checksums import crc32, crc32_of_small
+from glassengine.writing.files import write_all
 
 if TYPE_CHECKING:
     from glassengine.recording.ring.ring import Ring

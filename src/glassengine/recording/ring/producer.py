@@ -1,4 +1,9 @@
-"""The model's side of a recording: tensors are copied into the ring, and queued for the thread that writes them."""
+"""The model's side of a recording: tensors are copied into the ring, and queued for the thread that writes them.
+
+Most tensors of a step are like those of an earlier one, and need no second look. A step that begins like an earlier one
+expects the rest of it too, and has nothing to look up as long as that comes: each tensor is copied to a place that is
+known already, or compared with the one that it was equal to.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +56,7 @@ class Producer:
         self._queue = queue
         self._journal = journal
         self._block_bytes = min(_BLOCK_BYTES, most_bytes)
-        self._lesson = Lesson(most_bytes)
+        self._template = StepTemplate(most_bytes)
         self._wake = wake
         self._on_wait = on_wait
         # Address and size of large tensors -> what was last stored from there.
@@ -121,7 +126,7 @@ class Producer:
             item = self._recent[address, nbytes] = Stored(seen, step, rank, position, reason)
         self._journal.note((item,))
         self._queue.append(item)
-        self._lesson.add(item, is_new)
+        self._template.add(item, is_new)
         self.wake_if_half_full()
         if self._journal.is_long:
             self._journal.write_parts()
@@ -136,7 +141,7 @@ class Producer:
         self.end_block()
         if self.repetition is not None:
             self._end_repetition(is_other=False)
-        self._lesson.end()
+        self._template.end()
 
     def end_step(self) -> None:
         """Hand to the thread what is held back: the step is through."""
@@ -156,7 +161,7 @@ class Producer:
         self._queue.extend(items)
         self._ring.shorten(block.limit, item.end)
         if items:
-            self._lesson.add(item, block.what[2])
+            self._template.add(item, block.what[2])
 
     def _end_repetition(self, *, is_other: bool) -> None:
         """Hand over what has come; `is_other` if something else came next, which is to be expected from now on."""
@@ -172,7 +177,7 @@ class Producer:
                 self._recent[address, item.seen.nbytes] = item
         # Nothing came where the first copy was interrupted.
         if items and is_other and not repetition.is_over:
-            learn(items)
+            record_template(items)
 
 
 _HEADER_BYTES = 1 << 16
@@ -387,7 +392,7 @@ class Repetition:
         return end, items, addresses
 
 
-class Lesson:
+class StepTemplate:
     """Collects what comes one after another, to expect it the next time.
 
     Args:
@@ -432,10 +437,10 @@ class Lesson:
         self._stored, self._what = set(), None
         self._num_tensors = self._num_bytes = 0
         if items:
-            learn(items)
+            record_template(items)
 
 
-def learn(items: list[Repeated]) -> None:
+def record_template(items: list[Repeated]) -> None:
     """Remember with the first tensor of `items` what followed it, if anything did."""
     first = items[0]
     seen = first.known[0] if isinstance(first, Block) else first.seen

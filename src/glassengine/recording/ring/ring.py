@@ -1,4 +1,8 @@
-"""A flag that one thread raises and another one waits for."""
+"""The memory between a running model and the thread that writes: fixed in size, used in turn, waited for when full.
+
+Copies from an accelerator go into pinned memory, on the stream that the model runs on. Later operations of that stream
+run after the copy, so a later change of the tensor does not reach it. Only the thread that writes waits for the copy.
+"""
 
 from __future__ import annotations
 

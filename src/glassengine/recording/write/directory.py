@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -14,8 +15,7 @@ from typing import Any
 from glassengine.errors import CorruptError, UsageError
 from glassengine.reading.files import open_regular
 from glassengine.recording.layout import layout, noise_floor
-from glassengine.recording.write.shard import require_open, require_there, write_all
-from glassengine.writing.files import hold, local
+from glassengine.writing.files import hold, local, write_all
 
 
 def make_directory(path: Path, overwrite: bool) -> None:
@@ -187,3 +187,26 @@ def is_ours(name: str) -> bool:
     own = {layout.MANIFEST, f"{layout.MANIFEST}.tmp", layout.INDEX, layout.STATISTICS, noise_floor.FILE}
     own |= {layout.SERIES, layout.RING, layout.MOVED, layout.RECOVERED, f"{layout.RECOVERED}.part"}
     return name in own or re.fullmatch(r"shard-\d{5}\.(part|safetensors)", name) is not None
+
+
+def require_open(descriptor: int, num_bytes: int, path: Path) -> None:
+    """Raise unless an open file has a name, and the bytes that were written to it.
+
+    Raises:
+        OSError: It was removed, or cut.
+    """
+    found = os.fstat(descriptor)
+    if not found.st_nlink:
+        raise OSError(errno.ENOENT, "the file was removed while it was written", str(path))
+    if found.st_size < num_bytes:
+        raise OSError(errno.EIO, "the file was cut while it was written", str(path))
+
+
+def require_there(path: Path, num_bytes: int) -> None:
+    """Raise unless there is a file with the bytes that were written to it.
+
+    Raises:
+        OSError: It was removed, or cut.
+    """
+    if path.stat().st_size < num_bytes:
+        raise OSError(errno.EIO, "the file was cut since it was written", str(path))

@@ -1,4 +1,4 @@
-"""What of a watched run is recorded in full, and when: the triggers, the steps before them, and their memory."""
+"""What of a run is recorded: which sites, steps and values, how many bytes; and what triggers in a watched run."""
 
 from __future__ import annotations
 

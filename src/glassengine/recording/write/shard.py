@@ -1,4 +1,4 @@
-"""One shard being written: raw bytes behind a reserved header, sealed into a safetensors file.
+"""Shards: raw bytes behind a reserved header, sealed into safetensors files one after the other.
 
 safetensors refuses holes and trailing bytes, so every gap that alignment leaves becomes an explicit pad entry. What is
 appended waits until `flush`, which writes it in one call of the operating system.
@@ -9,16 +9,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Sequence
-from io import FileIO
+from collections.abc import Callable
 from pathlib import Path
 
 from glassengine.recording.layout import layout
 from glassengine.recording.layout.description import Description, Group, pad_entry
 from glassengine.recording.layout.layout import ALIGNMENT, Location, aligned, shard_name
+from glassengine.recording.write.directory import require_open, require_there
 from glassengine.recording.write.uploads import Uploads
+from glassengine.writing.files import write_all
 
-_MAX_BUFFERS = 1000  # of one call of writev; the limit of Linux is 1024
 _ZEROS = bytes(ALIGNMENT)
 _SPACES = b" " * (1 << 16)
 # Braces, metadata keys, and a last pad entry.
@@ -181,22 +181,6 @@ def _spaces(count: int) -> list[bytes]:
     return [_SPACES] * (count // len(_SPACES)) + [_SPACES[: count % len(_SPACES)]]
 
 
-def write_all(file: FileIO | int, buffers: Sequence[bytes | memoryview]) -> None:
-    """Write all of `buffers`: a raw write may be short near a full disk, and always above 2 GiB."""
-    descriptor = file if isinstance(file, int) else file.fileno()
-    views = [memoryview(data) for data in buffers if len(data)]
-    position = 0
-    while position < len(views):
-        batch = views[position : position + _MAX_BUFFERS]
-        written = os.writev(descriptor, batch)
-        for view in batch:
-            if written < view.nbytes:
-                views[position] = view[written:]
-                break
-            written -= view.nbytes
-            position += 1
-
-
 SHARD_BYTES = 1 << 31
 
 
@@ -291,26 +275,3 @@ class Shards:
         """Close the file of the open shard, and write nothing."""
         if self._open is not None:
             self._open.close()
-
-
-def require_open(descriptor: int, num_bytes: int, path: Path) -> None:
-    """Raise unless an open file has a name, and the bytes that were written to it.
-
-    Raises:
-        OSError: It was removed, or cut.
-    """
-    found = os.fstat(descriptor)
-    if not found.st_nlink:
-        raise OSError(errno.ENOENT, "the file was removed while it was written", str(path))
-    if found.st_size < num_bytes:
-        raise OSError(errno.EIO, "the file was cut while it was written", str(path))
-
-
-def require_there(path: Path, num_bytes: int) -> None:
-    """Raise unless there is a file with the bytes that were written to it.
-
-    Raises:
-        OSError: It was removed, or cut.
-    """
-    if path.stat().st_size < num_bytes:
-        raise OSError(errno.EIO, "the file was cut since it was written", str(path))

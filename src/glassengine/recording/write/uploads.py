@@ -176,7 +176,7 @@ class Uploads:
             self._patiently(self._checkpoint)
         with (self._directory / DONE).open("a", encoding="ascii") as done:
             done.write(f"{path.name}\n")
-        hollow(path)
+        truncate_uploaded(path)
         with self._changed:
             self._waiting.popleft()
             self._waiting_bytes -= size
@@ -247,7 +247,7 @@ def uploaded(directory: Path) -> set[str]:
     return set(read_text(path, most=_MOST_DONE_BYTES, inside=directory, encoding="ascii").splitlines())
 
 
-def hollow(path: Path) -> None:
+def truncate_uploaded(path: Path) -> None:
     """Replace a shard by a file of its size that has the length of its header and takes no room."""
     aside = path.with_name(f"{path.name}.hollow")
     try:

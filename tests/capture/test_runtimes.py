@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from glassengine.capture.runtimes.runtimes import when_imported
+from glassengine.capture.runtimes import when_imported
 from glassengine.capture.scripts.recorder import ScriptRecorder
 from glassengine.cli.main import main
 from glassengine.recording.read.reader import Recording

@@ -1,4 +1,8 @@
-"""Take note of a module whenever it is executed, however the running code comes to import it."""
+"""Records other runtimes than PyTorch: sessions of ONNX Runtime, requests of OpenVINO, packages of AOTInductor.
+
+Their classes are replaced method by method when a script imports them, and get their own methods back at the end. Each
+run is a step; its inputs and results are sites of the root.
+"""
 
 from __future__ import annotations
 
