@@ -137,13 +137,6 @@ def arithmetic_for(
     """Return what may add up pieces of two tensors, fastest first; nothing for complex numbers or odd tolerances.
 
     What float64 does not hold, 64-bit integers, is subtracted exactly elsewhere.
-
-    Args:
-        dtypes: Of the pieces of both sides.
-        num_elements: Of a side.
-        piece: Elements of the largest piece.
-        rtol: Relative tolerance.
-        atol: Absolute tolerance.
     """
     if not (0 <= rtol < _LARGEST_TOLERANCE and 0 <= atol < _LARGEST_TOLERANCE):
         return ()

@@ -72,14 +72,7 @@ def values_of_bytes(data: Any, dtype: str, shape: tuple[int, ...]) -> Values:
 
 
 def difference_of_arrays(baseline: Array, candidate: Array, *, rtol: float, atol: float) -> Difference:
-    """Return what `difference` does of two tensors.
-
-    Args:
-        baseline: Of any dtype that numpy has.
-        candidate: The same shape.
-        rtol: Relative tolerance.
-        atol: Absolute tolerance.
-    """
+    """Return what `difference` does of two tensors."""
     b, c = baseline.reshape(-1), candidate.reshape(-1)
     quick = arithmetic_for({b.dtype, c.dtype}, len(b), PIECE_ELEMENTS, rtol, atol)
     total = None

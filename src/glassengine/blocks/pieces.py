@@ -33,9 +33,6 @@ def blocks(*tensors: Tensor, device: str | torch.device = "cpu") -> Iterator[tup
     Args:
         tensors: One or more tensors of one common shape; any strides. Only a piece is ever copied.
         device: Where the pieces are wanted.
-
-    Raises:
-        ValueError: The shapes differ.
     """
     shape = tensors[0].shape
     for other in tensors[1:]:
@@ -276,9 +273,6 @@ def difference(
         rtol: Relative tolerance of `num_beyond`: elements with `|c - b| > atol + rtol * |b|`.
         atol: Absolute tolerance of `num_beyond`.
         device: Where the arithmetic runs; it must know float64.
-
-    Raises:
-        ValueError: The shapes differ.
     """
     if 0 < baseline.numel() <= BLOCK_ELEMENTS and torch.device(device).type == "cpu":
         same = _same(baseline, candidate)

@@ -108,13 +108,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 @dataclass(frozen=True)
 class RunSource:
-    """What a recording says of the owner of its runs.
-
-    Attributes:
-        kind: Name of the runtime.
-        name: The directory of the recording has it.
-        metadata: JSON-ready.
-    """
+    """What a recording says of the owner of its runs."""
 
     kind: str
     name: str
@@ -140,15 +134,6 @@ class Run:
 
 class SessionRecording:
     """A recording of the runs of one owner.
-
-    Args:
-        source: What is known of it.
-        path: Directory of the recording.
-        overwrite: Replace an existing recording.
-        durable: As for `record`.
-        spool_bytes: As for `record`.
-        watch: As for `record`.
-        wanted: As for `record`.
 
     Attributes:
         path: Directory of the recording.
@@ -252,9 +237,6 @@ def unseen_runtimes() -> list[str]:
 
 class Runtimes:
     """Observes the runs of this process while it is entered; a context manager.
-
-    Args:
-        note: Gets every run that has ended.
 
     Attributes:
         num_unseen: Runs that were seen and cannot be recorded, by what they are.

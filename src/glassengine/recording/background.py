@@ -62,9 +62,6 @@ class BackgroundWriter:
         ring_bytes: Memory between the model and the disk, at least 512 KiB.
         durable: Keep that memory in a file, and note there what it has of each step that ends.
         spool_bytes: What may wait on this machine where the recording goes to a store; 4 GiB where None.
-
-    Raises:
-        UsageError: The directory cannot be written, or exists and `overwrite` is false, or holds other files.
     """
 
     def __init__(
@@ -149,11 +146,7 @@ class BackgroundWriter:
             return repetition is not None and repetition.take(site, step, tensor, rank)
 
     def write(self, site: str, step: int, tensor: Tensor, *, rank: int = 0, **facts: Unpack[Facts]) -> None:
-        """Take the values of `tensor` as they are now; the arguments are those of `RecordingWriter.write`.
-
-        Raises:
-            UsageError: The tensor or its name cannot be recorded.
-        """
+        """Take the values of `tensor` as they are now; the arguments are those of `RecordingWriter.write`."""
         seen, is_new = self._seen.look(site, tensor, **facts)
         if self._consumer.failure is None:
             self._take(seen, step, tensor, rank, is_new, None)
@@ -162,9 +155,6 @@ class BackgroundWriter:
         """Take note of a tensor whose values are not recorded, for `reason`; the thread adds light statistics.
 
         Returns whether it does: not of rare dtypes, nor of what would have to pass through the ring in pieces.
-
-        Raises:
-            UsageError: The tensor or its name cannot be recorded.
         """
         seen, _ = self._seen.look(site, tensor)
         if not seen.is_measured or not 0 < seen.nbytes <= self._most_bytes:
@@ -245,9 +235,6 @@ class BackgroundWriter:
         Args:
             reason: Why it is incomplete, if it is.
             patience_s: How long a store may not answer; ten minutes where None.
-
-        Raises:
-            GlassError: Something could not be written; the message says what is safe.
         """
         if self._was_forked:
             return

@@ -196,11 +196,7 @@ def _missing(directory: Path, ring: LeftRing, shards: ShardFiles) -> tuple[list[
 
 
 def _replay(directory: Path, ring: LeftRing, target: Path) -> int:
-    """Write the steps that are not in the index into a new recording, and return how many.
-
-    Raises:
-        UsageError: They cannot be written.
-    """
+    """Write the steps that are not in the index into a new recording, and return how many."""
     from glassengine.recording.write.writer import RecordingWriter
 
     shards = ShardFiles(directory)
@@ -261,12 +257,7 @@ class _Record:
 
 
 class Journaled:
-    """The steps in a ring.
-
-    Args:
-        ring: The ring.
-        frames: Of `ring.log`: position, kind, and content.
-    """
+    """The steps in a ring."""
 
     def __init__(self, ring: LeftRing, frames: Sequence[tuple[int, int, bytes]]) -> None:
         found: dict[int, _Record] = {}
@@ -320,11 +311,7 @@ class Journaled:
 
 
 def _record(data: bytes) -> _Record:
-    """Return a record.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """Return a record."""
     if len(data) < journal.HEAD.size:
         raise ValueError("a record is cut")
     magic, checksum, size, count, step, position, before = journal.HEAD.unpack_from(data)
@@ -361,14 +348,7 @@ _Original = tuple[Description, Location | None, str | None, LightStatistics | No
 
 
 class Replay:
-    """Brings the items of steps to a writer.
-
-    Args:
-        writer: Gets them.
-        ring: Has the bytes that were not given back.
-        frames: Of `ring.log`, which say where the others are.
-        shards: Where those are.
-    """
+    """Brings the items of steps to a writer."""
 
     def __init__(
         self, writer: RecordingWriter, ring: LeftRing, frames: Sequence[tuple[int, int, bytes]], shards: ShardFiles
@@ -387,12 +367,7 @@ class Replay:
         self._groups: dict[bytes, tuple[tuple[Description, ...], tuple[tuple[int, int], ...], list[Entry]]] = {}
 
     def put(self, step: JournaledStep) -> None:
-        """Write a step.
-
-        Raises:
-            ValueError: Something of it is not there, or is not what it should be.
-            CorruptError: The same.
-        """
+        """Write a step."""
         originals: dict[tuple[int, int], _Original] = {}
         tokens: dict[int, list[int]] = {}
         rows = iter(_once(step.rows))

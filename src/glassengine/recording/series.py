@@ -52,14 +52,7 @@ _BYTES_OF_COLUMN = 5
 
 
 def row_frames(step: int, time: float, states: Array, values: Array) -> list[bytes]:
-    """Return the frames of one step.
-
-    Args:
-        step: Its number.
-        time: Seconds since 1970.
-        states: [columns], uint8.
-        values: [columns], float32.
-    """
+    """Return the frames of one step."""
     found = []
     for first in range(0, max(len(states), 1), ROW_COLUMNS):
         some = slice(first, first + ROW_COLUMNS)
@@ -73,9 +66,6 @@ def read_payloads(file: BinaryIO) -> Iterator[dict[str, Any] | tuple[int, int, f
     """Yield what the frames of an open file hold, up to the first damaged one: objects, and rows.
 
     A row is (step, first column, time, states, values).
-
-    Raises:
-        ValueError: (On the way) the file is damaged; says how.
     """
     while (payload := read_payload(file)) is not None:
         yield _row(payload) if payload[:1] == bytes([_KIND]) else decoded(payload)
@@ -103,15 +93,9 @@ _NAMES_BYTES = MAX_FRAME_BYTES // 8
 class SeriesLog:
     """Appends to `series.log` of a recording; what goes wrong on disk never reaches the model.
 
-    Args:
-        directory: The recording's.
-
     Attributes:
         num_columns: How many series there are.
         failure: What stopped the writing, if anything did.
-
-    Raises:
-        GlassError: The file cannot be made.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -212,14 +196,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Some series of a run, whole.
-
-    Attributes:
-        steps: [steps].
-        names: Of the series.
-        states: [steps, series].
-        values: [steps, series].
-    """
+    """Some series of a run, whole."""
 
     steps: Array
     names: tuple[str, ...]
@@ -240,9 +217,6 @@ class SeriesReader:
         events: What triggered: "event" (the step), "why", "recorded", "missing".
         notes: What the watch noted.
         damage: Why there is nothing more, if that is not the end of the file.
-
-    Raises:
-        UsageError: There are no series.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -289,12 +263,7 @@ class SeriesReader:
                 row = Row(payload[0], payload[2], payload[3], payload[4])
 
     def chosen(self, pattern: str | None = None) -> Chosen:
-        """Return the series whose name matches `pattern`, or all.
-
-        Raises:
-            UnknownNameError: None does.
-            UsageError: They take too much memory.
-        """
+        """Return the series whose name matches `pattern`, or all."""
         steps, states, values = list[int](), list[Array](), list[Array]()
         columns: list[int] = []
         num_known = num_numbers = 0
@@ -338,11 +307,7 @@ def _table(rows: Sequence[Array], width: int) -> Array:
 
 
 def find_series(path: str | Path) -> Path | None:
-    """Return the directory at `path` with the series of a watched run: itself, or the only one in it; else None.
-
-    Raises:
-        UsageError: Several are in it.
-    """
+    """Return the directory at `path` with the series of a watched run: itself, or the only one in it; else None."""
     directory = Path(path)
     if (directory / SERIES).is_file():
         return directory

@@ -28,11 +28,7 @@ _MAX_ROWS = 64
 
 
 class Continuations:
-    """Tells which modules continue a forward that has ended.
-
-    Args:
-        known: The modules of the model.
-    """
+    """Tells which modules continue a forward that has ended."""
 
     def __init__(self, known: Collection[Known]) -> None:
         self._silent = [one for one in known if not one.is_root and _can_be_called(one.module)]
@@ -181,11 +177,6 @@ def token_ids(args: Any, kwargs: Any, first: str | None) -> list[list[int]]:
     """Return what each row of the batch was given, without padding; nothing where the model reads no tokens.
 
     Serving engines pass the tokens of all rows concatenated: only a single row is then known.
-
-    Args:
-        args: Positional arguments of the forward.
-        kwargs: Keyword arguments of the forward.
-        first: Name of the first argument.
     """
     ids = kwargs.get("input_ids")
     if ids is None and args and first == "input_ids":

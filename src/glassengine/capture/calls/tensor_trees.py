@@ -82,12 +82,7 @@ def _attributes(port: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 class CacheSites:
-    """Where the layers of a key/value cache belong in a model.
-
-    Args:
-        root: The model.
-        paths: Module -> path, without wrapper names.
-    """
+    """Where the layers of a key/value cache belong in a model."""
 
     def __init__(self, root: nn.Module, paths: Mapping[nn.Module, str]) -> None:
         self._paths: dict[int, list[str]] = {}

@@ -44,11 +44,7 @@ class Writer(Protocol):
 
 
 class DeferredWriter:
-    """Passes on to a writer what it takes, as soon as all values before it are computed.
-
-    Args:
-        writer: Takes plain tensors.
-    """
+    """Passes on to a writer what it takes, as soon as all values before it are computed."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer

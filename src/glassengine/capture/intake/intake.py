@@ -118,11 +118,6 @@ _log = logging.getLogger(__name__)
 class Intake:
     """Where hooks deliver tensors.
 
-    Args:
-        writer: Takes values and notes; owned by the caller.
-        policy: What is recorded.
-        rank: Of this process.
-
     Attributes:
         num_late: Tensors of steps that had been completed already.
         takes_again: Whether what a second backward of a step computes again is recorded, too.

@@ -47,9 +47,6 @@ def run_program(
         program: The program, with weights.
         inputs: Tensors by input name.
         observer: Called with (node, value) after each computed node; must not change the value.
-
-    Raises:
-        UsageError: An input is missing.
     """
     missing = [port.name for port in program.inputs if port.name not in inputs]
     if missing:
@@ -88,9 +85,6 @@ def run_ranks(
         programs: Of the ranks of one stage.
         inputs: Of each, by input name; not changed.
         observer: Called with (rank, node, value) after each computed node; must not change the value.
-
-    Raises:
-        IncomparableError: Ranks do not call the same collectives in the same order, and would wait for ever.
     """
     found: list[dict[str, torch.Tensor]] = [{} for _ in programs]
     runs = [_run(*each, observer) for each in zip(range(len(programs)), programs, inputs, found, strict=True)]

@@ -33,14 +33,7 @@ MAX_REASON = 300
 
 
 class Delivery:
-    """Gives what a forward shows to an intake.
-
-    Args:
-        root: The model.
-        paths: Module -> its path.
-        intake: Gets the tensors.
-        gradients: Whether gradients of activations are delivered too.
-    """
+    """Gives what a forward shows to an intake."""
 
     def __init__(self, root: nn.Module, paths: Mapping[nn.Module, str], intake: Intake, *, gradients: bool) -> None:
         self._caches = CacheSites(root, paths)

@@ -348,11 +348,7 @@ def _place() -> tuple[int, int]:
 
 
 def find_module(target: object) -> nn.Module:
-    """Return `target` if it is a module, or else the one module that it is bound to, holds or refers to.
-
-    Raises:
-        UsageError: There is none, or more than one.
-    """
+    """Return `target` if it is a module, or else the one module that it is bound to, holds or refers to."""
     if isinstance(target, nn.Module):
         return target
     held = [getattr(target, "__self__", None)]

@@ -44,13 +44,6 @@ class ScriptRecorder:
     Args:
         directory: Holds one directory per model; new or empty.
         options: As for `record`; steps are counted, and bytes budgeted, for each model.
-
-    Attributes:
-        directory: Where the recordings are.
-        options: Of each of them.
-
-    Raises:
-        UsageError: (On entering) the directory exists and is not empty, and `overwrite` is false.
     """
 
     def __init__(self, directory: str | Path, **options: Unpack[ScriptOptions]) -> None:

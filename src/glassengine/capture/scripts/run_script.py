@@ -102,11 +102,7 @@ def _run(file: str) -> None:
 
 
 def _file_of(module: str) -> str:
-    """Return the file that `python -m` would run.
-
-    Raises:
-        UsageError: There is none.
-    """
+    """Return the file that `python -m` would run."""
     try:
         spec = importlib.util.find_spec(module)
         if spec is not None and spec.submodule_search_locations is not None:

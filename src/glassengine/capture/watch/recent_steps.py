@@ -143,10 +143,6 @@ class HeldStep:
 class StepBuffer:
     """Holds steps under a limit of memory.
 
-    Args:
-        most_bytes: Of what is held; the oldest goes first.
-        most_steps: Ended steps that are held.
-
     Attributes:
         most_steps: The same; may grow.
         ended: Ended steps, the oldest first.
@@ -173,14 +169,7 @@ class StepBuffer:
         return found
 
     def take(self, number: int, column: Column, tensor: Tensor, place: int) -> tuple[Item, bool]:
-        """Hold a tensor of an open step; return it, and whether it is a new one.
-
-        Args:
-            number: The step.
-            column: The site.
-            tensor: Plain, with memory.
-            place: Its address.
-        """
+        """Hold a tensor of an open step; return it, and whether it is a new one."""
         # Memory that is given back at once goes to the system, which is slow: it goes as fast as it is asked for again.
         self._leave(1)
         held = self.open.get(number) or self.step(number)
@@ -430,11 +419,7 @@ _MOST = (1 << 31) - 1
 
 
 def retain_freed_memory(most_bytes: int) -> Callable[[], None]:
-    """Let the process keep so much memory that is free, and return what ends that and gives it back.
-
-    Args:
-        most_bytes: Of the free end of the heap.
-    """
+    """Let the process keep so much memory that is free, and return what ends that and gives it back."""
     if platform.libc_ver()[0] != "glibc" or not most_bytes:
         return lambda: None
     libc = ctypes.CDLL(None)

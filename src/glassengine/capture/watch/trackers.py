@@ -33,9 +33,6 @@ class Trackers:
 
     Attributes:
         problems: Tracker -> what went wrong.
-
-    Raises:
-        UsageError: A package is not installed.
     """
 
     def __init__(self, names: Sequence[str | Tracker], every: int, directory: Path) -> None:

@@ -329,19 +329,7 @@ def _state(item: Item) -> int:
 
 
 def watcher_of(writer: BackgroundWriter, watch: Watch, policy: Policy, *, rank: int, shared: Path | None) -> Watcher:
-    """Return a watcher; closes the writer where that fails.
-
-    Args:
-        writer: Gets the steps that matter.
-        watch: Which those are.
-        policy: Has the budget for values.
-        rank: Of this process.
-        shared: Directory of all ranks; None where there is one.
-
-    Raises:
-        UsageError: The recording goes to a store.
-        GlassError: The series cannot be written, or a tracker cannot begin.
-    """
+    """Return a watcher; closes the writer where that fails."""
     try:
         if isinstance(writer.path, Remote):
             raise UsageError(

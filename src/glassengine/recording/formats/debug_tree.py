@@ -42,13 +42,7 @@ _MAX_ELEMENTS = 1 << 24
 
 
 def parse_tensor(lines: Sequence[str], shape: tuple[int, ...], dtype: str) -> Tensor | str:
-    """Return the tensor that was printed, or why the text is not that of a whole tensor.
-
-    Args:
-        lines: The text.
-        shape: Its sizes, which the print need not show.
-        dtype: torch dtype name.
-    """
+    """Return the tensor that was printed, or why the text is not that of a whole tensor."""
     text = "\n".join(lines)
     start = text.find("tensor(")
     if start < 0:
@@ -124,9 +118,6 @@ class DebuggerFile:
     """Tensors of one tree, or of all trees of a directory; several models keep their class names as roots.
 
     A file name may say a step and a rank (`<Class>_debug_tree_step1_FULL_TENSORS.json`), as `glass.export` writes it.
-
-    Raises:
-        CorruptError: A tree or a file of values is damaged.
     """
 
     def __init__(self, path: Path, files: list[JsonFile]) -> None:
@@ -148,11 +139,7 @@ class DebuggerFile:
         self.skipped = tuple(self._skipped)
 
     def tensor(self, entry: Entry) -> Tensor:
-        """Return the values of one of `entries`: mapped from a file of its own, or parsed from the text.
-
-        Raises:
-            CorruptError: The file or the text is damaged.
-        """
+        """Return the values of one of `entries`: mapped from a file of its own, or parsed from the text."""
         place = self._places[entry]
         if isinstance(place.value, list):
             tensor = parse_tensor(place.value, entry.shape, place.dtype)

@@ -59,12 +59,7 @@ MEASURED = (torch.float16, torch.float32, torch.bfloat16)
 
 
 class Calls:
-    """The nodes of one tree: one per call of a module, in the order of the calls.
-
-    Args:
-        class_name: Of the model.
-        known: As in `CallsOfSteps`, of one step.
-    """
+    """The nodes of one tree: one per call of a module, in the order of the calls."""
 
     def __init__(self, class_name: str, known: Iterable[tuple[str, str | None]]) -> None:
         self._class_name = class_name
@@ -259,17 +254,7 @@ class TreeWriter:
         notes: Notes | None = None,
         calls: CallsOfSteps | None = None,
     ) -> list[Path]:
-        """Write a tree of each step and rank, and return the JSON files.
-
-        Args:
-            source: Has the values.
-            entries: What of it is written.
-            notes: What the trees say beside it.
-            calls: Who called whom; None nests by module path.
-
-        Raises:
-            UsageError: The directory cannot be written.
-        """
+        """Write a tree of each step and rank, and return the JSON files."""
         written: list[str] = []
         parts: dict[tuple[int, int], list[Entry]] = {}
         for entry in entries:

@@ -1,4 +1,7 @@
-"""Single files that hold tensors: `.pt`, `.safetensors`, `.npz`, `.npy`; read within bounds, and never running code."""
+"""Single files that hold tensors: `.pt`, `.safetensors`, `.npz`, `.npy`; read within bounds.
+
+Reading one never runs code. Readers raise CorruptError for a file that is damaged or would run code.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +37,7 @@ _NAMES = {one.code: dtype for dtype, one in STORED.items() if one.parts == 1}
 
 
 class SafetensorsFile:
-    """Tensors of a `.safetensors` file; its metadata are the file's `__metadata__`.
-
-    Raises:
-        CorruptError: The file is damaged.
-    """
+    """Tensors of a `.safetensors` file; its metadata are the file's `__metadata__`."""
 
     complete = True
 
@@ -71,11 +70,7 @@ class SafetensorsFile:
 
 
 class NpyFile:
-    """The one tensor of a `.npy` file, called "tensor" as the one of a `.pt` file is.
-
-    Raises:
-        CorruptError: The file or its header is damaged.
-    """
+    """The one tensor of a `.npy` file, called "tensor" as the one of a `.pt` file is."""
 
     complete = True
 
@@ -92,11 +87,7 @@ class NpyFile:
 
 
 def describe(path: Path, site: str, *, step: int = 0, rank: int = 0) -> Entry | str:
-    """Return the entry of the array in a `.npy` file, or why it is not given as a tensor. Only the header is read.
-
-    Raises:
-        CorruptError: The file or its header is damaged.
-    """
+    """Return the entry of the array in a `.npy` file, or why it is not given as a tensor. Only the header is read."""
     with open_regular(path, inside=path.parent) as file:
         try:
             shape, _, dtype = read_header(file)
@@ -113,11 +104,7 @@ def describe(path: Path, site: str, *, step: int = 0, rank: int = 0) -> Entry | 
 
 
 def map_array(path: Path, entry: Entry) -> Tensor:
-    """Return the values of the array that `entry` describes, mapped where the byte order is that of this machine.
-
-    Raises:
-        CorruptError: The file is damaged, or not what it was when it was described.
-    """
+    """Return the values of the array that `entry` describes, mapped where the byte order is that of this machine."""
     import torch
 
     with open_regular(path, inside=path.parent) as file:
@@ -152,11 +139,7 @@ _MAX_MEMBERS = 100_000
 
 
 class NumpyFile:
-    """Arrays of a `.npz` file; each is read, not mapped, when it is asked for.
-
-    Raises:
-        CorruptError: The file or an array's header is damaged.
-    """
+    """Arrays of a `.npz` file; each is read, not mapped, when it is asked for."""
 
     complete = True
 
@@ -199,11 +182,7 @@ class NumpyFile:
         self.skipped = tuple(skipped)
 
     def tensor(self, entry: Entry) -> Tensor:
-        """Return the values of one of `entries`, in memory of their own.
-
-        Raises:
-            CorruptError: The member is cut or damaged.
-        """
+        """Return the values of one of `entries`, in memory of their own."""
         import torch
 
         try:
@@ -240,11 +219,7 @@ _MAX_EXPANDED_BYTES = 1 << 34
 
 
 class TorchFile:
-    """Tensors of a `.pt` file; nested dicts, lists and tuples are flattened to dotted names.
-
-    Raises:
-        CorruptError: The file is damaged, would run code, or cannot be mapped.
-    """
+    """Tensors of a `.pt` file; nested dicts, lists and tuples are flattened to dotted names."""
 
     complete = True
 
@@ -273,11 +248,7 @@ class TorchFile:
 
 
 def save_pt(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a `.pt` file of a plain dict.
-
-    Raises:
-        OSError: It cannot be written, for want of room, say.
-    """
+    """Write a `.pt` file of a plain dict."""
     import torch
 
     with open_for_torch(path) as file:
@@ -332,12 +303,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of the format
 
 
 class SafetensorsObject(SafetensorsFile):
-    """Tensors of a `.safetensors` file in a store.
-
-    Raises:
-        UsageError: The store cannot be asked.
-        CorruptError: The file is damaged.
-    """
+    """Tensors of a `.safetensors` file in a store."""
 
     def __init__(self, path: Remote) -> None:
         url = str(path)
@@ -360,11 +326,7 @@ class SafetensorsObject(SafetensorsFile):
         self.path = path
 
     def tensor(self, entry: Entry) -> Tensor:
-        """Return the values of one of `entries`, in memory of their own.
-
-        Raises:
-            CorruptError: The file has changed since it was opened.
-        """
+        """Return the values of one of `entries`, in memory of their own."""
         import torch
 
         dtype: torch.dtype = getattr(torch, entry.dtype)

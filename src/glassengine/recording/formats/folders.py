@@ -6,7 +6,7 @@
     DumperFolder   `step=0___rank=0___dump_index=1___name=attn_out.pt`: the dumper of SGLang
     ServerFolder   `rank0/forward-{n}.safetensors`: the plug-in in vLLM
 
-What is neither a tensor nor known to belong to one is listed as skipped.
+What is neither a tensor nor known to belong to one is listed as skipped. Readers raise CorruptError for a file that is damaged or would run code.
 """
 
 from __future__ import annotations
@@ -52,9 +52,6 @@ class StepFiles:
 
     Attributes:
         complete: Whether every rank has every step from the first to the last.
-
-    Raises:
-        CorruptError: A file is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -149,11 +146,7 @@ _MAX_NAMES_BYTES = 1 << 26
 
 
 class NpyFolder:
-    """Tensors of a directory of `.npy` files, sorted by step, rank and name: such a dump has no other order.
-
-    Raises:
-        CorruptError: A file is damaged.
-    """
+    """Tensors of a directory of `.npy` files, sorted by step, rank and name: such a dump has no other order."""
 
     complete = True
 
@@ -266,12 +259,7 @@ _MOST_VALUES = 400_000
 
 
 class PassFolder:
-    """Tensors of the forwards of each process.
-
-    Raises:
-        CorruptError: A file is damaged or would run code.
-        UsageError: Two processes were of one rank: of two servers, one after the other.
-    """
+    """Tensors of the forwards of each process."""
 
     complete = True
 
@@ -366,11 +354,7 @@ _NOT_A_NAME = {*_STEPS, "rank", "dump_index", "name", "pp_rank", "tp_rank", "cp_
 
 
 class DumperFolder:
-    """Tensors of a directory of dumped files, in the order they were dumped.
-
-    Raises:
-        CorruptError: A file is damaged or would run code.
-    """
+    """Tensors of a directory of dumped files, in the order they were dumped."""
 
     complete = True
 
@@ -473,15 +457,7 @@ _MOST_TEXT = 1 << 26
 
 
 class ServerFolder:
-    """Tensors of one process of a server.
-
-    Args:
-        path: The folder.
-        rank: Of the process.
-
-    Raises:
-        CorruptError: A file is damaged.
-    """
+    """Tensors of one process of a server."""
 
     complete = True
 
@@ -512,11 +488,7 @@ class ServerFolder:
 
 
 def ranks_of(source: Any) -> list[Any]:
-    """Return a source for each process of a server whose model is spread over them; the source itself where it is not.
-
-    Raises:
-        CorruptError: A process has recorded nothing.
-    """
+    """Return a source for each process of a server whose model is spread over them; else the source itself."""
     world = (source.metadata.get("settings") or {}).get("world", 1)
     spread = (source.metadata.get("settings") or {}).get("tensor_parallel", 1)
     if not isinstance(source, ServerFolder) or not isinstance(world, int) or world != spread or not 1 < world <= 1024:

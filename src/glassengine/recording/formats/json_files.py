@@ -1,7 +1,7 @@
 """JSON files of other tools, read within bounds: dumps of msprobe, results of Polygraphy.
 
 Strings that are longer than a name can be (an array in base64) stay in the file, so that a document of many gigabytes
-of arrays costs no more than its structure.
+of arrays costs no more than its structure. Readers raise CorruptError for what is damaged.
 """
 
 from __future__ import annotations
@@ -54,9 +54,6 @@ class JsonFile:
     Attributes:
         path: The file.
         document: What it holds; one of more than 32 KiB is a `LongText`.
-
-    Raises:
-        CorruptError: It is not JSON, not a plain file, or holds more than can be read within bounds.
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,13 +70,7 @@ class JsonFile:
             raise CorruptError("not a JSON file", got=f"{path}: {error}") from error
 
     def read(self, text: LongText, first: int = 0, num_bytes: int | None = None) -> bytes:
-        """Return bytes of a string that was left in the file, as they are written there.
-
-        Args:
-            text: The string.
-            first: Number of the first byte.
-            num_bytes: At most so many; all when None.
-        """
+        """Return bytes of a string that was left in the file, as they are written there."""
         left = max(text.num_bytes - first, 0)
         with open_regular(self.path, inside=self.path.parent) as file:
             file.seek(text.offset + first)
@@ -139,11 +130,7 @@ _MAX_DEPTH = 32
 
 
 class ProbeDump:
-    """Tensors of one or more `dump.json`.
-
-    Raises:
-        CorruptError: A `dump.json` is damaged, or a file of values.
-    """
+    """Tensors of one or more `dump.json`."""
 
     complete = True
 
@@ -169,11 +156,7 @@ class ProbeDump:
         self.skipped = tuple(skipped)
 
     def tensor(self, entry: Entry) -> Tensor:
-        """Return the values of one of `entries`, mapped.
-
-        Raises:
-            CorruptError: The file is damaged.
-        """
+        """Return the values of one of `entries`, mapped."""
         path = self._files[entry]
         source = KINDS[path.suffix.lower()](path)
         if len(source.entries) != 1 or source.entries[0].shape != entry.shape:
@@ -292,11 +275,7 @@ _HEAD_BYTES = 16_384
 
 
 class RunResults:
-    """Tensors of one file that Polygraphy saved.
-
-    Raises:
-        CorruptError: The structure is not that of results.
-    """
+    """Tensors of one file that Polygraphy saved."""
 
     complete = True
 
@@ -320,11 +299,7 @@ class RunResults:
         self.skipped = tuple(skipped)
 
     def tensor(self, entry: Entry) -> Tensor:
-        """Return the values of one of `entries`, in memory of their own.
-
-        Raises:
-            CorruptError: They are damaged.
-        """
+        """Return the values of one of `entries`, in memory of their own."""
         import torch
 
         value = self._values[entry]

@@ -67,14 +67,7 @@ class Commits:
 def impossible_blocks(
     blocks: Blocks, groups: Sequence[Described], shard_bytes: Mapping[int, int], most: int
 ) -> Impossible:
-    """Return the first block that is not on file, or has bytes of another step or part of those of another block.
-
-    Args:
-        blocks: All blocks.
-        groups: What they are of.
-        shard_bytes: Data bytes on file of each shard.
-        most: Tensors at most.
-    """
+    """Return the first block that is not on file, or has bytes of another step or part of those of another block."""
     columns = blocks.columns
     if not len(columns.group):
         return None
@@ -150,15 +143,7 @@ def impossible_commits(
     left_out: Sequence[tuple[int, LeftOut | Measured]],
     most: int,
 ) -> Impossible:
-    """Return the first commit that does not fit the records since the one before it.
-
-    Args:
-        blocks: All blocks.
-        commits: All commits.
-        groups: What blocks are of.
-        left_out: Record and tensors without values.
-        most: Tensors without values at most.
-    """
+    """Return the first commit that does not fit the records since the one before it."""
     count = len(commits.record)
     counts = np.array([len(group.tensors) for group in groups] or [0], dtype=np.int64)[blocks.columns.group]
     records = np.array([record for record, _ in left_out], dtype=np.int64)
@@ -265,12 +250,7 @@ class IndexContents:
 
 
 def read_index(file: BinaryIO, shard_bytes: Mapping[int, int]) -> IndexContents:
-    """Read the index up to the first record that is damaged, impossible, or whose bytes are not there.
-
-    Args:
-        file: The open index.
-        shard_bytes: Data bytes on file of each shard.
-    """
+    """Read the index up to the first record that is damaged, impossible, or whose bytes are not there."""
     found = _Found()
     for frames in read_frames(file):
         found.add_fixed(frames.numbers, frames.fixed)
@@ -378,11 +358,7 @@ class _Found:
             parts.append([records[which], *(some[name].astype(dtype) for name, dtype in kinds.items())])
 
     def add(self, record: int, payload: dict[str, Any]) -> None:
-        """Add any other record.
-
-        Raises:
-            ValueError: It is impossible.
-        """
+        """Add any other record."""
         kind = payload.get("kind")
         if kind == "tensor":
             entry = entry_from(payload)

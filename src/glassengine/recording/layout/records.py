@@ -281,21 +281,13 @@ def framed(payload: bytes) -> bytes:
 
 
 def read_frame(file: BinaryIO) -> dict[str, Any] | None:
-    """Read the next frame; None at the end of the file.
-
-    Raises:
-        ValueError: The frame is cut, damaged or not a JSON object. At most `MAX_FRAME_BYTES` are read.
-    """
+    """Read the next frame; None at the end of the file."""
     payload = read_payload(file)
     return None if payload is None else decoded(payload)
 
 
 def read_payload(file: BinaryIO) -> bytes | None:
-    """Read what the next frame holds; None at the end of the file.
-
-    Raises:
-        ValueError: The frame is cut or damaged. At most `MAX_FRAME_BYTES` are read.
-    """
+    """Read what the next frame holds; None at the end of the file."""
     head = file.read(_FRAME.size)
     if not head:
         return None
@@ -313,11 +305,7 @@ def read_payload(file: BinaryIO) -> bytes | None:
 
 
 def decoded(text: bytes) -> dict[str, Any]:
-    """Return the object that the payload of a frame is.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """Return the object that the payload of a frame is."""
     try:
         try:
             payload = msgspec.json.decode(text)
@@ -332,11 +320,7 @@ def decoded(text: bytes) -> dict[str, Any]:
 
 
 def entry_from(payload: dict[str, Any]) -> Entry:
-    """Return the entry of a tensor's payload, trusting nothing.
-
-    Raises:
-        ValueError: A field is missing, of the wrong kind, or contradicts another.
-    """
+    """Return the entry of a tensor's payload, trusting nothing."""
     axes = payload.get("axes")
     site, node, dtype = payload.get("site"), payload.get("node"), payload.get("dtype")
     if not isinstance(site, str) or not (node is None or isinstance(node, str)):
@@ -354,11 +338,7 @@ def entry_from(payload: dict[str, Any]) -> Entry:
 
 
 def sharding_from(payload: object) -> Sharding | None:
-    """Return how a tensor is spread over processes, trusting nothing.
-
-    Raises:
-        ValueError: A field is missing, of the wrong kind, or contradicts another.
-    """
+    """Return how a tensor is spread over processes, trusting nothing."""
     if payload is None:
         return None
     if not isinstance(payload, dict):
@@ -384,11 +364,7 @@ def sharding_from(payload: object) -> Sharding | None:
 
 
 def location_from(payload: dict[str, Any]) -> Location:
-    """Return the location of a tensor's or block's payload, trusting nothing.
-
-    Raises:
-        ValueError: A number is missing or impossible.
-    """
+    """Return the location of a tensor's or block's payload, trusting nothing."""
     shard, offset, checksum = sizes_of(payload, "shard", "offset", "checksum")
     if shard > MAX_SHARD_NUMBER or offset % ALIGNMENT:
         raise ValueError("a location is impossible")
@@ -396,11 +372,7 @@ def location_from(payload: dict[str, Any]) -> Location:
 
 
 def group_from(payload: dict[str, Any]) -> list[Entry]:
-    """Return the tensors of a group's payload, in step 0 and at their places in a block, trusting nothing.
-
-    Raises:
-        ValueError: A field is missing, of the wrong kind, or contradicts another.
-    """
+    """Return the tensors of a group's payload, in step 0 and at their places in a block, trusting nothing."""
     (rank,) = sizes_of(payload, "rank")
     tensors = payload.get("tensors")
     if not isinstance(tensors, list) or not 0 < len(tensors) <= MAX_GROUP_TENSORS:
@@ -428,11 +400,7 @@ def group_from(payload: dict[str, Any]) -> list[Entry]:
 
 
 def sizes_of(payload: dict[str, Any], *keys: str) -> list[int]:
-    """Return numbers of a payload.
-
-    Raises:
-        ValueError: One of them is missing, negative, or larger than anything on a disk.
-    """
+    """Return numbers of a payload."""
     numbers: list[int] = []
     for key in keys:
         number = payload.get(key)
@@ -460,11 +428,7 @@ def _same_in_every_step(site: str, rank: int, reason: str, dtype: str | None, sh
 
 
 def left_out_from(payload: dict[str, Any]) -> LeftOut:
-    """Inverse of `left_out_frame`, which trusts nothing.
-
-    Raises:
-        ValueError: A field is missing or of the wrong kind.
-    """
+    """Inverse of `left_out_frame`, which trusts nothing."""
     site, reason, dtype = payload.get("site"), payload.get("reason"), payload.get("dtype")
     step, rank, shape, found = (payload.get(key) for key in ("step", "rank", "shape", "statistics"))
     if not isinstance(site, str) or not isinstance(reason, str) or not (dtype is None or isinstance(dtype, str)):
@@ -484,12 +448,6 @@ def measured_frame(group: int, step: int, reason: str, table: LightTable) -> byt
     """Return the index frame of the tensors of a group whose values are not recorded.
 
     Numbers as text would take longer than it takes to compute them: `rows` is base64 of the little-endian bytes.
-
-    Args:
-        group: Its number.
-        step: Step that had them.
-        reason: Why the values are not recorded.
-        table: Their statistics.
     """
     rows = base64.b64encode(table.rows.astype("<f8", copy=False).tobytes()).decode()
     counts = json.dumps(list(table.num_nonfinite.items())) if table.num_nonfinite else "[]"
@@ -515,15 +473,7 @@ def _text_of(value: str | None) -> str:
 
 
 def measured_from(payload: dict[str, Any], tensors: Sequence[Entry]) -> Measured:
-    """Inverse of `measured_frame`, which trusts nothing but the numbers in its rows (`impossible.impossible_rows`).
-
-    Args:
-        payload: Of the frame.
-        tensors: Those of its group.
-
-    Raises:
-        ValueError: A field is missing, of the wrong kind, or contradicts the description of the group.
-    """
+    """Inverse of `measured_frame`, which trusts nothing but the numbers in its rows (`impossible.impossible_rows`)."""
     (step,) = sizes_of(payload, "step")
     reason, rows, counts = (payload.get(key) for key in ("reason", "rows", "num_nonfinite"))
     if not isinstance(reason, str) or not isinstance(rows, str):
@@ -595,11 +545,7 @@ def _token_payloads(rows: Sequence[Sequence[int]]) -> Iterator[dict[str, Any]]:
 
 
 def tokens_from(payload: dict[str, Any]) -> list[tuple[int, list[int]]]:
-    """Inverse of one of `_token_payloads`, which trusts nothing.
-
-    Raises:
-        ValueError: It is not a list of rows of token ids.
-    """
+    """Inverse of one of `_token_payloads`, which trusts nothing."""
     pieces = payload.get("rows")
     if not isinstance(pieces, list):
         raise ValueError("token ids are not rows")

@@ -87,14 +87,6 @@ class ShardFiles:
         """Return a writable buffer with bytes of a shard; they are mapped if they are many, and copied if few.
 
         Writing into it never changes the file. Its memory is given back when nothing refers to it any more.
-
-        Args:
-            shard: Number of the shard.
-            offset: Behind the shard's header.
-            num_bytes: At least 1.
-
-        Raises:
-            CorruptError: The file is gone or does not have these bytes.
         """
         start = self._starts[shard] + offset
         # Another thread may want another shard, for which this one is closed.
@@ -204,17 +196,7 @@ class ShardObjects:
         self.data_bytes = {number: max(0, found.size - self._starts[number]) for number, found in self._found.items()}
 
     def read(self, shard: int, offset: int, num_bytes: int) -> Any:
-        """Return a writable buffer with bytes of a shard.
-
-        Args:
-            shard: Number of the shard.
-            offset: Behind the shard's header.
-            num_bytes: At least 1.
-
-        Raises:
-            UsageError: The store cannot be asked.
-            CorruptError: The object is gone or does not have these bytes.
-        """
+        """Return a writable buffer with bytes of a shard."""
         return read_range(self._found[shard], self._starts[shard] + offset, num_bytes)
 
     def read_again(self, shard: int, offset: int, num_bytes: int) -> Any:

@@ -128,12 +128,7 @@ def copied_norm(target: Tensor, source: Tensor) -> float | None:
 
 
 def light_of_bytes(data: memoryview, dtype: str) -> LightStatistics:
-    """Return what `light` does of the bytes of a tensor in row-major order, on one thread.
-
-    Args:
-        data: At least one element.
-        dtype: One of `MEASURED`.
-    """
+    """Return what `light` does of the bytes of a tensor in row-major order, on one thread."""
     found = _light_of_array(np.frombuffer(data, _NUMPY_DTYPES[dtype]), dtype)
     return found or _exact(torch.frombuffer(data, dtype=getattr(torch, dtype)))
 

@@ -257,9 +257,6 @@ class RankRecordings:
         entries: The tensors in order of step and rank.
         left_out: What was seen and has no values.
         skipped: The same in the words of a comparison.
-
-    Raises:
-        CorruptError: A recording is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -283,11 +280,7 @@ class RankRecordings:
         self.skipped: Sequence[Skipped] = Mapped(_skipped, self.left_out)
 
     def noise_floor(self) -> NoiseFloor | None:
-        """Return the noise floors of all ranks; None where a rank has none.
-
-        Raises:
-            CorruptError: One is damaged.
-        """
+        """Return the noise floors of all ranks; None where a rank has none."""
         found = {rank: recording.noise_floor() for rank, recording in self._recordings.items()}
         known = {rank: floor for rank, floor in found.items() if floor is not None}
         return NoiseFloor.of_ranks(known) if len(known) == len(found) else None

@@ -47,14 +47,6 @@ class Memory:
         num_bytes: Its size; a multiple of a page.
         file: Descriptor of a file at least as large, whose bytes it is; None for memory of this process alone. May be
             closed afterwards.
-
-    Attributes:
-        address: Where it begins.
-        view: Its bytes.
-
-    Raises:
-        GlassError: There is not so much memory.
-        OSError: The file cannot be mapped.
     """
 
     def __init__(self, num_bytes: int, file: int | None = None) -> None:
@@ -116,14 +108,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that writes a ring.
-
-    Attributes:
-        process: Its number.
-        start: When it began, in ticks of the machine.
-        namespace: Of its number.
-        machine: Of this run of it.
-    """
+    """The process that writes a ring."""
 
     process: int
     start: int
@@ -165,11 +150,7 @@ def _start_of(process: int) -> int:
 
 
 def _take_room(descriptor: int, num_bytes: int) -> None:
-    """Have the file system keep room for a file: a page that it has none for ends the process that writes there.
-
-    Raises:
-        OSError: It has none, or cannot keep it; what `os.posix_fallocate` does there instead takes minutes.
-    """
+    """Have the file system keep room for a file: a page that it has none for ends the process that writes there."""
     fallocate = _LIBC.fallocate
     fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong)
     while fallocate(descriptor, 0, 0, num_bytes):
@@ -188,9 +169,6 @@ class RingFile:
     Attributes:
         memory: The mapped file.
         first: Where in it each of the two begins.
-
-    Raises:
-        OSError: It cannot be made, has no room, or the system is none that can tell later who made it.
     """
 
     def __init__(self, directory: Path, num_bytes: tuple[int, int]) -> None:
@@ -310,11 +288,7 @@ class LeftRing:
         return cls(file, owner, (size, journal), (tails[0], tails[1]), last, bool(stopped) and not is_left, is_left)
 
     def bytes_at(self, position: int, num_bytes: int, part: int = 0) -> bytes:
-        """Return the bytes of a slot, of the ring or of its journal.
-
-        Raises:
-            ValueError: There is no such slot, or it is given back.
-        """
+        """Return the bytes of a slot, of the ring or of its journal."""
         size = self.num_bytes[part]
         start = position % size
         if position < self.tails[part] or not 0 <= num_bytes <= size - start:

@@ -234,13 +234,7 @@ Movable = Stored | Block | Copied | Note
 
 
 class MovedLog:
-    """Writes `ring.log`; runs in the thread that writes.
-
-    Args:
-        directory: Of the recording.
-        ring: Whose slots are given back.
-        notes: Has the journal.
-    """
+    """Writes `ring.log`; runs in the thread that writes."""
 
     def __init__(self, directory: Path, ring: Ring, notes: Ring) -> None:
         self._path = directory / layout.MOVED

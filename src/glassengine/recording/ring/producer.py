@@ -69,9 +69,6 @@ class Producer:
             seen: What is known of it.
             tensor: The tensor.
             what: Step, rank, whether nothing like it was seen before, and the reason for which it is only measured.
-
-        Raises:
-            UsageError: Its storage was freed, or never made.
         """
         step, rank, _, reason = what
         site = seen.description.site
@@ -214,11 +211,7 @@ class OpenBlock:
         return self._next + seen.room <= self.limit and self._header_room > 0
 
     def put(self, seen: Seen, tensor: Tensor) -> None:
-        """Append a contiguous tensor of the CPU.
-
-        Raises:
-            UsageError: Its storage was freed, or never made.
-        """
+        """Append a contiguous tensor of the CPU."""
         address, nbytes, dtype = tensor.data_ptr(), seen.nbytes, seen.description.dtype
         room = self._header_room - seen.description.most_header_bytes
         # What one module returns another one is given: found by its address, proved by its bytes. Those of another
@@ -265,11 +258,7 @@ class SeenTensors:
         self.last: dict[str, Seen] = {}
 
     def look(self, site: str, tensor: Tensor, **facts: Unpack[Facts]) -> tuple[Seen, bool]:
-        """Return what is known of such a tensor, and whether nothing was.
-
-        Raises:
-            UsageError: The tensor or its name cannot be recorded.
-        """
+        """Return what is known of such a tensor, and whether nothing was."""
         seen, sharding = self.last.get(site), facts.get("sharding")
         strided = tensor.layout is torch.strided
         if (
@@ -306,14 +295,7 @@ class SeenTensors:
 
 
 class Repetition:
-    """A passage that comes again; used under the lock of its writer.
-
-    Args:
-        passage: What is expected.
-        step: In which it comes.
-        ring: Where the tensors are copied to.
-        position: Of the slot that is reserved for them.
-    """
+    """A passage that comes again; used under the lock of its writer."""
 
     __slots__ = ("_address", "_addresses", "_expected", "_rank", "passage", "position", "step")
 

@@ -69,12 +69,6 @@ class Ring:
         num_bytes: Its size.
         file: Where its bytes outlive the process; None for memory of this process alone.
         part: Of the file; see `RingFile`.
-
-    Attributes:
-        file: As given.
-
-    Raises:
-        GlassError: There is not so much memory.
     """
 
     def __init__(self, num_bytes: int, file: RingFile | None = None, part: int = 0) -> None:
@@ -216,11 +210,7 @@ def lies_flat(tensor: Tensor) -> bool:
 
 
 def require_memory(tensor: Tensor) -> None:
-    """Raise if elements of `tensor` are nowhere: to read them would end the process.
-
-    Raises:
-        UsageError: Its storage was freed, or never made.
-    """
+    """Raise if elements of `tensor` are nowhere: to read them would end the process."""
     if has_no_memory(tensor):
         raise UsageError("the tensor cannot be recorded", got="a tensor without memory", expected="one with values")
 

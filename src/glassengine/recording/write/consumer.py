@@ -30,14 +30,6 @@ class _Cut(Exception):
 class Consumer:
     """What the thread does; ends when it takes None from the queue.
 
-    Args:
-        writer: Gets what is taken.
-        ring: Where the bytes of tensors of the CPU are.
-        pinned: Where copies from accelerators are given back.
-        notes: Has the journal.
-        queue: Of what to write.
-        wake: Wakes the thread.
-
     Attributes:
         failure: What stopped the writing, if anything did; the queue is emptied all the same.
         has_ended: Whether a step has ended since the thread looked.
@@ -212,11 +204,7 @@ class Drain:
         self._queue = queue
 
     def put(self, item: Stored | Block | Alias | Copied | LeftOut | Note | Commit) -> None:
-        """Store or measure a tensor, several, or end a step.
-
-        Raises:
-            UsageError: As `RecordingWriter` does.
-        """
+        """Store or measure a tensor, several, or end a step."""
         if isinstance(item, Block):
             self._put_block(item)
         elif isinstance(item, Stored):

@@ -92,11 +92,7 @@ class Watch:
 
 
 def watch_of(given: Watch | bool | Mapping[str, Any] | None) -> Watch | None:
-    """Return what `watch=` of `record` means: True is a watch with every default.
-
-    Raises:
-        UsageError: It is of another kind.
-    """
+    """Return what `watch=` of `record` means: True is a watch with every default."""
     if given is None or given is False:
         return None
     if given is True:

@@ -119,11 +119,7 @@ class Shard:
         return self._directory / shard_name(self.number, sealed=self._is_sealed)
 
     def require(self) -> None:
-        """Raise unless the file is there with all that was written.
-
-        Raises:
-            OSError: It was removed, or cut.
-        """
+        """Raise unless the file is there with all that was written."""
         require_there(self.path, 8 + self._room + self.size)
 
     def seal(self) -> None:
@@ -187,10 +183,6 @@ SHARD_BYTES = 1 << 31
 class Shards:
     """Shards of one directory, the last of which may be open.
 
-    Args:
-        path: The directory.
-        first: Number of the first one.
-
     Attributes:
         uploads: Take each shard that is sealed, where the recording goes to a store.
     """
@@ -220,12 +212,7 @@ class Shards:
         return (-1, 0) if self._open is None else (self._open.number, self._open.size)
 
     def for_next(self, *added: Description | Group) -> Shard:
-        """Return the shard that takes these tensors next; a full one is sealed.
-
-        Raises:
-            OSError: It cannot be written.
-            UsageError: A store does not take what was written before.
-        """
+        """Return the shard that takes these tensors next; a full one is sealed."""
         if self._open is not None:
             size = self._open.size
             is_enough = size >= SHARD_BYTES

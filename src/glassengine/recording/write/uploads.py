@@ -60,9 +60,6 @@ class Uploads:
     Attributes:
         shard_bytes: After how many bytes a shard is sealed at the latest.
         failure: Why nothing more is uploaded, if nothing is.
-
-    Raises:
-        UsageError: The store cannot be written.
     """
 
     def __init__(self, directory: Path, target: Remote, spool_bytes: int) -> None:
@@ -102,11 +99,7 @@ class Uploads:
         return self._waiting_bytes > self._most // 2
 
     def wait_for_room(self) -> None:
-        """Wait until another shard may be written.
-
-        Raises:
-            UsageError: The store does not take any more.
-        """
+        """Wait until another shard may be written."""
         with self._changed:
             while not self._hurries:
                 if self.failure is not None:
@@ -211,17 +204,7 @@ class Uploads:
 
 
 def upload_rest(directory: Path, target: Remote, call: Callable[[Callable[[], None]], None]) -> int:
-    """Upload the files of a recording that are not in the store, index and manifest last; return how many.
-
-    Args:
-        directory: Of the recording.
-        target: Where it goes.
-        call: Calls a function, again if need be.
-
-    Raises:
-        UsageError: The store does not take one.
-        CorruptError: The list of what is there cannot be read.
-    """
+    """Upload the files of a recording that are not in the store, index and manifest last; return how many."""
     done = uploaded(directory)
     files = [path for path in sorted(directory.rglob("*")) if path.is_file() and not path.is_symlink()]
     names = [path.relative_to(directory).as_posix() for path in files]
@@ -236,11 +219,7 @@ def upload_rest(directory: Path, target: Remote, call: Callable[[Callable[[], No
 
 
 def uploaded(directory: Path) -> set[str]:
-    """Return the names of the shards of a recording that are in the store, of which hollow files are left.
-
-    Raises:
-        CorruptError: The list of them is there and cannot be read: hollow files would replace shards in the store.
-    """
+    """Return the names of the shards of a recording that are in the store, of which hollow files are left."""
     path = directory / DONE
     if not os.path.lexists(path):
         return set()
@@ -261,18 +240,7 @@ def truncate_uploaded(path: Path) -> None:
 
 
 class Spool:
-    """The directory for one place in a store, locked by this process until it ends or this is `closed`.
-
-    Args:
-        target: Where the recording goes.
-
-    Attributes:
-        target: As given.
-        directory: Of the recording; need not exist.
-
-    Raises:
-        UsageError: Another writer holds it.
-    """
+    """The directory for one place in a store, locked by this process until it ends or this is `closed`."""
 
     def __init__(self, target: Remote) -> None:
         self.target = target
@@ -286,12 +254,7 @@ class Spool:
 
     @classmethod
     def begun(cls, target: Remote, *, overwrite: bool) -> Spool:
-        """Make room for a new recording, here and in the store.
-
-        Raises:
-            UsageError: There is a recording, here or in the store, and `overwrite` is false; one is being written; or
-                other objects are there, or the store cannot be used.
-        """
+        """Make room for a new recording, here and in the store."""
         root = directory_of(target).parent
         try:
             private_directory(root)

@@ -2,6 +2,9 @@
 
 A step is *completed* when its commit record is on file. Killing the process at any moment leaves a recording whose
 completed steps are readable, because nothing that was committed is ever written again.
+
+Methods raise UsageError where a name, step or tensor cannot be recorded, where a step is committed already, and where a
+file cannot be written: the message then says what is safe.
 """
 
 from __future__ import annotations
@@ -47,9 +50,6 @@ class RecordingWriter:
         metadata: The same facts about the recording, stored now and once more by `close`. What changes from step to
             step belongs into the commit: the token ids are collected here from there.
         failure: Why a file could not be written, if one could not; nothing more is.
-
-    Raises:
-        UsageError: The directory cannot be written, or exists and `overwrite` is false, or holds other files.
     """
 
     def __init__(
@@ -102,10 +102,6 @@ class RecordingWriter:
             tensor: Dense; any strides, device and dtype of `layout.STORED`.
             rank: Process that has the tensor.
             facts: What else is known of it.
-
-        Raises:
-            UsageError: The name, step or tensor cannot be recorded;
-                or the file cannot be written: the message says what is safe.
         """
         description = self._descriptions.of(site, tensor, **facts)
         self._require_open()
@@ -134,10 +130,6 @@ class RecordingWriter:
             rank: Process that has the tensor.
             pieces: The bytes. With a checksum they must not change before `flush`, and without before the next one.
             checksum: Their CRC-32, or None: then each piece is written before the next one is asked for.
-
-        Raises:
-            UsageError: The step is committed, or has that site already;
-                or the file cannot be written: the message says what is safe.
         """
         self._begin(description, step, rank)
         try:
@@ -169,10 +161,6 @@ class RecordingWriter:
             step: A step that is not committed.
             data: All bytes that are written, which must not change before `flush`.
             checksum: CRC-32 of `data`.
-
-        Raises:
-            UsageError: The step is committed, or has one of the sites already;
-                or the file cannot be written: the message says what is safe.
         """
         self._require_open()
         opened = self._steps.opened(group.descriptions[0].site, step)
@@ -191,12 +179,7 @@ class RecordingWriter:
         return location
 
     def alias(self, description: Description, step: int, rank: int, original: Description, location: Location) -> None:
-        """Note that a tensor has the bytes of `original`, which this step has at `location`.
-
-        Raises:
-            UsageError: The step is committed, or has that site already;
-                or the file cannot be written: the message says what is safe.
-        """
+        """Note that a tensor has the bytes of `original`, which this step has at `location`."""
         self._begin(description, step, rank)
         try:
             shard = self._shards.for_next(description, original)
@@ -206,22 +189,14 @@ class RecordingWriter:
         self._note(description, step, rank, location)
 
     def leave_out(self, item: LeftOut) -> None:
-        """Note a tensor of an open step whose values are not recorded.
-
-        Raises:
-            UsageError: The step is committed.
-        """
+        """Note a tensor of an open step whose values are not recorded."""
         self._require_open()
         opened = self._steps.opened(item.site, item.step)
         opened.frames.append(records.left_out_frame(item))
         opened.num_left_out += 1
 
     def leave_out_block(self, group: Group, step: int, reason: str, table: LightTable) -> None:
-        """Note small tensors of an open step that are measured, as `table` says, and not recorded.
-
-        Raises:
-            UsageError: The step is committed.
-        """
+        """Note small tensors of an open step that are measured, as `table` says, and not recorded."""
         self._require_open()
         opened = self._steps.opened(group.descriptions[0].site, step)
         opened.groups.append(group)
@@ -236,31 +211,19 @@ class RecordingWriter:
             token_ids: What each row of the batch was given in this step, without padding; `metadata["token_ids"]` is
                 the concatenation over the committed steps.
             stopped: What ended the step before it was through, if something did; the recording then is incomplete.
-
-        Raises:
-            UsageError: The step is committed already;
-                or the file cannot be written: the message says what is safe.
         """
         self.end_step(step, token_ids=token_ids, stopped=stopped)
         self.flush()
 
     def end_step(self, step: int, *, token_ids: Sequence[Sequence[int]] = (), stopped: str | None = None) -> None:
-        """Let the next `flush` complete `step`; the arguments are those of `commit`.
-
-        Raises:
-            UsageError: The step is committed already.
-        """
+        """Let the next `flush` complete `step`; the arguments are those of `commit`."""
         self._require_open()
         opened = self._steps.end(step)
         self._ended.add(step, opened, token_ids, stopped)
         self._steps.committed.add(step)
 
     def flush(self) -> None:
-        """Write the bytes that were taken, then the records of the steps that have ended.
-
-        Raises:
-            UsageError: The file cannot be written; the message says what is safe.
-        """
+        """Write the bytes that were taken, then the records of the steps that have ended."""
         ended = self._ended.take()
         try:
             self._shards.flush()
@@ -271,14 +234,7 @@ class RecordingWriter:
         self._ended.note_written(ended)
 
     def close(self, reason: str | None = None) -> None:
-        """Seal the recording; it is complete when every step that was written to was committed.
-
-        Args:
-            reason: Why it is incomplete all the same.
-
-        Raises:
-            UsageError: The file cannot be written; the message says what is safe.
-        """
+        """Seal the recording; it is complete when every step that was written to was committed."""
         if self._closed:
             return
         self._closed = True
@@ -397,11 +353,7 @@ class Steps:
         self.committed: set[int] = set()
 
     def opened(self, site: str, step: int) -> OpenStep:
-        """Return a step for a tensor of `site`; it is opened if it is not.
-
-        Raises:
-            UsageError: There can be no such step, or it is committed.
-        """
+        """Return a step for a tensor of `site`; it is opened if it is not."""
         what = f"the tensor {site[:200]!r} cannot be recorded"
         if step < 0:
             raise UsageError(what, got=f"step {step}", expected="numbers from 0 on")
@@ -410,11 +362,7 @@ class Steps:
         return self.open.setdefault(step, OpenStep())
 
     def begun(self, site: str, step: int, rank: int) -> OpenStep:
-        """Return a step that has no tensor of `site` yet.
-
-        Raises:
-            UsageError: It has one, or as `opened`.
-        """
+        """Return a step that has no tensor of `site` yet."""
         opened = self.open.get(step) or self.opened(site, step)
         if (site, rank) in opened.names:
             what = f"the tensor {site[:200]!r} cannot be recorded"
@@ -422,11 +370,7 @@ class Steps:
         return opened
 
     def end(self, step: int) -> OpenStep:
-        """Return what was written of a step that is about to be committed.
-
-        Raises:
-            UsageError: It is already.
-        """
+        """Return what was written of a step that is about to be committed."""
         if step in self.committed:
             raise UsageError("a step is committed twice", got=f"step {step}")
         return self.open.pop(step, None) or OpenStep()
@@ -488,11 +432,7 @@ class EndedSteps:
                 append_tokens(self._metadata.setdefault("token_ids", []), enumerate(step.token_ids))
 
     def manifest(self, state: str) -> bytes:
-        """Return the manifest of the recording in `state`.
-
-        Raises:
-            UsageError: The metadata is not JSON.
-        """
+        """Return the manifest of the recording in `state`."""
         counts = {"num_steps": self.num_steps, "num_tensors": self._num_tensors}
         return manifest_of(state, self.incomplete, **counts, metadata=self._metadata)
 
@@ -504,9 +444,6 @@ class StoredWriter(RecordingWriter):
 
     Attributes:
         target: Where the recording goes; `path` is where it is until then.
-
-    Raises:
-        UsageError: The store cannot be used or has a recording there, or what waits cannot be written here.
     """
 
     def __init__(
@@ -559,11 +496,7 @@ class StoredWriter(RecordingWriter):
 def new_writer(
     path: str | Path, *, metadata: Mapping[str, Any], overwrite: bool, spool_bytes: int | None
 ) -> RecordingWriter:
-    """Return what writes a recording to a path, here or in a store.
-
-    Raises:
-        UsageError: It cannot be written, or exists and `overwrite` is false.
-    """
+    """Return what writes a recording to a path, here or in a store."""
     where = place(path)
     if isinstance(where, Remote):
         return StoredWriter(where, metadata=metadata, overwrite=overwrite, spool_bytes=spool_bytes)
