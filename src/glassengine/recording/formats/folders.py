@@ -6,7 +6,8 @@
     DumperFolder   `step=0___rank=0___dump_index=1___name=attn_out.pt`: the dumper of SGLang
     ServerFolder   `rank0/forward-{n}.safetensors`: the plug-in in vLLM
 
-What is neither a tensor nor known to belong to one is listed as skipped. Readers raise CorruptError for a file that is damaged or would run code.
+What is neither a tensor nor known to belong to one is listed as skipped. Readers raise CorruptError for a file that is
+damaged or would run code.
 """
 
 from __future__ import annotations
