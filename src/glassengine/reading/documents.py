@@ -265,7 +265,7 @@ class StreamedDocument:
             CorruptError: There is no object, or it is damaged.
         """
         self._expect("{")
-        if self._peek() == "}":
+        if self.peek() == "}":
             self._at += 1
             return
         while True:
@@ -273,7 +273,7 @@ class StreamedDocument:
             if not isinstance(key, str):
                 raise self._damaged("a key is not a string")
             self._expect(":")
-            self._peek()
+            self.peek()
             before = self._passed + self._at
             yield key
             if self._passed + self._at == before:
@@ -297,7 +297,7 @@ class StreamedDocument:
             CorruptError: There is no array, or it is damaged.
         """
         self._expect("[")
-        if self._peek() == "]":
+        if self.peek() == "]":
             self._at += 1
             return
         while True:
@@ -311,7 +311,7 @@ class StreamedDocument:
         Raises:
             CorruptError: It is damaged, or too large.
         """
-        self._peek()
+        self.peek()
         while True:
             try:
                 found, end = self._decoder.raw_decode(self._text, self._at)
@@ -335,26 +335,23 @@ class StreamedDocument:
         Raises:
             CorruptError: Something does.
         """
-        if self._peek():
+        if self.peek():
             raise self._damaged("something follows the document")
 
-    def peek(self) -> str:
-        """Return the first character of what comes next: "{" of an object, "[" of an array; "" at the end."""
-        return self._peek()
-
     def _goes_on(self, last: str) -> bool:
-        found = self._peek()
+        found = self.peek()
         if found not in (",", last) or not found:
             raise self._damaged(f"expected , or {last}")
         self._at += 1
         return found == ","
 
     def _expect(self, character: str) -> None:
-        if self._peek() != character:
+        if self.peek() != character:
             raise self._damaged(f"expected {character}")
         self._at += 1
 
-    def _peek(self) -> str:
+    def peek(self) -> str:
+        """Return the first character of what comes next: "{" of an object, "[" of an array; "" at the end."""
         while True:
             text, at = self._text, self._at
             while at < len(text) and text[at] in _SPACE:

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from glassengine.reading.files import open_regular, read_open
 from glassengine.recording.layout import layout
 from glassengine.recording.layout.layout import LeftOut, Location
 from glassengine.recording.layout.records import left_out_frame, measured_frame
@@ -227,6 +228,7 @@ PLACE = struct.Struct("<QqqI")
 AT, MEASURED, RECORD = range(3)
 # Emptied when no step is open, but not for less.
 _MANY_BYTES = 1 << 20
+_MAX_MOVED_BYTES = 1 << 30
 
 _log = logging.getLogger(__name__)
 
@@ -335,3 +337,16 @@ def frames(data: bytes) -> Iterator[tuple[int, int, bytes]]:
             return
         yield position, kind, data[start + MOVED_HEAD.size : start + size]
         start += size
+
+
+def read_moved(directory: Path) -> list[tuple[int, int, bytes]]:
+    """Return the frames of the `ring.log` of a recording; none where there is no such file.
+
+    Raises:
+        CorruptError: It cannot be read.
+    """
+    path = directory / layout.MOVED
+    if not os.path.lexists(path):
+        return []
+    with open_regular(path, inside=directory) as file:
+        return list(frames(read_open(file, path, most=_MAX_MOVED_BYTES)))
