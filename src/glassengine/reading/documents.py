@@ -235,14 +235,7 @@ MOST_OF_A_VALUE = 256 << 20
 
 
 class StreamedDocument:
-    """A JSON document in an open file, at the place up to which it was read.
-
-    Args:
-        file: Read forward only; the caller closes it.
-        where: The place to name in an error.
-        what: How to call the document in an error.
-        most: Characters of a value that is taken whole, at most.
-    """
+    """A JSON document in an open file, at the place up to which it was read."""
 
     def __init__(
         self, file: BinaryIO, where: str | Path, *, what: str = "a JSON document", most: int = MOST_OF_A_VALUE

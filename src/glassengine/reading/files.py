@@ -127,11 +127,6 @@ def read_bytes(path: str | Path, *, most: int, inside: str | Path | None = None)
 def read_open(file: BinaryIO, path: str | Path, *, most: int) -> bytes:
     """Return the rest of an open file.
 
-    Args:
-        file: What `open_regular` gave.
-        path: How to call it.
-        most: Bytes at most.
-
     Raises:
         CorruptError: It holds more, or cannot be read.
     """
@@ -267,12 +262,7 @@ def _unusual(also: str) -> re.Pattern[str]:
 
 
 def printable(text: str, also: str = "") -> str:
-    """Return `text` with escapes in place of what would move the cursor, turn the direction or break the line.
-
-    Args:
-        text: Anything.
-        also: Characters to keep besides those that can be printed.
-    """
+    """Return `text` with escapes in place of what would move the cursor, turn the direction or break the line."""
     if text.isprintable():
         return text
 
@@ -290,10 +280,6 @@ _KEY_BYTES = 32
 
 def user_key(name: str, *, make: bool = False) -> bytes | None:
     """Return a key of 32 bytes; None if there is none, or if others could know or have written it.
-
-    Args:
-        name: File of the configuration directory.
-        make: Whether a key that does not exist is made.
 
     Raises:
         OSError: The key cannot be made or read.

@@ -230,13 +230,7 @@ class Row:
 
 @dataclass
 class JournaledStep:
-    """A step that had ended, or whose forward had.
-
-    Attributes:
-        number: Of the step.
-        rows: What it had.
-        stopped: What ended it before it was through, if anything did.
-    """
+    """A step that had ended, or whose forward had."""
 
     number: int
     rows: list[Row] = field(default_factory=list)

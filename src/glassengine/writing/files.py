@@ -137,9 +137,6 @@ def save_safetensors(
 def hold(file: int) -> None:
     """Lock an open file or directory until it is closed or the process ends; nothing where there are no locks.
 
-    Args:
-        file: Its descriptor.
-
     Raises:
         BlockingIOError: Someone else holds it.
     """
@@ -174,12 +171,6 @@ def held(directory: Path) -> Iterator[None]:
 
 def next_directory(parent: Path, prefix: str, *, digits: int, first: int = 1) -> Path:
     """Make the directory `<prefix>-<number>` in `parent` that follows those there; every caller gets its own.
-
-    Args:
-        parent: A directory.
-        prefix: Of the name.
-        digits: Of the number, at least.
-        first: The number where there is none yet; else it is one more than the last.
 
     Raises:
         OSError: It cannot be made.

@@ -188,11 +188,7 @@ def map_array(path: Path, entry: Entry) -> Tensor:
 
 
 def array_of(header: tuple[tuple[int, ...], bool, np.dtype[Any]], data: Any, offset: int = 0) -> Tensor:
-    """Return the array that lies in writable memory, in the byte order of this machine.
-
-    Raises:
-        ValueError: The memory is too short.
-    """
+    """Return the array that lies in writable memory, in the byte order of this machine."""
     import torch
 
     shape, fortran, dtype = header

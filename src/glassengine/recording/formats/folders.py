@@ -344,8 +344,8 @@ class DumperFolder(ForeignTensors):
     """Tensors of a directory of files that SGLang's dumper wrote, in the order they were dumped.
 
     `step=0___rank=0___dump_index=1___name=attn_out___layer_id=3.pt` is the site `attn_out.layer_id=3`; what was
-    recorded of modules without marks in the code (`non_intrusive__model.norm.output`) gets the site of the module. A name
-    that a step has several times is the first, second, ... call: `attn_out`, `attn_out@1`.
+    recorded of modules without marks in the code (`non_intrusive__model.norm.output`) gets the site of the module. A
+    name that a step has several times is the first, second, ... call: `attn_out`, `attn_out@1`.
     """
 
     def __init__(self, path: Path, files: list[tuple[Path, dict[str, str]]]) -> None:

@@ -109,12 +109,7 @@ def norm_of(tensor: Tensor) -> tuple[float, int]:
 
 
 def copied_norm(target: Tensor, source: Tensor) -> float | None:
-    """Copy a tensor piece by piece and return its norm; None where both have to be had in another way.
-
-    Args:
-        target: Contiguous, of the shape and dtype of `source`, on the CPU.
-        source: Any.
-    """
+    """Copy a tensor piece by piece and return its norm; None where both have to be had in another way."""
     if source.dtype not in _NUMPY or not source.is_cpu or not source.is_contiguous() or source.is_neg():
         return None
     given, taken = np.from_dlpack(source.detach()).reshape(-1), np.from_dlpack(target).reshape(-1)

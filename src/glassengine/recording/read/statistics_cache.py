@@ -28,12 +28,7 @@ _Key = tuple[int, int, int, str]
 
 
 class StatisticsCache:
-    """The statistics and sketches kept beside one recording.
-
-    Args:
-        directory: The recording's.
-        writable: Whether what is new is written down; not while the recording is.
-    """
+    """The statistics and sketches kept beside one recording."""
 
     def __init__(self, directory: Path, *, writable: bool) -> None:
         self._path = directory / STATISTICS

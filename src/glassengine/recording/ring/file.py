@@ -157,16 +157,7 @@ def _take_room(descriptor: int, num_bytes: int) -> None:
 
 
 class RingFile:
-    """A ring's file that is being written; removed when the recording is closed.
-
-    Args:
-        directory: Of the recording.
-        num_bytes: Size of the ring, and of that of the journal behind it.
-
-    Attributes:
-        memory: The mapped file.
-        first: Where in it each of the two begins.
-    """
+    """A ring's file that is being written; removed when the recording is closed."""
 
     def __init__(self, directory: Path, num_bytes: tuple[int, int]) -> None:
         owner = Owner.this()

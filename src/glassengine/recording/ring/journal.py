@@ -340,11 +340,7 @@ def frames(data: bytes) -> Iterator[tuple[int, int, bytes]]:
 
 
 def read_moved(directory: Path) -> list[tuple[int, int, bytes]]:
-    """Return the frames of the `ring.log` of a recording; none where there is no such file.
-
-    Raises:
-        CorruptError: It cannot be read.
-    """
+    """Return the frames of the `ring.log` of a recording; none where there is no such file."""
     path = directory / layout.MOVED
     if not os.path.lexists(path):
         return []

@@ -188,14 +188,7 @@ _SMALL_BYTES = 1 << 19
 
 
 class Drain:
-    """Stores items one by one; bytes in the ring must not change until the writer is flushed.
-
-    Args:
-        writer: Gets them.
-        ring: Where the bytes of tensors of the CPU are.
-        pinned: Where copies from accelerators are given back.
-        queue: What comes after the item in hand; only looked at.
-    """
+    """Stores items one by one; bytes in the ring must not change until the writer is flushed."""
 
     def __init__(self, writer: RecordingWriter, ring: Ring, pinned: PinnedCopies, queue: Sequence[object]) -> None:
         self._writer = writer

@@ -94,15 +94,7 @@ class RecordingWriter:
         self.close(None if error is None else f"stopped by {type(error).__name__}")
 
     def write(self, site: str, step: int, tensor: Tensor, *, rank: int = 0, **facts: Unpack[Facts]) -> None:
-        """Store the values of `tensor` as they are now.
-
-        Args:
-            site: Site name; any text up to 16 KiB.
-            step: 0 is the prefill; not yet committed.
-            tensor: Dense; any strides, device and dtype of `layout.STORED`.
-            rank: Process that has the tensor.
-            facts: What else is known of it.
-        """
+        """Store the values of `tensor` as they are now."""
         description = self._descriptions.of(site, tensor, **facts)
         self._require_open()
         self._begin(description, step, rank)
@@ -155,12 +147,6 @@ class RecordingWriter:
         """Take the bytes of several small tensors that are contiguous as `layout.block_starts` defines.
 
         Returns where they will be.
-
-        Args:
-            group: What the tensors are.
-            step: A step that is not committed.
-            data: All bytes that are written, which must not change before `flush`.
-            checksum: CRC-32 of `data`.
         """
         self._require_open()
         opened = self._steps.opened(group.descriptions[0].site, step)
