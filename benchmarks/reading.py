@@ -22,7 +22,8 @@ import torch
 
 from benchmarks.report import keep, surroundings
 from glassengine.compare.compare import compare
-from glassengine.recording.layout import frames, layout
+from glassengine.recording.layout import layout
+from glassengine.recording.layout import records as frames
 from glassengine.recording.layout.layout import Location
 from glassengine.recording.layout.values import describe
 from glassengine.recording.read.reader import Recording

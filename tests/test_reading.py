@@ -58,14 +58,14 @@ REASONS: dict[str, dict[str, str]] = {
     "executable/profile/trace.py": {"json.loads": "what was made in the same line"},
     "executable/snapshot/meta.py": {"json.loads": "what was made a line above"},
     "recording/read/export.py": {"zipfile.ZipFile": "to write"},
-    "recording/formats/json_file.py": {"json.loads": "what the room mapped, bounded in bytes and items"},
-    "recording/formats/numpy_file.py": {"zipfile.ZipFile": "on a file that the room has looked at"},
-    "recording/write/moved.py": {"os.open": "to write"},
+    "recording/formats/json_files.py": {"json.loads": "what the room mapped, bounded in bytes and items"},
+    "recording/formats/files.py": {"zipfile.ZipFile": "on a file that the room has looked at"},
+    "recording/ring/journal.py": {"os.open": "to write"},
     "recording/layout/records.py": {
         "json.loads": "frames of an index, a million a second: bounded, each field checked"
     },
     "recording/ring/file.py": {"os.open": "to make a ring", "read_bytes": "/proc of the kernel"},
-    "recording/formats/server_folder.py": {"json.loads": "text in a header that the room read, bounded"},
+    "recording/formats/folders.py": {"json.loads": "text in a header that the room read, bounded"},
     "report/exported.py": {"ParseFromString": "bytes that the room read; protobuf bounds depth by itself"},
     "report/page/data.py": {
         "json.loads": "what was written a moment ago, into a directory of ours",

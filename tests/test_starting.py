@@ -44,7 +44,7 @@ ALLOWED = {
     ("engine/prompts/templates.py", "os.fork"): "a copy of this process, which imports nothing",
     ("cli/mcp_server.py", "anyio.open_process"): "awaited; command and environment are of the place",
     ("cli/script_line.py", "sys.executable"): "compared with what the user names",
-    ("capture/scripts/spawned.py", "sys.executable"): "compared with what the script names",
+    ("capture/scripts/recorder.py", "sys.executable"): "compared with what the script names",
     ("serving/interpreter.py", "sys.executable"): "the interpreter, where the user names none; started by the place",
     ("workers/cluster.py", "ray.init"): "Ray starts workers; a job that has no working directory for modules",
 }

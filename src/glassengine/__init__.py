@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from glassengine.errors import GlassError
     from glassengine.executable.metrics.steps import mark_step
     from glassengine.program import sites
-    from glassengine.recording.read.dump import open_dump as open
     from glassengine.recording.read.export import export
     from glassengine.recording.read.reader import Recording
-    from glassengine.recording.write.watch import Watch
+    from glassengine.recording.read.source import open_dump as open
+    from glassengine.recording.write.policy import Watch
     from glassengine.results import Comparison, Divergence
     from glassengine.taps import tap
 
@@ -79,7 +79,7 @@ _PUBLIC = {
     "GlassError": "glassengine.errors",
     "Recording": "glassengine.recording.read.reader",
     "Session": "glassengine.engine.session.session",
-    "Watch": "glassengine.recording.write.watch",
+    "Watch": "glassengine.recording.write.policy",
     "build": "glassengine.engine.build.build",
     "check": "glassengine.diagnose",
     "check_training": "glassengine.diagnose.training.check",
@@ -91,7 +91,7 @@ _PUBLIC = {
     "load": "glassengine.engine.run.load",
     "mark_step": "glassengine.executable.metrics.steps",
     "metrics": "glassengine.metrics",
-    "open": "glassengine.recording.read.dump:open_dump",
+    "open": "glassengine.recording.read.source:open_dump",
     "profiler": "glassengine.profiler",
     "record": "glassengine.capture.runs.record",
     "replay": "glassengine.diagnose.snapshot.replay",

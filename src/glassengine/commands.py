@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from glassengine.diagnose.noise_floor import measure_noise_floor
     from glassengine.diagnose.script_floor import measure_script_floor
     from glassengine.program.listing.artifacts import compare_artifacts
-    from glassengine.recording.read.series import SeriesReader, find_series
     from glassengine.recording.read.upload import upload
+    from glassengine.recording.series import SeriesReader, find_series
     from glassengine.serving.target import is_served, record_served
 
 __all__ = [
@@ -45,12 +45,12 @@ __all__ = [
 ]
 
 _PUBLIC = {
-    "SeriesReader": "glassengine.recording.read.series",
+    "SeriesReader": "glassengine.recording.series",
     "calibrate": "glassengine.backends.accuracy.calibration",
     "compare_artifacts": "glassengine.program.listing.artifacts",
     "compare_many": "glassengine.compare.many",
     "compare_series": "glassengine.compare.series.series",
-    "find_series": "glassengine.recording.read.series",
+    "find_series": "glassengine.recording.series",
     "is_served": "glassengine.serving.target",
     "measure_noise_floor": "glassengine.diagnose.noise_floor",
     "measure_script_floor": "glassengine.diagnose.script_floor",

@@ -19,7 +19,7 @@ import glassengine as glass
 from glassengine import commands
 from glassengine.recording import background as worker
 from glassengine.recording.background import BackgroundWriter
-from glassengine.recording.ring.flag import Flag
+from glassengine.recording.ring.ring import Flag
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "fuzz"))
 

@@ -17,7 +17,7 @@ import torch
 import glassengine as glass
 from glassengine.errors import UsageError
 from glassengine.executable.profile.client import KEY_FILE
-from glassengine.reading.user_key import user_key
+from glassengine.reading.files import user_key
 
 SERVER_SECONDS = 8.0
 

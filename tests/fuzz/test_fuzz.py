@@ -102,7 +102,7 @@ def test_minutes_of_fuzzing_find_nothing(seed: int, tmp_path: Path) -> None:
     ("fault", "finding"),
     [
         # An error of ours where a number of the header is not what it should be.
-        ("import glassengine.recording.formats.npy_file as f; read = f.describe\n"
+        ("import glassengine.recording.formats.files as f; read = f.describe\n"
          "def worse(path, *a, **k):\n    data = path.read_bytes()\n    return {147: read}[data[0]](path, *a, **k)\n"
          "f.describe = worse", "KeyError"),
         ("fuzzer.MAX_SECONDS = 1\n"

@@ -22,14 +22,14 @@ from glassengine.errors import GlassError, UsageError
 from glassengine.recording import background as worker
 from glassengine.recording.background import BackgroundWriter
 from glassengine.recording.layout import records
+from glassengine.recording.layout.index import read_index
 from glassengine.recording.layout.layout import ALIGNMENT, LeftOut, LightStatistics
-from glassengine.recording.layout.recovery import read_index
 from glassengine.recording.read.reader import Recording
-from glassengine.recording.ring import pinned, repetition
+from glassengine.recording.ring import producer as repetition
+from glassengine.recording.ring import ring as pinned
 from glassengine.recording.ring.ring import Ring
 from glassengine.recording.write import shard
-from glassengine.recording.write.consumer import Consumer
-from glassengine.recording.write.drain import Drain
+from glassengine.recording.write.consumer import Consumer, Drain
 
 RING = 1 << 20
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from glassengine.errors import CorruptError, UsageError
-from glassengine.recording.formats.server_folder import ServerFolder
+from glassengine.recording.formats.folders import ServerFolder
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.layout.values import dtype_name
 from glassengine.recording.read.source import open_source

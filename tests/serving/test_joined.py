@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from glassengine.errors import CorruptError
-from glassengine.recording.formats.server_folder import ServerFolder, ranks_of
+from glassengine.recording.formats.folders import ServerFolder, ranks_of
 from glassengine.serving.joined import of_ranks
 from glassengine.serving.requests import Forwards
 

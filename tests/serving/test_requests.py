@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from glassengine.errors import CorruptError, UsageError
-from glassengine.recording.formats.server_folder import ServerFolder
+from glassengine.recording.formats.folders import ServerFolder
 from glassengine.recording.read.source import open_source
 from glassengine.serving.requests import Forwards
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glassengine.recording.formats.server_folder import ServerFolder
+from glassengine.recording.formats.folders import ServerFolder
 
 PROCESS = "TP0_PP0_Rank0_pid77"
 

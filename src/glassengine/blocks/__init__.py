@@ -1,11 +1,10 @@
 """One pass over one or two tensors, in blocks that fit a CPU cache.
 
-Pipeline: `pieces` cuts tensors of one shape into aligned flat pieces in row-major order and widens them; `totals` adds
-up how two tensors differ, in float64 or, where float32 holds the elements and the sums safely, in the faster and
-equally good `float32`; `statistics` has moments of one stream; `arrays` does all of that, and medians, of numpy arrays
-without torch; `merging` joins sums of parts without any tensor. Invariants: never more than one piece per tensor is
-held besides the tensors, for any size and strides; every dtype that can be widened is allowed, in any combination;
-empty tensors and non-finite elements have defined results.
+`arithmetic` adds up how two arrays differ, in float64 or, where float32 holds the elements and the sums safely, in the
+faster and equally good float32, and joins sums of parts; `arrays` has differences, statistics and medians of numpy
+arrays without torch; `pieces` cuts tensors of torch and has their differences and moments. Invariants: never more than
+one piece per tensor is held besides the tensors, for any size and strides; every dtype that can be widened is allowed,
+in any combination; empty tensors and non-finite elements have defined results.
 """
 
 from typing import TYPE_CHECKING
@@ -13,10 +12,19 @@ from typing import TYPE_CHECKING
 from glassengine.deferred import deferred
 
 if TYPE_CHECKING:
-    from glassengine.blocks.merging import Difference, merged
-    from glassengine.blocks.pieces import BLOCK_ELEMENTS, Stream, agree, blocks, flat, real_stream, widen
-    from glassengine.blocks.statistics import Moments, moments
-    from glassengine.blocks.totals import difference
+    from glassengine.blocks.arithmetic import Difference, merged
+    from glassengine.blocks.pieces import (
+        BLOCK_ELEMENTS,
+        Moments,
+        Stream,
+        agree,
+        blocks,
+        difference,
+        flat,
+        moments,
+        real_stream,
+        widen,
+    )
 
 __all__ = [
     "BLOCK_ELEMENTS",
@@ -35,15 +43,15 @@ __all__ = [
 
 _PUBLIC = {
     "BLOCK_ELEMENTS": "glassengine.blocks.pieces",
-    "Difference": "glassengine.blocks.merging",
-    "Moments": "glassengine.blocks.statistics",
+    "Difference": "glassengine.blocks.arithmetic",
+    "Moments": "glassengine.blocks.pieces",
     "Stream": "glassengine.blocks.pieces",
     "agree": "glassengine.blocks.pieces",
     "blocks": "glassengine.blocks.pieces",
-    "difference": "glassengine.blocks.totals",
+    "difference": "glassengine.blocks.pieces",
     "flat": "glassengine.blocks.pieces",
-    "merged": "glassengine.blocks.merging",
-    "moments": "glassengine.blocks.statistics",
+    "merged": "glassengine.blocks.arithmetic",
+    "moments": "glassengine.blocks.pieces",
     "real_stream": "glassengine.blocks.pieces",
     "widen": "glassengine.blocks.pieces",
 }

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from glassengine.blocks.arithmetic import arithmetic_for
-from glassengine.blocks.merging import Difference, Sums
+from glassengine.blocks.arithmetic import Difference, Sums, arithmetic_for
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 Array = np.ndarray[Any, np.dtype[Any]]
 IN_NUMPY = {
@@ -72,14 +72,7 @@ def values_of_bytes(data: Any, dtype: str, shape: tuple[int, ...]) -> Values:
 
 
 def difference_of_arrays(baseline: Array, candidate: Array, *, rtol: float, atol: float) -> Difference:
-    """Return what `difference` does of two tensors.
-
-    Args:
-        baseline: Of any dtype that numpy has.
-        candidate: The same shape.
-        rtol: Relative tolerance.
-        atol: Absolute tolerance.
-    """
+    """Return what `difference` does of two tensors."""
     b, c = baseline.reshape(-1), candidate.reshape(-1)
     quick = arithmetic_for({b.dtype, c.dtype}, len(b), PIECE_ELEMENTS, rtol, atol)
     total = None
@@ -110,7 +103,7 @@ def _same_integers(x: Array, y: Array) -> Sums | None:
 def _by_torch(start: int, x: Array, y: Array, rtol: float, atol: float) -> Sums:
     import torch
 
-    from glassengine.blocks.sums import Totals
+    from glassengine.blocks.pieces import Totals
 
     totals = Totals()
     totals.add(start, torch.from_numpy(np.ascontiguousarray(x)), torch.from_numpy(np.ascontiguousarray(y)), rtol, atol)

@@ -1,4 +1,8 @@
-"""Tensors cut into aligned flat pieces in row-major order, and streams of such pieces in float64."""
+"""Differences and moments of torch tensors, in aligned flat pieces of row-major order.
+
+`Totals.add` defines how two tensors differ, in torch and float64. On the CPU most pieces go through `arithmetic`
+instead, which returns the same sums of a piece and declines the pieces it is not meant for.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,14 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from glassengine.blocks.arithmetic import Arithmetic, Difference, Sums, arithmetic_for
 
 # 64 Ki elements in float32 are 256 KiB: a pair of them and what is computed from it stay in or near an L2 cache. Half
 # of it costs a tenth of the speed in calls; twice as much gains little where float32 will do and loses more elsewhere.
@@ -24,9 +33,6 @@ def blocks(*tensors: Tensor, device: str | torch.device = "cpu") -> Iterator[tup
     Args:
         tensors: One or more tensors of one common shape; any strides. Only a piece is ever copied.
         device: Where the pieces are wanted.
-
-    Raises:
-        ValueError: The shapes differ.
     """
     shape = tensors[0].shape
     for other in tensors[1:]:
@@ -136,3 +142,206 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
         return (bits >> 32) & 0xFFFFFFFF, bits & 0xFFFFFFFF
     bits = x.to(torch.int64)
     return bits >> 32, bits & 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Counts and central moments of a stream; `min`, `max`, `mean` and `m2` are over its `num_finite` elements."""
+
+    num_elements: int
+    num_finite: int
+    num_nan: int
+    min: float
+    max: float
+    mean: float
+    m2: float
+
+
+@one_thread()
+def moments(stream: Stream) -> Moments:
+    """Return counts, extremes, mean and sum of squared deviations of `stream` in one pass."""
+    num_elements = num_finite = num_nan = 0
+    low, high, mean, m2 = math.inf, -math.inf, 0.0, 0.0
+    for block in stream():
+        num_elements += block.numel()
+        block_sum = block.sum().item()
+        if not math.isfinite(block_sum):
+            num_nan += int(block.isnan().sum())
+            block = block[block.isfinite()]
+            block_sum = block.sum().item()
+        count = block.numel()
+        if count == 0:
+            continue
+        low, high = min(low, block.amin().item()), max(high, block.amax().item())
+        # Chan's update: block moments are merged, so a large common offset does not cancel.
+        block_mean = block_sum / count
+        deviation = block - block_mean
+        shift = block_mean - mean
+        total = num_finite + count
+        m2 += float(deviation.dot(deviation)) + shift * shift * num_finite * count / total
+        mean += shift * count / total
+        num_finite = total
+    return Moments(num_elements, num_finite, num_nan, low, high, mean, m2)
+
+
+class Totals(Sums):
+    """Running sums to which pieces are added."""
+
+    def add(self, start: int, b: Tensor, c: Tensor, rtol: float, atol: float) -> None:
+        """Add one pair of flat pieces that begins at flat position `start`."""
+        wide_b = widen(b)
+        if b.dtype == c.dtype and torch.equal(b.view(torch.uint8), c.view(torch.uint8)):
+            squares = _dot(wide_b, wide_b)
+            if math.isfinite(squares):
+                # Bitwise the same and finite: most tensors of most comparisons; nothing else can change.
+                self.num_finite += b.numel()
+                self.num_nonzero += int(wide_b.count_nonzero())
+                self.dot += squares
+                self.baseline_squares += squares
+                self.candidate_squares += squares
+                return
+        wide_c = widen(c)
+        delta = subtract(b, c, wide_b, wide_c)
+        error = delta.abs()
+        self.num_finite += b.numel()
+        if not math.isfinite(float(error.sum())):
+            both = wide_b.isfinite() & wide_c.isfinite()
+            mismatched = ~both & ~agree(wide_b, wide_c)
+            if count := int(mismatched.count_nonzero()):
+                first = int(mismatched.to(torch.uint8).argmax())
+                self.add_mismatched(count, start + first, _magnitude(wide_b[first]), _magnitude(wide_c[first]))
+            self.num_finite -= int((~both).sum())
+            error, wide_b, wide_c = (torch.where(both, x, torch.zeros_like(x)) for x in (error, wide_b, wide_c))
+        self._accumulate(start, error, wide_b, wide_c, rtol, atol)
+
+    def _accumulate(self, start: int, error: Tensor, b: Tensor, c: Tensor, rtol: float, atol: float) -> None:
+        size = b.abs()
+        largest = float(error.amax())
+        self.num_different += int(error.count_nonzero())
+        self.sum_abs += float(error.sum())
+        self.sum_squares += _dot(error, error)
+        self.dot += _dot(b, c)
+        self.baseline_squares += _dot(b, b)
+        self.candidate_squares += _dot(c, c)
+        if largest > self.max_abs:
+            self.max_abs = largest
+            if not self.num_mismatched:
+                position = int(error.argmax())
+                self.worst = start + position
+                self.baseline_at_worst, self.candidate_at_worst = _magnitude(b[position]), _magnitude(c[position])
+        if largest > atol:
+            self.num_beyond += int((error > size * rtol + atol).count_nonzero())
+        nonzero = int(size.count_nonzero())
+        self.num_nonzero += nonzero
+        relative = error / size if nonzero == size.numel() else error[size != 0] / size[size != 0]
+        if nonzero:
+            self.sum_rel += float(relative.sum())
+            self.max_rel = max(self.max_rel, float(relative.amax()))
+
+
+def _magnitude(value: Tensor) -> float:
+    return float(value.abs() if value.is_complex() else value)
+
+
+def _dot(x: Tensor, y: Tensor) -> float:
+    if x.is_complex() or y.is_complex():
+        return float(torch.vdot(x.to(torch.complex128), y.to(torch.complex128)).real)
+    return float(torch.dot(x, y))
+
+
+_SAME_IN_NUMPY = ("float32", "float64", "float16", "int32", "int16", "int8", "uint8", "bool")
+_PLAIN = {
+    **{getattr(torch, name): name for name in _SAME_IN_NUMPY},
+    **dict.fromkeys((torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fnuz), "float32"),
+    **dict.fromkeys((torch.float8_e5m2, torch.float8_e5m2fnuz, torch.uint16), "float32"),
+    torch.uint32: "float64",
+}
+"""Dtypes whose pieces `arithmetic` takes -> the dtype of numpy that holds them."""
+
+
+def difference(
+    baseline: Tensor, candidate: Tensor, *, rtol: float, atol: float, device: str | torch.device = "cpu"
+) -> Difference:
+    """Return the raw sums of `candidate - baseline` in one pass.
+
+    Sums are good to 1e-6 relative (of tensors of fewer than 256 elements, or of a dtype that float32 does not hold:
+    1e-12), and dot products to that of the product of the norms. Counts, `max_abs` and `worst` are exact.
+
+    Args:
+        baseline: Any dtype and strides.
+        candidate: The same shape as `baseline`.
+        rtol: Relative tolerance of `num_beyond`: elements with `|c - b| > atol + rtol * |b|`.
+        atol: Absolute tolerance of `num_beyond`.
+        device: Where the arithmetic runs; it must know float64.
+    """
+    if 0 < baseline.numel() <= BLOCK_ELEMENTS and torch.device(device).type == "cpu":
+        same = _same(baseline, candidate)
+        if same is not None:
+            return same
+    return _difference(baseline, candidate, rtol, atol, device)
+
+
+def _same(b: Tensor, c: Tensor) -> Difference | None:
+    """Return what `difference` does of two small tensors of one dtype that are equal and finite: most of most sides."""
+    if b.dtype != c.dtype or b.shape != c.shape or not (b.is_cpu and c.is_cpu):
+        return None
+    raw, other = (flat(resolved(side)) for side in (b, c))
+    if not torch.equal(raw.view(torch.uint8), other.view(torch.uint8)):
+        return None
+    values = widen(raw).numpy()
+    squares = float(np.vdot(values, values).real)
+    if not math.isfinite(squares):
+        return None
+    count = len(values)
+    nothing = {"num_different": 0, "num_mismatched": 0, "num_beyond": 0, "sum_abs": 0.0, "sum_squares": 0.0}
+    largest = {"max_abs": 0.0, "sum_rel": 0.0, "max_rel": 0.0, "worst": None}
+    return Difference(
+        num_elements=count,
+        num_finite=count,
+        num_nonzero=int(np.count_nonzero(values)),
+        dot=squares,
+        baseline_squares=squares,
+        candidate_squares=squares,
+        baseline_at_worst=None,
+        candidate_at_worst=None,
+        **nothing,  # type: ignore[arg-type]
+        **largest,  # type: ignore[arg-type]
+    )
+
+
+@one_thread()
+def _difference(
+    baseline: Tensor, candidate: Tensor, rtol: float, atol: float, device: str | torch.device
+) -> Difference:
+    total: Sums | None = None
+    dtypes = {_PLAIN.get(side.dtype) for side in (baseline, candidate)}
+    quick: tuple[Arithmetic, ...] = ()
+    if torch.device(device).type == "cpu" and None not in dtypes:
+        known = {np.dtype(name) for name in dtypes if name is not None}
+        quick = arithmetic_for(known, baseline.numel(), BLOCK_ELEMENTS, rtol, atol)
+    with np.errstate(all="ignore"):
+        for start, (b, c) in blocks(baseline, candidate, device=device):
+            part, above = None, 0.0 if total is None else total.max_abs
+            if quick:
+                x, y = _array(b), _array(c)
+            for arithmetic in quick:
+                if (part := arithmetic.partial(start, x, y, above=above)) is not None:
+                    break
+            if part is None:
+                totals = part = Totals()
+                totals.add(start, b, c, rtol, atol)
+            if total is None:
+                total = part
+            else:
+                total.merge(part)
+    total = total or Sums()
+    return Difference(baseline.numel(), **vars(total))
+
+
+def _array(piece: Tensor) -> np.ndarray[Any, np.dtype[Any]]:
+    """Return a piece for `arithmetic`: float8 and bfloat16 as the float32 numbers that they are."""
+    name = _PLAIN[piece.dtype]
+    found: np.ndarray[Any, np.dtype[Any]] = (
+        piece if str(piece.dtype) == f"torch.{name}" else piece.to(getattr(torch, name))
+    ).numpy()
+    return found

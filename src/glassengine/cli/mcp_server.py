@@ -25,7 +25,7 @@ import glassengine
 from glassengine import starting
 from glassengine.cli.roots import Roots
 from glassengine.errors import GlassError, UsageError
-from glassengine.reading.printable import printable
+from glassengine.reading.files import printable
 
 _INSTRUCTIONS = """\
 Glass Engine compares a port, an export, a compiled engine or a recording of a model with its reference, and names the

@@ -20,7 +20,7 @@ from rich.segment import Segment
 
 from glassengine.environment import in_ci, is_dumb_terminal
 from glassengine.progress import Event, Work, silent
-from glassengine.reading.printable import printable
+from glassengine.reading.files import printable
 
 
 class SafeConsole(Console):

@@ -18,7 +18,7 @@ from glassengine.cli.options import err, out, settings
 from glassengine.cli.run_options import Debugging, Sampling
 from glassengine.cli.shared import Overwrite, TrustEngine
 from glassengine.errors import UsageError
-from glassengine.reading.printable import printable
+from glassengine.reading.files import printable
 from glassengine.stores.places import place
 
 CONTEXT_SETTINGS = foreign.CONTEXT_SETTINGS

@@ -15,7 +15,7 @@ from glassengine.cli.options import err, out, progress, settings
 from glassengine.cli.series import show_series
 from glassengine.cli.shared import Overwrite
 from glassengine.errors import UsageError
-from glassengine.reading.printable import printable
+from glassengine.reading.files import printable
 
 
 def command(

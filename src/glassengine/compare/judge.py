@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from glassengine.blocks.arithmetic import Difference, merged
 from glassengine.blocks.arrays import (
     Array,
     Stream,
@@ -20,7 +21,6 @@ from glassengine.blocks.arrays import (
     statistics_of,
     stream_of,
 )
-from glassengine.blocks.merging import Difference, merged
 from glassengine.compare import shapes
 from glassengine.compare.loader import Counted, PairLoader
 from glassengine.compare.matching.matching import Match

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from glassengine.blocks.arrays import Values
 from glassengine.compare.matching.source_wrapper import Opened, SourceWrapper
 from glassengine.errors import IncomparableError
-from glassengine.recording.formats.debugger_file import FULL
+from glassengine.recording.formats.debug_tree import FULL
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource
 from glassengine.sites import ROOT

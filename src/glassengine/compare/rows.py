@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from glassengine.blocks.merging import Difference, merged
+from glassengine.blocks.arithmetic import Difference, merged
 from glassengine.compare.loader import Checksums
 from glassengine.numerics.metrics.drift import DriftSums
 from glassengine.numerics.metrics.noise_ratio import Means, Slices

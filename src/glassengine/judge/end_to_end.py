@@ -28,7 +28,7 @@ from glassengine.numerics.verdict import Reference
 from glassengine.program.representation.outputs import PREFIX
 from glassengine.program.representation.program import Program
 from glassengine.program.user_code.module_state import STATE
-from glassengine.recording.formats.torch_file import of_number
+from glassengine.recording.formats.files import of_number
 from glassengine.recording.layout.values import dtype_name
 from glassengine.results import FLAGGED, VERDICTS, DriftRow, ResultComparison, TokenAgreement, Verdict
 

@@ -1,17 +1,24 @@
-"""Opens plain files only, never leaves a directory that a format owns, and takes no more memory than its limit."""
+"""Opens plain files only, never leaves a directory that a format owns, and takes no more memory than its limit.
+
+Also keys of this user, and text of others with escapes in place of what a terminal obeys.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import functools
 import io
+import logging
 import os
 import re
+import secrets
 import stat
 from pathlib import Path
 from typing import BinaryIO
 
+from glassengine import environment
 from glassengine.errors import CorruptError, GlassError, UsageError
-from glassengine.reading.printable import printable
 from glassengine.stores.places import Remote, remote
 
 _READ = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
@@ -212,7 +219,7 @@ def _open_inside(path: Path, directory: Path) -> int:
 def _open_remote(there: Remote, inside: str | Path | None) -> io.BufferedReader:
     if inside is not None and (".." in there.parts or not there.is_relative_to(str(inside))):
         raise CorruptError("a file is outside of its directory", got=shown(there), expected=f"below {shown(inside)}")
-    from glassengine.stores.ranges import open_object
+    from glassengine.stores.objects import open_object
 
     return open_object(str(there), owned=inside is not None)
 
@@ -251,3 +258,76 @@ def _read_stream(path: Path, most: int) -> bytes:
     if size > most:
         raise too_large(path, size, most)
     return b"".join(pieces)
+
+
+@functools.lru_cache(maxsize=8)
+def _unusual(also: str) -> re.Pattern[str]:
+    """All others are printed as they are; most text has none, and a hundred thousand lines are looked at."""
+    return re.compile(rf"[^\x20-\x7e{re.escape(also)}]")
+
+
+def printable(text: str, also: str = "") -> str:
+    """Return `text` with escapes in place of what would move the cursor, turn the direction or break the line.
+
+    Args:
+        text: Anything.
+        also: Characters to keep besides those that can be printed.
+    """
+    if text.isprintable():
+        return text
+
+    def escaped(found: re.Match[str]) -> str:
+        char = found[0]
+        return char if char.isprintable() else ascii(char)[1:-1]
+
+    return _unusual(also).sub(escaped, text)
+
+
+logger = logging.getLogger("glassengine")
+
+_KEY_BYTES = 32
+
+
+def user_key(name: str, *, make: bool = False) -> bytes | None:
+    """Return a key of 32 bytes; None if there is none, or if others could know or have written it.
+
+    Args:
+        name: File of the configuration directory.
+        make: Whether a key that does not exist is made.
+
+    Raises:
+        OSError: The key cannot be made or read.
+    """
+    path = environment.config_dir() / name
+    if not os.path.lexists(path):
+        if not make:
+            return None
+        _make(path)
+    try:
+        with open_regular(path, inside=path.parent) as file:
+            status = os.fstat(file.fileno())
+            data = read_open(file, path, most=_KEY_BYTES)
+    except GlassError as error:
+        logger.warning("the key %s is not used: %s", name, error.got)
+        return None
+    is_own = not hasattr(os, "geteuid") or status.st_uid == os.geteuid()
+    if len(data) != _KEY_BYTES or not is_own or (os.name == "posix" and status.st_mode & 0o077):
+        logger.warning("the key %s is not used: it must be yours alone (chmod 600), of 32 bytes: %s", name, path)
+        return None
+    return data
+
+
+def _make(path: Path) -> None:
+    """Make a key; of two processes that do so at once the second one uses the key of the first."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(secrets.token_bytes(_KEY_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):
+            path.hardlink_to(temporary)
+    finally:
+        temporary.unlink(missing_ok=True)

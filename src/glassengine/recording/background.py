@@ -9,12 +9,15 @@ and `close` raises.
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Protocol, Unpack
 
 from torch import Tensor
 
@@ -23,18 +26,14 @@ from glassengine.errors import GlassError
 from glassengine.recording.layout import layout
 from glassengine.recording.layout.description import Facts
 from glassengine.recording.layout.layout import LeftOut
-from glassengine.recording.rescue.rescue import num_left, with_left
+from glassengine.recording.recovery import num_left, with_left
 from glassengine.recording.ring.file import ring_file
-from glassengine.recording.ring.flag import Flag
 from glassengine.recording.ring.items import Block, Commit, Copied, Item, Piece, Seen, Stored, Streamed
 from glassengine.recording.ring.journal import Journal
-from glassengine.recording.ring.pinned import PinnedCopies
-from glassengine.recording.ring.producer import Producer
-from glassengine.recording.ring.repetition import MIN_SHARED_BYTES, SeenTensors
-from glassengine.recording.ring.ring import Ring, lies_flat, pieces_of, require_memory
-from glassengine.recording.write import processes
+from glassengine.recording.ring.producer import MIN_SHARED_BYTES, Producer, SeenTensors
+from glassengine.recording.ring.ring import Flag, PinnedCopies, Ring, lies_flat, pieces_of, require_memory
 from glassengine.recording.write.consumer import Consumer
-from glassengine.recording.write.stored_writer import new_writer
+from glassengine.recording.write.writer import new_writer
 
 RING_BYTES = 256 << 20
 
@@ -63,9 +62,6 @@ class BackgroundWriter:
         ring_bytes: Memory between the model and the disk, at least 512 KiB.
         durable: Keep that memory in a file, and note there what it has of each step that ends.
         spool_bytes: What may wait on this machine where the recording goes to a store; 4 GiB where None.
-
-    Raises:
-        UsageError: The directory cannot be written, or exists and `overwrite` is false, or holds other files.
     """
 
     def __init__(
@@ -116,7 +112,7 @@ class BackgroundWriter:
         self._was_forked = False
         # Steps whose forward has ended and that go on, and what they were given.
         self._held: dict[int, Sequence[Sequence[int]]] = {}
-        processes.watch(self)
+        end_with_process(self)
 
     @property
     def was_forked(self) -> bool:
@@ -150,11 +146,7 @@ class BackgroundWriter:
             return repetition is not None and repetition.take(site, step, tensor, rank)
 
     def write(self, site: str, step: int, tensor: Tensor, *, rank: int = 0, **facts: Unpack[Facts]) -> None:
-        """Take the values of `tensor` as they are now; the arguments are those of `RecordingWriter.write`.
-
-        Raises:
-            UsageError: The tensor or its name cannot be recorded.
-        """
+        """Take the values of `tensor` as they are now; the arguments are those of `RecordingWriter.write`."""
         seen, is_new = self._seen.look(site, tensor, **facts)
         if self._consumer.failure is None:
             self._take(seen, step, tensor, rank, is_new, None)
@@ -163,9 +155,6 @@ class BackgroundWriter:
         """Take note of a tensor whose values are not recorded, for `reason`; the thread adds light statistics.
 
         Returns whether it does: not of rare dtypes, nor of what would have to pass through the ring in pieces.
-
-        Raises:
-            UsageError: The tensor or its name cannot be recorded.
         """
         seen, _ = self._seen.look(site, tensor)
         if not seen.is_measured or not 0 < seen.nbytes <= self._most_bytes:
@@ -246,13 +235,10 @@ class BackgroundWriter:
         Args:
             reason: Why it is incomplete, if it is.
             patience_s: How long a store may not answer; ten minutes where None.
-
-        Raises:
-            GlassError: Something could not be written; the message says what is safe.
         """
         if self._was_forked:
             return
-        processes.forget(self)
+        stop_ending_with_process(self)
         if patience_s is not None:
             self._writer.hurry(patience_s)
         with self._lock:
@@ -348,3 +334,54 @@ class BackgroundWriter:
 
     def _died(self) -> GlassError:
         return GlassError("the recording cannot continue", got="its thread has ended")
+
+
+class _Writer(Protocol):
+    def leave_to_parent(self) -> None:
+        """Forget the files: this process was forked from the one that records."""
+
+    def end(self, reason: str) -> None:
+        """Bring what was recorded to disk: the process ends."""
+
+
+_writers: weakref.WeakSet[_Writer] = weakref.WeakSet()
+
+
+def end_with_process(writer: _Writer) -> None:
+    """Look after a writer until it is `forgotten`."""
+    _writers.add(writer)
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminated)
+
+
+def stop_ending_with_process(writer: _Writer) -> None:
+    """Look after a writer no more."""
+    _writers.discard(writer)
+    # If another handler has been put in front, ours stays behind it and does nothing.
+    if (
+        not _writers
+        and threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGTERM) is _terminated
+    ):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _terminated(number: int, _frame: object) -> None:
+    """End the recordings, and then the process as the signal would have."""
+    signal.signal(number, signal.SIG_DFL)
+    for writer in list(_writers):
+        try:
+            writer.end(f"stopped by {signal.Signals(number).name}")
+        except Exception as error:
+            _log.warning("not everything was recorded: %s", error)
+    os.kill(os.getpid(), number)
+
+
+def _forked() -> None:
+    for writer in list(_writers):
+        _writers.discard(writer)
+        writer.leave_to_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

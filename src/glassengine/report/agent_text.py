@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from glassengine.reading.printable import printable
+from glassengine.reading.files import printable
 from glassengine.report.findings import Finding, SourceLine, findings
 from glassengine.report.terminal_answer import answer
 from glassengine.report.terminal_check import headline, size

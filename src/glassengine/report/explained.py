@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from glassengine.errors import UnknownNameError
-from glassengine.reading.printable import printable
+from glassengine.reading.files import printable
 from glassengine.report.findings import RULES, findings
 from glassengine.report.terminal_answer import answer
 from glassengine.report.terminal_check import headline

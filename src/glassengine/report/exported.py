@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from glassengine.errors import BackendError, UsageError, nearest
-from glassengine.reading.files import read_bytes, shown
-from glassengine.reading.printable import printable
+from glassengine.reading.files import printable, read_bytes, shown
 from glassengine.results import VERDICTS, Comparison, Pair
 from glassengine.results.notebook import needed
 from glassengine.writing.files import aside

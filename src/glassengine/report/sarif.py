@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from glassengine.environment import versions
-from glassengine.reading.printable import printable
+from glassengine.reading.files import printable
 from glassengine.report.findings import RULES, Finding, SourceLine, findings
 from glassengine.report.words import hint_details
 from glassengine.results import Comparison, Message

@@ -17,7 +17,7 @@ from rich.table import Column
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from glassengine.reading.printable import printable
+from glassengine.reading.files import printable
 
 MAX_LAID_OUT = 200
 """Rows that rich lays out."""

@@ -9,13 +9,13 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from glassengine.reading.printable import printable
-from glassengine.recording.layout.series import MEASURED, NONFINITE, UNMEASURED
+from glassengine.reading.files import printable
+from glassengine.recording.series import MEASURED, NONFINITE, UNMEASURED
 from glassengine.report import words_apart as words
 from glassengine.report.table import new_table
 
 if TYPE_CHECKING:
-    from glassengine.recording.read.series import Chosen, SeriesReader
+    from glassengine.recording.series import Chosen, SeriesReader
     from glassengine.results.series import SeriesComparison
 
 BARS = "▁▂▃▄▅▆▇█"

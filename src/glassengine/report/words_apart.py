@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from glassengine.reading.printable import printable
+from glassengine.reading.files import printable
 from glassengine.results import ArtifactComparison, EngineColumn, SeriesComparison, SeriesPoint, SideBySide
 from glassengine.results.artifacts import Difference
 from glassengine.results.engines import StepDifference

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from glassengine.errors import UsageError
-from glassengine.reading.printable import printable
+from glassengine.reading.files import printable
 
 MAX_ROWS = 12
 _LONGEST = 160

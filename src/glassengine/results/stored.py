@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from glassengine.errors import CorruptError, UsageError
-from glassengine.reading.documents import converted, refuse_newer
+from glassengine.reading.documents import StreamedDocument, converted, refuse_newer
 from glassengine.reading.files import open_regular, shown
-from glassengine.reading.streamed import StreamedDocument
 from glassengine.results.artifacts import ArtifactComparison
 from glassengine.results.comparison import SCHEMA_VERSION, Comparison, Comparisons
 from glassengine.results.engines import SideBySide

@@ -11,12 +11,16 @@ import re
 import shutil
 import stat
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
+from glassengine.errors import UsageError
+from glassengine.stores.places import Remote, place
+
 if TYPE_CHECKING:
     import torch
+
 
 try:
     import fcntl
@@ -263,3 +267,40 @@ def private_directory(directory: Path) -> None:
     for path in [*reversed(directory.parents), directory]:
         if not path.is_dir():
             path.mkdir(mode=0o700, exist_ok=True)
+
+
+def local(path: str | Path) -> Path:
+    """Return the path of what is to be written here.
+
+    Raises:
+        UsageError: It is in a store, as `s3://bucket/run`, or nowhere. A directory that is called so is `./s3:/...`,
+            as a string.
+    """
+    found = place(path)
+    if not isinstance(found, Remote):
+        return found
+    raise UsageError(
+        "only files of this machine are written",
+        got=str(found),
+        expected="a path",
+        hint="write to a directory here, and copy or mount it",
+    )
+
+
+_MAX_BUFFERS = 1000  # of one call of writev; the limit of Linux is 1024
+
+
+def write_all(file: io.FileIO | int, buffers: Sequence[bytes | memoryview]) -> None:
+    """Write all of `buffers`: a raw write may be short near a full disk, and always above 2 GiB."""
+    descriptor = file if isinstance(file, int) else file.fileno()
+    views = [memoryview(data) for data in buffers if len(data)]
+    position = 0
+    while position < len(views):
+        batch = views[position : position + _MAX_BUFFERS]
+        written = os.writev(descriptor, batch)
+        for view in batch:
+            if written < view.nbytes:
+                views[position] = view[written:]
+                break
+            written -= view.nbytes
+            position += 1

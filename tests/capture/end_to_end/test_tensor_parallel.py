@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from glassengine.capture.intake.parts import parts_of, waited
+from glassengine.capture.intake.intake import parts_of, waited
 from glassengine.capture.runs.model_debugger import model_addition_debugger_context
 from glassengine.capture.runs.record import own_directory, record
 from glassengine.capture.runs.target import record_target

@@ -23,8 +23,8 @@ from glassengine import taps
 from glassengine.capture.runs.record import record
 from glassengine.errors import GlassError, UnknownNameError, UsageError
 from glassengine.recording.read.reader import Recording
-from glassengine.recording.ring import block
-from glassengine.recording.ring import repetition as passage
+from glassengine.recording.ring import producer as block
+from glassengine.recording.ring import producer as passage
 from glassengine.testing.models import llama
 from tests import children
 

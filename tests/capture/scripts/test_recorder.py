@@ -23,8 +23,7 @@ from torch import nn
 
 from glassengine.capture.runs.record import Recorder, record
 from glassengine.capture.scripts import recorder as script
-from glassengine.capture.scripts.recorder import MAX_MODELS, ScriptRecorder
-from glassengine.capture.scripts.spawned import SpawnedRecordings, _start, finish
+from glassengine.capture.scripts.recorder import MAX_MODELS, ScriptRecorder, SpawnedRecordings, _start, finish
 from glassengine.errors import GlassError
 from glassengine.recording.read.reader import Recording
 from tests import children

@@ -11,8 +11,8 @@ import pytest
 
 from glassengine.capture.watch.triggers import NumberTriggers, OutsideTriggers
 from glassengine.errors import UsageError
-from glassengine.recording.layout.series import ABSENT, MEASURED, NONFINITE
-from glassengine.recording.write.watch import Watch
+from glassengine.recording.series import ABSENT, MEASURED, NONFINITE
+from glassengine.recording.write.policy import Watch
 
 NAMES = ["a", "b", "c"]
 

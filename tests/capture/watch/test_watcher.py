@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import glassengine as glass
-from glassengine.recording.read.series import SeriesReader
-from glassengine.recording.write.watch import Watch
+from glassengine.recording.series import SeriesReader
+from glassengine.recording.write.policy import Watch
 from tests import children
 
 Step = Callable[[nn.Module, torch.optim.Optimizer, int], None]

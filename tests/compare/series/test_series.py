@@ -10,9 +10,7 @@ import pytest
 
 from glassengine.compare.series.series import compare_series
 from glassengine.errors import IncomparableError, UsageError
-from glassengine.recording.layout.series import MEASURED, NONFINITE
-from glassengine.recording.read.series import SeriesReader
-from glassengine.recording.write.series import SeriesLog
+from glassengine.recording.series import MEASURED, NONFINITE, SeriesLog, SeriesReader
 
 Curve = Callable[[int], float]
 

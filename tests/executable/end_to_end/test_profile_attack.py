@@ -21,7 +21,7 @@ import pytest
 import glassengine as glass
 from glassengine.executable.profile.client import KEY_FILE
 from glassengine.executable.profile.server import MAX_CLIENTS
-from glassengine.reading.user_key import user_key
+from glassengine.reading.files import user_key
 from tests import children
 
 # In a process of its own, so that what is measured is the training and not the attack.

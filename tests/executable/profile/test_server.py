@@ -26,7 +26,7 @@ from glassengine.executable.profile import taker as profile_taker
 from glassengine.executable.profile.client import KEY_FILE
 from glassengine.executable.profile.server import ProfileServer
 from glassengine.executable.profile.taker import MAX_S, MAX_STEPS
-from glassengine.reading.user_key import user_key
+from glassengine.reading.files import user_key
 from tests import children
 
 

@@ -33,8 +33,7 @@ from glassengine.program.listing.listing import read_listing
 from glassengine.program.loading.adapters import read_adapter
 from glassengine.program.loading.checkpoint_files import read_tensors, weight_files
 from glassengine.program.representation.stored import load_graph, load_names
-from glassengine.reading.arrays import MAX_UNFOLDED_BYTES
-from glassengine.reading.tensors import check_unfolded, read_torch
+from glassengine.reading.tensors import MAX_UNFOLDED_BYTES, check_unfolded, read_torch
 from glassengine.results.stored import read_result
 
 Reader = Callable[[Path], Any]

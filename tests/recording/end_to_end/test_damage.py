@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from glassengine.errors import CorruptError, GlassError, UsageError
-from glassengine.recording.layout import frames, layout
+from glassengine.recording.layout import layout
+from glassengine.recording.layout import records as frames
 from glassengine.recording.layout.records import frame
 from glassengine.recording.read.reader import Recording
 from glassengine.recording.write.writer import RecordingWriter
@@ -288,7 +289,7 @@ def test_blocks_that_are_in_order_are_read(tmp_path: Path) -> None:
 
 
 def test_a_small_index_that_claims_many_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("glassengine.recording.layout.recovery.MAX_ENTRIES", 5)
+    monkeypatch.setattr("glassengine.recording.layout.index.MAX_ENTRIES", 5)
     path = make(tmp_path / "r", steps=1)
     # The shard grows without taking any room on the disk.
     os.truncate(path / "shard-00000.safetensors", 1 << 24)

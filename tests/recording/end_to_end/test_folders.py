@@ -15,8 +15,7 @@ from hypothesis.extra import numpy as hnp
 from safetensors.torch import save_file
 
 from glassengine.errors import CorruptError
-from glassengine.recording.formats.npy_folder import NpyFolder
-from glassengine.recording.formats.step_files import StepFiles
+from glassengine.recording.formats.folders import NpyFolder, StepFiles
 from glassengine.recording.read.source import TensorSource, open_source
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from glassengine.errors import GlassError, UsageError
+from glassengine.recording import recovery as rescue
 from glassengine.recording.background import BackgroundWriter
 from glassengine.recording.read.reader import Recording
-from glassengine.recording.rescue import rescue
 from glassengine.recording.write import directory
 from glassengine.recording.write.writer import RecordingWriter
 

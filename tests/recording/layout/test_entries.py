@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from glassengine.compare.compare import compare
-from glassengine.recording.layout import frames, layout
+from glassengine.recording.layout import layout
+from glassengine.recording.layout import records as frames
 from glassengine.recording.layout.entries import Entries
+from glassengine.recording.layout.index import read_index
 from glassengine.recording.layout.layout import LeftOut
 from glassengine.recording.layout.records import commit_frame, frame
-from glassengine.recording.layout.recovery import read_index
 from glassengine.recording.read.reader import Recording
 from glassengine.recording.write.writer import RecordingWriter
 

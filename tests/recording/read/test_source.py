@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from glassengine.errors import CorruptError, UsageError
 from glassengine.plugins import FORMATS
-from glassengine.recording.formats.torch_file import TorchFile
+from glassengine.recording.formats.files import TorchFile
 from glassengine.recording.read import source as sources
 from glassengine.recording.read.reader import Recording
 from glassengine.recording.read.source import open_source

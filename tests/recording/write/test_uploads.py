@@ -16,8 +16,8 @@ from glassengine.errors import CorruptError, GlassError, UsageError
 from glassengine.recording.background import BackgroundWriter
 from glassengine.recording.layout import layout
 from glassengine.recording.write import uploads
-from glassengine.recording.write.spool import directory_of
-from glassengine.recording.write.stored_writer import StoredWriter
+from glassengine.recording.write.uploads import directory_of
+from glassengine.recording.write.writer import StoredWriter
 from glassengine.stores import objects
 from glassengine.stores.places import Remote
 

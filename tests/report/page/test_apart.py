@@ -13,8 +13,7 @@ import pytest
 
 from glassengine.compare.series.series import compare_series
 from glassengine.errors import UsageError
-from glassengine.recording.layout.series import MEASURED, NONFINITE
-from glassengine.recording.write.series import SeriesLog
+from glassengine.recording.series import MEASURED, NONFINITE, SeriesLog
 from glassengine.report.page.write import write_report
 from glassengine.results import (
     ArtifactComparison,

@@ -14,7 +14,8 @@ from typing import ClassVar
 import pytest
 
 from glassengine.errors import CorruptError, GlassError, UsageError
-from glassengine.stores import objects, ranges
+from glassengine.stores import objects
+from glassengine.stores import objects as ranges
 
 DATA = bytes(range(256)) * 40
 URL = "s3://bucket/run/a"

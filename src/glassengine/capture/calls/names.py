@@ -77,12 +77,7 @@ class Forward:
 
 
 class OfThread(threading.local):
-    """The forward that is open in a thread, and the step that was the last one there.
-
-    Attributes:
-        forward: The forward.
-        last: The step.
-    """
+    """The forward that is open in a thread, and the step that was the last one there."""
 
     forward: Forward | None = None
     last: int | None = None

@@ -1,16 +1,12 @@
-"""Observes the calls of a module from around them, which costs a fifth of what hooks do.
-
-`nn.Module.__call__` goes to `_compiled_call_impl` where an instance has one: that is how `module.compile()` works. What
-is put there sees a call as the caller does: the arguments before, the result after all hooks, any exception, and
-compiled code from outside. torch leaves it out of copies and pickles of the module.
-"""
+"""Tells what a signal handler raised from what goes wrong where it was raised."""
 
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import FrameType, NoneType
+from types import FrameType, MethodType, NoneType
 from typing import Any, TypeGuard
 
 import torch
@@ -21,6 +17,33 @@ from torch._C._dynamo.eval_frame import (
     get_eval_frame_callback,
     set_code_exec_strategy,
 )
+
+
+def is_interruption(error: BaseException) -> bool:
+    """Return whether a signal handler raised `error`, as one that limits the time of a call does.
+
+    It can arrive anywhere, in our code too, and is meant for the caller of the model.
+    """
+    if not isinstance(error, Exception):
+        return True
+    if isinstance(error, RecursionError):
+        return False  # nor is there room to look
+    handlers = {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
+    trace = error.__traceback__ if handlers else None
+    while trace is not None:
+        if trace.tb_frame.f_code in handlers:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _code(handler: object) -> object:
+    if isinstance(handler, MethodType):
+        handler = handler.__func__
+    elif not hasattr(handler, "__code__"):
+        handler = type(handler).__dict__.get("__call__")
+    return getattr(handler, "__code__", None)
+
 
 Before = Callable[[nn.Module, Any, Any], None]
 After = Callable[[nn.Module, Any, Any, Any], None]

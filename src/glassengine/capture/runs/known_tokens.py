@@ -24,9 +24,6 @@ class KnownTokens:
 
     Args:
         path: Of the recording, of a model or of an engine.
-
-    Raises:
-        UsageError: No recording exists, or it is not of a language model.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -36,11 +33,7 @@ class KnownTokens:
             raise UsageError("the recording has no tokens", got=str(path), expected="one of a language model")
 
     def prompts(self) -> dict[str, Tensor]:
-        """Return `input_ids` and `attention_mask` [B, S] int64 of the prompts, left-padded with 0.
-
-        Raises:
-            UsageError: The recording does not say where they end.
-        """
+        """Return `input_ids` and `attention_mask` [B, S] int64 of the prompts, left-padded with 0."""
         lengths = prompt_lengths(self._source)
         if lengths is None or len(lengths) != len(self._rows):
             raise UsageError(
@@ -56,11 +49,7 @@ class KnownTokens:
         return {"input_ids": ids, "attention_mask": mask}
 
     def following(self, batches: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-        """Return what was generated from each batch of prompts, but for the last token: [B, N] int64, N from 0 on.
-
-        Raises:
-            IncomparableError: The recording was made from other prompts.
-        """
+        """Return what was generated from each batch of prompts, but for the last token: [B, N] int64, N from 0 on."""
         prompts = [_prompts(batch) for batch in batches]
         found = []
         at = [0] * len(self._rows)

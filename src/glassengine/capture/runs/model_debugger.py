@@ -23,11 +23,10 @@ from torch import Tensor, nn
 
 from glassengine.capture.runs.record import Recorder, own_directory, record
 from glassengine.errors import GlassError, UsageError
-from glassengine.recording.formats.debug_tree import TreeWriter
+from glassengine.recording.formats.debug_tree_writer import TreeWriter
 from glassengine.recording.read.reader import Recording
 from glassengine.sites import port_site
-from glassengine.writing.files import put_away
-from glassengine.writing.locations import local
+from glassengine.writing.files import local, put_away
 
 _log = logging.getLogger(__name__)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, Self
 
 import torch
@@ -15,17 +16,13 @@ from torch.nn.parameter import is_lazy
 
 from glassengine import environment
 from glassengine.capture.calls.names import ModuleNames
-from glassengine.capture.intake.gradients import ParameterHooks
+from glassengine.capture.intake.gradients import Microbatches, ParameterHooks
 from glassengine.capture.intake.intake import Intake
-from glassengine.capture.intake.microbatches import Microbatches
 from glassengine.capture.observers.module_hooks import ModuleHooks
-from glassengine.capture.runs.held_module import module_of
-from glassengine.capture.watch import losses
-from glassengine.capture.watch.watcher import LOSS, Watcher, watcher_of
+from glassengine.capture.watch.watcher import LOSS, Watcher, listen, stop_listening, watcher_of
 from glassengine.errors import GlassError, UnknownNameError, UsageError
 from glassengine.recording.background import BackgroundWriter
-from glassengine.recording.write.policy import Policy, WhenBehind
-from glassengine.recording.write.watch import Watch, watch_of
+from glassengine.recording.write.policy import Policy, Watch, WhenBehind, watch_of
 from glassengine.sites import ROOT
 from glassengine.stores.places import place
 
@@ -106,7 +103,7 @@ class Recorder:
             self._parameters.attach()
             if self._watcher is not None:
                 self._watcher.attach()
-                losses.listen(self._note_loss)
+                listen(self._note_loss)
         except BaseException:
             self._detach()
             writer.close("it never began")
@@ -222,7 +219,7 @@ class Recorder:
         self._parameters.detach()
         self._hooks.detach()
         if self._watcher is not None:
-            losses.listen_no_more(self._note_loss)
+            stop_listening(self._note_loss)
             self._watcher.detach()
 
 
@@ -287,7 +284,7 @@ def record(
         UnknownNameError: (On leaving) the patterns of `sites` or `values` matched nothing.
         GlassError: (On leaving) not everything could be written; the message says what is safe.
     """
-    model = module_of(model)
+    model = find_module(model)
     if isinstance(model, torch.jit.ScriptModule):
         what = "a scripted module runs no hooks"
         raise UsageError(what, got=type(model).__name__, hint="record the module it was made from")
@@ -348,3 +345,22 @@ def _place() -> tuple[int, int]:
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     count = environment.num_ranks() or 1
     return environment.rank() if count > 1 else 0, count
+
+
+def find_module(target: object) -> nn.Module:
+    """Return `target` if it is a module, or else the one module that it is bound to, holds or refers to."""
+    if isinstance(target, nn.Module):
+        return target
+    held = [getattr(target, "__self__", None)]
+    if inspect.isfunction(target):
+        names = inspect.getclosurevars(target)
+        held += [*names.nonlocals.values(), *names.globals.values()]
+    # What a method is bound to, or a function refers to, may be a pipeline in its turn.
+    holders = [item for item in (target, *held) if not isinstance(item, (nn.Module, ModuleType))]
+    held += [getattr(item, name, None) for item in holders for name in ("model", "module", "_model")]
+    found = list(dict.fromkeys(item for item in held if isinstance(item, nn.Module)))
+    if len(found) != 1:
+        hint = "engine.generate(..., record=path)" if hasattr(target, "manifest") else "name the module that it calls"
+        what = ", ".join(type(item).__name__ for item in found) or f"{type(target).__name__}, which holds no module"
+        raise UsageError("only one module can be recorded", got=what, hint=hint)
+    return found[0]

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from glassengine.accelerators import require_device
+from glassengine.capture.intake.deferred_writer import Writer
 from glassengine.capture.intake.intake import Intake
-from glassengine.capture.intake.patience import Writer
 from glassengine.capture.observers.module_hooks import ModuleHooks
 from glassengine.capture.runs.known_tokens import KnownTokens
 from glassengine.capture.runs.record import own_directory, record

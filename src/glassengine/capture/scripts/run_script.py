@@ -1,25 +1,35 @@
-"""Run Python code as `python script.py ARGS` or `python -m module ARGS` would, and record the models it calls."""
+"""Runs Python code as `python script.py ARGS` or `python -m module ARGS` would, and records the models it calls.
+
+The script ends as the end of its interpreter would end it. Python ends the non-daemon threads first, calling what
+`threading._register_atexit` got before it waits for them, and then calls what `atexit` got, the last first. A script
+may end within a process that goes on: what that process had before is left alone.
+"""
 
 from __future__ import annotations
 
+import atexit
 import builtins
+import concurrent.futures.process
+import concurrent.futures.thread  # noqa: F401
 import contextlib
 import importlib.util
+import inspect
 import io
+import multiprocessing
 import os
 import runpy
 import sys
+import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Unpack
+from typing import Any, Unpack
 
 from glassengine import asked
-from glassengine.capture.scripts.ending import script_ended
-from glassengine.capture.scripts.recorder import ScriptRecorder
-from glassengine.capture.scripts.spawned import SpawnedRecordings
+from glassengine.capture.scripts.recorder import ScriptRecorder, SpawnedRecordings
 from glassengine.errors import UsageError
 from glassengine.recording.write.policy import ScriptOptions
 from glassengine.results.recorded import RecordedScript
@@ -92,11 +102,7 @@ def _run(file: str) -> None:
 
 
 def _file_of(module: str) -> str:
-    """Return the file that `python -m` would run.
-
-    Raises:
-        UsageError: There is none.
-    """
+    """Return the file that `python -m` would run."""
     try:
         spec = importlib.util.find_spec(module)
         if spec is not None and spec.submodule_search_locations is not None:
@@ -146,3 +152,107 @@ def _is_of_script(error: BaseException, script: str) -> bool:
             return True
         trace = trace.tb_next
     return isinstance(error, SyntaxError)
+
+
+_POLL = 0.05  # seconds
+
+
+@contextlib.contextmanager
+def script_ended(*, ends_process: bool = False) -> Iterator[None]:
+    """On leaving, end what was begun meanwhile: threads and executors, functions registered for the end, processes.
+
+    Args:
+        ends_process: This process ends with the script: its main thread has then ended for the threads that watch it.
+    """
+    threads, children = set(threading.enumerate()), set(multiprocessing.active_children())
+    with _registered_at_exit() as registered:
+        num_before = len(_thread_functions())
+        try:
+            yield
+        finally:
+            if ends_process:
+                threading._shutdown()  # type: ignore[attr-defined]
+            _end_threads(threads, num_before)
+            _call(registered)
+            _end_threads(threads, num_before)  # which these functions began
+            for child in set(multiprocessing.active_children()) - children:
+                if not child.daemon:
+                    child.join()
+
+
+def _thread_functions() -> list[Callable[[], object]]:
+    """Return what is called before the interpreter waits for its threads; the live list."""
+    found: list[Callable[[], object]] = getattr(threading, "_threading_atexits", [])
+    return found
+
+
+def _end_threads(before: set[threading.Thread], num_before: int) -> None:
+    """Wait for the threads that are not in `before`, daemons left out; executors that keep theirs waiting are shut."""
+    functions = _thread_functions()
+    while len(functions) > num_before:
+        _call([(functions.pop(), (), {})])
+    while left := [thread for thread in set(threading.enumerate()) - before if not thread.daemon]:
+        for thread in left:
+            executor = _executor_of(thread)
+            if executor is not None:
+                # Work that is waiting is done, as at the end of the interpreter.
+                executor.shutdown(wait=False)
+        left[0].join(_POLL)
+
+
+def _executor_of(thread: threading.Thread) -> Executor | None:
+    """Return the executor that `thread` works for, if it does: a pool of threads, or of processes."""
+    references = [*getattr(thread, "_args", ())[:1], getattr(thread, "executor_reference", None)]
+    for reference in references:
+        executor = reference() if callable(reference) else None
+        if isinstance(executor, Executor):
+            return executor
+    return None
+
+
+def _root(function: Any) -> str:
+    return str(getattr(function, "__module__", None) or "").partition(".")[0]
+
+
+_Registered = list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]]
+
+
+@contextlib.contextmanager
+def _registered_at_exit() -> Iterator[_Registered]:
+    """Collect what is registered with `atexit` meanwhile, which the interpreter then does not call itself."""
+    collected: _Registered = []
+    register, unregister = atexit.register, atexit.unregister
+
+    def collect(function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        # What is of Python itself (finalizers, say) is the process's, not its first user's; what cannot be called
+        # raises there.
+        is_python = inspect.isroutine(function) and _root(function) in sys.stdlib_module_names
+        if is_python or not callable(function):
+            return register(function, *args, **kwargs)
+        collected.append((function, args, kwargs))
+        return function
+
+    def forget(function: Any, /) -> None:
+        collected[:] = [item for item in collected if item[0] != function]
+        unregister(function)
+
+    atexit.register, atexit.unregister = collect, forget
+    try:
+        yield collected
+    finally:
+        atexit.register, atexit.unregister = register, unregister
+        for function, args, kwargs in collected:
+            register(function, *args, **kwargs)  # since something stopped us
+
+
+def _call(registered: _Registered) -> None:
+    """Call and forget functions, the last first; what one raises is printed and stops no other."""
+    while registered:
+        function, args, kwargs = registered.pop()
+        try:
+            function(*args, **kwargs)
+        except SystemExit:
+            pass
+        except Exception:
+            sys.stderr.write(f"Exception ignored in atexit callback: {function!r}\n")
+            traceback.print_exc()

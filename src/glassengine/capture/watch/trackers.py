@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from glassengine.errors import GlassError, UsageError
-from glassengine.recording.layout.series import MEASURED, NONFINITE, Array
-from glassengine.recording.write.watch import Tracker
+from glassengine.recording.series import MEASURED, NONFINITE, Array
+from glassengine.recording.write.policy import Tracker
 from glassengine.sites import ROOT
 
 _MOST_WAITING = 64
@@ -33,9 +33,6 @@ class Trackers:
 
     Attributes:
         problems: Tracker -> what went wrong.
-
-    Raises:
-        UsageError: A package is not installed.
     """
 
     def __init__(self, names: Sequence[str | Tracker], every: int, directory: Path) -> None:

@@ -19,10 +19,9 @@ import numpy as np
 
 from glassengine.errors import GlassError
 from glassengine.reading.documents import Size, parsed
-from glassengine.reading.files import open_regular, shown
-from glassengine.reading.printable import printable
-from glassengine.recording.layout.series import MEASURED, NONFINITE, Array
-from glassengine.recording.write.watch import Watch
+from glassengine.reading.files import open_regular, printable, shown
+from glassengine.recording.series import MEASURED, NONFINITE, Array
+from glassengine.recording.write.policy import Watch
 
 WINDOW, WARM_UP = 64, 16
 # The medians of norms are computed again after so many steps.
@@ -45,11 +44,7 @@ class _Asked(msgspec.Struct):
 
 
 class NumberTriggers:
-    """Looks at the numbers of each step; what it remembers is bounded.
-
-    Args:
-        watch: What triggers.
-    """
+    """Looks at the numbers of each step; what it remembers is bounded."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -61,14 +56,7 @@ class NumberTriggers:
         self._was_nonfinite = self._was_beyond = self._was_high = False
 
     def look(self, states: Array, norms: Array, names: Sequence[str], losses: Sequence[float]) -> list[str]:
-        """Return why the step is worth recording; one reason a line.
-
-        Args:
-            states: [columns], see `recording.layout.series`.
-            norms: [columns].
-            names: Of the columns.
-            losses: Of the step.
-        """
+        """Return why the step is worth recording; one reason a line."""
         return [*self._nonfinite(states, names), *self._beyond(states, norms, names), *self._high(losses)]
 
     def _nonfinite(self, states: Array, names: Sequence[str]) -> list[str]:

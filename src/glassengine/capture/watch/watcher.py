@@ -15,21 +15,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from glassengine.capture.intake.patience import Writer
-from glassengine.capture.watch.held import Column, HeldStep, Item, StepRing, note_of
-from glassengine.capture.watch.memory import keep_freed
-from glassengine.capture.watch.norms import MEASURED as MEASURED_DTYPES
-from glassengine.capture.watch.norms import DeviceNorms, Number, measure
+from glassengine.capture.intake.deferred_writer import Writer
+from glassengine.capture.watch.recent_steps import MEASURED as MEASURED_DTYPES
+from glassengine.capture.watch.recent_steps import (
+    Column,
+    DeviceNorms,
+    HeldStep,
+    Item,
+    Number,
+    StepBuffer,
+    measure,
+    note_of,
+    retain_freed_memory,
+)
 from glassengine.capture.watch.trackers import Trackers
 from glassengine.capture.watch.triggers import EVERY, NumberTriggers, OutsideTriggers
 from glassengine.errors import UsageError
 from glassengine.recording.background import BackgroundWriter
 from glassengine.recording.layout.description import Facts
 from glassengine.recording.layout.layout import LeftOut
-from glassengine.recording.layout.series import ABSENT, MEASURED, NONFINITE, UNMEASURED
-from glassengine.recording.write.policy import Policy
-from glassengine.recording.write.series import SeriesLog
-from glassengine.recording.write.watch import Watch
+from glassengine.recording.series import ABSENT, MEASURED, NONFINITE, UNMEASURED, SeriesLog
+from glassengine.recording.write.policy import Policy, Watch
 from glassengine.stores.places import Remote
 
 LOSS = "loss"
@@ -80,7 +86,7 @@ class Watcher:
         self._obstacle = obstacle
         self._rank = rank
         self._log = SeriesLog(writer.path)
-        self._ring = StepRing(watch.ring_bytes, watch.before + 1 + (shared is not None))  # another rank may be ahead
+        self._ring = StepBuffer(watch.ring_bytes, watch.before + 1 + (shared is not None))  # another rank may be ahead
         self._columns: dict[str, Column] = {}
         self._series: list[str] = []
         self._numbers_of: dict[str, int] = {}
@@ -97,7 +103,7 @@ class Watcher:
 
     def attach(self) -> None:
         """Begin to listen for what comes from outside."""
-        self._give_back = keep_freed(self._watch.ring_bytes)
+        self._give_back = retain_freed_memory(self._watch.ring_bytes)
         problem = self._outside.attach()
         if problem is not None:
             self._log.note(problem)
@@ -323,19 +329,7 @@ def _state(item: Item) -> int:
 
 
 def watcher_of(writer: BackgroundWriter, watch: Watch, policy: Policy, *, rank: int, shared: Path | None) -> Watcher:
-    """Return a watcher; closes the writer where that fails.
-
-    Args:
-        writer: Gets the steps that matter.
-        watch: Which those are.
-        policy: Has the budget for values.
-        rank: Of this process.
-        shared: Directory of all ranks; None where there is one.
-
-    Raises:
-        UsageError: The recording goes to a store.
-        GlassError: The series cannot be written, or a tracker cannot begin.
-    """
+    """Return a watcher; closes the writer where that fails."""
     try:
         if isinstance(writer.path, Remote):
             raise UsageError(
@@ -348,3 +342,42 @@ def watcher_of(writer: BackgroundWriter, watch: Watch, policy: Policy, *, rank: 
     except BaseException:
         writer.close("it never began")
         raise
+
+
+Note = Callable[[Tensor], None]
+
+_lock = threading.Lock()
+_listeners: list[Note] = []
+_original: Callable[..., Any] | None = None
+
+
+def listen(note: Note) -> None:
+    """Call `note` with every floating scalar that `backward` is called on, ahead of it."""
+    global _original
+    with _lock:
+        _listeners.append(note)
+        if _original is None:
+            _original = torch.autograd.backward
+            torch.autograd.backward = _backward
+
+
+def stop_listening(note: Note) -> None:
+    """Undo `listen`."""
+    global _original
+    with _lock:
+        if note in _listeners:
+            _listeners.remove(note)
+        # Another one may have taken the place meanwhile, and calls ours.
+        if not _listeners and _original is not None and torch.autograd.backward is _backward:
+            torch.autograd.backward = _original
+            _original = None
+
+
+def _backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    if not torch.compiler.is_compiling():
+        for tensor in (tensors,) if isinstance(tensors, Tensor) else tuple(tensors):
+            if type(tensor) is Tensor and tensor.numel() == 1 and tensor.is_floating_point():
+                for note in tuple(_listeners):
+                    note(tensor.detach())
+    assert _original is not None
+    return _original(tensors, *args, **kwargs)

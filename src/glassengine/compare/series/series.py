@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from glassengine.errors import IncomparableError
-from glassengine.recording.layout.series import MEASURED, NONFINITE, Array
-from glassengine.recording.read.series import Row, SeriesReader
+from glassengine.recording.series import MEASURED, NONFINITE, Array, Row, SeriesReader
 from glassengine.results.series import SeriesComparison, SeriesPoint, SeriesStanding
 
 WINDOW, CALIBRATION, LASTING = 32, 16, 3

@@ -40,8 +40,7 @@ from glassengine.environment import versions
 from glassengine.errors import UsageError
 from glassengine.judge.graphs.cut import Piece
 from glassengine.program.representation.program import Program
-from glassengine.stores.delivery import delivered
-from glassengine.stores.places import Remote
+from glassengine.stores.places import Remote, delivered
 from glassengine.writing.files import ASIDE, aside, put_away
 
 SCHEMA_VERSION = 1

@@ -14,7 +14,7 @@ from glassengine.judge.cases import Case, Inputs, causal_cases, module_cases, re
 from glassengine.judge.sides.protocol import Place
 from glassengine.judge.sides.recorded import case_of, recorded_case
 from glassengine.program import LoadedModel
-from glassengine.recording.formats.server_folder import ranks_of
+from glassengine.recording.formats.folders import ranks_of
 from glassengine.recording.read.source import TensorSource, open_source
 from glassengine.results import Skipped
 from glassengine.serving.alignment import numbers_of, table_of

@@ -34,11 +34,10 @@ from glassengine.program.listing.listing import NodeLine, Stage, graph_json, gra
 from glassengine.program.listing.python_source import module_source
 from glassengine.program.onnx.operators.function import OnnxVerifier
 from glassengine.program.representation.program import Program
-from glassengine.reading.printable import printable
+from glassengine.reading.files import printable
 from glassengine.report.html_artifacts import index_page
 from glassengine.report.network import network_text, plugin_text
-from glassengine.stores.delivery import delivered
-from glassengine.stores.places import place
+from glassengine.stores.places import delivered, place
 from glassengine.writing.files import aside, held, put_away, remove_tree
 
 _STAGE_FOLDER = re.compile(r"\.?\d\d-[\w.-]+")

@@ -24,8 +24,7 @@ from glassengine import environment, starting
 from glassengine.engine.ranks.messages import receive, send
 from glassengine.errors import BackendError, GlassError
 from glassengine.program.parallel.placements import Mesh
-from glassengine.reading.files import open_regular
-from glassengine.reading.printable import printable
+from glassengine.reading.files import open_regular, printable
 from glassengine.stores.places import place
 
 _GRACE_S = 2.0

@@ -23,11 +23,10 @@ import torch
 
 from glassengine import environment
 from glassengine.errors import UsageError
-from glassengine.recording.formats.torch_file import save_pt
+from glassengine.recording.formats.files import save_pt
 from glassengine.recording.layout.statistics import summarize
 from glassengine.sites import patterns_of
-from glassengine.stores.delivery import delivered
-from glassengine.stores.places import place
+from glassengine.stores.places import delivered, place
 from glassengine.writing.files import ASIDE, aside, held, put_away
 
 if TYPE_CHECKING:

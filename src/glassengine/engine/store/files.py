@@ -21,8 +21,7 @@ from glassengine.errors import CorruptError, GlassError, UsageError
 from glassengine.reading.documents import parsed
 from glassengine.reading.files import require_directory, shown
 from glassengine.reading.tensors import open_safetensors, read_safetensors
-from glassengine.stores.delivery import delivered
-from glassengine.stores.places import Remote
+from glassengine.stores.places import Remote, delivered
 from glassengine.writing.files import exchange, remove_tree, save_safetensors
 
 WEIGHTS = "weights.safetensors"

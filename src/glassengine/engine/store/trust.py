@@ -14,8 +14,7 @@ from collections.abc import Set
 from pathlib import Path
 
 from glassengine.errors import UsageError
-from glassengine.reading.files import shown
-from glassengine.reading.user_key import user_key
+from glassengine.reading.files import shown, user_key
 
 logger = logging.getLogger("glassengine")
 

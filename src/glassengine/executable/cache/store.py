@@ -27,8 +27,7 @@ from glassengine.errors import CorruptError, UsageError
 from glassengine.executable.cache.key import SCHEMA_VERSION, digest
 from glassengine.reading.documents import Size, read_document
 from glassengine.reading.files import open_regular, require_directory, shown
-from glassengine.writing.files import append, private_directory, remove_tree, untrusted
-from glassengine.writing.locations import local
+from glassengine.writing.files import append, local, private_directory, remove_tree, untrusted
 
 _MANIFEST, _FILES, _USES = "manifest.json", "files", "uses"
 _MAX_MANIFEST_BYTES = 4 << 20

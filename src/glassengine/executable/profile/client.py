@@ -13,7 +13,7 @@ import msgspec
 from glassengine.errors import CorruptError, UsageError
 from glassengine.executable.profile.taker import DEFAULT_PORT, DEFAULT_S, check
 from glassengine.reading.documents import parsed
-from glassengine.reading.user_key import user_key
+from glassengine.reading.files import user_key
 
 KEY_FILE = "profile-key"
 _MAX_ANSWER = 64 << 10

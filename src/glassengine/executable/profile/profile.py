@@ -32,8 +32,7 @@ from glassengine.executable.graph import observers
 from glassengine.executable.profile import tensorboard as profile_events
 from glassengine.executable.profile.trace import FORMAT, SCHEMA_VERSION, annotate, sealed, summarize
 from glassengine.executable.profile.watching import Executions, watch_modules
-from glassengine.stores.delivery import deliver
-from glassengine.stores.places import Remote, place
+from glassengine.stores.places import Remote, deliver, place
 from glassengine.writing.files import aside, next_directory, remove_tree
 
 logger = logging.getLogger("glassengine")

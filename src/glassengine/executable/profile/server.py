@@ -36,9 +36,8 @@ from glassengine.executable.profile.client import KEY_FILE
 from glassengine.executable.profile.profile import prepare
 from glassengine.executable.profile.taker import DEFAULT_PORT, DEFAULT_S, Asked, Taker, check
 from glassengine.reading.documents import parsed
-from glassengine.reading.files import read_text
-from glassengine.reading.user_key import user_key
-from glassengine.writing.locations import local
+from glassengine.reading.files import read_text, user_key
+from glassengine.writing.files import local
 
 logger = logging.getLogger("glassengine")
 

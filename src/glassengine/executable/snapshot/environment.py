@@ -21,7 +21,7 @@ from glassengine.errors import UsageError, nearest
 from glassengine.executable.graph.observers import ask
 from glassengine.executable.snapshot.policy import KeepInputs, Policy
 from glassengine.executable.snapshot.taker import SnapshotTaker
-from glassengine.writing.locations import local
+from glassengine.writing.files import local
 
 logger = logging.getLogger("glassengine")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from glassengine.errors import UnknownNameError, UsageError
-from glassengine.writing.locations import local
+from glassengine.writing.files import local
 
 Occasion = Literal["every", "nonfinite", "error"]
 KeepInputs = Literal["reference", "device", "host"]

@@ -26,8 +26,7 @@ from glassengine.reading.copies import here
 from glassengine.reading.files import is_regular, read_bytes
 from glassengine.recording.layout.statistics import summarize
 from glassengine.recording.layout.values import bytes_of
-from glassengine.stores.delivery import delivered
-from glassengine.stores.places import place
+from glassengine.stores.places import delivered, place
 from glassengine.writing.checksums import crc32
 from glassengine.writing.files import aside
 

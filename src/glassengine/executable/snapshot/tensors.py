@@ -17,8 +17,8 @@ from glassengine.errors import CorruptError
 from glassengine.reading.tensors import open_safetensors
 from glassengine.recording.layout.layout import STORED
 from glassengine.recording.layout.values import bytes_of, dtype_name, why_not
-from glassengine.recording.write.shard import write_all
 from glassengine.writing.checksums import crc32
+from glassengine.writing.files import write_all
 
 _BATCH_BYTES = 8 << 20
 _PADDING = 8

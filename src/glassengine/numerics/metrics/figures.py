@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from glassengine.blocks.merging import Difference
+from glassengine.blocks.arithmetic import Difference
 from glassengine.results import Figures
 
 

@@ -11,9 +11,8 @@ import torch
 from glassengine import asked
 from glassengine.errors import CorruptError, UsageError
 from glassengine.program.user_code.factory import call_factory
-from glassengine.reading.arrays import read_npz
 from glassengine.reading.documents import read_document
-from glassengine.reading.tensors import check_unfolded, read_safetensors, read_torch
+from glassengine.reading.tensors import check_unfolded, read_npz, read_safetensors, read_torch
 from glassengine.stores.places import place
 
 _MAX_JSON_BYTES = 256 << 20

@@ -15,7 +15,7 @@ from typing import Any
 from glassengine import asked
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.program.user_code.raised import described, raised_by
-from glassengine.reading.printable import printable
+from glassengine.reading.files import printable
 
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 

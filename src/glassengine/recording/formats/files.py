@@ -1,13 +1,351 @@
-"""The kinds of single files that hold tensors, by the ends of their names."""
+"""Single files that hold tensors: `.pt`, `.safetensors`, `.npz`, `.npy`; read within bounds.
+
+Reading one never runs code. Readers raise CorruptError for a file that is damaged or would run code.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import mmap
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from glassengine.recording.formats.npy_file import NpyFile
-from glassengine.recording.formats.numpy_file import NumpyFile
-from glassengine.recording.formats.safetensors_file import SafetensorsFile
-from glassengine.recording.formats.torch_file import TorchFile
+import numpy as np
+from safetensors import SafetensorError
+
+from glassengine.errors import CorruptError
+from glassengine.reading.documents import parsed
+from glassengine.reading.files import open_regular
+from glassengine.reading.tensors import open_safetensors, read_header, read_torch, shape_from
+from glassengine.recording.layout.description import PAD_PREFIX
+from glassengine.recording.layout.layout import STORED, Entry, num_bytes
+from glassengine.results import Skipped
+from glassengine.stores import objects
+from glassengine.stores.objects import read_range
+from glassengine.stores.places import Remote
+from glassengine.writing.files import open_for_torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+_NAMES = {one.code: dtype for dtype, one in STORED.items() if one.parts == 1}
+
+
+class SafetensorsFile:
+    """Tensors of a `.safetensors` file; its metadata are the file's `__metadata__`."""
+
+    complete = True
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = open_safetensors(path)
+            self.metadata: dict[str, Any] = dict(self._file.metadata() or {})
+            entries: list[Entry] = []
+            skipped: list[Skipped] = []
+            for name in self._file.offset_keys():
+                found = self._file.get_slice(name)
+                code, shape = found.get_dtype(), shape_from(found.get_shape())
+                if name.startswith(PAD_PREFIX):
+                    skipped.append(Skipped(name, "both", "alignment padding of a recording", step=0))
+                elif code not in _NAMES:
+                    skipped.append(Skipped(name, "both", f"no arithmetic for {code}", step=0))
+                else:
+                    nbytes = num_bytes(_NAMES[code], shape)
+                    entries.append(Entry(name, 0, 0, _NAMES[code], shape, nbytes=nbytes))
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CorruptError("not a safetensors file", got=f"{path}: {error}") from error
+        self.entries = tuple(entries)
+        self.skipped = tuple(skipped)
+
+    def tensor(self, entry: Entry) -> Tensor:
+        """Return the values of one of `entries`, mapped."""
+        tensor: Tensor = self._file.get_tensor(entry.site)
+        return tensor
+
+
+class NpyFile:
+    """The one tensor of a `.npy` file, called "tensor" as the one of a `.pt` file is."""
+
+    complete = True
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metadata: dict[str, Any] = {}
+        found = describe(path, "tensor")
+        self.entries = (found,) if isinstance(found, Entry) else ()
+        self.skipped = () if isinstance(found, Entry) else (Skipped("tensor", "both", found, step=0),)
+
+    def tensor(self, entry: Entry) -> Tensor:
+        """Return the values, mapped."""
+        return map_array(self.path, entry)
+
+
+def describe(path: Path, site: str, *, step: int = 0, rank: int = 0) -> Entry | str:
+    """Return the entry of the array in a `.npy` file, or why it is not given as a tensor. Only the header is read."""
+    with open_regular(path, inside=path.parent) as file:
+        try:
+            shape, _, dtype = read_header(file)
+        except ValueError as error:
+            raise CorruptError("not an .npy file", got=f"{path}: {error}") from error
+        num_bytes = path.stat().st_size - file.tell()
+    reason = why_not(dtype)
+    if reason is not None:
+        return reason
+    claimed = math.prod(shape) * dtype.itemsize
+    if claimed != num_bytes:
+        raise CorruptError("an .npy file is cut", got=f"{path}: {num_bytes} bytes", expected=f"{claimed} bytes")
+    return Entry(site, step, rank, dtype.newbyteorder("=").name, shape, nbytes=claimed)
+
+
+def map_array(path: Path, entry: Entry) -> Tensor:
+    """Return the values of the array that `entry` describes, mapped where the byte order is that of this machine."""
+    import torch
+
+    with open_regular(path, inside=path.parent) as file:
+        try:
+            shape, fortran, dtype = read_header(file)
+            offset = file.tell()
+            # Private and writable: torch cannot hold memory that is read-only.
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            array = np.frombuffer(data, dtype, math.prod(shape), offset)
+        except (ValueError, OSError) as error:
+            raise CorruptError("an array cannot be read", got=f"{path}: {error}") from error
+    if shape != entry.shape or dtype.newbyteorder("=").name != entry.dtype:
+        raise CorruptError("a file changed while it was being read", got=str(path))
+    array = array.reshape(shape, order="F" if fortran else "C")
+    return torch.from_numpy(array.astype(dtype.newbyteorder("="), copy=False))
+
+
+def why_not(dtype: np.dtype[Any]) -> str | None:
+    """Return why arrays of `dtype` are not given as tensors, or None."""
+    if dtype.hasobject:
+        return "an object array is a pickle, and reading it would run code"
+    if dtype.newbyteorder("=").name not in STORED:
+        return f"no arithmetic for numpy dtype {dtype}: save it as float32"
+    return None
+
+
+# A deflated member of a few megabytes can claim and deliver gigabytes.
+_MAX_ARRAY_BYTES = 1 << 34
+_MAX_UNFOLDED_BYTES = 1 << 28
+_MAX_RATIO = 100
+_MAX_MEMBERS = 100_000
+
+
+class NumpyFile:
+    """Arrays of a `.npz` file; each is read, not mapped, when it is asked for."""
+
+    complete = True
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metadata: dict[str, Any] = {}
+        self._members: dict[str, zipfile.ZipInfo] = {}
+        entries: list[Entry] = []
+        skipped: list[Skipped] = []
+        try:
+            open_regular(path).close()
+            self._archive = zipfile.ZipFile(path)
+            members = self._archive.infolist()
+            if len(members) > _MAX_MEMBERS:
+                raise CorruptError("an .npz file has too many entries", got=f"{path}: {len(members)}")
+            for member in members:
+                name = member.filename.removesuffix(".npy")
+                with self._archive.open(member) as file:
+                    try:
+                        shape, _, dtype = read_header(file)
+                    except ValueError as error:
+                        skipped.append(Skipped(name, "both", f"not an array: {error}", step=0))
+                        continue
+                    header_bytes = file.tell()
+                reason = _why_not(dtype, shape, member, header_bytes)
+                if name in self._members:
+                    reason = "two entries have this name"
+                if reason is not None:
+                    skipped.append(Skipped(name, "both", reason, step=0))
+                    continue
+                nbytes = math.prod(shape) * dtype.itemsize
+                self._members[name] = member
+                entries.append(Entry(name, 0, 0, dtype.newbyteorder("=").name, shape, nbytes=nbytes))
+        except CorruptError:
+            raise
+        except Exception as error:  # a damaged archive makes zipfile raise anything
+            hint = "save it again: numpy.savez(FILE, **tensors)"
+            raise CorruptError("not an .npz file", got=f"{path}: {error}", hint=hint) from error
+        self.entries = tuple(entries)
+        self.skipped = tuple(skipped)
+
+    def tensor(self, entry: Entry) -> Tensor:
+        """Return the values of one of `entries`, in memory of their own."""
+        import torch
+
+        try:
+            with self._archive.open(self._members[entry.site]) as file:
+                shape, fortran, dtype = read_header(file)
+                data = bytearray(file.read(entry.nbytes))
+        except Exception as error:  # as above
+            raise CorruptError("an array cannot be read", got=f"{entry.site!r} in {self.path}: {error}") from error
+        if len(data) != entry.nbytes:
+            raise CorruptError("an array is cut", got=f"{entry.site!r} in {self.path}: {len(data)} bytes")
+        array = np.frombuffer(data, dtype=dtype).reshape(shape, order="F" if fortran else "C")
+        return torch.from_numpy(array.astype(dtype.newbyteorder("="), copy=False))
+
+
+def _why_not(dtype: np.dtype[Any], shape: tuple[int, ...], member: zipfile.ZipInfo, header_bytes: int) -> str | None:
+    """Return why an array is not given as a tensor, or None."""
+    reason = why_not(dtype)
+    if reason is not None:
+        return reason
+    claimed = math.prod(shape) * dtype.itemsize
+    if claimed != member.file_size - header_bytes:
+        return f"the header claims {claimed} bytes, the file has {member.file_size - header_bytes}"
+    if claimed > _MAX_UNFOLDED_BYTES and claimed > _MAX_RATIO * member.compress_size:
+        return f"{member.compress_size} bytes unfold to {claimed}: save it uncompressed"
+    if claimed > _MAX_ARRAY_BYTES:
+        return f"{claimed} bytes are more than this format is read for: save it as .safetensors"
+    return None
+
+
+# A small file can name one list many times over; these bound what it unfolds to.
+_MAX_DEPTH = 64
+_MAX_LEAVES = 400_000
+_MAX_EXPANDED_BYTES = 1 << 34
+
+
+class TorchFile:
+    """Tensors of a `.pt` file; nested dicts, lists and tuples are flattened to dotted names."""
+
+    complete = True
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metadata: dict[str, Any] = {}
+        self._tensors: dict[str, Tensor] = {}
+        entries: list[Entry] = []
+        skipped: list[Skipped] = []
+        for name, leaf in _leaves("", read_torch(path), 0, [0]):
+            value = of_number(leaf)
+            reason = "two entries have this name" if name in self._tensors else why_not_a_tensor(value)
+            if reason is not None:
+                skipped.append(Skipped(name, "both", reason, step=0))
+                continue
+            self._tensors[name] = value
+            dtype = str(value.dtype).removeprefix("torch.")
+            nbytes = value.numel() * value.element_size()
+            entries.append(Entry(name, 0, 0, dtype, tuple(value.shape), nbytes=nbytes))
+        self.entries = tuple(entries)
+        self.skipped = tuple(skipped)
+
+    def tensor(self, entry: Entry) -> Tensor:
+        """Return the values of one of `entries`, mapped."""
+        return self._tensors[entry.site]
+
+
+def save_pt(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write a `.pt` file of a plain dict."""
+    import torch
+
+    with open_for_torch(path) as file:
+        torch.save(dict(tensors), file)
+
+
+def _leaves(name: str, value: Any, depth: int, count: list[int]) -> Iterator[tuple[str, Any]]:
+    count[0] += 1
+    if count[0] > _MAX_LEAVES or depth > _MAX_DEPTH:
+        raise CorruptError("the file nests too deeply or holds too much", got=f"at {name[:200]!r}")
+    children: list[tuple[Any, Any]]
+    if isinstance(value, Mapping):
+        children = list(value.items())
+    elif isinstance(value, list | tuple):
+        children = list(enumerate(value))
+    else:
+        yield name or "tensor", value
+        return
+    for key, child in children:
+        yield from _leaves(f"{name}.{key}" if name else str(key), child, depth + 1, count)
+
+
+def of_number(value: Any) -> Any:
+    """Return a number as a tensor without dimensions, of float32 where that holds it: `item()` of such a tensor."""
+    import torch
+
+    if isinstance(value, float):
+        found = torch.tensor(value, dtype=torch.float32)
+        is_held = found.item() == value or math.isnan(value)
+        return found if is_held else torch.tensor(value, dtype=torch.float64)
+    is_whole = isinstance(value, int) and (value.bit_length() < 64)
+    return torch.tensor(value) if is_whole or isinstance(value, complex) else value
+
+
+def why_not_a_tensor(value: Any) -> str | None:
+    """Return why `value` is not given as a tensor, or None."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return f"not a tensor: {type(value).__name__}"
+    if value.is_quantized or value.is_meta or value.layout != torch.strided:
+        kind = "quantized" if value.is_quantized else "meta" if value.is_meta else str(value.layout)
+        return f"not a dense tensor: {kind}"
+    if value.nbytes > max(value.untyped_storage().nbytes(), _MAX_EXPANDED_BYTES):
+        return f"{value.untyped_storage().nbytes()} bytes that are expanded to {value.nbytes}"
+    if str(value.dtype).removeprefix("torch.") not in STORED:
+        return f"no arithmetic for {value.dtype}"
+    return None
+
+
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the format
+
+
+class SafetensorsObject(SafetensorsFile):
+    """Tensors of a `.safetensors` file in a store."""
+
+    def __init__(self, path: Remote) -> None:
+        url = str(path)
+        self._found = objects.require(url)
+        size = int.from_bytes(objects.read(url, 0, min(8, self._found.size)), "little")
+        if self._found.size < 8 or size > min(_MAX_HEADER_BYTES, self._found.size - 8):
+            raise CorruptError("not a safetensors file", got=f"{url}: its header does not fit in it")
+        header = objects.read(url, 0, 8 + size)
+        # What the format demands of a header is checked by its own library, on a hollow file.
+        with tempfile.NamedTemporaryFile(prefix="glassengine-", suffix=".safetensors") as file:
+            file.write(header)
+            file.truncate(self._found.size)
+            file.flush()
+            try:
+                super().__init__(Path(file.name))
+            except CorruptError as error:
+                raise CorruptError(error.what, got=str(error.got).replace(file.name, url)) from error
+        fields = parsed(header[8:], dict[str, dict[str, object]], url, what="the header", items=1 << 30)
+        self._starts = {entry.site: 8 + size + _start(fields[entry.site], url) for entry in self.entries}
+        self.path = path
+
+    def tensor(self, entry: Entry) -> Tensor:
+        """Return the values of one of `entries`, in memory of their own."""
+        import torch
+
+        dtype: torch.dtype = getattr(torch, entry.dtype)
+        if not entry.nbytes:
+            return torch.empty(entry.shape, dtype=dtype)
+        data = read_range(self._found, self._starts[entry.site], entry.nbytes)
+        # Nothing else says whether these are the bytes that the header was of.
+        difference = self._found.change()
+        if difference is not None:
+            raise CorruptError("a file has changed since it was opened", got=f"{self._found.url}: {difference}")
+        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(entry.shape)
+
+
+def _start(field: dict[str, object], url: str) -> int:
+    offsets = field.get("data_offsets")
+    if not isinstance(offsets, list) or not isinstance(offsets[0], int):
+        raise CorruptError("not a safetensors file", got=f"{url}: {json.dumps(offsets)[:100]}")
+    return offsets[0]
+
 
 TensorFile = TorchFile | SafetensorsFile | NumpyFile | NpyFile
 

@@ -10,9 +10,8 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from glassengine.recording.layout.frames import LARGEST, block_frame
 from glassengine.recording.layout.layout import ALIGNMENT, STORED, Location, Sharding, block_starts, num_bytes
-from glassengine.recording.layout.records import text_frame
+from glassengine.recording.layout.records import LARGEST, block_frame, text_frame
 
 _MAX_GROUPS = 256
 PAD_PREFIX = "__pad__/"

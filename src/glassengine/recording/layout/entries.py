@@ -111,12 +111,7 @@ class Columns:
 
 
 class Entries(Lazy[Entry]):
-    """The tensors of a recording, ascending by step.
-
-    Args:
-        groups: What blocks are of.
-        columns: The blocks.
-    """
+    """The tensors of a recording, ascending by step."""
 
     def __init__(self, groups: Sequence[Described], columns: Columns) -> None:
         self._groups = groups

@@ -52,14 +52,7 @@ MAX_GROUP_TENSORS = 512
 
 
 class Stored(NamedTuple):
-    """How elements of a dtype are stored.
-
-    Attributes:
-        code: Of safetensors.
-        element: torch dtype name of what is stored.
-        parts: How many of these an element is.
-        num_bytes: Of an element.
-    """
+    """How elements of a dtype are stored."""
 
     code: str
     element: str

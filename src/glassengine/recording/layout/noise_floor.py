@@ -24,7 +24,7 @@ from glassengine.reading.documents import parsed
 from glassengine.reading.files import open_regular
 from glassengine.reading.tensors import open_safetensors
 from glassengine.recording.layout.layout import INDEX, Entry
-from glassengine.stores.delivery import delivered
+from glassengine.stores.places import delivered
 from glassengine.writing.checksums import crc32
 from glassengine.writing.files import aside, save_safetensors
 
@@ -86,11 +86,7 @@ class NoiseFloor:
 
 
 def write_noise_floor(directory: Path, floors: Mapping[Key, Floor], how: str) -> None:
-    """Keep `floors` in the finished recording `directory`.
-
-    Raises:
-        GlassError: They cannot be written; the recording is as it was.
-    """
+    """Keep `floors` in the finished recording `directory`."""
     import torch
 
     index, start = [], 0
@@ -120,11 +116,7 @@ def write_noise_floor(directory: Path, floors: Mapping[Key, Floor], how: str) ->
 
 
 def read_noise_floor(directory: Path) -> NoiseFloor | None:
-    """Return the noise floor that a recording carries, if it carries one.
-
-    Raises:
-        CorruptError: The file is damaged, of a newer version, or of another recording.
-    """
+    """Return the noise floor that a recording carries, if it carries one."""
     path = directory / FILE
     if not path.is_file() or path.is_symlink():
         return None

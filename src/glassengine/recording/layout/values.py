@@ -18,11 +18,7 @@ _MAX_DESCRIPTIONS = 1 << 14
 
 
 def describe(site: str, tensor: Tensor, **facts: Unpack[Facts]) -> Description:
-    """Return what the records of `tensor` say in every step.
-
-    Raises:
-        UsageError: The name is too long, or a recording cannot hold such a tensor.
-    """
+    """Return what the records of `tensor` say in every step."""
     _check(site, tensor)
     return Description(site, dtype_name(tensor.dtype), tuple(tensor.shape), **facts)
 
@@ -34,11 +30,7 @@ class Descriptions:
         self._known: dict[tuple[Any, ...], Description] = {}
 
     def of(self, site: str, tensor: Tensor, **facts: Unpack[Facts]) -> Description:
-        """Return what `describe` does, the same object for the same arguments.
-
-        Raises:
-            UsageError: As `describe`.
-        """
+        """Return what `describe` does, the same object for the same arguments."""
         _check(site, tensor)
         axes = facts.get("axes") or {}
         key = (site, tensor.dtype, tensor.shape, tuple(axes.items()), facts.get("node"), facts.get("sharding"))

@@ -12,13 +12,12 @@ import numpy as np
 from torch import Tensor
 
 from glassengine.errors import UnknownNameError, UsageError
-from glassengine.recording.formats.debug_tree import TreeWriter
-from glassengine.recording.formats.torch_file import save_pt
+from glassengine.recording.formats.debug_tree_writer import TreeWriter
+from glassengine.recording.formats.files import save_pt
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource, open_source
 from glassengine.sites import matches, patterns_of
-from glassengine.stores.delivery import delivered
-from glassengine.stores.places import Remote, place
+from glassengine.stores.places import Remote, delivered, place
 from glassengine.writing.files import aside
 
 Format = Literal["pt", "npz", "debug-tree"]

@@ -11,7 +11,7 @@ import functools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import msgspec
 
@@ -21,25 +21,85 @@ from glassengine.reading.documents import parsed
 from glassengine.reading.files import open_regular, read_bytes
 from glassengine.recording.layout import layout
 from glassengine.recording.layout.entries import Entries, Mapped
+from glassengine.recording.layout.index import IndexContents, read_index
 from glassengine.recording.layout.layout import Entry, LeftOut
 from glassengine.recording.layout.noise_floor import NoiseFloor, read_noise_floor
-from glassengine.recording.layout.recovery import IndexContents, read_index
-from glassengine.recording.layout.shard_files import ShardFiles, Shards
-from glassengine.recording.layout.shard_objects import ShardObjects
-from glassengine.recording.read.shown import Shown
-from glassengine.recording.rescue.rescue import Recovered, recovered
-from glassengine.recording.write.spool import is_left
+from glassengine.recording.layout.shard_files import ShardFiles, ShardObjects, Shards
+from glassengine.recording.recovery import Recovered, recovered
+from glassengine.recording.write.uploads import is_left
 from glassengine.results import Skipped, Summary
+from glassengine.results.notebook import MAX_ROWS, card, needed
 from glassengine.sites import matches
+from glassengine.stores.objects import forget
 from glassengine.stores.places import Remote, place, remote
-from glassengine.stores.ranges import forget
 from glassengine.writing.checksums import crc32
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from glassengine.recording.layout.sketch import Sketch
+    from glassengine.recording.layout.statistics import Sketch
     from glassengine.recording.read.statistics_cache import StatisticsCache
+
+
+_STATISTICS = ("min", "mean", "median", "max", "std", "num_nan", "num_inf")
+
+
+class _Tensors(Protocol):
+    """What a recording and a dump have in common."""
+
+    path: Path
+    incomplete_because: str | None
+    steps: list[int]
+
+    @property
+    def entries(self) -> Sequence[Entry]:
+        """The tensors."""
+
+    @property
+    def left_out(self) -> Sequence[LeftOut]:
+        """Those without values."""
+
+    def summary(self, entry: Entry) -> Summary:
+        """Return the statistics of one tensor."""
+
+
+class Shown:
+    """A card, and a data frame of the tensors, for what has these."""
+
+    def _repr_html_(self: _Tensors) -> str:
+        """Return what a notebook shows: the path, the steps, and the first tensors."""
+        first = [self.entries[place] for place in range(min(MAX_ROWS, len(self.entries)))]
+        steps = f"{len(self.steps):,}" + (f", {self.steps[0]} to {self.steps[-1]}" if self.steps else "")
+        facts = {
+            "path": self.path,
+            "steps": steps,
+            "tensors": f"{len(self.entries):,}, without values {len(self.left_out):,}",
+            "incomplete": self.incomplete_because,
+        }
+        rows = [{"step": entry.step, "site": entry.site, "tensor": entry.describe()} for entry in first]
+        return card(type(self).__name__, facts, rows, more=len(self.entries) - len(rows))
+
+    def to_pandas(self: _Tensors, *, statistics: bool = False) -> Any:
+        """Return a data frame with a row for each tensor.
+
+        Args:
+            statistics: Whether to add least, mean, median, largest value and so on, for which all values are read.
+
+        Raises:
+            UsageError: pandas is not installed (extra `notebook`).
+            CorruptError: Values are damaged.
+        """
+        frame = needed("pandas").DataFrame
+        rows = []
+        for entry in self.entries:
+            row: dict[str, Any] = {"step": entry.step, "rank": entry.rank, "site": entry.site, "dtype": entry.dtype}
+            row |= {"shape": tuple(entry.shape), "nbytes": entry.nbytes}
+            if statistics:
+                found = self.summary(entry)
+                row |= {name: getattr(found, name) for name in _STATISTICS}
+            rows.append(row)
+        return frame(rows, columns=None if rows else ["step", "rank", "site", "dtype", "shape", "nbytes"])
+
 
 _log = logging.getLogger(__name__)
 
@@ -235,7 +295,7 @@ class Recording(Shown):
 
     def sketch(self, entry: Entry) -> Sketch:
         """Return the sketch of one tensor, computed when it is first asked for."""
-        from glassengine.recording.layout.sketch import sketch
+        from glassengine.recording.layout.statistics import sketch
 
         found = self._statistics.sketch(entry)
         if found is None:

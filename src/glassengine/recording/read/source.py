@@ -5,31 +5,44 @@ A foreign kind is a row of `FORMATS`, or an entry point of another package.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from glassengine import asked
-from glassengine.errors import CorruptError, GlassError, UsageError
+from glassengine.blocks.arrays import Values
+from glassengine.errors import CorruptError, GlassError, UnknownNameError, UsageError
 from glassengine.plugins import FORMATS as REGISTERED
 from glassengine.plugins import registered, remedy
 from glassengine.reading.copies import here
-from glassengine.recording.formats.debugger_file import is_tree, open_tree, open_trees
-from glassengine.recording.formats.dumper_folder import open_dumped
-from glassengine.recording.formats.files import KINDS
-from glassengine.recording.formats.json_file import JsonFile
-from glassengine.recording.formats.npy_folder import NpyFolder, holds_arrays
-from glassengine.recording.formats.pass_folder import open_passes
-from glassengine.recording.formats.probe_dump import is_dump, open_dump, open_dumps
-from glassengine.recording.formats.run_results import RunResults, is_run_results
-from glassengine.recording.formats.safetensors_object import SafetensorsObject
-from glassengine.recording.formats.server_folder import open_server_folder
-from glassengine.recording.formats.step_files import StepFiles, holds_step_files
-from glassengine.recording.layout.layout import MANIFEST, Entry
-from glassengine.recording.read.ranks import RankRecordings, rank_directories
-from glassengine.recording.read.reader import Recording
-from glassengine.results import Skipped
+from glassengine.recording.formats.debug_tree import is_tree, open_tree, open_trees
+from glassengine.recording.formats.files import KINDS, SafetensorsObject
+from glassengine.recording.formats.folders import (
+    NpyFolder,
+    StepFiles,
+    holds_arrays,
+    holds_step_files,
+    open_dumped,
+    open_passes,
+    open_server_folder,
+)
+from glassengine.recording.formats.json_files import (
+    JsonFile,
+    RunResults,
+    is_probe_dump,
+    is_run_results,
+    open_probe_dump,
+    open_probe_dumps,
+)
+from glassengine.recording.layout.entries import Entries, LeftOuts, Mapped
+from glassengine.recording.layout.layout import MANIFEST, Entry, LeftOut
+from glassengine.recording.layout.noise_floor import NoiseFloor
+from glassengine.recording.read.reader import Recording, Shown
+from glassengine.results import Skipped, Summary
+from glassengine.sites import matches
 from glassengine.stores.places import Remote, place
 
 if TYPE_CHECKING:
@@ -97,13 +110,13 @@ def _json(path: Path) -> TensorSource | None:
         return open_tree(file)
     if is_run_results(file.document):
         return RunResults(file)
-    return open_dump(file) if is_dump(file.document) else None
+    return open_probe_dump(file) if is_probe_dump(file.document) else None
 
 
 _JSON = "a call tree of transformers (_FULL_TENSORS.json), RunResults of Polygraphy or a dump.json of msprobe"
 FORMATS: tuple[Format, ...] = (
     Format("a dump of transformers", open_trees),
-    Format("a dump of msprobe", open_dumps),
+    Format("a dump of msprobe", open_probe_dumps),
     Format("a dump of SGLang", open_dumped),
     Format("forwards of SGLang (TP0_PP0_Rank0_pid1/Pass00000.pt)", open_passes),
     Format("a folder of the plug-in in vLLM", open_server_folder),
@@ -226,3 +239,155 @@ def _open_directory(path: Path) -> TensorSource:
         expected=", ".join([f"a recording ({MANIFEST})", *(found.expected for found in formats)]),
         hint=f"one of the recordings in it: {', '.join(map(str, recordings[:8]))}" if recordings else None,
     )
+
+
+_REQUESTS = 8
+_RANK = re.compile(r"rank(\d{1,9})")
+_STAGE = re.compile(r"stage(\d{1,5})")
+
+
+class RankRecordings:
+    """Tensors of the recordings `rank0/`, `rank1/`, ... in one directory.
+
+    Attributes:
+        path: The directory.
+        metadata: That of the first rank; "token_ids" are the rows of all ranks, once of ranks that have the same, and
+            "num_ranks" is how many recordings there are.
+        complete: Whether each of them is, and none is missing from the first to the last.
+        entries: The tensors in order of step and rank.
+        left_out: What was seen and has no values.
+        skipped: The same in the words of a comparison.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        directories = dict(sorted(rank_directories(path)))
+        # In a store each of them is several requests; on a disk more threads would only wait for each other.
+        with ThreadPoolExecutor(_REQUESTS if isinstance(path, Remote) else 1) as pool:
+            self._recordings = dict(zip(directories, pool.map(Recording.open, directories.values()), strict=True))
+        each = list(self._recordings.values())
+        self.metadata: dict[str, Any] = {**each[0].metadata, "num_ranks": len(each)}
+        rows = [recording.metadata.get("token_ids") for recording in each]
+        # Ranks that split a batch have rows of their own; those that share the work on a row have the same.
+        if all(isinstance(of_rank, list) for of_rank in rows) and any(of_rank != rows[0] for of_rank in rows):
+            distinct = [of_rank for i, of_rank in enumerate(rows) if of_rank not in rows[:i]]
+            self.metadata["token_ids"] = [row for of_rank in distinct for row in of_rank or ()]
+        is_gapless = list(self._recordings) == list(range(len(each)))
+        self.complete = is_gapless and all(recording.complete for recording in each)
+        # A recording may have been made as rank 0 of a run that its process knew nothing about.
+        self.entries = Entries.of_ranks({rank: recording.entries for rank, recording in self._recordings.items()})
+        self.left_out = LeftOuts.of_ranks({rank: recording.left_out for rank, recording in self._recordings.items()})
+        self.skipped: Sequence[Skipped] = Mapped(_skipped, self.left_out)
+
+    def noise_floor(self) -> NoiseFloor | None:
+        """Return the noise floors of all ranks; None where a rank has none."""
+        found = {rank: recording.noise_floor() for rank, recording in self._recordings.items()}
+        known = {rank: floor for rank, floor in found.items() if floor is not None}
+        return NoiseFloor.of_ranks(known) if len(known) == len(found) else None
+
+    def tensor(self, entry: Entry) -> Tensor:
+        """Return the values of one of `entries`."""
+        return self._recordings[entry.rank].tensor(entry)
+
+    def read_values(self, entry: Entry) -> Values:
+        """Return the values of one of `entries`; see `Recording.read_values`."""
+        return self._recordings[entry.rank].read_values(entry)
+
+    def read_rows(self, entry: Entry, first: int, end: int) -> tuple[Values, int]:
+        """Return some rows of one of `entries`; see `Recording.read_rows`."""
+        return self._recordings[entry.rank].read_rows(entry, first, end)
+
+
+def _skipped(item: LeftOut) -> Skipped:
+    return Skipped(item.site, "both", f"{item.reason} (rank {item.rank})", item.step)
+
+
+def rank_directories(path: Path) -> list[tuple[int, Path]]:
+    """Return rank and directory of the recordings `rank<r>/` in `path`.
+
+    Those of `stage<s>/rank<r>/`, where a rank has several stages of a pipeline, are numbered one after another.
+    """
+    own = _of_ranks(path)
+    stages = {} if own else {int(found[1]): item for item in path.iterdir() if (found := _STAGE.fullmatch(item.name))}
+    number = 0
+    for stage in range(max(stages, default=-1) + 1):
+        there = sorted(_of_ranks(stages[stage])) if stage in stages else []
+        own += [(number + place, directory) for place, (_, directory) in enumerate(there)]
+        number += max(1, len(there))  # one that is missing leaves a gap
+    return own
+
+
+def _of_ranks(path: Path) -> list[tuple[int, Path]]:
+    numbered = [(int(found[1]), item) for item in path.iterdir() if (found := _RANK.fullmatch(item.name))]
+    with ThreadPoolExecutor(_REQUESTS if isinstance(path, Remote) else 1) as pool:
+        are_there = list(pool.map(lambda item: (item[1] / MANIFEST).is_file(), numbered))
+    return [item for item, is_there in zip(numbered, are_there, strict=True) if is_there]
+
+
+class Dump(Shown):
+    """Tensors that are not in one recording, for reading; made by `glassengine.open`.
+
+    Attributes:
+        path: Where they are.
+        metadata: What is known about them; empty in most foreign files.
+        complete: Whether everything that was meant to be there is.
+        incomplete_because: Why not, else None.
+        steps: The steps that have tensors, ascending.
+        entries: The tensors, in recorded order within ascending steps.
+        left_out: What is there, or was seen, and has no values that can be read.
+        stopped: Empty: no dump has it.
+    """
+
+    def __init__(self, source: TensorSource) -> None:
+        self.path = source.path
+        self.metadata = source.metadata
+        self.complete = source.complete
+        self.incomplete_because = None if source.complete else "a rank is missing, or its recording is incomplete"
+        self.entries = source.entries
+        self.left_out = (
+            source.left_out
+            if isinstance(source, RankRecordings)
+            else tuple(LeftOut(item.site, item.step or 0, 0, item.reason) for item in source.skipped)
+        )
+        self.steps = sorted({entry.step for entry in self.entries} | {item.step for item in self.left_out})
+        self.stopped: dict[int, str] = {}
+        self._source = source
+
+    def find(self, pattern: str) -> tuple[list[Entry], list[LeftOut]]:
+        """Return the tensors, and those without values, whose name matches `pattern`.
+
+        Raises:
+            UnknownNameError: Nothing matches.
+        """
+        entries = [entry for entry in self.entries if matches(pattern, entry.site)]
+        left_out = [item for item in self.left_out if matches(pattern, item.site)]
+        if not entries and not left_out:
+            raise UnknownNameError("site", pattern, [entry.site for entry in self.entries])
+        return entries, left_out
+
+    def tensor(self, entry: Entry) -> Tensor:
+        """Return the values of one of `entries`.
+
+        Raises:
+            CorruptError: They are damaged.
+        """
+        return self._source.tensor(entry)
+
+    def summary(self, entry: Entry) -> Summary:
+        """Return the statistics of one of `entries`, computed each time."""
+        from glassengine.recording.layout.statistics import summarize
+
+        return summarize(self.tensor(entry))
+
+
+def open_dump(path: str | Path) -> Recording | Dump:
+    """Open a recording, or anything else that `compare` reads: recordings of several ranks, dumps, files of tensors.
+
+    Raises:
+        UsageError: It does not exist or is of no known kind.
+        CorruptError: It is damaged, would run code, or is written by a newer version.
+    """
+    there = place(path)
+    if (there / MANIFEST).exists():
+        return Recording.open(there)
+    return Dump(open_source(there))

@@ -17,7 +17,7 @@ from glassengine.errors import CorruptError
 from glassengine.reading.files import open_regular
 from glassengine.recording.layout.layout import STATISTICS, Entry
 from glassengine.recording.layout.records import frame, read_frame
-from glassengine.recording.layout.sketch import LENGTH, NUM_QUANTILES, Sketch
+from glassengine.recording.layout.statistics import LENGTH, NUM_QUANTILES, Sketch
 from glassengine.results import Summary
 from glassengine.writing.files import open_to_append, write_whole
 

@@ -10,10 +10,9 @@ from glassengine.errors import GlassError, UsageError
 from glassengine.reading.files import open_regular, read_open
 from glassengine.recording.layout import layout
 from glassengine.recording.read.reader import Recording
-from glassengine.recording.rescue.rescue import recovered
-from glassengine.recording.write import moved
-from glassengine.recording.write.spool import Spool, directory_of
-from glassengine.recording.write.uploads import upload_rest, uploaded
+from glassengine.recording.recovery import recovered
+from glassengine.recording.ring import journal as moved
+from glassengine.recording.write.uploads import Spool, directory_of, upload_rest, uploaded
 from glassengine.results.recorded import Uploaded
 from glassengine.stores import objects
 from glassengine.stores.places import Remote, place

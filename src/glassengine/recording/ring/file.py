@@ -1,9 +1,10 @@
 """The file that a ring lies in, so that steps that have ended survive the end of the process.
 
 Its first page says whose it is and where the ring's records are; the ring follows. Positions only grow, as in the ring.
-The bytes of a position that is not below `tail` are in the ring still. Nothing guards the bytes of tensors against a
-machine that stops: the pages of a file reach the disk in any order. So a ring is used only while the machine that
-wrote it runs, which its boot id says; and only when its process has ended, which its number and start time say.
+The bytes of a position that is not below `tail` are in the ring still. What is written into mapped memory of a file is
+the kernel's at once: a process that is killed loses nothing of it. Nothing guards the bytes of tensors against a
+machine that stops: the pages of a file reach the disk in any order. So a ring is used only while the machine that wrote
+it runs, which its boot id says; and only when its process has ended, which its number and start time say.
 """
 
 from __future__ import annotations
@@ -16,14 +17,77 @@ import mmap
 import os
 import stat
 import struct
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from glassengine.errors import GlassError
 from glassengine.reading.files import read_at
 from glassengine.recording.layout import layout
-from glassengine.recording.ring.memory import Memory
 from glassengine.writing.checksums import crc32
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_MMAP, _MUNMAP, _MADVISE = _LIBC.mmap, _LIBC.munmap, _LIBC.madvise
+_MMAP.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong)
+_MMAP.restype = ctypes.c_void_p
+_MUNMAP.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_MADVISE.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_FAILED = ctypes.c_void_p(-1).value
+_ACCESS = mmap.PROT_READ | mmap.PROT_WRITE
+_OWN = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_FIXED = 0x10  # MAP_FIXED of Linux and macOS
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux: map pages now, keep what is in them
+
+
+class Memory:
+    """A block of memory that stays at its address for as long as this lives.
+
+    Args:
+        num_bytes: Its size; a multiple of a page.
+        file: Descriptor of a file at least as large, whose bytes it is; None for memory of this process alone. May be
+            closed afterwards.
+    """
+
+    def __init__(self, num_bytes: int, file: int | None = None) -> None:
+        flags, descriptor = (_OWN, -1) if file is None else (mmap.MAP_SHARED, file)
+        address = _MMAP(None, num_bytes, _ACCESS, flags, descriptor, 0)
+        if address == _FAILED or address is None:
+            number = ctypes.get_errno()
+            if file is not None:
+                raise OSError(number, os.strerror(number))
+            raise GlassError(
+                "no memory to record into",
+                got=f"{os.strerror(number)}: {num_bytes >> 20} MiB",
+                hint="allow the process more (ulimit -v)",
+            )
+        self.address: int = address
+        self._num_bytes = num_bytes
+        self._is_shared = file is not None
+        buffer = (ctypes.c_ubyte * num_bytes).from_address(address)
+        # Not at the end of the process: a thread may still use it then.
+        weakref.finalize(buffer, _MUNMAP, address, num_bytes).atexit = False
+        if file is None and hasattr(mmap, "MADV_HUGEPAGE"):
+            # Large pages are mapped many at a time (of a file the kernel makes none); one without them refuses.
+            _MADVISE(address, num_bytes, mmap.MADV_HUGEPAGE)
+        self.view = memoryview(buffer).cast("B")
+
+    def populate(self, start: int, num_bytes: int) -> bool:
+        """Map pages now; returns whether the system knows how to."""
+        return not _MADVISE(self.address + start, num_bytes, _POPULATE_WRITE)
+
+    def leave_file(self) -> None:
+        """Replace the memory of the file by memory of this process alone, without the bytes."""
+        if self._is_shared:
+            _MMAP(self.address, self._num_bytes, _ACCESS, _OWN | _FIXED, -1, 0)
+            self._is_shared = False
+
+    def give_back(self) -> None:
+        """Give memory back to the system now: references to it may be collected much later."""
+        self.leave_file()
+        if hasattr(mmap, "MADV_DONTNEED"):
+            _MADVISE(self.address, self._num_bytes, mmap.MADV_DONTNEED)
+
 
 _MAGIC = b"GLASSRNG"
 _VERSION = 1
@@ -40,19 +104,11 @@ _MAX_BYTES = 1 << 32
 _MOST_OF_ROOM = 4
 
 _log = logging.getLogger(__name__)
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that writes a ring.
-
-    Attributes:
-        process: Its number.
-        start: When it began, in ticks of the machine.
-        namespace: Of its number.
-        machine: Of this run of it.
-    """
+    """The process that writes a ring."""
 
     process: int
     start: int
@@ -94,11 +150,7 @@ def _start_of(process: int) -> int:
 
 
 def _take_room(descriptor: int, num_bytes: int) -> None:
-    """Have the file system keep room for a file: a page that it has none for ends the process that writes there.
-
-    Raises:
-        OSError: It has none, or cannot keep it; what `os.posix_fallocate` does there instead takes minutes.
-    """
+    """Have the file system keep room for a file: a page that it has none for ends the process that writes there."""
     fallocate = _LIBC.fallocate
     fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong)
     while fallocate(descriptor, 0, 0, num_bytes):
@@ -117,9 +169,6 @@ class RingFile:
     Attributes:
         memory: The mapped file.
         first: Where in it each of the two begins.
-
-    Raises:
-        OSError: It cannot be made, has no room, or the system is none that can tell later who made it.
     """
 
     def __init__(self, directory: Path, num_bytes: tuple[int, int]) -> None:
@@ -239,11 +288,7 @@ class LeftRing:
         return cls(file, owner, (size, journal), (tails[0], tails[1]), last, bool(stopped) and not is_left, is_left)
 
     def bytes_at(self, position: int, num_bytes: int, part: int = 0) -> bytes:
-        """Return the bytes of a slot, of the ring or of its journal.
-
-        Raises:
-            ValueError: There is no such slot, or it is given back.
-        """
+        """Return the bytes of a slot, of the ring or of its journal."""
         size = self.num_bytes[part]
         start = position % size
         if position < self.tails[part] or not 0 <= num_bytes <= size - start:

@@ -1,18 +1,26 @@
-"""The model's side of a recording: tensors are copied into the ring, and queued for the thread that writes them."""
+"""The model's side of a recording: tensors are copied into the ring, and queued for the thread that writes them.
+
+Most tensors of a step are like those of an earlier one, and need no second look. A step that begins like an earlier one
+expects the rest of it too, and has nothing to look up as long as that comes: each tensor is copied to a place that is
+known already, or compared with the one that it was equal to.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Unpack
 
+import torch
 from torch import Tensor
 
-from glassengine.recording.ring.block import OpenBlock
-from glassengine.recording.ring.flag import Flag
-from glassengine.recording.ring.items import Alias, Item, Passage, Piece, Seen, Stored
+from glassengine.recording.layout.description import Facts
+from glassengine.recording.layout.layout import Sharding, aligned
+from glassengine.recording.layout.statistics import MEASURED
+from glassengine.recording.layout.values import describe
+from glassengine.recording.ring.items import Alias, Block, Item, Passage, Piece, Repeated, Seen, Stored
 from glassengine.recording.ring.journal import Journal
-from glassengine.recording.ring.repetition import Lesson, Repetition, learn
-from glassengine.recording.ring.ring import Ring, require_memory
+from glassengine.recording.ring.ring import MEMCMP, MEMMOVE, Flag, Ring, require_memory
 
 _BLOCK_BYTES = 1 << 20
 
@@ -48,7 +56,7 @@ class Producer:
         self._queue = queue
         self._journal = journal
         self._block_bytes = min(_BLOCK_BYTES, most_bytes)
-        self._lesson = Lesson(most_bytes)
+        self._template = StepTemplate(most_bytes)
         self._wake = wake
         self._on_wait = on_wait
         # Address and size of large tensors -> what was last stored from there.
@@ -61,9 +69,6 @@ class Producer:
             seen: What is known of it.
             tensor: The tensor.
             what: Step, rank, whether nothing like it was seen before, and the reason for which it is only measured.
-
-        Raises:
-            UsageError: Its storage was freed, or never made.
         """
         step, rank, _, reason = what
         site = seen.description.site
@@ -118,7 +123,7 @@ class Producer:
             item = self._recent[address, nbytes] = Stored(seen, step, rank, position, reason)
         self._journal.note((item,))
         self._queue.append(item)
-        self._lesson.add(item, is_new)
+        self._template.add(item, is_new)
         self.wake_if_half_full()
         if self._journal.is_long:
             self._journal.write_parts()
@@ -133,7 +138,7 @@ class Producer:
         self.end_block()
         if self.repetition is not None:
             self._end_repetition(is_other=False)
-        self._lesson.end()
+        self._template.end()
 
     def end_step(self) -> None:
         """Hand to the thread what is held back: the step is through."""
@@ -153,7 +158,7 @@ class Producer:
         self._queue.extend(items)
         self._ring.shorten(block.limit, item.end)
         if items:
-            self._lesson.add(item, block.what[2])
+            self._template.add(item, block.what[2])
 
     def _end_repetition(self, *, is_other: bool) -> None:
         """Hand over what has come; `is_other` if something else came next, which is to be expected from now on."""
@@ -169,4 +174,257 @@ class Producer:
                 self._recent[address, item.seen.nbytes] = item
         # Nothing came where the first copy was interrupted.
         if items and is_other and not repetition.is_over:
-            learn(items)
+            record_template(items)
+
+
+_HEADER_BYTES = 1 << 16
+_NOWHERE = (0, 0, 0, "")
+
+
+class OpenBlock:
+    """A block that is being filled; used under the lock of its writer.
+
+    What is interrupted in here leaves the block as it was: attributes are set last, and nothing is called in between.
+
+    Args:
+        what: What the tensors have in common: step, rank, whether they were seen for the first time (what differs from
+            step to step is kept apart from what does not, so that the descriptions of blocks repeat), and the reason
+            for which they are only measured and not written, or None.
+        ring: Where they are copied to.
+        position: Of the slot that is reserved for them.
+        limit: Where it ends.
+    """
+
+    def __init__(self, what: tuple[int, int, bool, str | None], ring: Ring, position: int, limit: int) -> None:
+        self.what = what
+        self.limit = limit
+        self._position = self._end = self._next = position
+        self._ring = ring
+        self._header_room = _HEADER_BYTES
+        self._known: list[Seen] = []
+        self._same_as: list[tuple[int, int]] = []
+        # By address, which tensor was last copied from there: its index, position, size and dtype name.
+        self._places: dict[int, tuple[int, int, int, str]] = {}
+
+    def has_room(self, seen: Seen) -> bool:
+        """Return whether a tensor can be the next one; where there is room in the header, so is there in a group."""
+        return self._next + seen.room <= self.limit and self._header_room > 0
+
+    def put(self, seen: Seen, tensor: Tensor) -> None:
+        """Append a contiguous tensor of the CPU."""
+        address, nbytes, dtype = tensor.data_ptr(), seen.nbytes, seen.description.dtype
+        room = self._header_room - seen.description.most_header_bytes
+        # What one module returns another one is given: found by its address, proved by its bytes. Those of another
+        # dtype have other statistics.
+        index, copied, size, kind = self._places.get(address, _NOWHERE)
+        is_same = size == nbytes and (kind == dtype or self.what[3] is None)
+        if is_same and self._ring.has(copied, address, nbytes):
+            room -= self._known[index].description.most_header_bytes
+            self._same_as += ((len(self._known), index),)
+            self._known += (seen,)
+            self._header_room = room
+            return
+        if not address:
+            require_memory(tensor)
+        position = self._next
+        self._ring.copy(position, address, nbytes)
+        self._places[address] = (len(self._known), position, nbytes, dtype)
+        self._known += (seen,)
+        self._header_room = room
+        self._end = position + nbytes
+        self._next = position + seen.room
+
+    def finish(self) -> Block:
+        """Return the block."""
+        step, rank, _, reason = self.what
+        descriptions = tuple(seen.description for seen in self._known)
+        known, same_as = tuple(self._known), tuple(self._same_as)
+        return Block(known, descriptions, same_as, step, rank, self._position, self._end, reason)
+
+
+# Smaller tensors are written in blocks, and stored again rather than searched for.
+MIN_SHARED_BYTES = 1 << 16
+_MAX_SEEN = 1 << 14
+_MAX_TENSORS = 512
+_STRIDED = torch.strided
+
+
+class SeenTensors:
+    """The descriptions of tensors, by site, dtype, shape and sharding; of a limited number of them."""
+
+    def __init__(self) -> None:
+        self.all: dict[tuple[str, torch.dtype, torch.Size, Sharding | None], Seen] = {}
+        # Of each site the last one.
+        self.last: dict[str, Seen] = {}
+
+    def look(self, site: str, tensor: Tensor, **facts: Unpack[Facts]) -> tuple[Seen, bool]:
+        """Return what is known of such a tensor, and whether nothing was."""
+        seen, sharding = self.last.get(site), facts.get("sharding")
+        strided = tensor.layout is torch.strided
+        if (
+            seen is not None
+            and seen.size == tensor.shape
+            and seen.dtype is tensor.dtype
+            and strided
+            and seen.sharding == sharding
+        ):
+            return seen, False
+        key = (site, tensor.dtype, tensor.shape, sharding)
+        seen = self.all.get(key)
+        is_new = seen is None
+        if seen is None or not strided:
+            description = describe(site, tensor, **facts)
+            if len(self.all) >= _MAX_SEEN:
+                self.all.clear()  # a cache that grows has another shape in every step
+                self.last.clear()
+            nbytes = description.nbytes
+            seen = self.all[key] = Seen(
+                description,
+                tensor.dtype,
+                tensor.shape,
+                nbytes,
+                room=aligned(nbytes),
+                is_small=0 < nbytes < MIN_SHARED_BYTES,
+                # A single element may be one that is to be negated when it is read.
+                is_simple=not tensor.dtype.is_complex and nbytes > tensor.itemsize,
+                is_measured=description.dtype in MEASURED,
+                sharding=sharding,
+            )
+        self.last[site] = seen
+        return seen, is_new
+
+
+class Repetition:
+    """A passage that comes again; used under the lock of its writer."""
+
+    __slots__ = ("_address", "_addresses", "_expected", "_rank", "passage", "position", "step")
+
+    def __init__(self, passage: Passage, step: int, ring: Ring, position: int) -> None:
+        self.passage = passage
+        self.step = step
+        self.position = position
+        self._expected = passage.expected
+        self._rank = passage.rank
+        self._address = ring.address_of(position)
+        # Of the tensors that came as expected.
+        self._addresses: list[int] = []
+
+    def take(self, site: str, step: int, tensor: Tensor, rank: int) -> bool:
+        """Take the tensor if it is the one that is expected next.
+
+        What is interrupted in here leaves the repetition as it was.
+        """
+        addresses = self._addresses
+        if len(addresses) == len(self._expected):
+            return False
+        expected, size, dtype, nbytes, start, original = self._expected[len(addresses)]
+        if (
+            expected == site
+            and step == self.step
+            and size == tensor.shape
+            and dtype is tensor.dtype
+            and rank == self._rank
+            # Attributes only: methods of torch that compute let go of the interpreter lock.
+            and tensor.is_cpu
+            and tensor.layout is _STRIDED
+            and tensor.is_contiguous()
+        ):
+            address = tensor.data_ptr()
+            if original < 0:
+                if address:
+                    MEMMOVE(self._address + start, address, nbytes)
+                    addresses.append(address)
+                    return True
+            elif addresses[original] == address and not MEMCMP(self._address + start, address, nbytes):
+                addresses.append(address)
+                return True
+        return False
+
+    def has_reason(self, reason: str | None) -> bool:
+        """Return whether the next tensor is expected for `reason`."""
+        reasons = self.passage.reasons
+        return len(self._addresses) == len(reasons) or reasons[len(self._addresses)] == reason
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all has come."""
+        return len(self._addresses) == len(self._expected)
+
+    def end(self) -> tuple[int, list[Repeated], list[int]]:
+        """Return where the used part of the slot ends, what came, and the address of the first tensor of each item."""
+        came, end = len(self._addresses), self.position
+        items: list[Repeated] = []
+        addresses = []
+        for item, first, equal in self.passage.items:
+            if first >= came:
+                break
+            position = self.position + self._expected[first][4]
+            if isinstance(item, Alias):
+                original = items[equal]
+                assert isinstance(original, Stored)
+                items.append(Alias(item.seen, self.step, self._rank, original))
+            elif isinstance(item, Stored):
+                items.append(Stored(item.seen, self.step, self._rank, position, item.reason))
+                end = position + item.seen.nbytes
+            else:
+                block = item.again(self.step, position, came - first)
+                items.append(block)
+                end = block.end
+            addresses.append(self._addresses[first])
+        return end, items, addresses
+
+
+class StepTemplate:
+    """Collects what comes one after another, to expect it the next time.
+
+    Args:
+        most_bytes: Size of the slot that a passage may take.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._items: list[Repeated] = []
+        self._stored: set[int] = set()
+        self._what: tuple[int, int, bool] | None = None
+        self._num_tensors = self._num_bytes = 0
+
+    def add(self, item: Repeated, is_new: bool) -> None:
+        """Add what came next; `is_new` if nothing like it was seen before.
+
+        What is new is learned apart: what grows from step to step, as caches do, would end the passage of the rest.
+        """
+        what = (item.step, item.rank, is_new)
+        known = item.known if isinstance(item, Block) else (item.seen,)
+        num_bytes = 0 if isinstance(item, Alias) else item.end - item.position
+        if (
+            what != self._what
+            or self._num_tensors + len(known) > _MAX_TENSORS
+            or self._num_bytes + num_bytes > self._most_bytes
+        ):
+            self.end()
+        is_outside = isinstance(item, Alias) and id(item.original) not in self._stored
+        if is_outside or any(seen.sharding is not None for seen in known):
+            self.end()
+            return
+        self._what = what
+        self._items.append(item)
+        if isinstance(item, Stored):
+            self._stored.add(id(item))
+        self._num_tensors += len(known)
+        self._num_bytes += num_bytes
+
+    def end(self) -> None:
+        """Remember what was collected, and start again."""
+        items, self._items = self._items, []
+        self._stored, self._what = set(), None
+        self._num_tensors = self._num_bytes = 0
+        if items:
+            record_template(items)
+
+
+def record_template(items: list[Repeated]) -> None:
+    """Remember with the first tensor of `items` what followed it, if anything did."""
+    first = items[0]
+    seen = first.known[0] if isinstance(first, Block) else first.seen
+    passage = Passage(items)
+    seen.sequel = passage if len(passage.expected) > 1 else None

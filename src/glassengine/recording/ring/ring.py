@@ -1,9 +1,16 @@
-"""The memory between a running model and the thread that writes: fixed in size, used in turn, waited for when full."""
+"""The memory between a running model and the thread that writes: fixed in size, used in turn, waited for when full.
+
+Copies from an accelerator go into pinned memory, on the stream that the model runs on. Later operations of that stream
+run after the copy, so a later change of the tensor does not reach it. Only the thread that writes waits for the copy.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +19,34 @@ from glassengine import blocks
 from glassengine.errors import UsageError
 from glassengine.recording.layout.layout import aligned
 from glassengine.recording.layout.values import has_no_memory
-from glassengine.recording.ring.file import RingFile
-from glassengine.recording.ring.flag import Flag
-from glassengine.recording.ring.memory import Memory
+from glassengine.recording.ring.file import Memory, RingFile
+
+
+class Flag:
+    """Like `threading.Event`, for one thread that waits, and proof against signals.
+
+    An event has a lock that is taken in Python code: an exception that a signal handler raises right then (Ctrl-C, a
+    time limit) leaves it locked, and the next to set the event waits for ever. Here every method is one call of
+    a lock.
+    """
+
+    def __init__(self) -> None:
+        self._lowered = threading.Lock()
+        self._lowered.acquire()
+
+    def set(self) -> None:
+        """Raise the flag, if it is not raised."""
+        with contextlib.suppress(RuntimeError):  # it is raised
+            self._lowered.release()
+
+    def clear(self) -> None:
+        """Lower the flag, if it is raised."""
+        self._lowered.acquire(blocking=False)
+
+    def wait(self, timeout: float = -1) -> bool:
+        """Wait until the flag is raised, at most `timeout` seconds, and lower it; return whether it was."""
+        return self._lowered.acquire(timeout=timeout)
+
 
 # Unlike ctypes.memmove these keep the interpreter lock: handing it over costs more than a small copy.
 _LIBC = ctypes.PyDLL(None)
@@ -37,12 +69,6 @@ class Ring:
         num_bytes: Its size.
         file: Where its bytes outlive the process; None for memory of this process alone.
         part: Of the file; see `RingFile`.
-
-    Attributes:
-        file: As given.
-
-    Raises:
-        GlassError: There is not so much memory.
     """
 
     def __init__(self, num_bytes: int, file: RingFile | None = None, part: int = 0) -> None:
@@ -184,11 +210,7 @@ def lies_flat(tensor: Tensor) -> bool:
 
 
 def require_memory(tensor: Tensor) -> None:
-    """Raise if elements of `tensor` are nowhere: to read them would end the process.
-
-    Raises:
-        UsageError: Its storage was freed, or never made.
-    """
+    """Raise if elements of `tensor` are nowhere: to read them would end the process."""
     if has_no_memory(tensor):
         raise UsageError("the tensor cannot be recorded", got="a tensor without memory", expected="one with values")
 
@@ -201,3 +223,59 @@ def pieces_of(tensor: Tensor, most: int) -> Iterator[Tensor]:
     else:
         for _, (piece,) in blocks.blocks(tensor, device=tensor.device):
             yield piece
+
+
+class PinnedCopies:
+    """Hands out copies under a limit of memory.
+
+    Args:
+        most_bytes: Of all copies that are not given back; one tensor may exceed it by itself.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._in_flight = 0
+        self._lock = threading.Lock()
+        self._has_room = Flag()
+
+    @staticmethod
+    def takes(tensor: Tensor) -> bool:
+        """Return whether a tensor is on a device from which copies run by themselves."""
+        return tensor.is_cuda
+
+    def take(self, tensor: Tensor, num_bytes: int, on_wait: Callable[[], None]) -> tuple[Tensor, Any]:
+        """Begin to copy the values of `tensor` in row-major order.
+
+        Args:
+            tensor: Dense, any strides.
+            num_bytes: Their size.
+            on_wait: Called again and again while too much is in flight; may raise.
+
+        Returns:
+            The bytes, and an event to wait for before they are read.
+        """
+        while self._in_flight and self._in_flight + num_bytes > self._most_bytes:
+            self._has_room.clear()
+            on_wait()
+            self._has_room.wait(0.05)
+        with self._lock:
+            self._in_flight += num_bytes
+        target = _allocate(num_bytes)
+        target.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
+        return target, _event(tensor.device)
+
+    def give_back(self, num_bytes: int) -> None:
+        """Note that a copy is not needed any more."""
+        with self._lock:
+            self._in_flight -= num_bytes
+        self._has_room.set()
+
+
+def _allocate(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def _event(device: torch.device) -> Any:
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -14,10 +15,7 @@ from typing import Any
 from glassengine.errors import CorruptError, UsageError
 from glassengine.reading.files import open_regular
 from glassengine.recording.layout import layout, noise_floor
-from glassengine.recording.write.intact import require_open, require_there
-from glassengine.recording.write.shard import write_all
-from glassengine.writing.files import hold
-from glassengine.writing.locations import local
+from glassengine.writing.files import hold, local, write_all
 
 
 def make_directory(path: Path, overwrite: bool) -> None:
@@ -26,10 +24,6 @@ def make_directory(path: Path, overwrite: bool) -> None:
     Args:
         path: Where.
         overwrite: Remove the files of a recording that is there; others are left alone.
-
-    Raises:
-        UsageError: It cannot be made, holds other files, or a recording that is being written, or one and `overwrite`
-            is false.
     """
     local(path)
     try:
@@ -55,9 +49,6 @@ def replaceable(path: Path, names: Sequence[str], *, overwrite: bool) -> list[st
         path: The directory, here or in a store.
         names: What is in it.
         overwrite: Replace a recording that is there; other files are left alone.
-
-    Raises:
-        UsageError: It holds other files, or a recording and `overwrite` is false.
     """
     if names and layout.MANIFEST not in names and not all(map(is_ours, names)):
         raise UsageError("the output directory holds other files", got=str(path), hint="name a new or empty one")
@@ -78,11 +69,7 @@ class Index:
             hold(self._file.fileno())
 
     def append(self, frames: Sequence[bytes]) -> None:
-        """Write frames.
-
-        Raises:
-            OSError: They cannot be written, or what was written before is gone.
-        """
+        """Write frames."""
         require_open(self._file.fileno(), self._num_bytes, self._path)
         try:
             write_all(self._file, frames)
@@ -95,11 +82,7 @@ class Index:
         self._num_bytes += sum(map(len, frames))
 
     def require(self) -> None:
-        """Raise unless the file is there with all that was written.
-
-        Raises:
-            OSError: It was removed, or cut, or what a network file system tells when a file is closed.
-        """
+        """Raise unless the file is there with all that was written."""
         os.close(os.dup(self._file.fileno()))
         require_there(self._path, self._num_bytes)
 
@@ -115,11 +98,7 @@ class Index:
 
 
 def begun(directory: Path, manifest: bytes) -> Index:
-    """Make the index and the manifest of a recording that begins; neither is there where that fails.
-
-    Raises:
-        OSError: They cannot be written.
-    """
+    """Make the index and the manifest of a recording that begins; neither is there where that fails."""
     index = Index(directory)
     try:
         save_manifest(directory, manifest)
@@ -145,11 +124,7 @@ def _is_being_written(path: Path) -> bool:
 def manifest_of(
     state: str, reason: str | None, *, num_steps: int, num_tensors: int, metadata: Mapping[str, Any]
 ) -> bytes:
-    """Return the manifest of a recording.
-
-    Raises:
-        UsageError: `metadata` is not JSON.
-    """
+    """Return the manifest of a recording."""
     for key, value in metadata.items():
         try:
             json.dumps(value, allow_nan=False)
@@ -189,3 +164,18 @@ def is_ours(name: str) -> bool:
     own = {layout.MANIFEST, f"{layout.MANIFEST}.tmp", layout.INDEX, layout.STATISTICS, noise_floor.FILE}
     own |= {layout.SERIES, layout.RING, layout.MOVED, layout.RECOVERED, f"{layout.RECOVERED}.part"}
     return name in own or re.fullmatch(r"shard-\d{5}\.(part|safetensors)", name) is not None
+
+
+def require_open(descriptor: int, num_bytes: int, path: Path) -> None:
+    """Raise unless an open file has a name, and the bytes that were written to it."""
+    found = os.fstat(descriptor)
+    if not found.st_nlink:
+        raise OSError(errno.ENOENT, "the file was removed while it was written", str(path))
+    if found.st_size < num_bytes:
+        raise OSError(errno.EIO, "the file was cut while it was written", str(path))
+
+
+def require_there(path: Path, num_bytes: int) -> None:
+    """Raise unless there is a file with the bytes that were written to it."""
+    if path.stat().st_size < num_bytes:
+        raise OSError(errno.EIO, "the file was cut since it was written", str(path))

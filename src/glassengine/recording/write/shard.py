@@ -1,4 +1,4 @@
-"""One shard being written: raw bytes behind a reserved header, sealed into a safetensors file.
+"""Shards: raw bytes behind a reserved header, sealed into safetensors files one after the other.
 
 safetensors refuses holes and trailing bytes, so every gap that alignment leaves becomes an explicit pad entry. What is
 appended waits until `flush`, which writes it in one call of the operating system.
@@ -7,16 +7,18 @@ appended waits until `flush`, which writes it in one call of the operating syste
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-from collections.abc import Sequence
-from io import FileIO
+from collections.abc import Callable
 from pathlib import Path
 
+from glassengine.recording.layout import layout
 from glassengine.recording.layout.description import Description, Group, pad_entry
 from glassengine.recording.layout.layout import ALIGNMENT, Location, aligned, shard_name
-from glassengine.recording.write.intact import require_open, require_there
+from glassengine.recording.write.directory import require_open, require_there
+from glassengine.recording.write.uploads import Uploads
+from glassengine.writing.files import write_all
 
-_MAX_BUFFERS = 1000  # of one call of writev; the limit of Linux is 1024
 _ZEROS = bytes(ALIGNMENT)
 _SPACES = b" " * (1 << 16)
 # Braces, metadata keys, and a last pad entry.
@@ -117,11 +119,7 @@ class Shard:
         return self._directory / shard_name(self.number, sealed=self._is_sealed)
 
     def require(self) -> None:
-        """Raise unless the file is there with all that was written.
-
-        Raises:
-            OSError: It was removed, or cut.
-        """
+        """Raise unless the file is there with all that was written."""
         require_there(self.path, 8 + self._room + self.size)
 
     def seal(self) -> None:
@@ -179,17 +177,88 @@ def _spaces(count: int) -> list[bytes]:
     return [_SPACES] * (count // len(_SPACES)) + [_SPACES[: count % len(_SPACES)]]
 
 
-def write_all(file: FileIO | int, buffers: Sequence[bytes | memoryview]) -> None:
-    """Write all of `buffers`: a raw write may be short near a full disk, and always above 2 GiB."""
-    descriptor = file if isinstance(file, int) else file.fileno()
-    views = [memoryview(data) for data in buffers if len(data)]
-    position = 0
-    while position < len(views):
-        batch = views[position : position + _MAX_BUFFERS]
-        written = os.writev(descriptor, batch)
-        for view in batch:
-            if written < view.nbytes:
-                views[position] = view[written:]
-                break
-            written -= view.nbytes
-            position += 1
+SHARD_BYTES = 1 << 31
+
+
+class Shards:
+    """Shards of one directory, the last of which may be open.
+
+    Attributes:
+        uploads: Take each shard that is sealed, where the recording goes to a store.
+    """
+
+    def __init__(self, path: Path, first: int) -> None:
+        self.uploads: Uploads | None = None
+        self._path = path
+        self._next = first
+        self._header_bytes = layout.HEADER_BYTES
+        self._open: Shard | None = None
+        self._sealed: list[Shard] = []
+        self._is_there: Callable[[], bool] = lambda: True
+
+    def begin(self, is_there: Callable[[], bool]) -> None:
+        """Make the first shard, with the index: what is made later, in a directory that is just removed, keeps it.
+
+        Args:
+            is_there: Whether the index has a name; where it has none, nothing is made any more.
+        """
+        self._is_there = is_there
+        with contextlib.suppress(OSError):  # of a disk that is full there is told when something is stored
+            self._begin_next()
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Shard that is being written, and the bytes in it so far."""
+        return (-1, 0) if self._open is None else (self._open.number, self._open.size)
+
+    def for_next(self, *added: Description | Group) -> Shard:
+        """Return the shard that takes these tensors next; a full one is sealed."""
+        if self._open is not None:
+            size = self._open.size
+            is_enough = size >= SHARD_BYTES
+            if self.uploads is not None:
+                is_enough = self.uploads.is_enough(size, self._open.number)
+            has_room = self._open.has_room(*added)
+            if is_enough or not has_room:
+                self.seal()
+                if self.uploads is None or not has_room:
+                    self._header_bytes = min(2 * self._header_bytes, layout.MAX_HEADER_BYTES)
+        if self._open is None:
+            if self.uploads is not None:
+                self.uploads.wait_for_room()
+            return self._begin_next()
+        return self._open
+
+    def _begin_next(self) -> Shard:
+        if not self._is_there():
+            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._path))
+        self._open = Shard(self._path, self._next, self._header_bytes)
+        self._next += 1
+        return self._open
+
+    def flush(self) -> None:
+        """Write the bytes that were taken."""
+        if self._open is not None:
+            self._open.flush()
+
+    def seal(self) -> None:
+        """End the open shard, if there is one."""
+        if self._open is not None:
+            if self._open.is_empty:
+                self._open.remove()
+            else:
+                self._open.seal()
+                self._sealed.append(self._open)
+                if self.uploads is not None:
+                    self.uploads.sealed(self._open.path)
+            self._open = None
+
+    def require(self) -> None:
+        """Wait until all sealed shards are on the disk."""
+        for shard in self._sealed:
+            shard.require()
+
+    def close(self) -> None:
+        """Close the file of the open shard, and write nothing."""
+        if self._open is not None:
+            self._open.close()

@@ -7,6 +7,8 @@ process was killed leaves what was not uploaded in its directory; `recording.rea
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import logging
 import os
 import shutil
@@ -16,12 +18,14 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from glassengine import environment
 from glassengine.errors import GlassError, UsageError
 from glassengine.reading.files import open_regular, read_text
 from glassengine.recording.layout import layout
-from glassengine.recording.write.directory import is_ours
+from glassengine.recording.write.directory import is_ours, replaceable
 from glassengine.stores import objects
 from glassengine.stores.places import Remote
+from glassengine.writing.files import held, private_directory, remove_tree
 
 SHARD_BYTES = 64 << 20
 # While nothing waits to be uploaded, smaller ones are sealed, so that little is left at the end; the more there are,
@@ -56,9 +60,6 @@ class Uploads:
     Attributes:
         shard_bytes: After how many bytes a shard is sealed at the latest.
         failure: Why nothing more is uploaded, if nothing is.
-
-    Raises:
-        UsageError: The store cannot be written.
     """
 
     def __init__(self, directory: Path, target: Remote, spool_bytes: int) -> None:
@@ -98,11 +99,7 @@ class Uploads:
         return self._waiting_bytes > self._most // 2
 
     def wait_for_room(self) -> None:
-        """Wait until another shard may be written.
-
-        Raises:
-            UsageError: The store does not take any more.
-        """
+        """Wait until another shard may be written."""
         with self._changed:
             while not self._hurries:
                 if self.failure is not None:
@@ -172,7 +169,7 @@ class Uploads:
             self._patiently(self._checkpoint)
         with (self._directory / DONE).open("a", encoding="ascii") as done:
             done.write(f"{path.name}\n")
-        hollow(path)
+        truncate_uploaded(path)
         with self._changed:
             self._waiting.popleft()
             self._waiting_bytes -= size
@@ -207,17 +204,7 @@ class Uploads:
 
 
 def upload_rest(directory: Path, target: Remote, call: Callable[[Callable[[], None]], None]) -> int:
-    """Upload the files of a recording that are not in the store, index and manifest last; return how many.
-
-    Args:
-        directory: Of the recording.
-        target: Where it goes.
-        call: Calls a function, again if need be.
-
-    Raises:
-        UsageError: The store does not take one.
-        CorruptError: The list of what is there cannot be read.
-    """
+    """Upload the files of a recording that are not in the store, index and manifest last; return how many."""
     done = uploaded(directory)
     files = [path for path in sorted(directory.rglob("*")) if path.is_file() and not path.is_symlink()]
     names = [path.relative_to(directory).as_posix() for path in files]
@@ -232,18 +219,14 @@ def upload_rest(directory: Path, target: Remote, call: Callable[[Callable[[], No
 
 
 def uploaded(directory: Path) -> set[str]:
-    """Return the names of the shards of a recording that are in the store, of which hollow files are left.
-
-    Raises:
-        CorruptError: The list of them is there and cannot be read: hollow files would replace shards in the store.
-    """
+    """Return the names of the shards of a recording that are in the store, of which hollow files are left."""
     path = directory / DONE
     if not os.path.lexists(path):
         return set()
     return set(read_text(path, most=_MOST_DONE_BYTES, inside=directory, encoding="ascii").splitlines())
 
 
-def hollow(path: Path) -> None:
+def truncate_uploaded(path: Path) -> None:
     """Replace a shard by a file of its size that has the length of its header and takes no room."""
     aside = path.with_name(f"{path.name}.hollow")
     try:
@@ -254,3 +237,74 @@ def hollow(path: Path) -> None:
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+class Spool:
+    """The directory for one place in a store, locked by this process until it ends or this is `closed`."""
+
+    def __init__(self, target: Remote) -> None:
+        self.target = target
+        self.directory = directory_of(target)
+        self._lock = contextlib.ExitStack()
+        try:
+            self._lock.enter_context(held(self.directory.parent))
+        except BlockingIOError as error:
+            hint = "name another place, or wait for the end of that recording"
+            raise UsageError("a recording that is being written is not replaced", got=str(target), hint=hint) from error
+
+    @classmethod
+    def begun(cls, target: Remote, *, overwrite: bool) -> Spool:
+        """Make room for a new recording, here and in the store."""
+        root = directory_of(target).parent
+        try:
+            private_directory(root)
+        except OSError as error:
+            what = "the directory for what waits to be uploaded cannot be made"
+            got = f"{root}: {error.strerror or error}"
+            raise UsageError(what, got=got, hint="GLASS_SPOOL_DIR names another") from error
+        spool = cls(target)
+        try:
+            _make_room(target, overwrite=overwrite)
+            if not overwrite and (spool.directory / layout.MANIFEST).exists():
+                raise UsageError(
+                    "a recording of this place was not uploaded whole",
+                    got=f"{target}: the rest is in {root}",
+                    hint=f"glass upload {target} brings it there, --overwrite forgets it",
+                )
+            remove_tree(spool.directory)
+        except BaseException:
+            spool.close(remove=not spool.directory.exists())
+            raise
+        return spool
+
+    def close(self, *, remove: bool) -> None:
+        """Let go of the directory, and remove it where all that was in it is in the store."""
+        if remove:
+            remove_tree(self.directory.parent)
+        self._lock.close()
+
+
+def directory_of(target: Remote) -> Path:
+    """Return where on this machine a recording for a place is written; it need not exist."""
+    digest = hashlib.sha256(str(target).encode()).hexdigest()[:16]
+    name = "".join(sign if sign.isalnum() else "_" for sign in target.name)[:40]
+    return environment.spool_dir() / f"{name}-{digest}" / "recording"
+
+
+def is_left(target: Remote) -> bool:
+    """Return whether a part of a recording for a place waits here, and is not being written."""
+    if not directory_of(target).exists():
+        return False
+    try:
+        Spool(target).close(remove=False)
+    except (UsageError, OSError):
+        return False
+    return True
+
+
+def _make_room(target: Remote, *, overwrite: bool) -> None:
+    """Remove a recording that is in the store, or refuse it; the rules are those of a directory."""
+    there = {item.name: item for item in objects.listed(str(target))}
+    for name in replaceable(target, list(there), overwrite=overwrite):
+        item = there[name]
+        objects.remove([one.url for one in (objects.listed(item.url) if item.is_directory else [item])])

@@ -2,26 +2,34 @@
 
 A step is *completed* when its commit record is on file. Killing the process at any moment leaves a recording whose
 completed steps are readable, because nothing that was committed is ever written again.
+
+Methods raise UsageError where a name, step or tensor cannot be recorded, where a step is committed already, and where a
+file cannot be written: the message then says what is safe.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from glassengine.errors import GlassError, UsageError
+from glassengine.reading.files import open_regular
 from glassengine.recording.layout import layout, records
 from glassengine.recording.layout.description import Description, Facts, Group, Groups
+from glassengine.recording.layout.index import read_index
 from glassengine.recording.layout.layout import LeftOut, LightTable, Location
+from glassengine.recording.layout.records import append_tokens, token_frames
+from glassengine.recording.layout.shard_files import ShardFiles
 from glassengine.recording.layout.values import Descriptions, bytes_of, identity
-from glassengine.recording.write.directory import begun, make_directory, reason_of, save_manifest
-from glassengine.recording.write.ended_steps import EndedSteps
-from glassengine.recording.write.intact import safe_steps
-from glassengine.recording.write.open_step import OpenStep, Steps
-from glassengine.recording.write.shards import Shards
+from glassengine.recording.write.directory import begun, make_directory, manifest_of, reason_of, save_manifest
+from glassengine.recording.write.shard import Shards
+from glassengine.recording.write.uploads import SPOOL_BYTES, Spool, Uploads
+from glassengine.stores.places import Remote, place
 from glassengine.writing.checksums import crc32
 
 if TYPE_CHECKING:
@@ -42,9 +50,6 @@ class RecordingWriter:
         metadata: The same facts about the recording, stored now and once more by `close`. What changes from step to
             step belongs into the commit: the token ids are collected here from there.
         failure: Why a file could not be written, if one could not; nothing more is.
-
-    Raises:
-        UsageError: The directory cannot be written, or exists and `overwrite` is false, or holds other files.
     """
 
     def __init__(
@@ -97,10 +102,6 @@ class RecordingWriter:
             tensor: Dense; any strides, device and dtype of `layout.STORED`.
             rank: Process that has the tensor.
             facts: What else is known of it.
-
-        Raises:
-            UsageError: The name, step or tensor cannot be recorded;
-                or the file cannot be written: the message says what is safe.
         """
         description = self._descriptions.of(site, tensor, **facts)
         self._require_open()
@@ -129,10 +130,6 @@ class RecordingWriter:
             rank: Process that has the tensor.
             pieces: The bytes. With a checksum they must not change before `flush`, and without before the next one.
             checksum: Their CRC-32, or None: then each piece is written before the next one is asked for.
-
-        Raises:
-            UsageError: The step is committed, or has that site already;
-                or the file cannot be written: the message says what is safe.
         """
         self._begin(description, step, rank)
         try:
@@ -164,10 +161,6 @@ class RecordingWriter:
             step: A step that is not committed.
             data: All bytes that are written, which must not change before `flush`.
             checksum: CRC-32 of `data`.
-
-        Raises:
-            UsageError: The step is committed, or has one of the sites already;
-                or the file cannot be written: the message says what is safe.
         """
         self._require_open()
         opened = self._steps.opened(group.descriptions[0].site, step)
@@ -186,12 +179,7 @@ class RecordingWriter:
         return location
 
     def alias(self, description: Description, step: int, rank: int, original: Description, location: Location) -> None:
-        """Note that a tensor has the bytes of `original`, which this step has at `location`.
-
-        Raises:
-            UsageError: The step is committed, or has that site already;
-                or the file cannot be written: the message says what is safe.
-        """
+        """Note that a tensor has the bytes of `original`, which this step has at `location`."""
         self._begin(description, step, rank)
         try:
             shard = self._shards.for_next(description, original)
@@ -201,22 +189,14 @@ class RecordingWriter:
         self._note(description, step, rank, location)
 
     def leave_out(self, item: LeftOut) -> None:
-        """Note a tensor of an open step whose values are not recorded.
-
-        Raises:
-            UsageError: The step is committed.
-        """
+        """Note a tensor of an open step whose values are not recorded."""
         self._require_open()
         opened = self._steps.opened(item.site, item.step)
         opened.frames.append(records.left_out_frame(item))
         opened.num_left_out += 1
 
     def leave_out_block(self, group: Group, step: int, reason: str, table: LightTable) -> None:
-        """Note small tensors of an open step that are measured, as `table` says, and not recorded.
-
-        Raises:
-            UsageError: The step is committed.
-        """
+        """Note small tensors of an open step that are measured, as `table` says, and not recorded."""
         self._require_open()
         opened = self._steps.opened(group.descriptions[0].site, step)
         opened.groups.append(group)
@@ -231,31 +211,19 @@ class RecordingWriter:
             token_ids: What each row of the batch was given in this step, without padding; `metadata["token_ids"]` is
                 the concatenation over the committed steps.
             stopped: What ended the step before it was through, if something did; the recording then is incomplete.
-
-        Raises:
-            UsageError: The step is committed already;
-                or the file cannot be written: the message says what is safe.
         """
         self.end_step(step, token_ids=token_ids, stopped=stopped)
         self.flush()
 
     def end_step(self, step: int, *, token_ids: Sequence[Sequence[int]] = (), stopped: str | None = None) -> None:
-        """Let the next `flush` complete `step`; the arguments are those of `commit`.
-
-        Raises:
-            UsageError: The step is committed already.
-        """
+        """Let the next `flush` complete `step`; the arguments are those of `commit`."""
         self._require_open()
         opened = self._steps.end(step)
         self._ended.add(step, opened, token_ids, stopped)
         self._steps.committed.add(step)
 
     def flush(self) -> None:
-        """Write the bytes that were taken, then the records of the steps that have ended.
-
-        Raises:
-            UsageError: The file cannot be written; the message says what is safe.
-        """
+        """Write the bytes that were taken, then the records of the steps that have ended."""
         ended = self._ended.take()
         try:
             self._shards.flush()
@@ -266,14 +234,7 @@ class RecordingWriter:
         self._ended.note_written(ended)
 
     def close(self, reason: str | None = None) -> None:
-        """Seal the recording; it is complete when every step that was written to was committed.
-
-        Args:
-            reason: Why it is incomplete all the same.
-
-        Raises:
-            UsageError: The file cannot be written; the message says what is safe.
-        """
+        """Seal the recording; it is complete when every step that was written to was committed."""
         if self._closed:
             return
         self._closed = True
@@ -346,3 +307,207 @@ class RecordingWriter:
         safe = safe_steps(self.path, self._ended.num_steps * self._index.has_name)
         hint = f"{safe}; free some space or record fewer sites or steps"
         return UsageError("the recording cannot be written", got=self.failure, hint=hint)
+
+
+@dataclass
+class OpenStep:
+    """What was written of a step that is not committed."""
+
+    frames: list[bytes] = field(default_factory=list)
+    names: Set[tuple[str, int]] = frozenset()
+    groups: list[Group] = field(default_factory=list)
+    num_left_out: int = 0
+    # Place and bytes of a tensor -> what is stored, and the tensor itself: its storage cannot be reused meanwhile.
+    identities: dict[object, tuple[Description, Location, Tensor]] = field(default_factory=dict)
+    # Whether `names` is not shared: those of a group that is all of a step stay the group's.
+    _owns_names: bool = False
+
+    def is_new(self, names: Set[tuple[str, int]]) -> bool:
+        """Return whether the step has none of these (site, rank)."""
+        return not self.names or self.names.isdisjoint(names)
+
+    def add(self, group: Group) -> None:
+        """Note that the tensors of a group were written."""
+        self.groups.append(group)
+        if self.names:
+            self._own().update(group.names)
+        else:
+            self.names = group.names
+
+    def add_name(self, site: str, rank: int) -> None:
+        """Note that a tensor was written."""
+        self._own().add((site, rank))
+
+    def _own(self) -> set[tuple[str, int]]:
+        if not self._owns_names:
+            self.names, self._owns_names = set(self.names), True
+        assert isinstance(self.names, set)
+        return self.names
+
+
+class Steps:
+    """The steps of a recording: those that are open, and which were committed."""
+
+    def __init__(self) -> None:
+        self.open: dict[int, OpenStep] = {}
+        self.committed: set[int] = set()
+
+    def opened(self, site: str, step: int) -> OpenStep:
+        """Return a step for a tensor of `site`; it is opened if it is not."""
+        what = f"the tensor {site[:200]!r} cannot be recorded"
+        if step < 0:
+            raise UsageError(what, got=f"step {step}", expected="numbers from 0 on")
+        if step in self.committed:
+            raise UsageError(what, got=f"step {step}, which is committed", expected="a step that is still open")
+        return self.open.setdefault(step, OpenStep())
+
+    def begun(self, site: str, step: int, rank: int) -> OpenStep:
+        """Return a step that has no tensor of `site` yet."""
+        opened = self.open.get(step) or self.opened(site, step)
+        if (site, rank) in opened.names:
+            what = f"the tensor {site[:200]!r} cannot be recorded"
+            raise UsageError(what, got=f"the same site twice in step {step}", hint="give the second call its own name")
+        return opened
+
+    def end(self, step: int) -> OpenStep:
+        """Return what was written of a step that is about to be committed."""
+        if step in self.committed:
+            raise UsageError("a step is committed twice", got=f"step {step}")
+        return self.open.pop(step, None) or OpenStep()
+
+
+@dataclass(slots=True)
+class EndedStep:
+    """A step whose records are to be written once its bytes are."""
+
+    number: int
+    frames: bytes
+    num_tensors: int
+    token_ids: Sequence[Sequence[int]]
+    stopped: str | None
+
+
+class EndedSteps:
+    """Makes the records of steps, and counts the steps whose records were written.
+
+    Args:
+        metadata: Of the recording; the token ids of written steps are appended to it.
+
+    Attributes:
+        num_steps: Number of steps whose records were written.
+        incomplete: Why the recording is incomplete, if it is.
+    """
+
+    def __init__(self, metadata: dict[str, Any]) -> None:
+        self.num_steps = 0
+        self.incomplete: str | None = None
+        self._metadata = metadata
+        self._num_tensors = 0
+        self._described: set[int] = set()
+        self._waiting: list[EndedStep] = []
+
+    def add(self, number: int, step: OpenStep, token_ids: Sequence[Sequence[int]], stopped: str | None) -> None:
+        """Make the records of a step; they wait until they are taken."""
+        # A step that is never committed must not be the one that describes a group others use.
+        new = {group.number: group for group in step.groups if group.number not in self._described}
+        frames = [group.frame() for group in new.values()]
+        frames += [*step.frames, *token_frames(number, token_ids)]
+        frames.append(records.commit_frame(number, len(step.names), step.num_left_out, stopped))
+        self._described |= new.keys()
+        self._waiting.append(EndedStep(number, b"".join(frames), len(step.names), token_ids, stopped))
+
+    def take(self) -> list[EndedStep]:
+        """Return the steps that wait to be written; they no longer wait."""
+        waiting, self._waiting = self._waiting, []
+        return waiting
+
+    def note_written(self, steps: Sequence[EndedStep]) -> None:
+        """Count steps whose records are on file."""
+        for step in steps:
+            self.num_steps += 1
+            self._num_tensors += step.num_tensors
+            if step.stopped is not None and self.incomplete is None:
+                self.incomplete = f"step {step.number} was stopped by {step.stopped}"
+            if step.token_ids:
+                append_tokens(self._metadata.setdefault("token_ids", []), enumerate(step.token_ids))
+
+    def manifest(self, state: str) -> bytes:
+        """Return the manifest of the recording in `state`."""
+        counts = {"num_steps": self.num_steps, "num_tensors": self._num_tensors}
+        return manifest_of(state, self.incomplete, **counts, metadata=self._metadata)
+
+
+class StoredWriter(RecordingWriter):
+    """A `RecordingWriter` whose recording goes to a store.
+
+    Closing seals what is written here; `deliver` then waits until all of it is in the store.
+
+    Attributes:
+        target: Where the recording goes; `path` is where it is until then.
+    """
+
+    def __init__(
+        self, target: Remote, *, metadata: Mapping[str, Any], overwrite: bool = False, spool_bytes: int | None = None
+    ) -> None:
+        self._process = os.getpid()
+        self._spool = Spool.begun(target, overwrite=overwrite)
+        try:
+            super().__init__(self._spool.directory, metadata=metadata)
+            try:
+                most = SPOOL_BYTES if spool_bytes is None else spool_bytes
+                self._uploads = self._shards.uploads = Uploads(self.path, target, most)
+            except BaseException:
+                super().abandon()
+                raise
+        except BaseException:
+            self._spool.close(remove=True)
+            raise
+        self.target: Path = target
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the store takes less than is written."""
+        return self._uploads.is_behind
+
+    def hurry(self, patience_s: float) -> None:
+        """Wait no more for a store that does not keep up."""
+        self._uploads.hurry(patience_s)
+
+    def deliver(self, patience_s: float | None = None) -> GlassError | None:
+        """Wait until the recording, which is closed, is in the store; return why it is not.
+
+        Args:
+            patience_s: How long the store may not answer; as while it was written where None.
+        """
+        problem = self._uploads.finish(patience_s)
+        if problem is None and (self.path / layout.RING).exists():
+            hint = f"glass upload {self.target}"
+            problem = UsageError("not everything was uploaded", got=f"{self.path}: steps in its ring", hint=hint)
+        self._spool.close(remove=problem is None)
+        return problem
+
+    def abandon(self) -> None:
+        """Close the files; in a process that was forked, also the lock, which is its parent's."""
+        super().abandon()
+        if os.getpid() != self._process:
+            self._spool.close(remove=False)
+
+
+def new_writer(
+    path: str | Path, *, metadata: Mapping[str, Any], overwrite: bool, spool_bytes: int | None
+) -> RecordingWriter:
+    """Return what writes a recording to a path, here or in a store."""
+    where = place(path)
+    if isinstance(where, Remote):
+        return StoredWriter(where, metadata=metadata, overwrite=overwrite, spool_bytes=spool_bytes)
+    return RecordingWriter(where, metadata=metadata, overwrite=overwrite)
+
+
+def safe_steps(directory: Path, moved: int) -> str:
+    """Say how many steps of a recording can be read; `moved` where its directory has another name by now."""
+    count = 0 if directory.exists() else moved
+    with contextlib.suppress(OSError, GlassError, ValueError):
+        shards = ShardFiles(directory)
+        with open_regular(directory / layout.INDEX, inside=directory) as index:
+            count = len(read_index(index, shards.data_bytes).steps)
+    return f"{count} completed steps are safe" if count else "no completed step is safe"

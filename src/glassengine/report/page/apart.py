@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from glassengine.errors import UsageError
-from glassengine.reading.printable import printable
+from glassengine.reading.files import printable
 from glassengine.report import words_apart as words
 from glassengine.report.page.head import Head, Plot
 from glassengine.report.page.origin import Fact

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from glassengine.reading.printable import printable
-from glassengine.recording.layout.series import MEASURED
-from glassengine.recording.read.series import Chosen, SeriesReader
+from glassengine.reading.files import printable
+from glassengine.recording.series import MEASURED, Chosen, SeriesReader
 from glassengine.report.page.head import Plot
 from glassengine.results.series import SeriesComparison
 

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
-from glassengine.reading.printable import printable
+from glassengine.reading.files import printable
 from glassengine.report import words
 from glassengine.report.page.origin import Fact, facts_of, is_of_one_process
 from glassengine.report.page.tables import MOST_LINES, Table, tables_of

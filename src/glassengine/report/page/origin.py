@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from glassengine.reading.printable import printable
+from glassengine.reading.files import printable
 
 _MOST_FACTS = 400
 _LONGEST = 2000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from glassengine.reading.printable import printable
+from glassengine.reading.files import printable
 from glassengine.report import words
 from glassengine.results import Comparison, DriftRow, QuantizedWeight
 

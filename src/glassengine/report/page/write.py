@@ -26,8 +26,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from glassengine.errors import UsageError
-from glassengine.reading.files import open_regular
-from glassengine.reading.printable import printable
+from glassengine.reading.files import open_regular, printable
 from glassengine.report.page.apart import head_of_apart
 from glassengine.report.page.data import FOLDER, DataFolder, ListFiles
 from glassengine.report.page.head import Head, head_of, reasons_of
@@ -36,8 +35,7 @@ from glassengine.report.page.values import MOST_TENSORS, Values
 from glassengine.results import Comparison, Comparisons, Replayed, Verdict, worst
 from glassengine.results.report import ReportPage, StepLabel, WrittenReport
 from glassengine.results.stored import Apart, OnPair, Plain, Stored, read_result, without_pairs
-from glassengine.writing.files import remove_tree
-from glassengine.writing.locations import local
+from glassengine.writing.files import local, remove_tree
 
 PAGE = "index.html"
 SCRIPTS = ("theme", "core", "names", "scale", "rows", "map", "course", "table", "detail", "plots", "tree", "main")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from glassengine.errors import UsageError
-from glassengine.recording.formats.safetensors_file import SafetensorsFile
+from glassengine.recording.formats.files import SafetensorsFile
 from glassengine.recording.write.writer import RecordingWriter
 from glassengine.serving.interpreter import Elsewhere, Interpreter
 from glassengine.serving.protocol import Options, Run

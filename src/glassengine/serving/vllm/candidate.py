@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from glassengine.errors import BackendError, CorruptError, UsageError
-from glassengine.recording.formats.server_folder import ServerFolder
+from glassengine.recording.formats.folders import ServerFolder
 from glassengine.recording.read.source import TensorSource
 from glassengine.recording.write.writer import RecordingWriter
 from glassengine.serving.interpreter import Elsewhere, Interpreter

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from glassengine.recording.formats.server_folder import ServerFolder
+from glassengine.recording.formats.folders import ServerFolder
 from glassengine.serving.requests import Forwards
 from glassengine.serving.vllm.candidate import INSIDE
 from tests.modules import module_at

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from glassengine import environment
 from glassengine.errors import CorruptError
-from glassengine.reading.arrays import MAX_DIMENSIONS
 from glassengine.reading.files import shown
+from glassengine.reading.tensors import MAX_DIMENSIONS
 
 if TYPE_CHECKING:
     import onnx

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from glassengine.reading.printable import printable
+from glassengine.reading.files import printable
 
 if TYPE_CHECKING:
     import onnx

@@ -1,1 +1,0 @@
-"""Record other runtimes than PyTorch: sessions of ONNX Runtime, requests of OpenVINO, packages of AOTInductor."""
