@@ -84,7 +84,6 @@ from glassengine.results.inputs_used import (
 )
 from glassengine.results.interrupted import (
     Interrupted,
-    incomplete,
 )
 from glassengine.results.metrics import (
     MetricsReport,
@@ -202,7 +201,6 @@ __all__ = [
     "counts_of",
     "decide",
     "failure",
-    "incomplete",
     "over_budget",
     "tally_of",
     "worst",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from glassengine.results.comparison import Comparison, Skipped
+from glassengine.results.comparison import Comparison
 
 
 class Interrupted(KeyboardInterrupt):
@@ -17,24 +15,3 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, partial: Comparison) -> None:
         super().__init__("interrupted")
         self.partial = partial
-
-
-def incomplete(found: Comparison, missing: str | None = None) -> Comparison:
-    """Return what was found before an interruption: not ok, and it says how far the work was.
-
-    Args:
-        found: Until then.
-        missing: What was not done; None counts the steps.
-    """
-    steps, total = len({(pair.case, pair.step) for pair in found.pairs}), sum(one.num_steps for one in found.inputs)
-    text = f"interrupted: {missing or f'{min(steps, total)} of {total} steps were begun'}"
-    mild = found.ok or found.too_little
-    return replace(
-        found,
-        ok=False,
-        too_little=mild,
-        standing="too little judged" if mild else found.standing,
-        not_ok_because=text if mild else f"{found.not_ok_because} ({text})",
-        skipped=(*found.skipped, Skipped("*", "both", text)),
-        notes=(text, *found.notes),
-    )
