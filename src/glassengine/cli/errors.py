@@ -22,7 +22,7 @@ from glassengine.cli.foreign import absent
 from glassengine.cli.interrupts import heard
 from glassengine.cli.options import err, settings
 from glassengine.errors import GlassError, UsageError
-from glassengine.results.failure import failure
+from glassengine.results.base import failure
 
 BUG_STATUS = 70
 INTERRUPTED_STATUS = 130

@@ -16,7 +16,7 @@ from glassengine.report.table import new_table
 
 if TYPE_CHECKING:
     from glassengine.recording.series import Chosen, SeriesReader
-    from glassengine.results.series import SeriesComparison
+    from glassengine.results.comparison import SeriesComparison
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 60

@@ -19,8 +19,7 @@ from glassengine.results import (
     Replayed,
     ResultComparison,
 )
-from glassengine.results.exempt import Exemption
-from glassengine.results.inputs_used import InputUsed
+from glassengine.results.answer import Exemption, InputUsed
 from glassengine.sites import parts_of_line
 
 LONGEST_NAME = 60

@@ -14,15 +14,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from glassengine.results.answer import CaseInputs, DriftRow, Fineness, ResultComparison, Standing
+from glassengine.results.answer import CaseInputs, DriftRow, Exemption, Fineness, ResultComparison, Standing
 from glassengine.results.base import VERDICTS, Verdict, worst
 from glassengine.results.comparison import Comparison, Divergence, Rung, Skipped, WeightsComparison, WrittenDifferently
-from glassengine.results.exempt import Exemption
+from glassengine.results.hints import Quantization
 from glassengine.results.pairs import Counts, Pair, TokenAgreement, counts_of
-from glassengine.results.quantized import Quantization
 
 
 @dataclass(frozen=True)
@@ -186,3 +185,36 @@ def over_budget(results: Sequence[ResultComparison], min_snr: float | None) -> s
     if least.snr_db is not None and least.snr_db >= min_snr:
         return None
     return f"{least.name} {'have' if least.is_plural else 'has'} {least.snr_db:.1f} dB (--min-snr {min_snr:g}dB)"
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C or SIGTERM after something was found.
+
+    Attributes:
+        partial: What was found until then, marked as incomplete.
+    """
+
+    def __init__(self, partial: Comparison) -> None:
+        super().__init__("interrupted")
+        self.partial = partial
+
+
+def incomplete(found: Comparison, missing: str | None = None) -> Comparison:
+    """Return what was found before an interruption: not ok, and it says how far the work was.
+
+    Args:
+        found: Until then.
+        missing: What was not done; None counts the steps.
+    """
+    steps, total = len({(pair.case, pair.step) for pair in found.pairs}), sum(one.num_steps for one in found.inputs)
+    text = f"interrupted: {missing or f'{min(steps, total)} of {total} steps were begun'}"
+    mild = found.ok or found.too_little
+    return replace(
+        found,
+        ok=False,
+        too_little=mild,
+        standing="too little judged" if mild else found.standing,
+        not_ok_because=text if mild else f"{found.not_ok_because} ({text})",
+        skipped=(*found.skipped, Skipped("*", "both", text)),
+        notes=(text, *found.notes),
+    )

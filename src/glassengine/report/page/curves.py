@@ -11,7 +11,7 @@ import numpy as np
 from glassengine.reading.files import printable
 from glassengine.recording.series import MEASURED, Chosen, SeriesReader
 from glassengine.report.page.head import Plot
-from glassengine.results.series import SeriesComparison
+from glassengine.results.comparison import SeriesComparison
 
 WIDTH, HEIGHT = 600, 120
 _MOST_PLOTS = 12
