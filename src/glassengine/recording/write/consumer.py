@@ -11,7 +11,7 @@ from glassengine.recording.layout.description import Group
 from glassengine.recording.layout.layout import LeftOut, LightStatistics, aligned
 from glassengine.recording.layout.statistics import light_of_blocks, light_of_bytes
 from glassengine.recording.ring.items import Alias, Block, Commit, Copied, Item, Note, Piece, Stored, Streamed
-from glassengine.recording.ring.journal import Movable, MovedLog
+from glassengine.recording.ring.journal import EvictedLog, Movable
 from glassengine.recording.ring.ring import Flag, PinnedCopies, Ring
 from glassengine.recording.write.writer import RecordingWriter
 from glassengine.writing.checksums import crc32, crc32_of_small
@@ -55,7 +55,7 @@ class Consumer:
         self.has_ended = False
         self.woken = 0.0
         self.keeps = False
-        self.moved = MovedLog(writer.path, ring, notes)
+        self.moved = EvictedLog(writer.path, ring, notes)
         self._path = writer.path
         self._writer = writer
         self._ring = ring
