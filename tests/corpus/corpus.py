@@ -18,12 +18,11 @@ from torch.fx import Node
 from glassengine.errors import GlassError
 from glassengine.judge.cases import Case, StepInputs
 from glassengine.judge.graphs.by_name import difference
-from glassengine.judge.pairing.programs import pair_programs
+from glassengine.judge.pairing.by_value import pair_programs
 from glassengine.judge.replay.replay import Cut, Replay
-from glassengine.judge.sides.arranged import Arranged
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.judge.sides.program import ProgramSide
-from glassengine.judge.sides.protocol import Place, Side
+from glassengine.judge.sides.protocol import Arranged, Place, Side
 from glassengine.judge.verdict.conclude import conclude
 from glassengine.judge.verdict.run import run_cases
 from glassengine.judge.verdict.score import Score

@@ -18,9 +18,8 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.capture.observers.interpreter import run_program
-from glassengine.judge.cases import StepInputs
-from glassengine.judge.exclusions.padding import valid_mask
-from glassengine.judge.step_inputs import by_name, empty_caches
+from glassengine.judge.cases import StepInputs, by_name, empty_caches
+from glassengine.judge.exclusions.masked import valid_mask
 from glassengine.numerics.float64 import double, retarget, target_of
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import is_tensor_node

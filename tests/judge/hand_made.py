@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from glassengine.judge.cases import Case, StepInputs, module_cases
+from glassengine.judge.cases import Case, Given, StepInputs, by_name, module_cases
 from glassengine.judge.sides.protocol import Observed, Side
-from glassengine.judge.step_inputs import Given, by_name
 from glassengine.judge.verdict.conclude import conclude
 from glassengine.judge.verdict.run import run_cases
 from glassengine.judge.verdict.score import Score

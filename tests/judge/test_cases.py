@@ -10,7 +10,7 @@ from torch import nn
 
 from glassengine.diagnose import check
 from glassengine.errors import UsageError
-from glassengine.judge.cases import causal_cases, module_cases
+from glassengine.judge.cases import Case, as_inputs, causal_cases, module_cases, read_inputs, texts_of
 from glassengine.program import load_model
 from glassengine.testing import models
 
@@ -62,3 +62,27 @@ def test_f3_every_case_says_what_it_runs_on() -> None:
     ]
     assert [one.is_constant for one in given.inputs] == [True, False, False, False]
     assert given.inputs[1].to_dict()["value"] == "4"
+
+
+def test_what_a_caller_gives_is_a_name_or_one_dict_a_step(tmp_path: Path) -> None:
+    step = {"x": torch.ones(2)}
+    assert as_inputs(None) is None and as_inputs(tmp_path / "a.pt") == str(tmp_path / "a.pt")
+    assert as_inputs(step) == read_inputs(as_inputs([step])) == [step]
+    for wrong in (torch.ones(2), [torch.ones(2)], []):
+        with pytest.raises(UsageError, match="inputs does not hold inputs"):
+            as_inputs(wrong)
+
+
+def test_each_step_reads_what_was_given_or_chosen_before() -> None:
+    model = load_model(models.llama(num_hidden_layers=1))
+    ids, mask = torch.tensor([[0, 7, 8], [4, 5, 6]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
+    case = Case("padded", 3, input_ids=ids, attention_mask=mask)
+    alone = Case("by token", 4, input_ids=ids[1:], one_token=True)
+    chosen = {"padded": [90, 91, 92], "by token": [1, 2, 30, 31]}
+    assert texts_of(model, [case, alone, Case("plain", 1)], chosen) == {
+        "padded": ("7 8", "90", "91"),
+        "by token": ("4", "5", "6", "30"),
+    }
+    bundled = load_model("examples/tiny-llama")
+    (text,) = texts_of(bundled, [Case("prompt", 1, input_ids=torch.tensor([[5, 6]]))], {})["prompt"]
+    assert isinstance(text, str) and text != "5 6"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import glassengine as glass
-from glassengine.judge.end_to_end import EndToEnd
+from glassengine.judge.end_to_end import EndToEnd, Severity
 from glassengine.numerics.verdict import Reference
 from glassengine.program.export.export import export_module
 from glassengine.program.representation.program import Program
@@ -134,3 +134,25 @@ def test_what_hangs_on_a_tie_is_exempt_where_the_side_chose_otherwise() -> None:
 
 def one_layer() -> Program:
     return export_module(nn.Linear(8, 8).eval(), [{"input": torch.ones(4, 8)}])
+
+
+def test_agreement_and_kl() -> None:
+    severity = Severity()
+    logits = torch.randn(3, 50)
+    severity.add(logits, logits.clone(), 1e-6, "case, step 0")
+    found = severity.to_dict()
+    assert (found["num_tokens"], found["token_agreement"], found["first_changed_token"]) == (3, 1.0, None)
+    assert severity.num_bitwise == 3 and abs(found["mean_kl"]) < 1e-12
+    severity.add(logits, logits * 1.3, 1e-6, "case, step 1")
+    assert severity.max_kl > 1e-3
+
+
+def test_a_changed_token_with_a_margin_is_named_and_a_tie_is_not() -> None:
+    baseline = torch.tensor([[1.0, 0.9, 0.0]])
+    changed = torch.tensor([[0.9, 1.0, 0.0]])
+    severity = Severity()
+    severity.add(baseline, changed, 0.05, "case, step 2")
+    assert severity.num_ties == 1 and severity.first_change is None
+    severity.add(baseline, changed, 0.005, "case, step 3")
+    assert severity.first_change == "case, step 3, row 0: token 1 for 0 (margin 0.1)"
+    assert severity.to_dict()["token_agreement"] == 0.5

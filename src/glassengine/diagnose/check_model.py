@@ -45,15 +45,13 @@ from glassengine.diagnose.served.check import check_served
 from glassengine.engine.build.ranks import check_mesh, mesh_for
 from glassengine.engine.run.load import load
 from glassengine.errors import UsageError
-from glassengine.judge.cases import tokens_in_one_forward
-from glassengine.judge.given import as_inputs, in_one_forward
+from glassengine.judge.cases import as_inputs, in_one_forward, other_tokens, texts_of, tokens_in_one_forward
 from glassengine.judge.sides.module import threads_for
 from glassengine.judge.sides.protocol import Place
 from glassengine.judge.sides.recorded import PARTIAL
 from glassengine.judge.sides.recorded_ranks import first_rank
-from glassengine.judge.texts import other_tokens, texts_of
 from glassengine.judge.verdict.conclude import conclude
-from glassengine.judge.verdict.configured import with_configuration
+from glassengine.judge.verdict.corrections import with_configuration
 from glassengine.judge.verdict.drift import Drift, is_less_precise
 from glassengine.judge.verdict.evidence import EvidenceBox
 from glassengine.program import load_candidate, load_model

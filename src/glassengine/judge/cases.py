@@ -1,4 +1,4 @@
-"""What a check runs: cases (a batch of prompts, or the steps of a plain module), the same for every implementation.
+"""Cases: what a check runs (a batch of prompts, or the steps of a plain module), the same for every implementation.
 
 A causal LM gets each prompt alone (batch 1) and one left-padded batch of two; a prefill and `steps` decode steps,
 teacher forced with the tokens that the untouched baseline picks. A recurrent model gets a prompt token by token, each
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,12 +19,13 @@ from torch import nn
 from glassengine.engine.prompts.prompts import load_tokenizer
 from glassengine.engine.prompts.tokenizing import encode, token_rows
 from glassengine.errors import UsageError
-from glassengine.judge.given import OF_TOKENS, Inputs
-from glassengine.program import LoadedModel
+from glassengine.program import LoadedModel, load_inputs
 from glassengine.program.export.examples import named_inputs
+from glassengine.program.inputs.given import steps_of
 from glassengine.program.kinds.causal_lm import accepted
 from glassengine.program.kinds.image_text import first_constants, following_constants
 from glassengine.program.kinds.steps import MadeUp
+from glassengine.program.representation.program import Program
 from glassengine.reading.files import read_text
 from glassengine.results.inputs_used import InputUsed, Origin, input_used
 
@@ -328,3 +330,101 @@ def _padded(name: str, rows: Sequence[torch.Tensor], steps: int) -> Case:
         ids[index, size - len(row) :] = row
         mask[index, size - len(row) :] = 1
     return Case(name, steps + 1, input_ids=ids, attention_mask=mask)
+
+
+Inputs = str | Sequence[Mapping[str, Any]] | None
+"""What `--inputs` names: a text file of prompts, keyword arguments of each step, or nothing."""
+
+OF_TOKENS = ("input_ids", "attention_mask")
+
+
+def as_inputs(inputs: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None) -> Inputs:
+    """Return what a caller gave as `--inputs` names it, or one dict a step; raises `UsageError` for anything else."""
+    if inputs is None or isinstance(inputs, str | Path):
+        return None if inputs is None else str(inputs)
+    return steps_of(inputs, "inputs")
+
+
+def read_inputs(inputs: Inputs) -> Inputs:
+    """Return the tensors that `inputs` names, or itself where it is a text file, None or tensors already."""
+    return load_inputs(inputs) if isinstance(inputs, str) and Path(inputs).suffix != ".txt" else inputs
+
+
+def beside_tokens(inputs: Inputs) -> list[str]:
+    """Return the keyword arguments that a decode loop does not use: images, embeddings, explicit positions."""
+    if inputs is None or isinstance(inputs, str):
+        return []
+    return list(dict.fromkeys(key for step in inputs for key in step if key not in OF_TOKENS))
+
+
+def in_one_forward(inputs: Inputs) -> Inputs:
+    """Return the inputs of a causal LM for forwards that nothing follows: no cache comes out of them."""
+    return inputs if inputs is None or isinstance(inputs, str) else [{"use_cache": False, **step} for step in inputs]
+
+
+Given = StepInputs | Mapping[str, Any]
+"""Inputs of a step: of a program that generates, or keyword arguments of a plain module."""
+
+
+def by_name(given: Given) -> dict[str, torch.Tensor]:
+    """Return the inputs of a step by the names of the program's ports, caches left out."""
+    return given.named() if isinstance(given, StepInputs) else named_inputs(given)
+
+
+def empty_caches(program: Program, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return zeroed caches for the batch and cache length of `named`; none where the program has no caches."""
+    if program.layout is None:
+        return {}
+    dtype = next(getattr(torch, port.dtype) for port in program.inputs if port.name in program.caches)
+    batch, length = named["attention_mask"].shape
+    return program.layout.allocate(batch, length, dtype)
+
+
+def other_tokens(model: LoadedModel, directory: str | None, inputs: Inputs) -> list[str]:
+    """Return in words that the tokenizer of a candidate makes other tokens of the given texts; empty where it does not.
+
+    Args:
+        model: The baseline, whose tokens both sides get.
+        directory: Of the candidate.
+        inputs: Of the check; token ids are not tokenized by anybody.
+    """
+    if not model.generation.takes_tokens or directory is None or not (inputs is None or isinstance(inputs, str)):
+        return []
+    ours, theirs = tokenizer_of(model.directory), tokenizer_of(directory)
+    if ours is None or theirs is None:
+        return []
+    texts = prompt_texts(inputs)
+    for text, own, other in zip(texts, token_rows(ours, texts), token_rows(theirs, texts), strict=True):
+        if own != other:
+            at = next(
+                (i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), min(len(own), len(other))
+            )
+            shown = f"{other[at : at + 4]} at token {at}, baseline {own[at : at + 4]}"
+            return [f"the candidate's tokenizer gives other tokens for {text[:40]!r}: {shown}"]
+    return []
+
+
+def texts_of(
+    model: LoadedModel, cases: Sequence[Case], chosen: Mapping[str, Sequence[int]]
+) -> dict[str, tuple[str, ...]]:
+    """Return what the first row of each case reads in each step: text, or token ids where there is no tokenizer.
+
+    Args:
+        model: Its tokenizer writes the text.
+        cases: Those with token ids have texts.
+        chosen: Of a case, by name, the token that each step is followed by.
+    """
+    tokenizer = tokenizer_of(model.directory)
+    found = {}
+    for case in cases:
+        if case.input_ids is None:
+            continue
+        mask = case.attention_mask
+        prompt = case.input_ids[0] if mask is None else case.input_ids[0][mask[0].bool()]
+        first = [[token] for token in prompt.tolist()] if case.one_token else [prompt.tolist()]
+        rest = [[token] for token in chosen.get(case.name, ())[len(first) - 1 :]]
+        steps = [*first, *rest][: case.num_steps]
+        found[case.name] = tuple(
+            " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids) for ids in steps
+        )
+    return found

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glassengine.judge.cases import Case
+from glassengine.judge.cases import Case, Given, by_name, empty_caches
 from glassengine.judge.end_to_end import results_of
 from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.protocol import Observed, Place, Side
-from glassengine.judge.step_inputs import Given, by_name, empty_caches
 from glassengine.program.representation.outputs import weight_only_nodes
 from glassengine.program.representation.program import Program
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from glassengine.capture.observers.interpreter import run_program
 from glassengine.diagnose import check
-from glassengine.judge.exclusions.other_values import Followed
+from glassengine.judge.exclusions.perturbation import Followed
 from glassengine.judge.exclusions.undefined_casts import UndefinedCasts
 from glassengine.program.export.export import export_module
 

@@ -13,8 +13,8 @@ from torch.nn import functional
 
 import glassengine as glass
 from glassengine.judge.cases import module_cases
+from glassengine.judge.pairing.by_value import pair_programs
 from glassengine.judge.pairing.gauge import taken_back
-from glassengine.judge.pairing.programs import pair_programs
 from glassengine.program import export_program, load_model
 
 slow = pytest.mark.slow

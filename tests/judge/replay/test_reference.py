@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from glassengine.capture.observers.interpreter import run_program
-from glassengine.judge.cases import Case, StepInputs
+from glassengine.judge.cases import Case, StepInputs, empty_caches
 from glassengine.judge.replay.reference import ReferenceRun
-from glassengine.judge.step_inputs import empty_caches
 from glassengine.numerics.noise import rounds
 from glassengine.numerics.verdict import Reference
 from glassengine.program import Program, export_program, load_model

@@ -10,7 +10,7 @@ from torch import nn
 
 from glassengine.diagnose import check
 from glassengine.judge.cases import module_cases
-from glassengine.judge.pairing.programs import pair_programs
+from glassengine.judge.pairing.by_value import pair_programs
 from glassengine.judge.replay.replay import covered
 from glassengine.program import Program, export_program, load_model
 

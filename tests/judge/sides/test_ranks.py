@@ -13,7 +13,7 @@ import torch
 from glassengine.diagnose.ladder import rungs
 from glassengine.diagnose.ladder.judging import judge
 from glassengine.errors import IncomparableError
-from glassengine.judge.pairing.programs import pair_programs
+from glassengine.judge.pairing.by_value import pair_programs
 from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.protocol import Place
 from glassengine.judge.sides.ranks import RanksSide

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from glassengine.errors import IncomparableError, UsageError
 from glassengine.progress import Event
 from glassengine.recording.read.reader import Recording
 from glassengine.recording.write.writer import RecordingWriter
+from glassengine.results import Comparison
 from glassengine.testing import models
 
 PROMPTS = [[17, 200, 9, 33, 41], [5, 91, 14, 3, 77, 120, 250, 8]]
@@ -220,3 +222,195 @@ def test_f43_a_record_of_a_serving_engine(tmp_path: Path, baseline: nn.Module, k
     if kind == "wrong":
         assert result.first_divergence is not None
         assert result.first_divergence.site == "model.layers.1.mlp.down_proj"
+
+
+class Two(nn.Module):
+    """Returns two results of two shapes; `output` is a module of it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm_f, self.output, self.b = nn.LayerNorm(6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.output(self.norm_f(x))
+        return torch.tanh(h), torch.sigmoid(self.b(h))
+
+
+class Named(Two):
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        hidden, pooled = super().forward(x)
+        return {"last_hidden_state": hidden, "pooler_output": pooled}
+
+
+X = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
+
+
+def checked(net: nn.Module, tmp_path: Path, min_coverage: float = 0.0, **tensors: torch.Tensor) -> Comparison:
+    np.savez(tmp_path / "dump.npz", x=X.numpy(), **{name: t.numpy() for name, t in tensors.items()})
+    return glass.check(net.eval(), candidate=tmp_path / "dump.npz", min_coverage=min_coverage)
+
+
+@pytest.mark.parametrize(
+    ("net", "names", "method"),
+    [
+        (Two, ("output[0]", "output[1]"), "name"),
+        (Two, ("output0", "output1"), "name"),
+        (Two, ("out.0", "result_1"), "name"),
+        (Two, ("hidden", "scores"), "shape"),
+        (Named, ("last_hidden_state", "pooler_output"), "name"),
+        (Named, ("a", "b_of_it"), "shape"),
+    ],
+)
+def test_f47_results_of_a_dump_are_compared(
+    tmp_path: Path, net: type[Two], names: tuple[str, str], method: str
+) -> None:
+    made = net().eval()(X)
+    first, second = (one.detach() for one in (made.values() if isinstance(made, dict) else made))
+    result = checked(net(), tmp_path, **{names[0]: first, names[1]: second})
+    own = [one for one in result.results if one.rung == "record"]
+    assert result.ok and [(one.candidate_name, one.method) for one in own] == [(name, method) for name in names]
+    for wrong in ((first * 1.01, second), (first, second.flip(0))):
+        result = checked(net(), tmp_path, **dict(zip(names, wrong, strict=True)))
+        assert result.standing == "results differ", result.not_ok_because
+
+
+def test_f47_without_a_result_nothing_is_ok(tmp_path: Path) -> None:
+    net = Two().eval()
+    with torch.no_grad():
+        inside = {"norm_f": net.norm_f(X), "b": net.b(net.output(net.norm_f(X)))}
+    result = checked(net, tmp_path, **inside)
+    assert not result.ok and result.too_little and not result.results
+    assert "no result of the candidate was compared" in str(result.not_ok_because)
+    # One of the two results is there.
+    with torch.no_grad():
+        result = checked(net, tmp_path, **inside, output1=net(X)[1])
+    assert not result.ok and "0" in str(result.not_ok_because)
+
+
+def test_f47_a_name_of_a_module_and_of_a_result_is_taken_for_neither(tmp_path: Path) -> None:
+    class One(Two):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(x)[0]
+
+    net = One().eval()
+    with torch.no_grad():
+        norm, made = net.norm_f(X), net(X)
+    assert checked(net, tmp_path, output=made).ok, "beside inputs alone it is the result"
+    result = checked(net, tmp_path, output=made, norm_f=norm)
+    assert result.too_little and any("names a module and a result" in item.reason for item in result.skipped)
+    assert checked(net, tmp_path, **{"out.output": made, "norm_f": norm}).ok
+
+
+def test_f63_what_is_missing_and_what_means_nothing_is_named(tmp_path: Path) -> None:
+    net = Two().eval()
+    with torch.no_grad():
+        made = net(X)
+        tensors = {"final_norm": net.norm_f(X), "proj.b": made[1] + 1, "output0": made[0], "output1": made[1]}
+        tensors["proj.b"] = net.b(net.output(net.norm_f(X)))[:, :2]
+    result = checked(net, tmp_path, 0.9, **tensors)
+    assert result.too_little and result.results
+    because = str(result.not_ok_because)
+    assert "not in the record: norm_f, output, b" in because and "--map" in because
+    reasons = [item.reason for item in result.skipped]
+    assert any("final_norm names nothing in the baseline (nearest: norm_f)" in reason for reason in reasons)
+    assert any(reason.startswith("proj.b names nothing") for reason in reasons)
+    with torch.no_grad():
+        all_of_it = {"norm_f": net.norm_f(X), "output": net.output(net.norm_f(X))}
+        all_of_it |= {"b": net.b(all_of_it["output"]), "out.0": made[0], "out.1": made[1]}
+    assert checked(net, tmp_path, 0.9, **all_of_it).ok
+
+
+def test_f63_a_refusal_names_a_way_on(tmp_path: Path) -> None:
+    with pytest.raises(IncomparableError, match="nothing in the record has a name") as refused:
+        checked(Two(), tmp_path, final_norm=torch.zeros(5, 4))
+    assert "norm_f" in str(refused.value.expected) and "--map" in str(refused.value.hint)
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.out = nn.Embedding(31, 8), nn.Linear(8, 5)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.out(torch.tanh(self.table(ids)))
+        return found
+
+
+def dumped(net: nn.Module, *given: torch.Tensor) -> dict[str, np.ndarray]:
+    """Module outputs by path, as a program in another framework may write them."""
+    seen: dict[str, np.ndarray] = {}
+    hooks = [
+        module.register_forward_hook(lambda _, __, made, name=name: seen.update({name: made.numpy()}))
+        for name, module in net.named_modules()
+        if name
+    ]
+    with torch.no_grad():
+        seen["output"] = net(*given).numpy()
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Path:
+    net = TwoLayers().eval()
+    program = torch.export.export(net, (torch.tensor([[1, 2, 3]]),), dynamic_shapes={"ids": {1: torch.export.Dim.AUTO}})
+    torch.export.save(program, tmp_path / "net.pt2")
+    return tmp_path / "net.pt2"
+
+
+@pytest.mark.parametrize("has_inputs", [False, True])
+def test_f56_a_dump_beside_a_program_that_keeps_its_inputs(tmp_path: Path, exported: Path, has_inputs: bool) -> None:
+    """Tokens are made up for no record: of the file's own inputs without, of the record's with such."""
+    ids = torch.tensor([[4, 5, 6, 7]]) if has_inputs else torch.tensor([[1, 2, 3]])
+    for scale in (1.0, 1.01):
+        seen = dumped(TwoLayers().eval(), ids)
+        seen |= {name: seen[name] * np.float32(scale) for name in ("output", "out")}
+        np.savez(tmp_path / "dump.npz", **seen, **({"ids": ids.numpy()} if has_inputs else {}))
+        result = glass.check(exported, candidate=tmp_path / "dump.npz", min_coverage=0)
+        assert result.ok == (scale == 1.0), result.not_ok_because
+        (case,) = result.inputs
+        assert (case.num_steps, case.inputs[0].origin) == (1, "given" if has_inputs else "in the file")
+
+
+def test_f56_a_dump_of_a_module_without_inputs_is_refused(tmp_path: Path) -> None:
+    seen = dumped(TwoLayers().eval(), torch.tensor([[1]]))
+    torch.save({name: torch.from_numpy(array) for name, array in seen.items()}, tmp_path / "d.pt")
+    with pytest.raises(IncomparableError, match="does not say on which inputs") as refused:
+        glass.check(TwoLayers().eval(), candidate=tmp_path / "d.pt")
+    assert "--inputs" in str(refused.value.hint) and "ids" in str(refused.value.got)
+    assert glass.check(TwoLayers().eval(), candidate=tmp_path / "d.pt", inputs={"ids": torch.tensor([[1]])}).ok
+
+
+def test_f56_other_inputs_than_the_dump_has_are_refused(tmp_path: Path) -> None:
+    ids = torch.tensor([[1, 2]])
+    np.savez(tmp_path / "d.npz", **dumped(TwoLayers().eval(), ids), ids=ids.numpy())
+    assert glass.check(TwoLayers().eval(), candidate=tmp_path / "d.npz", inputs={"ids": ids}).ok
+    with pytest.raises(IncomparableError, match="made on other inputs"):
+        glass.check(TwoLayers().eval(), candidate=tmp_path / "d.npz", inputs={"ids": ids + 1})
+    with pytest.raises(IncomparableError, match="more inputs are given"):
+        glass.check(TwoLayers().eval(), candidate=tmp_path / "d.npz", inputs=[{"ids": ids}, {"ids": ids}])
+
+
+def test_f56_tokens_of_a_language_model_lie_in_its_dump(tmp_path: Path) -> None:
+    """Names of modules as keys, and the tokens beside them: two rows, one of them padded."""
+    model = models.llama()
+    ids = torch.tensor([[0, 0, 17, 200, 9], [5, 91, 14, 3, 77]])
+    mask = (ids > 0).long()
+    with glass.record(model, tmp_path / "run"), torch.no_grad():
+        logits = model(ids, attention_mask=mask, use_cache=False).logits
+    glass.export(tmp_path / "run", tmp_path / "all.pt")
+    tensors = {n: t for n, t in torch.load(tmp_path / "all.pt").items() if ":" not in n and n != "."}
+    dump = {**tensors, "input_ids": ids, "attention_mask": mask, "logits": logits}
+    torch.save(dump, tmp_path / "right.pt")
+    result = glass.check(model, candidate=tmp_path / "right.pt")
+    assert result.ok, result.not_ok_because
+    (case,) = result.inputs
+    assert case.num_steps == 1 and case.inputs[0].shape == (2, 5)
+    torch.save({**dump, "logits": logits.roll(1, -1)}, tmp_path / "wrong.pt")
+    result = glass.check(model, candidate=tmp_path / "wrong.pt")
+    assert not result.ok and result.standing == "results differ"
+    with pytest.raises(IncomparableError, match="made on other inputs"):
+        glass.check(model, candidate=tmp_path / "right.pt", inputs={"input_ids": ids + 1, "attention_mask": mask})

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from glassengine.errors import IncomparableError
+from glassengine.judge.end_to_end import Severity
 from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.protocol import Guarantee, Place
 from glassengine.judge.verdict.conclude import main_of
 from glassengine.judge.verdict.score import Score
-from glassengine.judge.verdict.severity import Severity
 from tests.judge.hand_made import OPS, Edit, Numbers, chain, concluded, scored
 
 AT_RESULTS, EVERY_OP = Guarantee.RESULTS_AND_CACHES, Guarantee.EVERY_OP

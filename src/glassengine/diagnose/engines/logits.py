@@ -19,10 +19,9 @@ from collections.abc import Sequence
 
 import torch
 
-from glassengine.judge.cases import Case, StepInputs
-from glassengine.judge.exclusions.padding import valid_mask
+from glassengine.judge.cases import Case, StepInputs, empty_caches
+from glassengine.judge.exclusions.masked import valid_mask
 from glassengine.judge.replay.reference import ReferenceRun
-from glassengine.judge.step_inputs import empty_caches
 from glassengine.numerics.judgement import WRONG
 from glassengine.numerics.metrics.measure import measure
 from glassengine.numerics.metrics.tolerance import tolerance

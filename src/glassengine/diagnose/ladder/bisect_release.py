@@ -14,9 +14,8 @@ from glassengine.diagnose.ladder.bisection import bisect, most_builds
 from glassengine.diagnose.ladder.climb import Climb, engine_nodes, observable, sizes_of
 from glassengine.diagnose.ladder.judging import judge
 from glassengine.engine.build.build import build_program
-from glassengine.judge.sides.countable import float_nodes
 from glassengine.judge.sides.engine import EngineSide
-from glassengine.judge.sides.protocol import Guarantee, Place
+from glassengine.judge.sides.protocol import Guarantee, Place, float_nodes
 from glassengine.judge.verdict.score import Score
 from glassengine.progress import Progress, Work
 from glassengine.results import FLAGGED, Hint, Skipped

@@ -11,14 +11,14 @@ import torch
 
 from glassengine.engine.run.engine import Engine
 from glassengine.judge.cases import Case
+from glassengine.judge.end_to_end import Severity
 from glassengine.judge.graphs.by_name import SitePair
-from glassengine.judge.replay.arithmetic import PLAIN, Arithmetic
+from glassengine.judge.replay.reference import PLAIN, Arithmetic
 from glassengine.judge.replay.replay import covered
 from glassengine.judge.sides.module import ModuleSide
+from glassengine.judge.sides.program import SourceSide
 from glassengine.judge.sides.protocol import Place, Side
-from glassengine.judge.sides.source import SourceSide
 from glassengine.judge.verdict.score import Score
-from glassengine.judge.verdict.severity import Severity
 from glassengine.numerics.kernels import UNMEASURED, Kernels
 from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
 from glassengine.program import LoadedModel, Program

@@ -20,10 +20,9 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from glassengine.diagnose.ladder.climb import Climb, begun
 from glassengine.errors import UsageError
-from glassengine.judge.cases import Case, StepInputs, causal_cases
-from glassengine.judge.given import Inputs
+from glassengine.judge.cases import Case, Inputs, StepInputs, causal_cases
+from glassengine.judge.end_to_end import merged
 from glassengine.judge.replay.replay import Cut, Replay
-from glassengine.judge.result_figures import merged
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.numerics.exemptions import together
 from glassengine.program import LoadedModel, export_programs

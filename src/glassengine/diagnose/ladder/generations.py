@@ -10,8 +10,7 @@ from glassengine.diagnose.ladder.climb import Climb
 from glassengine.diagnose.ladder.encoder_decoder import beside_source, start_both
 from glassengine.diagnose.ladder.image_text import start_with_images
 from glassengine.diagnose.ladder.rungs import start
-from glassengine.judge.cases import Case
-from glassengine.judge.given import Inputs, beside_tokens
+from glassengine.judge.cases import Case, Inputs, beside_tokens
 from glassengine.program import LoadedModel
 from glassengine.program.generation.generation import CAUSAL, PLAIN, RECURRENT, Generation
 from glassengine.program.generation.kinds import ENCODER_DECODER, IMAGE_TEXT

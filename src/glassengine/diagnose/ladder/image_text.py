@@ -21,8 +21,7 @@ from glassengine.diagnose.ladder.climb import Climb, begun
 from glassengine.diagnose.ladder.rungs import start
 from glassengine.engine.prompts.prompts import pad_left
 from glassengine.errors import UsageError
-from glassengine.judge.cases import Case, StepInputs, causal_cases
-from glassengine.judge.given import Inputs
+from glassengine.judge.cases import Case, Inputs, StepInputs, causal_cases
 from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.program import LoadedModel, export_programs

@@ -9,11 +9,11 @@ from glassengine.diagnose.ladder.climb import Climb
 from glassengine.diagnose.ladder.op_by_op import explain
 from glassengine.diagnose.ladder.rungs import add_op_by_op
 from glassengine.judge.cases import Case
+from glassengine.judge.end_to_end import Severity
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.judge.sides.protocol import Place
 from glassengine.judge.verdict.run import run_cases
 from glassengine.judge.verdict.score import Score
-from glassengine.judge.verdict.severity import Severity
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.progress import Progress, Work
 

@@ -13,14 +13,12 @@ from glassengine.diagnose.ladder.climb import Climb, nodes, skip_unpaired
 from glassengine.diagnose.ladder.rungs import replay_of, start
 from glassengine.diagnose.ladder.step_by_step import Stage, program_of, specialized
 from glassengine.errors import UsageError
-from glassengine.judge.pairing.programs import pair_programs
-from glassengine.judge.pairing.stored_weights import compare_weights, weights_of
-from glassengine.judge.pairing.weights import compare_paired_weights
+from glassengine.judge.pairing.by_value import pair_programs
+from glassengine.judge.pairing.weights import compare_paired_weights, compare_weights, weights_of
 from glassengine.judge.replay.replay import Cut, Replay
-from glassengine.judge.sides.arranged import Arranged
+from glassengine.judge.sides.module import UntouchedCandidate, own_names
 from glassengine.judge.sides.program import ProgramSide
-from glassengine.judge.sides.protocol import RUNTIME, Place
-from glassengine.judge.sides.untouched import UntouchedCandidate, own_names
+from glassengine.judge.sides.protocol import RUNTIME, Arranged, Place
 from glassengine.program import LoadedModel
 from glassengine.progress import Progress, Work
 from glassengine.results import Skipped, WeightsComparison

@@ -20,10 +20,9 @@ import torch
 from glassengine.diagnose.ladder.climb import Climb
 from glassengine.diagnose.ladder.judging import judge, severity_counter
 from glassengine.errors import BackendError, UsageError, first_line
-from glassengine.judge.verdict.gauges import leave_out_gauges
-from glassengine.judge.verdict.merged import found_in, merge
-from glassengine.judge.verdict.run import first_inputs
-from glassengine.judge.verdict.severity import Severity
+from glassengine.judge.end_to_end import Severity
+from glassengine.judge.verdict.run import first_inputs, leave_out_gauges
+from glassengine.judge.verdict.score import found_in, merge
 from glassengine.progress import Progress, Work, silent
 from glassengine.workers import Died
 from glassengine.workers.processes import Processes

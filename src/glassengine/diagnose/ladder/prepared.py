@@ -13,9 +13,8 @@ from glassengine.diagnose.ladder.generations import JUDGED
 from glassengine.diagnose.ladder.record import add_record, tensors_of
 from glassengine.engine.run.engine import Engine
 from glassengine.errors import IncomparableError, UnknownNameError
-from glassengine.judge.given import Inputs, in_one_forward, read_inputs
-from glassengine.judge.sides.recorded import RecordedTensors
-from glassengine.judge.sides.recorded_inputs import case_of, given_case, recorded_inputs, require_own
+from glassengine.judge.cases import Inputs, in_one_forward, read_inputs
+from glassengine.judge.sides.recorded import RecordedTensors, case_of, given_case, recorded_inputs, require_own
 from glassengine.numerics.ops import ACCUMULATIONS, Accumulation
 from glassengine.program import LoadedModel
 from glassengine.program.generation.generation import PLAIN

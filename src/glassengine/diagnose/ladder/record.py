@@ -11,8 +11,7 @@ from glassengine.diagnose.ladder.climb import Climb
 from glassengine.diagnose.ladder.judging import judge, severity_counter
 from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.judge.sides.protocol import Place
-from glassengine.judge.sides.recorded import RecordedModules, RecordedOps, RecordedTensors
-from glassengine.judge.sides.recorded_inputs import dtype_of
+from glassengine.judge.sides.recorded import RecordedModules, RecordedOps, RecordedTensors, dtype_of
 from glassengine.judge.sides.recorded_ranks import RecordedRanks, TensorsOfRanks
 from glassengine.progress import Progress
 from glassengine.recording.read.source import TensorSource

@@ -28,18 +28,15 @@ from glassengine.engine.build.build import build_program
 from glassengine.engine.run.engine import Engine
 from glassengine.engine.run.parallel import ParallelEngine
 from glassengine.errors import GlassError, IncomparableError, UsageError
-from glassengine.judge.cases import Case, causal_cases, module_cases
-from glassengine.judge.given import Inputs
+from glassengine.judge.cases import Case, Inputs, causal_cases, module_cases
 from glassengine.judge.graphs.by_name import SitePair
-from glassengine.judge.pairing.programs import pair_programs
+from glassengine.judge.pairing.by_value import pair_programs
 from glassengine.judge.pairing.weights import compare_paired_weights
 from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.judge.sides.arguments import Arguments, without_cache
-from glassengine.judge.sides.arranged import Arranged
 from glassengine.judge.sides.engine import EngineSide
-from glassengine.judge.sides.program import ProgramSide
-from glassengine.judge.sides.protocol import Guarantee, Place
-from glassengine.judge.sides.source import untouched
+from glassengine.judge.sides.program import ProgramSide, untouched
+from glassengine.judge.sides.protocol import Arranged, Guarantee, Place
 from glassengine.judge.verdict.score import Score
 from glassengine.program import LoadedModel, Program, export_program, load_inputs, made_up_inputs
 from glassengine.program.kinds.steps import MadeUp

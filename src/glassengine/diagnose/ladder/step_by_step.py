@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from glassengine.errors import UsageError
-from glassengine.judge.sides.arguments import Arguments
-from glassengine.judge.sides.matched_arguments import matched
+from glassengine.judge.sides.arguments import Arguments, matched
 from glassengine.program import LoadedModel, Program, export_program
 from glassengine.program.kinds.steps import MadeUp
 from glassengine.program.user_code.module_state import ModuleState, remembers, states_before

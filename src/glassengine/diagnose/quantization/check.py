@@ -20,9 +20,8 @@ from glassengine.diagnose.quantization.checkpoint_drift import checkpoint_drift
 from glassengine.diagnose.quantization.effects import Weight, difference, forwards_of, one_by_one, outcome_of, watching
 from glassengine.diagnose.quantization.result import RUNG, findings_of, finished, result_of
 from glassengine.errors import IncomparableError
-from glassengine.judge.given import Inputs, read_inputs
+from glassengine.judge.cases import Inputs, other_tokens, read_inputs
 from glassengine.judge.sides.module import threads_for
-from glassengine.judge.texts import other_tokens
 from glassengine.numerics.quantization import rescaling
 from glassengine.numerics.quantization.weight_error import WeightError, judge_weight
 from glassengine.program import LoadedModel, load_model

@@ -15,9 +15,9 @@ from glassengine.diagnose.quantization.graph import QuantizedRun
 from glassengine.errors import IncomparableError
 from glassengine.judge.cases import Case
 from glassengine.judge.end_to_end import EndToEnd, results_left
-from glassengine.judge.graphs.by_result import in_order
+from glassengine.judge.graphs.by_name import in_order
 from glassengine.judge.replay.replay import covered
-from glassengine.judge.verdict.fineness import fineness_of
+from glassengine.judge.verdict.coverage import fineness_of
 from glassengine.numerics.metrics.drift import shared
 from glassengine.numerics.quantization.weight_error import WeightError
 from glassengine.program import LoadedModel

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from glassengine.errors import IncomparableError, UsageError
-from glassengine.judge.cases import causal_cases
-from glassengine.judge.given import beside_tokens, in_one_forward
+from glassengine.judge.cases import beside_tokens, causal_cases, in_one_forward
 from glassengine.numerics.metrics.logits import compare_logits
 from glassengine.numerics.quantization.weight_error import WeightError
 from glassengine.program import LoadedModel, example_inputs

@@ -25,7 +25,7 @@ from glassengine.diagnose.ladder.rungs import arguments_of
 from glassengine.diagnose.ladder.sessions import with_level
 from glassengine.diagnose.quantization.check_graph import Ends, check_quantized_graph
 from glassengine.judge.cases import module_cases
-from glassengine.judge.sides.matched_arguments import matched
+from glassengine.judge.sides.arguments import matched
 from glassengine.program import LoadedModel, load_model
 from glassengine.program.export.examples import named_inputs
 from glassengine.program.kinds.steps import MadeUp

@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from glassengine.backends.accuracy.calibration import of_any_runtime
 from glassengine.errors import UsageError
-from glassengine.judge.replay.arithmetic import Arithmetic
+from glassengine.judge.replay.reference import Arithmetic
 from glassengine.judge.sides.recorded import RecordedTensors
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.ops import Accumulation

@@ -34,14 +34,12 @@ from glassengine.diagnose.served.literals import not_reached, with_settings
 from glassengine.diagnose.served.runs import DEPLOYED, Runs, run_of_encoder, runs_of
 from glassengine.diagnose.served.weights import WeightsFound, judge_weights
 from glassengine.errors import UsageError
-from glassengine.judge.cases import Case
-from glassengine.judge.given import Inputs
-from glassengine.judge.replay.arithmetic import PLAIN, Arithmetic
+from glassengine.judge.cases import Case, Inputs
+from glassengine.judge.replay.reference import PLAIN, Arithmetic
 from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.judge.sides.module import threads_for
 from glassengine.judge.sides.protocol import Place
-from glassengine.judge.sides.recorded import PARTIAL, RecordedOps
-from glassengine.judge.sides.recorded_inputs import dtype_of
+from glassengine.judge.sides.recorded import PARTIAL, RecordedOps, dtype_of
 from glassengine.judge.verdict.conclude import conclude
 from glassengine.judge.verdict.evidence import EvidenceBox
 from glassengine.judge.verdict.score import Score

@@ -10,10 +10,9 @@ import torch
 
 from glassengine.diagnose.ladder.rungs import arguments_of
 from glassengine.errors import BackendError, UsageError
-from glassengine.judge.cases import Case, causal_cases, module_cases
-from glassengine.judge.given import Inputs, read_inputs
+from glassengine.judge.cases import Case, Inputs, causal_cases, module_cases, read_inputs
 from glassengine.judge.sides.protocol import Place
-from glassengine.judge.sides.recorded_inputs import case_of, recorded_case
+from glassengine.judge.sides.recorded import case_of, recorded_case
 from glassengine.program import LoadedModel
 from glassengine.recording.formats.folders import ranks_of
 from glassengine.recording.read.source import TensorSource, open_source

@@ -21,13 +21,12 @@ from glassengine.backends.accuracy.calibration import kernels_of
 from glassengine.backends.protocol.backend import Backend, CompilingGraphs
 from glassengine.executable.graph.graph import CapturedGraph, input_spec
 from glassengine.executable.snapshot.reader import Snapshot
-from glassengine.judge.cases import Case, StepInputs, module_cases
+from glassengine.judge.cases import Case, Given, StepInputs, module_cases
 from glassengine.judge.graphs.cut import Recorder, clone
 from glassengine.judge.graphs.flat import with_values
 from glassengine.judge.graphs.run import GraphRun, compile_run, program_of, without_numbers
 from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.protocol import Guarantee, Observed, Place, Side
-from glassengine.judge.step_inputs import Given
 from glassengine.judge.verdict.conclude import conclude
 from glassengine.judge.verdict.run import run_cases
 from glassengine.judge.verdict.score import Score

@@ -38,15 +38,13 @@ from glassengine.diagnose.training.run import (
 from glassengine.diagnose.training.target import batches_of, loss_of, module_of, optimizer_of
 from glassengine.diagnose.training.updates import judge_updates
 from glassengine.errors import IncomparableError
-from glassengine.judge.cases import Case
+from glassengine.judge.cases import Case, Given
 from glassengine.judge.graphs.by_name import SitePair, pair_sites
-from glassengine.judge.pairing.programs import pair_programs
-from glassengine.judge.pairing.stored_weights import compare_weights
+from glassengine.judge.pairing.by_value import pair_programs
+from glassengine.judge.pairing.weights import compare_weights
 from glassengine.judge.replay.replay import Replay
-from glassengine.judge.sides.countable import float_nodes
 from glassengine.judge.sides.program import ProgramSide
-from glassengine.judge.sides.protocol import Guarantee, Observed, Place, Side
-from glassengine.judge.step_inputs import Given
+from glassengine.judge.sides.protocol import Guarantee, Observed, Place, Side, float_nodes
 from glassengine.judge.verdict.conclude import as_written
 from glassengine.judge.verdict.run import run_cases
 from glassengine.judge.verdict.score import Score

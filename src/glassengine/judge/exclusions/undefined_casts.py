@@ -2,7 +2,7 @@
 
 The result of such a cast depends on the processor, so no result is wrong. Model code makes such casts on purpose and
 drops them again: the logarithm of a distance of 0 in relative positions. What depends on the result is found as for all
-sources (see `other_values`), in the program's own dtype, where the cast happens.
+sources (see `perturbation`), in the program's own dtype, where the cast happens.
 
 An element above the cast is excluded too if nothing is made of it but an undefined integer, or an integer that is
 dropped again: another implementation may keep the 0 away from the logarithm. That is known only from the ops below the
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from glassengine.judge.exclusions.other_values import NATIVE, Source, Values, call_with
+from glassengine.judge.exclusions.perturbation import NATIVE, Source, Values, call_with
 from glassengine.ops.row import OpTraits
 from glassengine.ops.traits import traits_of
 from glassengine.results import ExemptionReason

@@ -7,7 +7,7 @@
                 from it no worse than from the prediction
     look ahead  nothing is: the candidate does not have this tensor (it is written with other ops), or has it wrong. If
                 on every way to the results the two have a tensor in common again, it is right as far as it matters
-    go on       where they have none, a tensor is wrong: which one, what comes next tells (see `gone_wrong`)
+    go on       where they have none, a tensor is wrong: which one, what comes next tells (see `find_wrong_tensor`)
 
 A node without a counterpart keeps its prediction, so that what is below it is predicted from the last tensors that both
 sides have: a region, judged where it ends (see `regions`). Results of the programs are counterparts by name or order,
@@ -19,18 +19,25 @@ Predictions are compared loosely, as far as rounding within a region goes; the v
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch.fx import Node
 
-from glassengine.judge.graphs.between import next_below, origin_of, passes_on, sibling_of
-from glassengine.judge.graphs.by_name import SitePair
+from glassengine.judge.cases import Case
+from glassengine.judge.graphs.between import (
+    next_below,
+    origin_of,
+    passes_on,
+    reads_counterparts,
+    reads_the_same,
+    sibling_of,
+)
+from glassengine.judge.graphs.by_name import SitePair, pair_sites, ports
 from glassengine.judge.pairing.candidate_tensors import Seen, Values, shapes_of
-from glassengine.judge.pairing.gone_wrong import Search
-from glassengine.judge.pairing.known import Known
-from glassengine.judge.pairing.predictions import Unknown
-from glassengine.judge.pairing.probe import ProbeStep
+from glassengine.judge.pairing.find_wrong_tensor import WrongTensorSearch
+from glassengine.judge.pairing.probe import ProbeStep, probe
+from glassengine.judge.pairing.program_pairs import ProgramPairs, Unknown
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.program import Program
@@ -56,8 +63,8 @@ class Counterparts:
 
     def __init__(self, baseline: Program, candidate: Program, steps: Sequence[ProbeStep]) -> None:
         self._baseline = baseline
-        self._known = Known(baseline, candidate, steps)
-        self._search = Search(self._known)
+        self._known = ProgramPairs(baseline, candidate, steps)
+        self._search = WrongTensorSearch(self._known)
         self._places: dict[str, int] = {}
         self._wrong: dict[str, Seen] = {}
 
@@ -243,3 +250,30 @@ class Counterparts:
             ),
             default=math.inf,
         )
+
+
+def pair_programs(baseline: Program, candidate: Program, cases: Sequence[Case]) -> dict[str, SitePair]:
+    """Return baseline node -> pair; programs of the same ops in the same order pair without being run."""
+    pairs, ours, theirs = pair_sites(baseline, candidate)
+    found = {pair.baseline.node: pair.candidate.node for pair in pairs}
+    nodes = ({node.name: node for node in program.graph.nodes} for program in (baseline, candidate))
+    left, right = nodes
+    names = ports(baseline), ports(candidate)
+    if not ours and not theirs:
+        if all(reads_the_same(left[a], right[b], found, names) for a, b in found.items()):
+            return {pair.baseline.node: pair for pair in pairs}
+        are_files = baseline.onnx is not None and candidate.onnx is not None
+        if are_files and all(reads_counterparts(left[a], right[b], found, names) for a, b in found.items()):
+            other = {a for a, b in found.items() if left[a].target != right[b].target}
+            if _are_apart(other, left):
+                return {pair.baseline.node: pair for pair in pairs}
+    return Counterparts(baseline, candidate, probe(candidate, cases)).find()
+
+
+def _are_apart(nodes: Collection[str], graph: Mapping[str, Node]) -> bool:
+    """Whether no two of these nodes are neighbors: what is written with other ops in another order takes two of them.
+
+    One op alone instead of another one makes the same, or is wrong, even if a maximum after it hides the difference.
+    """
+    beside = (other for name in nodes for other in (*graph[name].all_input_nodes, *graph[name].users))
+    return not any(other.name in nodes for other in beside)

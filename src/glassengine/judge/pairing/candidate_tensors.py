@@ -1,4 +1,4 @@
-"""The tensors of a candidate's program on the steps of a probe, found by values, in any arrangement."""
+"""Finds tensors of a candidate's program on the steps of a probe by their values, in any arrangement."""
 
 from __future__ import annotations
 

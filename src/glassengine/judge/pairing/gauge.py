@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from glassengine.judge.graphs.by_name import SitePair
-from glassengine.judge.graphs.by_result import ports
+from glassengine.judge.graphs.by_name import SitePair, ports
 from glassengine.judge.replay.values import DOES_NOT_FIT, NoCounterpart, in_float64
 from glassengine.numerics.float64 import double, target_of
 from glassengine.numerics.judgement import unit_roundoff

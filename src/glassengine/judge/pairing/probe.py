@@ -1,4 +1,4 @@
-"""Steps of a candidate's program with all its tensors available."""
+"""Runs a few steps of a candidate's program and keeps all its tensors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from torch.fx import Node
 
 from glassengine.capture.observers.interpreter import run_program
-from glassengine.judge.cases import Case, StepInputs
-from glassengine.judge.step_inputs import by_name, empty_caches
+from glassengine.judge.cases import Case, StepInputs, by_name, empty_caches
 from glassengine.program.export.examples import named_inputs
 from glassengine.program.kinds.image_text import ROWS
 from glassengine.program.representation.naming import is_tensor_node

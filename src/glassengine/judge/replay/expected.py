@@ -20,8 +20,7 @@ from torch.utils import _pytree as pytree
 
 from glassengine.judge.graphs.cut import Piece
 from glassengine.judge.graphs.flat import with_values
-from glassengine.judge.replay.reference import NUM_NOISE_RUNS
-from glassengine.judge.replay.sampling import sampled
+from glassengine.judge.replay.reference import NUM_NOISE_RUNS, sampled
 from glassengine.numerics.exemptions import Masks
 from glassengine.numerics.float64 import retarget, target_of
 from glassengine.numerics.judgement import Judgement

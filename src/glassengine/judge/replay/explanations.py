@@ -21,9 +21,8 @@ from typing import Any
 import torch
 
 from glassengine.judge.exclusions.ties import chosen_along, is_unordered, tied_choices
-from glassengine.judge.replay.computed_again import MOST_DEPTH
 from glassengine.judge.replay.expected import Replayed, expected_of
-from glassengine.judge.replay.op import OneOp
+from glassengine.judge.replay.op import MOST_DEPTH, OneOp
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.verdict import TIE
 from glassengine.ops.traits import traits_of

@@ -7,12 +7,16 @@ left is the error that this op introduced; what its inputs carried in is gone.
 Two interpreted programs share their kernels, so a clean op is bitwise equal and the floor alone decides. An engine has
 kernels of its own, keeps unrounded values in registers where what was dumped is rounded, and may hold its weights in a
 coarser dtype: there the floor and an analytic rounding bound (`numerics.bounds`) must both be exceeded.
+
+What a kernel read need not be what was dumped. `ComputedAgain` computes inputs once more from what they were made of, a
+few ops back: fused code rounds a value for its readers in another place than for the dump. `Folded` does so with values
+that are made of weights alone, which compilers fold.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,21 +25,19 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.judge.replay.computed_again import ComputedAgain
 from glassengine.judge.replay.expected import Claim, Expected
-from glassengine.judge.replay.folded import Folded
-from glassengine.judge.replay.reference import NUM_NOISE_RUNS
-from glassengine.judge.replay.sampling import NUM_RUNS, bound_of, sampled
-from glassengine.judge.replay.values import DOES_NOT_FIT, Values, called, part_of
+from glassengine.judge.replay.reference import NUM_NOISE_RUNS, NUM_RUNS, bound_of, sampled
+from glassengine.judge.replay.values import DOES_NOT_FIT, Values, called, in_float64, part_of
 from glassengine.numerics.bounds import rounding_bound
 from glassengine.numerics.exemptions import UNWRITTEN
-from glassengine.numerics.float64 import retargeted
-from glassengine.numerics.judgement import Judgement
+from glassengine.numerics.float64 import retargeted, target_of
+from glassengine.numerics.judgement import Judgement, unit_roundoff
 from glassengine.numerics.known import Known
 from glassengine.numerics.noise import disturbed, noisy, other_kernel, rounds
 from glassengine.numerics.nonfinite import is_broken, num_newly_broken
-from glassengine.numerics.ops import Operation, Roundoff
+from glassengine.numerics.ops import U_ACCUMULATE, Operation, Roundoff
 from glassengine.numerics.verdict import Reference
+from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of
 from glassengine.program.onnx.operators.function import Composite
 from glassengine.program.representation.naming import op_name
@@ -233,3 +235,172 @@ def _fits(valid: Tensor | None, exact: Tensor) -> bool:
 def _reference(claim: Claim, exact: Tensor, native: Tensor, runs: Sequence[Tensor], floor: float) -> Reference:
     known, dtype = Known(hidden=claim.known.hidden), claim.candidate.dtype
     return Reference(exact, native, runs, dtype=dtype, valid=claim.valid, known=known, relative_floor=floor)
+
+
+MOST_DEPTH = 3
+_CANCELLED = 4.0
+"""From so many times the rounding bound of the op on, what its inputs were off by is more than its own rounding."""
+_TYPICAL = 1 / 8
+"""Of the bound of a sum, whose terms kernels add in several lanes."""
+
+
+class ComputedAgain:
+    """Computes ops on the candidate's values with inputs of theirs computed again.
+
+    Args:
+        values: Of the candidate.
+    """
+
+    def __init__(self, values: Values) -> None:
+        self._values = values
+
+    def read(self, op: Node, call: Callable[..., Any], depth: int) -> tuple[Operation, torch.Tensor] | None:
+        """Return the op on inputs computed again, and how far from it their rounding may lead.
+
+        Args:
+            op: The op.
+            call: What computes its result.
+            depth: How many ops back; 0 for inputs as they were observed, which may have been rounded otherwise.
+        """
+        inner: dict[str, torch.Tensor] = {}
+        try:
+            made = self._made(op, call, depth, inner, {})
+            carried = torch.zeros_like(made.exact)
+            for name, bound in inner.items():
+                moved = [self._made(op, call, depth, None, {name: sign * bound}) for sign in (1.0, -1.0)]
+                effects = [(part.exact - made.exact).abs() for part in moved]
+                carried = carried + torch.stack(effects).amax(0).nan_to_num(0.0, 0.0, 0.0)
+            own = rounding_bound(made, Roundoff(U_ACCUMULATE)) if inner else None
+        except DOES_NOT_FIT:
+            return None  # what the candidate made an input of does not fit the input
+        if own is None:
+            return None
+        # Only where terms cancel: elsewhere the op's own bound has room for what its inputs were off by.
+        return made, torch.where(carried > _CANCELLED * own, carried, 0.0)
+
+    def _made(
+        self,
+        op: Node,
+        call: Callable[..., Any],
+        depth: int,
+        inner: dict[str, torch.Tensor] | None,
+        moved: Mapping[str, torch.Tensor],
+    ) -> Operation:
+        read = {source: self._read(source, depth, inner, moved) for source in op.all_input_nodes}
+        return in_float64(op, call, read.__getitem__)
+
+    def _read(
+        self, node: Node, depth: int, inner: dict[str, torch.Tensor] | None, moved: Mapping[str, torch.Tensor]
+    ) -> Any:
+        """Return what a kernel may have read for `node`: computed again up to `depth` ops back, or as it was observed.
+
+        Args:
+            node: Yields the value.
+            depth: How many ops back.
+            inner: Filled with the rounding bound of each value that a kernel may have rounded otherwise.
+            moved: Node -> what to add to its value.
+        """
+        value = self._values.of(node)
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+        if node.name not in self._values.observed or not is_float or node.op != "call_function":
+            return value
+        traits = traits_of(node)
+        moves = traits.moves
+        is_cheap = traits.casts or traits.rounding is Rounding.POINTWISE or traits.kind == "sum"
+        if not moves and not (depth > 0 and is_cheap):
+            if inner is not None and not traits.casts:
+                self._note(node, self._called(node, self._values.of), inner)
+            return value.double() + moved[node.name] if node.name in moved else value
+        made = self._called(node, lambda source: self._read(source, depth - (not moves), inner, moved))
+        if made is None or made.exact.shape != value.shape:
+            return value
+        if inner is not None and not moves and not traits.casts:
+            self._note(node, made, inner)
+        return made.exact + moved[node.name] if node.name in moved else made.exact
+
+    def _called(self, node: Node, read: Callable[[Node], Any]) -> Operation | None:
+        """Return the op of a node on what `read` gives; None where it cannot be computed."""
+        try:
+            made = in_float64(node, target_of(node), read)
+        except DOES_NOT_FIT:
+            return None
+        return made if isinstance(made.exact, torch.Tensor) and made.exact.is_floating_point() else None
+
+    def _note(self, node: Node, operation: Operation | None, inner: dict[str, torch.Tensor]) -> None:
+        """Note how far a kernel may have rounded a value otherwise, in registers: it is not stored in between."""
+        if operation is None or operation.exact.shape != self._values.observed[node.name].shape:
+            return
+        stored = self._values.roundoff(node, self._values.observed[node.name])
+        u, u_sums = min(stored.u, U_ACCUMULATE), stored.u_sums
+        bound = rounding_bound(operation, Roundoff(u, tiny=stored.tiny, u_sums=u_sums, kernel=stored.kernel))
+        if bound is not None:
+            inner[node.name] = bound * _TYPICAL if traits_of(node).rounding is Rounding.SUMS else bound
+
+
+_SPREAD = 2.0
+"""Rounding of another kernel, as a multiple of that of the program's own: the order of a sum, an approximation."""
+
+
+class Folded:
+    """What a program makes of its weights alone, and what another kernel may make of them.
+
+    Args:
+        program: With weights.
+        values: Of the candidate: what it has as an input, or what the program makes in its own dtype.
+        generator: Of the noise.
+    """
+
+    def __init__(self, program: Program, values: Values, generator: torch.Generator) -> None:
+        self._in_float64: dict[str, Any] = dict(program.weights())
+        self._values = values
+        self._generator = generator
+
+    def read(self, op: Node, call: Callable[..., Any]) -> tuple[Operation, list[torch.Tensor]] | None:
+        """Return an op on such inputs in float64, and its results on others as legal; None where it has none.
+
+        Args:
+            op: The op.
+            call: What computes its result.
+        """
+        own = {source.name: self._values.of(source) for source in op.all_input_nodes}
+        exact = self._rounded(op, own)
+        if not exact:
+            return None
+
+        def on(inputs: Mapping[str, torch.Tensor]) -> Operation:
+            return in_float64(op, call, lambda source: inputs.get(source.name, own[source.name]))
+
+        return on(exact), [on(other).exact for other in _made_otherwise(exact, own, self._generator)]
+
+    def _rounded(self, op: Node, native: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Return those inputs of `op` that were rounded while they were made, in float64."""
+        made = [source for source in op.all_input_nodes if source.op == "call_function"]
+        found = {}
+        for source in made:
+            value = native[source.name]
+            is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+            if source.name in self._values.constant and is_float:
+                exact = self._exact(source)
+                if not torch.equal(exact, value.double()):
+                    found[source.name] = exact
+        return found
+
+    def _exact(self, node: Node) -> Any:
+        """Return a value in float64; a weight as it is."""
+        if node.name not in self._in_float64:
+            self._in_float64[node.name] = in_float64(node, target_of(node), self._exact).exact
+        return self._in_float64[node.name]
+
+
+def _made_otherwise(
+    exact: Mapping[str, torch.Tensor], native: Mapping[str, Any], generator: torch.Generator
+) -> list[dict[str, torch.Tensor]]:
+    spreads = {}
+    for name, value in exact.items():
+        own = float((native[name].double() - value).square().mean().sqrt())
+        least = unit_roundoff(native[name].dtype) * float(value.square().mean().sqrt())
+        spreads[name] = _SPREAD * max(own, least)
+    return [
+        {name: value + spreads[name] * torch.randn(value.shape, generator=generator) for name, value in exact.items()}
+        for _ in range(NUM_NOISE_RUNS)
+    ]

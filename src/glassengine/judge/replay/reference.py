@@ -3,30 +3,34 @@
 All lanes advance node by node, so that only live values are held and a node's weights are in float64 only while it is
 computed. After each node the observer gets a `Reference` that can judge any other implementation of that tensor.
 float64 is real: dtypes written into the graph (`.to(float32)`, `softmax(dtype=...)`) are retargeted.
+
+Every op in a recurrence, a branch, a loop or a function of an ONNX model rounds as it would alone. The bound of such a
+function is worked out from samples: it has none in closed form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.judge.exclusions.exactness import Exactness, keeps_whole_numbers
-from glassengine.judge.exclusions.hidden_values import HiddenValues
-from glassengine.judge.exclusions.in_step import Excluded, Exclusions, sources_of
-from glassengine.judge.exclusions.tie_propagation import settled_sources
-from glassengine.judge.replay.arithmetic import PLAIN, Arithmetic
-from glassengine.judge.replay.sampling import sampled
+from glassengine.judge.exclusions.masked import HiddenValues
+from glassengine.judge.exclusions.sources_per_step import Excluded, Exclusions, sources_of
+from glassengine.judge.exclusions.ties import settled_sources
 from glassengine.numerics.float64 import double, retarget, retargeted, target_of
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
 from glassengine.numerics.known import Known
-from glassengine.numerics.noise import disturbed, rounded, rounds
+from glassengine.numerics.noise import disturbed, noisy, rounded, rounds
 from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
-from glassengine.numerics.product_noise import ExactProduct
+from glassengine.numerics.product_noise import ExactProduct, uniform
+from glassengine.numerics.quantization.activations import Read
 from glassengine.numerics.verdict import Reference
 from glassengine.ops.traits import traits_of
 from glassengine.program.onnx.operators.function import Composite
@@ -34,6 +38,104 @@ from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.outputs import last_uses, weight_only_nodes
 from glassengine.program.representation.program import Program
 from glassengine.writing.checksums import crc32
+
+NUM_RUNS = 6
+_OF_ELEMENT = 4.0
+_OF_ROW = 6.0
+"""Of the largest error that an element, or on average the elements of its row, had in some run."""
+
+Each = Callable[[Node, Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def sampled(
+    generator: torch.Generator, dtype_of: Callable[[Node, Tensor], torch.dtype], how: Accumulation = FLOAT32_SUMS
+) -> Each:
+    """Return what rounds the float64 results of a node, given its float64 arguments.
+
+    Args:
+        generator: Source of the noise.
+        dtype_of: Returns the floating dtype in which a result is rounded.
+        how: How products are summed.
+    """
+
+    def each(node: Node, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def one(result: Any) -> Any:
+            if not isinstance(result, Tensor) or not result.is_floating_point():
+                return result
+            dtype = dtype_of(node, result)
+            u, tiny = unit_roundoff(dtype), smallest_precise(dtype)
+            return noisy(node, result.double(), args, kwargs, u, generator, how, tiny)
+
+        return pytree.tree_map(one, value) if rounds(node) else value
+
+    return each
+
+
+def bound_of(exact: Tensor, runs: Sequence[Tensor]) -> Tensor:
+    """Return how far rounding may lead from `exact`, element by element, of runs that were rounded inside."""
+    errors = torch.stack([(run - exact).abs().nan_to_num(0.0, 0.0, 0.0) for run in runs]).amax(0)
+    row = errors.square().mean(-1, keepdim=True).sqrt() if errors.dim() else errors
+    return _OF_ELEMENT * errors + _OF_ROW * row
+
+
+_FACTORS = 3
+"""Arguments of an op that are multiplied or added; a mask comes after them."""
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """Node -> what is coarse there; what is not named is computed in float32.
+
+    Attributes:
+        operands: What an op reads of its activations.
+        summed: How a product is summed.
+        rounded: Dtype of a table from which results are read.
+        words: What that is, as the engine's makers call it.
+    """
+
+    operands: Mapping[str, Callable[[torch.Tensor], Read]] = field(default_factory=dict)
+    summed: Mapping[str, Accumulation] = field(default_factory=dict)
+    rounded: Mapping[str, torch.dtype] = field(default_factory=dict)
+    words: tuple[str, ...] = ()
+
+    def joined(self, other: Arithmetic) -> Arithmetic:
+        """Return what is coarse in one of two; of a node that both have, the other's counts."""
+        return Arithmetic(
+            {**self.operands, **other.operands},
+            {**self.summed, **other.summed},
+            {**self.rounded, **other.rounded},
+            tuple(dict.fromkeys([*self.words, *other.words])),
+        )
+
+    def read(
+        self, node: Node, args: tuple[Any, ...], generator: torch.Generator, weights: set[Node]
+    ) -> tuple[Any, ...]:
+        """Return arguments that are as far from `args` as what the engine reads, with signs of their own in each lane.
+
+        Args:
+            node: The op.
+            args: In float64.
+            generator: Of the lane.
+            weights: Nodes that depend on weights alone.
+        """
+        reader = self.operands.get(node.name)
+        if reader is None:
+            return args
+
+        def one(source: Any, value: Any) -> Any:
+            if not isinstance(source, Node) or source in weights:
+                return value
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+                return value
+            apart = (reader(value.float()).values.double() - value).abs()
+            return value + torch.copysign(apart, uniform(value.shape, generator).double())
+
+        read = [one(source, value) for source, value in zip(node.args[:_FACTORS], args, strict=False)]
+        return (*read, *args[_FACTORS:])
+
+
+PLAIN = Arithmetic()
+
 
 NUM_NOISE_RUNS = 2
 

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from glassengine.judge.exclusions.padding import valid_in_step
-from glassengine.judge.exclusions.unread import unread_nodes
+from glassengine.judge.cases import Given, by_name, empty_caches
+from glassengine.judge.exclusions.dead_elements import unread_nodes
+from glassengine.judge.exclusions.masked import valid_in_step
 from glassengine.judge.graphs.cut import Piece
 from glassengine.judge.replay.expected import Claim, Replayed
 from glassengine.judge.replay.explanations import explained
 from glassengine.judge.replay.op import Ops
-from glassengine.judge.replay.stretch import Stretches
+from glassengine.judge.replay.segments import SegmentReplay
 from glassengine.judge.replay.values import Values
-from glassengine.judge.step_inputs import Given, by_name, empty_caches
 from glassengine.numerics.kinds import in_kind
 from glassengine.numerics.known import NOTHING, Known
 from glassengine.numerics.noise import WideOperands
@@ -99,7 +99,7 @@ class Replay:
             rounded=rounded,
         )
         self.ops = Ops(program, self._values, seed=seed, worth_a_bound=worth_a_bound)
-        self._stretches = None if cut is Cut.OP else Stretches(program, coarsest=dtype, rounded=rounded)
+        self._stretches = None if cut is Cut.OP else SegmentReplay(program, coarsest=dtype, rounded=rounded)
         self.begin()
 
     @property

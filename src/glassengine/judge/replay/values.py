@@ -1,4 +1,4 @@
-"""What a candidate was given and made in a step, by node of the baseline, and how it may have rounded that."""
+"""Keeps what a candidate was given and made in a step, by node of the baseline, and how it may have rounded that."""
 
 from __future__ import annotations
 

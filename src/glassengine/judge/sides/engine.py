@@ -1,4 +1,4 @@
-"""An engine, driven by its session as `glass run` drives it."""
+"""Runs an engine by its session, as `glass run` does."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import torch
 
 from glassengine.engine.run.engine import Engine
 from glassengine.engine.session.session import Session
-from glassengine.judge.cases import Case, StepInputs
+from glassengine.judge.cases import Case, Given, StepInputs, by_name
 from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.protocol import Observed, Side
-from glassengine.judge.step_inputs import Given, by_name
 from glassengine.program.representation.program import Program
 
 

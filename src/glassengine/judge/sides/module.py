@@ -1,8 +1,8 @@
-"""A user's module as it is: run by its own forward, observed at module outputs and taps."""
+"""Runs a user's module by its own forward, observed at module outputs and taps: the baseline's or the candidate's."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,13 +13,11 @@ from torch import nn
 
 from glassengine.capture.observers.hooks import observing
 from glassengine.errors import GlassError, IncomparableError
-from glassengine.judge.cases import Case, StepInputs, taken_by
+from glassengine.judge.cases import Case, Given, StepInputs, by_name, taken_by
+from glassengine.judge.graphs.by_name import SitePair
 from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.arguments import Arguments
-from glassengine.judge.sides.countable import float_nodes
-from glassengine.judge.sides.protocol import Baseline, Guarantee, Observed, Place, Side
-from glassengine.judge.sides.until_here import until_here
-from glassengine.judge.step_inputs import Given
+from glassengine.judge.sides.protocol import Baseline, Guarantee, Observed, Place, Side, float_nodes
 from glassengine.program.kinds.causal_lm import accepted, cache_argument, expert_modules
 from glassengine.program.kinds.states import cache_tensors, forget
 from glassengine.program.representation.program import Program
@@ -203,3 +201,79 @@ def threads_for(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+_NEAR = 64
+"""Units of the coarser dtype."""
+
+
+def until_here(found: Mapping[str, torch.Tensor], baseline: Mapping[str, torch.Tensor]) -> str | None:
+    """Say which module outputs before an error are the baseline's; None where none has the name of one there."""
+    common = [name for name in found if name in baseline]
+    if not common:
+        return None
+    differs = next((name for name in common if not _is_near(found[name], baseline[name])), None)
+    if differs is not None:
+        return f"before that its {differs} is not the baseline's any more"
+    return f"until then it is the baseline's: {len(common)} module outputs, the last of them {common[-1]}"
+
+
+def _is_near(candidate: torch.Tensor, baseline: torch.Tensor) -> bool:
+    """Whether two tensors are the same but for what rounding does within a few layers; a hint, not a verdict."""
+    if candidate.shape != baseline.shape or not baseline.is_floating_point():
+        return torch.equal(candidate, baseline)
+    eps = max(torch.finfo(tensor.dtype).eps for tensor in (candidate, baseline) if tensor.is_floating_point())
+    wide = baseline.double()
+    return bool((candidate.double() - wide).norm() <= _NEAR * eps * wide.norm())
+
+
+_NAMED = ("module", "tap")
+
+
+@dataclass
+class UntouchedCandidate(ModuleSide):
+    """A candidate's module.
+
+    Args:
+        names: Baseline node -> names of the candidate's module outputs and taps that are its counterpart; None where
+            the candidate has no program, and only names are known.
+    """
+
+    names: Mapping[str, Sequence[str]] | None = field(default=None, kw_only=True)
+    place: Place = field(default=Place.UNTOUCHED, kw_only=True)
+
+    def step(self, inputs: Given) -> None:
+        """Run one forward; as `ModuleSide.step`."""
+        self.arranged.begin_step(by_name(inputs))
+        super().step(inputs)
+
+    def observed(self, node: str) -> list[Observed]:
+        """Return the values of the counterparts of what modules and taps of the baseline make at `node`."""
+        found = super().observed(node)
+        if self.names is None:
+            return found
+        sites = {site.name: site.kind for site in self.baseline.sites.by_node.get(node, ())}
+        found = [seen for seen in found if sites[seen.site] not in _NAMED]
+        if not any(kind in _NAMED for kind in sites.values()):
+            return found
+        for name in self.names.get(node, ()):
+            if name in self._values:
+                method = "name" if name in sites else "content"
+                found.append(Observed(self.arranged(node, self._values[name]), name, method))
+        return found
+
+
+def own_names(program: Program, pairs: Mapping[str, SitePair]) -> dict[str, list[str]]:
+    """Return baseline node -> names of a candidate's module outputs and taps that are its counterpart.
+
+    Args:
+        program: The candidate's.
+        pairs: Baseline node -> pair.
+    """
+    found = {}
+    for node, pair in pairs.items():
+        sites = program.sites.by_node.get(pair.candidate.node, ())
+        names = [site.name for site in sites if site.kind in _NAMED]
+        if names:
+            found[node] = names
+    return found

@@ -1,4 +1,4 @@
-"""What every implementation under judgement is asked: where it stands, what it can be judged by, what it made.
+"""Defines a side: an implementation that runs the steps of a case and reports what it observed.
 
 A side says itself what it can. What judges a side reads `level`, `program`, `pairs` and `replay`, never its class: a
 side without a program of its own has None, one whose tensors are not replayed has no `replay`.
@@ -14,20 +14,144 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from glassengine.judge.cases import Case, StepInputs
 from glassengine.judge.end_to_end import results_of
+from glassengine.judge.exclusions.dead_elements import unread_nodes
 from glassengine.judge.graphs.between import ancestors
 from glassengine.judge.graphs.by_name import SitePair
 from glassengine.judge.graphs.cut import Piece, clone, cut
 from glassengine.judge.replay.replay import Replay
-from glassengine.judge.sides.arranged import Arranged
-from glassengine.judge.sides.collectives import Collective
-from glassengine.judge.sides.countable import float_nodes
+from glassengine.numerics.arrangements import Arrangement
+from glassengine.numerics.judgement import smallest_precise, unit_roundoff
 from glassengine.numerics.kernels import UNMEASURED, Kernels
+from glassengine.ops.traits import traits_of
+from glassengine.program.representation.naming import is_tensor_node
+from glassengine.program.representation.outputs import weight_only_nodes
 from glassengine.program.representation.program import Program
 from glassengine.results import Hint
+
+
+class Arranged:
+    """Arranges what a candidate made as the baseline has it.
+
+    Args:
+        baseline: Its program, whose shapes say how long rows are in a step; None where all is as the baseline has it.
+        pairs: Baseline node -> pair.
+    """
+
+    def __init__(self, baseline: Program | None = None, pairs: Mapping[str, SitePair] | None = None) -> None:
+        self._sizes: dict[Any, int] = {}
+        self._hows: dict[str, Arrangement] = {}
+        self._nodes: dict[str, Node] = {}
+        self._given: list[tuple[str, Node]] = []
+        if baseline is None or pairs is None:
+            return
+        self._hows = {node: pair.arrangement for node, pair in pairs.items() if pair.arrangement is not None}
+        self._nodes = {node.name: node for node in baseline.graph.nodes if node.name in self._hows}
+        self._given = [(port.name, baseline.node(port.node)) for port in baseline.inputs] if self._hows else []
+
+    def begin_step(self, inputs: Mapping[str, Any]) -> None:
+        """Take over the sizes of a step from its inputs, by name."""
+        self._sizes = {}
+        for name, node in self._given:
+            value, fake = inputs.get(name), node.meta.get("val")
+            if not isinstance(value, torch.Tensor) or not isinstance(fake, torch.Tensor) or value.dim() != fake.dim():
+                continue
+            for size, known in zip(fake.shape, value.shape, strict=True):
+                if isinstance(size, torch.SymInt):
+                    self._sizes[size.node.expr] = known
+
+    def __call__(self, node: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the candidate's tensor for a node of the baseline, arranged."""
+        how = self._hows.get(node)
+        return tensor if how is None else how.apply(tensor, self._shape(self._nodes[node]))
+
+    def is_arranged(self, node: str) -> bool:
+        """Whether the candidate has the tensor of a node in other dimensions."""
+        return node in self._hows
+
+    def _shape(self, node: Node) -> list[int] | None:
+        """Return the shape of a node in this step; None where the inputs do not say."""
+        shape = []
+        for size in node.meta["val"].shape:
+            known = self._of(size.node.expr) if isinstance(size, torch.SymInt) else size
+            if known is None:
+                return None
+            shape.append(known)
+        return shape
+
+    def _of(self, size: Any) -> int | None:
+        if size not in self._sizes:
+            found = size.subs({known: value for known, value in self._sizes.items() if known.is_Symbol})
+            if not found.is_Integer:
+                return None
+            self._sizes[size] = int(found)
+        return self._sizes[size]
+
+
+def float_nodes(program: Program, kinds: Sequence[str], *, without: tuple[str, ...] = ()) -> set[str]:
+    """Return the nodes of floating dtype with a site of one of `kinds`.
+
+    Module inputs are left out (they are outputs of something else), so are names that start with one of `without`,
+    nodes that depend on weights alone (they are taken from the weights, see `program.outputs`), random numbers, memory
+    that nothing has written, and what no result reads: the last states of a recurrence, say.
+    """
+    constant = {node.name for node in weight_only_nodes(program)}
+    counted = [s for s in program.sites if s.kind in kinds and ":in" not in s.name and not s.name.startswith(without)]
+    named = {site.node for site in counted} - constant - unread_nodes(program)
+    return {
+        node.name
+        for node in program.graph.nodes
+        if node.name in named
+        and is_tensor_node(node)
+        and node.meta["val"].is_floating_point()
+        and not traits_of(node).is_arbitrary
+    }
+
+
+@dataclass(frozen=True)
+class Collective:
+    """An all-reduce in a step.
+
+    Attributes:
+        node: Of the baseline's program: whose terms these are.
+        name: Of the candidate's node.
+        first_rank: Process of the first term; the others follow.
+        terms: What each rank gave.
+        results: What each rank got.
+    """
+
+    node: str
+    name: str
+    first_rank: int
+    terms: Sequence[Tensor]
+    results: Sequence[Tensor]
+
+    def bound_ratios(self) -> list[float]:
+        """Return, of each rank, the worst error over the bound of a sum of so many terms, added up in any order.
+
+        Each of n - 1 additions rounds a partial sum, which is at most the sum of the terms' sizes.
+        """
+        dtype, count = self.terms[0].dtype, len(self.terms)
+        if not dtype.is_floating_point:
+            total = torch.stack(list(self.terms)).sum(0).to(dtype)
+            return [0.0 if torch.equal(result, total) else torch.inf for result in self.results]
+        terms = torch.stack([term.double() for term in self.terms])
+        total, u = terms.sum(0), unit_roundoff(dtype) * (count - 1)
+        allowed = u / (1 - u) * terms.abs().sum(0) + count * smallest_precise(dtype)
+        return [_worst(result.double(), total, allowed) for result in self.results]
+
+
+def _worst(result: Tensor, total: Tensor, allowed: Tensor) -> float:
+    if result.shape != total.shape:
+        return torch.inf
+    counts = total.isfinite()  # what comes of NaN is the fault of the term that has it
+    ratio = torch.where(counts, (result - total).abs() / allowed, 0.0).nan_to_num(torch.inf, posinf=torch.inf)
+    return float(ratio.max()) if ratio.numel() else 0.0
+
 
 _DEPTH = 8
 """Ops before one whose values are kept, for a region that is wrong only when it is compiled as one."""

@@ -18,11 +18,10 @@ from torch.fx import Node
 
 from glassengine.capture.observers.interpreter import run_ranks
 from glassengine.errors import IncomparableError
+from glassengine.judge.cases import Given, by_name, empty_caches
 from glassengine.judge.end_to_end import results_of
-from glassengine.judge.sides.collectives import Collective
 from glassengine.judge.sides.program import ProgramSide
-from glassengine.judge.sides.protocol import Observed
-from glassengine.judge.step_inputs import Given, by_name, empty_caches
+from glassengine.judge.sides.protocol import Collective, Observed
 from glassengine.program.parallel.placements import Placement, Shard, shard_of, whole_of
 from glassengine.program.parallel.ranks import Layout, is_sum
 from glassengine.program.parallel.stages import HANDED

@@ -1,30 +1,41 @@
 """A record as candidate of a check: what another program wrote down, judged without running it.
 
 Tensors pair by the names of results, sites and nodes of the baseline's program, or by a map. A record with op sites is
-judged op by op, one of modules by segments.
+judged op by op, one of modules by segments. Dumps of other programs call an input by its name and a result by its key
+or its place; a tensor of an unknown name is a result only where no other tensor of the record has that shape. The
+tokens or tensors that the record was made on become the inputs of the baseline: nothing is made up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from glassengine.capture.runs.known_tokens import prompt_lengths
 from glassengine.compare.matching.assembling import assembled
 from glassengine.compare.matching.maps import Rule, TensorMap, steps_of
 from glassengine.compare.matching.rules import pair_names
-from glassengine.errors import IncomparableError, UsageError
-from glassengine.judge.cases import Case, StepInputs
+from glassengine.errors import IncomparableError, UsageError, nearest
+from glassengine.judge.cases import Case, Given, Inputs, StepInputs, by_name, empty_caches
 from glassengine.judge.end_to_end import results_of
 from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.judge.sides.protocol import Observed, Place, Side
-from glassengine.judge.sides.record_names import AMBIGUOUS, NamedResult, known_inputs, meaningless, named_results_of
-from glassengine.judge.step_inputs import Given, by_name, empty_caches
+from glassengine.numerics.metrics.tolerance import is_inexact, precision_of
+from glassengine.program import LoadedModel
+from glassengine.program.generation.generation import Generation
+from glassengine.program.inputs.programs import inputs_in_file
 from glassengine.program.representation.program import Program
+from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource
-from glassengine.sites import Site, other_spellings
+from glassengine.sites import RETURNED, Site, other_spellings
 
 PARTIAL = "the record has it for some positions only"
 
@@ -268,3 +279,266 @@ class RecordedOps(Side):
     def results(self) -> Mapping[str, Tensor]:
         """Return the results that were recorded."""
         return self._results
+
+
+_PORT = r"(?:\.?:)?(?:{})[\s._:/\[\]'\"]*(.*?)['\"\]]*"
+_KINDS = "inputs?|in|args?", f"outputs?|out|results?|{RETURNED.rstrip('/')}"
+_INPUT, _RESULT = (re.compile(_PORT.format(kind)) for kind in _KINDS)
+
+BESIDE_TOKENS = ("input_ids", "attention_mask", "position_ids", "cache_position", "positions")
+"""Inputs of language models, which no one has to compare."""
+
+
+AMBIGUOUS = "ambiguous"
+
+
+class NamedResult(NamedTuple):
+    """What a record calls a result, and how that was found: "name", "shape" or `AMBIGUOUS`."""
+
+    name: str
+    method: str
+
+
+def named_inputs_of(names: Collection[str], inputs: Sequence[str]) -> dict[str, str]:
+    """Return input -> what a record calls it: by name, or by its place ("input_0", "in[0]")."""
+    return dict(_ports(names, inputs, _INPUT))
+
+
+def named_results_of(program: Program, results: Sequence[str], entries: Sequence[Entry]) -> dict[str, NamedResult]:
+    """Return result -> what a record calls it, where that is no tensor inside of the program.
+
+    Args:
+        program: The baseline's.
+        results: Names of its results.
+        entries: Of the record.
+    """
+    shapes = {entry.site: tuple(entry.shape) for entry in reversed(entries)}
+    made = {program.output_nodes[result] for result in results}
+    # "." of a recording may be what another model returns, around or inside of the baseline.
+    own = [n for n in shapes if not n.startswith(".") or ((s := program.sites.get(n)) is not None and s.node in made)]
+    ports = dict(_ports(own, results, _RESULT))
+    taken = {*known_inputs(program, shapes).values(), *ports.values()}
+    found: dict[str, NamedResult] = {}
+    for result, name in ports.items():
+        site = program.sites.get(name)
+        # A module may have the name of a result: which of the two is meant, nothing says beside other tensors.
+        is_clear = site is None or site.node == program.output_nodes[result] or taken.issuperset(shapes)
+        found[result] = NamedResult(name, "name" if is_clear else AMBIGUOUS)
+    known = {site.name for site in program.sites} | {site.node for site in program.sites}
+    free = {name: shape for name, shape in shapes.items() if name not in taken}
+    for result in results:
+        node = program.output_nodes[result]
+        if result in found or any(site.name in shapes for site in program.sites.by_node.get(node, ())):
+            continue
+        wanted = tuple(getattr(program.node(node).meta.get("val"), "shape", ()))
+        alike = [name for name, shape in free.items() if wanted and _fits(shape, wanted)]
+        if len(alike) == 1 and alike[0] not in known:
+            found[result] = NamedResult(alike[0], "shape")
+    return found
+
+
+def known_inputs(program: Program, names: Collection[str]) -> dict[str, str]:
+    """Return input of a program, or of any language model -> what a record calls it."""
+    ports = [port.name for port in program.inputs if port.name not in program.caches]
+    return {name: name for name in BESIDE_TOKENS if name in names} | named_inputs_of(names, ports)
+
+
+def meaningless(names: Collection[str], known: Collection[str], program: Program) -> dict[str, str]:
+    """Return the names of a record that mean nothing -> why they are not judged, with the nearest that would."""
+    free = [site.name for site in program.sites if site.kind != "op" and ":in" not in site.name]
+    free = [name for name in free if name not in known] or [site.name for site in program.sites]
+    found = {}
+    for name in names:
+        if name not in known:
+            close = nearest(name, free, limit=1)
+            found[name] = f"{name} names nothing in the baseline{f' (nearest: {close[0]})' if close else ''}"
+    return found
+
+
+def _ports(names: Collection[str], ports: Sequence[str], spelled: re.Pattern[str]) -> Iterator[tuple[str, str]]:
+    """Yield port -> the name that means it: that of a recording, its own, or with what it is, or its place."""
+    rests = {name: found[1] for name in names if (found := spelled.fullmatch(name))}
+    if spelled is _RESULT:
+        rests |= {name: "" for name in (".", "") if name in names}  # what a module itself returns
+    for place, port in enumerate(ports):
+        wanted = {port, str(place)} | ({""} if len(ports) == 1 else set())
+        known = [name for name, rest in rests.items() if rest in wanted or name == port]
+        known += [port] if port in names else []
+        if known:
+            yield (
+                port,
+                min(known, key=lambda name: (not name.startswith(RETURNED), not name.startswith("."), name != port)),
+            )
+
+
+def _fits(shape: tuple[int, ...], wanted: Sequence[object]) -> bool:
+    """Whether a tensor may be one of the sizes of a program; those that are dynamic may be any."""
+    alike = (not isinstance(size, int) or size == own for own, size in zip(shape, wanted, strict=False))
+    return len(shape) == len(wanted) and all(alike)
+
+
+_MOST_READ = 64
+"""Tensors of a record whose values are asked in which dtype they were computed."""
+
+
+def case_of(source: TensorSource, generation: Generation) -> Case | None:
+    """Return what a record was made with; None where a plain module's record does not say.
+
+    Raises:
+        IncomparableError: A language model's record does not say it: on other tokens everything is another.
+    """
+    case = recorded_case(source)
+    if case is None and generation.decodes_tokens:
+        raise IncomparableError(
+            "the record does not say on which tokens it was made",
+            got=f"{source.path}: no token ids of distinguishable rows",
+            expected="input_ids [batch, sequence] among its tensors, or a recording of a model that is given them",
+            hint="give them: --inputs FILE; of a server: --layout vllm",
+        )
+    return case
+
+
+def dtype_of(source: TensorSource, *, by_values: bool = True) -> torch.dtype | None:
+    """Return the floating dtype of a record: what it says, else that of the values of most of its floating tensors.
+
+    Args:
+        source: The record.
+        by_values: False for ranks, whose tensors are put together by what they are compared with: not before that.
+    """
+    known = str(source.metadata.get("dtype"))
+    if not is_inexact(known):
+        entries = [entry for entry in source.entries if is_inexact(entry.dtype)]
+        if by_values:
+            floating = Counter(precision_of(source.tensor(entry)) for entry in entries[:_MOST_READ])
+        else:
+            floating = Counter(entry.dtype for entry in entries)
+        known = floating.most_common(1)[0][0] if floating else known
+    dtype: torch.dtype | None = getattr(torch, known, None)
+    return dtype
+
+
+def recorded_inputs(source: TensorSource, model: LoadedModel) -> list[dict[str, Any]] | None:
+    """Return what a plain module was given in each step of a record, or the inputs that the model's file keeps.
+
+    Raises:
+        IncomparableError: Neither says it: on other inputs everything is another.
+    """
+    if not source.entries:
+        raise IncomparableError(
+            "the record holds no tensors",
+            got=", ".join([str(source.path), *(f"{one.site}: {one.reason}" for one in source.skipped[:4])]),
+            hint="save arrays of numbers by name, half precision as float32: numpy.savez(FILE, **tensors)",
+        )
+    if model.generation.takes_tokens:
+        return None
+    if model.stored is not None:
+        names = {port.name: True for port in model.stored.inputs}
+    else:
+        known = inspect.signature(model.module.forward).parameters.values()
+        names = {one.name: one.default is one.empty for one in known if one.kind is one.POSITIONAL_OR_KEYWORD}
+    found: list[dict[str, Any]] = []
+    for step, there in sorted(_by_step(source).items()):
+        called = named_inputs_of(there, list(names))
+        missing = [name for name, is_required in names.items() if is_required and name not in called]
+        if missing or not called:
+            kept = inputs_in_file(model.module)
+            if kept is not None and len(called) == len(found) == 0:
+                return kept
+            raise IncomparableError(
+                "the record does not say on which inputs it was made",
+                got=f"{source.path}: no {', '.join(missing or names)} in step {step}",
+                expected=f"the inputs beside the tensors, by name: {', '.join(names)}",
+                hint="give what it was made on: --inputs FILE",
+            )
+        found.append({name: source.tensor(there[own]) for name, own in called.items()})
+    return found
+
+
+def require_own(source: TensorSource, given: Inputs, own: Case | None = None) -> None:
+    """Refuse inputs that are not those which a record has.
+
+    Args:
+        source: The record.
+        given: What `--inputs` names.
+        own: What a record of a language model knows to have been made with.
+
+    Raises:
+        IncomparableError: The record has another tensor of that name.
+    """
+    steps = _by_step(source)
+    for step, values in enumerate(() if given is None or isinstance(given, str) else given):
+        there = steps.get(step, {})
+        ours = {name: source.tensor(there[own]) for name, own in named_inputs_of(there, list(values)).items()}
+        ours |= {} if own is None or own.input_ids is None else {"input_ids": own.input_ids}
+        for name, tensor in ours.items():
+            wanted = values.get(name)
+            if not isinstance(wanted, torch.Tensor) or wanted.shape != tensor.shape:
+                continue
+            if not torch.allclose(wanted.double(), tensor.double(), rtol=1e-2, equal_nan=True):
+                raise IncomparableError(
+                    "the record was made on other inputs than those given",
+                    got=f"{source.path}: another {name} in step {step}",
+                    hint="leave out --inputs: the record has its own",
+                )
+
+
+def given_case(source: TensorSource, model: LoadedModel, given: Inputs) -> Case | None:
+    """Return what a record of a language model was made with beside inputs that are given; None if it does not say.
+
+    Raises:
+        IncomparableError: It was made with others.
+    """
+    case = recorded_case(source) if model.generation.decodes_tokens else None
+    require_own(source, given, case)
+    return case
+
+
+def recorded_case(source: TensorSource) -> Case | None:
+    """Return the prompts and tokens that a record of a language model was made with; None where it does not say.
+
+    Raises:
+        IncomparableError: The tokens of its steps are unknown.
+    """
+    rows = source.metadata.get("token_ids") or _token_rows(source)
+    steps = sorted({entry.step for entry in source.entries})
+    lengths = prompt_lengths(source)
+    if not rows or not lengths or len(rows) != len(lengths):
+        return None
+    if steps != list(range(len(steps))) or any(len(r) < n + len(steps) - 1 for r, n in zip(rows, lengths, strict=True)):
+        raise IncomparableError(
+            "the tokens of the record's steps are unknown",
+            got=f"steps {steps[:8]}, rows of {[len(row) for row in rows]} tokens, prompts of {lengths}",
+            expected="all steps from the prefill on",
+        )
+    longest = max(lengths)
+    ids = torch.zeros((len(rows), longest), dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        ids[index, longest - length :] = torch.tensor(row[:length])
+        mask[index, longest - length :] = 1
+    following = [row[length : length + len(steps) - 1] for row, length in zip(rows, lengths, strict=True)]
+    tokens = torch.tensor(following)
+    return Case("recorded", len(steps), input_ids=ids, attention_mask=mask, tokens=tokens, origin="recorded")
+
+
+def _by_step(source: TensorSource) -> dict[int, dict[str, Entry]]:
+    """Return step -> name -> entry."""
+    found: dict[int, dict[str, Entry]] = {}
+    for entry in source.entries:
+        found.setdefault(entry.step, {})[entry.site] = entry
+    return found
+
+
+def _token_rows(source: TensorSource) -> list[list[int]]:
+    """Return the tokens of each row without padding, of a dump that has them as tensors in each step."""
+    steps = _by_step(source)
+    found = [there.get("input_ids") for _, there in sorted(steps.items())]
+    if None in found or any(entry is not None and len(entry.shape) != 2 for entry in found):
+        return []
+    ids = [source.tensor(entry) for entry in found if entry is not None]
+    mask = steps.get(0, {}).get("attention_mask")
+    real = torch.ones_like(ids[0]) if mask is None else source.tensor(mask)
+    if len({len(one) for one in (real, *ids)}) > 1 or real.shape != ids[0].shape:
+        return []
+    rows = zip(ids[0], real.bool(), torch.cat([ids[0][:, :0], *ids[1:]], 1), strict=True)
+    return [[*prompt[valid].tolist(), *following.tolist()] for prompt, valid, following in rows]

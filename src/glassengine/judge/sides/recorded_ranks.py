@@ -18,17 +18,15 @@ from torch import Tensor
 from torch.fx import Node
 
 from glassengine.compare.matching.source_wrapper import OfRank
-from glassengine.compare.ranks.assembly import COPIES, error_of
+from glassengine.compare.ranks.assembly import COPIES, EXPLAINED, error_of
 from glassengine.compare.ranks.rank_and_hints import of_parts
 from glassengine.compare.ranks.ranks import PutTogether
 from glassengine.errors import UsageError
-from glassengine.judge.cases import Case, StepInputs
+from glassengine.judge.cases import Case, Given, StepInputs, by_name
 from glassengine.judge.sides.module import ModuleSide
+from glassengine.judge.sides.program import SourceSide
 from glassengine.judge.sides.protocol import Observed
 from glassengine.judge.sides.recorded import RecordedModules, RecordedTensors
-from glassengine.judge.sides.source import SourceSide
-from glassengine.judge.sides.terms import wrong_term
-from glassengine.judge.step_inputs import Given, by_name
 from glassengine.program.representation.program import Program
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.layout.values import dtype_name
@@ -273,3 +271,41 @@ class RecordedRanks(RecordedModules):
         """Return the rank whose part is wrong, and what explains it."""
         site = self.baseline.sites.get(observed.site)
         return (None, ()) if site is None else self.tensors.blamed(node, site, self._steps - 1, expected)
+
+
+_LINEAR = (torch.ops.aten.linear.default,)
+
+
+def wrong_term(
+    node: Node, weights: Mapping[str, Tensor], parts: Mapping[int, Tensor], made: Tensor, expected: Tensor
+) -> tuple[int, Hint] | None:
+    """Return the one rank whose term explains a wrong sum, and what it did; None where there is none.
+
+    Args:
+        node: A linear op of the baseline's program.
+        weights: Of the program, by node.
+        parts: Rank -> its columns of what the op reads, in the order of the weight's.
+        made: What all ranks have.
+        expected: What it should be.
+    """
+    weight = weights.get(node.args[1].name) if node.target in _LINEAR and isinstance(node.args[1], Node) else None
+    if weight is None or len(parts) < 2 or sum(part.shape[-1] for part in parts.values()) != weight.shape[1]:
+        return None
+    wide = expected.double()
+    error = error_of(made, wide)
+    for rank, text, added in _changes(weight.double(), {rank: part.double() for rank, part in parts.items()}):
+        if error_of(made, wide + added) <= EXPLAINED * error:
+            return rank, Hint("other", f"rank {rank} {text}: that makes this sum, in all ranks", 0.95, evidence="rank")
+    return None
+
+
+def _changes(weight: Tensor, parts: Mapping[int, Tensor]) -> Iterator[tuple[int, str, Tensor]]:
+    """Yield rank, what it does, and by how much the sum is another one then."""
+    columns = dict(zip(parts, torch.split(weight, [part.shape[-1] for part in parts.values()], 1), strict=True))
+    for rank, part in parts.items():
+        term = part @ columns[rank].T
+        for other, theirs in columns.items():
+            if other != rank and theirs.shape == columns[rank].shape:
+                yield rank, f"has the shard of rank {other} of the weight", part @ theirs.T - term
+        yield rank, "adds nothing", -term
+        yield rank, "adds its term twice", term

@@ -1,31 +1,28 @@
-"""From scores to one answer: verdict, first divergence, rungs, coverage."""
+"""From scores to `results.Findings`: softens, groups the origins, counts, and concludes."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Node
 
 from glassengine.errors import IncomparableError
 from glassengine.judge.cases import Case
-from glassengine.judge.end_to_end import results_left
-from glassengine.judge.graphs.between import origin_of
+from glassengine.judge.end_to_end import Severity, results_left, results_of
+from glassengine.judge.exclusions.dead_elements import unread_nodes
+from glassengine.judge.graphs.between import ancestors, origin_of
+from glassengine.judge.graphs.by_name import paired_results
 from glassengine.judge.replay.replay import covered
-from glassengine.judge.sides.countable import float_nodes
-from glassengine.judge.sides.protocol import Level, Place
-from glassengine.judge.verdict.corrected import line_of_number, with_lines
+from glassengine.judge.sides.protocol import Level, Place, float_nodes
+from glassengine.judge.verdict.corrections import line_of_number, with_lines
+from glassengine.judge.verdict.coverage import coverage, fineness, missing, not_judged, region_nodes
 from glassengine.judge.verdict.drift import table
-from glassengine.judge.verdict.fineness import coverage, fineness, region_nodes
-from glassengine.judge.verdict.missing import missing
-from glassengine.judge.verdict.not_judged import not_judged
-from glassengine.judge.verdict.repeated import grouped, with_proofs
+from glassengine.judge.verdict.origins import grouped, with_proofs
 from glassengine.judge.verdict.score import Score
-from glassengine.judge.verdict.severity import Severity
-from glassengine.judge.verdict.softened import softened
-from glassengine.judge.verdict.vacuous import memorized, vacuous
-from glassengine.judge.verdict.written import left_out, written_differently
+from glassengine.judge.verdict.structural_diff import left_out, written_differently
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.program import Program
 from glassengine.results import (
@@ -337,3 +334,90 @@ def _written_differently(program: Program, scores: Sequence[Score]) -> Iterator[
             site = program.sites.by_node[node][0].name
             if site in verdicts:
                 yield WrittenDifferently(site, own, how, verdicts[site], score.side.rung)
+
+
+UNREAD = "nothing reads it: no result can depend on it"
+BY_NAME_ONLY = "by its name alone; from its own inputs it is right, and the results agree"
+
+
+@dataclass(frozen=True)
+class Softened:
+    """Pairs and divergences by rung, after alarms that cannot matter were softened."""
+
+    pairs: dict[str, list[Pair]]
+    divergences: dict[str, list[Divergence]]
+
+
+def softened(scores: Sequence[Score], program: Program) -> Softened:
+    """Return what all sides found, with the two alarms of the module's docstring softened."""
+    unread = unread_nodes(program)
+    main = [score for score in scores if score.side.level is Level.OP and score.side.place is not Place.PASS]
+    agree = [score for score in scores if _agrees(score)]
+    right: set[str] = set()
+    for score in main:
+        flagged = {pair.site for pair in score.pairs if pair.verdict in FLAGGED}
+        # One op that is wrong, and what was paired by name may be what shows it.
+        if score in agree and score is not scores[0] and not any(pair.verdict == "wrong" for pair in score.pairs):
+            right |= {n for n in score.judged_nodes if program.sites.by_node[n][0].name not in flagged}
+    pairs, divergences = {}, {}
+    for score in scores:
+        excused = dict.fromkeys(unread, UNREAD)
+        if score.side.level is Level.SEGMENT and score in agree and score is not scores[0]:
+            named = {site.name for node in right for site in program.sites.by_node.get(node, ())}
+            if all(pair.site in named for pair in score.pairs if pair.verdict == "wrong"):
+                excused = dict.fromkeys(right, BY_NAME_ONLY) | excused
+        sites = {site.name: why for node, why in excused.items() for site in program.sites.by_node.get(node, ())}
+        pairs[score.side.rung] = [_softer(pair, sites) for pair in score.pairs]
+        divergences[score.side.rung] = [
+            dataclasses.replace(found, verdict="suspicious")
+            if found.verdict == "wrong" and (found.node or "") in excused
+            else found
+            for found in score.divergences.values()
+        ]
+    return Softened(pairs, divergences)
+
+
+def _agrees(score: Score) -> bool:
+    """Whether all results of a side were compared and agree, and no tie had to excuse any of them."""
+    found = score.results.found
+    return bool(found) and all(result.agrees and not result.exempt for result in found)
+
+
+def _softer(pair: Pair, sites: Mapping[str, str]) -> Pair:
+    if pair.verdict != "wrong" or pair.site not in sites:
+        return pair
+    return dataclasses.replace(pair, verdict="suspicious", reason=sites[pair.site])
+
+
+def vacuous(program: Program, scores: Sequence[Score]) -> Iterator[str]:
+    """Yield a sentence for each result of the baseline that is constant, or depends on no input.
+
+    Args:
+        program: The baseline's.
+        scores: Of all sides, the untouched baseline's first.
+    """
+    independent = [name for name in results_of(program) if not _reads_inputs(program, program.output_nodes[name])]
+    constant = dict.fromkeys(name for score in scores[:1] for name in score.results.constant)
+    for name in independent:
+        yield f"the baseline's {name} depends on no input: it says nothing of what computes on them"
+    for name in constant:
+        if name not in independent:
+            yield f"all elements of the baseline's {name} are the same number on these inputs: it shows few mistakes"
+
+
+def memorized(program: Program, scores: Sequence[Score]) -> Iterator[str]:
+    """Yield a sentence for each result that depends on an input in the baseline alone."""
+    for score in scores:
+        own = score.side.program
+        if own is None or own is program:
+            continue
+        names = {node: name for name, node in program.output_nodes.items() if name in results_of(program)}
+        for ours, theirs in paired_results(program, own).items():
+            if ours in names and _reads_inputs(program, ours) and not _reads_inputs(own, theirs):
+                yield f"the candidate's {names[ours]} depends on no input"
+
+
+def _reads_inputs(program: Program, node: str) -> bool:
+    ports = {port.node for port in program.inputs}
+    found = program.node(node)
+    return found.name in ports or any(other.name in ports for other in ancestors(found))

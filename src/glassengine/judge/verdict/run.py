@@ -1,27 +1,29 @@
-"""Run all sides of a check in lockstep with the reference and keep the score of each."""
+"""Runs all sides of a check in lockstep with the reference and keeps the score of each."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
-from glassengine.judge.cases import Case, StepInputs
+from glassengine.judge.cases import Case, StepInputs, by_name, empty_caches
 from glassengine.judge.end_to_end import results_of, with_model
-from glassengine.judge.exclusions.padding import valid_mask
-from glassengine.judge.replay.arithmetic import PLAIN, Arithmetic
-from glassengine.judge.replay.reference import ReferenceRun
-from glassengine.judge.sides.protocol import Side
-from glassengine.judge.step_inputs import by_name, empty_caches
-from glassengine.judge.verdict.collectives import judge_collectives
-from glassengine.judge.verdict.gauges import leave_out_gauges
+from glassengine.judge.exclusions.masked import valid_mask
+from glassengine.judge.pairing.gauge import TAKEN_BACK, taken_back
+from glassengine.judge.replay.reference import PLAIN, Arithmetic, ReferenceRun
+from glassengine.judge.sides.protocol import Place, Side
 from glassengine.judge.verdict.score import Score
+from glassengine.numerics.exemptions import GAUGE
 from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
 from glassengine.numerics.verdict import Reference
 from glassengine.program.export.examples import named_inputs
 from glassengine.program.representation.program import Program
+from glassengine.results import FLAGGED, Divergence, Pair, Verdict
 
 Made = Mapping[str, torch.Tensor]
 """Results of the untouched model in a step, by name."""
@@ -135,3 +137,76 @@ def inputs_of(case: Case, step: int, before: Any, model: Side | None) -> Any:
         return before.following(before.to_come[:, 0])
     assert model is not None and model.logits is not None
     return before.following(model.logits[:, -1].argmax(-1))
+
+
+def judge_collectives(score: Score, case: Case, step: int) -> None:
+    """Add a pair for each collective of a step, and a divergence for the first of a node that is beyond its bound."""
+    for one in score.side.collectives():
+        ratios = one.bound_ratios()
+        worst, site = max(ratios), score.program.sites.by_node[one.node][0]
+        verdict: Verdict = "identical" if worst == 0 else "rounding" if worst <= 1 else "wrong"
+        name, rung = f"{site.name}:all_reduce", score.side.rung
+        score.pairs.append(
+            Pair(
+                step=step,
+                site=name,
+                candidate_site=one.name,
+                method="name",
+                confidence=1.0,
+                verdict=verdict,
+                judged_by="bound of a sum",
+                figures=None,
+                noise_ratio=None,
+                bound_ratio=worst,
+                rung=rung,
+                case=case.name,
+                dtype=str(one.terms[0].dtype).removeprefix("torch."),
+                shape=tuple(one.terms[0].shape),
+            )
+        )
+        if verdict == "wrong":
+            wrong = [rank for rank, ratio in enumerate(ratios, one.first_rank) if ratio > 1]
+            found = Divergence(
+                rung=rung,
+                step=step,
+                site=name,
+                node=one.node,
+                candidate_site=one.name,
+                source=site.source,
+                verdict=verdict,
+                noise_ratio=None,
+                bound_ratio=worst,
+                introduced=None,
+                inherited=None,
+                rank=wrong[0] if len(wrong) == 1 and len(ratios) > 1 else None,
+            )
+            score.divergences.setdefault(name, found)
+
+
+def leave_out_gauges(scores: Sequence[Score], inputs: Mapping[str, Tensor]) -> None:
+    """Call rounding what the candidate's next ops take back, in its program and in its untouched module.
+
+    Args:
+        scores: Of all sides.
+        inputs: Of one step, by name, caches among them.
+    """
+    own = [score for score in scores if score.side.place in (Place.CANDIDATE, Place.UNTOUCHED)]
+    origins = {node for score in own for node in score.divergences}
+    for score in own if origins else ():
+        if score.side.program is not None:
+            found = taken_back(score.program, score.side.program, score.side.pairs, inputs, origins)
+            score.judged_nodes |= found  # what its readers contradict was dropped
+            for other in own:
+                _leave_out(other, found)
+
+
+def _leave_out(score: Score, nodes: set[str]) -> None:
+    sites = {site.name for node in nodes for site in score.program.sites.by_node.get(node, ())}
+    for at, pair in enumerate(score.pairs):
+        if pair.site in sites and pair.verdict in FLAGGED:
+            score.pairs[at] = dataclasses.replace(
+                pair, verdict="rounding", noise_ratio=None, bound_ratio=None, reason=TAKEN_BACK
+            )
+            score.ledger.leave_out(GAUGE, pair.site, math.prod(pair.shape or ()))
+    for node in nodes:
+        score.divergences.pop(node, None)

@@ -1,9 +1,12 @@
-"""What one side did over all cases: judges its tensors, one by one, against reference and replay."""
+"""Judges the tensors of one side, one by one, and keeps what is found over all cases.
+
+`Score.visit` is where the verdict on a tensor is made; its docstring lists the rules in their order.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -12,32 +15,159 @@ import torch
 from torch.fx import Node
 
 from glassengine.judge.cases import Case
-from glassengine.judge.end_to_end import EndToEnd
-from glassengine.judge.exclusions.in_step import TEXTS
-from glassengine.judge.exclusions.padding import completed
-from glassengine.judge.exclusions.unread import MOST_MARKED, Differing, differing, unread
+from glassengine.judge.end_to_end import EndToEnd, worse
+from glassengine.judge.exclusions.dead_elements import MOST_MARKED, Differing, differing, unread
+from glassengine.judge.exclusions.masked import completed
+from glassengine.judge.exclusions.sources_per_step import CHOICES, TEXTS
 from glassengine.judge.hypotheses.guesses import Guesses
-from glassengine.judge.pairing.mispaired import walled_off
+from glassengine.judge.replay.expected import Replayed
 from glassengine.judge.sides.protocol import Observed, Side
 from glassengine.judge.verdict.drift import Drift
 from glassengine.judge.verdict.evidence import EvidenceBox
-from glassengine.judge.verdict.judged import (
-    FirstValues,
-    Judged,
-    exempt_by_replay,
-    figures_of,
-    inherited_in,
-    is_compensated,
-    padding_differs,
-)
 from glassengine.judge.verdict.origins import OriginTracker, Why
 from glassengine.numerics.counted import is_finite
-from glassengine.numerics.exemptions import BELOW, DRAWN, PADDING, UNREAD, UNWRITTEN, Ledger
+from glassengine.numerics.exemptions import BELOW, DRAWN, PADDING, TIES, UNREAD, UNWRITTEN, Ledger, Masks
 from glassengine.numerics.judgement import Judgement
+from glassengine.numerics.metrics.drift import DriftSums
+from glassengine.numerics.metrics.elements import tensor_values
+from glassengine.numerics.metrics.measure import measure
+from glassengine.numerics.metrics.tolerance import tolerance
 from glassengine.numerics.verdict import TIED, Reference
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.program import Program
-from glassengine.results import FLAGGED, VERDICTS, Divergence, Pair, Skipped, worst
+from glassengine.results import FLAGGED, VERDICTS, Divergence, Figures, Pair, Skipped, TensorValues, worst
+
+_COMPENSATED = 3.0
+MOST_WITH_VALUES = 64
+_MOST_ELEMENTS = 1 << 24
+"""Of a tensor whose elements are shown."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A tensor, its judgement, and whether its op introduced the error (None: only the graph can tell).
+
+    `predicted` is what the op should have made where it was replayed, `inherited` gives the RMS of what the op's inputs
+    carried in, and `local` the judgement of the op alone.
+    """
+
+    tensor: torch.Tensor
+    judgement: Judgement
+    introduced: bool | None
+    inherited: Callable[[], float | None] = lambda: None
+    local: Judgement | None = None
+    is_clean: bool = False
+    contradicts: bool = False
+    exempt: Masks = field(default_factory=dict)
+    differing: Differing | None = None
+    predicted: torch.Tensor | None = None
+
+
+def figures_of(baseline: torch.Tensor, candidate: torch.Tensor) -> Figures | None:
+    """Return how far two tensors are apart by the tolerances of their dtypes; None where their shapes differ."""
+    if baseline.shape != candidate.shape:
+        return None
+    names = [str(tensor.dtype).removeprefix("torch.") for tensor in (baseline, candidate)]
+    allowed = tolerance(*names)
+    return measure(baseline, candidate, rtol=allowed.rtol, atol=allowed.atol)
+
+
+class FirstValues:
+    """Elements and axes of the first tensors that are wrong."""
+
+    def __init__(self) -> None:
+        self._num = 0
+
+    def of(self, reference: Reference, candidate: torch.Tensor) -> TensorValues | None:
+        """Return those of a tensor, where it counts; None of a late, large or differently shaped one."""
+        baseline, self._num = reference.native, self._num + 1
+        is_large = candidate.numel() > _MOST_ELEMENTS
+        if self._num > MOST_WITH_VALUES or is_large or baseline.shape != candidate.shape:
+            return None
+        if reference.valid is not None:
+            candidate = torch.where(reference.valid, candidate, baseline.to(candidate.dtype))
+        return tensor_values(baseline, candidate)
+
+
+def is_compensated(local: Judgement, accumulated: Judgement, reference: Reference, tensor: torch.Tensor) -> bool:
+    """Whether the op was only fed and written another way (a scale moved into its input, say).
+
+    An error that the op really introduced is in its result; here the result is closer to the baseline than that.
+    """
+    # If everything depends on a tie, no error was counted; a candidate that chose as the baseline did has none.
+    of_result = reference.distance(tensor) if reference.is_silent else accumulated.rms_error
+    if local.rms_error is None or of_result is None:
+        return False
+    return local.rms_error > _COMPENSATED * of_result
+
+
+def padding_differs(tensor: torch.Tensor, reference: Reference) -> bool:
+    """Whether a tensor is another one than the reference where that is padding."""
+    # Other exclusions are followed to their end: nothing that counts depends on them.
+    padding = reference.known.exempt.get(PADDING)
+    if padding is None or tensor.shape != reference.exact.shape:
+        return False
+    return bool(((tensor != reference.native) & padding).any())
+
+
+def inherited_in(found: Replayed, reference: Reference) -> float | None:
+    """Return the RMS of what the inputs of an op carried in, from its result on these; None if unknown."""
+    predicted = found.predicted
+    if predicted.shape != reference.exact.shape or not predicted.is_floating_point():
+        return None
+    square = (predicted - reference.exact).square_()
+    if not is_finite(square):
+        square.nan_to_num_(0.0, 0.0, 0.0)
+    return float(square.mean().sqrt()) if square.numel() else 0.0
+
+
+def exempt_by_replay(found: Replayed, accumulated: Masks, tensor: torch.Tensor) -> Masks:
+    """Return, by reason, the elements that do not count of a tensor whose op was replayed.
+
+    The replay starts from what the candidate chose and drew, so choices above the op leave nothing out.
+
+    Args:
+        found: By the replay; it may have masks of its own.
+        accumulated: What the reference leaves out.
+        tensor: The candidate's.
+    """
+    if found.exempt is not None:
+        return found.exempt
+    masks = {reason: mask for reason, mask in accumulated.items() if reason not in CHOICES}
+    # The op itself chose otherwise among values that rounding cannot tell apart.
+    if found.judgement.is_tie and tensor.shape == found.predicted.shape:
+        masks[TIES] = tensor != found.predicted
+    return masks
+
+
+def contradicted_region(start: Node, contradicting: Collection[str], clean: Collection[str]) -> set[str] | None:
+    """Return the nodes that `start` reaches, itself included, before one that contradicts on every path.
+
+    Args:
+        start: A node whose tensor is flagged.
+        contradicting: Nodes whose tensors are right, and not what the op makes of the tensors paired with its inputs.
+        clean: Nodes whose tensors are right.
+
+    Returns:
+        None where nothing contradicts, or where a path leads to a result or to a clean node that agrees with it.
+    """
+    found: set[str] = set()
+    waiting = [start]
+    has_wall = False
+    while waiting:
+        node = waiting.pop()
+        if node.name in found:
+            continue
+        found.add(node.name)
+        for user in node.users:
+            if user.name in contradicting:
+                has_wall = True
+            elif user.op == "output" or user.name in clean:
+                return None
+            else:
+                waiting.append(user)
+    return found if has_wall else None
+
 
 UNREAD_ELEMENTS = "elements differ that no result reads"
 
@@ -267,11 +397,11 @@ class Score:
                 self.divergences[name] = dataclasses.replace(found, verdict=worst([found.verdict, origin.verdict]))
 
     def _unpair(self) -> None:
-        """Take back the pairs of the step that were none (see `walled_off`)."""
+        """Take back the pairs of the step that were none (see `contradicted_region`)."""
         dropped: set[str] = set()
         if self.side.pairs and self.side.program is not self.program:  # one program's ops are their own counterparts
             for node in self._flagged:
-                dropped |= walled_off(node, self._contradicting, self._clean) or set()
+                dropped |= contradicted_region(node, self._contradicting, self._clean) or set()
         if dropped:
             self._drop(dropped)
         self._clean, self._contradicting, self._flagged = set(), set(), []
@@ -342,3 +472,49 @@ class Score:
             rank=rank,
             num_untried=self._guesses.num_untried,
         )
+
+
+_SETS = ("judged_nodes", "empty_nodes")
+_RESULTS = ("_found", "_sums", "_varying", "_beside", "not_compared")
+
+
+def found_in(score: Score) -> dict[str, Any]:
+    """Return what a score has found, without its side and its program, which stay in their process."""
+    names = ("pairs", "divergences", *_SETS, "left_out", "ledger", "drift", "sums")
+    return {name: getattr(score, name) for name in names} | {
+        "results": {name: getattr(score.results, name) for name in _RESULTS}
+    }
+
+
+def merge(score: Score, later: dict[str, Any]) -> None:
+    """Add what was found over later cases of the same side.
+
+    Args:
+        score: Over the cases before them.
+        later: As `found_in` returns it.
+    """
+    room = MOST_WITH_VALUES - sum(pair.values is not None for pair in score.pairs)
+    for pair in later["pairs"]:
+        room -= pair.values is not None
+        score.pairs.append(pair if room >= 0 else dataclasses.replace(pair, values=None))
+    for node, found in later["divergences"].items():
+        first = score.divergences.setdefault(node, found)
+        score.divergences[node] = dataclasses.replace(first, verdict=worst([first.verdict, found.verdict]))
+    for name in _SETS:
+        getattr(score, name).update(later[name])
+    score.left_out = score.left_out | {k: v for k, v in later["left_out"].items() if k not in score.left_out}
+    score.ledger.add_all(later["ledger"])
+    if score.drift is not None:
+        for node, (site, sums) in later["drift"].found.items():
+            own, mine = score.drift.found.setdefault(node, (site, DriftSums()))
+            if own == site:
+                mine.merge(sums)
+    score.sums |= {node: shown for node, shown in later["sums"].items() if score.sums.get(node) is None}
+    own_results, theirs = score.results, later["results"]
+    for name, result in theirs["_found"].items():
+        before = own_results._found.get(name)
+        own_results._found[name] = result if before is None else worse(before, result)
+    for name, sums in theirs["_sums"].items():
+        own_results._sums.setdefault(name, DriftSums()).merge(sums)
+    for name in ("_varying", "_beside", "not_compared"):
+        getattr(own_results, name).update(theirs[name])

@@ -1,0 +1,312 @@
+"""Keeps what is known of two programs while they are paired: tensors, weights and predictions, and the pairs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from glassengine.judge.graphs.between import origin_of, passes_on, reads_the_same, rounded_to
+from glassengine.judge.graphs.by_name import SitePair, difference, pair_sites, paired_results, ports
+from glassengine.judge.pairing.candidate_tensors import (
+    CandidateTensors,
+    Seen,
+    Values,
+    ancestors_of,
+    is_telling,
+    shapes_of,
+)
+from glassengine.judge.pairing.probe import ProbeStep
+from glassengine.judge.pairing.weights import SameWeights
+from glassengine.numerics.arrangements import Arrangement
+from glassengine.numerics.float64 import retarget, target_of
+from glassengine.numerics.judgement import unit_roundoff
+from glassengine.numerics.kinds import in_kind
+from glassengine.program.representation.naming import op_name
+from glassengine.program.representation.program import Program
+from glassengine.sites import Site
+
+_ROUNDINGS = 16
+"""Unit roundoffs by which a tensor may differ from its prediction: rounding of a region, not of one op."""
+_LEAST = 2e-5
+"""Of the same: differences of numbers of one size amplify the rounding of float32."""
+_CLOSER = 8
+"""What the same op makes of the same is passed over for a tensor that is this many times closer to the prediction."""
+
+
+class ProgramPairs:
+    """Pairs of two programs and what they rest on.
+
+    Args:
+        baseline: With weights.
+        candidate: With weights.
+        steps: What the candidate was given and made.
+
+    Attributes:
+        order: Baseline node -> place in the graph.
+        tensors: The candidate's tensors.
+        predictions: Of the baseline's nodes.
+        weights: Weights that are the same.
+        results: Node of a result -> the candidate's node of that result.
+        found: Baseline node -> the candidate's tensor, arranged.
+        agreeing: Baseline nodes whose counterparts are what was predicted -> how far from that, in unit roundoffs.
+        pairs: Baseline node -> pair.
+    """
+
+    def __init__(self, baseline: Program, candidate: Program, steps: Sequence[ProbeStep]) -> None:
+        self._baseline, self._candidate = baseline, candidate
+        self.order = {node.name: index for index, node in enumerate(baseline.graph.nodes)}
+        self.tensors = CandidateTensors(candidate, steps)
+        self.predictions = Predictions(baseline, steps)
+        self.weights = SameWeights(baseline, candidate)
+        self.results = paired_results(baseline, candidate)
+        self._proposed = {pair.baseline.node: pair for pair in pair_sites(baseline, candidate)[0]}
+        self._ports = ports(baseline), ports(candidate)
+        self._roundoff: dict[str, float] = {}
+        self.found: dict[str, Seen] = {}
+        self.predictions.counterparts = self.found
+        self.agreeing: dict[str, float] = {}
+        self.pairs: dict[str, SitePair] = {}
+
+    def reads_the_same(self, node: Node, counterpart: str) -> bool:
+        """Whether the candidate's op is the same and reads the counterparts of what `node` reads."""
+        theirs = self.tensors.nodes[counterpart]
+        if node.target != theirs.target:
+            return False
+        names = {
+            source.name: self.found[source.name].name for source in node.all_input_nodes if source.name in self.found
+        }
+        return reads_the_same(node, theirs, names, self._ports) and self.weights.agree(node, theirs)
+
+    def same_op(self, node: Node, predicted: Values | None = None) -> Seen | None:
+        """Return what the candidate's same op makes of the counterparts of what `node` reads, where there is one.
+
+        Args:
+            node: Of the baseline.
+            predicted: Its value, to arrange what is found; None leaves it as it is.
+        """
+        names: dict[str, None] = {}
+        proposed = self.proposal(node)
+        for source in node.all_input_nodes:
+            known = self.found.get(source.name)
+            theirs = self.tensors.all_nodes.get(known.name) if known is not None else None
+            if source.op == "placeholder":
+                theirs = self.tensors.inputs.get(self._ports[0].get(source.name, ""))
+            for user in [] if theirs is None else theirs.users:
+                if user.name in self.tensors.nodes and self.reads_the_same(node, user.name):
+                    names[user.name] = None
+        if not node.all_input_nodes and proposed is not None and self.reads_the_same(node, proposed.name):
+            names[proposed.name] = None
+        free = [name for name in names if name not in self.tensors.taken]
+        name = proposed.name if proposed is not None and proposed.name in free else free[0] if len(free) == 1 else None
+        if name is None or predicted is None:
+            return None if name is None else Seen(name)
+        return self.tensors.likeliest(name, predicted, self.hows())
+
+    def proposal(self, node: Node) -> Seen | None:
+        """Return the tensor of the same place in a module of the same name."""
+        pair = self._proposed.get(node.name)
+        if pair is None or pair.candidate.node not in self.tensors.nodes or pair.candidate.node in self.tensors.taken:
+            return None
+        return Seen(pair.candidate.node)
+
+    def close(
+        self, node: Node, predicted: Values, instead: Sequence[Seen] = (), *, beside_padding: bool = True
+    ) -> list[Seen]:
+        """Return the tensors that are the prediction up to rounding and not yet a counterpart, best first.
+
+        `instead` are tensors that take the place of inputs: neither they nor what they are made of can be made of them.
+        """
+        ranked = []
+        own = node.meta["val"].dtype
+        coarser = rounded_to(node)
+        proposed = self.proposal(node)
+        inputs = [self.found[source.name].name for source in node.all_input_nodes if source.name in self.found]
+        made_of = 0
+        for name in [*inputs, *(seen.name for seen in instead)]:
+            made_of |= self.tensors.ancestors[name]
+        computes = not passes_on(node)
+        tells: bool | None = None
+        near = self.tensors.close(
+            predicted, lambda name: self.allowed(node, name), made_of, beside_padding=beside_padding
+        )
+        for distance, seen in near:
+            theirs = self.tensors.nodes[seen.name]
+            if theirs.meta["val"].dtype in coarser:
+                # It is what the cast below makes.
+                continue
+            if computes and origin_of(theirs).name in inputs:
+                # What goes in, rounded: too coarse to show that the op is not in it.
+                continue
+            if seen.how is not None:
+                tells = is_telling(predicted) if tells is None else tells
+                if not tells:
+                    continue
+            is_same = self.reads_the_same(node, seen.name)
+            is_proposed = proposed is not None and proposed.name == seen.name
+            size = max(distance, 2 * self.unit(node, seen.name)) * (1 if is_same else _CLOSER)
+            rank = (
+                theirs.meta["val"].dtype is not own,
+                seen.how is not None,
+                size,
+                op_name(theirs) != op_name(node),
+                not is_proposed,
+                self.tensors.order[seen.name],
+            )
+            ranked.append((rank, seen))
+        return [seen for _, seen in sorted(ranked, key=lambda item: item[0])]
+
+    def settle(self, node: Node, seen: Seen) -> None:
+        """Make a tensor of the candidate the counterpart of a node."""
+        ours, theirs = _op_site(self._baseline, node.name), _op_site(self._candidate, seen.name)
+        if ours is None or theirs is None or seen.name not in self.tensors.nodes:
+            return
+        self.found[node.name] = seen
+        self.tensors.taken.add(seen.name)
+        own: torch.dtype = node.meta["val"].dtype
+        self.predictions.values[node.name] = [in_kind(value, own) for value in self.tensors.values(seen)]
+        # A candidate that keeps unrounded what the baseline rounds may round it later.
+        is_finer = own.is_floating_point and self.tensors.unit(seen.name) < unit_roundoff(own)
+        self._roundoff[node.name] = unit_roundoff(own) if is_finer else 0.0
+        known = self._proposed.get(node.name)
+        if known is not None and known.candidate.node == seen.name and seen.how is None:
+            self.pairs[node.name] = known
+            return
+        is_same = seen.how is None and self.reads_the_same(node, seen.name)
+        how = difference(node, self.tensors.nodes[seen.name]) if is_same else None
+        self.pairs[node.name] = SitePair(ours, theirs, "content", how, seen.how)
+
+    def take_back(self, node: Node) -> None:
+        """Forget what is known of a node; `tensors.taken` is left to the caller."""
+        self.found.pop(node.name, None)
+        self.pairs.pop(node.name, None)
+        self.predictions.values.pop(node.name, None)
+        self._roundoff.pop(node.name, None)
+        self.agreeing.pop(node.name, None)
+
+    def _roundoff_of(self, node: Node) -> float:
+        """Unit roundoff of what a region has rounded so far; that of the node alone where its inputs were found."""
+        own: torch.dtype = node.meta["val"].dtype
+        inputs = [self._roundoff.get(source.name, 0.0) for source in node.all_input_nodes]
+        return max([unit_roundoff(own) if own.is_floating_point else 0.0, *inputs])
+
+    def roundoff(self, node: Node) -> None:
+        """Work out the roundoff of a node that is not visited yet."""
+        self._roundoff.setdefault(node.name, self._roundoff_of(node))
+
+    def hows(self) -> list[Arrangement]:
+        """Return the arrangements of the tensors found so far, the most frequent first."""
+        found = Counter(seen.how for seen in self.found.values() if seen.how is not None)
+        return [how for how, _ in found.most_common()]
+
+    def is_near(self, node: Node, seen: Seen, predicted: Values) -> bool:
+        """Whether a tensor is what is predicted of `node` up to rounding."""
+        if shapes_of(self.tensors.values(seen)) != shapes_of(predicted):
+            return False
+        return self.tensors.distance(seen, predicted, beside_padding=False) <= self.allowed(node, seen.name)
+
+    def allowed(self, node: Node, name: str) -> float:
+        """How far a tensor may be from what is predicted of `node`."""
+        return max(_ROUNDINGS * self.unit(node, name), _LEAST)
+
+    def unit(self, node: Node, name: str) -> float:
+        """Unit roundoff of the coarser of `node`, with its region, and the candidate's tensor."""
+        return max(self._roundoff[node.name], self.tensors.unit(name))
+
+
+def _op_site(program: Program, node: str) -> Site | None:
+    return next((site for site in program.sites.by_node.get(node, ()) if site.kind == "op"), None)
+
+
+class Unknown(Exception):
+    """The value of a node is unknown: an input of it is, or the op does not take it."""
+
+
+class Trial(dict[str, Values]):
+    """Values that take the place of known ones, for a while, and what was computed with them.
+
+    Attributes:
+        replaced: Nodes that were given a value, as the bits of their places.
+    """
+
+    replaced: int = 0
+
+
+class Predictions:
+    """Values of a baseline's nodes.
+
+    Args:
+        program: The baseline, with weights.
+        steps: What the candidate was given.
+
+    Attributes:
+        values: Node -> its value in each step: the counterpart's where it has one, else what was predicted.
+        counterparts: Nodes whose values are the candidate's own.
+    """
+
+    def __init__(self, program: Program, steps: Sequence[ProbeStep]) -> None:
+        self._program, self._steps = program, steps
+        self._weights = program.weights()
+        self._ports = ports(program)
+        self._ancestors = ancestors_of(program)
+        self._place = {node.name: 1 << place for place, node in enumerate(program.graph.nodes)}
+        self.values: dict[str, Values] = {}
+        self.counterparts: Collection[str] = ()
+
+    def trial(self, values: Mapping[str, Values]) -> Trial:
+        """Return values that take the place of what is known of some nodes, and of what is below them."""
+        found = Trial(values)
+        for name in values:
+            found.replaced |= self._place[name]
+        return found
+
+    def predict(self, node: Node, env: dict[str, Values]) -> Values:
+        """Return the value of a node in each step, in float64.
+
+        Args:
+            node: Of the baseline.
+            env: Values that take the place of known ones; what is computed on the way is added.
+
+        Raises:
+            Unknown: It cannot be predicted.
+        """
+        if node.op in ("placeholder", "get_attr"):
+            return [self._given(node, step) for step in self._steps]
+        results = []
+        for index in range(len(self._steps)):
+
+            def value(source: Node, index: int = index) -> Any:
+                return self.value(source, env)[index]
+
+            args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), value)
+            args, kwargs = pytree.tree_map(retarget, (args, kwargs))
+            try:
+                results.append(target_of(node)(*args, **kwargs))
+            except (RuntimeError, IndexError, ValueError, TypeError, AttributeError) as error:
+                raise Unknown from error
+        return results
+
+    def value(self, node: Node, env: dict[str, Values]) -> Values:
+        """Return a value that is known, or predict it."""
+        if node.name in env:
+            return env[node.name]
+        if node.name in self.values and not self._is_stale(node, env):
+            return self.values[node.name]
+        env[node.name] = self.predict(node, env)
+        return env[node.name]
+
+    def _is_stale(self, node: Node, env: dict[str, Values]) -> bool:
+        """Whether what is known of a node was predicted from a value that another one took the place of."""
+        replaced = env.replaced if isinstance(env, Trial) else 0
+        return bool(self._ancestors[node.name] & replaced) and node.name not in self.counterparts
+
+    def _given(self, node: Node, step: ProbeStep) -> Any:
+        if node.op == "get_attr":
+            return getattr(self._program.exported.graph_module, str(node.target))
+        if node.name in self._weights:
+            return self._weights[node.name]
+        return step.inputs.get(self._ports.get(node.name, ""))

@@ -1,0 +1,417 @@
+"""Says how the candidate's line should read, and which value of the baseline's configuration a number comes from.
+
+A line is corrected where one number, one name, one list of axes or one call in it is the mistake, and nothing else in
+the line could be meant.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import io
+import keyword
+import math
+import re
+import tokenize
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+from glassengine.judge.graphs.between import region_of
+from glassengine.judge.hypotheses.trials.hypothesis import constants_of
+from glassengine.program.representation.program import Program
+from glassengine.results import Altered, Comparison, Divergence, Hint
+from glassengine.sites import parts_of_line
+
+_OF_AXES = frozenset({"dims", "dim"})
+_LEAST_AXES = 3
+"""Two numbers beside each other are found in many lines."""
+_DIVISIONS = (torch.ops.aten.div.Tensor, torch.ops.aten.div.Scalar)
+
+
+def line_of_number(program: Program | None, counterparts: Mapping[str, str], divergence: Divergence) -> str | None:
+    """Return "file:line: line" of the one op of a region that has the number which is proven to be the mistake.
+
+    A region of several lines is named by the op that it ends in; None where no op, or more than one, has the number.
+
+    Args:
+        program: The candidate's; None where it has none.
+        counterparts: Node of the baseline -> node of `program`.
+        divergence: Its first hint counts.
+    """
+    change = next((hint.change for hint in divergence.hints[:1] if hint.proven), None)
+    wrong, end = None if change is None else change.candidate, counterparts.get(divergence.node or "")
+    # A whole number is a size or an axis of other ops as well.
+    if program is None or end is None or not isinstance(wrong, float):
+        return None
+    target = next((node for node in program.graph.nodes if node.name == end), None)
+    ops = [] if target is None else region_of(target, set(counterparts.values()))[0]
+    holders = [op for op in ops if _has(op, wrong)]
+    if len(holders) != 1:
+        return None
+    return next((site.source for site in program.sites.by_node.get(holders[0].name, ()) if site.kind == "op"), None)
+
+
+def _has(op: Node, number: float) -> bool:
+    """Whether an op uses a number, which a division has turned over."""
+    literals = [leaf for leaf in pytree.tree_leaves(constants_of([op])) if isinstance(leaf, (int, float))]
+    if op.target in _DIVISIONS:
+        literals += [1 / leaf for leaf in literals if leaf]
+    return any(_is_same(leaf, number) for leaf in literals)
+
+
+def with_lines(divergence: Divergence) -> Divergence:
+    """Return a divergence whose proven mistakes say how the candidate's line should read."""
+    source = parts_of_line(divergence.candidate_source)
+    if source is None:
+        return divergence
+
+    def lined(hint: Hint) -> Hint:
+        if not hint.proven or hint.change is None:
+            return hint
+        # The line is that of the op that was flagged: of another op of its region, a call in it is not the one.
+        own = [op.rpartition("/")[2] for op in hint.change.ops] == [divergence.site.rpartition("/")[2]]
+        line = corrected(source[2], hint.change, is_own=own)
+        return hint if line is None else replace(hint, line=line)
+
+    return replace(divergence, hints=tuple(map(lined, divergence.hints)))
+
+
+def corrected(line: str, change: Altered, *, is_own: bool = True) -> str | None:
+    """Return a line with the baseline's literal instead of the candidate's; None where it is not there exactly once.
+
+    Args:
+        line: Of Python.
+        change: What is another in the candidate.
+        is_own: Whether the line is that of the op which is changed: only then its calls are.
+    """
+    wrong, right = change.candidate, change.baseline
+    op = change.ops[0].rpartition("/")[2].partition(".")[0] if is_own and len(change.ops) == 1 else ""
+    if change.exchanged:
+        return exchanged(line, op, change.exchanged) if op else None
+    if change.argument == "bias" and isinstance(right, str):
+        return with_bias(line, op, right) if op else None
+    if change.argument == "transposed":
+        return transposed(line, change.operands[0]) if len(change.operands) == 1 else None
+    if isinstance(right, list):
+        return _with_axes(line, right, wrong) if change.argument in _OF_AXES else None
+    if right is None or type(wrong) is not type(right):
+        return None
+    is_name = isinstance(wrong, str) and change.argument == "activation"
+    if is_name and not (wrong.isidentifier() and right.isidentifier() and not keyword.iskeyword(right)):
+        return None
+    tokens = list(_tokens(line, names=is_name))
+    places = [(start, end) for start, end, value in tokens if _is_same(value, wrong)]
+    if not places and op and change.argument is not None:
+        divided = _divided(line, tokens, right, wrong)
+        return divided or with_argument(line, op, change.argument, wrong, right)
+    if len(places) != 1:
+        return None
+    ((start, end),) = places
+    return line[:start] + (right if is_name else repr(right)) + line[end:]
+
+
+def _with_axes(line: str, right: list[Any], wrong: Any) -> str | None:
+    """Return a line with axes in the right order, where they stand in it once and nothing else could be meant."""
+    if not isinstance(wrong, list) or len(wrong) != len(right) or len(wrong) < _LEAST_AXES:
+        return None
+    found = list(re.finditer(r"(?<![\w.,] )(?<![\w.,-])" + r",\s*".join(map(str, wrong)) + r"(?![\w.]|,\s*-?\w)", line))
+    return line[: found[0].start()] + ", ".join(map(str, right)) + line[found[0].end() :] if len(found) == 1 else None
+
+
+def _divided(line: str, tokens: list[tuple[int, int, Any]], right: Any, wrong: Any) -> str | None:
+    """Return a line with another divisor, where a factor is the one number that it divides by."""
+    if not (isinstance(wrong, float) and isinstance(right, float) and wrong and right):
+        return None
+    places = [
+        (start, end)
+        for start, end, value in tokens
+        if not isinstance(value, (bool, str)) and value and _is_same(1 / value, wrong)
+        if line[:start].rstrip().endswith("/") and not line[:start].rstrip().endswith("//")
+    ]
+    if len(places) != 1:
+        return None
+    ((start, end),) = places
+    return f"{line[:start]}{float(f'{1 / right:.12g}')!r}{line[end:]}"
+
+
+def _tokens(line: str, *, names: bool) -> Iterator[tuple[int, int, Any]]:
+    """Yield first place, last place and value of the literals of a line, or of its names."""
+    before = ""
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(line).readline):
+            is_flag = token.string in ("True", "False")
+            if token.type == tokenize.NAME and not is_flag:
+                if names:
+                    yield token.start[1], token.end[1], token.string
+            elif not names and (is_flag or token.type in (tokenize.NUMBER, tokenize.STRING)):
+                start, value = token.start[1], ast.literal_eval(token.string)
+                yield start, token.end[1], value
+                if before == "-" and token.type == tokenize.NUMBER:
+                    yield line.rindex("-", 0, start), token.end[1], -value
+            before = token.string
+    except (tokenize.TokenError, SyntaxError, ValueError):
+        return  # a line of several
+
+
+def _is_same(value: Any, wrong: Any) -> bool:
+    if isinstance(wrong, (bool, str)) or isinstance(value, (bool, str)):
+        return bool(type(value) is type(wrong) and value == wrong)
+    return isinstance(value, (int, float)) and abs(value - wrong) <= 1e-6 * abs(wrong)
+
+
+_MODULES = frozenset({"F", "torch", "functional"})
+"""Names under which functions are called, whose arguments are those of the op; a method has one of them before it."""
+
+
+def exchanged(line: str, op: str, places: tuple[int, ...]) -> str | None:
+    """Return a line in which two arguments of the one call of a function have changed places; None without it.
+
+    Args:
+        line: Of Python, of one statement.
+        op: Name of the function.
+        places: Of its positional arguments.
+    """
+    call = _the_call(line, op)
+    if call is None or len(places) != 2 or len(call.args) <= max(places):
+        return None
+    if any(isinstance(argument, ast.Starred) for argument in call.args):
+        return None
+    a, b = sorted((call.args[place] for place in places), key=lambda argument: argument.col_offset)
+    (start, middle), (further, end) = _columns(a), _columns(b)
+    return line[:start] + line[further:end] + line[middle:further] + line[start:middle] + line[end:]
+
+
+def with_argument(line: str, op: str, name: str, default: Any, value: Any) -> str | None:
+    """Return a line in which the one call of a function has an argument that it left to its default.
+
+    Args:
+        line: Of Python, of one statement.
+        op: Name of the function.
+        name: Of the argument.
+        default: What the candidate computes with, which has to be the function's own default.
+        value: As it should be.
+    """
+    call = _the_call(line, op)
+    parameters = _parameters(op)
+    if call is None or name not in parameters or not isinstance(value, (bool, int, float, str)):
+        return None
+    is_given = any(word.arg in (name, None) for word in call.keywords)
+    is_starred = any(isinstance(argument, ast.Starred) for argument in call.args)
+    place = list(parameters).index(name)
+    if is_given or is_starred or len(call.args) > place or not call.args:
+        return None
+    if type(parameters[name]) is not type(default) or parameters[name] != default or call.end_col_offset is None:
+        return None
+    end = call.end_col_offset - 1
+    return f"{line[:end].rstrip().rstrip(',')}, {name}={value!r}{line[end:]}"
+
+
+def with_bias(line: str, op: str, bias: str) -> str | None:
+    """Return a line in which the one call of a function has the bias of the module whose weight it has.
+
+    Args:
+        line: Of Python, of one statement.
+        op: Name of the function.
+        bias: Name of the tensor, with its module.
+    """
+    call, names = _the_call(line, op), list(_parameters(op))
+    if call is None or "bias" not in names or len(call.args) != names.index("bias") or call.end_col_offset is None:
+        return None
+    if any(word.arg in ("bias", None) for word in call.keywords):
+        return None
+    weight = call.args[names.index("weight")]
+    parts, module = ast.unparse(weight).split("."), bias.split(".")[:-1]
+    if not module or not isinstance(weight, ast.Attribute) or parts[-2:] != [module[-1], "weight"]:
+        return None
+    name = ".".join([*parts[:-1], bias.rpartition(".")[2]])
+    _, end = _columns(weight)
+    return f"{line[:end]}, {name}{line[end:]}"
+
+
+def transposed(line: str, weight: str) -> str | None:
+    """Return a line in which a weight is transposed, or is not any more; None where it is not read exactly once.
+
+    Args:
+        line: Of Python, of one statement.
+        weight: Name of a matrix, with its module.
+    """
+    tree = _parsed(line)
+    ending = weight.split(".")[-2:]
+    if tree is None or len(ending) < 2:
+        return None
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _ends(node, ending)]
+    if len(found) != 1:
+        return None
+    _, end = _columns(found[0])
+    rest = line[end:]
+    undone = next((word for word in (".T", ".mT", ".t()") if rest.startswith(word)), None)
+    if undone is None:
+        return None if rest.startswith((".", "[")) else f"{line[:end]}.T{rest}"
+    after = rest[len(undone) :]
+    return None if after[:1].isidentifier() or after.startswith((".", "[")) else line[:end] + after
+
+
+def _ends(node: ast.Attribute, names: list[str]) -> bool:
+    return ast.unparse(node).split(".")[-len(names) :] == names
+
+
+def _parsed(line: str) -> ast.Module | None:
+    """Return the tree of a line that is a whole statement; columns are counted in bytes, so that it is of ASCII."""
+    try:
+        return ast.parse(line) if line.isascii() else None
+    except (SyntaxError, ValueError):
+        return None
+
+
+def _the_call(line: str, op: str) -> ast.Call | None:
+    """Return the one call of a function in a line that is a whole statement; None where there is none, or several."""
+    tree = _parsed(line)
+    if tree is None:
+        return None
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _is_of(node.func, op)]
+    others = sum(isinstance(node, ast.Attribute) and node.attr == op for node in ast.walk(tree))
+    return calls[0] if len(calls) == 1 and others == 1 else None
+
+
+def _is_of(function: ast.expr, op: str) -> bool:
+    """Whether a called name is that of a function of torch: `F.gelu`, `torch.nn.functional.gelu`."""
+    if not isinstance(function, ast.Attribute) or function.attr != op:
+        return False
+    owner = function.value
+    return (owner.id if isinstance(owner, ast.Name) else owner.attr if isinstance(owner, ast.Attribute) else "") in (
+        _MODULES
+    )
+
+
+def _parameters(op: str) -> dict[str, Any]:
+    """Return the parameters of a function of torch with their defaults; empty where Python does not know them."""
+    known = getattr(functional, op, None)
+    try:
+        return {name: one.default for name, one in inspect.signature(known).parameters.items()} if known else {}
+    except (TypeError, ValueError):
+        return _DOCUMENTED.get(op, {})
+
+
+_DOCUMENTED: dict[str, dict[str, Any]] = {
+    "scaled_dot_product_attention": {
+        "query": inspect.Parameter.empty,
+        "key": inspect.Parameter.empty,
+        "value": inspect.Parameter.empty,
+        "attn_mask": None,
+        "dropout_p": 0.0,
+        "is_causal": False,
+        "scale": None,
+        "enable_gqa": False,
+    },
+    "linear": {"input": inspect.Parameter.empty, "weight": inspect.Parameter.empty, "bias": None},
+    "gelu": {"input": inspect.Parameter.empty, "approximate": "none"},
+}
+"""Functions that are written in C, as torch documents them; those that mistakes are known of."""
+
+
+def _columns(node: ast.expr) -> tuple[int, int]:
+    assert node.end_col_offset is not None
+    return node.col_offset, node.end_col_offset
+
+
+_OF_KIND = {
+    "eps": ("eps",),
+    "position": ("theta", "base"),
+    "scale": ("scal", "multiplier", "factor", "head_dim", "softcap"),
+    "activation": ("act", "activation"),
+    "mask": ("window",),
+}
+"""Kind of a mistake -> what the names of its values in a configuration have in common."""
+_ROOTS = ("head_dim", "query_pre_attn_scalar")
+"""Values whose root turned over is the scale of the scores."""
+_SAME = 1e-6
+_MOST_DEPTH = 3
+
+
+def with_configuration(result: Comparison, module: Any) -> Comparison:
+    """Return a comparison whose hints name the value of the configuration that the baseline's number is.
+
+    Args:
+        result: Of a check.
+        module: The reference; it may have no configuration.
+    """
+    values = dict(_values(getattr(module, "config", None)))
+    if not values:
+        return result
+
+    def named(found: Divergence) -> Divergence:
+        return dataclasses.replace(found, hints=tuple(_named(hint, values) for hint in found.hints))
+
+    first, rungs = result.first_divergence, []
+    for rung in result.rungs:
+        own = rung.first_divergence
+        rungs.append(rung if own is None else dataclasses.replace(rung, first_divergence=named(own)))
+    return dataclasses.replace(
+        result,
+        first_divergence=None if first is None else named(first),
+        origins=tuple(map(named, result.origins)),
+        rungs=tuple(rungs),
+    )
+
+
+def _named(hint: Hint, values: Mapping[str, Any]) -> Hint:
+    change = hint.change
+    if change is None or change.argument is None or isinstance(change.baseline, (bool, list, type(None))):
+        return hint
+    name = value_named(change.baseline, hint.kind, values)
+    if name is None:
+        return hint
+    shown = values[name]
+    text = f"{hint.text}; the reference has config.{name} = {shown:.6g}" if isinstance(shown, float) else (
+        f"{hint.text}; the reference has config.{name} = {shown}"
+    )  # fmt: skip
+    return dataclasses.replace(hint, text=text, change=dataclasses.replace(change, configured=name))
+
+
+def value_named(number: Any, kind: str, values: Mapping[str, Any]) -> str | None:
+    """Return the one name of a configuration whose value a literal is, for its kind; None where none or several are.
+
+    Args:
+        number: A number or a word of the baseline.
+        kind: Of the mistake in it.
+        values: Name -> value.
+    """
+    words = _OF_KIND.get(kind, ())
+    found = [
+        name
+        for name, value in values.items()
+        if any(word in name.rpartition(".")[2] for word in words) and _is(number, name, value)
+    ]
+    # One value may be written twice: for the layers and in the part that all of them share.
+    return found[0] if len({name.rpartition(".")[2] for name in found}) == 1 else None
+
+
+def _is(number: Any, name: str, value: Any) -> bool:
+    if isinstance(number, str) or isinstance(value, str):
+        return bool(number == value)
+    # Of a root only the scale is made, and a width alone is none.
+    made = value**-0.5 if name.rpartition(".")[2] in _ROOTS and value > 0 else value
+    return bool(abs(float(number) - made) <= _SAME * abs(made))
+
+
+def _values(config: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield the numbers and words of a configuration, those of its parts by dotted names."""
+    held = config if isinstance(config, Mapping) else getattr(config, "__dict__", None)
+    if not isinstance(held, Mapping) or depth == _MOST_DEPTH:
+        return
+    for name, value in held.items():
+        if not isinstance(name, str) or name.startswith("_"):
+            continue
+        if isinstance(value, str) or (
+            isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        ):
+            yield f"{path}{name}", value
+        elif isinstance(value, Mapping) or name.endswith("config"):
+            yield from _values(value, f"{path}{name}.", depth + 1)

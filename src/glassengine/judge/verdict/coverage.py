@@ -1,0 +1,220 @@
+"""Says how finely the inside was judged, and what was not judged: op by op, in regions, or by the results alone.
+
+A region is judged where it ends, from the candidate's own inputs of it. A mistake in a small one is nearly located;
+one in a region of eighty ops is only known to be somewhere in it, and may be less than the rounding of all of them. So
+a region of more than `MOST_OPS` ops counts as judged only where the results agree end to end.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch.fx import Node
+
+from glassengine.judge.replay.values import called
+from glassengine.judge.sides.protocol import Level, Place, float_nodes
+from glassengine.judge.verdict.score import Score
+from glassengine.ops.traits import traits_of
+from glassengine.program.onnx.operators.control import never_run, ops_inside
+from glassengine.program.onnx.operators.fallback import is_of_runtime_alone
+from glassengine.program.representation.naming import is_tensor_node
+from glassengine.program.representation.outputs import is_view
+from glassengine.program.representation.program import Program
+from glassengine.results import MOST_OPS, Fineness, Skipped
+
+
+def fineness(score: Score, program: Program) -> Fineness:
+    """Return how finely the float-valued ops of `program` were judged by `score`."""
+    inside = region_nodes(score, program)
+    found = fineness_of(program, score.side.rung, score.judged_nodes, inside)
+    if score.side.level is Level.RESULT:
+        # Of what was judged there, nothing says how it came about.
+        found = replace(found, op_by_op=0.0, results_only=found.op_by_op + found.results_only)
+    return found
+
+
+def fineness_of(program: Program, rung: str, judged: Collection[str], inside: Mapping[str, set[str]]) -> Fineness:
+    """Return how finely the float-valued ops of `program` were judged.
+
+    Args:
+        program: The baseline's.
+        rung: Where.
+        judged: Nodes that were judged.
+        inside: Nodes inside of regions -> judged nodes at which these end.
+    """
+    named = float_nodes(program, ("op",))
+    if not named:
+        return Fineness(rung, 0, 1.0, 0.0, 0.0, 0.0)
+    ends = {end for found in inside.values() for end in found} & named
+    sizes = _sizes(program, inside)
+    for node in program.graph.nodes:
+        # A branch or a loop is judged where it ends, too.
+        num_inside = ops_inside(called(node)[0].target) if node.name in named & set(judged) else 0
+        if num_inside > 1:
+            sizes[node.name] = max(sizes[node.name], 1) + num_inside - 1
+            ends.add(node.name)
+    of_region = {node: min(sizes[end] for end in inside[node]) for node in named & inside.keys()}
+    of_region |= {end: sizes[end] for end in ends}
+    small = {node for node, size in of_region.items() if size <= MOST_OPS}
+    alone = (named & set(judged)) - ends
+    # The first of equals: a set has another order in every process.
+    largest = max((node.name for node in program.graph.nodes if node.name in ends), key=sizes.__getitem__, default=None)
+    num_large = len(of_region) - len(small)
+    return Fineness(
+        rung=rung,
+        num_sites=len(named),
+        op_by_op=len(alone) / len(named),
+        in_regions=len(small) / len(named),
+        in_large_regions=num_large / len(named),
+        results_only=max(0, len(named) - len(alone) - len(of_region)) / len(named),
+        largest_region=0 if largest is None else sizes[largest],
+        largest_region_end=None if largest is None else program.sites.by_node[largest][0].name,
+    )
+
+
+def region_nodes(score: Score, program: Program) -> dict[str, set[str]]:
+    """Return the ops inside of regions that were judged at their ends: node -> ends."""
+    replay = score.side.replay
+    # A region ends where the candidate has a tensor, though none of its elements counts.
+    inside = {} if replay is None else replay.inside(score.judged_nodes | score.empty_nodes)
+    return {node: ends for node, ends in inside.items() if ends <= score.judged_nodes}
+
+
+def _sizes(program: Program, inside: Mapping[str, set[str]]) -> Counter[str]:
+    """Return how many ops each region has that compute something, its end among them.
+
+    What only makes positions or a mask for it is exact: rounding hides nothing there.
+    """
+    sizes: Counter[str] = Counter()
+    for node in program.graph.nodes:
+        if node.name in inside and not is_view(node) and not _is_exact(node):
+            sizes.update(inside[node.name])
+    for end in {end for found in inside.values() for end in found}:
+        sizes[end] += 1
+    return sizes
+
+
+def _is_exact(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and not value.is_floating_point() and not value.is_complex()
+
+
+def coverage(score: Score, program: Program, *, results_agree: bool) -> float:
+    """Return the share that counts for `--min-coverage`.
+
+    Of a side that was observed at modules or results alone, that is the share of those.
+    """
+    if score.side.level is Level.OP:
+        found = fineness(score, program)
+        return found.op_by_op + found.in_regions + (found.in_large_regions if results_agree else 0.0)
+    named = score.side.countable(program)
+    return len(named & score.judged_nodes) / len(named) if named else 1.0
+
+
+_MOST_NAMES = 6
+
+
+def lacking(score: Score, program: Program) -> list[str]:
+    """Return the sites that the coverage of a side asks for and that were not judged, in the order of the program."""
+    is_op = score.side.level is not Level.SEGMENT
+    wanted = float_nodes(program, ("op",)) if is_op else score.side.countable(program)
+    left = wanted - score.judged_nodes - (region_nodes(score, program).keys() if is_op else set())
+    nodes = (program.sites.by_node[node.name] for node in program.graph.nodes if node.name in left)
+    return [
+        next((one.name for one in sites if (is_op or one.kind != "op") and ":in" not in one.name), sites[0].name)
+        for sites in nodes
+    ]
+
+
+def missing(score: Score, program: Program) -> str:
+    """Return in words what is missing on a side that was not judged finely enough."""
+    names = lacking(score, program)
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    listed = f"{', '.join(names[:_MOST_NAMES])}{more}"
+    if score.side.place is Place.RECORD and names:
+        return f"not in the record: {listed}; record them by these names, or say what they are called: --map FILE"
+    what = f"not judged: {listed}" if names else "too many ops lie between two tensors that it has"
+    return f"{what}; --min-coverage 0 accepts the results alone"
+
+
+def not_judged(program: Program, scores: Sequence[Score], main: Score, known: Sequence[Skipped]) -> list[Skipped]:
+    """Return what was left out of the judgement of all sides, beside what is `known` of it.
+
+    Args:
+        program: The baseline's.
+        scores: Of all sides.
+        main: The one that the verdict rests on.
+        known: Sites that are listed already.
+    """
+    return [
+        *_results_left_out(scores),
+        *_unobserved(main, program, known),
+        *_reordered(scores, program),
+        *_without_value(program),
+        *_never_run(program),
+        *_of_runtime_alone(program),
+    ]
+
+
+def _results_left_out(scores: Sequence[Score]) -> list[Skipped]:
+    return [
+        Skipped(name, "both", f"not compared end to end: {why}", rung=score.side.rung)
+        for score in scores
+        for name, why in score.results.not_compared.items()
+    ]
+
+
+def _reordered(scores: Sequence[Score], program: Program) -> list[Skipped]:
+    reason = "inside of experts: the program computes them in another order"
+    return [
+        Skipped(site.name, "both", reason, rung=score.side.rung)
+        for score in scores
+        if score.side.reordered
+        for site in program.sites
+        if site.kind == "module" and ":in" not in site.name and site.name.startswith(score.side.reordered)
+    ]
+
+
+def _without_value(program: Program) -> list[Skipped]:
+    nodes = [node for node in program.graph.nodes if traits_of(node).is_arbitrary and is_tensor_node(node)]
+    reasons = {True: "random: drawn by every run", False: "memory not yet written"}
+    return [
+        Skipped(program.sites.by_node[node.name][0].name, "both", reasons[bool(traits_of(node).is_random)])
+        for node in nodes
+    ]
+
+
+def _of_runtime_alone(program: Program) -> list[Skipped]:
+    """Operators of a runtime of its own: what is compared with it is not judged by anybody else."""
+    nodes = [node for node in program.graph.nodes if is_of_runtime_alone(called(node)[0].target)]
+    sites = [sites[0].name for node in nodes if (sites := program.sites.by_node.get(node.name))]
+    return [Skipped(site, "both", "compared with ONNX Runtime, which alone says what it computes") for site in sites]
+
+
+def _never_run(program: Program) -> list[Skipped]:
+    """Branches and loops of an ONNX file that no input led into."""
+    ops = {called(node)[0]: node for node in program.graph.nodes if program.sites.by_node.get(node.name)}
+    return [
+        Skipped(program.sites.by_node[node.name][0].name, "both", f"no input led into its {name}")
+        for op, node in ops.items()
+        for name in never_run(op.target)
+    ]
+
+
+def _unobserved(score: Score, program: Program, skipped: Sequence[Skipped]) -> list[Skipped]:
+    """Float sites that are neither judged nor explained yet."""
+    if score.side.place is Place.RECORD:
+        return [Skipped(site, "candidate", "not in the record", rung=Place.RECORD) for site in lacking(score, program)]
+    if score.side.program is None:
+        return []
+    known = {item.site for item in skipped}
+    missing = float_nodes(program, ("op",)) - score.judged_nodes - region_nodes(score, program).keys()
+    sites = [program.sites.by_node[node][0].name for node in missing]
+    return [
+        Skipped(s, "candidate", "the candidate has no such tensor", rung=score.side.rung)
+        for s in sorted(sites)
+        if s not in known
+    ]

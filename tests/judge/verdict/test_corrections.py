@@ -1,0 +1,241 @@
+"""The line as it should read: one literal or one name in it is another."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from glassengine.judge.verdict.corrections import (
+    corrected,
+    exchanged,
+    line_of_number,
+    transposed,
+    value_named,
+    with_argument,
+    with_bias,
+    with_configuration,
+    with_lines,
+)
+from glassengine.program.export.export import export_module
+from glassengine.results import Altered, Comparison, Divergence, Hint
+from tests.report.made_results import comparison
+
+
+@pytest.mark.parametrize(
+    ("line", "argument", "here", "there", "wanted"),
+    [
+        ("x = self.norm(x, eps=1e-3)", "eps", 1e-6, 1e-3, "x = self.norm(x, eps=1e-06)"),
+        ("a = F.softmax(scores, 2) * 2.5", "factor", 0.5, 2.5, "a = F.softmax(scores, 2) * 0.5"),
+        ("y = x.roll(-1, 1)", "shifts", 2, -1, "y = x.roll(2, 1)"),
+        ("y = sdpa(q, k, v, is_causal=False)", "is_causal", True, False, "y = sdpa(q, k, v, is_causal=True)"),
+        ("y = F.gelu(self.gelu_in(x))", "activation", "silu", "gelu", "y = F.silu(self.gelu_in(x))"),
+        ("y = F.gelu(x, approximate='none')", "approximate", "tanh", "none", "y = F.gelu(x, approximate='tanh')"),
+        ("y = x * 0.5 + z * 0.5", "factor", 1.0, 0.5, None),  # which of the two is not known
+        ("y = x * self.scale", "factor", 1.0, 0.5, None),  # no literal
+        ("y = F.gelu(x)", "activation", "gelu (tanh)", "gelu", None),  # no name
+        ("y = torch.where(a, b, 0.5", "other", 0.25, 0.5, "y = torch.where(a, b, 0.25"),  # the line of several
+        ("y = x.view(2, 3)", "size", [3, 2], [2, 3], None),
+    ],
+)
+def test_a_line_is_corrected_where_its_place_is_clear(
+    line: str, argument: str, here: Any, there: Any, wanted: str | None
+) -> None:
+    assert corrected(line, Altered(argument=argument, baseline=here, candidate=there)) == wanted
+
+
+SDPA = "scaled_dot_product_attention"
+
+
+@pytest.mark.parametrize(
+    ("line", "change", "wanted"),
+    [
+        (f"y = F.{SDPA}(q, v, k)", Altered((f"a/{SDPA}.0",), exchanged=(1, 2)), f"y = F.{SDPA}(q, k, v)"),
+        (
+            "y = torch.sub(f(x, 1), z[0], alpha=2)",
+            Altered(("sub.0",), exchanged=(0, 1)),
+            "y = torch.sub(z[0], f(x, 1), alpha=2)",
+        ),
+        ("y = x.sub(z, 1)", Altered(("sub.0",), exchanged=(0, 1)), None),  # a method: its operands are elsewhere
+        ("y = F.gelu(a, b) + F.gelu(c, d)", Altered(("gelu.0",), exchanged=(0, 1)), None),
+        (f"y = F.{SDPA}(*heads)", Altered((f"{SDPA}.0",), exchanged=(1, 2)), None),
+        (f"y = F.{SDPA}(q, v,", Altered((f"{SDPA}.0",), exchanged=(1, 2)), None),  # goes on below
+        (
+            f"y = F.{SDPA}(q, k, v)",
+            Altered((f"{SDPA}.0",), argument="is_causal", baseline=True, candidate=False),
+            f"y = F.{SDPA}(q, k, v, is_causal=True)",
+        ),
+        (
+            "return self.down(F.gelu(x))",
+            Altered(("gelu.0",), argument="approximate", baseline="tanh", candidate="none"),
+            "return self.down(F.gelu(x, approximate='tanh'))",
+        ),
+        (f"y = F.{SDPA}(q, k, v, **more)", Altered((SDPA,), (), "is_causal", True, False), None),
+        ("y = F.gelu(x)", Altered(("gelu.0",), (), "approximate", "tanh", "other"), None),  # not its default
+        ("s = s / 8.0", Altered(("mul.0",), (), "factor", 0.25, 0.125), "s = s / 4.0"),
+        ("s = s / 8.0 / 8.0", Altered(("mul.0",), (), "factor", 0.25, 0.125), None),
+        ("s = s * 8.0", Altered(("mul.0",), (), "factor", 0.25, 0.125), None),
+        ("y = x.permute(0, 3, 1, 2)", Altered(("permute.0",), (), "dims", [0, 2, 1, 3], [0, 3, 1, 2]), (
+            "y = x.permute(0, 2, 1, 3)")),
+        ("y = x.view(1, 0, 3, 1, 2)", Altered(("permute.0",), (), "dims", [0, 2, 1, 3], [0, 3, 1, 2]), None),
+    ],
+)  # fmt: skip
+def test_a_call_is_corrected_where_it_is_the_only_one(line: str, change: Altered, wanted: str | None) -> None:
+    assert corrected(line, change) == wanted
+
+
+def test_only_what_is_proven_has_a_line() -> None:
+    change = Altered(argument="eps", baseline=1e-6, candidate=1e-3)
+    hints = tuple(Hint("eps", "eps", 1.0, proven=proven, change=change) for proven in (True, False))
+    source = "ports/net.py:12: x = norm(x, 1e-3)"
+    found = Divergence(None, 0, "norm", None, "norm", None, "wrong", 9.0, None, None, None, hints)
+    assert [hint.line for hint in with_lines(found).hints] == [None, None]  # no line of the candidate is known
+    found = Divergence(
+        None, 0, "norm", None, "norm", None, "wrong", 9.0, None, None, None, hints, candidate_source=source
+    )
+    assert [hint.line for hint in with_lines(found).hints] == ["x = norm(x, 1e-06)", None]
+
+
+class Attention(nn.Module):
+    """Four lines, which are one op of a baseline."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        scores = q @ k.transpose(-2, -1)
+        scores = scores / 8.0
+        shares = scores.softmax(-1)
+        return shares @ v
+
+
+@pytest.mark.parametrize(
+    ("number", "proven", "wanted"),
+    [
+        (0.125, True, "scores = scores / 8.0"),
+        (0.125, False, None),
+        (0.25, True, None),  # nowhere
+        (-1, True, None),  # a whole number is an axis as well
+    ],
+)
+def test_the_line_of_a_region_is_that_of_the_number(number: float, proven: bool, wanted: str | None) -> None:
+    program = export_module(Attention(), {name: torch.randn(1, 2, 3, 4) for name in "qkv"})
+    ports = {port.node for port in program.inputs}
+    end = next(node for node in reversed(program.graph.nodes) if node.op == "call_function").name
+    change = Altered(argument="scale", baseline=0.5, candidate=number)
+    hints = (Hint("scale", "scale", 1.0, proven=proven, change=change),)
+    found = Divergence(None, 0, "sdpa", "sdpa", end, None, "wrong", 9.0, None, None, None, hints)
+    line = line_of_number(program, {**{name: name for name in ports}, "sdpa": end}, found)
+    assert (line is None) if wanted is None else (line is not None and line.endswith(wanted))
+    assert line_of_number(None, {"sdpa": end}, found) is None
+
+
+def test_columns_are_those_of_whole_arguments() -> None:
+    line = 'y = torch.sub(a["(,"], b[1:2], alpha=2)  # sub(a, b)'
+    assert exchanged(line, "sub", (1, 0)) == 'y = torch.sub(b[1:2], a["(,"], alpha=2)  # sub(a, b)'
+
+
+@pytest.mark.parametrize(
+    "line", ["y = net.sub(a, b)", "y = sub(a, b)", "y = torch.sub(a, other=b)", "größe = F.sub(a, b)"]
+)
+def test_what_is_not_a_function_of_torch_is_left_alone(line: str) -> None:
+    assert exchanged(line, "sub", (0, 1)) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "default", "value", "wanted"),
+    [
+        ("y = F.silu(F.layer_norm(x, (8,)))", "eps", 1e-5, 1e-6, "y = F.silu(F.layer_norm(x, (8,), eps=1e-06))"),
+        ("y = F.layer_norm(x, (8,), w, b, 1e-3)", "eps", 1e-3, 1e-6, None),  # given by its place
+        ("y = F.layer_norm(x, (8,))", "eps", 1e-3, 1e-6, None),  # another default: it is not this call
+        ("y = F.layer_norm(x, (8,))", "epsilon", 1e-5, 1e-6, None),
+        ("y = self.layer_norm(x)", "eps", 1e-5, 1e-6, None),
+    ],
+)
+def test_an_argument_is_added_where_the_default_of_the_function_was_wrong(
+    line: str, name: str, default: float, value: float, wanted: str | None
+) -> None:
+    assert with_argument(line, "layer_norm", name, default, value) == wanted
+
+
+@pytest.mark.parametrize(
+    ("line", "bias", "wanted"),
+    [
+        ("y = F.linear(x, self.out.weight)", "out.bias", "y = F.linear(x, self.out.weight, self.out.bias)"),
+        ("y = F.linear(x[0], w.out.weight) + 1", "h.0.out.bias", "y = F.linear(x[0], w.out.weight, w.out.bias) + 1"),
+        ("y = F.linear(x, self.out.weight, None)", "out.bias", None),
+        ("y = F.linear(x, self.out.weight, bias=b)", "out.bias", None),
+        ("y = F.linear(x, self.out.weight)", "up.bias", None),
+        ("y = F.linear(x, weight)", "out.bias", None),
+        ("y = F.linear(x, self.out.weight)", "bias", None),
+        ("y = F.linear(F.linear(x, self.up.weight), self.out.weight)", "out.bias", None),
+    ],
+)
+def test_a_bias_is_added_where_that_of_the_same_module_is_meant(line: str, bias: str, wanted: str | None) -> None:
+    assert with_bias(line, "linear", bias) == wanted
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("y = x @ self.out.weight + self.out.bias", "y = x @ self.out.weight.T + self.out.bias"),
+        ("y = F.linear(x, self.out.weight.T)", "y = F.linear(x, self.out.weight)"),
+        ("y = F.linear(x, self.out.weight.t(), b)", "y = F.linear(x, self.out.weight, b)"),
+        ("y = x @ self.out.weight[:8]", None),
+        ("y = x @ self.out.weight.transpose(0, 1)", None),
+        ("y = x @ self.out.weight @ self.out.weight", None),
+        ("y = x @ self.timeout.weight", None),
+        ("y = x @ weight", None),
+        ("y = (x @ self.out.weight", None),
+    ],
+)
+def test_a_weight_is_transposed_or_not_any_more(line: str, wanted: str | None) -> None:
+    assert transposed(line, "out.weight") == wanted
+
+
+CONFIG = {
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "head_dim": 64,
+    "rope_parameters.rope_theta": 1e4,
+    "rope_theta": 1e4,
+    "scale_a": 3.0,
+    "scale_b": 3.0,
+    "hidden_act": "silu",
+}
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "wanted"),
+    [
+        (1e-6, "eps", "rms_norm_eps"),
+        (1e-5, "eps", None),
+        (0.02, "scale", None),
+        (0.125, "scale", "head_dim"),
+        (64, "scale", None),
+        (10000.0, "position", "rope_parameters.rope_theta"),
+        (3.0, "scale", None),
+        ("silu", "activation", "hidden_act"),
+        ("gelu", "activation", None),
+    ],
+)
+def test_a_value_of_that_kind_is_named(number: object, kind: str, wanted: str | None) -> None:
+    assert value_named(number, kind, CONFIG) == wanted
+
+
+def _with(hint: Hint) -> Comparison:
+    made = comparison()
+    first = made.first_divergence
+    assert first is not None
+    return dataclasses.replace(made, first_divergence=dataclasses.replace(first, hints=(hint,)))
+
+
+def test_the_sentence_has_it() -> None:
+    hint = Hint("eps", "eps: 1e-06 here, 1e-05", 1.0, change=Altered(argument="eps", baseline=1e-6, candidate=1e-5))
+    module = SimpleNamespace(config=SimpleNamespace(rms_norm_eps=1e-6, use_cache=True, layers=[1]))
+    first = with_configuration(_with(hint), module).first_divergence
+    assert first is not None and first.hints[0].change is not None
+    assert first.hints[0].text.endswith("; the reference has config.rms_norm_eps = 1e-06")
+    assert first.hints[0].change.configured == "rms_norm_eps"
+    assert with_configuration(_with(hint), object()) == _with(hint)
