@@ -24,7 +24,7 @@ from glassengine.compare.matching.matching import Match
 from glassengine.compare.matching.phases import ExecutionOrder, phase_of
 from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.compare.pairs import Block, Plan, planned
-from glassengine.compare.precision import Precision, over_budget
+from glassengine.compare.precision import Precision, rows_of_results
 from glassengine.compare.rounded_updates import NOT_JUDGED, not_judged
 from glassengine.compare.roundings import COARSE, IF_COARSE, ROUNDED, TOO_SMALL, beside_larger
 from glassengine.compare.session import Map, Options, Request, Session, Side, judge_block
@@ -36,7 +36,18 @@ from glassengine.recording.layout.entries import Entries
 from glassengine.recording.layout.noise_floor import NoiseFloor
 from glassengine.recording.read.source import TensorSource, open_source
 from glassengine.recording.write.policy import NO_VALUES
-from glassengine.results import VERDICTS, Comparison, Divergence, Findings, Packed, Policy, Skipped, counts_of, worst
+from glassengine.results import (
+    VERDICTS,
+    Comparison,
+    Divergence,
+    Findings,
+    Packed,
+    Policy,
+    Skipped,
+    counts_of,
+    over_budget,
+    worst,
+)
 from glassengine.sites import ROOT, matches, patterns_of
 from glassengine.workers import InProcess, Workers
 from glassengine.workers.processes import Processes
@@ -219,7 +230,7 @@ def _concluded(
         candidate_environment=environment_of(right),
         inside=verdict,
         inside_reason=f"{num_bad} of {len(pairs)} tensors are {policy.fail_on}{worse}",
-        over=over_budget(drift, policy.min_snr),
+        over=over_budget(rows_of_results(drift), policy.min_snr),
         left=not_compared(pairs, lost, show_only if verdicts.stopped_at is None else ()),
         first_divergence=divergence,
         origins=() if divergence is None else (divergence,),

@@ -88,6 +88,7 @@ from glassengine.results.metrics import (
     MetricSummary,
 )
 from glassengine.results.pairs import (
+    BY_GRID,
     Counts,
     Packed,
     Pair,
@@ -113,6 +114,7 @@ from glassengine.results.report import (
 )
 
 __all__ = [
+    "BY_GRID",
     "FLAGGED",
     "KINDS",
     "MOST_OPS",

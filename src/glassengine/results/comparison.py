@@ -83,6 +83,31 @@ class Divergence(Result):
     rank: int | None = None
     num_untried: int = 0
 
+    @classmethod
+    def without_run(
+        cls,
+        site: str,
+        verdict: Verdict,
+        hints: tuple[Hint, ...],
+        *,
+        rung: str,
+        noise_ratio: float | None = None,
+        candidate_site: str | None = None,
+    ) -> Divergence:
+        """Return the origin of an error that belongs to no op: a weight, or a result as a whole.
+
+        Args:
+            site: Of the baseline.
+            verdict: On it.
+            hints: Which kind of mistake it is.
+            rung: Which implementation.
+            noise_ratio: Error over the noise floor, or in steps of a grid.
+            candidate_site: Of the candidate; None for the baseline's.
+        """
+        return cls(
+            rung, 0, site, None, candidate_site or site, None, verdict, noise_ratio, None, None, None, hints=hints
+        )
+
     @property
     def leads(self) -> bool:
         """Whether it stands for its group, or for itself alone."""
