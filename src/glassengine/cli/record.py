@@ -96,7 +96,7 @@ def command(
         bool, typer.Option("--optimizer", help="Of a script: record parameters and state after each optimizer step.")
     ] = False,
     microbatches: Annotated[
-        int, typer.Option(metavar="N", help="With --gradients: forwards that may begin before the first backward.")
+        int, typer.Option(metavar="N", help="With --gradients: number of forward passes in flight.")
     ] = 1,
     watch: Watching = False,
     trigger: Triggers = None,
@@ -104,7 +104,8 @@ def command(
     as_deployed: Annotated[
         bool,
         typer.Option(
-            "--as-deployed", help="Of gguf:FILE, genai:DIR or vllm:DIR: as it runs by default, not as exactly."
+            "--as-deployed",
+            help="Of gguf:FILE, genai:DIR or vllm:DIR: the engine's default settings, not the exact ones.",
         ),
     ] = False,
     library: Annotated[
@@ -134,7 +135,7 @@ def command(
         str | None, typer.Option("--spool", metavar="SIZE", help="With a URL: bytes that may wait to be uploaded.")
     ] = None,
     when_behind: Annotated[
-        str, typer.Option("--when-behind", metavar="WHAT", help="A store that is slow: wait for it, or cut values.")
+        str, typer.Option("--when-behind", metavar="WHAT", help="If uploads fall behind: wait, or drop values.")
     ] = "wait",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Run the model, count bytes, write nothing.")] = False,
     *,

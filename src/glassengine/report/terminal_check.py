@@ -261,7 +261,7 @@ def _inputs(result: Comparison) -> Iterator[Text]:
     if len(first) > _MAX_INPUTS:
         parts.append(f"and {len(first) - _MAX_INPUTS} more")
     steps = sum(case.num_steps for case in cases)
-    more = f"; {len(cases)} cases, {steps} steps" if steps > 1 else ""
+    more = f"; {len(cases)} case{'s' if len(cases) > 1 else ''}, {steps} steps" if steps > 1 else ""
     yield Text(f"inputs   {' and '.join(origins)}: {', '.join(parts)}{more}")
 
 
