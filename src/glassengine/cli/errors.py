@@ -24,7 +24,7 @@ from glassengine.cli.documents import json_pieces, write_json, write_text
 from glassengine.cli.foreign import absent
 from glassengine.cli.options import err, settings
 from glassengine.errors import GlassError, UsageError
-from glassengine.results.failure import failure
+from glassengine.results.base import failure
 
 BUG_STATUS = 70
 INTERRUPTED_STATUS = 130

@@ -22,7 +22,7 @@ from glassengine.report.table import VERDICT_STYLES, mark, new_table
 from glassengine.report.terminal_check import drift_table
 from glassengine.report.words import of_side
 from glassengine.results import VERDICTS, Comparison, Figures, Pair, Skipped, Summary, tally_of
-from glassengine.results.series import SeriesComparison
+from glassengine.results.comparison import SeriesComparison
 
 if TYPE_CHECKING:
     from glassengine.results.artifacts import ArtifactComparison, StageComparison

@@ -26,10 +26,9 @@ from glassengine.results import (
     SeriesPoint,
     SideBySide,
 )
+from glassengine.results.answer import Exemption, InputUsed
 from glassengine.results.artifacts import Difference
 from glassengine.results.engines import StepDifference
-from glassengine.results.exempt import Exemption
-from glassengine.results.inputs_used import InputUsed
 from glassengine.sites import parts_of_line
 
 LONGEST_NAME = 60
