@@ -24,7 +24,7 @@ FLOORS = (
     {"environment"},
     {"starting", "stores"},
     {"reading", "torch_versions", "workers", "writing"},
-    {"accelerators", "asked", "sites", "taps", "results", "blocks", "spans", "ops"},
+    {"accelerators", "asked", "candidates", "sites", "taps", "results", "blocks", "spans", "ops"},
     {"recording", "program", "schemas"},
     {"numerics"},
     {"compare", "capture", "executable"},
@@ -42,6 +42,7 @@ FLOOR_OF = {unit: level for level, floor in enumerate(FLOORS) for unit in floor}
 # Beside the public names, what the command line may use: reading, writing, the words it prints, its exit status.
 CLI_MAY_IMPORT = {
     "asked",
+    "candidates",
     "commands",
     "errors",
     "progress",
@@ -345,7 +346,7 @@ DECIDED_BY_WORDS = {
     ("diagnose/training/gradient_graph.py", '(?m)^(?=\\s*File ")'): "a traceback",
     ("diagnose/training/gradient_graph.py", 'File "'): "a traceback",
     ("diagnose/training/gradient_graph.py", "Gradient addition"): "torch's own name of what autograd adds",
-    ("cli/interrupts.py", "<frozen importlib"): "Python's own name of a file",
+    ("cli/errors.py", "<frozen importlib"): "Python's own name of a file",
     # How words are laid out on a screen.
     ("report/words.py", " at ["): "a place that is told already is not told twice",
     ("report/terminal_check.py", "judged "): "the column is called judged",

@@ -186,7 +186,7 @@ def _missing(directory: Path, ring: LeftRing, shards: ShardFiles) -> tuple[list[
     """Return the steps that are not in the index, and what `ring.log` says."""
     with open_regular(directory / layout.INDEX, inside=directory) as index:
         known = set(read_index(index, shards.data_bytes).steps)
-    frames = journal.read_moved(directory)
+    frames = journal.read_evicted(directory)
     return [step for step in Journaled(ring, frames).steps() if step.number not in known], frames
 
 

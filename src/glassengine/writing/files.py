@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import io
 import os
 import re
@@ -21,11 +22,6 @@ from glassengine.stores.places import Remote, place
 if TYPE_CHECKING:
     import torch
 
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 
@@ -140,8 +136,6 @@ def hold(file: int) -> None:
     Raises:
         BlockingIOError: Someone else holds it.
     """
-    if fcntl is None:
-        return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -152,16 +146,12 @@ def hold(file: int) -> None:
 
 @contextlib.contextmanager
 def held(directory: Path) -> Iterator[None]:
-    """Lock a directory while the block runs; nothing where directories cannot be locked. No file is left in it.
+    """Lock a directory while the block runs. No file is left in it.
 
     Raises:
         BlockingIOError: Someone else holds it.
     """
-    try:
-        lock = os.open(directory, os.O_RDONLY)
-    except OSError:  # Windows opens no directories
-        yield
-        return
+    lock = os.open(directory, os.O_RDONLY)
     try:
         hold(lock)
         yield
@@ -211,8 +201,8 @@ def open_to_append(path: Path) -> int:
     Raises:
         OSError: It cannot be opened; or it is a link, a pipe, or a file that other directories have as well.
     """
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
-    descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = os.open(path, flags, 0o666)
     found = os.fstat(descriptor)
     if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
         return descriptor

@@ -210,7 +210,7 @@ def why_not(dtype: np.dtype[Any]) -> str | None:
     return None
 
 
-class NumpyFile(ForeignTensors):
+class NpzFile(ForeignTensors):
     """Arrays of a `.npz` file; each is read, not mapped, when it is asked for."""
 
     _same_name = "two entries have this name"
@@ -339,12 +339,12 @@ def why_not_a_tensor(value: Any) -> str | None:
     return None
 
 
-TensorFile = TorchFile | SafetensorsFile | NumpyFile | NpyFile
+TensorFile = TorchFile | SafetensorsFile | NpzFile | NpyFile
 KINDS: dict[str, type[TensorFile]] = {
     ".pt": TorchFile,
     ".pth": TorchFile,
     ".safetensors": SafetensorsFile,
-    ".npz": NumpyFile,
+    ".npz": NpzFile,
     ".npy": NpyFile,
 }
 """The kinds of single files by the ends of their names."""

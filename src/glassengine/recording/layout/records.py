@@ -333,7 +333,7 @@ class _Tensor(_Place):
     axes: dict[str, Size]
     nbytes: Size
     node: str | None = None
-    sharding: dict[str, Any] | None = None
+    sharding: Any = None
 
 
 def entry_from(payload: dict[str, Any]) -> Entry:
@@ -346,16 +346,21 @@ def entry_from(payload: dict[str, Any]) -> Entry:
         raise ValueError("axes do not name dimensions")
     if found.nbytes != num_bytes(found.dtype, shape):
         raise ValueError(f"{found.nbytes} bytes do not hold {found.dtype}{list(shape)}")
-    sharding = None if found.sharding is None else _sharding_from(found.sharding)
     of = (found.site, found.step, found.rank, found.dtype, shape, found.axes, found.node, found.nbytes)
-    return Entry(*of, _location(found), sharding)
+    return Entry(*of, _location(found), sharding_from(found.sharding))
 
 
-def _sharding_from(payload: dict[str, Any]) -> Sharding:
+def sharding_from(payload: Any) -> Sharding | None:
+    """Return how a tensor is spread over processes, trusting nothing."""
+    if payload is None:
+        return None
     # Recordings of earlier versions do not say which ranks a mesh has.
-    if not {"names", "coordinate"} <= payload.keys():
+    if not isinstance(payload, dict) or not {"names", "coordinate"} <= payload.keys():
         raise ValueError("a sharding is not what it should be")
-    found = msgspec.convert(payload, Sharding)
+    try:
+        found = msgspec.convert(payload, Sharding)
+    except ValueError as error:
+        raise ValueError(f"a sharding is not what it should be: {error}") from error
     rank, sizes = len(found.mesh), (*found.shape, *found.mesh, *found.coordinate, *found.ranks)
     if (
         min(sizes, default=0) < 0

@@ -85,6 +85,6 @@ def _recover(directory: Path, target: Remote) -> None:
 
 
 def _shards_of_open_steps(directory: Path) -> set[str]:
-    moved = journal.read_moved(directory)
+    moved = journal.read_evicted(directory)
     places = [journal.PLACE.unpack(said) for _, kind, said in moved if kind == journal.AT]
     return {layout.shard_name(shard, sealed=True) for shard, *_ in places if shard <= layout.MAX_SHARD_NUMBER}
