@@ -338,9 +338,6 @@ _READS = {"startswith", "endswith", "removeprefix", "removesuffix", "partition",
 
 DECIDED_BY_WORDS = {
     # Values of the JSON document, of a Literal type that mypy holds comparisons against.
-    ("diagnose/quantization/port.py", "too little judged"): "Comparison.standing",
-    ("diagnose/quantization/port.py", "results differ"): "Comparison.standing",
-    ("diagnose/quantization/port.py", "differs inside"): "Comparison.standing",
     ("diagnose/quantization/result.py", "not its values"): "kind of a hint, documented in the JSON reference",
     # Stack traces as Python and torch write them.
     ("diagnose/training/gradient_graph.py", '(?m)^(?=\\s*File ")'): "a traceback",

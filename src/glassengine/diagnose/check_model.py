@@ -10,8 +10,8 @@ from torch import nn
 
 from glassengine import asked
 from glassengine.candidates import flags_of
+from glassengine.diagnose.ladder.request import CheckRequest
 from glassengine.diagnose.reproduction.files import require_free
-from glassengine.diagnose.request import CheckRequest
 from glassengine.diagnose.router import route
 from glassengine.engine.build.ranks import mesh_for
 from glassengine.judge.cases import as_inputs

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from glassengine.candidates import BUILT, ENGINE, MODEL, QUANTIZED, RECORD, SERVED, WRITTEN, Kind, refuse
-from glassengine.diagnose.ladder.ladder import check_built, check_engine, check_model, check_record
+from glassengine.diagnose.check_ladder import check_built, check_engine, check_model, check_record
+from glassengine.diagnose.ladder.request import CheckRequest
 from glassengine.diagnose.quantization.check import check_quantized_checkpoint, is_quantized_candidate
-from glassengine.diagnose.request import CheckRequest
 from glassengine.diagnose.served.candidates import is_engine, is_written, open_candidate, open_record
 from glassengine.diagnose.served.check import check_served, check_written
 from glassengine.results import Comparison

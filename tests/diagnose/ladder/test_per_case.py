@@ -13,7 +13,7 @@ import torch
 import glassengine as glass
 from glassengine.cli.main import main
 from glassengine.diagnose.ladder import per_case
-from glassengine.diagnose.request import CheckRequest
+from glassengine.diagnose.ladder.request import CheckRequest
 from glassengine.diagnose.router import route
 from glassengine.errors import BackendError, UsageError
 from glassengine.results import Interrupted, Policy

@@ -25,9 +25,9 @@ from torch import nn
 from glassengine import environment
 from glassengine.diagnose.ladder.climb import Climb
 from glassengine.diagnose.ladder.judging import OnStep, judge, kept, severity_counter
+from glassengine.diagnose.ladder.request import CheckRequest
 from glassengine.diagnose.ladder.rungs import start
 from glassengine.diagnose.reproduction.reproduce import with_reproduction
-from glassengine.diagnose.request import CheckRequest
 from glassengine.diagnose.served.aligned import Alignment, arithmetic_of, hidden_kinds, operands_of
 from glassengine.diagnose.served.as_stored import AsStored
 from glassengine.diagnose.served.candidates import write_candidate

@@ -3,7 +3,7 @@
 Every rung is judged against one float64 reference, the baseline's exported program, in one sweep (see `judge`). The
 untouched model is a side like any other, so a mistake in the export itself shows as the model leaving the program.
 An encoder-decoder is two programs, and climbs twice (`encoder_decoder`); so does a model of images and text
-(`image_text`). Another model, or a record, is a rung in the place of the engine.
+(`image_text`). Another model, or a record, is a rung as an engine is one.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from glassengine.diagnose.ladder.judging import explain_engine, kept
 from glassengine.diagnose.ladder.other_model import add_model, start_stage
 from glassengine.diagnose.ladder.per_case import judge_cases
 from glassengine.diagnose.ladder.record import add_record, judge_sums_again, tensors_of
+from glassengine.diagnose.ladder.request import CheckRequest
 from glassengine.diagnose.ladder.rungs import add_built, add_engine, arguments_of
 from glassengine.diagnose.ladder.sessions import as_run, with_level
 from glassengine.diagnose.ladder.step_by_step import Stage, numbered, staged
 from glassengine.diagnose.quantization.module import check_quantized_module, quantized_in_memory
 from glassengine.diagnose.quantization.port import check_quantized_file, is_quantized_file
 from glassengine.diagnose.reproduction.reproduce import with_reproduction
-from glassengine.diagnose.request import CheckRequest
 from glassengine.engine.build.ranks import check_mesh
 from glassengine.engine.run.engine import Engine
 from glassengine.engine.run.load import load
