@@ -345,7 +345,7 @@ DECIDED_BY_WORDS = {
     ("diagnose/training/gradient_graph.py", '(?m)^(?=\\s*File ")'): "a traceback",
     ("diagnose/training/gradient_graph.py", 'File "'): "a traceback",
     ("diagnose/training/gradient_graph.py", "Gradient addition"): "torch's own name of what autograd adds",
-    ("cli/interrupts.py", "<frozen importlib"): "Python's own name of a file",
+    ("cli/errors.py", "<frozen importlib"): "Python's own name of a file",
     # How words are laid out on a screen.
     ("report/words.py", " at ["): "a place that is told already is not told twice",
     ("report/terminal_check.py", "judged "): "the column is called judged",

@@ -17,7 +17,7 @@ import torch
 import glassengine as glass
 from glassengine import environment, starting
 from glassengine.cli.main import main
-from glassengine.cli.roots import Roots
+from glassengine.cli.mcp import Roots
 from glassengine.diagnose.reproduction.bisect_compiler import try_elsewhere
 from glassengine.errors import GlassError
 from glassengine.testing import models
@@ -43,7 +43,7 @@ ALLOWED = {
     ("environment.py", "subprocess.run"): "git, below the place",
     ("engine/prompts/templates.py", "os.fork"): "a copy of this process, which imports nothing",
     ("cli/mcp_server.py", "anyio.open_process"): "awaited; command and environment are of the place",
-    ("cli/script_line.py", "sys.executable"): "compared with what the user names",
+    ("cli/record.py", "sys.executable"): "compared with what the user names",
     ("capture/scripts/recorder.py", "sys.executable"): "compared with what the script names",
     ("serving/interpreter.py", "sys.executable"): "the interpreter, where the user names none; started by the place",
     ("workers/cluster.py", "ray.init"): "Ray starts workers; a job that has no working directory for modules",

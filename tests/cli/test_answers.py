@@ -56,7 +56,7 @@ def test_what_cannot_be_is_refused_before_work(dumps: Path, capsys: pytest.Captu
     for words, message in (
         (["--sarif", "mine.txt"], "--sarif replaces only what glass itself wrote"),
         (["--sarif", "-"], "--sarif takes a file"),
-        (["--format", "agent", "--json"], "stdout is wanted twice"),
+        (["--format", "agent", "--json"], "two outputs to stdout"),
     ):
         assert main(["compare", "one.pt", "two.pt", *words]) == 2
         assert message in capsys.readouterr().err

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
 import glassengine as glass
 from glassengine import commands
@@ -22,23 +21,9 @@ from glassengine.recording.background import BackgroundWriter
 from glassengine.recording.ring.ring import Flag
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "fuzz"))
+from kinds import X, small
 
-X = torch.arange(8, dtype=torch.float32).reshape(2, 4) / 8
 STEPS = 3
-
-
-class Small(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.out(torch.relu(self.fc(x))))
-
-
-def small() -> Small:
-    torch.manual_seed(0)
-    return Small().eval()
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import every
+import direct_kinds
 import kinds
 from layout import Input, Template, remove, silent
 from stream import given
@@ -61,7 +61,7 @@ class Bench:
         ready: bool = True,
         start: Callable[..., subprocess.Popen[Any]] = subprocess.Popen,
     ) -> None:
-        self.kinds = {name: every.KINDS[name] for name in names} | (more or {})
+        self.kinds = {name: direct_kinds.ALL[name] for name in names} | (more or {})
         self.folder = folder
         self.shared = folder / "shared"
         self._popen = start
@@ -341,7 +341,7 @@ def main() -> int:
 def _main(folder: Path) -> int:
     if sys.argv[1:]:
         return _again(folder, [Path(name) for name in sys.argv[1:]])
-    names = os.environ.get("FUZZ_KINDS", "").split() or list(every.KINDS)
+    names = os.environ.get("FUZZ_KINDS", "").split() or list(direct_kinds.ALL)
     seconds = float(os.environ.get("FUZZ_SECONDS", "3600"))
     seed, table = os.environ.get("FUZZ_SEED"), os.environ.get("FUZZ_TABLE")
     keep = Path(os.environ.get("FUZZ_KEEP", "fuzz-findings"))

@@ -172,3 +172,5 @@ KINDS: dict[str, Kind] = {
     },
     **{f"dump_{name}": _direct(dump(name), "read_dump", 2.0) for name in DUMPS},
 }
+ALL: dict[str, Kind] = {**KINDS, **kinds.KINDS}
+"""Whole commands as well."""

@@ -65,9 +65,14 @@ def apply(folder: Path, edits: list[Edit]) -> None:
         if edit["op"] == "fs":
             _put(folder, path, edit["how"])
         elif path.is_file() and not path.is_symlink() and path.stat().st_size < _LARGEST:
-            # An earlier edit may have left something else there.
-            with contextlib.suppress(_LostError, TypeError, ValueError, LookupError):
-                path.write_bytes(_OPS[edit["op"]](path.read_bytes(), edit))
+            path.write_bytes(changed(path.read_bytes(), edit))
+
+
+def changed(data: bytes, edit: Edit) -> bytes:
+    """Return what an edit makes of a file; the file itself where an earlier edit has left something else there."""
+    with contextlib.suppress(_LostError, TypeError, ValueError, LookupError):
+        return _OPS[edit["op"]](data, edit)
+    return data
 
 
 class _LostError(Exception):
@@ -256,26 +261,8 @@ def _corrected(value: Any, changed: dict[str, Path]) -> Any:
 
 
 _NUMBERS = [
-    0,
-    1,
-    2,
-    3,
-    7,
-    64,
-    65,
-    255,
-    2**16,
-    2**31 - 1,
-    2**31,
-    2**32,
-    2**62,
-    2**63 - 1,
-    2**63,
-    2**64,
-    -1,
-    -2,
-    -(2**63),
-]
+    0, 1, 2, 3, 7, 64, 65, 255, 2**16, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1, 2**63, 2**64, -1, -2, -(2**63),
+]  # fmt: skip
 _RAW: list[Any] = [
     *map(str, _NUMBERS), ["9", 5000], ["-9", 1, "9" * 4400], "NaN", "Infinity", "-Infinity", "1e999", "0.5",
     ["9", 4300],

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import io
-import json
 import random
 import resource
 import shutil
@@ -35,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import seeds
 import torch
+from edits import Maker, changed
 
 import glassengine.recording
 from glassengine.errors import GlassError
@@ -46,27 +46,6 @@ MAX_BYTES = 3 << 30  # of address space beyond what is in use when it begins
 MAX_SECONDS = 20  # of its own processor's: the machine may do other things
 PATIENCE = 8
 """Times as many of the clock's, where it waits."""
-NUMBERS = [
-    0,
-    1,
-    2,
-    3,
-    7,
-    63,
-    64,
-    127,
-    128,
-    255,
-    256,
-    2**15,
-    2**16 - 1,
-    2**31 - 1,
-    2**31,
-    2**32 - 1,
-    2**62,
-    2**63 - 1,
-    -1,
-]
 WORDS = [
     b'"../../x"', b'"/etc/passwd"', b'"\\u0000"', b'"\\u202e"', b"null", b"true", b"[]", b"{}", b"1e999", b"-1", b"NaN",
     b'"float32"', b'"torch.float64"', b'"torch.Size([2, 3])"', b"[[[[[[[[", b'"' + b"A" * 70_000 + b'"',
@@ -143,95 +122,45 @@ class Coverage:
 
 
 class Mutator:
-    """Changes bytes: anywhere, in numbers, in JSON, and in the frames of an index, whose checksums it makes right."""
+    """Changes bytes: as a `Maker` does, and in pickles and frames of an index, whose checksums it makes right."""
 
     def __init__(self, chance: random.Random) -> None:
         self._chance = chance
+        self._maker = Maker(chance)
 
     def change(self, name: str, data: bytes, others: list[bytes]) -> bytes:
-        ways = [self._bytes, self._number, self._cut, self._splice, self._word]
-        if name.endswith(".json"):
-            ways += [self._json] * 6
-        if name.endswith("index.log"):
-            ways += [self._frames] * 10
-        if name.endswith((".pt", ".npz")):
-            ways += [self._member] * 10
-        if name.endswith(".safetensors"):
-            ways += [self._header] * 6
         for _ in range(self._chance.choice([1, 1, 1, 2, 4])):
-            way = self._chance.choice(ways)
-            data = way(data, others) if data else self._chance.choice(WORDS)
+            way = self._chance.random()
+            if not data or way < 0.1:
+                data = self._inserted(data, WORDS)
+            elif way < 0.15:
+                other = self._chance.choice(others)
+                data = data[: self._chance.randrange(len(data))] + other[self._chance.randrange(len(other) or 1) :]
+            elif name.endswith("index.log") and way < 0.8:
+                data = self._frames(data)
+            elif name.endswith(".pt") and way < 0.4:
+                data = self._pickle(data)
+            else:
+                data = changed(data, self._maker.edit(name, data))
         return data[: 1 << 22]
 
-    def _bytes(self, data: bytes, others: list[bytes]) -> bytes:
-        changed = bytearray(data)
-        for _ in range(self._chance.choice([1, 2, 8])):
-            changed[self._chance.randrange(len(changed))] = self._chance.randrange(256)
-        return bytes(changed)
+    def _inserted(self, data: bytes, words: list[bytes]) -> bytes:
+        """Put one of `words` somewhere, or in place of as many bytes."""
+        place, word = self._chance.randrange(len(data) or 1), self._chance.choice(words)
+        return data[:place] + word + data[place + self._chance.choice([0, 1, len(word)]) :]
 
-    def _number(self, data: bytes, others: list[bytes]) -> bytes:
-        form = self._chance.choice(["<B", "<H", "<I", "<Q"])
-        size = struct.calcsize(form)
-        place = self._chance.randrange(len(data))
-        number = self._chance.choice(NUMBERS) & (2 ** (8 * size) - 1)
-        return data[:place] + struct.pack(form, number) + data[place + size :]
-
-    def _cut(self, data: bytes, others: list[bytes]) -> bytes:
-        first, last = sorted(self._chance.randrange(len(data) + 1) for _ in range(2))
-        return self._chance.choice([data[:first], data[first:], data[:first] + data[last:], data[:last] + data[first:]])
-
-    def _splice(self, data: bytes, others: list[bytes]) -> bytes:
-        other = self._chance.choice(others)
-        here, there = self._chance.randrange(len(data)), self._chance.randrange(len(other) or 1)
-        return data[:here] + other[there:]
-
-    def _word(self, data: bytes, others: list[bytes]) -> bytes:
-        place = self._chance.randrange(len(data))
-        word = self._chance.choice(WORDS)
-        return data[:place] + word + data[place + self._chance.choice([0, len(word)]) :]
-
-    def _json(self, data: bytes, others: list[bytes]) -> bytes:
-        try:
-            return json.dumps(self._value(json.loads(data))).encode()
-        except (ValueError, RecursionError):
-            return self._bytes(data, others)
-
-    def _header(self, data: bytes, others: list[bytes]) -> bytes:
-        """A safetensors file with another header, whose length is right."""
-        length = int.from_bytes(data[:8], "little")
-        try:
-            header = json.dumps(self._value(json.loads(data[8 : 8 + length]))).encode()
-        except (ValueError, RecursionError):
-            return self._bytes(data, others)
-        return len(header).to_bytes(8, "little") + header + data[8 + length :]
-
-    def _member(self, data: bytes, others: list[bytes]) -> bytes:
-        """An archive with one member changed, whose checksum is right."""
+    def _pickle(self, data: bytes) -> bytes:
+        """An archive whose pickle has one more or another operation, and whose checksum is right."""
         try:
             with zipfile.ZipFile(io.BytesIO(data)) as archive:
-                members = {item.filename: archive.read(item) for item in archive.infolist()}
+                name = next(item for item in archive.namelist() if item.endswith(".pkl"))
+                code = self._inserted(archive.read(name), OPCODES)
+                edit = {"op": "bytes", "at": 0, "delete": len(archive.read(name)), "insert": code.hex()}
         except Exception:  # it is damaged already
-            return self._bytes(data, others)
-        names = list(members)
-        which = next((name for name in names if name.endswith(".pkl")), names[0]) if names else "a.npy"
-        if self._chance.random() < 0.3 and names:
-            which = self._chance.choice(names)
-        old = members.get(which, b"") or b"\0"
-        way = self._chance.choice([self._bytes, self._number, self._cut, self._word, self._opcode, self._opcode])
-        members[which] = way(old, others)
-        file = io.BytesIO()
-        with zipfile.ZipFile(file, "w") as archive, warnings.catch_warnings(action="ignore"):
-            for name, content in members.items():
-                archive.writestr(name, content)
-        return file.getvalue()
+            return self._inserted(data, OPCODES)
+        return changed(data, {"op": "member", "member": name, "edit": edit})
 
-    def _opcode(self, data: bytes, others: list[bytes]) -> bytes:
-        """A pickle with one more or another operation."""
-        place = self._chance.randrange(len(data))
-        code = self._chance.choice(OPCODES)
-        return data[:place] + code + data[place + self._chance.choice([0, 0, 1, len(code)]) :]
-
-    def _frames(self, data: bytes, others: list[bytes]) -> bytes:
+    def _frames(self, data: bytes) -> bytes:
         """An index with one record changed, removed, moved or repeated."""
         frames = []
         place = 0
@@ -242,7 +171,7 @@ class Mutator:
             frames.append(data[place + 8 : place + 8 + length])
             place += 8 + length
         if not frames:
-            return self._bytes(data, others)
+            return self._inserted(data, WORDS)
         which = self._chance.randrange(len(frames))
         way = self._chance.randrange(5)
         if way == 0:
@@ -252,46 +181,10 @@ class Mutator:
         elif way == 2:
             frames[which], frames[0] = frames[0], frames[which]
         else:
-            with contextlib.suppress(ValueError, RecursionError):
-                text = frames[which]
-                is_text = text.startswith(b"{")
-                changed = self._value(json.loads(text)) if is_text else None
-                frames[which] = json.dumps(changed).encode() if is_text else self._number(text, others)
+            text = frames[which]
+            name = "frame.json" if text.startswith(b"{") else "frame"
+            frames[which] = changed(text, self._maker.edit(name, text))
         return b"".join(struct.pack("<II", len(text), zlib.crc32(text)) + text for text in frames)
-
-    def _value(self, value: Any, depth: int = 0) -> Any:
-        """Return `value` with one thing in it changed."""
-        if isinstance(value, dict) and value and self._chance.random() < 0.9:
-            key = self._chance.choice(list(value))
-            way = self._chance.random()
-            if way < 0.1:
-                return {other: child for other, child in value.items() if other != key}
-            if way < 0.15:
-                return {**value, str(self._scalar()): value[key]}
-            return {**value, key: self._value(value[key], depth + 1)}
-        if isinstance(value, list) and value and self._chance.random() < 0.9:
-            index = self._chance.randrange(len(value))
-            way = self._chance.random()
-            if way < 0.1:
-                return value[:index] + value[index + 1 :]
-            if way < 0.2:
-                return value * 2
-            return [*value[:index], self._value(value[index], depth + 1), *value[index + 1 :]]
-        if isinstance(value, int) and self._chance.random() < 0.7:
-            return self._chance.choice([value + 1, value - 1, value * 64, -value, *NUMBERS])
-        if isinstance(value, str) and value and self._chance.random() < 0.5:
-            place = self._chance.randrange(len(value))
-            return (
-                value[:place]
-                + self._chance.choice(["\0", "/", "..", "\u202e", "9", "x" * 5000, "]", ")"])
-                + value[place:]
-            )
-        return self._scalar()
-
-    def _scalar(self) -> Any:
-        return self._chance.choice(
-            [None, True, "", "../x", "/etc/passwd", [], {}, [[]], "x" * 40_000, 1e308, float("nan"), *NUMBERS]
-        )
 
 
 class Fuzzer:

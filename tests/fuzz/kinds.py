@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ import glassengine as glass
 from glassengine.testing import models
 from glassengine.testing.checkpoints import VOCAB_SIZE, save_checkpoint
 
-Line = list[str]
 X = torch.arange(8, dtype=torch.float32).reshape(2, 4) / 8
 TEMPLATE = "{% for message in messages %}<s>{{ message['role'] }}: {{ message['content'] }}{% endfor %}"
 EVIL = "import pathlib\npathlib.Path(__file__).parent.parent.joinpath('ran').touch()\nfactory = dict\n"
@@ -255,43 +254,21 @@ def server(here: Path, shared: Path) -> None:
 
 
 def command_lines(here: Path, shared: Path) -> None:
-    lines = [
-        ["compare", "{shared}/record-a", "{shared}/record-b", "--rtol", "0.1", "--show-only", "fc", "--json", "-"],
-        ["show", "{shared}/record-a", "fc*", "--step", "0", "--rank", "0", "--values"],
-        ["run", "{shared}/small", "--inputs", "{shared}/x.pt", "--debug", "fc", "--seed", "3", "--top-p", "0.5"],
-        [
-            "run",
-            "{shared}/language",
-            "--input-text",
-            "a",
-            "--max-new-tokens",
-            "2",
-            "--temperature",
-            "0.5",
-            "--top-k",
-            "3",
-        ],
-        ["sites", "{shared}/small", "re:fc.*", "--json"],
-        ["record", "{shared}/model", "--inputs", "hello", "-o", "r"],
-        [
-            "build",
-            "{shared}/model",
-            "out",
-            "--backend",
-            "eager",
-            "--max-batch-size",
-            "2",
-            "--max-seq-len",
-            "8",
-            "--dry-run",
-        ],
-        ["profile", "--capture", "localhost:1", "--steps", "2"],
-        ["replay", "{shared}/small", "--bisect", "--backend", "eager"],
-        ["snapshot", "show", "{shared}/small", "--statistics"],
-        ["doctor", "--json"],
-    ]
+    lines = (
+        "compare {shared}/record-a {shared}/record-b --rtol 0.1 --show-only fc --json -",
+        "show {shared}/record-a fc* --step 0 --rank 0 --values",
+        "run {shared}/small --inputs {shared}/x.pt --debug fc --seed 3 --top-p 0.5",
+        "run {shared}/language --input-text a --max-new-tokens 2 --temperature 0.5 --top-k 3",
+        "sites {shared}/small re:fc.* --json",
+        "record {shared}/model --inputs hello -o r",
+        "build {shared}/model out --backend eager --max-batch-size 2 --max-seq-len 8 --dry-run",
+        "profile --capture localhost:1 --steps 2",
+        "replay {shared}/small --bisect --backend eager",
+        "snapshot show {shared}/small --statistics",
+        "doctor --json",
+    )
     for number, line in enumerate(lines):
-        (here / f"line{number}.json").write_text(json.dumps(line))
+        (here / f"line{number}.json").write_text(json.dumps(line.split()))
 
 
 _TENSOR_ENDS = ("pt", "npz", "safetensors", "json")
@@ -393,9 +370,3 @@ KINDS: dict[str, Kind] = {
     "server": Kind(server, ("[ask_server]",), owned=False, places=False),
     "command_lines": Kind(command_lines, ("[command_line]",), owned=False, code=True, places=False),
 }
-
-
-def lines(kind: Kind, here: Path, shared: Path) -> Iterator[Line]:
-    """Yield the command lines of a kind for a folder."""
-    for line in kind.lines:
-        yield [word.format(here=here, shared=shared) for word in line.split()]

@@ -15,33 +15,16 @@ from tests import children
 sys.path.insert(0, str(Path(__file__).parent))
 
 import campaign
-import every
+import direct_kinds
 import kinds
 
 KEPT = sorted((Path(__file__).parent / "kept").glob("*.jsonl"))
 # What they read takes an engine, a model with a tokenizer, an exported program, or a runtime of somebody else.
 SLOW = (
-    "engine",
-    "artifacts",
-    "snapshot",
-    "profile",
-    "cache",
-    "prompts_c_json",
-    "prompts_c_jsonl",
-    "prompts_p_json",
-    "prompts_p_jsonl",
-    "prompts_p_txt",
-    "read_profile",
-    "recording",
-    "tokenizer",
-    "prompt_files",
-    "engine_onnxruntime",
-    "exported",
-    "onnx",
-    "command_lines",
-    "server",
-    "adapter",
-)
+    "engine", "artifacts", "snapshot", "profile", "cache", "prompts_c_json", "prompts_c_jsonl", "prompts_p_json",
+    "prompts_p_jsonl", "prompts_p_txt", "read_profile", "recording", "tokenizer", "prompt_files", "engine_onnxruntime",
+    "exported", "onnx", "command_lines", "server", "adapter",
+)  # fmt: skip
 
 
 def inputs() -> list[campaign.Input]:
@@ -50,7 +33,7 @@ def inputs() -> list[campaign.Input]:
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[campaign.Bench]:
-    made = campaign.Bench(tmp_path_factory.mktemp("bench"), list(every.KINDS))
+    made = campaign.Bench(tmp_path_factory.mktemp("bench"), list(direct_kinds.ALL))
     assert not made.broken
     yield made
     made.close()
@@ -77,7 +60,7 @@ def test_what_was_found_by_slow_readers_is_not_found_again(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", every.KINDS)
+@pytest.mark.parametrize("name", direct_kinds.ALL)
 def test_a_few_changes_by_chance_find_nothing(bench: campaign.Bench, name: str) -> None:
     tried = campaign.Campaign(bench, int.from_bytes(os.urandom(4)), None)
     tried.one_batch(name, 20)

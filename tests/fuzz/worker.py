@@ -86,9 +86,9 @@ def main() -> int:
     for text in sys.stdin:
         tasks = json.loads(text)
         if "stream" in tasks:
-            import every
+            import direct_kinds
 
-            kind = every.KINDS[tasks["stream"]["kind"]]
+            kind = direct_kinds.ALL[tasks["stream"]["kind"]]
             for found in stream.streamed(tasks["stream"], kind, sys.modules[__name__]):
                 answers.write(json.dumps(found) + "\n")
         elif "warm" in tasks:

@@ -29,7 +29,7 @@ from glassengine.recording.ring import producer as repetition
 from glassengine.recording.ring import ring as pinned
 from glassengine.recording.ring.ring import Ring
 from glassengine.recording.write import shard
-from glassengine.recording.write.consumer import Consumer, Drain
+from glassengine.recording.write.consumer import Consumer
 
 RING = 1 << 20
 
@@ -198,7 +198,7 @@ def test_a_bug_in_the_thread_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def planted(*_: object) -> None:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(Drain, "_put_stored", planted)
+    monkeypatch.setattr(Consumer, "_put_stored", planted)
     writer = BackgroundWriter(tmp_path / "r", metadata={}, ring_bytes=RING)
     for step in range(100):
         writer.write("x", step, torch.zeros(60_000))

@@ -2,7 +2,7 @@
 
 `arithmetic` adds up how two arrays differ, in float64 or, where float32 holds the elements and the sums safely, in the
 faster and equally good float32, and joins sums of parts; `arrays` has differences, statistics and medians of numpy
-arrays without torch; `pieces` cuts tensors of torch and has their differences and moments. Invariants: never more than
+arrays without torch; `pieces` cuts tensors of torch and has their differences. Invariants: never more than
 one piece per tensor is held besides the tensors, for any size and strides; every dtype that can be widened is allowed,
 in any combination; empty tensors and non-finite elements have defined results.
 """
@@ -15,44 +15,32 @@ if TYPE_CHECKING:
     from glassengine.blocks.arithmetic import Difference, merged
     from glassengine.blocks.pieces import (
         BLOCK_ELEMENTS,
-        Moments,
-        Stream,
         agree,
         blocks,
         difference,
         flat,
-        moments,
-        real_stream,
         widen,
     )
 
 __all__ = [
     "BLOCK_ELEMENTS",
     "Difference",
-    "Moments",
-    "Stream",
     "agree",
     "blocks",
     "difference",
     "flat",
     "merged",
-    "moments",
-    "real_stream",
     "widen",
 ]
 
 _PUBLIC = {
     "BLOCK_ELEMENTS": "glassengine.blocks.pieces",
     "Difference": "glassengine.blocks.arithmetic",
-    "Moments": "glassengine.blocks.pieces",
-    "Stream": "glassengine.blocks.pieces",
     "agree": "glassengine.blocks.pieces",
     "blocks": "glassengine.blocks.pieces",
     "difference": "glassengine.blocks.pieces",
     "flat": "glassengine.blocks.pieces",
     "merged": "glassengine.blocks.arithmetic",
-    "moments": "glassengine.blocks.pieces",
-    "real_stream": "glassengine.blocks.pieces",
     "widen": "glassengine.blocks.pieces",
 }
 __getattr__, __dir__ = deferred(__name__, _PUBLIC)

@@ -161,8 +161,11 @@ def error_stream_of(baseline: Array, candidate: Array, *, relative: bool) -> Str
     return stream
 
 
-def statistics_of(stream: Stream) -> Statistics:
-    """Return the statistics of the float64 pieces of a stream, of which never more than a few per cent are held."""
+def statistics_of(stream: Stream, *, has_median: bool = True) -> Statistics:
+    """Return the statistics of the float64 pieces of a stream, of which never more than a few per cent are held.
+
+    The median takes a second pass.
+    """
     num_elements = count = num_nan = 0
     low, high, mean, squares = math.inf, -math.inf, 0.0, 0.0
     with np.errstate(all="ignore"):
@@ -184,7 +187,7 @@ def statistics_of(stream: Stream) -> Statistics:
         num_inf = num_elements - count - num_nan
         if not count:
             return Statistics(num_elements, num_nan, num_inf)
-        median = low if low == high else lower_median_of(stream, count)
+        median = None if not has_median else low if low == high else lower_median_of(stream, count)
     std = math.sqrt(squares / max(count - 1, 1))
     return Statistics(num_elements, num_nan, num_inf, low, mean, median, high, std)
 

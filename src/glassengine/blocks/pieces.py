@@ -1,4 +1,4 @@
-"""Differences and moments of torch tensors, in aligned flat pieces of row-major order.
+"""Differences of torch tensors, in aligned flat pieces of row-major order.
 
 `Totals.add` defines how two tensors differ, in torch and float64. On the CPU most pieces go through `arithmetic`
 instead, which returns the same sums of a piece and declines the pieces it is not meant for.
@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,6 @@ from glassengine.blocks.arithmetic import Arithmetic, Difference, Sums, arithmet
 # 64 Ki elements in float32 are 256 KiB: a pair of them and what is computed from it stay in or near an L2 cache. Half
 # of it costs a tenth of the speed in calls; twice as much gains little where float32 will do and loses more elsewhere.
 BLOCK_ELEMENTS = 1 << 16
-
-Stream = Callable[[], Iterable[Tensor]]
-"""Opens a fresh pass over the real float64 pieces of one tensor."""
 
 
 def blocks(*tensors: Tensor, device: str | torch.device = "cpu") -> Iterator[tuple[int, tuple[Tensor, ...]]]:
@@ -84,17 +80,6 @@ def widen(piece: Tensor) -> Tensor:
     return piece.to(torch.complex128 if piece.is_complex() else torch.float64)
 
 
-def real_stream(tensor: Tensor, *, device: str | torch.device = "cpu") -> Stream:
-    """Return the stream of `tensor` in float64; complex elements are represented by their magnitude."""
-
-    def stream() -> Iterator[Tensor]:
-        for _, (piece,) in blocks(tensor, device=device):
-            wide = widen(piece)
-            yield wide.abs() if wide.is_complex() else wide
-
-    return stream
-
-
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
     """Run torch on one thread: the pieces are too small to share.
@@ -142,46 +127,6 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
         return (bits >> 32) & 0xFFFFFFFF, bits & 0xFFFFFFFF
     bits = x.to(torch.int64)
     return bits >> 32, bits & 0xFFFFFFFF
-
-
-@dataclass(frozen=True)
-class Moments:
-    """Counts and central moments of a stream; `min`, `max`, `mean` and `m2` are over its `num_finite` elements."""
-
-    num_elements: int
-    num_finite: int
-    num_nan: int
-    min: float
-    max: float
-    mean: float
-    m2: float
-
-
-@one_thread()
-def moments(stream: Stream) -> Moments:
-    """Return counts, extremes, mean and sum of squared deviations of `stream` in one pass."""
-    num_elements = num_finite = num_nan = 0
-    low, high, mean, m2 = math.inf, -math.inf, 0.0, 0.0
-    for block in stream():
-        num_elements += block.numel()
-        block_sum = block.sum().item()
-        if not math.isfinite(block_sum):
-            num_nan += int(block.isnan().sum())
-            block = block[block.isfinite()]
-            block_sum = block.sum().item()
-        count = block.numel()
-        if count == 0:
-            continue
-        low, high = min(low, block.amin().item()), max(high, block.amax().item())
-        # Chan's update: block moments are merged, so a large common offset does not cancel.
-        block_mean = block_sum / count
-        deviation = block - block_mean
-        shift = block_mean - mean
-        total = num_finite + count
-        m2 += float(deviation.dot(deviation)) + shift * shift * num_finite * count / total
-        mean += shift * count / total
-        num_finite = total
-    return Moments(num_elements, num_finite, num_nan, low, high, mean, m2)
 
 
 class Totals(Sums):

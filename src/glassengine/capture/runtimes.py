@@ -133,11 +133,7 @@ class Run:
 
 
 class SessionRecording:
-    """A recording of the runs of one owner.
-
-    Attributes:
-        path: Directory of the recording.
-    """
+    """A recording of the runs of one owner."""
 
     def __init__(
         self,

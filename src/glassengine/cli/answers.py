@@ -49,10 +49,10 @@ class Answers:
         """Refuse at once what could only fail in the end.
 
         Raises:
-            UsageError: `--sarif` names no place for a file, `--report` none for a page, or stdout is wanted twice.
+            UsageError: `--sarif` names no place for a file, `--report` none for a page, or two outputs go to stdout.
         """
         if self.format is Format.agent and settings.json == "-":
-            raise UsageError("stdout is wanted twice", got="--json and --format agent", hint="--json=FILE")
+            raise UsageError("two outputs to stdout", got="--json and --format agent", hint="--json=FILE")
         require_report(self.report)
         if self.sarif is not None:
             if self.sarif == "-":

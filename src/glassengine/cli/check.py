@@ -9,8 +9,7 @@ import typer
 import glassengine as glass
 from glassengine import asked
 from glassengine.cli.answers import Answers
-from glassengine.cli.errors import INTERRUPTED_STATUS
-from glassengine.cli.interrupts import terminable
+from glassengine.cli.errors import INTERRUPTED_STATUS, terminable
 from glassengine.cli.options import err, out, stages
 from glassengine.cli.shared import (
     AdaptedCheckpoint,

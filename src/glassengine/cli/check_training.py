@@ -9,7 +9,7 @@ import typer
 import glassengine as glass
 from glassengine.cli.answers import Answers
 from glassengine.cli.check import answered
-from glassengine.cli.interrupts import terminable
+from glassengine.cli.errors import terminable
 from glassengine.cli.options import stages
 from glassengine.cli.shared import Baseline, Checkpoint, Dtype, Verdicts
 from glassengine.progress import Work

@@ -14,9 +14,8 @@ import glassengine as glass
 from glassengine import commands
 from glassengine.cli.answers import Answers
 from glassengine.cli.documents import answer
-from glassengine.cli.options import err, out, quiet_stages
+from glassengine.cli.options import err, out, quiet_stages, settings
 from glassengine.cli.report import write_beside
-from glassengine.cli.series import are_watched, compare_watched
 from glassengine.cli.shared import Cluster, Map, MinCoverage, MinSnr, TrustEngine, decibels
 from glassengine.errors import GlassError, UsageError
 from glassengine.progress import Work
@@ -26,6 +25,14 @@ from glassengine.stores.places import place
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_SHARES = ((Work.JUDGING, 1.0),)
+_ARTIFACTS = "build artifacts"
+_ENGINES = "an engine"
+_TENSORS = "tensors"
+_SERIES = "watched runs"
+_MAX_MANIFEST_BYTES = 64 << 20
+_TENSOR_FILE = re.compile(r"step\d+\.(pt|pth|safetensors|npz)|.+\.npy|recording\.json|tllm_debug|PP_\d+")
+
 
 class FailOn(StrEnum):
     """Lowest verdict that makes the command fail."""
@@ -33,16 +40,6 @@ class FailOn(StrEnum):
     rounding = "rounding"
     suspicious = "suspicious"
     wrong = "wrong"
-
-
-_SHARES = ((Work.JUDGING, 1.0),)
-_ARTIFACTS = "build artifacts"
-_ENGINES = "an engine"
-_TENSORS = "tensors"
-_SERIES = "watched runs"
-
-_MAX_MANIFEST_BYTES = 64 << 20
-_TENSOR_FILE = re.compile(r"step\d+\.(pt|pth|safetensors|npz)|.+\.npy|recording\.json|tllm_debug|PP_\d+")
 
 
 def command(
@@ -127,9 +124,9 @@ def command(
     sides = [baseline, *candidates]
     # A page is made of everything.
     told = _given(for_tensors) + [name for name in answers.given if name != "report"]
-    if series or (series is None and are_watched(sides) and not told):
+    if series or (series is None and _are_watched(sides) and not told):
         _refuse(_SERIES, _TENSORS, told)
-        return compare_watched(sides, answers.report)
+        return _compare_watched(sides, answers.report)
     kind = _common_kind(sides)
     _refuse(kind, _TENSORS, told)
     _refuse(kind, _ENGINES, [name for name, value in for_engines.items() if value is not None])
@@ -166,7 +163,7 @@ def _many(baseline: str, candidates: Sequence[str], options: dict[str, Any], ans
         many = commands.compare_many(baseline, candidates, **options, progress=progress)
 
     def show() -> None:
-        from glassengine.report.terminal_many import comparisons
+        from glassengine.report.terminal_compare import comparisons
 
         out.print(comparisons(many))
 
@@ -181,7 +178,7 @@ def _engines(sides: Sequence[str], options: dict[str, Any], report: str | None) 
     result = commands.side_by_side(sides, prompts=options["input_text"], trust_engine=trust, **steps)
 
     def show() -> None:
-        from glassengine.report.terminal_engines import side_by_side
+        from glassengine.report.terminal_compare import side_by_side
 
         out.print(side_by_side(result))
 
@@ -199,14 +196,37 @@ def _artifacts(sides: Sequence[str], report: str | None) -> int:
     result = commands.compare_artifacts(*directories)
 
     def show() -> None:
-        from glassengine.report.terminal_artifacts import comparison
+        from glassengine.report.terminal_compare import artifact_comparison
 
-        out.print(comparison(result))
+        out.print(artifact_comparison(result))
 
     answer(result.to_dict, show)
     write_beside(result, report)
     differs = any(stage.status != "identical" for stage in result.stages) or result.differences or result.files
     return 0 if result.ok else 1 if differs else 4
+
+
+def _are_watched(sides: Sequence[str]) -> bool:
+    """Whether all sides are recordings of watched runs."""
+    return len(sides) == 2 and all(commands.find_series(side) is not None for side in sides)
+
+
+def _compare_watched(sides: Sequence[str], report: str | None) -> int:
+    """Compare the series of two runs, print the answer and return the exit status."""
+    if len(sides) != 2:
+        raise UsageError("series are compared two at a time", got=f"{len(sides)} sides")
+    result = commands.compare_series(*sides)
+
+    def show() -> None:
+        from glassengine.report.terminal_compare import series_comparison
+
+        out.print(series_comparison(result))
+        if not settings.quiet:
+            err.print("values that both have recorded: glass compare --no-series " + " ".join(sides))
+
+    answer(result.to_dict, show)
+    write_beside(result, report, recordings=sides)
+    return 0 if result.ok else 4 if result.standing == "uncalibrated" else 1
 
 
 def _common_kind(sides: Sequence[str]) -> str:

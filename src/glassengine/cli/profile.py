@@ -58,10 +58,10 @@ def command(
     before = earlier.data if earlier else None
 
     def show() -> None:
-        from glassengine.report import terminal_profile
+        from glassengine.report import terminal_show
 
         title, earlier_title = str(found.directory), earlier.directory.name if earlier else ""
-        out.print(terminal_profile.profile(found.data, before, rows=rows, title=title, earlier_title=earlier_title))
+        out.print(terminal_show.profile(found.data, before, rows=rows, title=title, earlier_title=earlier_title))
 
     answer(lambda: {"directory": str(found.directory), **found.data, "against": before}, show)
     return 0

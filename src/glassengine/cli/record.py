@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -15,12 +18,45 @@ import glassengine as glass
 from glassengine import asked, commands, environment
 from glassengine.cli.documents import answer
 from glassengine.cli.options import err, out, progress, settings
-from glassengine.cli.script_line import ScriptLine, read_script_line
 from glassengine.cli.shared import AdaptedCheckpoint, Dtype, ModuleInputs, Overwrite
-from glassengine.cli.watch_options import TrackerNames, Triggers, Watching, size, watch_of
-from glassengine.errors import IncomparableError, UsageError
+from glassengine.errors import IncomparableError, UnknownNameError, UsageError
+from glassengine.reading.files import open_regular
 from glassengine.stores.places import Remote, place
 from glassengine.writing.files import aside
+
+_PYTHON = re.compile(r"python(\d+(\.\d+)*)?(\.exe)?")
+_ALONE = re.compile(r"-[bBdEiIOPqsSuvx]+")  # flags of Python without a value
+_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "srun")
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_SWITCHES = {"yes": True, "no": False, "true": True, "false": False, "1": True, "0": False}
+_KINDS: dict[str, str] = {
+    "nonfinite": "switch",
+    "norm": "factor",
+    "loss": "factor",
+    "error": "switch",
+    "every": "count",
+    "file": "text",
+    "signal": "text",
+    "before": "count",
+    "ring": "size",
+    "most": "count",
+}
+Watching = Annotated[
+    bool, typer.Option("--watch", help="Script: measure every step, and record values of those only that matter.")
+]
+Triggers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--trigger",
+        metavar="KEY=VALUE",
+        help="With --watch: norm, loss, every, file, signal, nonfinite, error, before, ring, most. Repeatable.",
+    ),
+]
+TrackerNames = Annotated[
+    list[str] | None,
+    typer.Option("--tracker", metavar="NAME", help="With --watch: tensorboard, wandb or mlflow. Repeatable."),
+]
 
 
 def command(
@@ -60,7 +96,7 @@ def command(
         bool, typer.Option("--optimizer", help="Of a script: record parameters and state after each optimizer step.")
     ] = False,
     microbatches: Annotated[
-        int, typer.Option(metavar="N", help="With --gradients: forwards that may begin before the first backward.")
+        int, typer.Option(metavar="N", help="With --gradients: number of forward passes in flight.")
     ] = 1,
     watch: Watching = False,
     trigger: Triggers = None,
@@ -68,7 +104,8 @@ def command(
     as_deployed: Annotated[
         bool,
         typer.Option(
-            "--as-deployed", help="Of gguf:FILE, genai:DIR or vllm:DIR: as it runs by default, not as exactly."
+            "--as-deployed",
+            help="Of gguf:FILE, genai:DIR or vllm:DIR: the engine's default settings, not the exact ones.",
         ),
     ] = False,
     library: Annotated[
@@ -98,7 +135,7 @@ def command(
         str | None, typer.Option("--spool", metavar="SIZE", help="With a URL: bytes that may wait to be uploaded.")
     ] = None,
     when_behind: Annotated[
-        str, typer.Option("--when-behind", metavar="WHAT", help="A store that is slow: wait for it, or cut values.")
+        str, typer.Option("--when-behind", metavar="WHAT", help="If uploads fall behind: wait, or drop values.")
     ] = "wait",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Run the model, count bytes, write nothing.")] = False,
     *,
@@ -257,3 +294,129 @@ def _steps(text: str | None) -> frozenset[int] | None:
             raise UsageError("invalid list of steps", got=f"--steps {text}", expected="numbers and ranges, as in 0-3,7")
         found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
     return frozenset(found)
+
+
+@dataclass(frozen=True)
+class ScriptLine:
+    """A script, or with `is_module` a module, and its arguments."""
+
+    script: str
+    arguments: tuple[str, ...]
+    is_module: bool = False
+
+
+def read_script_line(target: Sequence[str]) -> ScriptLine | None:
+    """Return what `script.py ARGS`, `-m module ARGS` or either of them after `python` runs; None for anything else.
+
+    Raises:
+        UsageError: It is a script in a way that cannot be recorded; says which can.
+    """
+    first, *rest = target
+    name = Path(first).name
+    if _PYTHON.fullmatch(name) and rest:
+        _require_this_python(first)
+        return _of_python(rest)
+    if name in _LAUNCHERS and rest:
+        raise UsageError(
+            "a launcher starts processes of its own, which record themselves",
+            got=" ".join(target),
+            hint=f"{first} ... -m glassengine record -o DIR -- script.py ARGS",
+        )
+    if first == "-m":
+        if not rest:
+            raise UsageError("no module is named", got="-m", hint="glass record -o DIR -- -m module ARGS...")
+        return ScriptLine(rest[0], tuple(rest[1:]), is_module=True)
+    if first.endswith(".py") or _is_script(Path(first)):
+        return ScriptLine(first, tuple(rest))
+    return None
+
+
+def _of_python(words: Sequence[str]) -> ScriptLine:
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        if word in _WITH_VALUE:
+            left[:1] = []
+        elif word == "-m" and left:
+            return ScriptLine(left[0], tuple(left[1:]), is_module=True)
+        elif not word.startswith("-"):
+            return ScriptLine(word, tuple(left))
+        elif not (_ALONE.fullmatch(word) or word.startswith(("-W", "-X"))):
+            break
+    raise UsageError(
+        "only a script or a module is recorded", got=f"python {' '.join(words)}", hint="glass record -- script.py ARGS"
+    )
+
+
+def _require_this_python(named: str) -> None:
+    found = shutil.which(named)
+    here = Path(sys.executable)
+    # A plain name is whichever comes first, with this one's packages or not; a path is meant.
+    if "/" in named and (found is None or Path(found).parent.resolve() != here.parent.resolve()):
+        raise UsageError(
+            "a script runs in the Python that glass is installed in",
+            got=named,
+            expected=str(here),
+            hint=f"{named} -m glassengine record -o DIR -- script.py, with glassengine installed there",
+        )
+
+
+def _is_script(path: Path) -> bool:
+    """Whether a file without an ending of its own begins by naming Python."""
+    if path.suffix or not path.is_file():
+        return False
+    with open_regular(path) as file:
+        line = file.readline(200)
+    return line.startswith(b"#!") and b"python" in line
+
+
+def watch_of(watch: bool, triggers: Sequence[str] | None, trackers: Sequence[str] | None) -> Any:
+    """Return the watch that the flags ask for, or None.
+
+    Raises:
+        UsageError: A trigger has no value, or one that is not of its kind.
+        UnknownNameError: There is no such trigger, signal or tracker.
+    """
+    if not (watch or triggers or trackers):
+        return None
+    found: dict[str, Any] = {}
+    for text in triggers or ():
+        key, equals, value = text.partition("=")
+        if key not in _KINDS:
+            raise UnknownNameError("trigger", key, _KINDS)
+        if not equals or not value:
+            raise UsageError("a trigger has no value", got=f"--trigger {text}", expected=f"--trigger {key}=VALUE")
+        found["ring_bytes" if key == "ring" else key] = _value(text, _KINDS[key], value)
+    return glass.Watch(**found, trackers=tuple(trackers or ()))
+
+
+def size(flag: str, text: str | None) -> int | None:
+    """Return a number of bytes.
+
+    Raises:
+        UsageError: It is none.
+    """
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)b?", text.strip().lower())
+    if match is None:
+        raise UsageError("invalid size", got=f"{flag} {text}", expected="bytes, or as in 500M, 2G")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _value(text: str, kind: str, value: str) -> Any:
+    if kind == "text":
+        return value
+    if kind == "size":
+        return size("--trigger ring =", value)
+    if kind == "switch":
+        if value.lower() in _SWITCHES:
+            return _SWITCHES[value.lower()]
+        raise UsageError("invalid trigger", got=f"--trigger {text}", expected="yes or no")
+    if value.lower() in ("none", "no"):
+        return None
+    try:
+        return int(value) if kind == "count" else float(value)
+    except ValueError:
+        expected = "a whole number" if kind == "count" else "a number, or none"
+        raise UsageError("invalid trigger", got=f"--trigger {text}", expected=expected) from None

@@ -52,7 +52,7 @@ def command(
         )
 
     def show() -> None:
-        from glassengine.report.terminal_replay import replayed
+        from glassengine.report.terminal_check import replayed
 
         out.print(replayed(result))
 

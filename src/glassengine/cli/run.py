@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,10 +13,9 @@ import typer
 
 import glassengine as glass
 from glassengine import asked, environment
-from glassengine.cli import foreign, run_forward
+from glassengine.cli import foreign
 from glassengine.cli.documents import answer
 from glassengine.cli.options import err, out, settings
-from glassengine.cli.run_options import Debugging, Sampling
 from glassengine.cli.shared import Overwrite, TrustEngine
 from glassengine.errors import UsageError
 from glassengine.reading.files import printable
@@ -24,6 +24,10 @@ from glassengine.stores.places import place
 CONTEXT_SETTINGS = foreign.CONTEXT_SETTINGS
 
 _PROMPT = "The value of an expression"
+_SAMPLING = "Sampling"
+_DEBUGGING = "Debugging"
+_MAX_PRINTED = 64
+"""A tensor of more elements is printed as a few figures."""
 
 
 def command(
@@ -138,7 +142,7 @@ def command(
         }
         wanted = {"debug": patterns, "record": record, "overwrite": overwrite}
         with _snapshots(debugging), profiling:
-            return run_forward.run(loaded, {**sources, **wanted}, others)
+            return _forward(loaded, {**sources, **wanted}, others)
     if not (input_text or input_ids or input_file or inputs or loaded.manifest.has_encoder):
         input_text = [_PROMPT]
         if not settings.quiet:
@@ -296,3 +300,150 @@ def _print_notes(result: Any, files: glass.compat.StepFiles | None) -> None:
         err.print(f"recorded {Path(result.recording)}: glass show {result.recording}")
     if files is not None:
         err.print(f"wrote the tensors of {files.num_steps} steps to {files.directory}")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen."""
+
+    do_sample: Annotated[
+        bool | None,
+        typer.Option(
+            "--do-sample/--no-do-sample",
+            help="Sample, or take the most likely token; default: the model's own setting, and sampling if "
+            "--temperature, --top-k or --top-p is given.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
+    temperature: Annotated[float | None, typer.Option(help="As in transformers.", rich_help_panel=_SAMPLING)] = None
+    top_k: Annotated[
+        int | None, typer.Option(min=0, help="As in transformers; 0 is all.", rich_help_panel=_SAMPLING)
+    ] = None
+    top_p: Annotated[
+        float | None, typer.Option(min=0, max=1, help="As in transformers.", rich_help_panel=_SAMPLING)
+    ] = None
+    repetition_penalty: Annotated[float | None, typer.Option(help="As in transformers.", rich_help_panel=_SAMPLING)] = (
+        None
+    )
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Seed of sampling; default: a new one, which is printed.", rich_help_panel=_SAMPLING),
+    ] = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of `Engine.generate`: what chooses among likely tokens turns sampling on."""
+        chooses = any(value is not None for value in (self.temperature, self.top_k, self.top_p))
+        return {**vars(self), "do_sample": True if self.do_sample is None and chooses else self.do_sample}
+
+
+@dataclass(frozen=True)
+class Debugging:
+    """Which tensors of a run are shown, where files and snapshots of them go."""
+
+    debug: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="Show these tensors at every step: name, site, glob or re:. Repeatable. They are printed, unless "
+            "they are written to files.",
+            rich_help_panel=_DEBUGGING,
+        ),
+    ] = None
+    print_tensors: Annotated[
+        bool,
+        typer.Option(
+            "--print-tensors",
+            help="Print the tensor names, then step, name and tensor; without --debug all of them.",
+            rich_help_panel=_DEBUGGING,
+        ),
+    ] = False
+    debug_dir: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Write every input and output of every step (or those of --debug) to DIR/step0.pt, DIR/step0.txt, ...",
+            rich_help_panel=_DEBUGGING,
+        ),
+    ] = None
+    debug_format: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FORMAT", help="pt, txt or npy. Repeatable; default: pt and txt.", rich_help_panel=_DEBUGGING
+        ),
+    ] = None
+    debug_mode: Annotated[
+        bool,
+        typer.Option(
+            "--debug-mode",
+            help="Like --debug-dir, into the directory of the variable DEBUG_ARTIFACTS_DIR; without it, print "
+            "the names of the tensors.",
+            rich_help_panel=_DEBUGGING,
+        ),
+    ] = False
+    synchronous: Annotated[
+        bool,
+        typer.Option(
+            "--synchronous",
+            help="Wait for the device after each execution, so that an error names the failing one "
+            "(also GLASS_SYNCHRONOUS=1 and CUDA_LAUNCH_BLOCKING=1).",
+            rich_help_panel=_DEBUGGING,
+        ),
+    ] = False
+    snapshot: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Write a snapshot (graph and inputs) of each execution, for glass replay.",
+            rich_help_panel=_DEBUGGING,
+        ),
+    ] = None
+    snapshot_on: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="WHEN",
+            help="every; or nonfinite, error: the first such execution, with its outputs; then stop. Repeatable.",
+            rich_help_panel=_DEBUGGING,
+        ),
+    ] = None
+
+
+def _forward(engine: Any, given: Mapping[str, Any], others: Mapping[str, Any]) -> int:
+    """Run an engine that does not generate, and show what came out.
+
+    Args:
+        engine: Loaded, of kind "module".
+        given: Arguments of `Engine.forward`.
+        others: Flag -> value, or None where it was not given: what means nothing here.
+
+    Raises:
+        UsageError: A flag of generation was given, or the inputs do not fit.
+        UnknownNameError: A pattern of `--debug` names nothing.
+    """
+    meaningless = [f"--{name.replace('_', '-')}" for name, value in others.items() if value is not None]
+    if meaningless:
+        raise UsageError(
+            f"the engine {engine.manifest.name!r} runs in one forward and generates nothing",
+            got=", ".join(meaningless),
+            hint="leave them out; --record DIR writes its tensors",
+        )
+    result = engine.forward(**given)
+    answer(lambda: {"engine": str(engine.directory), **result.to_dict()}, lambda: _print_forward(result))
+    return 0
+
+
+def _print_forward(result: Any) -> None:
+    for name, tensor in result.outputs.items():
+        out.print(f"{name} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}", markup=False)
+        out.print(_shown_values(tensor), markup=False, highlight=False)
+    if not settings.quiet:
+        err.print(f"forward {result.seconds * 1e3:.1f} ms")
+        if result.recording:
+            err.print(f"recorded {Path(result.recording)}: glass show {result.recording}")
+
+
+def _shown_values(tensor: Any) -> str:
+    if tensor.numel() <= _MAX_PRINTED:
+        return str(tensor)
+    values = tensor.double()
+    low, mean, high = (float(value) for value in (values.min(), values.mean(), values.max()))
+    return f"  min {low:.4g}, mean {mean:.4g}, max {high:.4g}; all values: --json or --record DIR"

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 
 import glassengine as glass
+from glassengine import commands
 from glassengine.cli.documents import answer
 from glassengine.cli.options import err, out, progress, settings
-from glassengine.cli.series import show_series
 from glassengine.cli.shared import Overwrite
 from glassengine.errors import UsageError
 from glassengine.reading.files import printable
@@ -49,7 +49,7 @@ def command(
     if plot:
         if any((step, rank is not None, nonfinite, values, full, export, export_format, overwrite)):
             raise UsageError("--plot goes with PATTERN only", got="--plot and another flag")
-        return show_series(recording, pattern)
+        return _show_series(recording, pattern)
     if export is not None:
         others = rank is not None or nonfinite or values or full or settings.json is not None
         if others or len(step or ()) > 1:
@@ -65,7 +65,7 @@ def command(
         raise UsageError("nothing is exported", got="--export-format or --overwrite", hint="--export PATH")
     if settings.json == "-" and (values or full):
         raise UsageError("--json prints statistics of tensors, not values", hint="--export PATH writes values")
-    from glassengine.report import terminal_recording
+    from glassengine.report import terminal_show
 
     opened = glass.open(recording)
     wanted = set(step or ())
@@ -84,7 +84,7 @@ def command(
     if values or full:
         for entry in entries:
             title = f"step {entry.step}, rank {entry.rank}, {printable(entry.site)}: {entry.describe()}"
-            out.print(terminal_recording.values(opened.tensor(entry), title, full=full))
+            out.print(terminal_show.values(opened.tensor(entry), title, full=full))
         if settings.json is None:
             return 0
     rows = []
@@ -121,15 +121,15 @@ def _print_table(opened: Any, rows: list[Any], left_out: list[Any]) -> None:
 
 
 def _print_tree(opened: Any, rows: list[Any], left_out: list[Any], *, num_steps: int) -> None:
-    from glassengine.report import terminal_recording
+    from glassengine.report import terminal_show
 
     if not opened.complete:
         out.print(f"incomplete: {printable(str(opened.incomplete_because))}")
     if not rows and not left_out:
         out.print("no tensors")
-    all_rows = [terminal_recording.Row(_as_shown(entry), found) for entry, found in rows]
-    all_rows += [terminal_recording.Row(_as_shown(item)) for item in left_out]
-    out.print(terminal_recording.tree(all_rows, _modules(opened.metadata.get("modules"))))
+    all_rows = [terminal_show.Row(_as_shown(entry), found) for entry, found in rows]
+    all_rows += [terminal_show.Row(_as_shown(item)) for item in left_out]
+    out.print(terminal_show.tree(all_rows, _modules(opened.metadata.get("modules"))))
     num_shards = sum(entry.sharding is not None for entry, _ in rows)
     if num_shards:
         out.print(f"{num_shards} shards of distributed tensors; what the whole of each is, with PATTERN or --json")
@@ -212,4 +212,40 @@ def _document(opened: Any, rows: list[Any], left_out: list[Any]) -> dict[str, An
         "metadata": opened.metadata,
         "tensors": tensors,
         "left_out": others,
+    }
+
+
+def _show_series(recording: str, pattern: str | None) -> int:
+    """Draw the series of a run and return the exit status."""
+    reader = commands.SeriesReader(recording)
+    chosen = reader.chosen(pattern)
+
+    def show() -> None:
+        from glassengine.report.terminal_show import plot
+
+        out.print(plot(reader, chosen))
+
+    answer(lambda: _series_document(reader, chosen), show)
+    return 0
+
+
+def _series_document(reader: Any, chosen: Any) -> dict[str, Any]:
+    words = ("absent", None, "not finite", "not measured")
+
+    def told(state: int, value: float) -> float | str | None:
+        word = words[state]
+        return word if word is not None else value if math.isfinite(value) else str(value)
+
+    columns = zip(chosen.states.T.tolist(), chosen.values.T.tolist(), strict=True)
+    return {
+        "schema_version": 1,
+        "recording": str(reader.path),
+        "steps": chosen.steps.tolist(),
+        "series": {
+            name: [told(*pair) for pair in zip(*column, strict=True)]
+            for name, column in zip(chosen.names, columns, strict=True)
+        },
+        "events": reader.events,
+        "notes": reader.notes,
+        "damage": reader.damage,
     }

@@ -51,19 +51,19 @@ def command(
     if output is not None or overwrite:
         raise UsageError("--output and --overwrite go with pack", hint=f"glass snapshot pack {snapshot} -o FILE")
     asked.existing(snapshot)
-    from glassengine.report import terminal_snapshot
+    from glassengine.report import terminal_show
 
     directory = place(snapshot)
     if directory.is_dir() and not (directory / "meta.json").exists():
         several = glass.snapshots.list(snapshot)
         answer(
             lambda: {"snapshots": [listed.to_dict() for listed in several]},
-            lambda: out.print(terminal_snapshot.several(several)),
+            lambda: out.print(terminal_show.snapshot_list(several)),
         )
         return 0
     found = glass.snapshots.Snapshot.open(snapshot)
     answer(
         lambda: found.to_dict(statistics=statistics),
-        lambda: out.print(terminal_snapshot.one(found, statistics=statistics)),
+        lambda: out.print(terminal_show.snapshot_content(found, statistics=statistics)),
     )
     return 0

@@ -10,36 +10,45 @@ introduced error from an inherited one.
 from __future__ import annotations
 
 import dataclasses
+import heapq
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from glassengine import environment
-from glassengine.compare.conclude import (
-    calibration,
-    environment_of,
-    first_divergence,
-    not_compared,
-    same_weights,
-    summarize_worst,
-)
 from glassengine.compare.cross_pair import apply_cross_pair_rules
+from glassengine.compare.judge import BY_FLOOR, BY_GIVEN_TOLERANCE, BY_TOLERANCE, severity
 from glassengine.compare.matching.maps import TensorMap, load_map
 from glassengine.compare.matching.matching import Match
+from glassengine.compare.matching.phases import ExecutionOrder, phase_of
+from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.compare.pairs import Block, Plan, planned
-from glassengine.compare.precision import Precision, over_budget
-from glassengine.compare.requirements import check_arguments, nothing_to_compare, require_names, require_same_tokens
+from glassengine.compare.precision import Precision, rows_of_results
 from glassengine.compare.rounded_updates import NOT_JUDGED, not_judged
-from glassengine.compare.roundings import ROUNDED
+from glassengine.compare.roundings import COARSE, IF_COARSE, ROUNDED, TOO_SMALL, beside_larger
 from glassengine.compare.session import Map, Options, Request, Session, Side, judge_block
-from glassengine.compare.small import COARSE, IF_COARSE, TOO_SMALL, beside_larger
 from glassengine.compare.verdicts import Judging, Verdicts
-from glassengine.errors import UsageError
+from glassengine.errors import IncomparableError, UnknownNameError, UsageError, first_line
 from glassengine.numerics.exemptions import Ledger
 from glassengine.progress import Progress, Work, silent
+from glassengine.recording.layout.entries import Entries
+from glassengine.recording.layout.noise_floor import NoiseFloor
 from glassengine.recording.read.source import TensorSource, open_source
-from glassengine.results import Comparison, Findings, Policy, Skipped, counts_of, worst
-from glassengine.sites import patterns_of
+from glassengine.recording.write.policy import NO_VALUES
+from glassengine.results import (
+    VERDICTS,
+    Comparison,
+    Divergence,
+    Findings,
+    Packed,
+    Policy,
+    Skipped,
+    counts_of,
+    over_budget,
+    worst,
+)
+from glassengine.sites import ROOT, matches, patterns_of
 from glassengine.workers import InProcess, Workers
 from glassengine.workers.processes import Processes
 
@@ -221,7 +230,7 @@ def _concluded(
         candidate_environment=environment_of(right),
         inside=verdict,
         inside_reason=f"{num_bad} of {len(pairs)} tensors are {policy.fail_on}{worse}",
-        over=over_budget(drift, policy.min_snr),
+        over=over_budget(rows_of_results(drift), policy.min_snr),
         left=not_compared(pairs, lost, show_only if verdicts.stopped_at is None else ()),
         first_divergence=divergence,
         origins=() if divergence is None else (divergence,),
@@ -264,3 +273,209 @@ def _not_asked(plan: Plan, verdicts: Verdicts) -> list[Skipped]:
     entry = plan.pairs[verdicts.stopped_at].baseline
     count = len(plan.pairs) - verdicts.stopped_at
     return [Skipped("*", "both", f"--first: {count} tensors from {entry.site!r} on", step=entry.step)]
+
+
+# Statistics need several passes (the median), so of many pairs only the worst get them.
+_NUM_SUMMARIZED = 3
+
+
+def summarize_worst(pairs: Packed, judging: Judging, *, all_of_them: bool) -> None:
+    """Give all of `pairs`, or else the worst few, the statistics of both sides and of the errors."""
+    count = len(pairs) if all_of_them else _NUM_SUMMARIZED
+    chosen = heapq.nlargest(count, range(len(pairs)), key=lambda i: severity(pairs[i]))
+    for i in chosen:
+        pairs[i] = judging.with_statistics(i, pairs[i])
+
+
+def first_divergence(pairs: Packed, judged: Sequence[Match], judging: Judging) -> Divergence | None:
+    """Return the first tensor of the worst verdict, in the order of the run.
+
+    Args:
+        pairs: All verdicts.
+        judged: What was judged.
+        judging: Looks for what explains it.
+    """
+    flagged, (left, right) = pairs.flagged(), judging.sides
+    if not flagged:
+        return None
+    verdict = "wrong" if any(pairs[i].verdict == "wrong" for i in flagged) else "suspicious"
+    step = min(pairs[i].step for i in flagged if pairs[i].verdict == verdict)
+    entries = left.entries
+    own = entries.of_step(step) if isinstance(entries, Entries) else [one for one in entries if one.step == step]
+    order = ExecutionOrder(own)
+    there = [i for i in flagged if pairs[i].verdict == verdict and pairs[i].step == step]
+    found = min(there, key=lambda i: order.key(judged[i].baseline))
+    pair, entry = pairs[found], judged[found].baseline
+    # Of the same tensor in other ranks.
+    alike = [i for i in range(len(pairs)) if i != found and (pairs[i].step, pairs[i].site) == (pair.step, pair.site)]
+    those = sorted([found, *alike])
+    rank, hints = judging.explained(those, found)
+    sources, candidate_sources = (side.metadata.get("sources") for side in (left, right))
+    source = sources.get(entry.site) if isinstance(sources, dict) else None
+    other = candidate_sources.get(pair.candidate_site) if isinstance(candidate_sources, dict) else None
+    return Divergence(
+        rung=phase_of(entry.site) if left.metadata.get("gradients") else None,
+        step=entry.step,
+        site=entry.site,
+        node=entry.node,
+        candidate_site=pair.candidate_site,
+        source=source if isinstance(source, str) else None,
+        verdict=pair.verdict,
+        noise_ratio=pair.noise_ratio,
+        bound_ratio=None,
+        introduced=None,
+        inherited=None,
+        hints=hints,
+        candidate_source=other if isinstance(other, str) else None,
+        rank=rank,
+    )
+
+
+def not_compared(pairs: Packed, lost: Sequence[Skipped], asked: Sequence[str]) -> str | None:
+    """Return in words what was to be judged and was not; None where all was.
+
+    Args:
+        pairs: All verdicts.
+        lost: What could not be judged.
+        asked: Patterns of tensors that were asked for.
+    """
+    if lost:
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        return f"not judged: {lost[0].site}, step {lost[0].step}{more}: {lost[0].reason}"
+    missed = [
+        pattern
+        for pattern in asked
+        if not any(matches(pattern, name) for pair in pairs for name in (pair.site, pair.candidate_site))
+    ]
+    return f"asked for and not judged: {', '.join(missed)}" if missed else None
+
+
+def calibration(pairs: Packed, floor: NoiseFloor | None, left: SourceWrapper, why_not: str | None) -> str:
+    """Return in words what the verdicts rest on."""
+    by: Counter[str] = Counter()
+    for (verdict, judged_by, _), count in pairs.tally.items():
+        by[judged_by] += count if verdict != "identical" else 0
+    if by[BY_GIVEN_TOLERANCE]:
+        return "by the given tolerances"
+    if floor is None or (by[BY_TOLERANCE] and not by[BY_FLOOR]):
+        return "uncalibrated" + (f": {why_not}" if why_not else "")
+    return f"calibrated by the floor of {left.path}" + (
+        f"; {by[BY_TOLERANCE]} uncalibrated" if by[BY_TOLERANCE] else ""
+    )
+
+
+def same_weights(left: SourceWrapper, right: SourceWrapper) -> bool | None:
+    """Return whether both sides are of one model; None where that is not known."""
+    sides = [tuple(side.metadata.get(key) for key in ("class", "dtype", "model_fingerprint")) for side in (left, right)]
+    # A fingerprint covers names and values in their own dtype: it does not apply to another class or dtype.
+    if None in sides[0] or None in sides[1] or sides[0][:2] != sides[1][:2]:
+        return None
+    return sides[0][2] == sides[1][2]
+
+
+def environment_of(side: SourceWrapper) -> dict[str, Any]:
+    """Return what is known of where a side was made."""
+    known = side.metadata.get("environment")
+    facts = {**(known if isinstance(known, dict) else {}), "complete": side.complete}
+    return {**facts, **side.changes}
+
+
+def require_same_tokens(left: TensorSource, right: TensorSource) -> None:
+    """Raise an `IncomparableError` where both sides know their token ids, and they differ."""
+    x, y = left.metadata.get("token_ids"), right.metadata.get("token_ids")
+    if x is None or y is None or x == y:
+        return
+    rows_x, rows_y = (side if isinstance(side, list) else [side] for side in (x, y))
+    # In which order ranks have the rows of a batch, or which positions of them, their inputs tell, which are judged.
+    num_ranks = [side.metadata.get("num_ranks", 1) for side in (left, right)]
+    if max(num_ranks) > 1 and (_are_shares(rows_x, rows_y) or all(map(_has_inputs, (left, right)))):
+        return
+    where = next((i for i, (a, b) in enumerate(zip(rows_x, rows_y, strict=False)) if a != b), None)
+    got = f"{len(rows_x)} and {len(rows_y)} rows" if where is None else f"the first difference is in row {where}"
+    raise IncomparableError(
+        "the two sides were run on different token ids",
+        got=f"{left.path} and {right.path}: {got}",
+        expected="the same token ids: what follows a different token is different for good reasons",
+        hint=f"record the candidate on the baseline's tokens: glass record TARGET --tokens-of {left.path}",
+    )
+
+
+def _has_inputs(side: TensorSource) -> bool:
+    return any(entry.site.startswith(f"{ROOT}:in") and entry.dtype == "int64" for entry in side.entries)
+
+
+def _are_shares(x: Sequence[Any], y: Sequence[Any]) -> bool:
+    """Whether both sides have the same rows in any order, or the same tokens where rows are cut."""
+    if all(isinstance(row, list) for row in (*x, *y)):
+        if {len(row) for row in x} == {len(row) for row in y}:
+            return set(map(tuple, x)) == set(map(tuple, y))
+        return {token for row in x for token in row} == {token for row in y for token in row}
+    return False
+
+
+def require_names(patterns: Sequence[str], *sides: TensorSource) -> None:
+    """Raise an `UnknownNameError` where a pattern names no tensor of any of `sides`."""
+    names = list(dict.fromkeys(entry.site for side in sides for entry in side.entries))
+    for pattern in patterns:
+        if not any(matches(pattern, name) for name in names):
+            raise UnknownNameError("tensor", pattern, names)
+
+
+def check_arguments(rtol: float | None, atol: float | None, fail_on: str, min_coverage: float, device: str) -> None:
+    """Raise a `UsageError` that names the flag where an argument of `compare` makes no sense."""
+    for name, value in (("rtol", rtol), ("atol", atol)):
+        if value is not None and not value >= 0:
+            raise UsageError(f"invalid --{name}", got=str(value), expected="a number from 0 on")
+    if not 0 <= min_coverage <= 1:
+        raise UsageError("invalid --min-coverage", got=str(min_coverage), expected="a share from 0 to 1")
+    if fail_on not in VERDICTS[1:]:
+        raise UsageError("invalid --fail-on", got=fail_on, expected=VERDICTS[1:])
+    if device == "cpu":
+        return
+    import torch
+
+    try:
+        torch.zeros(1, dtype=torch.float64, device=device) + 1
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        reason = first_line(error)
+        raise UsageError(
+            "the device cannot be used",
+            got=f"{device}: {reason}",
+            expected="a device with float64",
+            hint="--device cpu",
+        ) from error
+
+
+def nothing_to_compare(
+    left: TensorSource, right: TensorSource, impossible: Sequence[Skipped] = ()
+) -> IncomparableError:
+    """Return the error to raise where no pair is left to judge.
+
+    Args:
+        left: The baseline.
+        right: The candidate.
+        impossible: Tensors that both sides have, and that the parts of the ranks do not make up.
+    """
+    if impossible:
+        first, *others = impossible
+        return IncomparableError(
+            "there is nothing to compare: the tensors of the ranks do not make up those of the other side",
+            got=f"step {first.step}, {first.site}: {first.reason}" + (f"; so {len(others)} more" if others else ""),
+            expected="ranks that share rows and positions out, or have all of them",
+            hint="pad the rows of all ranks to one length, or compare a rank alone: RUN/rank0 with its own baseline",
+        )
+
+    def describe(side: TensorSource) -> str:
+        steps = sorted({entry.step for entry in side.entries})
+        some = ", ".join(entry.site for entry in side.entries[:3])
+        without = f", {len(side.skipped)} without values ({side.skipped[0].reason})" if side.skipped else ""
+        return f"{side.path}: {len(side.entries)} tensors, steps {steps[:5]}, {some or 'none'}{without}"
+
+    empty = [side for side in (left, right) if not side.entries]
+    without_values = any(item.reason == NO_VALUES for side in empty for item in side.skipped)
+    return IncomparableError(
+        "there is nothing to compare: no tensor of the baseline has a partner in the candidate",
+        got=f"baseline: {describe(left)}; candidate: {describe(right)}",
+        expected="the same name, step and rank on both sides",
+        hint="record values, without --no-values" if without_values else "say which names belong together: --map FILE",
+    )

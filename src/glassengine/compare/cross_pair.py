@@ -13,7 +13,7 @@ from glassengine.compare.verdicts import Judging
 from glassengine.results import FLAGGED, Packed
 
 if TYPE_CHECKING:
-    from glassengine.compare.ranks.findings import Findings
+    from glassengine.compare.ranks.ranks import AssembledRanks
 
 ADDED_OTHERWISE = "a sum over some of the microbatches, in another order; that over all is right"
 _GRADIENT = ":grad"
@@ -46,7 +46,7 @@ def apply_cross_pair_rules(found: Packed, chosen: Sequence[Match], judging: Judg
             from glassengine.compare.ranks.open_shares import never_added_up
 
             entries = [one.baseline if is_left else one.candidates[0] for one in chosen]
-            open_ones = never_added_up(found, chosen, cast("Findings", side), entries)
+            open_ones = never_added_up(found, chosen, cast("AssembledRanks", side), entries)
             for i, pair in zip(open_ones, judging.rejected(open_ones), strict=True):
                 side.reject(entries[i])
                 found[i] = pair

@@ -22,19 +22,22 @@ from glassengine.blocks.arrays import (
     stream_of,
 )
 from glassengine.compare import shapes
-from glassengine.compare.loader import Counted, PairLoader
+from glassengine.compare.loader import Checksums, Counted, PairLoader
 from glassengine.compare.matching.matching import Match
 from glassengine.compare.precision import by_drift, drift_of
-from glassengine.compare.roundings import ROUNDED, Noise, Roundings, is_along, may_be_rounding
-from glassengine.compare.rows import RowFigures, merged_rows
-from glassengine.compare.small import (
+from glassengine.compare.roundings import (
     COARSE,
     IF_COARSE,
+    ROUNDED,
     SCALED,
     TOO_SMALL,
+    Noise,
+    Roundings,
+    is_along,
     is_multiple,
     is_small,
     may_be_coarse,
+    may_be_rounding,
     precision_of,
 )
 from glassengine.numerics.hidden_values import both_may_hide, without_hidden
@@ -47,6 +50,7 @@ from glassengine.numerics.metrics.slices import slices, sums_of_squares
 from glassengine.numerics.metrics.tolerance import Tolerance, tolerance
 from glassengine.recording.layout.noise_floor import Floor, NoiseFloor
 from glassengine.results import VERDICTS, Figures, Pair, Summary, Verdict
+from glassengine.writing.checksums import crc32_joined
 
 BY_FLOOR = "noise floor"
 BY_TOLERANCE = "tolerance (uncalibrated)"
@@ -338,3 +342,65 @@ def _floor_does_not_fit(match: Match, x: Kind, y: Kind, noise: Sequence[Means]) 
     if all(is_floating(side.dtype) for side in (x, y)) and limits(y.dtype).eps > limits(x.dtype).eps:
         return f"the floor is that of {x.dtype}, too fine for {y.dtype}"
     return None
+
+
+@dataclass(frozen=True)
+class RowFigures:
+    """The figures of some rows.
+
+    Attributes:
+        start: Flat position of the first element.
+        difference: Sums over the elements.
+        may_hide: Whether both sides have values by which a mask hides something; `difference` is then not meaningful.
+        drift: Sums of the difference of two precisions.
+        squares: Sums of squares by slices, where there is a noise floor.
+        checksums: Of the bytes of both sides.
+    """
+
+    start: int
+    difference: Difference
+    may_hide: bool
+    drift: DriftSums | None
+    squares: Slices | None
+    checksums: Checksums
+
+
+@dataclass(frozen=True)
+class WholeFigures:
+    """The figures of all rows of a pair; `slices` are means."""
+
+    difference: Difference
+    may_hide: bool
+    drift: DriftSums | None
+    slices: Slices | None
+    checksums: tuple[int, int]
+
+
+def merged_rows(parts: Sequence[RowFigures], shape: tuple[int, ...]) -> WholeFigures:
+    """Return the figures of a tensor of `shape`, each row of which is in one of `parts`, in their order."""
+    drift = None
+    if parts[0].drift is not None:
+        drift = DriftSums()
+        for part in parts:
+            assert part.drift is not None
+            drift.merge(part.drift)
+        drift.num_tensors = min(1, drift.num_tensors)
+    return WholeFigures(
+        merged([(part.start, part.difference) for part in parts]),
+        any(part.may_hide for part in parts),
+        drift,
+        _means([part.squares for part in parts if part.squares is not None], shape),
+        (crc32_joined([part.checksums[0] for part in parts]), crc32_joined([part.checksums[1] for part in parts])),
+    )
+
+
+def _means(parts: Sequence[Slices], shape: tuple[int, ...]) -> Slices | None:
+    if not parts:
+        return None
+
+    def along(sides: Sequence[tuple[Means, ...]]) -> tuple[Means, ...]:
+        rows = np.concatenate([axes[0] for axes in sides])
+        return (rows, *(np.stack([axes[axis] for axes in sides]).sum(0) for axis in range(1, len(shape))))
+
+    errors, powers = along([part.errors for part in parts]), along([part.powers for part in parts])
+    return Slices(sum(part.error for part in parts), sum(part.power for part in parts), errors, powers).means(shape)

@@ -91,10 +91,6 @@ def by_drift(sums: DriftSums, *, num_elements: int, is_real: bool) -> Verdict:
     return "wrong" if num_elements >= _FEWEST and sums.noise > LOST * sums.signal else "suspicious"
 
 
-def over_budget(rows: Sequence[DriftRow], min_snr: float | None) -> str | None:
-    """Return which result loses more than is allowed; where no result was recorded, the last row counts."""
-    results = [row for row in rows if row.kind == "result"] or list(rows[-1:])
-    if min_snr is None or not results:
-        return None
-    least = min(results, key=lambda row: row.snr_db)
-    return None if least.snr_db >= min_snr else f"{least.site}: {least.snr_db:.1f} dB (--min-snr {min_snr:g}dB)"
+def rows_of_results(rows: Sequence[DriftRow]) -> Sequence[DriftRow]:
+    """Return the rows that a budget is for: the results; where none was recorded, the last row."""
+    return [row for row in rows if row.kind == "result"] or rows[-1:]

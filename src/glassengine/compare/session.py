@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from glassengine.compare.judge import ROW_BYTES, Judged, PairJudge, rows_of
+from glassengine.compare.judge import ROW_BYTES, Judged, PairJudge, RowFigures, rows_of
 from glassengine.compare.loader import Counted
 from glassengine.compare.matching.maps import TensorMap, load_map
 from glassengine.compare.matching.matching import Match, Matching
@@ -21,7 +21,6 @@ from glassengine.compare.matching.source_wrapper import SourceWrapper, Told
 from glassengine.compare.normalizers import normalized
 from glassengine.compare.pairs import Block, Item, Pairs
 from glassengine.compare.precision import two_precisions
-from glassengine.compare.rows import RowFigures
 from glassengine.errors import UsageError
 from glassengine.numerics.metrics.drift import DriftSums
 from glassengine.numerics.metrics.tolerance import is_inexact, tolerance

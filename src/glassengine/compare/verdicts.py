@@ -13,14 +13,13 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from glassengine.compare.judge import Judged, PairJudge
+from glassengine.compare.judge import Judged, PairJudge, RowFigures
 from glassengine.compare.matching.matching import Match
 from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.compare.pairs import Block, Item, Plan, Span
 from glassengine.compare.precision import Precision
 from glassengine.compare.ranks.shared_gradients import is_share, sum_of
 from glassengine.compare.rounded_updates import rounded_update
-from glassengine.compare.rows import RowFigures
 from glassengine.compare.session import Answer, Found, Session
 from glassengine.errors import CorruptError
 from glassengine.numerics.exemptions import Ledger
@@ -136,7 +135,7 @@ class Judging:
         judge, match = self._at(asked)
         left, right = judge.left, judge.right
         if self._session.is_assembled or any(entry.rank != match.baseline.rank for entry in left.entries):
-            from glassengine.compare.ranks.rank_and_hints import rank_and_hints
+            from glassengine.compare.ranks.hints import rank_and_hints
 
             pairs = [self._found.pairs[place] for place in places]
             rank, hints = rank_and_hints(places.index(asked), pairs, [match for _, match in each], left, right)

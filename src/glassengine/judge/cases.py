@@ -27,7 +27,7 @@ from glassengine.program.kinds.image_text import first_constants, following_cons
 from glassengine.program.kinds.steps import MadeUp
 from glassengine.program.representation.program import Program
 from glassengine.reading.files import read_text
-from glassengine.results.inputs_used import InputUsed, Origin, input_used
+from glassengine.results.answer import InputUsed, Origin, input_used
 
 PROMPTS = (
     "The value of an expression is computed when it is first needed, and",

@@ -34,12 +34,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from glassengine.numerics import composite_bounds as composite
 from glassengine.numerics.kernels import assumed
 from glassengine.numerics.mask_values import size_but_hidden
 from glassengine.numerics.ops import U_ACCUMULATE, Operation, Roundoff
@@ -133,25 +133,208 @@ def _carried(operation: Operation, roundoff: Roundoff, u_in: float) -> Tensor:
     return carried
 
 
+def softmax(operation: Operation, roundoff: Roundoff) -> Tensor:
+    """P (2u + 8U (1 + max|x|) + 2 u_in max|x|')."""
+    x, dim = operation.args[0], operation.args[1]
+    probability = operation.exact
+    # Masked entries have no probability, and their huge scores no influence.
+    largest = torch.where(probability > 0, x.abs(), 0.0).amax(dim, keepdim=True)
+    return probability * (
+        2 * roundoff.u + 8 * U_ACCUMULATE * (1 + largest) + 2 * roundoff.u_in * roundoff.size_in(largest)
+    )
+
+
+def log_softmax(operation: Operation, roundoff: Roundoff) -> Tensor:
+    """2u |P| + (4u + 8U) (1 + max|x|) + 2 u_in max|x|': kernels round max + log(sum) to u. logsumexp likewise."""
+    x, dim = operation.args[0], operation.args[1]
+    keep = operation.exact.dim() == x.dim()
+    largest = torch.where(x.isfinite(), x.abs(), 0.0).amax(dim, keepdim=keep)
+    inner = (4 * roundoff.u + 8 * U_ACCUMULATE) * (1 + largest) + 2 * roundoff.u_in * roundoff.size_in(largest)
+    return 2 * roundoff.u * operation.exact.abs() + inner
+
+
+def _normalized(x: Tensor, dims: list[int], sigma: Tensor, w: Tensor, b: Tensor, exact: Tensor, r: Roundoff) -> Tensor:
+    """Bound of w (x - mean) / sigma + b with statistics over `dims`.
+
+    The variance may be taken as mean(x^2) - mean^2, whose rounding grows with mean(x^2) / sigma^2.
+    """
+    n = math.prod(x.shape[d] for d in dims)
+    square = x.square().mean(dims, keepdim=True)
+    mean = x.abs().mean(dims, keepdim=True)
+    z = (x.abs() + mean) / sigma
+    z_in = (r.size_in(x) + r.size_in(mean)) / sigma
+    of_sums = 2 * math.sqrt(n) * U_ACCUMULATE * (mean / sigma + 0.5 * z * square / sigma.square())
+    of_inputs = 2 * r.u_in * (z_in + z_in * square.sqrt() / sigma)
+    inner = of_sums + of_inputs + 4 * U_ACCUMULATE * z
+    return 2 * r.u * (exact.abs() + b.abs()) + w.abs() * inner + r.u_w * (r.size_in(w) * z + r.size_in(b))
+
+
+def _argument(operation: Operation, index: int, name: str, default: Any) -> Any:
+    value = operation.args[index] if len(operation.args) > index else operation.kwargs.get(name)
+    return default if value is None else value
+
+
+def layer_norm(operation: Operation, r: Roundoff) -> Tensor:
+    """Statistics over the last dimensions."""
+    x, shape = operation.args[:2]
+    one, zero = x.new_ones(()), x.new_zeros(())
+    w, b = _argument(operation, 2, "weight", one), _argument(operation, 3, "bias", zero)
+    dims = list(range(x.dim() - len(shape), x.dim()))
+    sigma = (x.var(dims, correction=0, keepdim=True) + _argument(operation, 4, "eps", 1e-5)).sqrt()
+    return _normalized(x, dims, sigma, w, b, operation.exact, r)
+
+
+def rms_norm(operation: Operation, r: Roundoff) -> Tensor:
+    """Mean square over the last dimensions; the mean taken as 0 makes the bound of the layer norm one of this."""
+    x, shape = operation.args[:2]
+    w = _argument(operation, 2, "weight", x.new_ones(()))
+    dims = list(range(x.dim() - len(shape), x.dim()))
+    sigma = (x.square().mean(dims, keepdim=True) + _argument(operation, 3, "eps", 0.0)).sqrt()
+    return _normalized(x, dims, sigma, w, x.new_zeros(()), operation.exact, r)
+
+
+def group_norm(operation: Operation, r: Roundoff) -> Tensor:
+    """Statistics over the channels of a group and all positions."""
+    x, groups = operation.args[:2]
+    channel = [1, x.shape[1], *[1] * (x.dim() - 2)]
+    w = _argument(operation, 2, "weight", x.new_ones(x.shape[1])).reshape(channel)
+    b = _argument(operation, 3, "bias", x.new_zeros(x.shape[1])).reshape(channel)
+    grouped = x.reshape(x.shape[0], groups, -1)
+    sigma = (grouped.var(-1, correction=0, keepdim=True) + _argument(operation, 4, "eps", 1e-5)).sqrt()
+    w, b, exact = (part.expand(x.shape).reshape(grouped.shape) for part in (w, b, operation.exact))
+    return _normalized(grouped, [2], sigma, w, b, exact, r).reshape(x.shape)
+
+
+def batch_norm(operation: Operation, r: Roundoff) -> Tensor:
+    """Evaluation mode: the statistics are weights."""
+    x: Tensor = operation.args[0]
+    mean, var, eps = operation.args[3], operation.args[4], operation.args[-1]
+    channel = [1, x.shape[1], *[1] * (x.dim() - 2)]
+    one, zero = x.new_ones(x.shape[1]), x.new_zeros(x.shape[1])
+    w, b, mean, var = (
+        (default if value is None else value).reshape(channel)
+        for value, default in ((operation.args[1], one), (operation.args[2], zero), (mean, zero), (var, one))
+    )
+    sigma = (var + eps).sqrt()
+    inside = 8 * U_ACCUMULATE * (w.abs() * (x.abs() + mean.abs()) / sigma + b.abs())
+    spread = r.size_in(w) * (r.size_in(x) + r.size_in(mean)) / sigma + r.size_in(b)
+    bound: Tensor = 2 * r.u * (operation.exact.abs() + b.abs()) + inside + (r.u_in + r.u_w) * spread
+    return bound
+
+
+def variance(operation: Operation, r: Roundoff) -> Tensor | None:
+    """The sum of |x - m| |x| is at most n sqrt(var) rms(x)."""
+    x, dims = operation.args[0], operation.args[1] if len(operation.args) > 1 else operation.kwargs.get("dim")
+    if isinstance(dims, bool):
+        return None
+    dims = list(range(x.dim())) if dims is None else dims
+    keep = operation.exact.dim() == x.dim()
+    rms = x.square().mean(dims, keepdim=keep).sqrt()
+    n = max(1, x.numel() // max(1, operation.exact.numel()))
+    inner = 8 * math.sqrt(n) * U_ACCUMULATE * rms + 2 * r.u_in * r.size_in(rms)
+    size = operation.exact
+    carried: Tensor = inner * (size.sqrt() if operation.name == "var" else 1.0)
+    return 4 * r.u * size + carried
+
+
+def norm(operation: Operation, r: Roundoff) -> Tensor:
+    """All terms are positive, so errors are relative."""
+    n = max(1, operation.args[0].numel() // max(1, operation.exact.numel()))
+    size = operation.exact.abs()
+    inside: Tensor = size * (4 * r.u + 4 * math.sqrt(n) * U_ACCUMULATE)
+    return inside + 2 * r.u_in * (size + math.sqrt(n) * r.size_in(torch.zeros_like(size)))
+
+
+def weight_norm(operation: Operation, r: Roundoff) -> Tensor:
+    """A direction scaled to a given length: all terms of the sum of squares are positive, so errors are relative."""
+    n = max(1, operation.args[0].numel() // max(1, operation.args[1].numel()))
+    return operation.exact.abs() * (4 * r.u + 2 * math.sqrt(n) * U_ACCUMULATE + 3 * (r.u_in + r.u_w))
+
+
+def dequantized(operation: Operation, r: Roundoff) -> Tensor:
+    """(q - zero) scale, which runtimes also compute as q scale - zero scale: 4u |P| + 4U (|q| + |zero|) scale."""
+    without_zero = operation.target(*operation.args[:2], None, **operation.kwargs)
+    inside = without_zero.abs() + (without_zero - operation.exact).abs()
+    bound: Tensor = (4 * r.u + 2 * (r.u_in + r.u_w)) * operation.exact.abs() + 4 * U_ACCUMULATE * inside
+    return bound
+
+
+def product_of_all(operation: Operation, r: Roundoff) -> Tensor:
+    """Relative errors add up, one for each factor; half-precision kernels round after each."""
+    n: int = max(1, operation.args[0].numel() // max(1, operation.exact.numel()))
+    return operation.exact.abs() * (2 * r.u + n * (r.u + 2 * r.u_in))
+
+
+def attention(operation: Operation, r: Roundoff) -> Tensor:
+    """Scores s (sums over D, rounded where they are stored), probabilities p, context (sums over T).
+
+        es  = 4 sqrt(D) U scale |q||k|' + 1.5 max(u, U) |s| + 4 u_in scale sqrt(q^2 k^2'), 0 where p = 0
+        rel = es + sum(p es) + 2 max(u, U) + 8 U (1 + max|s|)
+        B   = (p rel) |v| + u_in p |v| + 4 sqrt(T) U (p |v|) + 2u |P| + 2 tiny sum|v|, the last over p > 0
+
+    Probabilities may be stored in the dtype of the result, before or after they are divided by their sum (which is
+    at least 1). Inputs of u_in have the size of `Roundoff.size_in`.
+
+    q [B, H, S, D], k [B, G, T, D], v [B, G, T, Dv], float64.
+    """
+    parts = attention_parts(operation.args, operation.kwargs)
+    q, k, v, scores, p, scale = parts
+    wide = max(r.u, r.u_sums)
+    live = p > 0
+    size = torch.where(live, scores.abs(), 0.0)
+    products = 4 * math.sqrt(q.shape[-1]) * r.u_sums * scale * (q.abs() @ k.abs().mT)
+    if r.u_in:
+        products = products + 4 * r.u_in * scale * (r.size_in(q).square() @ r.size_in(k).square().mT).sqrt()
+    error = torch.where(live, products + 1.5 * wide * size, 0.0)
+    relative = error + (p * error).sum(-1, keepdim=True) + 2 * wide
+    relative = relative + 8 * U_ACCUMULATE * (1 + size.amax(-1, keepdim=True))
+    context = (p * relative + 2 * r.tiny * live) @ v.abs() + 4 * math.sqrt(k.shape[-2]) * r.u_sums * (p @ v.abs())
+    if r.u_in:
+        context = context + r.u_in * (p @ r.size_in(v))
+    return context + 2 * r.u * operation.exact.abs()
+
+
+def attention_parts(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float]:
+    """Return (q, k, v, scores with mask, probabilities, scale) of an attention, heads of k and v repeated for q's.
+
+    A row that may see nothing has probability 0 everywhere, as in torch.
+    """
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    q, k, v, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
+    scale = given.get("scale") or q.shape[-1] ** -0.5
+    if k.shape[-3] != q.shape[-3]:
+        k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
+    scores = q @ k.mT * scale
+    if given.get("is_causal"):
+        causal = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~causal, -math.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
+    return q, k, v, scores, scores.softmax(-1).nan_to_num(0.0), float(scale)
+
+
 _SPECIAL: dict[str, Callable[[Operation, Roundoff], Tensor | None]] = {
-    "softmax": composite.softmax,
-    "_softmax": composite.softmax,
-    "_safe_softmax": composite.softmax,
-    "log_softmax": composite.log_softmax,
-    "_log_softmax": composite.log_softmax,
-    "logsumexp": composite.log_softmax,
-    "layer_norm": composite.layer_norm,
-    "native_layer_norm": composite.layer_norm,
-    "rms_norm": composite.rms_norm,
-    "group_norm": composite.group_norm,
-    "_native_batch_norm_legit_no_training": composite.batch_norm,
-    "var": composite.variance,
-    "std": composite.variance,
-    "norm": composite.norm,
-    "linalg_vector_norm": composite.norm,
-    "_weight_norm": composite.weight_norm,
-    "dequantize": composite.dequantized,
-    "prod": composite.product_of_all,
-    "cumprod": composite.product_of_all,
-    "scaled_dot_product_attention": composite.attention,
+    "softmax": softmax,
+    "_softmax": softmax,
+    "_safe_softmax": softmax,
+    "log_softmax": log_softmax,
+    "_log_softmax": log_softmax,
+    "logsumexp": log_softmax,
+    "layer_norm": layer_norm,
+    "native_layer_norm": layer_norm,
+    "rms_norm": rms_norm,
+    "group_norm": group_norm,
+    "_native_batch_norm_legit_no_training": batch_norm,
+    "var": variance,
+    "std": variance,
+    "norm": norm,
+    "linalg_vector_norm": norm,
+    "_weight_norm": weight_norm,
+    "dequantize": dequantized,
+    "prod": product_of_all,
+    "cumprod": product_of_all,
+    "scaled_dot_product_attention": attention,
 }

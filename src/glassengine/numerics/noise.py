@@ -17,7 +17,7 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.numerics.composite_bounds import attention_parts
+from glassengine.numerics.bounds import attention_parts
 from glassengine.numerics.float64 import target_of
 from glassengine.numerics.kernels import assumed
 from glassengine.numerics.ops import FLOAT32_SUMS, U_ACCUMULATE, Accumulation

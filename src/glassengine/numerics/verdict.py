@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from glassengine.numerics.counted import is_finite, mean_where, rms_where, same_where
-from glassengine.numerics.floor import Floor, measured_floor
+from glassengine.numerics.floor import Floor, measured_floor, slice_means
 from glassengine.numerics.judgement import (
     INTRODUCED_SUSPICIOUS,
     INTRODUCED_WRONG,
@@ -41,7 +41,6 @@ from glassengine.numerics.judgement import (
 from glassengine.numerics.kinds import other_kind, parts, unequal
 from glassengine.numerics.known import NOTHING, Known
 from glassengine.numerics.mask_values import HIDDEN, is_below, kind_of, sentinel
-from glassengine.numerics.slice_means import slice_means
 from glassengine.results import Verdict
 
 # Large elements hide an error of small ones in a mean. It counts where it is this far beyond the bound of some element

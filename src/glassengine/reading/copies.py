@@ -8,6 +8,7 @@ copies together exceed their bound.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import itertools
 import json
@@ -26,11 +27,6 @@ from glassengine.stores import objects
 from glassengine.stores.objects import Found
 from glassengine.stores.places import Remote, place
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 MAX_BYTES = 20 << 30
 """Of all copies together, unless GLASS_STORE_CACHE_BYTES says otherwise."""
 
@@ -38,7 +34,7 @@ MAX_FILES = 20_000
 _COPY, _NOTE, _CONTENT = "copy", "note.json", "content"
 _PIECE = 8 << 20
 _MOST_NOTE_BYTES = 1 << 26
-_DIRECTORY = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_DIRECTORY", 0)
+_DIRECTORY = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY
 
 _held: dict[Path, int] = {}
 _log = logging.getLogger(__name__)
@@ -90,8 +86,6 @@ def _hold(root: Path) -> None:
     """Make the directory of a copy, and keep others from removing it while this process lives."""
     while root not in _held:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if fcntl is None:
-            return
         lock = os.open(root, _DIRECTORY)
         with contextlib.suppress(OSError):  # some network file systems have none
             fcntl.flock(lock, fcntl.LOCK_SH)
@@ -172,8 +166,7 @@ def _removed(copy: Path) -> bool:
     with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
         lock = os.open(copy, _DIRECTORY)
         stack.callback(os.close, lock)
-        if fcntl is not None:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(copy)
         return True
     return False

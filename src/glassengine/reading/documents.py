@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, TypeVar
+from typing import Annotated, Any, BinaryIO, TypedDict, TypeVar, Unpack
 
 import msgspec
 
@@ -39,41 +39,39 @@ class _Version(msgspec.Struct):
     schema_version: int
 
 
+class ParseOptions(TypedDict, total=False):
+    """How a document is read; see `parsed`."""
+
+    what: str
+    version: int | None
+    nonfinite: bool
+    unique: bool
+    items: int
+    depth: int
+
+
 def read_document(
     path: str | Path,
     schema: type[Document],
     *,
     most: int,
     inside: str | Path | None = None,
-    what: str = "a JSON document",
-    version: int | None = None,
-    nonfinite: bool = False,
-    unique: bool = False,
-    items: int = MAX_ITEMS,
-    depth: int = MAX_DEPTH,
+    **options: Unpack[ParseOptions],
 ) -> Document:
     """Return the JSON document in a plain file.
 
     Args:
         path: The file.
-        schema: A `msgspec.Struct`, or any type that msgspec decodes; fields that it does not name are tolerated.
+        schema: As for `parsed`.
         most: Bytes of the file at most.
         inside: As for `reading.files.open_regular`.
-        what: How to call the document in an error.
-        version: The largest `schema_version` that is read; the document must say its own.
-        nonfinite: Whether NaN and Infinity are numbers of it, as other programs write them.
-        unique: As for `parsed`.
-        items: As for `parsed`.
-        depth: As for `parsed`.
+        options: As for `parsed`.
 
     Raises:
         UsageError: Without `inside`: there is no such file.
         CorruptError: With `inside`: the same. The document is too large, damaged or of a newer version.
     """
-    data = read_bytes(path, most=most, inside=inside)
-    told: dict[str, Any] = {"what": what, "version": version, "nonfinite": nonfinite, "unique": unique}
-    told |= {"items": items, "depth": depth}
-    return parsed(data, schema, path, **told)
+    return parsed(read_bytes(path, most=most, inside=inside), schema, path, **options)
 
 
 def parsed(
@@ -92,11 +90,11 @@ def parsed(
 
     Args:
         data: The document; its size is bounded by who read it.
-        schema: As for `read_document`.
+        schema: A `msgspec.Struct`, or any type that msgspec decodes; fields that it does not name are tolerated.
         where: The place to name in an error.
-        what: As for `read_document`.
-        version: As for `read_document`.
-        nonfinite: As for `read_document`.
+        what: How to call the document in an error.
+        version: The largest `schema_version` that is read; the document must say its own.
+        nonfinite: Whether NaN and Infinity are numbers of it, as other programs write them.
         unique: Whether a key that appears twice is an error; otherwise the last one counts.
         items: Values that it holds at most.
         depth: Maximum nesting; a walk may recurse once per level.
@@ -124,7 +122,7 @@ def converted(
 
     Args:
         value: The value.
-        schema: As for `read_document`; a dataclass, for one.
+        schema: As for `parsed`; a dataclass, for one.
         where: The place to name in an error.
         what: How to call the document in an error.
         words: Whether numbers that are not finite are the words "nan", "inf" and "-inf", as results write them.
@@ -235,14 +233,7 @@ MOST_OF_A_VALUE = 256 << 20
 
 
 class StreamedDocument:
-    """A JSON document in an open file, at the place up to which it was read.
-
-    Args:
-        file: Read forward only; the caller closes it.
-        where: The place to name in an error.
-        what: How to call the document in an error.
-        most: Characters of a value that is taken whole, at most.
-    """
+    """A JSON document in an open file, at the place up to which it was read."""
 
     def __init__(
         self, file: BinaryIO, where: str | Path, *, what: str = "a JSON document", most: int = MOST_OF_A_VALUE
@@ -265,7 +256,7 @@ class StreamedDocument:
             CorruptError: There is no object, or it is damaged.
         """
         self._expect("{")
-        if self._peek() == "}":
+        if self.peek() == "}":
             self._at += 1
             return
         while True:
@@ -273,7 +264,7 @@ class StreamedDocument:
             if not isinstance(key, str):
                 raise self._damaged("a key is not a string")
             self._expect(":")
-            self._peek()
+            self.peek()
             before = self._passed + self._at
             yield key
             if self._passed + self._at == before:
@@ -297,7 +288,7 @@ class StreamedDocument:
             CorruptError: There is no array, or it is damaged.
         """
         self._expect("[")
-        if self._peek() == "]":
+        if self.peek() == "]":
             self._at += 1
             return
         while True:
@@ -311,7 +302,7 @@ class StreamedDocument:
         Raises:
             CorruptError: It is damaged, or too large.
         """
-        self._peek()
+        self.peek()
         while True:
             try:
                 found, end = self._decoder.raw_decode(self._text, self._at)
@@ -335,26 +326,23 @@ class StreamedDocument:
         Raises:
             CorruptError: Something does.
         """
-        if self._peek():
+        if self.peek():
             raise self._damaged("something follows the document")
 
-    def peek(self) -> str:
-        """Return the first character of what comes next: "{" of an object, "[" of an array; "" at the end."""
-        return self._peek()
-
     def _goes_on(self, last: str) -> bool:
-        found = self._peek()
+        found = self.peek()
         if found not in (",", last) or not found:
             raise self._damaged(f"expected , or {last}")
         self._at += 1
         return found == ","
 
     def _expect(self, character: str) -> None:
-        if self._peek() != character:
+        if self.peek() != character:
             raise self._damaged(f"expected {character}")
         self._at += 1
 
-    def _peek(self) -> str:
+    def peek(self) -> str:
+        """Return the first character of what comes next: "{" of an object, "[" of an array; "" at the end."""
         while True:
             text, at = self._text, self._at
             while at < len(text) and text[at] in _SPACE:

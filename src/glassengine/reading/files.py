@@ -21,12 +21,11 @@ from glassengine import environment
 from glassengine.errors import CorruptError, GlassError, UsageError
 from glassengine.stores.places import Remote, remote
 
-_READ = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_READ = os.O_RDONLY | os.O_CLOEXEC
 # A pipe without a writer would block the opening for ever; for a plain file the flag means nothing.
-_NONBLOCK = getattr(os, "O_NONBLOCK", 0)
-_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
-_DIRECTORY = getattr(os, "O_PATH", os.O_RDONLY) | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
-_CAN_WALK = os.open in os.supports_dir_fd and bool(_NOFOLLOW)
+_NONBLOCK = os.O_NONBLOCK
+_NOFOLLOW = os.O_NOFOLLOW
+_DIRECTORY = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 
 # What a shell writes for `<(command)`, and names for what is already open: the user wrote the other end.
 _OPEN_ALREADY = re.compile(r"/dev/(stdin|fd/\d+)|/proc/self/fd/\d+")
@@ -127,11 +126,6 @@ def read_bytes(path: str | Path, *, most: int, inside: str | Path | None = None)
 def read_open(file: BinaryIO, path: str | Path, *, most: int) -> bytes:
     """Return the rest of an open file.
 
-    Args:
-        file: What `open_regular` gave.
-        path: How to call it.
-        most: Bytes at most.
-
     Raises:
         CorruptError: It holds more, or cannot be read.
     """
@@ -197,12 +191,6 @@ def _open_inside(path: Path, directory: Path) -> int:
         parts = ()
     if not parts or ".." in parts:
         raise CorruptError("a file is outside of its directory", got=shown(path), expected=f"below {shown(directory)}")
-    if not _CAN_WALK:
-        for number in range(len(parts)):
-            part = directory.joinpath(*parts[: number + 1])
-            if part.is_symlink():
-                raise CorruptError("not a plain file", got=f"{shown(part)}: a link")
-        return os.open(path, _READ | _NONBLOCK)
     here = os.open(directory, _DIRECTORY)
     try:
         for name in parts[:-1]:
@@ -267,12 +255,7 @@ def _unusual(also: str) -> re.Pattern[str]:
 
 
 def printable(text: str, also: str = "") -> str:
-    """Return `text` with escapes in place of what would move the cursor, turn the direction or break the line.
-
-    Args:
-        text: Anything.
-        also: Characters to keep besides those that can be printed.
-    """
+    """Return `text` with escapes in place of what would move the cursor, turn the direction or break the line."""
     if text.isprintable():
         return text
 
@@ -290,10 +273,6 @@ _KEY_BYTES = 32
 
 def user_key(name: str, *, make: bool = False) -> bytes | None:
     """Return a key of 32 bytes; None if there is none, or if others could know or have written it.
-
-    Args:
-        name: File of the configuration directory.
-        make: Whether a key that does not exist is made.
 
     Raises:
         OSError: The key cannot be made or read.

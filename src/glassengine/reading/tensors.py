@@ -49,11 +49,6 @@ _T = TypeVar("_T")
 def open_safetensors(path: str | Path, *, inside: str | Path | None = None, framework: str = "pt") -> Any:
     """Return an open safetensors file, mapped: `keys()`, `metadata()`, `get_tensor(key)`.
 
-    Args:
-        path: The file.
-        inside: As for `reading.files.open_regular`.
-        framework: What tensors are of, "pt" or "numpy".
-
     Raises:
         UsageError: Without `inside`: there is no such file.
         CorruptError: With `inside`: the same. It is damaged.
@@ -107,12 +102,6 @@ def read_torch(
     file: str | Path | io.BytesIO, *, name: str | None = None, inside: str | Path | None = None, old: bool = False
 ) -> Any:
     """Return what `torch.save` wrote, tensors and plain values only; a file is mapped.
-
-    Args:
-        file: The file, or its bytes.
-        name: How to call it in an error; None is its path.
-        inside: As for `reading.files.open_regular`.
-        old: Whether it may be of torch 1.5 or older, which cannot be mapped.
 
     Raises:
         UsageError: Without `inside`: there is no such file.
@@ -172,10 +161,6 @@ def _bare(value: Any) -> Any:
 
 def check_unfolded(value: Any, where: str) -> None:
     """Refuse what a file unfolds to where that is out of proportion: depth, number of values, repeated elements.
-
-    Args:
-        value: Tensors in dicts, lists and tuples.
-        where: The file, for errors.
 
     Raises:
         CorruptError: It nests too deeply or holds too much.

@@ -109,15 +109,10 @@ class BackgroundWriter:
             self._writer.close("it never began")
             self._writer.deliver(0)
             raise
-        self._was_forked = False
+        self.was_forked = False
         # Steps whose forward has ended and that go on, and what they were given.
         self._held: dict[int, Sequence[Sequence[int]]] = {}
         end_with_process(self)
-
-    @property
-    def was_forked(self) -> bool:
-        """Whether this process was forked from the one that records: it writes nothing."""
-        return self._was_forked
 
     @property
     def path(self) -> Path:
@@ -236,7 +231,7 @@ class BackgroundWriter:
             reason: Why it is incomplete, if it is.
             patience_s: How long a store may not answer; ten minutes where None.
         """
-        if self._was_forked:
+        if self.was_forked:
             return
         stop_ending_with_process(self)
         if patience_s is not None:
@@ -275,7 +270,7 @@ class BackgroundWriter:
 
     def leave_to_parent(self) -> None:
         """Forget the files: this process was forked from the one that records."""
-        self._was_forked = True
+        self.was_forked = True
         self._consumer.failure = GlassError("a process that was forked does not record")
         self._producer.repetition = None
         self._ring.leave_file()

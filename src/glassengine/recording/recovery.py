@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from glassengine.errors import GlassError, UsageError
-from glassengine.reading.files import open_regular, read_open
+from glassengine.reading.files import open_regular
 from glassengine.recording.layout import layout
 from glassengine.recording.layout.description import Description
 from glassengine.recording.layout.index import IndexContents, read_index
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from glassengine.recording.write.writer import RecordingWriter
 
 
-_MAX_MOVED_BYTES = 1 << 30
 _PARTIAL = f"{layout.RECOVERED}.part"
 
 # Of no shard that the index names, also not of one that is gone.
@@ -187,11 +186,7 @@ def _missing(directory: Path, ring: LeftRing, shards: ShardFiles) -> tuple[list[
     """Return the steps that are not in the index, and what `ring.log` says."""
     with open_regular(directory / layout.INDEX, inside=directory) as index:
         known = set(read_index(index, shards.data_bytes).steps)
-    frames: list[_Frame] = []
-    if os.path.lexists(directory / layout.MOVED):
-        with open_regular(directory / layout.MOVED, inside=directory) as file:
-            data = read_open(file, directory / layout.MOVED, most=_MAX_MOVED_BYTES)
-        frames = list(journal.frames(data))
+    frames = journal.read_evicted(directory)
     return [step for step in Journaled(ring, frames).steps() if step.number not in known], frames
 
 
@@ -235,13 +230,7 @@ class Row:
 
 @dataclass
 class JournaledStep:
-    """A step that had ended, or whose forward had.
-
-    Attributes:
-        number: Of the step.
-        rows: What it had.
-        stopped: What ended it before it was through, if anything did.
-    """
+    """A step that had ended, or whose forward had."""
 
     number: int
     rows: list[Row] = field(default_factory=list)
@@ -475,8 +464,7 @@ class Replay:
         found = self._descriptions.get(text)
         if found is None:
             entry = entry_from({**decoded(text), **_NOWHERE})
-            found = Description(entry.site, entry.dtype, entry.shape, entry.axes, entry.node, entry.sharding)
-            self._descriptions[text] = found
+            found = self._descriptions[text] = _described(entry)
         return found
 
     def _group(self, text: bytes) -> tuple[tuple[Description, ...], tuple[tuple[int, int], ...], list[Entry]]:
@@ -484,10 +472,7 @@ class Replay:
         if found is None:
             payload = decoded(text)
             entries = group_from(payload)
-            descriptions = tuple(
-                Description(entry.site, entry.dtype, entry.shape, entry.axes, entry.node, entry.sharding)
-                for entry in entries
-            )
+            descriptions = tuple(map(_described, entries))
             same_as = tuple(
                 (index, tensor["same_as"])
                 for index, tensor in enumerate(payload["tensors"])
@@ -495,6 +480,10 @@ class Replay:
             )
             found = self._groups[text] = (descriptions, same_as, entries)
         return found
+
+
+def _described(entry: Entry) -> Description:
+    return Description(entry.site, entry.dtype, entry.shape, entry.axes, entry.node, entry.sharding)
 
 
 def _left_out(

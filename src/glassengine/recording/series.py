@@ -120,15 +120,7 @@ class SeriesLog:
     def row(
         self, step: int, time: float, states: Array, values: Array, nonfinite: Sequence[tuple[int, int, float]]
     ) -> None:
-        """Write what was measured in a step.
-
-        Args:
-            step: Its number.
-            time: Seconds since 1970.
-            states: [columns], uint8.
-            values: [columns], float32.
-            nonfinite: (column, number of non-finite elements or -1, norm of the others).
-        """
+        """Write what was measured in a step."""
         frames = self._names()
         for first in range(0, len(nonfinite), 4096):
             frames.append(frame({"step": step, "nonfinite": list(nonfinite[first : first + 4096])}))

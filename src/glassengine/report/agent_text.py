@@ -10,9 +10,8 @@ from pathlib import Path
 
 from glassengine.reading.files import printable
 from glassengine.report.findings import Finding, SourceLine, findings
-from glassengine.report.terminal_answer import answer
-from glassengine.report.terminal_check import headline, size
-from glassengine.report.words import hint_details, of_side, untried
+from glassengine.report.terminal_check import answer, headline
+from glassengine.report.words import hint_details, of_side, pair_of, size, untried
 from glassengine.results import Comparison
 
 MOST_LINES = 40
@@ -72,7 +71,7 @@ def _finding(result: Comparison, found: Finding) -> Iterator[str]:
     yield f"op: {origin.site}{there}; {origin.rung or 'record'}, {steps}, verdict {origin.verdict}"
     if origin.where:
         yield f"where: {origin.where}: {origin.group}"
-    yield f"error: {size(result, origin)}"
+    yield f"error: {size(pair_of(origin, result.pairs))}"
     for hint in found.hints[:_MAX_HINTS]:
         yield from (f"{_NAMES.get(what, what)}: {text}" for what, text in hint_details(hint))
     if (text := untried(origin)) is not None:

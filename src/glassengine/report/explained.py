@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from glassengine.errors import UnknownNameError
 from glassengine.reading.files import printable
 from glassengine.report.findings import RULES, findings
-from glassengine.report.terminal_answer import answer
-from glassengine.report.terminal_check import headline
+from glassengine.report.terminal_check import answer, headline
 from glassengine.report.words import hint_details, of_side, untried
 from glassengine.results import VERDICTS, Comparison, Divergence, Figures, Pair, Skipped
 from glassengine.sites import matches

@@ -22,6 +22,8 @@ from glassengine.reading.files import printable
 MAX_LAID_OUT = 200
 """Rows that rich lays out."""
 
+VERDICT_STYLES = {"identical": "green", "rounding": "green", "suspicious": "yellow", "wrong": "bold red"}
+
 _GAP = "  "
 _LEAST = 8
 _WORDS = {"", "verdict", "close", "equal", "site", "tensor", "note", "candidate", "first divergence"}
@@ -89,6 +91,11 @@ class Table(RichTable):
             unstyled.clear()
             yield from _styled(console, texts, styles, widths, is_right)
         yield Segment("".join(unstyled))
+
+
+def mark(ok: bool) -> Text:
+    """Return the first word of an answer."""
+    return Text().append("ok" if ok else "NOT OK", style="bold green" if ok else "bold red")
 
 
 def new_table(*columns: str, first: Sequence[str] = ()) -> Table:

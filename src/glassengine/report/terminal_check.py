@@ -1,11 +1,13 @@
-"""The answer of `glass check` on one screen: verdict, ladder, first divergence, what it is not."""
+"""Draws the answers of `glass check` and `glass replay`, each on one screen: verdict, ladder, first divergence."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -13,19 +15,33 @@ from rich.table import Table
 from rich.text import Text
 
 from glassengine.report import words
-from glassengine.report.terminal_answer import answer
-from glassengine.report.terminal_drift import drift_table
-from glassengine.report.terminal_quantization import quantization, weights_table
-from glassengine.report.words import parts_of_source, short, step_of
-from glassengine.results import Comparison, Divergence, Hint, Pair
+from glassengine.report.table import VERDICT_STYLES, mark
+from glassengine.report.words import (
+    cost_line,
+    exempt,
+    input_line,
+    judged,
+    parts_of_source,
+    replay_sentence,
+    result_line,
+    short,
+    step_of,
+)
+from glassengine.results import VERDICTS, Comparison, Divergence, DriftRow, Hint, Pair, Quantization, QuantizedWeight
 
-_STYLES = {"identical": "green", "rounding": "green", "suspicious": "yellow", "wrong": "bold red"}
+if TYPE_CHECKING:
+    from glassengine.results.replay import Bisection, Replayed, ReplayedOutput
+
 _ROWS, _COLUMNS = 24, 100
 _HEAD, _LEAST_ROWS = 5, 3
 """Lines of the head of a table, and the fewest rows of one."""
-_MAX_HINTS = 2
-_MAX_ORIGINS = 2
-_MAX_REASONS = 4
+_MAX_RESULTS, _MAX_INPUTS, _MAX_NOTES = 3, 3, 3
+_MAX_HINTS, _MAX_ORIGINS, _MAX_REASONS, _MAX_MISTAKES = 2, 2, 4, 4
+_MAX_OUTPUTS, _MAX_OPS = 20, 8
+_LEAST_DRIFT_ROWS, _DRIFT_ROWS, _DRIFT_HEAD = 6, 6, 4
+_NAME = 21
+"""Characters of the name of a weight that fit into one row of 80 columns."""
+_WORDS = {"identical": "identical", "rounding": "quantization", "suspicious": "suspicious", "wrong": "MISTAKE"}
 
 
 def check(result: Comparison) -> RenderableType:
@@ -74,10 +90,8 @@ def _cut(lines: Sequence[Text], rows: int) -> list[Text]:
 def headline(result: Comparison) -> Text:
     """Return whether it is ok and why, and what was compared."""
     found = words.headline(result)
-    text = Text()
-    text.append(found.mark, style="bold green" if result.ok else "bold red")
-    text.append(": ")
-    text.append(found.why, style=_STYLES[result.verdict] if found.is_flagged else "")
+    text = mark(result.ok).append(": ")
+    text.append(found.why, style=VERDICT_STYLES[result.verdict] if found.is_flagged else "")
     text.append(f"\nbaseline {short(result.baseline)}, candidate {short(result.candidate)}")
     return text
 
@@ -103,7 +117,9 @@ def _ladder(result: Comparison) -> Table:
             str(rung.num_judged),
             "" if rung.coverage is None or not rung.num_judged else f"{rung.coverage:.0%}",
             _worst(pairs),
-            Text(rung.verdict, style=_STYLES[rung.verdict]) if rung.num_judged else Text("nothing judged", style="dim"),
+            Text(rung.verdict, style=VERDICT_STYLES[rung.verdict])
+            if rung.num_judged
+            else Text("nothing judged", style="dim"),
         )
     return table
 
@@ -145,7 +161,7 @@ def _divergence(result: Comparison, found: Divergence) -> Iterator[Text]:
         yield Text(f"  there    {found.candidate_site}")
     if found.candidate_source and found.candidate_source != found.source:
         yield Text(f"  there    {_short_source(found.candidate_source)}")
-    yield Text(f"  error    {size(result, found)}")
+    yield Text(f"  error    {words.size(words.pair_of(found, result.pairs))}")
     # What kind of mistake it is, and where its test is, is never cut off, however long the names of files are.
     for hint in found.hints[:1]:
         yield from _hint(hint)
@@ -185,11 +201,6 @@ def _about(result: Comparison, found: Divergence) -> Iterator[Text]:
         yield Text(f"  also     {len(others) - _MAX_ORIGINS} more origins (--json has all)")
 
 
-def size(result: Comparison, found: Divergence) -> str:
-    """Say how large the error of an op is, against what rounding explains, and where."""
-    return words.size(words.pair_of(found, result.pairs))
-
-
 def _severity(result: Comparison) -> Iterator[Text]:
     # The last rung's tokens stand beside its results.
     last = result.results[-1].rung if result.results else None
@@ -209,3 +220,241 @@ def _skipped(result: Comparison) -> Iterator[Text]:
         yield Text(f"not judged: {len(result.skipped)} sites")
     for (side, reason), count in reasons.most_common(_MAX_REASONS):
         yield Text(f"  {count} ({side}): {reason}")
+
+
+def answer(result: Comparison) -> Iterator[Text]:
+    """Yield the lines."""
+    yield from _results(result)
+    yield from _inputs(result)
+    yield from (Text(f"note     {note}", style="yellow") for note in result.notes[:_MAX_NOTES])
+    if result.fineness:
+        left_out = exempt(result.exemptions)
+        yield Text(f"judged   {judged(result.fineness[0])}{f'; exempt: {left_out}' if left_out else ''}")
+
+
+def _results(result: Comparison) -> Iterator[Text]:
+    # Of several rungs the last one is what the user runs.
+    rungs = list(dict.fromkeys(found.rung for found in result.results))
+    last = [found for found in result.results if found.rung == (rungs or [""])[-1]]
+    order = sorted(last, key=lambda found: -VERDICTS.index(found.verdict))
+    told = []
+    if result.quantization is not None:  # of a file whose engine is judged on the weights that it has
+        told.append(cost_line(result.quantization, result.results))
+        order = [found for found in order if found.judged_by != "signal"]
+    own = "the engine on the file's weights: " if told else ""
+    told += [own + result_line(found) for found in order[:_MAX_RESULTS]]
+    yield from (Text(f"{'results' if number == 0 else '':8} {line}") for number, line in enumerate(told))
+    if len(order) > _MAX_RESULTS:
+        rest = order[_MAX_RESULTS:]
+        yield Text(f"         and {len(rest)} more: {sum(found.agrees for found in rest)} agree")
+    if not result.results and result.fineness:
+        yield Text("results  not compared: the candidate has none that is the baseline's")
+
+
+def _inputs(result: Comparison) -> Iterator[Text]:
+    cases = result.inputs
+    if not cases or not cases[0].inputs:
+        return
+    first = [used for used in cases[0].inputs if used.step == 0]
+    origins = Counter(used.origin for case in cases for used in case.inputs)
+    parts = [input_line(used) for used in first[:_MAX_INPUTS]]
+    if len(first) > _MAX_INPUTS:
+        parts.append(f"and {len(first) - _MAX_INPUTS} more")
+    steps = sum(case.num_steps for case in cases)
+    more = f"; {len(cases)} case{'s' if len(cases) > 1 else ''}, {steps} steps" if steps > 1 else ""
+    yield Text(f"inputs   {' and '.join(origins)}: {', '.join(parts)}{more}")
+
+
+def drift_table(rows: Sequence[DriftRow], room: int) -> Table:
+    """Return the rows that introduce most, in order of execution, results last.
+
+    Args:
+        rows: All of them.
+        room: How many rows of a screen there are for them.
+    """
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("drift, in order of execution", overflow="fold")
+    for name in ("SNR dB", "cosine", "introduced dB", "share"):
+        table.add_column(name, justify="right", no_wrap=True)
+    results = [row for row in rows if row.kind == "result"]
+    inner = [row for row in rows if row.kind != "result"]
+    room = max(room, _LEAST_DRIFT_ROWS) - len(results)
+    shown = sorted(range(len(inner)), key=lambda at: -(inner[at].share or 0.0))[: max(room, 1)]
+    for at in sorted(shown):
+        _add_drift(table, inner[at])
+    if len(inner) > len(shown):
+        left = sum(row.share or 0.0 for at, row in enumerate(inner) if at not in shown)
+        table.add_row(f"... and {len(inner) - len(shown)} more (--json has all)", "", "", "", f"{left:.1%}")
+    for row in results:
+        _add_drift(table, row)
+    return table
+
+
+def _add_drift(table: Table, row: DriftRow) -> None:
+    share = "" if row.share is None else f"{row.share:.1%}"
+    table.add_row(row.site, _decibels(row.snr_db), f"{row.cosine_similarity:.6f}", _decibels(row.introduced_db), share)
+
+
+def _decibels(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.1f}" if math.isfinite(value) else "exact" if value > 0 else "-inf"
+
+
+def replayed(result: Replayed) -> RenderableType:
+    """Return the one screen."""
+    parts: list[RenderableType] = [_replay_headline(result)]
+    if result.error is not None:
+        parts.append(Text(f"it raised: {result.error.strip().splitlines()[0]}", style="bold red"))
+    if result.outputs:
+        parts.append(_outputs(result.outputs))
+    if result.comparison is not None:
+        parts += [Text(), check(result.comparison)]
+    if result.first_nonfinite is not None:
+        parts += _nonfinite(result)
+    if result.bisection is not None:
+        parts += _bisection(result.bisection)
+    parts += [Text(f"note: {note}", style="yellow") for note in result.notes]
+    return Group(*parts)
+
+
+def _replay_headline(result: Replayed) -> Text:
+    text = mark(result.ok)
+    text.append(f": {replay_sentence(result)}\n")
+    then = f", recorded with {result.recorded_backend}" if result.recorded_backend else ""
+    text.append(f"execution {result.execution} of {result.executable} on {result.backend}{then}")
+    return text
+
+
+def _outputs(outputs: tuple[ReplayedOutput, ...]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("output", overflow="fold")
+    for name in ("dtype", "shape", "as recorded", "largest difference", "not finite"):
+        table.add_column(name, no_wrap=True)
+    worst = sorted(outputs, key=lambda output: output.same_bits is not False)
+    for output in worst[:_MAX_OUTPUTS]:
+        bits = {None: "not recorded", True: "same bits", False: f"{output.num_different} differ"}[output.same_bits]
+        largest = "" if not output.max_abs_diff else f"{output.max_abs_diff:.3g}"
+        style = "red" if output.same_bits is False else ""
+        shape = ",".join(map(str, output.shape))
+        table.add_row(output.name, output.dtype, shape, Text(bits, style=style), largest, output.nonfinite)
+    if len(outputs) > _MAX_OUTPUTS:
+        table.add_row(f"and {len(outputs) - _MAX_OUTPUTS} more (--json lists all)")
+    return table
+
+
+def _nonfinite(result: Replayed) -> Iterator[Text]:
+    found = result.first_nonfinite
+    assert found is not None
+    yield Text(f"first {found['kinds']}: {found['op']} ({found['node']})", style="bold")
+    if found["module"]:
+        yield Text(f"  module   {found['module']}")
+    if found["source"]:
+        yield Text(f"  source   {found['source']}")
+    yield Text(f"  there    {found['num_elements']} of {found['total_elements']} elements")
+
+
+def _bisection(found: Bisection) -> Iterator[Text]:
+    if found.failure is None:
+        return
+    yield Text(f"what is wrong: {found.message}", style="bold")
+    for op in found.ops[:_MAX_OPS]:
+        module = "" if op.module == "." else f" in {op.module}"
+        yield Text(f"  op       {op.op}{module}" + (f"  {op.source}" if op.source else ""))
+    if len(found.ops) > _MAX_OPS:
+        yield Text(f"  op       {len(found.ops) - _MAX_OPS} more")
+    if found.part is not None:
+        yield Text(f"  part     {found.part} (torch's CompilerBisector)")
+    if found.reproduction is not None:
+        yield Text(f"  test     python {found.reproduction}/test_repro.py")
+    else:
+        yield Text("  test     --reproduction DIR writes one of this piece alone")
+    yield Text(f"  {found.num_trials} pieces of the graph were compiled")
+
+
+def quantization(result: Comparison, found: Quantization) -> RenderableType:
+    """Return the one screen."""
+    head = mark(result.ok)
+    head.append(f": {result.not_ok_because or 'every difference is explained by the quantization'}")
+    head.append(f"\nbaseline {result.baseline}, candidate {result.candidate} ({found.method})")
+    total = _quantization_total(found)
+    tail = _quantization_mistakes(result)
+    if result.skipped:
+        tail.append(Text(f"not judged: {len(result.skipped)} weights that only one side has (--json has all)"))
+    # The table has its head of two lines, a rule, an empty line at both ends, and a line for what is not shown.
+    left = _ROWS - 6 - _rows([head, *total, *tail])
+    # Where nothing is a mistake, the question is where the signal goes.
+    drift = [drift_table(result.drift, _DRIFT_ROWS)] if result.drift and not result.origins else []
+    left -= sum(table.row_count + _DRIFT_HEAD for table in drift)
+    return Group(head, *total, weights_table(found, max(left, 1)), *drift, *tail)
+
+
+def weights_table(found: Quantization, rows: int) -> Table:
+    """Return what each weight costs alone, mistakes first and then what costs most, in so many rows."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    # Mistakes first, then what costs most.
+    order = sorted(found.weights, key=lambda weight: weight.verdict in ("identical", "rounding"))
+    prefix = _prefix([weight.name for weight in order[:rows]])
+    # A long name takes several rows of a terminal of 80 columns.
+    needed = itertools.accumulate(math.ceil(len(_weight_name(weight, prefix)) / _NAME) for weight in order)
+    shown = order[: max(1, sum(total <= rows for total in needed))]
+    table.add_column(f"weight, of\n{prefix}" if prefix else "weight", overflow="fold")
+    for name in ("\nshare", "KL\nalone", "weight\ndB", "output\ndB", "times\nrounding"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("\ndifference", no_wrap=True)
+    for weight in shown:
+        table.add_row(
+            _weight_name(weight, prefix),
+            f"{weight.share:.1%}",
+            _decimal(weight.kl, ".2g"),
+            _decimal(weight.snr_db, ".1f"),
+            _decimal(weight.output_snr_db, ".1f"),
+            _decimal(weight.output_over_rounding, ".2f"),
+            Text(
+                _WORDS[weight.verdict] + (", rescaled" if weight.is_rescaled else ""),
+                style=VERDICT_STYLES[weight.verdict],
+            ),
+        )
+    left = len(found.weights) - len(shown)
+    if left > 0:
+        share = sum(weight.share for weight in found.weights) - sum(weight.share for weight in shown)
+        table.add_row(f"... and {left} more", f"{share:.1%}", *[""] * 5)
+    return table
+
+
+def _prefix(names: list[str]) -> str:
+    """Return the path that all names begin with, dot included."""
+    paths = [name.split(".")[:-1] for name in names]
+    shared = list(itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
+    return "".join(f"{parts[0]}." for parts in shared) if len(names) > 1 else ""
+
+
+def _weight_name(weight: QuantizedWeight, prefix: str) -> str:
+    return weight.name.removeprefix(prefix).removesuffix(".weight")
+
+
+def _quantization_mistakes(result: Comparison) -> list[Text]:
+    lines = []
+    for origin in result.origins[:_MAX_MISTAKES]:
+        text = "; ".join(hint.text for hint in origin.hints)
+        lines.append(Text(f"{origin.site.removesuffix(':param')}: {text}", style=VERDICT_STYLES[origin.verdict]))
+    if len(result.origins) > _MAX_MISTAKES:
+        lines.append(Text(f"... and {len(result.origins) - _MAX_MISTAKES} more (--json has all)"))
+    return lines
+
+
+def _quantization_total(found: Quantization) -> list[Text]:
+    text = f"results  {_decimal(found.logits_snr_db, '.1f')} dB at {found.num_tokens} positions"
+    if found.kl is None or found.token_agreement is None:
+        return [Text(text)]
+    alone = sum(weight.kl or 0.0 for weight in found.weights)
+    return [
+        Text(f"{text}; same next token in {found.token_agreement:.1%}"),
+        Text(f"KL {found.kl:.2g} nats; that of each weight alone adds up to {alone:.2g}"),
+    ]
+
+
+def _decimal(value: float | None, form: str) -> str:
+    if value is None:
+        return "-"
+    return format(value, form) if math.isfinite(value) else "inf" if value > 0 else "-inf"

@@ -1,4 +1,4 @@
-"""Draws a comparison and the statistics of a recording on a terminal: one screen, worst first.
+"""Draws answers of `glass compare` on a terminal: of tensors, of several candidates, engines, artifacts and series.
 
 In a pipe the same tables are printed without colors; what does not fit a row is never cut out of a name.
 """
@@ -8,24 +8,40 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import PurePath
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from glassengine.compare.judge import severity
-from glassengine.report.table import new_table
-from glassengine.report.terminal_drift import drift_table
+from glassengine.reading.files import printable
+from glassengine.report import words
+from glassengine.report.table import VERDICT_STYLES, mark, new_table
+from glassengine.report.terminal_check import drift_table
 from glassengine.report.words import of_side
 from glassengine.results import VERDICTS, Comparison, Figures, Pair, Skipped, Summary, tally_of
+from glassengine.results.comparison import SeriesComparison
 
-STYLES = {"identical": "green", "rounding": "green", "suspicious": "yellow", "wrong": "bold red"}
+if TYPE_CHECKING:
+    from glassengine.results.artifacts import ArtifactComparison, StageComparison
+    from glassengine.results.comparison import Comparisons
+    from glassengine.results.engines import SideBySide, StepDifference
+
 MAX_PAIRS = 8
 MAX_DRIFT = 14
 _MAX_HINTS = 2
 _MAX_REASONS = 5
+_MOST_PARTINGS = 12
+_AGREEMENT_STYLES = {"bitwise": "green", "within rounding": "green", "beyond": "bold red"}
+_MAX_STEPS = 8
+_STAGE_STYLES = {"identical": "green", "inherited": "yellow"}
+_MAX_CHANGES = 12
 _LEAST_TOLD = ("std", "median", "mean", "Inf")
 _STATISTICS = ("min", "mean", "median", "max", "std")
+
+_Place = tuple[int, int, str]
 
 
 def comparison(result: Comparison) -> RenderableType:
@@ -76,10 +92,10 @@ def recording(rows: Iterable[tuple[int, int, str, Summary]], *, complete: bool, 
 
 def _verdict(result: Comparison) -> Text:
     counts = ", ".join(f"{result.counts[name]} {name}" for name in reversed(VERDICTS) if result.counts.get(name))
-    text = Text().append("ok" if result.ok else "NOT OK", style="bold green" if result.ok else "bold red")
+    text = mark(result.ok)
     if result.ok:
         text.append(f" ({result.calibration})")
-    text.append(f"  verdict {result.verdict}", style=STYLES[result.verdict])
+    text.append(f"  verdict {result.verdict}", style=VERDICT_STYLES[result.verdict])
     text.append(f"  {result.counts['compared']} compared: {counts}; coverage {result.coverage:.1%}")
     if result.not_ok_because:
         text.append(f"\nbecause {result.not_ok_because}")
@@ -140,7 +156,7 @@ def _pairs(pairs: Sequence[Pair]) -> Table:
             "" if by_name else f"by {pair.method}: {pair.candidate_site}",
             pair.reason or "",
         )
-        verdict = Text(pair.verdict, style=STYLES[pair.verdict])
+        verdict = Text(pair.verdict, style=VERDICT_STYLES[pair.verdict])
         table.add_row(
             verdict, *_passed(figures), str(pair.step), Text(pair.site), *numbers, Text("; ".join(filter(None, note)))
         )
@@ -208,3 +224,185 @@ def notes(result: Comparison) -> Iterator[Text]:
 def number(value: float) -> str:
     """Return `value` with four digits, the way tables print numbers; JSON has all digits."""
     return f"{value:.4g}"
+
+
+def series_comparison(result: SeriesComparison) -> RenderableType:
+    """Return the answer for `glass compare` of two watched runs."""
+    verdict = mark(result.ok)
+    verdict.append(f"  {words.series_sentence(result)}")
+    lines = [f"{result.num_steps} common steps, {result.num_series} common series"]
+    if result.first_difference is not None:
+        lines.append(f"first difference: {words.point_words(result.first_difference)}")
+    if result.first_parting is not None:
+        lines.append(f"first apart: {words.point_words(result.first_parting)}")
+        lines.append(f"{result.num_apart} of {result.num_series} series part")
+    parts: list[RenderableType] = [verdict, *map(Text, lines)]
+    if result.num_apart > 1:
+        table = new_table("step", "site", "baseline", "candidate", "difference", "variation")
+        for point in result.partings[:_MOST_PARTINGS]:
+            table.add_row(*words.point_cells(point))
+        parts.append(table)
+        if result.num_apart > _MOST_PARTINGS:
+            parts.append(Text(f"{result.num_apart - _MOST_PARTINGS} more"))
+    parts += [Text(f"only in {printable(text)}") for text in result.only_one]
+    return Group(*parts, *map(Text, result.notes))
+
+
+def comparisons(result: Comparisons) -> RenderableType:
+    """Return the answer: one line per candidate, then a row per tensor with a column per candidate."""
+    columns = short_names([one.candidate for one in result.comparisons])
+    answer = mark(result.ok)
+    answer.append(f"  verdict {result.verdict}", style=VERDICT_STYLES[result.verdict])
+    answer.append(f"  {len(columns)} candidates, baseline {result.baseline}")
+    parts: list[RenderableType] = [answer, Text(), _candidates(result, columns), Text()]
+    parts += _worst_tensors(result, columns)
+    for name, one in zip(columns, result.comparisons, strict=True):
+        said = list(notes(one))
+        if said:
+            parts += [Text(f"\n{name}:", style="bold"), *said]
+    return Group(*parts)
+
+
+def short_names(paths: Sequence[str]) -> list[str]:
+    """Return the shortest ends of `paths` that tell them apart."""
+    parts = [PurePath(path).parts for path in paths]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = [str(PurePath(*part[-length:])) for part in parts]
+        if len(set(names)) == len(set(paths)):
+            return names
+    return list(paths)
+
+
+def _candidates(result: Comparisons, columns: Sequence[str]) -> RenderableType:
+    found = new_table(
+        "", "candidate", "verdict", "compared", *VERDICTS[::-1], "unmatched", "coverage", "first divergence"
+    )
+    for name, one in zip(columns, result.comparisons, strict=True):
+        first = one.first_divergence
+        found.add_row(
+            mark(one.ok),
+            Text(name),
+            Text(one.verdict, style=VERDICT_STYLES[one.verdict]),
+            str(one.counts["compared"]),
+            *(str(one.counts[verdict]) for verdict in VERDICTS[::-1]),
+            str(one.counts["unmatched_baseline"]),
+            f"{one.coverage:.1%}",
+            Text("-" if first is None else f"step {first.step}, {first.site}"),
+        )
+    return found
+
+
+def _worst_tensors(result: Comparisons, columns: Sequence[str]) -> Iterator[RenderableType]:
+    cells = [_by_place(one) for one in result.comparisons]
+    places = dict.fromkeys(place for one in cells for place in one)
+
+    def badness(place: _Place) -> tuple[float, ...]:
+        return max(severity(pair) for one in cells for pair in one.get(place, ()))
+
+    ranked = sorted(places, key=badness, reverse=True)
+    found = new_table("step", "site", *columns)
+    for step, rank, site in ranked[:MAX_PAIRS]:
+        name = f"{site} (rank {rank})" if rank else site
+        found.add_row(str(step), Text(name), *(_cell(one.get((step, rank, site), [])) for one in cells))
+    yield Text("verdict and largest absolute difference:")
+    yield found
+    if len(ranked) > MAX_PAIRS:
+        yield Text(f"... and {len(ranked) - MAX_PAIRS} more tensors, none worse (--json has all)")
+
+
+def _by_place(one: Comparison) -> dict[_Place, list[Pair]]:
+    found: dict[_Place, list[Pair]] = {}
+    for pair in one.pairs:
+        found.setdefault((pair.step, pair.rank, pair.site), []).append(pair)
+    return found
+
+
+def _cell(pairs: Sequence[Pair]) -> Text:
+    if not pairs:
+        return Text("not judged", style="dim")
+    pair = max(pairs, key=severity)
+    size = "shape" if pair.figures is None else number(pair.figures.max_abs_diff)
+    return Text(
+        pair.verdict if pair.verdict == "identical" else f"{pair.verdict} {size}", style=VERDICT_STYLES[pair.verdict]
+    )
+
+
+def side_by_side(result: SideBySide) -> RenderableType:
+    """Return the answer for `glass compare ENGINE ENGINE ...`: verdict, engines, logits, first other tokens, notes."""
+    titles = words.titles(result)
+    verdict = mark(result.ok)
+    verdict.append(f"  logits {words.AGREEMENT[result.agreement]}", style=_AGREEMENT_STYLES[result.agreement])
+    lines = [Text(" ".join(line)) for line in words.engine_lines(result)]
+    parts: list[RenderableType] = [verdict, *lines, Text(), _engine_table(result, titles), Text()]
+    parts += [Text(f"logits against {titles[0]}"), _engine_steps(result, titles)]
+    remarks = [Text(line) for line in words.token_lines(result)]
+    remarks += [Text(f"note: {note}", style="yellow") for note in result.notes]
+    return Group(*parts, *([Text(), *remarks] if remarks else []))
+
+
+def _engine_table(result: SideBySide, titles: list[str]) -> Table:
+    table = _left_table("", *titles)
+    for title, cells in words.engine_rows(result):
+        table.add_row(Text(title), *map(Text, cells))
+    return table
+
+
+def _engine_steps(result: SideBySide, titles: list[str]) -> Table:
+    table = _left_table("step", *titles[1:])
+    steps = list(zip(*(column.steps for column in result.columns[1:]), strict=True))
+    for row in steps[:_MAX_STEPS]:
+        table.add_row(Text(str(row[0].step)), *(_engine_step(found) for found in row))
+    if len(steps) > _MAX_STEPS:
+        worst = [
+            max(column.steps, key=lambda step: step.noise_ratio or step.rounding_units) for column in result.columns[1:]
+        ]
+        cells = (
+            _engine_step(found).append("" if found.agreement == "bitwise" else f" (step {found.step})")
+            for found in worst
+        )
+        table.add_row(Text(f"worst of {len(steps)}"), *cells)
+    return table
+
+
+def _engine_step(difference: StepDifference) -> Text:
+    return Text(words.step_words(difference), style=_AGREEMENT_STYLES[difference.agreement])
+
+
+def _left_table(*columns: str) -> Table:
+    table = new_table(*columns)
+    for column in table.columns:
+        column.justify, column.no_wrap = "left", False
+    return table
+
+
+def artifact_comparison(result: ArtifactComparison) -> RenderableType:
+    """Return the answer: which stages differ, in which nodes, which options and versions, which files."""
+    parts: list[RenderableType] = [Text(words.artifacts_sentence(result), style="green" if result.ok else "bold red")]
+    parts += [Text(f"note: {note}", style="yellow") for note in result.notes]
+    table = new_table("stage", "status", "added", "removed", "changed")
+    for stage in result.stages:
+        counts = [sum(change.kind == kind for change in stage.changes) for kind in ("added", "removed", "changed")]
+        status = Text(stage.status, style=_STAGE_STYLES.get(stage.status, "bold red"))
+        table.add_row(Text(stage.name), status, *(str(count) if count else "" for count in counts))
+    parts += [Text(), table]
+    for stage in result.stages:
+        parts += _changes(stage)
+    if result.differences:
+        settings = new_table("setting", "baseline", "candidate")
+        for entry in result.differences:
+            settings.add_row(*map(Text, words.setting_cells(entry)))
+        parts += [Text(), settings]
+    if result.files:
+        parts += [Text(), Text(f"files of the back-end that differ: {', '.join(result.files)}")]
+    return Group(*parts)
+
+
+def _changes(stage: StageComparison) -> list[RenderableType]:
+    if not stage.changes:
+        return []
+    lines: list[RenderableType] = [Text(), Text(f"{stage.name}:", style="bold")]
+    for change in stage.changes[:_MAX_CHANGES]:
+        lines += [Text(f"  {line}", style="red" if line.startswith("-") else "green") for line in change.lines]
+    if len(stage.changes) > _MAX_CHANGES:
+        lines.append(Text(f"  ... and {len(stage.changes) - _MAX_CHANGES} more (--json has all)"))
+    return lines

@@ -6,7 +6,10 @@ from glassengine.results.answer import (
     MOST_OPS,
     CaseInputs,
     DriftRow,
+    Exemption,
+    ExemptionReason,
     Fineness,
+    InputUsed,
     ResultComparison,
     Standing,
 )
@@ -17,8 +20,11 @@ from glassengine.results.artifacts import (
 from glassengine.results.base import (
     FLAGGED,
     VERDICTS,
+    Failure,
+    Message,
     Result,
     Verdict,
+    failure,
     worst,
 )
 from glassengine.results.comparison import (
@@ -27,6 +33,9 @@ from glassengine.results.comparison import (
     Comparisons,
     Divergence,
     Rung,
+    SeriesComparison,
+    SeriesPoint,
+    SeriesStanding,
     Skipped,
     WeightsComparison,
     WrittenDifferently,
@@ -45,15 +54,6 @@ from glassengine.results.engines import (
     StepDifference,
     TokenDifference,
 )
-from glassengine.results.exempt import (
-    Exemption,
-    ExemptionReason,
-)
-from glassengine.results.failure import (
-    Failure,
-    Message,
-    failure,
-)
 from glassengine.results.figures import (
     ElementDifference,
     ErrorHistogram,
@@ -68,8 +68,10 @@ from glassengine.results.figures import (
 from glassengine.results.findings import (
     Decision,
     Findings,
+    Interrupted,
     Policy,
     decide,
+    incomplete,
     over_budget,
 )
 from glassengine.results.hints import (
@@ -78,19 +80,15 @@ from glassengine.results.hints import (
     Altered,
     Hint,
     Kind,
-)
-from glassengine.results.inputs_used import (
-    InputUsed,
-)
-from glassengine.results.interrupted import (
-    Interrupted,
-    incomplete,
+    Quantization,
+    QuantizedWeight,
 )
 from glassengine.results.metrics import (
     MetricsReport,
     MetricSummary,
 )
 from glassengine.results.pairs import (
+    BY_GRID,
     Counts,
     Packed,
     Pair,
@@ -98,10 +96,6 @@ from glassengine.results.pairs import (
     added,
     counts_of,
     tally_of,
-)
-from glassengine.results.quantized import (
-    Quantization,
-    QuantizedWeight,
 )
 from glassengine.results.recorded import (
     ListedSnapshot,
@@ -118,13 +112,9 @@ from glassengine.results.report import (
     ReportPage,
     WrittenReport,
 )
-from glassengine.results.series import (
-    SeriesComparison,
-    SeriesPoint,
-    SeriesStanding,
-)
 
 __all__ = [
+    "BY_GRID",
     "FLAGGED",
     "KINDS",
     "MOST_OPS",

@@ -1,12 +1,14 @@
-"""What every result is: verdicts, and a frozen dataclass that becomes JSON."""
+"""What every result is: verdicts, a frozen dataclass that becomes JSON, and the document of an error."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from glassengine.errors import GlassError
 from glassengine.results import notebook
 
 Verdict = Literal["identical", "rounding", "suspicious", "wrong"]
@@ -52,3 +54,41 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
+
+
+@dataclass(frozen=True)
+class Message(Result):
+    """The parts of an error message.
+
+    Attributes:
+        what: What failed.
+        got: What was there.
+        expected: What was expected or is available, the nearest first.
+        hint: The flag or call that helps.
+    """
+
+    what: str
+    got: str | None
+    expected: str | None
+    hint: str | None
+
+
+@dataclass(frozen=True)
+class Failure(Result):
+    """A command that ended with an error, in place of its result.
+
+    Attributes:
+        error: The message, also on stderr.
+        exit_status: Of the command.
+        ok: Always false.
+    """
+
+    error: Message
+    exit_status: int
+    ok: bool = False
+    schema_version: int = 1
+
+
+def failure(error: GlassError, exit_status: int) -> Failure:
+    """Return the document of an error."""
+    return Failure(Message(error.what, error.got, error.expected, error.hint), exit_status)

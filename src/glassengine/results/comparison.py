@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from glassengine.results import notebook
-from glassengine.results.answer import CaseInputs, DriftRow, Fineness, ResultComparison, Standing
+from glassengine.results.answer import CaseInputs, DriftRow, Exemption, Fineness, ResultComparison, Standing
 from glassengine.results.base import Result, Verdict
-from glassengine.results.exempt import Exemption
-from glassengine.results.hints import Hint
+from glassengine.results.hints import Hint, Quantization
 from glassengine.results.pairs import Counts, Pair, TokenAgreement
-from glassengine.results.quantized import Quantization
 
 SCHEMA_VERSION = 1
 
@@ -84,6 +82,31 @@ class Divergence(Result):
     num_alike: int = 1
     rank: int | None = None
     num_untried: int = 0
+
+    @classmethod
+    def without_run(
+        cls,
+        site: str,
+        verdict: Verdict,
+        hints: tuple[Hint, ...],
+        *,
+        rung: str,
+        noise_ratio: float | None = None,
+        candidate_site: str | None = None,
+    ) -> Divergence:
+        """Return the origin of an error that belongs to no op: a weight, or a result as a whole.
+
+        Args:
+            site: Of the baseline.
+            verdict: On it.
+            hints: Which kind of mistake it is.
+            rung: Which implementation.
+            noise_ratio: Error over the noise floor, or in steps of a grid.
+            candidate_site: Of the candidate; None for the baseline's.
+        """
+        return cls(
+            rung, 0, site, None, candidate_site or site, None, verdict, noise_ratio, None, None, None, hints=hints
+        )
 
     @property
     def leads(self) -> bool:
@@ -276,4 +299,66 @@ class Comparisons(Result):
     verdict: Verdict
     comparisons: tuple[Comparison, ...]
     too_little: bool
+    schema_version: int = SCHEMA_VERSION
+
+
+SeriesStanding = Literal["same", "within the variation", "apart", "uncalibrated"]
+
+
+@dataclass(frozen=True)
+class SeriesPoint:
+    """A step and a series in which two runs differ.
+
+    Attributes:
+        step: The step.
+        site: The series: a site, or the name of a number.
+        baseline: Its value there; None where it is not finite.
+        candidate: Likewise.
+        difference: Between the two: of logarithms for norms, of values for numbers; None where one is not finite.
+        variation: What the difference is held against: the largest change of the baseline from one step to the next in
+            the 32 steps before, or the largest difference in the first 16 steps, whichever is larger.
+    """
+
+    step: int
+    site: str
+    baseline: float | None
+    candidate: float | None
+    difference: float | None
+    variation: float | None
+
+
+@dataclass(frozen=True)
+class SeriesComparison(Result):
+    """What the series of two watched runs say of each other. They are norms, so equal series do not prove equal values.
+
+    Attributes:
+        baseline: Where it is.
+        candidate: Likewise.
+        ok: Whether no series parts from the other run's.
+        standing: "same": no number differs; "within the variation"; "apart"; "uncalibrated": too few steps to know the
+            variation, and numbers differ.
+        num_steps: Steps that both have.
+        num_series: Series that both have.
+        first_difference: The first number that differs by more than a millionth.
+        first_parting: The first number beyond the variation, and in the steps after it as well.
+        partings: The first one of each series, in order of steps, at most 100.
+        num_apart: Series that part.
+        num_uncalibrated: Series with too few steps to know their variation.
+        only_one: Series, and numbers of steps, that only one side has.
+        notes: Sentences about the comparison as a whole.
+    """
+
+    baseline: str
+    candidate: str
+    ok: bool
+    standing: SeriesStanding
+    num_steps: int
+    num_series: int
+    first_difference: SeriesPoint | None
+    first_parting: SeriesPoint | None
+    partings: tuple[SeriesPoint, ...]
+    num_apart: int
+    num_uncalibrated: int
+    only_one: tuple[str, ...]
+    notes: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION

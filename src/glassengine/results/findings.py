@@ -14,15 +14,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from glassengine.results.answer import CaseInputs, DriftRow, Fineness, ResultComparison, Standing
+from glassengine.results.answer import CaseInputs, DriftRow, Exemption, Fineness, ResultComparison, Standing
 from glassengine.results.base import VERDICTS, Verdict, worst
 from glassengine.results.comparison import Comparison, Divergence, Rung, Skipped, WeightsComparison, WrittenDifferently
-from glassengine.results.exempt import Exemption
+from glassengine.results.hints import Quantization
 from glassengine.results.pairs import Counts, Pair, TokenAgreement, counts_of
-from glassengine.results.quantized import Quantization
 
 
 @dataclass(frozen=True)
@@ -122,13 +121,13 @@ class Findings:
             not_recorded=0,
         )
         known = {one.name for one in fields(self)} & {one.name for one in fields(Comparison)}
-        told: dict[str, Any] = {
+        values: dict[str, Any] = {
             name: tuple(value) if isinstance(value := getattr(self, name), list) else value for name in known
         }
         sides = {"baseline": self.environment, "candidate": self.candidate_environment or self.environment}
-        told |= {"counts": counts, "results": (*self.costs, *self.results), "environment": sides}
+        values |= {"counts": counts, "results": (*self.costs, *self.results), "environment": sides}
         return Comparison(
-            **told,
+            **values,
             ok=decision.standing == "ok",
             verdict=self.verdict,
             standing=decision.standing,
@@ -137,52 +136,87 @@ class Findings:
         )
 
 
-def decide(found: Findings, policy: Policy) -> Decision:
+def decide(findings: Findings, policy: Policy) -> Decision:
     """Apply the rule of the module's docstring."""
-    first, results = found.first_divergence, found.results
-    inside = found.inside_reason or (f"a tensor is {found.inside} at {first.site}" if first is not None else None)
-    if found.differences:
-        return Decision("results differ", "; ".join(dict.fromkeys(found.differences)))
+    first, results = findings.first_divergence, findings.results
+    inside = findings.inside_reason or (f"a tensor is {findings.inside} at {first.site}" if first is not None else None)
+    if findings.differences:
+        return Decision("results differ", "; ".join(dict.fromkeys(findings.differences)))
     different = [result for result in results if policy.fails(result.verdict)]
     if different:
-        also = f"; {inside}" if inside is not None and policy.fails(found.inside) else ""
+        also = f"; {inside}" if inside is not None and policy.fails(findings.inside) else ""
         return Decision("results differ", f"{different[-1].in_words()}{also}")
-    if policy.fails(found.inside):
+    if policy.fails(findings.inside):
         if inside is None:
             return Decision("weights differ", "weights differ")
         # A quantized candidate's results do differ, by what its precision costs.
         is_hidden = bool(results) and all(r.agrees and r.judged_by == "noise floor" for r in results)
-        is_hidden = is_hidden and found.inside_reason is None
+        is_hidden = is_hidden and findings.inside_reason is None
         hidden = "differs inside, not in the results: " if is_hidden else ""
         return Decision("differs inside", hidden + inside)
-    if found.token_change is not None:
+    if findings.token_change is not None:
         return Decision(
-            "token changes", f"the release engine picks another token than the engine: {found.token_change}"
+            "token changes", f"the release engine picks another token than the engine: {findings.token_change}"
         )
-    over = found.over or over_budget([*found.costs, *results], policy.min_snr)
+    over = findings.over or over_budget([*findings.costs, *results], policy.min_snr)
     if over is not None:
         return Decision("over budget", over)
     undecided = next((result for result in results if not result.is_decided), None)
-    if found.left is not None or undecided is not None:
-        text = found.left or undecided.in_words()  # type: ignore[union-attr]
-        return Decision("too little judged", f"{text}; {found.missing}" if found.missing else text)
-    if found.coverage < policy.min_coverage:
+    if findings.left is not None or undecided is not None:
+        text = findings.left or undecided.in_words()  # type: ignore[union-attr]
+        return Decision("too little judged", f"{text}; {findings.missing}" if findings.missing else text)
+    if findings.coverage < policy.min_coverage:
         wanted = f"(--min-coverage {policy.min_coverage:g})"
-        text = f"only {found.coverage:.1%} of the baseline's float-valued sites were judged {wanted}".replace(
+        text = f"only {findings.coverage:.1%} of the baseline's float-valued sites were judged {wanted}".replace(
             ".0%", "%"
         )
         if results and all(result.agrees for result in results):
             text += "; the results agree"
-        return Decision("too little judged", f"{text}; {found.missing}" if found.missing else text)
+        return Decision("too little judged", f"{text}; {findings.missing}" if findings.missing else text)
     return Decision("ok")
 
 
-def over_budget(results: Sequence[ResultComparison], min_snr: float | None) -> str | None:
+def over_budget(results: Sequence[ResultComparison | DriftRow], min_snr: float | None) -> str | None:
     """Return which result loses more of its signal than is allowed; None where none does."""
-    known = [result for result in results if result.snr_db is not None]
+    known = [(result.snr_db, result) for result in results if result.snr_db is not None]
     if min_snr is None or not known:
         return None
-    least = min(known, key=lambda result: result.snr_db or 0.0)
-    if least.snr_db is not None and least.snr_db >= min_snr:
+    snr_db, least = min(known, key=lambda one: one[0])
+    if snr_db >= min_snr:
         return None
-    return f"{least.name} {'have' if least.is_plural else 'has'} {least.snr_db:.1f} dB (--min-snr {min_snr:g}dB)"
+    verb = "have" if isinstance(least, ResultComparison) and least.is_plural else "has"
+    name = f"{least.site}:" if isinstance(least, DriftRow) else f"{least.name} {verb}"
+    return f"{name} {snr_db:.1f} dB (--min-snr {min_snr:g}dB)"
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C or SIGTERM after something was found.
+
+    Attributes:
+        partial: What was found until then, marked as incomplete.
+    """
+
+    def __init__(self, partial: Comparison) -> None:
+        super().__init__("interrupted")
+        self.partial = partial
+
+
+def incomplete(found: Comparison, missing: str | None = None) -> Comparison:
+    """Return what was found before an interruption: not ok, and it says how far the work was.
+
+    Args:
+        found: Until then.
+        missing: What was not done; None counts the steps.
+    """
+    steps, total = len({(pair.case, pair.step) for pair in found.pairs}), sum(one.num_steps for one in found.inputs)
+    text = f"interrupted: {missing or f'{min(steps, total)} of {total} steps were begun'}"
+    mild = found.ok or found.too_little
+    return replace(
+        found,
+        ok=False,
+        too_little=mild,
+        standing="too little judged" if mild else found.standing,
+        not_ok_because=text if mild else f"{found.not_ok_because} ({text})",
+        skipped=(*found.skipped, Skipped("*", "both", text)),
+        notes=(text, *found.notes),
+    )

@@ -19,6 +19,8 @@ _TOGETHER = 256
 _MOST_OPEN = 32
 """Of these, how many are kept open: who looks at a step looks at all of it, several times."""
 
+BY_GRID = "step of the quantization"
+
 Tally = Counter[tuple[Verdict, str, bool]]
 """Verdict, what it rests on, whether it is inherited -> how many pairs."""
 
@@ -76,6 +78,43 @@ class Pair(Result):
     dtype: str | None = None
     shape: tuple[int, ...] | None = None
     values: TensorValues | None = None
+
+    @classmethod
+    def of_weight(
+        cls,
+        name: str,
+        verdict: Verdict,
+        noise_ratio: float | None,
+        reason: str | None,
+        *,
+        rung: str,
+        judged_by: str = BY_GRID,
+        candidate_site: str | None = None,
+    ) -> Pair:
+        """Return the pair of a weight of a quantized candidate.
+
+        Args:
+            name: Of the baseline's parameter.
+            verdict: On it.
+            noise_ratio: Its error in steps of its grid, root mean square.
+            reason: What is wrong with it.
+            rung: Which implementation.
+            judged_by: What the verdict rests on.
+            candidate_site: Of the candidate; None for the baseline's.
+        """
+        site = f"{name}:param"
+        return cls(
+            0,
+            site,
+            candidate_site or site,
+            "name",
+            1.0,
+            verdict,
+            judged_by,
+            noise_ratio=noise_ratio,
+            rung=rung,
+            reason=reason,
+        )
 
 
 class Packed(Sequence[Pair]):

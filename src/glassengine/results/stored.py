@@ -15,11 +15,10 @@ from glassengine.errors import CorruptError, UsageError
 from glassengine.reading.documents import StreamedDocument, converted, refuse_newer
 from glassengine.reading.files import open_regular, shown
 from glassengine.results.artifacts import ArtifactComparison
-from glassengine.results.comparison import SCHEMA_VERSION, Comparison, Comparisons
+from glassengine.results.comparison import SCHEMA_VERSION, Comparison, Comparisons, SeriesComparison
 from glassengine.results.engines import SideBySide
 from glassengine.results.pairs import Pair
 from glassengine.results.replay import Replayed
-from glassengine.results.series import SeriesComparison
 
 _MOST_BYTES = 1 << 30
 """Of a document whose pairs are held all at once."""

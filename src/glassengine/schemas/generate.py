@@ -26,8 +26,8 @@ from glassengine.results import (
     SideBySide,
     WrittenReport,
 )
+from glassengine.results.base import Failure
 from glassengine.results.comparison import SCHEMA_VERSION
-from glassengine.results.failure import Failure
 
 _WORDS = {
     "check": "glass check --json, glass check-training --json",

@@ -113,11 +113,6 @@ def find(url: str) -> Found | None:
 def require(url: str, *, owned: bool = False, directory: bool = False) -> Found:
     """Return what is known of an object.
 
-    Args:
-        url: Of the object.
-        owned: Whether it is part of something, rather than named by the user.
-        directory: Whether it may be a directory.
-
     Raises:
         UsageError: There is none, or the store cannot be asked.
         CorruptError: There is none, and it is `owned`.
@@ -261,13 +256,7 @@ def _text(version: object) -> str:
 def _store(
     url: str, missing: type[GlassError] = UsageError, *, whole: bool = False
 ) -> Iterator[tuple[AbstractFileSystem, str]]:
-    """Yield the store of a URL and the path in it; what then fails becomes an error with its reason.
-
-    Args:
-        url: Of an object.
-        missing: The error where there is no such object.
-        whole: Whether the object is fetched as a whole.
-    """
+    """Yield the store of a URL and the path in it; what then fails becomes an error with its reason."""
     import fsspec
     from fsspec.config import conf
 
@@ -358,11 +347,6 @@ def _block(found: Found, number: int) -> bytes:
 def read_range(found: Found, start: int, num_bytes: int) -> Any:
     """Return a writable buffer with bytes of an object.
 
-    Args:
-        found: What the store said of the object.
-        start: Of the bytes.
-        num_bytes: At least 1.
-
     Raises:
         UsageError: The store cannot be asked.
         CorruptError: The object does not have these bytes.
@@ -395,11 +379,7 @@ def read_range(found: Found, start: int, num_bytes: int) -> Any:
 
 
 class ObjectFile(io.RawIOBase):
-    """An object open for reading, by blocks.
-
-    Attributes:
-        size: Bytes that it has.
-    """
+    """An object open for reading, by blocks."""
 
     def __init__(self, found: Found) -> None:
         self.size = found.size
@@ -434,10 +414,6 @@ class ObjectFile(io.RawIOBase):
 
 def open_object(url: str, *, owned: bool = False) -> io.BufferedReader:
     """Open an object for reading.
-
-    Args:
-        url: Of the object.
-        owned: Whether it is part of something, rather than named by the user.
 
     Raises:
         UsageError: There is none, or the store cannot be asked.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import io
 import os
 import re
@@ -21,11 +22,6 @@ from glassengine.stores.places import Remote, place
 if TYPE_CHECKING:
     import torch
 
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 
@@ -137,14 +133,9 @@ def save_safetensors(
 def hold(file: int) -> None:
     """Lock an open file or directory until it is closed or the process ends; nothing where there are no locks.
 
-    Args:
-        file: Its descriptor.
-
     Raises:
         BlockingIOError: Someone else holds it.
     """
-    if fcntl is None:
-        return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -155,16 +146,12 @@ def hold(file: int) -> None:
 
 @contextlib.contextmanager
 def held(directory: Path) -> Iterator[None]:
-    """Lock a directory while the block runs; nothing where directories cannot be locked. No file is left in it.
+    """Lock a directory while the block runs. No file is left in it.
 
     Raises:
         BlockingIOError: Someone else holds it.
     """
-    try:
-        lock = os.open(directory, os.O_RDONLY)
-    except OSError:  # Windows opens no directories
-        yield
-        return
+    lock = os.open(directory, os.O_RDONLY)
     try:
         hold(lock)
         yield
@@ -174,12 +161,6 @@ def held(directory: Path) -> Iterator[None]:
 
 def next_directory(parent: Path, prefix: str, *, digits: int, first: int = 1) -> Path:
     """Make the directory `<prefix>-<number>` in `parent` that follows those there; every caller gets its own.
-
-    Args:
-        parent: A directory.
-        prefix: Of the name.
-        digits: Of the number, at least.
-        first: The number where there is none yet; else it is one more than the last.
 
     Raises:
         OSError: It cannot be made.
@@ -220,8 +201,8 @@ def open_to_append(path: Path) -> int:
     Raises:
         OSError: It cannot be opened; or it is a link, a pipe, or a file that other directories have as well.
     """
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
-    descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = os.open(path, flags, 0o666)
     found = os.fstat(descriptor)
     if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
         return descriptor

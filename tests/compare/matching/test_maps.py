@@ -15,7 +15,7 @@ from glassengine.compare import compare
 from glassengine.compare.matching.globs import _parsed, captures
 from glassengine.compare.matching.layouts import _OPERATIONS
 from glassengine.compare.matching.maps import Rule, load_map
-from glassengine.compare.matching.rules import pair_names
+from glassengine.compare.matching.matching import pair_names
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.recording.write.writer import RecordingWriter
 from glassengine.results import Comparison

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from glassengine.judge.replay.replay import Replay
-from glassengine.numerics.composite_bounds import attention_parts
+from glassengine.numerics.bounds import attention_parts
 from glassengine.numerics.float64 import target_of
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of

@@ -21,7 +21,7 @@ from glassengine.engine import Engine, build_program
 from glassengine.errors import IncomparableError, UsageError
 from glassengine.program import LoadedModel, Program, export_program, load_model
 from glassengine.program.kinds.causal_lm import USER_MODULE
-from glassengine.report import terminal_engines
+from glassengine.report import terminal_compare
 from glassengine.results.engines import SideBySide
 from glassengine.testing import models
 from glassengine.testing.checkpoints import VOCAB_SIZE, save_checkpoint
@@ -72,7 +72,7 @@ def run(*engines: Path, **options: Any) -> SideBySide:
 def draw(result: SideBySide) -> str:
     console = Console(width=200, no_color=True)
     with console.capture() as capture:
-        console.print(terminal_engines.side_by_side(result))
+        console.print(terminal_compare.side_by_side(result))
     return capture.get()
 
 

@@ -52,7 +52,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_debug_tree_with_files_names_what_a_recording_names(traces: Path) -> None:
     found, recorded = open_source(traces / "files"), glass.Recording.open(traces / "recording")
-    assert found.skipped == () and len(found.entries) == 70
+    assert not found.skipped and len(found.entries) == 70
     ours = {entry.site: recorded.tensor(entry) for entry in recorded.entries}
     for site, tensor in tensors(found).items():
         assert torch.equal(tensor, ours[site]), site
@@ -66,7 +66,7 @@ def test_a_debug_tree_with_files_names_what_a_recording_names(traces: Path) -> N
 
 def test_a_debug_tree_of_text_has_the_precision_of_its_print(traces: Path) -> None:
     text, files = open_source(traces / "text"), open_source(traces / "files")
-    assert text.skipped == ()
+    assert not text.skipped
     for entry in text.entries:
         tensor = text.tensor(entry)
         torch.testing.assert_close(tensor, tensors(files)[entry.site], rtol=1e-4, atol=0)
@@ -112,7 +112,7 @@ def test_summary_alone_and_elided_text_are_skipped_with_a_reason(traces: Path, t
     name = "LlamaForCausalLM_debug_tree"
     shutil.copy(traces / "text" / f"{name}_SUMMARY.json", tmp_path)
     found = open_source(tmp_path)
-    assert found.entries == () and len(found.skipped) == 70
+    assert not found.entries and len(found.skipped) == 70
     assert all("_FULL_TENSORS.json" in item.reason for item in found.skipped)
     shutil.copy(traces / "text" / f"{name}_FULL_TENSORS.json", tmp_path)
     assert len(open_source(tmp_path / f"{name}_SUMMARY.json").entries) == 70
@@ -195,7 +195,7 @@ def test_values_that_the_original_overwrote_are_not_taken_for_those_of_an_earlie
 def test_polygraphy_results() -> None:
     source = open_source(MADE_BY / "polygraphy_results.json")
     runner = "onnxrt-runner-N0-x"
-    assert source.skipped == () and {entry.step for entry in source.entries} == {0, 1}
+    assert not source.skipped and {entry.step for entry in source.entries} == {0, 1}
     assert {name: value.tolist() for name, value in tensors(source).items()} == {
         f"{runner}.logits": [[0, 1, 2], [3, 4, 5]],
         f"{runner}.h/0": [1, 2],
@@ -264,12 +264,12 @@ def test_a_dump_of_msprobe() -> None:
     torch.testing.assert_close(
         found["layers.0:grad_in[0]"], found["layers.0:grad_out"] @ found["layers.0.weight:param"]
     )
-    assert source.skipped == ()
+    assert not source.skipped
 
 
 def test_statistics_of_msprobe_are_listed() -> None:
     source = open_source(MADE_BY / "msprobe_statistics")
-    assert source.entries == ()
+    assert not source.entries
     assert reasons(source)["fc1"] == "statistics only" and len(reasons(source)) == 15
 
 

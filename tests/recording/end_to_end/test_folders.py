@@ -43,7 +43,7 @@ def test_step_files(tmp_path: Path) -> None:
     assert keys(source) == [(step, rank, "logits") for step in (8, 9, 10) for rank in (0, 1)]
     for entry in source.entries:
         assert source.tensor(entry)[0, 0] == entry.step + 0.5 * entry.rank
-    assert (source.complete, source.skipped) == (True, ())
+    assert (source.complete, source.skipped) == (True, [])
 
 
 def test_a_missing_step_makes_it_incomplete(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_arrays_of_a_native_dump(tmp_path: Path) -> None:
     assert isinstance(source, NpyFolder)
     names = ("layers.9.mlp", "layers.10.mlp")
     assert keys(source) == [(step, rank, name) for step in (0, 9, 10) for rank in range(4) for name in names]
-    assert source.skipped == ()
+    assert not source.skipped
     for entry in source.entries:
         assert source.tensor(entry).tolist() == [entry.rank * 100 + entry.step] * 2
     assert keys(open_source(tmp_path / "tllm_debug")) == keys(source)
@@ -157,7 +157,7 @@ def test_names_and_dtypes_beside_the_arrays_are_given_back(tmp_path: Path) -> No
     assert [(entry.site, entry.dtype) for entry in source.entries] == [("../a/b", "bfloat16"), ("ids", "int64")]
     assert torch.equal(source.tensor(source.entries[0]), torch.tensor([1.5, 2.0], dtype=torch.bfloat16))
     assert source.tensor(source.entries[1]).tolist() == [1]
-    assert source.skipped == ()
+    assert not source.skipped
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 1, "files": {"a": 1}}', '{"schema_version": 2}'])

@@ -55,7 +55,7 @@ def recording(tmp_path: Path) -> glass.Recording:
 
 def check(found: TensorSource, recording: glass.Recording, *, numpy: bool = False, step: int | None = None) -> None:
     wanted = {(e.site, e.step, e.rank): e for e in recording.entries if step in (None, e.step)}
-    assert found.skipped == ()
+    assert not found.skipped
     assert {(e.site, 0 if step else e.step, e.rank) for e in found.entries} == {
         (site, 0 if step else number, rank) for site, number, rank in wanted
     }

@@ -13,7 +13,7 @@ import torch
 import glassengine as glass
 from glassengine.recording.read.reader import Recording
 from glassengine.recording.write import shard as shards
-from glassengine.recording.write.consumer import Drain
+from glassengine.recording.write.consumer import Consumer
 from glassengine.recording.write.writer import RecordingWriter
 
 NET = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
@@ -22,8 +22,8 @@ NET = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
 def test_s23_the_thread_that_writes_makes_no_file_behind_the_first_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_write, put = threading.Event(), Drain.put
-    monkeypatch.setattr(Drain, "put", lambda *given: may_write.wait(30) and put(*given))
+    may_write, put = threading.Event(), Consumer._put
+    monkeypatch.setattr(Consumer, "_put", lambda *given: may_write.wait(30) and put(*given))
     with glass.record(NET, tmp_path / "here"):
         NET(torch.ones(2))
         before = sorted((tmp_path / "here").iterdir())

@@ -27,7 +27,7 @@ _MAX_ROWS = 64
 """Rows that are looked up in the result of a forward."""
 
 
-class Continuations:
+class EntryPoints:
     """Tells which modules continue a forward that has ended."""
 
     def __init__(self, known: Collection[Known]) -> None:

@@ -22,13 +22,7 @@ from glassengine.sites import with_call
 
 
 class Microbatches:
-    """Counts the microbatches of an update.
-
-    Args:
-        count: How many there are; 1 where each step is an update.
-        intake: Knows of the backward that runs.
-        awaited: Returns the steps whose backward may come.
-    """
+    """Counts the microbatches of an update."""
 
     def __init__(self, count: int, intake: Intake, awaited: Callable[[], Iterable[int]]) -> None:
         self.are_several = count > 1

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from glassengine.capture.calls.names import Forward, Known, ModuleNames, OfThread
 from glassengine.capture.calls.observed_call import ObservedCall, is_interruption, num_running, out_of_reach, why_unseen
 from glassengine.capture.calls.step_rules import (
-    Continuations,
+    EntryPoints,
     Recomputed,
     callable_ones,
     first_argument,
@@ -151,7 +151,7 @@ class ModuleHooks:
         self._delivery = Delivery(root, paths, intake, gradients=gradients)
         self._first_argument = first_argument(root)
         self._root = root
-        self._continuations = Continuations(self.names.known.values())
+        self._entry_points = EntryPoints(self.names.known.values())
         self.recomputed = Recomputed(self._delivery.watch_gradient if gradients else None)
         self._local = OfThread()
         self._open: dict[int, Forward] = {}
@@ -333,7 +333,7 @@ class ModuleHooks:
         else:
             self._delivery.deliver_caches(forward, whole=known.is_root)
             if known.is_root:
-                self._continuations.note_result(forward.step, result)
+                self._entry_points.note_result(forward.step, result)
                 self._end(forward, token_ids(args, kwargs, self._first_argument), None)
             elif forward.step in self._held or forward.step == _NO_STEP:
                 self._local.forward = None
@@ -359,7 +359,7 @@ class ModuleHooks:
         """Return the last forward of this thread, if the call of a part of the model goes on where it ended."""
         held = self._held.get(-1 if self._local.last is None else self._local.last)
         step = held[0].step if held is not None else None
-        if known.is_root or not self._continuations.continues(known.module, step, (args, kwargs)):
+        if known.is_root or not self._entry_points.continues(known.module, step, (args, kwargs)):
             return None
         return held and held[0]
 
@@ -380,7 +380,7 @@ class ModuleHooks:
         self._local.forward = None
         if forward.step in self._held and stopped is None:
             return
-        if stopped is None and forward.records and (self._holds_steps or self._continuations.may_follow()):
+        if stopped is None and forward.records and (self._holds_steps or self._entry_points.may_follow()):
             self._open.pop(forward.step, None)
             self._held[forward.step] = (forward, token_ids)
             self._local.last = forward.step

@@ -6,6 +6,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Self
@@ -29,6 +30,17 @@ from glassengine.stores.places import place
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class RecorderSettings:
+    """How a model is recorded, as `record` takes it; `writing` is for the writer."""
+
+    gradients: bool
+    optimizer: torch.optim.Optimizer | bool | None
+    watch: Watch | None
+    microbatches: int
+    writing: dict[str, Any]
+
+
 class Recorder:
     """A recording in progress; made by `record`, a context manager.
 
@@ -37,32 +49,11 @@ class Recorder:
         path: Directory of the recording.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        path: str | Path,
-        policy: Policy,
-        *,
-        gradients: bool,
-        optimizer: torch.optim.Optimizer | bool | None,
-        metadata: Mapping[str, Any],
-        overwrite: bool,
-        durable: bool,
-        spool_bytes: int | None,
-        watch: Watch | None = None,
-        microbatches: int = 1,
-    ) -> None:
+    def __init__(self, model: nn.Module, path: str | Path, policy: Policy, settings: RecorderSettings) -> None:
         self.path = place(path)
         self.model = model
         self._policy = policy
-        self._gradients = gradients
-        self._optimizer = optimizer
-        self._metadata = metadata
-        self._overwrite = overwrite
-        self._durable = durable
-        self._spool_bytes = spool_bytes
-        self._watch = watch
-        self._microbatches = microbatches
+        self._settings = settings
         self._watcher: Watcher | None = None
         self._writer: BackgroundWriter | None = None
 
@@ -70,33 +61,27 @@ class Recorder:
         if self._writer is not None:
             raise UsageError("a recorder is entered twice", got=str(self.path), hint="call glass.record again")
         self.path = own_directory(self.path)
-        writer = BackgroundWriter(
-            self.path,
-            metadata=self._metadata,
-            overwrite=self._overwrite,
-            durable=self._durable,
-            spool_bytes=self._spool_bytes,
-        )
-        self._writer = writer
+        settings = self._settings
+        writer = self._writer = BackgroundWriter(self.path, **settings.writing)
         self._policy.watch(lambda: writer.is_behind)
         policy, (rank, count) = self._policy, _place()
-        if self._watch is not None:
+        if settings.watch is not None:
             shared = self.path.parent if count > 1 else None
-            self._watcher = watcher_of(writer, self._watch, policy, rank=rank, shared=shared)
+            self._watcher = watcher_of(writer, settings.watch, policy, rank=rank, shared=shared)
             policy = policy.unlimited()
         self._intake = Intake(self._watcher or writer, policy, rank)
         # Some pipelines run parts of a backward again for the gradients of parameters.
-        self._intake.takes_again = self._microbatches == 1
-        holds = self._gradients or bool(self._optimizer) or self._watch is not None
-        told: dict[str, Any] = {"gradients": self._gradients, "holds_steps": holds, "most_held": self._microbatches}
-        self._hooks = ModuleHooks(self.model, self._intake, self._policy, **told)
+        self._intake.takes_again = settings.microbatches == 1
+        holds = settings.gradients or bool(settings.optimizer) or settings.watch is not None
+        options: dict[str, Any] = {"holds_steps": holds, "most_held": settings.microbatches}
+        self._hooks = ModuleHooks(self.model, self._intake, self._policy, gradients=settings.gradients, **options)
         self._parameters = ParameterHooks(
             self._hooks.names,
             self._intake,
             lambda: self._hooks.current_step,
-            gradients=self._gradients,
-            optimizer=self._optimizer,
-            microbatches=Microbatches(self._microbatches, self._intake, lambda: self._hooks.awaited_steps),
+            gradients=settings.gradients,
+            optimizer=settings.optimizer,
+            microbatches=Microbatches(settings.microbatches, self._intake, lambda: self._hooks.awaited_steps),
         )
         try:
             self._hooks.attach()
@@ -201,7 +186,7 @@ class Recorder:
         Raises:
             UsageError: The run is not watched.
         """
-        if self._watch is None:
+        if self._settings.watch is None:
             raise UsageError("only a watched run has numbers", got=name, hint="glass.record(..., watch=True)")
         step = None if self._watcher is None else self._hooks.current_step
         if step is not None and self._watcher is not None:
@@ -292,19 +277,9 @@ def record(
         raise UsageError("invalid microbatches", got=str(microbatches), expected="1, or more with gradients")
     policy = Policy(sites=sites, values=values, steps=steps, byte_budget=byte_budget, when_behind=when_behind)
     facts = {**describe_model(model), **(metadata or {}), "gradients": gradients, "byte_budget": byte_budget}
-    return Recorder(
-        model,
-        path,
-        policy,
-        gradients=gradients,
-        optimizer=optimizer,
-        metadata=facts if microbatches == 1 else {**facts, "microbatches": microbatches},
-        overwrite=overwrite,
-        durable=durable,
-        spool_bytes=spool_bytes,
-        watch=watch_of(watch),
-        microbatches=microbatches,
-    )
+    metadata = facts if microbatches == 1 else {**facts, "microbatches": microbatches}
+    writing = {"metadata": metadata, "overwrite": overwrite, "durable": durable, "spool_bytes": spool_bytes}
+    return Recorder(model, path, policy, RecorderSettings(gradients, optimizer, watch_of(watch), microbatches, writing))
 
 
 def describe_model(model: nn.Module) -> dict[str, Any]:

@@ -218,15 +218,11 @@ class StepBuffer:
             self._leaving = self.ended.popleft()
         return held
 
-    def let_go_of_values(self, held: HeldStep) -> None:
-        """Give the memory of a step back that is in the recording."""
-        self._let_go(held)
-
     def clear(self) -> None:
         """Let go of everything."""
         self._leave()
         for held in (*self.ended, *self.open.values()):
-            self._let_go(held)
+            self.let_go(held)
         self.ended.clear()
         self.open.clear()
         self._spare.clear()
@@ -257,7 +253,8 @@ class StepBuffer:
                     found[1].lost = f"the {self._most_bytes} bytes that the watch may hold were used up"
                     self._release(found[1])
 
-    def _let_go(self, held: HeldStep) -> None:
+    def let_go(self, held: HeldStep) -> None:
+        """Give the memory of a step back."""
         for found in held.items:
             if isinstance(found, tuple):
                 self._release(found[1])
@@ -395,11 +392,6 @@ def norms_of(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             flat = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
             return torch._foreach_norm(flat, 2, dtype)
         return [torch.linalg.vector_norm(tensor) for tensor in tensors]
-
-
-def measure(item: Item, tensor: Tensor) -> None:
-    """Measure a tensor of the CPU."""
-    item.norm, item.num_nonfinite = norm_of(tensor)
 
 
 def _look_closer(item: Item) -> None:

@@ -30,9 +30,6 @@ class Trackers:
         names: "tensorboard", "wandb", "mlflow", or functions.
         every: One step in so many.
         directory: Of the recording; TensorBoard's files go to `tensorboard/` in it.
-
-    Attributes:
-        problems: Tracker -> what went wrong.
     """
 
     def __init__(self, names: Sequence[str | Tracker], every: int, directory: Path) -> None:

@@ -24,7 +24,6 @@ from glassengine.capture.watch.recent_steps import (
     Item,
     Number,
     StepBuffer,
-    measure,
     note_of,
     retain_freed_memory,
 )
@@ -34,6 +33,7 @@ from glassengine.errors import UsageError
 from glassengine.recording.background import BackgroundWriter
 from glassengine.recording.layout.description import Facts
 from glassengine.recording.layout.layout import LeftOut
+from glassengine.recording.layout.statistics import norm_of
 from glassengine.recording.series import ABSENT, MEASURED, NONFINITE, UNMEASURED, SeriesLog
 from glassengine.recording.write.policy import Policy, Watch
 from glassengine.stores.places import Remote
@@ -217,7 +217,7 @@ class Watcher:
             if not math.isnan(item.norm):
                 return
             if tensor.is_cpu:
-                measure(item, tensor if item.copy is None else item.copy)
+                item.norm, item.num_nonfinite = norm_of(tensor if item.copy is None else item.copy)
             else:
                 self._norms_of(step).add(item, tensor)
 
@@ -306,7 +306,7 @@ class Watcher:
             else:
                 self._pass_on_tensor(held.step, *entry)
         self._writer.commit(held.step, token_ids=held.token_ids, stopped=held.stopped)
-        self._ring.let_go_of_values(held)
+        self._ring.let_go(held)
 
     def _pass_on_tensor(self, step: int, column: Column, item: Item) -> None:
         values = item.values()

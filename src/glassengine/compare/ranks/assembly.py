@@ -12,6 +12,22 @@ from glassengine.compare.ranks.spread import Arrangement, Part, put, take
 
 if TYPE_CHECKING:
     from torch import Tensor
+import statistics
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from glassengine.compare.ranks.spread import DataLayout, factor_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+from typing import TYPE_CHECKING
+
+from glassengine.compare.ranks.shards import Local, owners
+from glassengine.recording.layout.layout import Entry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 EXPLAINED = 0.02
 """Another reading of the parts is right when it leaves at most this fraction of the error."""
@@ -232,3 +248,82 @@ def error_of(x: Tensor, y: Tensor) -> float:
         return math.inf
     figures = measure(x, y, rtol=0.0, atol=0.0)
     return math.inf if figures.num_nonfinite_mismatch else figures.rms_diff
+
+
+_SAME_FACTOR = 0.02
+
+
+def factor_of_rows(known: Sequence[tuple[Assembly, Tensor]], num_groups: int | None, of_whole: int = 1) -> float:
+    """Return the number of ranks with rows of their own, if gradients are that many times the whole's; else 1.
+
+    Args:
+        known: Gradients of activations of such ranks, and their counterparts.
+        num_groups: How many groups of ranks were given different data; None where the inputs do not tell.
+        of_whole: Of how many such groups the counterparts are.
+    """
+    found: dict[tuple[int, ...], list[float]] = defaultdict(list)
+    counts: Counter[int] = Counter()
+    for assembly, reference in known:
+        if assembly.differ:
+            continue
+        if assembly.way.whole:
+            counts[-(-assembly.way.whole[0] // max(1, *(part.tensor.shape[0] for part in assembly.parts)))] += 1
+        for i, part in enumerate(assembly.parts):
+            factor = factor_of(part.tensor, assembly.place(i, reference))
+            if factor is not None:
+                found[part.ranks].append(factor)
+    if not found or not counts:
+        return 1
+    count = (counts.most_common(1)[0][0] if num_groups is None else num_groups) / of_whole
+    # One rank with such gradients shows what those of the others are to be.
+    middles = map(statistics.median, found.values())
+    return count if any(abs(middle - count) <= _SAME_FACTOR * count for middle in middles) else 1
+
+
+def lies_in_rows(assembly: Assembly, layout: DataLayout) -> bool:
+    """Whether each part is of rows or positions that its ranks were given, or of some of these: others share them."""
+    way = assembly.way
+    if way.by_data:
+        return True
+    given = [layout.positions(part.ranks) for part in assembly.parts]
+    for dim in way.dims:
+        for axis, size in enumerate(layout.sizes):
+            there = [None if at is None else at[axis] for at in given]
+            if way.whole[dim] != size or any(at is None for at in there):
+                continue
+            places = [index[dim] for index in way.index]
+            if all(
+                own is not None and at is not None and set(own.tolist()) <= set(at.tolist())
+                for own, at in zip(places, there, strict=True)
+            ):
+                return True
+    return False
+
+
+def errors_of_ranks(
+    assembly: Assembly, reference: Tensor, factor: float, local_parts: Sequence[tuple[int, Tensor, Entry]]
+) -> dict[int, float] | None:
+    """Return the error of each rank; None where ranks add up to what they have.
+
+    Args:
+        assembly: Parts in their places.
+        reference: The counterpart of the whole.
+        factor: How many times the whole's the parts are.
+        local_parts: Rank, values and entry of what each process recorded.
+    """
+    found: dict[int, float] = {}
+    for i, part in enumerate(assembly.parts):
+        there, tensor = assembly.place(i, reference), part.tensor / factor if factor != 1 else part.tensor
+        if len(part.ranks) == 1:
+            found[part.ranks[0]] = error_of(tensor, there)
+            continue
+        local: list[Local] = [
+            (rank, of_rank, one.sharding)
+            for rank, of_rank, one in local_parts
+            if rank in part.ranks and one.sharding is not None
+        ]
+        by = owners(local)
+        if by is None or tensor.shape != there.shape:
+            return None
+        found |= {rank: error_of(tensor[by == rank], there[by == rank]) for rank in part.ranks}
+    return found

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from glassengine.compare.matching.matching import Match
 from glassengine.compare.matching.phases import is_of_activation, is_of_parameter
+from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.compare.ranks.assembly import EXPLAINED, MEAN, SUM, Assembly, error_of
-from glassengine.compare.ranks.ranks import PutTogether
-from glassengine.compare.ranks.samples import sample_of
-from glassengine.compare.ranks.spread import Arrangement, Part
+from glassengine.compare.ranks.ranks import AssembledRanks
+from glassengine.compare.ranks.spread import Arrangement, Part, sample_of
 from glassengine.numerics.metrics.hints import tensor_hints
 from glassengine.recording.layout.layout import Entry
-from glassengine.results import Hint
+from glassengine.results import FLAGGED, Hint, Pair
+from glassengine.sites import ROOT
 
 _MAX_NAMED = 16
 """Ranks that are listed one by one."""
 _MAX_TRIED = 64
 
 
-def rank_hints(source: PutTogether, entry: Entry, whole: Tensor) -> tuple[Hint, ...]:
+def rank_hints(source: AssembledRanks, entry: Entry, whole: Tensor) -> tuple[Hint, ...]:
     """Return what explains that `entry` is not `whole`: a reduction that is missing, an order, a rank, a bias.
 
     Args:
@@ -74,7 +77,7 @@ def rank_hints(source: PutTogether, entry: Entry, whole: Tensor) -> tuple[Hint, 
     return (*found, *tensor_hints(whole.double(), judged, None))
 
 
-def out_of_order(source: PutTogether, entry: Entry) -> tuple[list[int], str] | None:
+def out_of_order(source: AssembledRanks, entry: Entry) -> tuple[list[int], str] | None:
     """Return the fewer ranks that have here what the others have of another tensor, and the other way round; its site.
 
     Each rank adds up what comes first in it: two sums called in another order are the same two sums in other places.
@@ -100,7 +103,7 @@ def out_of_order(source: PutTogether, entry: Entry) -> tuple[list[int], str] | N
     return None
 
 
-def wrong_ranks(source: PutTogether, entry: Entry, whole: Tensor) -> tuple[int, ...]:
+def wrong_ranks(source: AssembledRanks, entry: Entry, whole: Tensor) -> tuple[int, ...]:
     """Return the ranks that have `entry` wrong; none if all have, or if unknown."""
     errors = source.errors(entry, whole)
     if errors is None or len(errors) < 2:
@@ -125,7 +128,7 @@ def hints_of_copies(parts: Sequence[Part], site: str, whole: Tensor) -> tuple[Hi
     return (*_of_sums(assembly, site, whole, error), *tensor_hints(whole.double(), judged, None))
 
 
-def _of_calls(source: PutTogether, entry: Entry) -> Iterator[Hint]:
+def _of_calls(source: AssembledRanks, entry: Entry) -> Iterator[Hint]:
     """Yield that ranks call collectives in another order."""
     found = out_of_order(source, entry)
     if found is not None:
@@ -176,7 +179,7 @@ def _of_doubled(assembly: Assembly, site: str, judged: Tensor, whole: Tensor, er
 
 
 def _of_updates(
-    source: PutTogether, entry: Entry, judged: Tensor, whole: Tensor, error: float, num_groups: int
+    source: AssembledRanks, entry: Entry, judged: Tensor, whole: Tensor, error: float, num_groups: int
 ) -> Iterator[Hint]:
     """Yield that an update is off by a multiple of the gradient."""
     path, _, port = entry.site.partition(":")
@@ -219,7 +222,7 @@ def _of_data(judged: Tensor, site: str, whole: Tensor, error: float, num_groups:
             yield Hint("scale", text, 0.9, evidence="average")
 
 
-def _of_unequal_rows(source: PutTogether, entry: Entry, whole: Tensor, error: float) -> Iterator[Hint]:
+def _of_unequal_rows(source: AssembledRanks, entry: Entry, whole: Tensor, error: float) -> Iterator[Hint]:
     """Yield that a mean of means is wrong if ranks have different numbers of rows."""
     rows = source.num_rows(entry.step)
     assembly, _ = source.assembly(entry)
@@ -283,7 +286,7 @@ def _of_gathered(assembly: Assembly, judged: Tensor, whole: Tensor, error: float
             return
 
 
-def _of_ranks(source: PutTogether, entry: Entry, whole: Tensor, error: float) -> Iterator[Hint]:
+def _of_ranks(source: AssembledRanks, entry: Entry, whole: Tensor, error: float) -> Iterator[Hint]:
     wrong = wrong_ranks(source, entry, whole)
     if wrong:
         assembly, _ = source.assembly(entry)
@@ -310,3 +313,95 @@ def _names(ranks: Iterable[int]) -> str:
     named: Sequence[int] = list(ranks)
     more = f" and {len(named) - _MAX_NAMED} more" if len(named) > _MAX_NAMED else ""
     return ", ".join(map(str, named[:_MAX_NAMED])) + more
+
+
+def rank_and_hints(
+    number: int, pairs: Sequence[Pair], judged: Sequence[Match], left: SourceWrapper, right: SourceWrapper
+) -> tuple[int | None, tuple[Hint, ...]]:
+    """Return the rank that has a tensor wrong, None where all that have it do or there is one; and hints.
+
+    Args:
+        number: Of the pair.
+        pairs: All verdicts.
+        judged: What was judged.
+        left: The baseline, put together where it is.
+        right: The candidate, likewise.
+    """
+    match = judged[number]
+    if left.is_assembled or right.is_assembled:
+        if match.rule is not None:
+            return None, ()
+        ours, theirs = match.baseline, match.candidates[0]
+        if right.is_assembled:
+            return of_parts(cast(AssembledRanks, right), theirs, left.tensor(ours))
+        return of_parts(cast(AssembledRanks, left), ours, right.tensor(theirs))
+    if all(entry.rank == match.baseline.rank for entry in left.entries):
+        return None, ()
+    place = (match.baseline.step, match.baseline.site)
+    there = [i for i, one in enumerate(judged) if (one.baseline.step, one.baseline.site) == place and one.rule is None]
+    wrong = [i for i in there if pairs[i].verdict in FLAGGED]
+    if len(there) < 2:
+        return match.baseline.rank, ()
+    if len(wrong) < len(there):
+        named = ", ".join(str(pairs[i].rank) for i in wrong)
+        return match.baseline.rank, (
+            Hint("other", f"wrong in rank {named}, right in the others", 0.9, evidence="rank"),
+        )
+    baselines = [left.tensor(judged[i].baseline) for i in there]
+    if not all(torch.equal(baselines[0], other) for other in baselines[1:]):
+        return None, ()
+    parts = [Part((pairs[i].rank,), right.tensor(judged[i].candidates[0])) for i in there]
+    return None, hints_of_copies(parts, match.baseline.site, baselines[0])
+
+
+def of_parts(side: AssembledRanks, entry: Entry, whole: Tensor) -> tuple[int | None, tuple[Hint, ...]]:
+    """Return the rank that has its part of a tensor wrong, None where all that have it do; and hints.
+
+    Args:
+        side: Of several ranks.
+        entry: One of its entries.
+        whole: What its parts should make.
+    """
+    absent = _absent(side, entry)
+    if absent and side.tensor(entry).shape != whole.shape:
+        named, around = ", ".join(map(str, absent)), _around(entry.site)
+        text = f"rank {named} has none, though it ran {around}: a call was left out there"
+        return absent[0] if len(absent) == 1 else None, (Hint("other", text, 0.9, evidence="rank"),)
+    ranks = side.ranks_of(entry.step, entry.site)
+    wrong = wrong_ranks(side, entry, whole) or (ranks if len(ranks) == 1 else ())
+    rank = next(iter(wrong), None)
+    if rank is None and (moved := out_of_order(side, entry)) is not None and 2 * len(moved[0]) < len(ranks):
+        rank = moved[0][0]
+    return rank, (*_without_update(side, entry, rank), *rank_hints(side, entry, whole))
+
+
+def _without_update(side: AssembledRanks, entry: Entry, rank: int | None) -> tuple[Hint, ...]:
+    """Return that the one rank which is wrong left an update out that the others made."""
+    if rank is None:
+        return ()
+    steps = {}
+    for before in side.entries:
+        if before.step < entry.step and before.site.endswith(":param"):
+            there = side.ranks_of(before.step, before.site)
+            module = before.site.partition(":")[0].rpartition(".")[0]
+            if rank not in there and rank in side.ranks_of(before.step, module or ROOT):
+                steps[before.step] = there
+    if not steps:
+        return ()
+    step, there = min(steps.items())
+    named = ", ".join(map(str, there))
+    return (
+        Hint("other", f"rank {rank} updated no parameters in step {step}, rank {named} did", 0.95, evidence="rank"),
+    )
+
+
+def _absent(side: AssembledRanks, entry: Entry) -> list[int]:
+    """Return the ranks that recorded the module around that of `entry`, and not `entry`."""
+    if entry.site.partition(":")[0] == ROOT:
+        return []
+    found = side.ranks_of(entry.step, _around(entry.site))
+    return sorted(set(found) - set(side.ranks_of(entry.step, entry.site)))
+
+
+def _around(site: str) -> str:
+    return site.partition(":")[0].partition("@")[0].rpartition(".")[0] or ROOT

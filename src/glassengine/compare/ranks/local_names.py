@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from glassengine.compare.matching.phases import paths_above, phase_of
-from glassengine.compare.ranks.samples import agreement, share_of_sample
+from glassengine.compare.ranks.spread import agreement, share_of_sample
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource
 from glassengine.sites import ROOT

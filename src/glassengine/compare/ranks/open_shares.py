@@ -12,14 +12,16 @@ from glassengine.compare.matching.matching import Match
 from glassengine.compare.matching.padding import CACHES
 from glassengine.compare.matching.phases import is_of_parameter, phase_of
 from glassengine.compare.ranks.assembly import EXPLAINED
-from glassengine.compare.ranks.findings import Findings
+from glassengine.compare.ranks.ranks import AssembledRanks
 from glassengine.numerics.metrics.tolerance import is_inexact
 from glassengine.recording.layout.layout import Entry
 from glassengine.results import FLAGGED, Pair
 from glassengine.sites import ROOT
 
 
-def never_added_up(pairs: Sequence[Pair], judged: Sequence[Match], side: Findings, own: Sequence[Entry]) -> list[int]:
+def never_added_up(
+    pairs: Sequence[Pair], judged: Sequence[Match], side: AssembledRanks, own: Sequence[Entry]
+) -> list[int]:
     """Return the numbers of the pairs that are shares of a sum, or of a mean, which nothing shows to be made.
 
     Args:
@@ -66,7 +68,7 @@ def _is_used(
     pairs: Sequence[Pair],
     judged: Sequence[Match],
     of_site: Mapping[str, Sequence[int]],
-    side: Findings,
+    side: AssembledRanks,
     own: Sequence[Entry],
 ) -> bool:
     """Whether the gradients that ranks have of a parameter are put together: what is made of them later shows it.
@@ -92,7 +94,7 @@ def _is_made(
     later: Sequence[int],
     pairs: Sequence[Pair],
     judged: Sequence[Match],
-    side: Findings,
+    side: AssembledRanks,
     own: Sequence[Entry],
 ) -> bool:
     site = judged[i].baseline.site
@@ -118,7 +120,7 @@ def _is_made_of(match: Match) -> bool:
     return is_of_activations and is_inexact(entry.dtype) and not entry.site.startswith(f"{ROOT}:in")
 
 
-def _is_same_in_all(side: Findings, entry: Entry) -> bool:
+def _is_same_in_all(side: AssembledRanks, entry: Entry) -> bool:
     return side.standing(entry)[1]
 
 

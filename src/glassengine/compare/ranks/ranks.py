@@ -8,22 +8,40 @@ which factor its gradients differ where its loss is a mean over them.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
 
 from glassengine.compare.matching.padding import CACHES
 from glassengine.compare.matching.phases import is_of_activation, is_of_parameter
-from glassengine.compare.ranks.assembly import COPIES, SUM, Assembly, settled
+from glassengine.compare.matching.source_wrapper import SourceWrapper, Told
+from glassengine.compare.ranks.assembly import (
+    COPIES,
+    HOW,
+    ROWS,
+    SUM,
+    Assembly,
+    errors_of_ranks,
+    factor_of_rows,
+    lies_in_rows,
+    settled,
+)
 from glassengine.compare.ranks.data_layout import data_layout, with_other_stages
-from glassengine.compare.ranks.factors import factor_of_rows, lies_in_rows
-from glassengine.compare.ranks.findings import Findings
-from glassengine.compare.ranks.fitting import can_be_arranged, padding
 from glassengine.compare.ranks.local_names import LocalNames, local_names
-from glassengine.compare.ranks.rank_errors import errors_of_ranks
 from glassengine.compare.ranks.shards import Local, assembled, is_spread, meshes, why_not_assembled
-from glassengine.compare.ranks.spread import Arrangement, DataLayout, Part, arrangements, choose, shape_of_whole, uneven
+from glassengine.compare.ranks.spread import (
+    Arrangement,
+    DataLayout,
+    Part,
+    arrangements,
+    can_be_arranged,
+    choose,
+    padding,
+    shape_of_whole,
+    uneven,
+)
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource
 
@@ -36,11 +54,14 @@ _NUM_FACTORS = 48
 _Key = tuple[int, str]
 
 
-class PutTogether(Findings):
+class AssembledRanks(SourceWrapper):
     """A source of several ranks as one of a single rank.
 
     Entries are those of the lowest rank that has the tensor, as rank 0; `tensor` gives the whole once `expect` got
     the counterpart.
+
+    What is found of a step depends on the step alone, and on what is put together before: who begins with nothing and
+    goes the same way finds the same.
 
     Args:
         source: Of several ranks.
@@ -48,16 +69,34 @@ class PutTogether(Findings):
         num_groups: Of each step, how many ranks with data of their own made the whole.
     """
 
+    is_assembled = True
+
     def __init__(
         self, source: TensorSource, whole: TensorSource | None = None, *, num_groups: Callable[..., int] | None = None
     ) -> None:
         super().__init__(source)
+        self._begin()
         self._groups_of_whole = num_groups
         self._names = local_names(source, whole) if whole is not None else LocalNames()
         self._parts = self._names.parts(source)
         self.entries: tuple[Entry, ...] = tuple(
             dataclasses.replace(parts[0], rank=0, site=site) for (_, site), parts in self._parts.items()
         )
+
+    def _begin(self) -> None:
+        self._expected: dict[_Key, tuple[TensorSource, Entry]] = {}
+        self._arranged: dict[_Key, str] = {}
+        self._ways: dict[_Key, Assembly] = {}
+        self._rejected: set[_Key] = set()
+        self._layouts: dict[int, DataLayout | None] = {}
+        self._factors: dict[int, float] = {}
+        self._styles: Counter[str] = Counter()
+        self._told: dict[_Key, tuple[bool, bool]] = {}
+
+    @property
+    def changes(self) -> Mapping[str, Any]:
+        """That of the source, and how the tensors that were read were put together."""
+        return {**super().changes, "arrangements": self.arrangements}
 
     @property
     def arrangements(self) -> Mapping[str, int]:
@@ -314,6 +353,41 @@ class PutTogether(Findings):
 
     def _parts_as_entry(self, key: _Key) -> Entry:
         return dataclasses.replace(self._parts[key][0], rank=0, site=key[1])
+
+    def fresh(self) -> Self:
+        """Return the same, with nothing found yet."""
+        found = copy.copy(self)
+        found._begin()
+        return found
+
+    def told(self) -> list[Told]:
+        """Return what was found of each tensor that was read."""
+        return [Told(*key, how, *self._standing(key)) for key, how in self._arranged.items()]
+
+    def note(self, told: Iterable[Told]) -> None:
+        """Take over what a `fresh` one has `told`."""
+        for one in told:
+            key = one.step, one.site
+            self._arranged[key], self._told[key] = one.how, (one.is_open, one.is_same)
+
+    def standing(self, entry: Entry) -> tuple[bool, bool]:
+        """Return whether a tensor is shares that are not added up yet, and whether all ranks have the same."""
+        key = (entry.step, entry.site)
+        if key in self._told:
+            return self._told[key]
+        if key not in self._ways:
+            self.assembly(entry)
+        return self._standing(key)
+
+    def is_of_rows(self, entry: Entry) -> bool:
+        """Whether each row of a tensor is in the rank whose share of a table has it."""
+        self.standing(entry)
+        return self._arranged.get((entry.step, entry.site)) == HOW[ROWS]
+
+    def _standing(self, key: _Key) -> tuple[bool, bool]:
+        way = self._ways[key]
+        places = Counter(way.way.cells)
+        return way.is_open, not way.differ and places.total() > 1 and max(places.values()) > 1
 
 
 def _key(entry: Entry) -> _Key:

@@ -14,10 +14,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from glassengine.compare.ranks.samples import Index, Shape, agreement, moved_by, sampled, taken_at
+if TYPE_CHECKING:
+    from torch import Tensor
+import functools
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
+from glassengine.compare.matching.padding import CACHES
+from glassengine.compare.matching.phases import is_of_parameter
 
 _MAX_GROUP = 64
 """Query heads per key head up to which a fused projection is recognized."""
@@ -346,3 +351,119 @@ def _everything(ndim: int) -> Index:
 
 def _along(dim: int, at: Tensor, ndim: int) -> Index:
     return tuple(at if i == dim else None for i in range(ndim))
+
+
+Shape = tuple[int, ...]
+
+
+Index = tuple["Tensor | None", ...]
+"""For each dimension the positions in the whole; None for all of them."""
+
+
+_NUM_SAMPLES = 256
+
+
+_AGREES = 0.05
+"""A part agrees with a place where, but for a factor, at most this fraction of it is not what is there."""
+
+
+def sample_of(tensor: Tensor) -> Tensor:
+    """Return some elements of a tensor, the same ones of every tensor of its shape."""
+    return taken_at(tensor, sampled(tuple(tensor.shape), tuple(tensor.shape)))
+
+
+def share_of_sample(part: Tensor, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield a sample of `part` beside each place of `whole` where it may lie, if the shapes allow it."""
+    shape = tuple(part.shape)
+    if part.dim() != whole.dim() or any(p == 0 or w % p for p, w in zip(shape, whole.shape, strict=True)):
+        return
+    sample = sampled(shape, shape)
+    own = taken_at(part, sample)
+    counts = [w // p for p, w in zip(shape, whole.shape, strict=True)]
+    for place in itertools.islice(itertools.product(*map(range, counts)), _NUM_SAMPLES):
+        moved = tuple(x + at * p for x, at, p in zip(sample, place, shape, strict=True))
+        yield own, taken_at(whole, moved)
+
+
+def agreement(x: Tensor, y: Tensor) -> bool:
+    """Return whether two samples agree but for a factor."""
+    power = float(y.dot(y))
+    if not math.isfinite(power) or not bool(x.isfinite().all()):
+        return bool((x.nan_to_num() == y.nan_to_num()).all())
+    factor = float(x.dot(y)) / power if power else 0.0
+    return float((x - factor * y).norm()) <= _AGREES * float(x.norm()) and (factor > 0 or not power)
+
+
+def factor_of(part: Tensor, reference: Tensor) -> float | None:
+    """Return what number of times `reference` a part is, at a sample; None where it is no multiple of it."""
+    sample = sampled(tuple(part.shape), tuple(reference.shape))
+    x, y = taken_at(part, sample), taken_at(reference, sample)
+    power = float(y.dot(y))
+    if not power or not math.isfinite(power) or not agreement(x, y):
+        return None
+    return float(x.dot(y)) / power
+
+
+@functools.lru_cache(maxsize=1024)
+def sampled(shape: Shape, whole: Shape) -> tuple[Tensor, ...]:
+    """Return the positions of some elements of a part; of a cache that is longer than the whole, of the first ones."""
+    import torch
+
+    sizes = [min(p, w) for p, w in zip(shape, whole, strict=True)]
+    numel = math.prod(sizes)
+    if numel <= _NUM_SAMPLES:
+        at = torch.arange(numel)
+    else:
+        at = torch.randint(numel, (_NUM_SAMPLES,), generator=torch.Generator().manual_seed(0))
+    found: list[Tensor] = []
+    # torch.unravel_index imports sympy, which takes seconds.
+    for size in reversed(sizes):
+        found.insert(0, at % size)
+        at = at // size
+    return tuple(found)
+
+
+def taken_at(tensor: Tensor, where: tuple[Tensor, ...]) -> Tensor:
+    """Return the elements of `tensor` at some positions."""
+    return tensor[where].double().reshape(-1)
+
+
+def moved_by(sample: tuple[Tensor, ...], index: Index) -> tuple[Tensor, ...]:
+    """Return positions of a part as positions of the whole."""
+    return tuple(x if at is None else at[x] for x, at in zip(sample, index, strict=True))
+
+
+def can_be_arranged(shapes: Sequence[tuple[int, ...]], count: int, whole: tuple[int, ...], site: str) -> bool:
+    """Return whether `count` parts of these shapes may be the whole of a site."""
+    if len(set(shapes)) > 1:
+        sizes = [Part((i,), _Shape(shape)) for i, shape in enumerate(shapes)]  # type: ignore[arg-type]
+        return uneven(sizes, whole) is not None
+    if padding(shapes[0], count, whole, site) is not None:
+        return True
+    made = shape_of_whole(shapes[0], whole, is_cache=site.endswith(CACHES))
+    if made is None:
+        return True  # a shape that has nothing to do with parts is a shape that differs
+    num_places = 1
+    for part, size in zip(shapes[0], made, strict=True):
+        num_places *= size // part if part else 1
+    return count % num_places == 0
+
+
+def padding(shape: tuple[int, ...], count: int, whole: tuple[int, ...], site: str) -> tuple[int, int] | None:
+    """Return the dimension along which parts are shares of a table that is padded, and what the last one has of it.
+
+    A vocabulary is padded until each rank has as many rows: of the table itself, and the last dimension of logits. None
+    where parts of this shape are none of such a whole.
+    """
+    differ = [dim for dim, size in enumerate(whole) if len(shape) == len(whole) and shape[dim] != size]
+    if len(differ) != 1 or not (differ[0] == len(whole) - 1 or is_of_parameter(site)):
+        return None
+    part, size = shape[differ[0]], whole[differ[0]]
+    return (differ[0], size - part * (count - 1)) if part * (count - 1) < size < part * count else None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    """What `uneven` asks of a tensor."""
+
+    shape: tuple[int, ...]

@@ -16,7 +16,7 @@ import numpy as np
 
 from glassengine.errors import IncomparableError
 from glassengine.recording.series import MEASURED, NONFINITE, Array, Row, SeriesReader
-from glassengine.results.series import SeriesComparison, SeriesPoint, SeriesStanding
+from glassengine.results.comparison import SeriesComparison, SeriesPoint, SeriesStanding
 
 WINDOW, CALIBRATION, LASTING = 32, 16, 3
 FACTOR = 4.0

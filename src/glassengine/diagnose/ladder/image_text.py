@@ -45,7 +45,7 @@ from glassengine.program.kinds.image_text import (
 )
 from glassengine.program.user_code.module_state import own_copies
 from glassengine.progress import Progress, Work
-from glassengine.results.inputs_used import Origin
+from glassengine.results.answer import Origin
 
 
 @dataclass

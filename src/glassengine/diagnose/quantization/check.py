@@ -38,7 +38,7 @@ from glassengine.results import (
     Skipped,
     incomplete,
 )
-from glassengine.results.inputs_used import Origin, input_used
+from glassengine.results.answer import Origin, input_used
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

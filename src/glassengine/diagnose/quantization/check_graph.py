@@ -27,6 +27,7 @@ from glassengine.program.representation.signature import named_results
 from glassengine.program.user_code.module_state import own_copies
 from glassengine.progress import Progress, Work
 from glassengine.results import (
+    BY_GRID,
     FLAGGED,
     CaseInputs,
     Comparison,
@@ -43,8 +44,6 @@ from glassengine.results import (
 )
 
 RUNG = "quantized"
-
-_BY_GRID = "step of the quantization"
 
 
 @dataclass
@@ -190,7 +189,7 @@ def _pair(op: Op) -> Pair:
         method="name",
         confidence=1.0,
         verdict=op.worst.verdict,
-        judged_by=_BY_GRID,
+        judged_by=BY_GRID,
         noise_ratio=op.worst.noise_ratio,
         rung=RUNG,
         case=op.where[0],
@@ -227,12 +226,8 @@ def _verdict(error: WeightError) -> Verdict:
 
 def _pair_of_weight(name: str, error: WeightError) -> Pair:
     text = "; ".join(hint.text for hint in error.mistakes) or None
-    site = f"{name}:param"
-    return Pair(
-        0, site, site, "name", 1.0, _verdict(error), _BY_GRID, noise_ratio=error.rms_steps, rung=RUNG, reason=text
-    )
+    return Pair.of_weight(name, _verdict(error), error.rms_steps, text, rung=RUNG)
 
 
 def _of_weight(name: str, error: WeightError) -> Divergence:
-    site = f"{name}:param"
-    return Divergence(RUNG, 0, site, None, site, None, "wrong", error.rms_steps, None, None, None, error.mistakes)
+    return Divergence.without_run(f"{name}:param", "wrong", error.mistakes, rung=RUNG, noise_ratio=error.rms_steps)

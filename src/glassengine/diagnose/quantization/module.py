@@ -99,7 +99,7 @@ def _add_unexplained(found: Findings, apart: float, cost: float) -> None:
     name = found.results[0].name if found.results else "output"
     site = f".:out.{name}"
     hint = Hint("other", text, 0.9, evidence="not its weights")
-    origin = Divergence(RUNG, 0, site, None, site, None, "wrong", None, None, None, None, (hint,))
+    origin = Divergence.without_run(site, "wrong", (hint,), rung=RUNG)
     found.origins = [*found.origins, origin]
     found.first_divergence = found.first_divergence or origin
     (rung,) = found.rungs

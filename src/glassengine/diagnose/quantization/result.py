@@ -169,20 +169,8 @@ def _site(name: str) -> str:
 
 
 def _pair(name: str, verdict: Verdict, noise_ratio: float | None, reason: str | None) -> Pair:
-    return Pair(
-        step=0,
-        site=_site(name),
-        candidate_site=_site(name),
-        method="name",
-        confidence=1.0,
-        verdict=verdict,
-        judged_by="step of the quantization",
-        noise_ratio=noise_ratio,
-        rung=RUNG,
-        reason=reason,
-    )
+    return Pair.of_weight(name, verdict, noise_ratio, reason, rung=RUNG)
 
 
 def _divergence(name: str, verdict: Verdict, hints: tuple[Hint, ...]) -> Divergence:
-    site = _site(name)
-    return Divergence(RUNG, 0, site, None, site, None, verdict, None, None, None, None, hints)
+    return Divergence.without_run(_site(name), verdict, hints, rung=RUNG)

@@ -18,7 +18,7 @@ from torch import Tensor
 from glassengine.judge.hypotheses.mistakes.weights_read import relation
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.quantization.weight_error import WeightError, judge_weight
-from glassengine.results import Divergence, Hint, Kind, Pair, Rung, Skipped, Verdict, WeightsComparison, worst
+from glassengine.results import BY_GRID, Divergence, Hint, Kind, Pair, Rung, Skipped, Verdict, WeightsComparison, worst
 from glassengine.serving.protocol import ServedWeight
 
 RUNG = "weights"
@@ -107,17 +107,14 @@ class WeightsFound:
     def pairs(self) -> list[Pair]:
         """Return a pair for each parameter."""
         return [
-            Pair(
-                step=0,
-                site=f"{one.name}:param",
-                candidate_site=" + ".join(one.served.stored) or f"{one.name}:param",
-                method="name",
-                confidence=1.0,
-                verdict=one.verdict,
-                judged_by="step of the quantization" if one.rms_steps is not None else "equality",
-                noise_ratio=one.rms_steps,
+            Pair.of_weight(
+                one.name,
+                one.verdict,
+                one.rms_steps,
+                "; ".join(hint.text for hint in one.hints) or None,
                 rung=RUNG,
-                reason="; ".join(hint.text for hint in one.hints) or None,
+                judged_by=BY_GRID if one.rms_steps is not None else "equality",
+                candidate_site=" + ".join(one.served.stored),
             )
             for one in self.judged
         ]
@@ -125,12 +122,15 @@ class WeightsFound:
     def divergences(self) -> list[Divergence]:
         """Return an origin for each mistake."""
         return [
-            Divergence(
-                RUNG, 0, f"{one.name}:param", None, " + ".join(one.served.stored) or "-", None, one.verdict,
-                None, None, None, None, one.hints,
+            Divergence.without_run(
+                f"{one.name}:param",
+                one.verdict,
+                one.hints,
+                rung=RUNG,
+                candidate_site=" + ".join(one.served.stored) or "-",
             )
             for one in self.wrong
-        ]  # fmt: skip
+        ]
 
     def rung(self, baseline: str, candidate: str) -> Rung:
         """Return the rung."""

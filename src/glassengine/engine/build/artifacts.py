@@ -35,8 +35,7 @@ from glassengine.program.listing.python_source import module_source
 from glassengine.program.onnx.operators.function import OnnxVerifier
 from glassengine.program.representation.program import Program
 from glassengine.reading.files import printable
-from glassengine.report.html_artifacts import index_page
-from glassengine.report.network import network_text, plugin_text
+from glassengine.report.build_artifacts import index_page, network_text, plugin_text
 from glassengine.stores.places import delivered, place
 from glassengine.writing.files import aside, held, put_away, remove_tree
 

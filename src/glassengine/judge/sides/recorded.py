@@ -21,7 +21,7 @@ from torch import Tensor
 from glassengine.capture.runs.known_tokens import prompt_lengths
 from glassengine.compare.matching.assembling import assembled
 from glassengine.compare.matching.maps import Rule, TensorMap, steps_of
-from glassengine.compare.matching.rules import pair_names
+from glassengine.compare.matching.matching import pair_names
 from glassengine.errors import IncomparableError, UsageError, nearest
 from glassengine.judge.cases import Case, Given, Inputs, StepInputs, by_name, empty_caches
 from glassengine.judge.end_to_end import results_of

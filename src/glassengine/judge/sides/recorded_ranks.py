@@ -19,8 +19,8 @@ from torch.fx import Node
 
 from glassengine.compare.matching.source_wrapper import OfRank
 from glassengine.compare.ranks.assembly import COPIES, EXPLAINED, error_of
-from glassengine.compare.ranks.rank_and_hints import of_parts
-from glassengine.compare.ranks.ranks import PutTogether
+from glassengine.compare.ranks.hints import of_parts
+from glassengine.compare.ranks.ranks import AssembledRanks
 from glassengine.errors import UsageError
 from glassengine.judge.cases import Case, Given, StepInputs, by_name
 from glassengine.judge.sides.module import ModuleSide
@@ -110,7 +110,7 @@ class TensorsOfRanks(RecordedTensors):
         model.begin(case)
         model.step(inputs)
         self._whole.begin(0, self._made(inputs))
-        self.together = PutTogether(source, self._whole)
+        self.together = AssembledRanks(source, self._whole)
         super().__init__(self.together, program)
         self.called = {}
         self._require_same_inputs(source)

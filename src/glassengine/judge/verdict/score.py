@@ -28,7 +28,7 @@ from glassengine.judge.verdict.origins import OriginTracker, Why
 from glassengine.numerics.counted import is_finite
 from glassengine.numerics.exemptions import BELOW, DRAWN, PADDING, TIES, UNREAD, UNWRITTEN, Ledger, Masks
 from glassengine.numerics.judgement import Judgement
-from glassengine.numerics.metrics.elements import tensor_values
+from glassengine.numerics.metrics.distances import tensor_values
 from glassengine.numerics.metrics.measure import measure
 from glassengine.numerics.metrics.tolerance import tolerance
 from glassengine.numerics.verdict import TIED, Reference

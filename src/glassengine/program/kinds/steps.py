@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from glassengine.results.inputs_used import Origin
+from glassengine.results.answer import Origin
 
 
 class MadeUp(list[dict[str, Any]]):

@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from glassengine.errors import CorruptError
 from glassengine.reading.tensors import shape_from
-from glassengine.recording.formats.files import SafetensorsFile, why_not_a_file
+from glassengine.recording.formats.files import ForeignTensors, SafetensorsFile, why_not_a_file
 from glassengine.recording.formats.json_files import JsonFile
 from glassengine.recording.layout.layout import STORED, Entry, num_bytes
-from glassengine.results import Skipped
 from glassengine.sites import ROOT, port_site, with_call
 
 if TYPE_CHECKING:
@@ -114,33 +113,25 @@ class _Place:
     dtype: str
 
 
-class DebuggerFile:
+class DebuggerFile(ForeignTensors):
     """Tensors of one tree, or of all trees of a directory; several models keep their class names as roots.
 
     A file name may say a step and a rank (`<Class>_debug_tree_step1_FULL_TENSORS.json`), as `glass.export` writes it.
     """
 
     def __init__(self, path: Path, files: list[JsonFile]) -> None:
-        self.path = path
-        self.metadata: dict[str, Any] = {}
-        self.complete = True
-        self._places: dict[Entry, _Place] = {}
-        self._taken: set[tuple[str, int, int]] = set()
-        self._skipped: list[Skipped] = []
+        super().__init__(path)
         self._printed: dict[Entry, Tensor] = {}
-        names = {_TREE.fullmatch(_stem(file.path)) for file in files}
+        names = [_TREE.fullmatch(_stem(file.path)) for file in files]
         several = len({found["name"] for found in names if found}) > 1
-        entries: list[Entry] = []
-        for file in files:
-            found = _TREE.fullmatch(_stem(file.path))
+        for file, found in zip(files, names, strict=True):
             step, rank = (int(found[key] or 0) if found else 0 for key in ("step", "rank"))
-            entries += self._tree(file, step, rank, several)
-        self.entries = tuple(sorted(entries, key=lambda entry: (entry.step, entry.rank)))
-        self.skipped = tuple(self._skipped)
+            self._add_tree(file, step, rank, several)
+        self._sort()
 
     def tensor(self, entry: Entry) -> Tensor:
         """Return the values of one of `entries`: mapped from a file of its own, or parsed from the text."""
-        place = self._places[entry]
+        place: _Place = self._values[entry.place]
         if isinstance(place.value, list):
             tensor = parse_tensor(place.value, entry.shape, place.dtype)
             if isinstance(tensor, str):
@@ -155,60 +146,52 @@ class DebuggerFile:
         """Return what is printed of tensors without values; None where there are values, or nothing is printed."""
         return PrintedStatistics(self.path, self._printed) if self._printed and not self.entries else None
 
-    def _tree(self, file: JsonFile, step: int, rank: int, several: bool) -> Iterator[Entry]:
-        root = file.document["module_path"]
-        calls: Counter[str] = Counter()
-        tensors = list(_tensors(file.document, root, root if several else "", calls, 0))
+    def _add_tree(self, file: JsonFile, step: int, rank: int, several: bool) -> None:
+        root, folder = file.document["module_path"], file.path.parent
+        tensors = list(_tensors(file.document, root, root if several else "", Counter(), 0))
         # The original names files by module: of several calls, the last one's values are left.
         last = {value["value"]: where for where, value in tensors if isinstance(value.get("value"), str)}
         for where, value in tensors:
-            found: Entry | str
-            if (where, step, rank) in self._taken:
-                found = "two tensors have this name"
+            if (where, step, rank) in self._values:
+                self._add(where, self._same_name, step=step)
             elif isinstance(value.get("value"), str) and last[value["value"]] != where:
-                found = f"its file was overwritten by {last[value['value']]}"
+                self._add(where, f"its file was overwritten by {last[value['value']]}", step=step)
             else:
-                found = self._entry(file.path.parent, where, step, rank, value)
-            if isinstance(found, str):
-                self._skipped.append(Skipped(where, "both", found, step=step))
-            else:
-                self._taken.add((where, step, rank))
-                yield found
+                self._add(where, *self._entry(folder, where, step, rank, value), step=step)
 
-    def _entry(self, folder: Path, site: str, step: int, rank: int, found: dict[str, Any]) -> Entry | str:
-        """Return the entry of what the tree says of a tensor, or why it is not given as one."""
+    def _entry(
+        self, folder: Path, site: str, step: int, rank: int, found: dict[str, Any]
+    ) -> tuple[Entry, _Place] | tuple[str]:
+        """Return the entry of a tensor of the tree and where its values are, or why it is not given as one."""
         shape, dtype = _described(found)
         value = found.get("value")
         if dtype not in STORED:
-            return f"no arithmetic for {dtype[:80]}"
+            return (f"no arithmetic for {dtype[:80]}",)
         if value is None:
             self._printed |= dict(_statistics(site, step, rank, dtype, shape, found))
-            return "statistics only: the values are in the file that ends in _FULL_TENSORS.json"
+            return ("statistics only: the values are in the file that ends in _FULL_TENSORS.json",)
         nbytes = num_bytes(dtype, shape)
         if isinstance(value, str):
             name = value.removeprefix("./")
             reason = why_not_a_file(folder, name)
             if reason is not None:
-                return reason
+                return (reason,)
             stored = _values_file(folder / name)[1]
             if (stored.dtype, stored.shape) != (dtype, shape):
-                return f"its file holds {stored.describe()}, the tree says {dtype}{list(shape)}"
-            entry, value = Entry(site, step, rank, dtype, shape, nbytes=nbytes), name
-        elif isinstance(value, list) and all(isinstance(line, str) for line in value):
-            if any("..." in line for line in value):
-                return "only the edges of it are printed: record it with use_repr=False"
-            tensor = parse_tensor(value, shape, dtype)
-            if isinstance(tensor, str):
-                return f"the text is not that of a tensor: {tensor}"
-            precision = dtype if any(map(_IN_FULL.search, value)) else _PRINTED.get(dtype, dtype)
-            entry = Entry(site, step, rank, precision, shape, nbytes=nbytes)
-        else:
-            return "its values are neither text nor a file"
-        self._places[entry] = _Place(folder, value, dtype)
-        return entry
+                return (f"its file holds {stored.describe()}, the tree says {dtype}{list(shape)}",)
+            return Entry(site, step, rank, dtype, shape, nbytes=nbytes), _Place(folder, name, dtype)
+        if not isinstance(value, list) or not all(isinstance(line, str) for line in value):
+            return ("its values are neither text nor a file",)
+        if any("..." in line for line in value):
+            return ("only the edges of it are printed: record it with use_repr=False",)
+        tensor = parse_tensor(value, shape, dtype)
+        if isinstance(tensor, str):
+            return (f"the text is not that of a tensor: {tensor}",)
+        precision = dtype if any(map(_IN_FULL.search, value)) else _PRINTED.get(dtype, dtype)
+        return Entry(site, step, rank, precision, shape, nbytes=nbytes), _Place(folder, value, dtype)
 
 
-class PrintedStatistics:
+class PrintedStatistics(ForeignTensors):
     """The statistics of a tree without values, as tensors: four numbers of each float tensor, and its shape.
 
     Deviation, mean, minimum and maximum, the last three from one deviation up or down: what is near zero beside the
@@ -216,11 +199,9 @@ class PrintedStatistics:
     """
 
     def __init__(self, path: Path, tensors: dict[Entry, Tensor]) -> None:
-        self.path = path
-        self.metadata: dict[str, Any] = {}
-        self.complete = True
-        self.skipped: tuple[Skipped, ...] = ()
-        self.entries = tuple(sorted(tensors, key=lambda entry: (entry.step, entry.rank)))
+        super().__init__(path)
+        self.entries = list(tensors)
+        self._sort()
         self._tensors = tensors
 
     def tensor(self, entry: Entry) -> Tensor:

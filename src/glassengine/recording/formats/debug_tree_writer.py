@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from glassengine import blocks
+from glassengine.blocks.arrays import statistics_of, stream_of, values_of
 from glassengine.errors import UsageError
 from glassengine.recording.formats.debug_tree import FULL, OTHER_PORTS, SUMMARY
 from glassengine.recording.layout.layout import Entry
@@ -313,7 +312,8 @@ class TreeWriter:
         return calls.tree()
 
     def _describe(self, tensor: Tensor, stem: str, aside: Path) -> dict[str, Any]:
-        found = blocks.moments(blocks.real_stream(tensor))
+        found = statistics_of(stream_of(values_of(tensor).array), has_median=False)
+        num_nonfinite = found.num_nan + found.num_inf
         described: dict[str, Any] = {"shape": repr(tensor.shape), "dtype": repr(tensor.dtype)}
         # safetensors has no such dtype: all of it is printed, to the last digit.
         no_file = tensor.dtype is torch.complex128 and not self._use_repr
@@ -328,17 +328,16 @@ class TreeWriter:
             name = self._file_name(stem)
             save_safetensors({"data": tensor.contiguous()}, aside / f"{name}.safetensors")
             described["value"] = f"./{name}.safetensors"
-        if found.num_finite == found.num_elements and found.num_elements and tensor.dtype in MEASURED:
+        if found.num_elements and not num_nonfinite and tensor.dtype in MEASURED:
             described |= measured(tensor)
-        elif found.num_finite:
-            std = math.sqrt(found.m2 / max(found.num_finite - 1, 1))
-            for key, value in {"mean": found.mean, "std": std, "min": found.min, "max": found.max}.items():
-                described[key] = f"tensor({value:.4e})"
-        if found.num_finite < found.num_elements:
+        elif found.mean is not None:
+            for key in ("mean", "std", "min", "max"):
+                described[key] = f"tensor({getattr(found, key):.4e})"
+        if num_nonfinite:
             where = (~tensor.isfinite()).flatten().nonzero()[0].item()
             index = torch.unravel_index(torch.tensor(where), tensor.shape)
             described["num_nan"] = found.num_nan
-            described["num_inf"] = found.num_elements - found.num_finite - found.num_nan
+            described["num_inf"] = found.num_inf
             described["first_nonfinite"] = [int(i) for i in index]
         return described
 

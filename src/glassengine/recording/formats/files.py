@@ -12,7 +12,7 @@ import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors import SafetensorError
@@ -32,36 +32,67 @@ from glassengine.writing.files import open_for_torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-
 _NAMES = {one.code: dtype for dtype, one in STORED.items() if one.parts == 1}
+_MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors
+# A deflated member of a few megabytes can claim and deliver gigabytes.
+_MAX_ARRAY_BYTES = 1 << 34
+_MAX_UNFOLDED_BYTES = 1 << 28
+_MAX_RATIO = 100
+_MAX_MEMBERS = 100_000
+# A small .pt file can name one list many times over; these bound what it unfolds to.
+_MAX_DEPTH = 64
+_MAX_LEAVES = 400_000
+_MAX_EXPANDED_BYTES = 1 << 34
 
 
-class SafetensorsFile:
-    """Tensors of a `.safetensors` file; its metadata are the file's `__metadata__`."""
+class ForeignTensors:
+    """What another program wrote, as a `TensorSource`; a reader adds the tensors one by one."""
 
     complete = True
+    _same_name = "two tensors have this name"
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.metadata: dict[str, Any] = {}
+        self.entries: list[Entry] = []
+        self.skipped: list[Skipped] = []
+        # What the values of an entry are read from.
+        self._values: dict[tuple[str, int, int], Any] = {}
+
+    def _add(self, site: str, found: Entry | str, value: Any = None, *, step: int | None = 0) -> None:
+        """Add a tensor, or why it is not given as one."""
+        if isinstance(found, Entry) and found.place in self._values:
+            found = self._same_name
+        if isinstance(found, str):
+            self.skipped.append(Skipped(site, "both", found, step=step))
+        else:
+            self.entries.append(found)
+            self._values[found.place] = value
+
+    def _sort(self) -> None:
+        self.entries.sort(key=lambda entry: (entry.step, entry.rank))
+
+
+class SafetensorsFile(ForeignTensors):
+    """Tensors of a `.safetensors` file, mapped; its metadata are the file's `__metadata__`."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
         try:
             self._file = open_safetensors(path)
-            self.metadata: dict[str, Any] = dict(self._file.metadata() or {})
-            entries: list[Entry] = []
-            skipped: list[Skipped] = []
+            self.metadata = dict(self._file.metadata() or {})
             for name in self._file.offset_keys():
                 found = self._file.get_slice(name)
                 code, shape = found.get_dtype(), shape_from(found.get_shape())
                 if name.startswith(PAD_PREFIX):
-                    skipped.append(Skipped(name, "both", "alignment padding of a recording", step=0))
+                    self._add(name, "alignment padding of a recording")
                 elif code not in _NAMES:
-                    skipped.append(Skipped(name, "both", f"no arithmetic for {code}", step=0))
+                    self._add(name, f"no arithmetic for {code}")
                 else:
-                    nbytes = num_bytes(_NAMES[code], shape)
-                    entries.append(Entry(name, 0, 0, _NAMES[code], shape, nbytes=nbytes))
+                    dtype = _NAMES[code]
+                    self._add(name, Entry(name, 0, 0, dtype, shape, nbytes=num_bytes(dtype, shape)))
         except (SafetensorError, OSError, ValueError) as error:
             raise CorruptError("not a safetensors file", got=f"{path}: {error}") from error
-        self.entries = tuple(entries)
-        self.skipped = tuple(skipped)
 
     def tensor(self, entry: Entry) -> Tensor:
         """Return the values of one of `entries`, mapped."""
@@ -69,17 +100,57 @@ class SafetensorsFile:
         return tensor
 
 
-class NpyFile:
+class SafetensorsObject(SafetensorsFile):
+    """Tensors of a `.safetensors` file in a store: its header, and then the ranges that are asked for."""
+
+    def __init__(self, path: Remote) -> None:
+        url = str(path)
+        self._found = objects.require(url)
+        size = int.from_bytes(objects.read(url, 0, min(8, self._found.size)), "little")
+        if self._found.size < 8 or size > min(_MAX_HEADER_BYTES, self._found.size - 8):
+            raise CorruptError("not a safetensors file", got=f"{url}: its header does not fit in it")
+        header = objects.read(url, 0, 8 + size)
+        # What the format demands of a header is checked by its own library, on a hollow file.
+        with tempfile.NamedTemporaryFile(prefix="glassengine-", suffix=".safetensors") as file:
+            file.write(header)
+            file.truncate(self._found.size)
+            file.flush()
+            try:
+                super().__init__(Path(file.name))
+            except CorruptError as error:
+                raise CorruptError(error.what, got=str(error.got).replace(file.name, url)) from error
+        fields = parsed(header[8:], dict[str, dict[str, object]], url, what="the header", items=1 << 30)
+        self._starts = {entry.site: 8 + size + _start(fields[entry.site], url) for entry in self.entries}
+        self.path = path
+
+    def tensor(self, entry: Entry) -> Tensor:
+        """Return the values of one of `entries`, in memory of their own."""
+        import torch
+
+        dtype: torch.dtype = getattr(torch, entry.dtype)
+        if not entry.nbytes:
+            return torch.empty(entry.shape, dtype=dtype)
+        data = read_range(self._found, self._starts[entry.site], entry.nbytes)
+        # Nothing else says whether these are the bytes that the header was of.
+        difference = self._found.change()
+        if difference is not None:
+            raise CorruptError("a file has changed since it was opened", got=f"{self._found.url}: {difference}")
+        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(entry.shape)
+
+
+def _start(field: dict[str, object], url: str) -> int:
+    offsets = field.get("data_offsets")
+    if not isinstance(offsets, list) or not isinstance(offsets[0], int):
+        raise CorruptError("not a safetensors file", got=f"{url}: {json.dumps(offsets)[:100]}")
+    return offsets[0]
+
+
+class NpyFile(ForeignTensors):
     """The one tensor of a `.npy` file, called "tensor" as the one of a `.pt` file is."""
 
-    complete = True
-
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.metadata: dict[str, Any] = {}
-        found = describe(path, "tensor")
-        self.entries = (found,) if isinstance(found, Entry) else ()
-        self.skipped = () if isinstance(found, Entry) else (Skipped("tensor", "both", found, step=0),)
+        super().__init__(path)
+        self._add("tensor", describe(path, "tensor"))
 
     def tensor(self, entry: Entry) -> Tensor:
         """Return the values, mapped."""
@@ -93,62 +164,59 @@ def describe(path: Path, site: str, *, step: int = 0, rank: int = 0) -> Entry | 
             shape, _, dtype = read_header(file)
         except ValueError as error:
             raise CorruptError("not an .npy file", got=f"{path}: {error}") from error
-        num_bytes = path.stat().st_size - file.tell()
-    reason = why_not(dtype)
-    if reason is not None:
-        return reason
+        there = path.stat().st_size - file.tell()
     claimed = math.prod(shape) * dtype.itemsize
-    if claimed != num_bytes:
-        raise CorruptError("an .npy file is cut", got=f"{path}: {num_bytes} bytes", expected=f"{claimed} bytes")
-    return Entry(site, step, rank, dtype.newbyteorder("=").name, shape, nbytes=claimed)
+    reason = why_not(dtype)
+    if reason is None and claimed != there:
+        raise CorruptError("an .npy file is cut", got=f"{path}: {there} bytes", expected=f"{claimed} bytes")
+    return reason or Entry(site, step, rank, native_name(dtype), shape, nbytes=claimed)
 
 
 def map_array(path: Path, entry: Entry) -> Tensor:
     """Return the values of the array that `entry` describes, mapped where the byte order is that of this machine."""
-    import torch
-
     with open_regular(path, inside=path.parent) as file:
         try:
-            shape, fortran, dtype = read_header(file)
-            offset = file.tell()
+            header = shape, _, dtype = read_header(file)
             # Private and writable: torch cannot hold memory that is read-only.
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            array = np.frombuffer(data, dtype, math.prod(shape), offset)
+            found = array_of(header, data, file.tell())
         except (ValueError, OSError) as error:
             raise CorruptError("an array cannot be read", got=f"{path}: {error}") from error
-    if shape != entry.shape or dtype.newbyteorder("=").name != entry.dtype:
+    if shape != entry.shape or native_name(dtype) != entry.dtype:
         raise CorruptError("a file changed while it was being read", got=str(path))
-    array = array.reshape(shape, order="F" if fortran else "C")
+    return found
+
+
+def array_of(header: tuple[tuple[int, ...], bool, np.dtype[Any]], data: Any, offset: int = 0) -> Tensor:
+    """Return the array that lies in writable memory, in the byte order of this machine."""
+    import torch
+
+    shape, fortran, dtype = header
+    array = np.frombuffer(data, dtype, math.prod(shape), offset).reshape(shape, order="F" if fortran else "C")
     return torch.from_numpy(array.astype(dtype.newbyteorder("="), copy=False))
+
+
+def native_name(dtype: np.dtype[Any]) -> str:
+    """Return the name of a dtype in the byte order of this machine."""
+    return dtype.newbyteorder("=").name
 
 
 def why_not(dtype: np.dtype[Any]) -> str | None:
     """Return why arrays of `dtype` are not given as tensors, or None."""
     if dtype.hasobject:
         return "an object array is a pickle, and reading it would run code"
-    if dtype.newbyteorder("=").name not in STORED:
+    if native_name(dtype) not in STORED:
         return f"no arithmetic for numpy dtype {dtype}: save it as float32"
     return None
 
 
-# A deflated member of a few megabytes can claim and deliver gigabytes.
-_MAX_ARRAY_BYTES = 1 << 34
-_MAX_UNFOLDED_BYTES = 1 << 28
-_MAX_RATIO = 100
-_MAX_MEMBERS = 100_000
-
-
-class NumpyFile:
+class NpzFile(ForeignTensors):
     """Arrays of a `.npz` file; each is read, not mapped, when it is asked for."""
 
-    complete = True
+    _same_name = "two entries have this name"
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.metadata: dict[str, Any] = {}
-        self._members: dict[str, zipfile.ZipInfo] = {}
-        entries: list[Entry] = []
-        skipped: list[Skipped] = []
+        super().__init__(path)
         try:
             open_regular(path).close()
             self._archive = zipfile.ZipFile(path)
@@ -158,93 +226,65 @@ class NumpyFile:
             for member in members:
                 name = member.filename.removesuffix(".npy")
                 with self._archive.open(member) as file:
-                    try:
-                        shape, _, dtype = read_header(file)
-                    except ValueError as error:
-                        skipped.append(Skipped(name, "both", f"not an array: {error}", step=0))
-                        continue
-                    header_bytes = file.tell()
-                reason = _why_not(dtype, shape, member, header_bytes)
-                if name in self._members:
-                    reason = "two entries have this name"
-                if reason is not None:
-                    skipped.append(Skipped(name, "both", reason, step=0))
-                    continue
-                nbytes = math.prod(shape) * dtype.itemsize
-                self._members[name] = member
-                entries.append(Entry(name, 0, 0, dtype.newbyteorder("=").name, shape, nbytes=nbytes))
+                    self._add(name, _member_entry(name, member, file), member)
         except CorruptError:
             raise
         except Exception as error:  # a damaged archive makes zipfile raise anything
             hint = "save it again: numpy.savez(FILE, **tensors)"
             raise CorruptError("not an .npz file", got=f"{path}: {error}", hint=hint) from error
-        self.entries = tuple(entries)
-        self.skipped = tuple(skipped)
 
     def tensor(self, entry: Entry) -> Tensor:
         """Return the values of one of `entries`, in memory of their own."""
-        import torch
-
         try:
-            with self._archive.open(self._members[entry.site]) as file:
-                shape, fortran, dtype = read_header(file)
+            with self._archive.open(self._values[entry.place]) as file:
+                header = read_header(file)
                 data = bytearray(file.read(entry.nbytes))
         except Exception as error:  # as above
             raise CorruptError("an array cannot be read", got=f"{entry.site!r} in {self.path}: {error}") from error
         if len(data) != entry.nbytes:
             raise CorruptError("an array is cut", got=f"{entry.site!r} in {self.path}: {len(data)} bytes")
-        array = np.frombuffer(data, dtype=dtype).reshape(shape, order="F" if fortran else "C")
-        return torch.from_numpy(array.astype(dtype.newbyteorder("="), copy=False))
+        return array_of(header, data)
 
 
-def _why_not(dtype: np.dtype[Any], shape: tuple[int, ...], member: zipfile.ZipInfo, header_bytes: int) -> str | None:
-    """Return why an array is not given as a tensor, or None."""
-    reason = why_not(dtype)
-    if reason is not None:
+def _member_entry(name: str, member: zipfile.ZipInfo, file: IO[bytes]) -> Entry | str:
+    """Return the entry of an array of an archive, or why it is not given as a tensor."""
+    try:
+        shape, _, dtype = read_header(file)
+    except ValueError as error:
+        return f"not an array: {error}"
+    claimed, there = math.prod(shape) * dtype.itemsize, member.file_size - file.tell()
+    if (reason := why_not(dtype)) is not None:
         return reason
-    claimed = math.prod(shape) * dtype.itemsize
-    if claimed != member.file_size - header_bytes:
-        return f"the header claims {claimed} bytes, the file has {member.file_size - header_bytes}"
+    if claimed != there:
+        return f"the header claims {claimed} bytes, the file has {there}"
     if claimed > _MAX_UNFOLDED_BYTES and claimed > _MAX_RATIO * member.compress_size:
         return f"{member.compress_size} bytes unfold to {claimed}: save it uncompressed"
     if claimed > _MAX_ARRAY_BYTES:
         return f"{claimed} bytes are more than this format is read for: save it as .safetensors"
-    return None
+    return Entry(name, 0, 0, native_name(dtype), shape, nbytes=claimed)
 
 
-# A small file can name one list many times over; these bound what it unfolds to.
-_MAX_DEPTH = 64
-_MAX_LEAVES = 400_000
-_MAX_EXPANDED_BYTES = 1 << 34
+class TorchFile(ForeignTensors):
+    """Tensors of a `.pt` file, mapped; nested dicts, lists and tuples are flattened to dotted names."""
 
-
-class TorchFile:
-    """Tensors of a `.pt` file; nested dicts, lists and tuples are flattened to dotted names."""
-
-    complete = True
+    _same_name = "two entries have this name"
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.metadata: dict[str, Any] = {}
-        self._tensors: dict[str, Tensor] = {}
-        entries: list[Entry] = []
-        skipped: list[Skipped] = []
+        super().__init__(path)
         for name, leaf in _leaves("", read_torch(path), 0, [0]):
             value = of_number(leaf)
-            reason = "two entries have this name" if name in self._tensors else why_not_a_tensor(value)
-            if reason is not None:
-                skipped.append(Skipped(name, "both", reason, step=0))
-                continue
-            self._tensors[name] = value
-            dtype = str(value.dtype).removeprefix("torch.")
-            nbytes = value.numel() * value.element_size()
-            entries.append(Entry(name, 0, 0, dtype, tuple(value.shape), nbytes=nbytes))
-        self.entries = tuple(entries)
-        self.skipped = tuple(skipped)
+            self._add(name, why_not_a_tensor(value) or torch_entry(name, value), value)
 
     def tensor(self, entry: Entry) -> Tensor:
         """Return the values of one of `entries`, mapped."""
-        return self._tensors[entry.site]
+        tensor: Tensor = self._values[entry.place]
+        return tensor
+
+
+def torch_entry(site: str, value: Tensor, step: int = 0, rank: int = 0) -> Entry:
+    """Return the entry of a dense tensor."""
+    dtype = str(value.dtype).removeprefix("torch.")
+    return Entry(site, step, rank, dtype, tuple(value.shape), nbytes=value.numel() * value.element_size())
 
 
 def save_pt(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -299,63 +339,15 @@ def why_not_a_tensor(value: Any) -> str | None:
     return None
 
 
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the format
-
-
-class SafetensorsObject(SafetensorsFile):
-    """Tensors of a `.safetensors` file in a store."""
-
-    def __init__(self, path: Remote) -> None:
-        url = str(path)
-        self._found = objects.require(url)
-        size = int.from_bytes(objects.read(url, 0, min(8, self._found.size)), "little")
-        if self._found.size < 8 or size > min(_MAX_HEADER_BYTES, self._found.size - 8):
-            raise CorruptError("not a safetensors file", got=f"{url}: its header does not fit in it")
-        header = objects.read(url, 0, 8 + size)
-        # What the format demands of a header is checked by its own library, on a hollow file.
-        with tempfile.NamedTemporaryFile(prefix="glassengine-", suffix=".safetensors") as file:
-            file.write(header)
-            file.truncate(self._found.size)
-            file.flush()
-            try:
-                super().__init__(Path(file.name))
-            except CorruptError as error:
-                raise CorruptError(error.what, got=str(error.got).replace(file.name, url)) from error
-        fields = parsed(header[8:], dict[str, dict[str, object]], url, what="the header", items=1 << 30)
-        self._starts = {entry.site: 8 + size + _start(fields[entry.site], url) for entry in self.entries}
-        self.path = path
-
-    def tensor(self, entry: Entry) -> Tensor:
-        """Return the values of one of `entries`, in memory of their own."""
-        import torch
-
-        dtype: torch.dtype = getattr(torch, entry.dtype)
-        if not entry.nbytes:
-            return torch.empty(entry.shape, dtype=dtype)
-        data = read_range(self._found, self._starts[entry.site], entry.nbytes)
-        # Nothing else says whether these are the bytes that the header was of.
-        difference = self._found.change()
-        if difference is not None:
-            raise CorruptError("a file has changed since it was opened", got=f"{self._found.url}: {difference}")
-        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(entry.shape)
-
-
-def _start(field: dict[str, object], url: str) -> int:
-    offsets = field.get("data_offsets")
-    if not isinstance(offsets, list) or not isinstance(offsets[0], int):
-        raise CorruptError("not a safetensors file", got=f"{url}: {json.dumps(offsets)[:100]}")
-    return offsets[0]
-
-
-TensorFile = TorchFile | SafetensorsFile | NumpyFile | NpyFile
-
+TensorFile = TorchFile | SafetensorsFile | NpzFile | NpyFile
 KINDS: dict[str, type[TensorFile]] = {
     ".pt": TorchFile,
     ".pth": TorchFile,
     ".safetensors": SafetensorsFile,
-    ".npz": NumpyFile,
+    ".npz": NpzFile,
     ".npy": NpyFile,
 }
+"""The kinds of single files by the ends of their names."""
 
 
 def why_not_a_file(folder: Path, name: str) -> str | None:

@@ -27,11 +27,13 @@ from glassengine.reading.documents import read_document
 from glassengine.reading.tensors import read_torch
 from glassengine.recording.formats.files import (
     KINDS,
+    ForeignTensors,
     SafetensorsFile,
     TensorFile,
     TorchFile,
     describe,
     map_array,
+    torch_entry,
     why_not_a_tensor,
 )
 from glassengine.recording.layout.layout import STORED, Entry
@@ -48,43 +50,35 @@ _EARLIER = re.compile(r"earlier-\d+")
 _SUFFIXES = tuple(suffix for suffix in KINDS if suffix != ".npy")
 
 
-class StepFiles:
+class StepFiles(ForeignTensors):
     """Tensors of a directory of step files; step and rank are those of the names of file and directory.
 
-    Attributes:
-        complete: Whether every rank has every step from the first to the last.
+    One file at a time is open. It is complete where every rank has every step from the first to the last.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.metadata: dict[str, Any] = {}
+        super().__init__(path)
         self._files: dict[tuple[int, int], Path] = {}
         self._open: tuple[Path, TensorFile, frozenset[Entry]] | None = None
-        skipped: list[Skipped] = []
         num_arrays = 0
         for name, file, step, rank in _listing(path):
-            taken = self._files.get((step, rank)) if step is not None else None
-            if step is None and file.suffix.lower() == ".npy" and not file.is_symlink():
-                num_arrays += 1
-            elif step is None:
-                skipped.append(Skipped(name, "both", _why_not(file)))
-            elif taken is not None:
-                skipped.append(Skipped(name, "both", f"step {step} is read from {taken.name}", step=step))
-            else:
+            if step is not None and (step, rank) not in self._files:
                 self._files[step, rank] = file
+            elif step is not None:
+                self._add(name, f"step {step} is read from {self._files[step, rank].name}", step=step)
+            elif file.suffix.lower() == ".npy" and not file.is_symlink():
+                num_arrays += 1
+            else:
+                self._add(name, _why_not_listed(file, "not a file of a step: step<i>.pt"), step=None)
         if num_arrays:
             # `--debug-format pt --debug-format npy` writes every tensor twice: one line reports it.
             reason = f"{num_arrays} arrays of their own: where there are files of whole steps, those are read"
-            skipped.append(Skipped("*.npy", "both", reason))
-        entries: list[Entry] = []
+            self._add("*.npy", reason, step=None)
         for (step, rank), file in sorted(self._files.items()):
             source, _ = self._file(file)
-            entries += [dataclasses.replace(entry, step=step, rank=rank) for entry in source.entries]
-            skipped += [dataclasses.replace(item, step=step) for item in source.skipped]
-        self.entries = tuple(entries)
-        self.skipped = tuple(skipped)
-        steps = {step for step, _ in self._files}
-        ranks = {rank for _, rank in self._files}
+            self.entries += [dataclasses.replace(entry, step=step, rank=rank) for entry in source.entries]
+            self.skipped += [dataclasses.replace(item, step=step) for item in source.skipped]
+        steps, ranks = ({place[at] for place in self._files} for at in (0, 1))
         self.complete = len(self._files) == (max(steps) - min(steps) + 1) * len(ranks)
 
     def tensor(self, entry: Entry) -> Tensor:
@@ -93,7 +87,7 @@ class StepFiles:
         source, there = self._file(file)
         plain = dataclasses.replace(entry, step=0, rank=0)
         if plain not in there:
-            raise CorruptError("a file changed while it was being read", got=str(file))
+            raise _changed(file)
         return source.tensor(plain)
 
     def _file(self, path: Path) -> tuple[TensorFile, frozenset[Entry]]:
@@ -104,6 +98,17 @@ class StepFiles:
             source = KINDS[path.suffix.lower()](path)
             self._open = path, source, frozenset(source.entries)
         return self._open[1:]
+
+
+def _changed(file: Path) -> CorruptError:
+    return CorruptError("a file changed while it was being read", got=str(file))
+
+
+def _why_not_listed(item: Path, otherwise: str) -> str:
+    """Return why something in a directory is not read."""
+    if item.is_symlink():
+        return "a link, which could leave the directory"
+    return "a directory of another kind" if item.is_dir() else otherwise
 
 
 def holds_step_files(path: Path) -> bool:
@@ -131,14 +136,6 @@ def _one(item: Path, name: str, rank: int) -> Iterator[tuple[str, Path, int | No
         yield name, item, None, rank
 
 
-def _why_not(item: Path) -> str:
-    if item.is_symlink():
-        return "a link, which could leave the directory"
-    if item.is_dir():
-        return "a directory of another kind"
-    return "not a file of a step: step<i>.pt"
-
-
 _ARRAY_STEP = re.compile(r"(.+)-step(\d{1,9})")
 _FOLDER = re.compile(r"tllm_debug|(?P<kind>PP|TP|rank|iteration)_?(?P<number>\d{1,9})")
 _MAX_DEPTH = 4
@@ -146,23 +143,25 @@ _NAMES = "npy-names.json"
 _MAX_NAMES_BYTES = 1 << 26
 
 
-class NpyFolder:
-    """Tensors of a directory of `.npy` files, sorted by step, rank and name: such a dump has no other order."""
+class NpyFolder(ForeignTensors):
+    """Tensors of a directory of `.npy` files, sorted by step, rank and name: such a dump has no other order.
 
-    complete = True
+    `tllm_debug/PP_x/TP_y/` of TensorRT-LLM are ranks, counted stage by stage from the lowest numbers that are there;
+    `iteration_<n>/` (the executor's dump) is step n, and a name without either is step 0. Where `npy-names.json` stands
+    beside the arrays (`glass run --debug-format npy`), it gives back the names and dtypes that a file cannot have. Only
+    headers are read until a tensor is asked for. Texts that accompany an array are passed over.
+    """
+
+    _same_name = "two files have this name, step and rank"
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.metadata: dict[str, Any] = {}
-        self._files: dict[tuple[int, int, str], Path] = {}
-        entries: list[Entry] = []
-        skipped: list[Skipped] = []
+        super().__init__(path)
         arrays: list[tuple[Path, dict[str, int]]] = []
         for item, where, reason in _array_listing(path, {}, 0):
             if reason is None:
                 arrays.append((item, where))
             else:
-                skipped.append(Skipped(str(item.relative_to(path)), "both", reason))
+                self._add(str(item.relative_to(path)), reason, step=None)
         ranks = _ranks([where for _, where in arrays])
         known = {folder: _names(folder) for folder in {file.parent for file, _ in arrays}}
         for (file, where), rank in zip(arrays, ranks, strict=True):
@@ -172,24 +171,17 @@ class NpyFolder:
             entry = describe(file, site, step=step, rank=rank)
             if isinstance(entry, Entry) and entry.dtype == "float32" and dtype in STORED:
                 entry = dataclasses.replace(entry, dtype=dtype)
-            if (step, rank, site) in self._files:
-                entry = "two files have this name, step and rank"
-            if isinstance(entry, str):
-                skipped.append(Skipped(str(file.relative_to(path)), "both", entry, step=step))
-                continue
-            self._files[step, rank, site] = file
-            entries.append(entry)
-        self.entries = tuple(sorted(entries, key=lambda entry: (entry.step, entry.rank, _natural(entry.site))))
-        self.skipped = tuple(skipped)
+            self._add(str(file.relative_to(path)), entry, file, step=step)
+        self.entries.sort(key=lambda entry: (entry.step, entry.rank, _natural(entry.site)))
 
     def tensor(self, entry: Entry) -> Tensor:
         """Return the values of one of `entries`, mapped."""
         import torch
 
-        file = self._files[entry.step, entry.rank, entry.site]
+        file = self._values[entry.place]
         stored = describe(file, entry.site, step=entry.step, rank=entry.rank)
         if isinstance(stored, str) or stored.shape != entry.shape:
-            raise CorruptError("a file changed while it was being read", got=str(file))
+            raise _changed(file)
         wanted: torch.dtype = getattr(torch, entry.dtype)
         return map_array(file, stored).to(wanted)
 
@@ -203,14 +195,14 @@ def _array_listing(path: Path, where: dict[str, int], depth: int) -> Iterator[tu
     """Yield (item, numbers of the directories above it, why it is not an array or None), in order of the names."""
     for item in sorted(path.iterdir()):
         if item.is_symlink():
-            yield item, where, "a link, which could leave the directory"
+            yield item, where, _why_not_listed(item, "")
         elif item.is_dir():
             found = _FOLDER.fullmatch(item.name)
             if found is not None and depth < _MAX_DEPTH:
                 numbers = {found["kind"]: int(found["number"])} if found["kind"] else {}
                 yield from _array_listing(item, {**where, **numbers}, depth + 1)
             elif _EARLIER.fullmatch(item.name) is None:
-                yield item, where, "a directory of another kind"
+                yield item, where, _why_not_listed(item, "")
         elif item.is_file() and item.suffix.lower() == ".npy":
             yield item, where, None
         elif item.name != _NAMES and not (item.suffix.lower() == ".txt" and item.with_suffix(".npy").exists()):
@@ -259,17 +251,18 @@ _BEHIND = ("model", "logits_processor", "lm_head", "pooler")
 _MOST_VALUES = 400_000
 
 
-class PassFolder:
-    """Tensors of the forwards of each process."""
+class PassFolder(ForeignTensors):
+    """Tensors of the forwards of each process of SGLang; a file is a dict, module -> a tensor or a list of them.
 
-    complete = True
+    It is written when the decoder ends, so what is called behind it, scores above all, is in the next one: here it is
+    in its own step. Two processes of one rank, of two servers, are refused.
+    """
 
     def __init__(self, path: Path, processes: Sequence[tuple[int, Path]]) -> None:
-        self.path = path
-        self.metadata: dict[str, Any] = {"kind": "model", "layout": "sglang", "as_deployed": True}
-        self._files: dict[Entry, tuple[Path, str, int | None]] = {}
+        super().__init__(path)
+        self.metadata = {"kind": "model", "layout": "sglang", "as_deployed": True}
+        self._open: tuple[Path, Mapping[tuple[str, int | None], Tensor]] | None = None
         ranks: dict[int, Path] = {}
-        skipped: list[Skipped] = []
         for rank, folder in processes:
             if rank in ranks:
                 raise UsageError(
@@ -281,32 +274,25 @@ class PassFolder:
             ranks[rank] = folder
             for step, file in _passes(folder):
                 if file.is_symlink():
-                    skipped.append(Skipped(file.name, "both", "a link, which could leave the directory", step=step))
+                    self._add(file.name, _why_not_listed(file, ""), step=step)
                     continue
                 for name, place, value in _values(file):
                     own = step - 1 if name in _BEHIND else step
                     site = name if place is None else f"{name}:out[{place}]"
                     reason = "of a forward before the first" if own < 0 else why_not_a_tensor(value)
-                    if reason is not None:
-                        skipped.append(Skipped(site, "both", reason, step=step))
-                        continue
-                    dtype = str(value.dtype).removeprefix("torch.")
-                    entry = Entry(site, own, rank, dtype, tuple(value.shape), nbytes=value.numel() * value.itemsize)
-                    self._files[entry] = (file, name, place)
-        self.entries: Sequence[Entry] = sorted(self._files, key=lambda entry: (entry.step, entry.rank))
-        self.skipped: Sequence[Skipped] = tuple(skipped)
-        self._open: tuple[Path, Mapping[tuple[str, int | None], Tensor]] | None = None
+                    self._add(site, reason or torch_entry(site, value, own, rank), (file, name, place), step=step)
+        self._sort()
 
     def tensor(self, entry: Entry) -> Tensor:
         """Return the values of one of `entries`, mapped."""
         import torch
 
-        file, name, place = self._files[entry]
+        file, name, place = self._values[entry.place]
         if self._open is None or self._open[0] != file:
             self._open = (file, {(one, at): value for one, at, value in _values(file)})
         value = self._open[1].get((name, place))
         if not isinstance(value, torch.Tensor) or tuple(value.shape) != entry.shape:
-            raise CorruptError("a file changed while it was being read", got=str(file))
+            raise _changed(file)
         return value
 
 
@@ -354,17 +340,17 @@ _HOOKED = "non_intrusive__"
 _NOT_A_NAME = {*_STEPS, "rank", "dump_index", "name", "pp_rank", "tp_rank", "cp_rank", "ep_rank", "etp_rank"}
 
 
-class DumperFolder:
-    """Tensors of a directory of dumped files, in the order they were dumped."""
+class DumperFolder(ForeignTensors):
+    """Tensors of a directory of files that SGLang's dumper wrote, in the order they were dumped.
 
-    complete = True
+    `step=0___rank=0___dump_index=1___name=attn_out___layer_id=3.pt` is the site `attn_out.layer_id=3`; what was
+    recorded of modules without marks in the code (`non_intrusive__model.norm.output`) gets the site of the module. A
+    name that a step has several times is the first, second, ... call: `attn_out`, `attn_out@1`.
+    """
 
-    def __init__(self, path: Path, files: list[tuple[Path, dict[str, str]]], skipped: list[Skipped]) -> None:
-        self.path = path
-        self.metadata: dict[str, Any] = {}
-        self._files: dict[Entry, Path] = {}
+    def __init__(self, path: Path, files: list[tuple[Path, dict[str, str]]]) -> None:
+        super().__init__(path)
         calls: Counter[tuple[str, int, int]] = Counter()
-        entries: list[Entry] = []
         for file, tags in sorted(files, key=lambda item: (int(item[1].get("dump_index", 0)), item[0].name)):
             step, rank = int(next(tags[key] for key in _STEPS if key in tags)), int(tags["rank"])
             name = _site(tags)
@@ -372,20 +358,16 @@ class DumperFolder:
             site = with_call(base, calls[name, step, rank]) + (f":{port}" if port else "")
             calls[name, step, rank] += 1
             found = _value(file)
-            if isinstance(found, str):
-                skipped.append(Skipped(site, "both", found, step=step))
-                continue
-            entry = dataclasses.replace(found[1], site=site, step=step, rank=rank)
-            self._files[entry] = file
-            entries.append(entry)
-        self.entries = tuple(sorted(entries, key=lambda entry: (entry.step, entry.rank)))
-        self.skipped = tuple(skipped)
+            entry = found if isinstance(found, str) else dataclasses.replace(found[1], site=site, step=step, rank=rank)
+            self._add(site, entry, file, step=step)
+        self._sort()
 
     def tensor(self, entry: Entry) -> Tensor:
         """Return the values of one of `entries`, mapped."""
-        found = _value(self._files[entry])
+        file = self._values[entry.place]
+        found = _value(file)
         if isinstance(found, str) or found[1].shape != entry.shape:
-            raise CorruptError("a file changed while it was being read", got=str(self._files[entry]))
+            raise _changed(file)
         return found[0].tensor(found[1])
 
 
@@ -404,18 +386,21 @@ def open_dumped(path: Path) -> DumperFolder | None:
     """Open a directory of dumped files, or one of them; None when it is not one."""
     if path.is_file():
         tags = tags_of(path)
-        return DumperFolder(path, [(path, tags)], []) if tags is not None else None
-    files: list[tuple[Path, dict[str, str]]] = []
-    skipped: list[Skipped] = []
-    for item in sorted(path.iterdir()):
-        tags = tags_of(item)
-        if tags is None:
-            skipped.append(Skipped(item.name, "both", "not a file of the dumper: step=...___rank=...___name=...pt"))
-        elif item.is_symlink() or not item.is_file():
-            skipped.append(Skipped(item.name, "both", "a link, which could leave the directory"))
-        else:
-            files.append((item, tags))
-    return DumperFolder(path, files, skipped) if files else None
+        return DumperFolder(path, [(path, tags)]) if tags is not None else None
+    items = [(item, tags_of(item)) for item in sorted(path.iterdir())]
+    files = [(item, tags) for item, tags in items if tags is not None and item.is_file() and not item.is_symlink()]
+    if not files:
+        return None
+    found = DumperFolder(path, files)
+    others = [(item, tags) for item, tags in items if (item, tags) not in files]
+    found.skipped[:0] = [Skipped(item.name, "both", _why_not_dumped(tags)) for item, tags in others]
+    return found
+
+
+def _why_not_dumped(tags: dict[str, str] | None) -> str:
+    if tags is None:
+        return "not a file of the dumper: step=...___rank=...___name=...pt"
+    return "a link, which could leave the directory"
 
 
 def _site(tags: dict[str, str]) -> str:
@@ -457,29 +442,29 @@ _MOST_FORWARDS = 1 << 16
 _MOST_TEXT = 1 << 26
 
 
-class ServerFolder:
-    """Tensors of one process of a server."""
+class ServerFolder(ForeignTensors):
+    """Tensors of one process of a server, each forward a step.
 
-    complete = True
+    The header of a file says which rows are of which request, and how the server was started.
+    """
 
     def __init__(self, path: Path, rank: int = 0) -> None:
-        self.path = path
-        self.skipped: Sequence[Skipped] = ()
+        super().__init__(path)
         files = sorted((path / f"rank{rank}").glob("forward-*.safetensors"))[:_MOST_FORWARDS]
         if not files:
             raise CorruptError("a process of the server has recorded nothing", got=str(path / f"rank{rank}"))
         self._files = [SafetensorsFile(file) for file in files]
-        settings = _told(self._files[0], "facts")
-        self.metadata: dict[str, Any] = {
+        settings = _header_field(self._files[0], "facts")
+        self.metadata = {
             "kind": "model",
             "layout": "vllm",
             "architecture": str(settings.get("architecture", "")),
             "dtype": str(settings.get("dtype", "")),
             "settings": settings,
             "as_deployed": True,
-            "forwards": [_told(file, "forward").get("requests") for file in self._files],
+            "forwards": [_header_field(file, "forward").get("requests") for file in self._files],
         }
-        self.entries: Sequence[Entry] = [
+        self.entries = [
             dataclasses.replace(entry, step=step) for step, file in enumerate(self._files) for entry in file.entries
         ]
 
@@ -504,7 +489,7 @@ def open_server_folder(path: Path) -> ServerFolder | None:
     return ServerFolder(path)
 
 
-def _told(file: SafetensorsFile, name: str) -> dict[str, Any]:
+def _header_field(file: SafetensorsFile, name: str) -> dict[str, Any]:
     text = file.metadata.get(name, "")
     try:
         found = json.loads(text) if isinstance(text, str) and len(text) <= _MOST_TEXT else None

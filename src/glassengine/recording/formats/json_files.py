@@ -20,14 +20,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from glassengine.errors import CorruptError
 from glassengine.reading.files import open_regular
 from glassengine.reading.tensors import read_header, read_torch
-from glassengine.recording.formats.files import KINDS, why_not, why_not_a_file, why_not_a_tensor
+from glassengine.recording.formats.files import (
+    KINDS,
+    ForeignTensors,
+    array_of,
+    native_name,
+    torch_entry,
+    why_not,
+    why_not_a_file,
+    why_not_a_tensor,
+)
 from glassengine.recording.layout.layout import Entry
-from glassengine.results import Skipped
 from glassengine.sites import ROOT, port_site, with_call
 
 if TYPE_CHECKING:
@@ -129,35 +135,26 @@ _IN_NAMES = {"input_args": "input", "input_kwargs": "input"}
 _MAX_DEPTH = 32
 
 
-class ProbeDump:
-    """Tensors of one or more `dump.json`."""
+class ProbeDump(ForeignTensors):
+    """Tensors of one or more `dump.json` of msprobe, with the task "tensor" one file each in `dump_tensor_data/`.
 
-    complete = True
+    Directories `step<i>/` and `rank<r>/` (`proc<pid>/` without ranks) say step and rank. Names of modules become site
+    names: `Module.fc1.Linear.forward.0.output.0` is `fc1`, its input is `fc1:in[0]`; names of functions stay as they
+    are. Entries without values (the task "statistics") are listed as skipped.
+    """
 
     def __init__(self, path: Path, files: list[tuple[JsonFile, int, int]]) -> None:
-        self.path = path
-        self.metadata: dict[str, Any] = {}
-        self._files: dict[Entry, Path] = {}
-        taken: set[tuple[str, int, int]] = set()
-        entries: list[Entry] = []
-        skipped: list[Skipped] = []
+        super().__init__(path)
         for file, step, rank in files:
+            folder = file.path.parent / _DATA
             for site, described in _tensors(file.document):
-                entry = _entry(file.path.parent / _DATA, site, step, rank, described)
-                if (site, step, rank) in taken:
-                    entry = "two tensors have this name"
-                if isinstance(entry, str):
-                    skipped.append(Skipped(site, "both", entry, step=step))
-                    continue
-                taken.add((site, step, rank))
-                self._files[entry] = file.path.parent / _DATA / described["data_name"]
-                entries.append(entry)
-        self.entries = tuple(sorted(entries, key=lambda entry: (entry.step, entry.rank)))
-        self.skipped = tuple(skipped)
+                entry = _entry(folder, site, step, rank, described)
+                self._add(site, entry, folder / str(described.get("data_name")), step=step)
+        self._sort()
 
     def tensor(self, entry: Entry) -> Tensor:
         """Return the values of one of `entries`, mapped."""
-        path = self._files[entry]
+        path = self._values[entry.place]
         source = KINDS[path.suffix.lower()](path)
         if len(source.entries) != 1 or source.entries[0].shape != entry.shape:
             raise CorruptError("a file changed while it was being read", got=str(path))
@@ -274,46 +271,34 @@ _OLD_CLASS = "__polygraphy_encoded_"
 _HEAD_BYTES = 16_384
 
 
-class RunResults:
-    """Tensors of one file that Polygraphy saved."""
+class RunResults(ForeignTensors):
+    """Tensors of one file that Polygraphy saved: `RunResults` (`--save-outputs`), or feed dicts (`--save-inputs`).
 
-    complete = True
+    An iteration is a step. Where several runners are in one file, their names stand in front of the names of the
+    outputs. Arrays are `.npy` files in base64; only their headers are read until one is asked for, and then only that.
+    """
+
+    _same_name = "two results have this name"
 
     def __init__(self, file: JsonFile) -> None:
-        self.path: Path = file.path
-        self.metadata: dict[str, Any] = {}
+        super().__init__(file.path)
         self._file = file
-        self._values: dict[Entry, Any] = {}
-        entries: list[Entry] = []
-        skipped: list[Skipped] = []
-        taken: set[tuple[str, int]] = set()
         for site, step, value in _values(file.document):
-            found = "two results have this name" if (site, step) in taken else self._entry(site, step, value)
-            if isinstance(found, str):
-                skipped.append(Skipped(site, "both", found, step=step))
-                continue
-            taken.add((site, step))
-            self._values[found] = value
-            entries.append(found)
-        self.entries = tuple(sorted(entries, key=lambda entry: entry.step))
-        self.skipped = tuple(skipped)
+            self._add(site, self._entry(site, step, value), value, step=step)
+        self._sort()
 
     def tensor(self, entry: Entry) -> Tensor:
         """Return the values of one of `entries`, in memory of their own."""
-        import torch
-
-        value = self._values[entry]
+        value = self._values[entry.place]
         try:
             if "tensor" in value:
                 return self._torch(value["tensor"])
             data = self._bytes(value["array"])
             file = io.BytesIO(data)
-            shape, fortran, dtype = read_header(file)
-            # Writable memory: torch cannot hold any other.
-            array = np.frombuffer(bytearray(data[file.tell() :]), dtype).reshape(shape, order="F" if fortran else "C")
+            header = read_header(file)
+            return array_of(header, bytearray(data[file.tell() :]))  # torch cannot hold memory that is read-only
         except ValueError as error:
             raise CorruptError("an array cannot be read", got=f"{entry.site!r} in {self.path}: {error}") from error
-        return torch.from_numpy(array.astype(dtype.newbyteorder("="), copy=False))
 
     def _entry(self, site: str, step: int, value: Any) -> Entry | str:
         """Return the entry of an encoded array, or why it is not given as a tensor."""
@@ -322,9 +307,7 @@ class RunResults:
                 return "not an array"
             if "tensor" in value:
                 tensor = self._torch(value["tensor"])
-                reason = why_not_a_tensor(tensor)
-                dtype = str(getattr(tensor, "dtype", "")).removeprefix("torch.")
-                return reason or Entry(site, step, 0, dtype, tuple(tensor.shape), nbytes=tensor.nbytes)
+                return why_not_a_tensor(tensor) or torch_entry(site, tensor, step)
             text = value["array"]
             file = io.BytesIO(self._bytes(text, _HEAD_BYTES))
             shape, _, array_dtype = read_header(file)
@@ -339,7 +322,7 @@ class RunResults:
             there = size // 4 * 3 - padding - file.tell()
             if claimed != there:
                 return f"the header claims {claimed} bytes, the file has {there}"
-            return Entry(site, step, 0, array_dtype.newbyteorder("=").name, shape, nbytes=claimed)
+            return Entry(site, step, 0, native_name(array_dtype), shape, nbytes=claimed)
         except (ValueError, CorruptError) as error:
             return f"it cannot be read: {str(error)[:200]}"
 

@@ -53,12 +53,7 @@ class Lazy(Sequence[Item]):
 
 @dataclass(frozen=True)
 class Described:
-    """Tensors that are contiguous wherever they are written.
-
-    Attributes:
-        tensors: In step 0, each at its place in a block.
-        nbytes: Of a block.
-    """
+    """Tensors that are contiguous wherever they are written."""
 
     tensors: tuple[Entry, ...]
     nbytes: int

@@ -369,7 +369,7 @@ class _Found:
             )
         elif kind == "commit":
             step, num_tensors = sizes_of(payload, "step", "num_tensors")
-            (num_left_out,) = sizes_of({"count": payload.get("num_left_out", 0)}, "count")
+            (num_left_out,) = sizes_of({"num_left_out": 0, **payload}, "num_left_out")
             self._commits.append((record, step, num_tensors, num_left_out))
             if payload.get("stopped") is not None:
                 self.stopped[record] = str(payload["stopped"])

@@ -18,19 +18,18 @@ Readers raise ValueError for a field that is missing, of the wrong kind, or cont
 from __future__ import annotations
 
 import base64
-import dataclasses
 import functools
 import json
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from types import NoneType
 from typing import Any, BinaryIO, TypeGuard
 
 import msgspec
 import numpy as np
 
+from glassengine.reading.documents import Size
 from glassengine.reading.tensors import shape_from
 from glassengine.recording.layout.entries import Measured
 from glassengine.recording.layout.layout import (
@@ -319,56 +318,69 @@ def decoded(text: bytes) -> dict[str, Any]:
     return payload
 
 
+class _Place(msgspec.Struct):
+    shard: Size
+    offset: Size
+    checksum: Size
+
+
+class _Tensor(_Place):
+    site: str
+    step: Size
+    rank: Size
+    dtype: str
+    shape: list[int]
+    axes: dict[str, Size]
+    nbytes: Size
+    node: str | None = None
+    sharding: Any = None
+
+
 def entry_from(payload: dict[str, Any]) -> Entry:
     """Return the entry of a tensor's payload, trusting nothing."""
-    axes = payload.get("axes")
-    site, node, dtype = payload.get("site"), payload.get("node"), payload.get("dtype")
-    if not isinstance(site, str) or not (node is None or isinstance(node, str)):
-        raise ValueError("a name is not text")
-    if not isinstance(dtype, str) or dtype not in STORED:
-        raise ValueError(f"unknown dtype {dtype!r}")
-    shape = shape_from(payload.get("shape"))
-    if not isinstance(axes, dict) or not all(is_size(axis) and axis < len(shape) for axis in axes.values()):
+    found = msgspec.convert(payload, _Tensor)
+    if found.dtype not in STORED:
+        raise ValueError(f"unknown dtype {found.dtype!r}")
+    shape = shape_from(found.shape)
+    if any(axis >= len(shape) for axis in found.axes.values()):
         raise ValueError("axes do not name dimensions")
-    step, rank, nbytes = sizes_of(payload, "step", "rank", "nbytes")
-    if nbytes != num_bytes(dtype, shape):
-        raise ValueError(f"{nbytes} bytes do not hold {dtype}{list(shape)}")
-    location, sharding = location_from(payload), sharding_from(payload.get("sharding"))
-    return Entry(site, step, rank, dtype, shape, axes, node, nbytes, location, sharding)
+    if found.nbytes != num_bytes(found.dtype, shape):
+        raise ValueError(f"{found.nbytes} bytes do not hold {found.dtype}{list(shape)}")
+    of = (found.site, found.step, found.rank, found.dtype, shape, found.axes, found.node, found.nbytes)
+    return Entry(*of, _location(found), sharding_from(found.sharding))
 
 
-def sharding_from(payload: object) -> Sharding | None:
+def sharding_from(payload: Any) -> Sharding | None:
     """Return how a tensor is spread over processes, trusting nothing."""
     if payload is None:
         return None
-    if not isinstance(payload, dict):
-        raise ValueError("a sharding is not an object")
-    found: dict[str, tuple[Any, ...]] = {}
-    for field in dataclasses.fields(Sharding):
-        # Recordings of earlier versions do not say which ranks a mesh has.
-        items = payload.get(field.name, [] if field.name == "ranks" else None)
-        is_text = field.name in ("placements", "names")
-        if not isinstance(items, list) or not all(
-            isinstance(item, str) if is_text else is_size(item) for item in items
-        ):
-            raise ValueError("a sharding is not what it should be")
-        found[field.name] = tuple(items)
-    rank = len(found["mesh"])
+    # Recordings of earlier versions do not say which ranks a mesh has.
+    if not isinstance(payload, dict) or not {"names", "coordinate"} <= payload.keys():
+        raise ValueError("a sharding is not what it should be")
+    try:
+        found = msgspec.convert(payload, Sharding)
+    except ValueError as error:
+        raise ValueError(f"a sharding is not what it should be: {error}") from error
+    rank, sizes = len(found.mesh), (*found.shape, *found.mesh, *found.coordinate, *found.ranks)
     if (
-        len(found["placements"]) != rank
-        or len(found["ranks"]) not in (0, math.prod(found["mesh"]))
-        or any(len(found[key]) not in (0, rank) for key in ("names", "coordinate"))
+        min(sizes, default=0) < 0
+        or len(found.placements) != rank
+        or len(found.ranks) not in (0, math.prod(found.mesh))
+        or any(len(known) not in (0, rank) for known in (found.names, found.coordinate))
     ):
         raise ValueError("a sharding does not fit its mesh")
-    return Sharding(**found)
+    return found
 
 
 def location_from(payload: dict[str, Any]) -> Location:
-    """Return the location of a tensor's or block's payload, trusting nothing."""
-    shard, offset, checksum = sizes_of(payload, "shard", "offset", "checksum")
-    if shard > MAX_SHARD_NUMBER or offset % ALIGNMENT:
+    """Return the location of a block's payload, trusting nothing."""
+    return _location(msgspec.convert(payload, _Place))
+
+
+def _location(found: _Place) -> Location:
+    if found.shard > MAX_SHARD_NUMBER or found.offset % ALIGNMENT:
         raise ValueError("a location is impossible")
-    return Location(shard, offset, checksum)
+    return Location(found.shard, found.offset, found.checksum)
 
 
 def group_from(payload: dict[str, Any]) -> list[Entry]:
@@ -427,21 +439,23 @@ def _same_in_every_step(site: str, rank: int, reason: str, dtype: str | None, sh
     return json.dumps(known, separators=(",", ":"))[:-1]
 
 
+class _LeftOut(msgspec.Struct):
+    site: str
+    step: Size
+    rank: Size
+    reason: str
+    dtype: str | None = None
+    shape: list[int] | None = None
+    statistics: LightStatistics | None = None
+
+
 def left_out_from(payload: dict[str, Any]) -> LeftOut:
     """Inverse of `left_out_frame`, which trusts nothing."""
-    site, reason, dtype = payload.get("site"), payload.get("reason"), payload.get("dtype")
-    step, rank, shape, found = (payload.get(key) for key in ("step", "rank", "shape", "statistics"))
-    if not isinstance(site, str) or not isinstance(reason, str) or not (dtype is None or isinstance(dtype, str)):
-        raise ValueError("a name is not text")
-    if not is_size(step) or not is_size(rank):
-        raise ValueError("a number is missing or negative")
-    statistics = None
-    if found is not None:
-        if not isinstance(found, dict):
-            raise ValueError("statistics are not an object")
-        statistics = _light_from(found)
-    sizes = None if shape is None else shape_from(shape)
-    return LeftOut(site, int(str(step)), int(str(rank)), reason, dtype, sizes, statistics)
+    found = msgspec.convert(payload, _LeftOut)
+    if found.statistics is not None and found.statistics.num_nonfinite < 0:
+        raise ValueError("a count is negative")
+    sizes = None if found.shape is None else shape_from(found.shape)
+    return LeftOut(found.site, found.step, found.rank, found.reason, found.dtype, sizes, found.statistics)
 
 
 def measured_frame(group: int, step: int, reason: str, table: LightTable) -> bytes:
@@ -472,36 +486,20 @@ def _text_of(value: str | None) -> str:
     return json.dumps(value)
 
 
+class _Measured(msgspec.Struct):
+    step: Size
+    reason: str
+    rows: str
+    num_nonfinite: list[tuple[Size, Size]]
+
+
 def measured_from(payload: dict[str, Any], tensors: Sequence[Entry]) -> Measured:
-    """Inverse of `measured_frame`, which trusts nothing but the numbers in its rows (`impossible.impossible_rows`)."""
-    (step,) = sizes_of(payload, "step")
-    reason, rows, counts = (payload.get(key) for key in ("reason", "rows", "num_nonfinite"))
-    if not isinstance(reason, str) or not isinstance(rows, str):
-        raise ValueError("a name is not text")
-    numbers = base64.b64decode(rows, validate=True)
-    if len(numbers) != 3 * 8 * len(tensors):
+    """Inverse of `measured_frame`, which trusts nothing but the numbers in its rows (`index.impossible_rows`)."""
+    found = msgspec.convert(payload, _Measured)
+    numbers, counts = base64.b64decode(found.rows, validate=True), dict(found.num_nonfinite)
+    if len(numbers) != 3 * 8 * len(tensors) or max(counts, default=0) >= len(tensors):
         raise ValueError("statistics are not those of the group")
-    if not isinstance(counts, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in counts):
-        raise ValueError("counts are not numbers")
-    num_nonfinite: dict[int, int] = {}
-    for pair in counts:
-        index, count = sizes_of({"index": pair[0], "count": pair[1]}, "index", "count")
-        if index >= len(tensors):
-            raise ValueError("statistics are not those of the group")
-        num_nonfinite[index] = count
-    return Measured(tensors, step, reason, numbers, num_nonfinite)
-
-
-def _light_from(found: Mapping[str, object]) -> LightStatistics:
-    low, high, norm = (found.get(key) for key in ("min", "max", "norm"))
-    (num_nonfinite,) = sizes_of({"count": found.get("num_nonfinite")}, "count")
-    if (
-        not isinstance(low, (float, int, NoneType))
-        or not isinstance(high, (float, int, NoneType))
-        or not isinstance(norm, (float, int))
-    ):
-        raise ValueError("statistics are not numbers")
-    return LightStatistics(low, high, float(norm), num_nonfinite)
+    return Measured(tensors, found.step, found.reason, numbers, counts)
 
 
 def is_size(value: object) -> TypeGuard[int]:

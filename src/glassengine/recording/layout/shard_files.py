@@ -10,7 +10,7 @@ import stat
 import threading
 import weakref
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -29,46 +29,19 @@ _MAX_OPEN = 16
 
 # The mappings of Python's module keep a file open each, of which a process may have as few as 256.
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_MMAP, _MUNMAP = _LIBC.mmap, _LIBC.munmap
-_MMAP.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong)
-_MMAP.restype = ctypes.c_void_p
-_MUNMAP.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_FAILED = ctypes.c_void_p(-1).value
-
-
-class Shards(Protocol):
-    """The shards of one recording.
-
-    Attributes:
-        data_bytes: Bytes of tensors in each shard, by number, when this was made.
-    """
-
-    data_bytes: dict[int, int]
-
-    def read(self, shard: int, offset: int, num_bytes: int) -> Any:
-        """Return a writable buffer with bytes of a shard; as `ShardFiles.read`."""
-
-    def read_again(self, shard: int, offset: int, num_bytes: int) -> Any:
-        """Return bytes that were wrong once more, without what is kept of them."""
-
-    def damage(self, shard: int) -> str | None:
-        """Return what became of a shard whose bytes are wrong, as far as that is known."""
-
-    @property
-    def keeps_still(self) -> bool:
-        """Whether bytes that were right once are right the next time."""
+MMAP, MUNMAP = _LIBC.mmap, _LIBC.munmap
+MMAP.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong)
+MMAP.restype = ctypes.c_void_p
+MUNMAP.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class ShardFiles:
-    """The shards of a recording on this machine.
-
-    Args:
-        directory: Of the recording.
-        more: Another directory with shards of the same recording, whose numbers are others.
+    """The shards of a recording on this machine, and those of another directory, `more`, with other numbers.
 
     Attributes:
         data_bytes: Bytes of tensors in each shard, by number, when this was made.
-        keeps_still: True.
+        keeps_still: Whether bytes that were right once are right the next time.
     """
 
     keeps_still = True
@@ -146,13 +119,13 @@ def _mapped(descriptor: int, start: int, num_bytes: int) -> Any:
     before = start % mmap.ALLOCATIONGRANULARITY
     size = before + num_bytes
     access = mmap.PROT_READ | mmap.PROT_WRITE
-    address = _MMAP(None, size, access, mmap.MAP_PRIVATE, descriptor, start - before)
-    if address == _FAILED:
+    address = MMAP(None, size, access, mmap.MAP_PRIVATE, descriptor, start - before)
+    if address == MAP_FAILED:
         number = ctypes.get_errno()
         raise OSError(number, f"{os.strerror(number)}: {num_bytes} bytes cannot be mapped")
     buffer = (ctypes.c_ubyte * num_bytes).from_address(address + before)
     # Not at the end of the process: a tensor may still be read then.
-    weakref.finalize(buffer, _MUNMAP, address, size).atexit = False
+    weakref.finalize(buffer, MUNMAP, address, size).atexit = False
     return buffer
 
 
@@ -169,29 +142,25 @@ def _find_shards(directory: Path) -> dict[int, Path]:
 
 
 def _header_bytes(file: Path) -> int:
-    """Return where the data of a shard begins."""
     with open_regular(file, inside=file.parent) as opened:
-        # Written by an earlier version, a shard that was never sealed begins with zeros.
-        return 8 + (int.from_bytes(opened.read(8), "little") or layout.HEADER_BYTES - 8)
+        return _data_start(opened.read(8))
+
+
+def _data_start(head: bytes) -> int:
+    """Return where the data of a shard begins; written by an earlier version, one never sealed begins with zeros."""
+    return 8 + (int.from_bytes(head, "little") or layout.HEADER_BYTES - 8)
 
 
 class ShardObjects:
-    """The shards of a recording in a store.
-
-    Args:
-        directory: Of the recording.
-        more: Another directory with shards of the same recording, whose numbers are others.
-
-    Attributes:
-        data_bytes: Bytes of tensors in each shard, by number, when this was made.
-        keeps_still: False: an object may be replaced between two ranges.
-    """
+    """The shards of a recording in a store; what `ShardFiles` is. An object may be replaced between two ranges."""
 
     keeps_still = False
 
     def __init__(self, directory: Remote, more: Remote | None = None) -> None:
         self._found = {**(_find(more) if more is not None else {}), **_find(directory)}
-        starts = objects.in_parallel(_object_header_bytes, list(self._found.values()))
+        starts = objects.in_parallel(
+            lambda shard: _data_start(objects.read(shard.url, 0, 8)), list(self._found.values())
+        )
         self._starts = dict(zip(self._found, starts, strict=True))
         self.data_bytes = {number: max(0, found.size - self._starts[number]) for number, found in self._found.items()}
 
@@ -220,6 +189,4 @@ def _find(directory: Remote) -> dict[int, Found]:
     return found
 
 
-def _object_header_bytes(shard: Found) -> int:
-    """Return where the data of a shard begins."""
-    return 8 + (int.from_bytes(objects.read(shard.url, 0, 8), "little") or layout.HEADER_BYTES - 8)
+Shards = ShardFiles | ShardObjects

@@ -109,12 +109,7 @@ def norm_of(tensor: Tensor) -> tuple[float, int]:
 
 
 def copied_norm(target: Tensor, source: Tensor) -> float | None:
-    """Copy a tensor piece by piece and return its norm; None where both have to be had in another way.
-
-    Args:
-        target: Contiguous, of the shape and dtype of `source`, on the CPU.
-        source: Any.
-    """
+    """Copy a tensor piece by piece and return its norm; None where both have to be had in another way."""
     if source.dtype not in _NUMPY or not source.is_cpu or not source.is_contiguous() or source.is_neg():
         return None
     given, taken = np.from_dlpack(source.detach()).reshape(-1), np.from_dlpack(target).reshape(-1)
@@ -246,16 +241,19 @@ def _places(tensors: tuple[tuple[str, int], ...]) -> list[tuple[str, list[int], 
 
 
 def _exact(tensor: Tensor) -> LightStatistics:
-    found = blocks.moments(blocks.real_stream(tensor))
-    if found.num_finite == 0:
-        return LightStatistics(None, None, 0.0, found.num_elements)
-    norm = math.sqrt(found.m2 + found.num_finite * found.mean * found.mean)
+    found = statistics_of(stream_of(values_of(tensor).array), has_median=False)
+    num_nonfinite = found.num_nan + found.num_inf
+    if found.min is None or found.max is None or found.mean is None or found.std is None:
+        return LightStatistics(None, None, 0.0, num_nonfinite)
+    count = found.num_elements - num_nonfinite
+    with np.errstate(all="ignore"):
+        norm = float(np.sqrt(np.float64(found.std) ** 2 * max(count - 1, 1) + count * np.float64(found.mean) ** 2))
     if not math.isfinite(norm):
         # The squares are too large for float64, and so may be the norm; an index holds finite numbers only.
         largest = max(abs(found.min), abs(found.max))
         scaled = (torch.nan_to_num(tensor.double(), 0.0, 0.0, 0.0) / largest).square().sum().sqrt()
         norm = min(largest * float(scaled), sys.float_info.max)
-    return LightStatistics(found.min, found.max, norm, found.num_elements - found.num_finite)
+    return LightStatistics(found.min, found.max, norm, num_nonfinite)
 
 
 NUM_QUANTILES = 33

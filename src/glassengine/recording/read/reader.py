@@ -11,7 +11,7 @@ import functools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
@@ -20,7 +20,7 @@ from glassengine.errors import CorruptError, UnknownNameError, UsageError
 from glassengine.reading.documents import parsed
 from glassengine.reading.files import open_regular, read_bytes
 from glassengine.recording.layout import layout
-from glassengine.recording.layout.entries import Entries, Mapped
+from glassengine.recording.layout.entries import Entries, LeftOuts, Mapped
 from glassengine.recording.layout.index import IndexContents, read_index
 from glassengine.recording.layout.layout import Entry, LeftOut
 from glassengine.recording.layout.noise_floor import NoiseFloor, read_noise_floor
@@ -44,29 +44,20 @@ if TYPE_CHECKING:
 _STATISTICS = ("min", "mean", "median", "max", "std", "num_nan", "num_inf")
 
 
-class _Tensors(Protocol):
-    """What a recording and a dump have in common."""
+class Shown:
+    """A card for notebooks, and a data frame of the tensors, for what has these."""
 
     path: Path
     incomplete_because: str | None
     steps: list[int]
-
-    @property
-    def entries(self) -> Sequence[Entry]:
-        """The tensors."""
-
-    @property
-    def left_out(self) -> Sequence[LeftOut]:
-        """Those without values."""
+    entries: Sequence[Entry]
+    left_out: Sequence[LeftOut]
 
     def summary(self, entry: Entry) -> Summary:
         """Return the statistics of one tensor."""
+        raise NotImplementedError
 
-
-class Shown:
-    """A card, and a data frame of the tensors, for what has these."""
-
-    def _repr_html_(self: _Tensors) -> str:
+    def _repr_html_(self) -> str:
         """Return what a notebook shows: the path, the steps, and the first tensors."""
         first = [self.entries[place] for place in range(min(MAX_ROWS, len(self.entries)))]
         steps = f"{len(self.steps):,}" + (f", {self.steps[0]} to {self.steps[-1]}" if self.steps else "")
@@ -79,7 +70,7 @@ class Shown:
         rows = [{"step": entry.step, "site": entry.site, "tensor": entry.describe()} for entry in first]
         return card(type(self).__name__, facts, rows, more=len(self.entries) - len(rows))
 
-    def to_pandas(self: _Tensors, *, statistics: bool = False) -> Any:
+    def to_pandas(self, *, statistics: bool = False) -> Any:
         """Return a data frame with a row for each tensor.
 
         Args:
@@ -118,6 +109,9 @@ class Recording(Shown):
         stopped: Steps that ended before they were through -> what stopped them.
         skipped: The same as `left_out`, in the words of a comparison.
     """
+
+    entries: Entries
+    left_out: LeftOuts
 
     def __init__(
         self,

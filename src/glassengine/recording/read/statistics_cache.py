@@ -13,6 +13,8 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from glassengine.errors import CorruptError
 from glassengine.reading.files import open_regular
 from glassengine.recording.layout.layout import STATISTICS, Entry
@@ -22,20 +24,11 @@ from glassengine.results import Summary
 from glassengine.writing.files import open_to_append, write_whole
 
 _MAX_BYTES = 1 << 28
-_NUMBERS = ("min", "mean", "median", "max", "std")
-_COUNTS = ("num_elements", "num_nan", "num_inf")
-
-
 _Key = tuple[int, int, int, str]
 
 
 class StatisticsCache:
-    """The statistics and sketches kept beside one recording.
-
-    Args:
-        directory: The recording's.
-        writable: Whether what is new is written down; not while the recording is.
-    """
+    """The statistics and sketches kept beside one recording."""
 
     def __init__(self, directory: Path, *, writable: bool) -> None:
         self._path = directory / STATISTICS
@@ -93,7 +86,7 @@ class StatisticsCache:
                 if "quantiles" in payload:
                     self._sketches[shard, offset, checksum, dtype] = _sketch(payload)
                 else:
-                    self._summaries[shard, offset, checksum, dtype] = _summary(payload)
+                    self._summaries[shard, offset, checksum, dtype] = msgspec.convert(payload, Summary)
 
 
 def _close(descriptor: int) -> None:
@@ -107,26 +100,10 @@ def _key(entry: Entry) -> _Key:
     return entry.location.shard, entry.location.offset, entry.location.checksum, entry.describe()
 
 
-def _summary(payload: dict[str, Any]) -> Summary:
-    numbers = {name: payload.get(name) for name in _NUMBERS}
-    counts = {name: payload.get(name) for name in _COUNTS}
-    shape, dtype = payload.get("shape"), payload.get("dtype")
-    if not isinstance(shape, list) or not isinstance(dtype, str):
-        raise ValueError("statistics of something else")
-    if not all(value is None or isinstance(value, (int, float)) for value in numbers.values()):
-        raise ValueError("statistics are not numbers")
-    if not all(isinstance(value, int) for value in counts.values()):
-        raise ValueError("counts are not numbers")
-    return Summary(shape=tuple(shape), dtype=dtype, **numbers, **counts)  # type: ignore[arg-type]
-
-
 def _sketch(payload: dict[str, Any]) -> Sketch:
-    quantiles, projection, num_sampled = (payload.get(name) for name in ("quantiles", "projection", "num_sampled"))
-    for numbers, lengths in ((quantiles, (0, NUM_QUANTILES)), (projection, (LENGTH,))):
-        if not isinstance(numbers, list) or len(numbers) not in lengths:
-            raise ValueError("a sketch of another kind")
-        if not all(isinstance(number, float) and math.isfinite(number) for number in numbers):
-            raise ValueError("a sketch is not made of numbers")
-    if not isinstance(num_sampled, int):
-        raise ValueError("a count is not a number")
-    return Sketch(tuple(quantiles or ()), tuple(projection or ()), num_sampled)
+    found = msgspec.convert(payload, Sketch)
+    if len(found.quantiles) not in (0, NUM_QUANTILES) or len(found.projection) != LENGTH:
+        raise ValueError("a sketch of another kind")
+    if not all(map(math.isfinite, (*found.quantiles, *found.projection))):
+        raise ValueError("a sketch is not made of numbers")
+    return found

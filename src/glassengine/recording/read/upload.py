@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 
 from glassengine.errors import GlassError, UsageError
-from glassengine.reading.files import open_regular, read_open
 from glassengine.recording.layout import layout
 from glassengine.recording.read.reader import Recording
 from glassengine.recording.recovery import recovered
-from glassengine.recording.ring import journal as moved
+from glassengine.recording.ring import journal
 from glassengine.recording.write.uploads import Spool, directory_of, upload_rest, uploaded
 from glassengine.results.recorded import Uploaded
 from glassengine.stores import objects
 from glassengine.stores.places import Remote, place
-
-_MAX_MOVED_BYTES = 1 << 30
 
 _log = logging.getLogger(__name__)
 
@@ -89,10 +85,6 @@ def _recover(directory: Path, target: Remote) -> None:
 
 
 def _shards_of_open_steps(directory: Path) -> set[str]:
-    path = directory / layout.MOVED
-    if not os.path.lexists(path):
-        return set()
-    with open_regular(path, inside=directory) as file:
-        frames = moved.frames(read_open(file, path, most=_MAX_MOVED_BYTES))
-        places = [moved.PLACE.unpack(said) for _, kind, said in frames if kind == moved.AT]
+    moved = journal.read_evicted(directory)
+    places = [journal.PLACE.unpack(said) for _, kind, said in moved if kind == journal.AT]
     return {layout.shard_name(shard, sealed=True) for shard, *_ in places if shard <= layout.MAX_SHARD_NUMBER}

@@ -25,15 +25,12 @@ from typing import BinaryIO
 from glassengine.errors import GlassError
 from glassengine.reading.files import read_at
 from glassengine.recording.layout import layout
+from glassengine.recording.layout.shard_files import MAP_FAILED, MMAP, MUNMAP
 from glassengine.writing.checksums import crc32
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_MMAP, _MUNMAP, _MADVISE = _LIBC.mmap, _LIBC.munmap, _LIBC.madvise
-_MMAP.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong)
-_MMAP.restype = ctypes.c_void_p
-_MUNMAP.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_MADVISE = _LIBC.madvise
 _MADVISE.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_FAILED = ctypes.c_void_p(-1).value
 _ACCESS = mmap.PROT_READ | mmap.PROT_WRITE
 _OWN = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _FIXED = 0x10  # MAP_FIXED of Linux and macOS
@@ -51,8 +48,8 @@ class Memory:
 
     def __init__(self, num_bytes: int, file: int | None = None) -> None:
         flags, descriptor = (_OWN, -1) if file is None else (mmap.MAP_SHARED, file)
-        address = _MMAP(None, num_bytes, _ACCESS, flags, descriptor, 0)
-        if address == _FAILED or address is None:
+        address = MMAP(None, num_bytes, _ACCESS, flags, descriptor, 0)
+        if address == MAP_FAILED or address is None:
             number = ctypes.get_errno()
             if file is not None:
                 raise OSError(number, os.strerror(number))
@@ -66,7 +63,7 @@ class Memory:
         self._is_shared = file is not None
         buffer = (ctypes.c_ubyte * num_bytes).from_address(address)
         # Not at the end of the process: a thread may still use it then.
-        weakref.finalize(buffer, _MUNMAP, address, num_bytes).atexit = False
+        weakref.finalize(buffer, MUNMAP, address, num_bytes).atexit = False
         if file is None and hasattr(mmap, "MADV_HUGEPAGE"):
             # Large pages are mapped many at a time (of a file the kernel makes none); one without them refuses.
             _MADVISE(address, num_bytes, mmap.MADV_HUGEPAGE)
@@ -79,7 +76,7 @@ class Memory:
     def leave_file(self) -> None:
         """Replace the memory of the file by memory of this process alone, without the bytes."""
         if self._is_shared:
-            _MMAP(self.address, self._num_bytes, _ACCESS, _OWN | _FIXED, -1, 0)
+            MMAP(self.address, self._num_bytes, _ACCESS, _OWN | _FIXED, -1, 0)
             self._is_shared = False
 
     def give_back(self) -> None:
@@ -160,16 +157,7 @@ def _take_room(descriptor: int, num_bytes: int) -> None:
 
 
 class RingFile:
-    """A ring's file that is being written; removed when the recording is closed.
-
-    Args:
-        directory: Of the recording.
-        num_bytes: Size of the ring, and of that of the journal behind it.
-
-    Attributes:
-        memory: The mapped file.
-        first: Where in it each of the two begins.
-    """
+    """A ring's file that is being written; removed when the recording is closed."""
 
     def __init__(self, directory: Path, num_bytes: tuple[int, int]) -> None:
         owner = Owner.this()

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from glassengine.reading.files import open_regular, read_open
 from glassengine.recording.layout import layout
 from glassengine.recording.layout.layout import LeftOut, Location
 from glassengine.recording.layout.records import left_out_frame, measured_frame
@@ -221,19 +222,20 @@ def _json(text: str) -> bytes:
     return json.dumps(text).encode()
 
 
-MOVED_HEAD = struct.Struct("<IIqBxxx")
+EVICTED_HEAD = struct.Struct("<IIqBxxx")
 PLACE = struct.Struct("<QqqI")
 """Shard, offset, bytes, and their CRC-32, or 0 for pieces of a tensor, which have none of their own."""
 AT, MEASURED, RECORD = range(3)
 # Emptied when no step is open, but not for less.
 _MANY_BYTES = 1 << 20
+_MAX_MOVED_BYTES = 1 << 30
 
 _log = logging.getLogger(__name__)
 
 Movable = Stored | Block | Copied | Note
 
 
-class MovedLog:
+class EvictedLog:
     """Writes `ring.log`; runs in the thread that writes."""
 
     def __init__(self, directory: Path, ring: Ring, notes: Ring) -> None:
@@ -310,8 +312,8 @@ class MovedLog:
 
 
 def _frame(position: int, kind: int, said: bytes) -> bytes:
-    rest = MOVED_HEAD.pack(0, 0, position, kind)[_CHECKED_FROM:] + said
-    return struct.pack("<II", MOVED_HEAD.size + len(said), crc32(rest)) + rest
+    rest = EVICTED_HEAD.pack(0, 0, position, kind)[_CHECKED_FROM:] + said
+    return struct.pack("<II", EVICTED_HEAD.size + len(said), crc32(rest)) + rest
 
 
 def _place(location: Location, num_bytes: int) -> bytes:
@@ -326,12 +328,21 @@ def _payload(frame: bytes) -> bytes:
 def frames(data: bytes) -> Iterator[tuple[int, int, bytes]]:
     """Yield position, kind and content of each frame up to the first incomplete one."""
     start = 0
-    while len(data) - start >= MOVED_HEAD.size:
-        size, checksum, position, kind = MOVED_HEAD.unpack_from(data, start)
+    while len(data) - start >= EVICTED_HEAD.size:
+        size, checksum, position, kind = EVICTED_HEAD.unpack_from(data, start)
         if (
-            not MOVED_HEAD.size <= size <= len(data) - start
+            not EVICTED_HEAD.size <= size <= len(data) - start
             or crc32(data[start + _CHECKED_FROM : start + size]) != checksum
         ):
             return
-        yield position, kind, data[start + MOVED_HEAD.size : start + size]
+        yield position, kind, data[start + EVICTED_HEAD.size : start + size]
         start += size
+
+
+def read_evicted(directory: Path) -> list[tuple[int, int, bytes]]:
+    """Return the frames of the `ring.log` of a recording; none where there is no such file."""
+    path = directory / layout.MOVED
+    if not os.path.lexists(path):
+        return []
+    with open_regular(path, inside=directory) as file:
+        return list(frames(read_open(file, path, most=_MAX_MOVED_BYTES)))

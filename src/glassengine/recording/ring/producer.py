@@ -28,14 +28,6 @@ _BLOCK_BYTES = 1 << 20
 class Producer:
     """Takes what lies on the CPU as its values; used under the lock of its writer.
 
-    Args:
-        ring: Where tensors are copied to.
-        queue: Gets them.
-        journal: Notes what the queue gets.
-        most_bytes: Of the slot that is reserved for what comes as it did before.
-        wake: Wakes the thread.
-        on_wait: Called again and again while the ring is full; may raise.
-
     Attributes:
         repetition: What is expected to come as it did before, if anything is.
     """
@@ -375,11 +367,7 @@ class Repetition:
 
 
 class StepTemplate:
-    """Collects what comes one after another, to expect it the next time.
-
-    Args:
-        most_bytes: Size of the slot that a passage may take.
-    """
+    """Collects what comes one after another, to expect it the next time."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes

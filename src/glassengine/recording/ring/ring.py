@@ -246,11 +246,6 @@ class PinnedCopies:
     def take(self, tensor: Tensor, num_bytes: int, on_wait: Callable[[], None]) -> tuple[Tensor, Any]:
         """Begin to copy the values of `tensor` in row-major order.
 
-        Args:
-            tensor: Dense, any strides.
-            num_bytes: Their size.
-            on_wait: Called again and again while too much is in flight; may raise.
-
         Returns:
             The bytes, and an event to wait for before they are read.
         """

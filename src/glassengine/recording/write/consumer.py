@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from glassengine.recording.layout.description import Group
 from glassengine.recording.layout.layout import LeftOut, LightStatistics, aligned
 from glassengine.recording.layout.statistics import light_of_blocks, light_of_bytes
 from glassengine.recording.ring.items import Alias, Block, Commit, Copied, Item, Note, Piece, Stored, Streamed
-from glassengine.recording.ring.journal import Movable, MovedLog
+from glassengine.recording.ring.journal import EvictedLog, Movable
 from glassengine.recording.ring.ring import Flag, PinnedCopies, Ring
 from glassengine.recording.write.writer import RecordingWriter
 from glassengine.writing.checksums import crc32, crc32_of_small
@@ -19,6 +19,10 @@ from glassengine.writing.checksums import crc32, crc32_of_small
 _LOOK_S = 0.1
 # Written at once; what a disk has no room for any more takes the steps of one such batch with it.
 _WRITE_BYTES = 4 << 20
+
+# Small enough for a cache that the passes share.
+_MEASURED_BYTES = 4 << 20
+_SMALL_BYTES = 1 << 19
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +55,7 @@ class Consumer:
         self.has_ended = False
         self.woken = 0.0
         self.keeps = False
-        self.moved = MovedLog(writer.path, ring, notes)
+        self.moved = EvictedLog(writer.path, ring, notes)
         self._path = writer.path
         self._writer = writer
         self._ring = ring
@@ -59,7 +63,6 @@ class Consumer:
         self._pinned = pinned
         self._queue = queue
         self._wake = wake
-        self._drain = Drain(writer, ring, pinned, queue)
         # What was handled, and is not on file yet.
         self._unflushed: list[Movable] = []
         # Where the last of what was handled ends in the ring, and in that of the journal.
@@ -109,7 +112,7 @@ class Consumer:
         if isinstance(item, Streamed):
             self._store_pieces(item)
         elif self.failure is None:
-            self._drain.put(item)
+            self._put(item)
         elif isinstance(item, Copied):
             self._pinned.give_back(item.description.nbytes)
 
@@ -181,30 +184,8 @@ class Consumer:
             # What was given back without having been written is not to be recovered.
             self._ring.file.stop()
 
-
-# Small enough for a cache that the passes share.
-_MEASURED_BYTES = 4 << 20
-_SMALL_BYTES = 1 << 19
-
-
-class Drain:
-    """Stores items one by one; bytes in the ring must not change until the writer is flushed.
-
-    Args:
-        writer: Gets them.
-        ring: Where the bytes of tensors of the CPU are.
-        pinned: Where copies from accelerators are given back.
-        queue: What comes after the item in hand; only looked at.
-    """
-
-    def __init__(self, writer: RecordingWriter, ring: Ring, pinned: PinnedCopies, queue: Sequence[object]) -> None:
-        self._writer = writer
-        self._ring = ring
-        self._pinned = pinned
-        self._queue = queue
-
-    def put(self, item: Stored | Block | Alias | Copied | LeftOut | Note | Commit) -> None:
-        """Store or measure a tensor, several, or end a step."""
+    def _put(self, item: Stored | Block | Alias | Copied | LeftOut | Note | Commit) -> None:
+        """Store or measure a tensor, several, or end a step; bytes in the ring must not change until the flush."""
         if isinstance(item, Block):
             self._put_block(item)
         elif isinstance(item, Stored):

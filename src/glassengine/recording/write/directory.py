@@ -19,12 +19,7 @@ from glassengine.writing.files import hold, local, write_all
 
 
 def make_directory(path: Path, overwrite: bool) -> None:
-    """Make an empty directory for a recording.
-
-    Args:
-        path: Where.
-        overwrite: Remove the files of a recording that is there; others are left alone.
-    """
+    """Make an empty directory for a recording."""
     local(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -43,13 +38,7 @@ def make_directory(path: Path, overwrite: bool) -> None:
 
 
 def replaceable(path: Path, names: Sequence[str], *, overwrite: bool) -> list[str]:
-    """Return which names in a directory a new recording replaces, in the order in which they are removed.
-
-    Args:
-        path: The directory, here or in a store.
-        names: What is in it.
-        overwrite: Replace a recording that is there; other files are left alone.
-    """
+    """Return which names in a directory a new recording replaces, in the order in which they are removed."""
     if names and layout.MANIFEST not in names and not all(map(is_ours, names)):
         raise UsageError("the output directory holds other files", got=str(path), hint="name a new or empty one")
     if names and not overwrite:

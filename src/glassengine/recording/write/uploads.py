@@ -52,11 +52,6 @@ _log = logging.getLogger(__name__)
 class Uploads:
     """Uploads one recording, shard by shard, from a thread of its own.
 
-    Args:
-        directory: Of the recording, with `index.log` and `recording.json`.
-        target: Where it goes.
-        spool_bytes: What may wait.
-
     Attributes:
         shard_bytes: After how many bytes a shard is sealed at the latest.
         failure: Why nothing more is uploaded, if nothing is.

@@ -58,16 +58,15 @@ class RecordingWriter:
         # Files are opened later, too, and the program may change its working directory.
         self.target = self.path = Path(path).absolute()
         self.metadata = dict(metadata)
-        self._steps = Steps()
+        self._steps = Steps(self.metadata)
         self.open_steps: Set[int] = self._steps.open.keys()
         self._shards = Shards(self.path, first_shard)
         self._groups = Groups()
         self.group = self._groups.of
         self._descriptions = Descriptions()
-        self._ended = EndedSteps(self.metadata)
         self.failure: str | None = None
         self._closed = False
-        manifest = self._ended.manifest("writing")
+        manifest = self._steps.manifest("writing")
         make_directory(self.path, overwrite)
         try:
             self._index = begun(self.path, manifest)
@@ -80,11 +79,6 @@ class RecordingWriter:
         """Shard that is being written, and the bytes in it so far."""
         return self._shards.place
 
-    @property
-    def num_steps(self) -> int:
-        """Number of committed steps."""
-        return self._ended.num_steps
-
     def __enter__(self) -> Self:
         return self
 
@@ -94,15 +88,7 @@ class RecordingWriter:
         self.close(None if error is None else f"stopped by {type(error).__name__}")
 
     def write(self, site: str, step: int, tensor: Tensor, *, rank: int = 0, **facts: Unpack[Facts]) -> None:
-        """Store the values of `tensor` as they are now.
-
-        Args:
-            site: Site name; any text up to 16 KiB.
-            step: 0 is the prefill; not yet committed.
-            tensor: Dense; any strides, device and dtype of `layout.STORED`.
-            rank: Process that has the tensor.
-            facts: What else is known of it.
-        """
+        """Store the values of `tensor` as they are now."""
         description = self._descriptions.of(site, tensor, **facts)
         self._require_open()
         self._begin(description, step, rank)
@@ -155,12 +141,6 @@ class RecordingWriter:
         """Take the bytes of several small tensors that are contiguous as `layout.block_starts` defines.
 
         Returns where they will be.
-
-        Args:
-            group: What the tensors are.
-            step: A step that is not committed.
-            data: All bytes that are written, which must not change before `flush`.
-            checksum: CRC-32 of `data`.
         """
         self._require_open()
         opened = self._steps.opened(group.descriptions[0].site, step)
@@ -218,29 +198,27 @@ class RecordingWriter:
     def end_step(self, step: int, *, token_ids: Sequence[Sequence[int]] = (), stopped: str | None = None) -> None:
         """Let the next `flush` complete `step`; the arguments are those of `commit`."""
         self._require_open()
-        opened = self._steps.end(step)
-        self._ended.add(step, opened, token_ids, stopped)
-        self._steps.committed.add(step)
+        self._steps.end(step, token_ids, stopped)
 
     def flush(self) -> None:
         """Write the bytes that were taken, then the records of the steps that have ended."""
-        ended = self._ended.take()
+        ended = self._steps.take()
         try:
             self._shards.flush()
             if ended:
                 self._index.append([step.frames for step in ended])
         except OSError as error:
             raise self._failed(error) from error
-        self._ended.note_written(ended)
+        self._steps.note_written(ended)
 
     def close(self, reason: str | None = None) -> None:
         """Seal the recording; it is complete when every step that was written to was committed."""
         if self._closed:
             return
         self._closed = True
-        self._ended.incomplete = self.failure or reason or self._ended.incomplete
-        if self._steps.open and self._ended.incomplete is None:
-            self._ended.incomplete = f"written but not committed: step {', '.join(map(str, sorted(self._steps.open)))}"
+        self._steps.incomplete = self.failure or reason or self._steps.incomplete
+        if self._steps.open and self._steps.incomplete is None:
+            self._steps.incomplete = f"written but not committed: step {', '.join(map(str, sorted(self._steps.open)))}"
         self._steps.open.clear()
         try:
             if self.failure is None:
@@ -248,15 +226,15 @@ class RecordingWriter:
             self._shards.seal()
             self._shards.require()
             self._index.require()
-            save_manifest(self.path, self._ended.manifest("incomplete" if self._ended.incomplete else "complete"))
+            save_manifest(self.path, self._steps.manifest("incomplete" if self._steps.incomplete else "complete"))
         except OSError as error:
             problem = None if self.failure is not None else self._failed(error)
-            self._ended.incomplete = self._ended.incomplete or self.failure
+            self._steps.incomplete = self._steps.incomplete or self.failure
             with contextlib.suppress(OSError):
                 self._shards.seal()
             with contextlib.suppress(OSError):
                 if self._index.has_name:  # or the directory is another one by now
-                    save_manifest(self.path, self._ended.manifest("incomplete"))
+                    save_manifest(self.path, self._steps.manifest("incomplete"))
             if problem is not None:
                 raise problem from error
         finally:
@@ -304,7 +282,7 @@ class RecordingWriter:
 
     def _failed(self, error: OSError) -> UsageError:
         self.failure = reason_of(error, self.path)
-        safe = safe_steps(self.path, self._ended.num_steps * self._index.has_name)
+        safe = safe_steps(self.path, self._steps.num_written * self._index.has_name)
         hint = f"{safe}; free some space or record fewer sites or steps"
         return UsageError("the recording cannot be written", got=self.failure, hint=hint)
 
@@ -345,37 +323,6 @@ class OpenStep:
         return self.names
 
 
-class Steps:
-    """The steps of a recording: those that are open, and which were committed."""
-
-    def __init__(self) -> None:
-        self.open: dict[int, OpenStep] = {}
-        self.committed: set[int] = set()
-
-    def opened(self, site: str, step: int) -> OpenStep:
-        """Return a step for a tensor of `site`; it is opened if it is not."""
-        what = f"the tensor {site[:200]!r} cannot be recorded"
-        if step < 0:
-            raise UsageError(what, got=f"step {step}", expected="numbers from 0 on")
-        if step in self.committed:
-            raise UsageError(what, got=f"step {step}, which is committed", expected="a step that is still open")
-        return self.open.setdefault(step, OpenStep())
-
-    def begun(self, site: str, step: int, rank: int) -> OpenStep:
-        """Return a step that has no tensor of `site` yet."""
-        opened = self.open.get(step) or self.opened(site, step)
-        if (site, rank) in opened.names:
-            what = f"the tensor {site[:200]!r} cannot be recorded"
-            raise UsageError(what, got=f"the same site twice in step {step}", hint="give the second call its own name")
-        return opened
-
-    def end(self, step: int) -> OpenStep:
-        """Return what was written of a step that is about to be committed."""
-        if step in self.committed:
-            raise UsageError("a step is committed twice", got=f"step {step}")
-        return self.open.pop(step, None) or OpenStep()
-
-
 @dataclass(slots=True)
 class EndedStep:
     """A step whose records are to be written once its bytes are."""
@@ -387,27 +334,48 @@ class EndedStep:
     stopped: str | None
 
 
-class EndedSteps:
-    """Makes the records of steps, and counts the steps whose records were written.
-
-    Args:
-        metadata: Of the recording; the token ids of written steps are appended to it.
+class Steps:
+    """The steps of a recording: those that are open, were committed, and wait to be written.
 
     Attributes:
-        num_steps: Number of steps whose records were written.
+        open: Steps that are not committed, by number.
+        num_written: Number of steps whose records were written.
         incomplete: Why the recording is incomplete, if it is.
     """
 
     def __init__(self, metadata: dict[str, Any]) -> None:
-        self.num_steps = 0
+        self.open: dict[int, OpenStep] = {}
+        self.num_written = 0
         self.incomplete: str | None = None
+        # The token ids of written steps are appended to it.
         self._metadata = metadata
+        self._committed: set[int] = set()
         self._num_tensors = 0
         self._described: set[int] = set()
         self._waiting: list[EndedStep] = []
 
-    def add(self, number: int, step: OpenStep, token_ids: Sequence[Sequence[int]], stopped: str | None) -> None:
-        """Make the records of a step; they wait until they are taken."""
+    def opened(self, site: str, step: int) -> OpenStep:
+        """Return a step for a tensor of `site`; it is opened if it is not."""
+        what = f"the tensor {site[:200]!r} cannot be recorded"
+        if step < 0:
+            raise UsageError(what, got=f"step {step}", expected="numbers from 0 on")
+        if step in self._committed:
+            raise UsageError(what, got=f"step {step}, which is committed", expected="a step that is still open")
+        return self.open.setdefault(step, OpenStep())
+
+    def begun(self, site: str, step: int, rank: int) -> OpenStep:
+        """Return a step that has no tensor of `site` yet."""
+        opened = self.open.get(step) or self.opened(site, step)
+        if (site, rank) in opened.names:
+            what = f"the tensor {site[:200]!r} cannot be recorded"
+            raise UsageError(what, got=f"the same site twice in step {step}", hint="give the second call its own name")
+        return opened
+
+    def end(self, number: int, token_ids: Sequence[Sequence[int]], stopped: str | None) -> None:
+        """Commit a step: its records are made, and wait until they are taken."""
+        if number in self._committed:
+            raise UsageError("a step is committed twice", got=f"step {number}")
+        step = self.open.pop(number, None) or OpenStep()
         # A step that is never committed must not be the one that describes a group others use.
         new = {group.number: group for group in step.groups if group.number not in self._described}
         frames = [group.frame() for group in new.values()]
@@ -415,6 +383,7 @@ class EndedSteps:
         frames.append(records.commit_frame(number, len(step.names), step.num_left_out, stopped))
         self._described |= new.keys()
         self._waiting.append(EndedStep(number, b"".join(frames), len(step.names), token_ids, stopped))
+        self._committed.add(number)
 
     def take(self) -> list[EndedStep]:
         """Return the steps that wait to be written; they no longer wait."""
@@ -424,7 +393,7 @@ class EndedSteps:
     def note_written(self, steps: Sequence[EndedStep]) -> None:
         """Count steps whose records are on file."""
         for step in steps:
-            self.num_steps += 1
+            self.num_written += 1
             self._num_tensors += step.num_tensors
             if step.stopped is not None and self.incomplete is None:
                 self.incomplete = f"step {step.number} was stopped by {step.stopped}"
@@ -433,7 +402,7 @@ class EndedSteps:
 
     def manifest(self, state: str) -> bytes:
         """Return the manifest of the recording in `state`."""
-        counts = {"num_steps": self.num_steps, "num_tensors": self._num_tensors}
+        counts = {"num_steps": self.num_written, "num_tensors": self._num_tensors}
         return manifest_of(state, self.incomplete, **counts, metadata=self._metadata)
 
 

@@ -1,19 +1,54 @@
-"""The files beside a page, `data/<kind>-<number>.js`: scripts that hand over JSON, as a page on a disk may not fetch.
+"""Writes the files beside a page, `data/<kind>-<number>.js`: rows, details, and values of the worst tensors.
+
+They are scripts that hand over JSON, as a page on a disk may not fetch; a browser filters and sorts the columns of
+rows by the hundred thousand.
 
 Every file is one call of `glassReport` with plain JSON in ASCII: no name in it is ever read as code or markup.
 """
 
 from __future__ import annotations
 
+import base64
 import json
+import math
+import sys
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
-from glassengine.results.report import ReportFiles
+from glassengine.results import VERDICTS, Divergence, Pair
+from glassengine.results.base import plain
+from glassengine.results.report import ReportColumn, ReportFiles
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from glassengine.recording.layout.layout import Entry
+    from glassengine.recording.read.source import TensorSource
 
 FOLDER = "data"
+MOST_TENSORS = 200
+_MOST_ELEMENTS = 1 << 26
+_MOST_IN_ALL = 1 << 28
+_PER_FILE = 16
+ROWS_PER_FILE, SITES_PER_FILE, DETAILS_PER_FILE = 1 << 16, 1 << 15, 1 << 11
+INHERITED, NONFINITE, SHAPE = 1, 2, 4
+NAMES = ("rung", "case", "dtype", "judged_by")
+_CODES = {
+    "site": "I", "candidate": "I", "step": "I", "rank": "I", "rung": "H", "case": "H", "dtype": "H", "judged_by": "H",
+    "verdict": "B", "flags": "B", "noise_ratio": "f", "bound_ratio": "f", "max_abs_diff": "f", "snr_db": "f",
+}  # fmt: skip
+_TYPES = {"B": "Uint8", "H": "Uint16", "I": "Uint32", "f": "Float32"}
+_VERDICT = {name: number for number, name in enumerate(VERDICTS)}
+_IN_COLUMNS = {*_CODES, "candidate_site", "inherited"} - {"candidate", "flags"}  # keys of a pair
+_NO_NAME = ""
+_MOST_NAMES = 0xFFFF
+_LARGEST = 3.4e38
 
 
 class DataFolder:
@@ -90,3 +125,248 @@ class ListFiles:
     def _write(self) -> None:
         self._folder.write(self._kind, (self.num_items - 1) // self._each, self._items)
         self._items = []
+
+
+class Values:
+    """Reads both records, and writes what is shown of their tensors.
+
+    Args:
+        baseline: Recording, or anything else that compare reads.
+        candidate: Likewise.
+
+    Raises:
+        UsageError: One does not exist.
+        CorruptError: One is damaged.
+    """
+
+    def __init__(self, baseline: str | Path, candidate: str | Path) -> None:
+        from glassengine.recording.read.source import open_source
+
+        self._sides = open_source(baseline), open_source(candidate)
+        self._entries = tuple(map(_by_place, self._sides))
+        self.without: Counter[str] = Counter()
+
+    def write(self, folder: DataFolder, rows: Iterable[tuple[int, Pair]]) -> tuple[int, ...]:
+        """Write the values of some rows, and return those that have any; `without` counts why others have none.
+
+        Raises:
+            CorruptError: The bytes of a tensor are damaged.
+        """
+        found = ListFiles(folder, "values", _PER_FILE)
+        shown: list[int] = []
+        left = _MOST_IN_ALL
+        for row, pair in rows:
+            item = self._item(pair, left)
+            if isinstance(item, str):
+                self.without[item] += 1
+                continue
+            left -= math.prod(pair.shape or ())
+            found.add(plain(item))
+            shown.append(row)
+        found.close()
+        return tuple(shown)
+
+    def _item(self, pair: Pair, left: int) -> dict[str, Any] | str:
+        """Return what is shown of a pair, or why nothing is."""
+        ours = self._entries[0].get((pair.step, pair.rank, pair.site))
+        theirs = self._entries[1].get((pair.step, pair.rank, pair.candidate_site))
+        if ours is None or theirs is None:
+            return "the records given do not have the tensor"
+        if math.prod(ours.shape) > min(left, _MOST_ELEMENTS):
+            return "too large to be read for a report"
+        x, y = self._sides[0].tensor(ours), self._sides[1].tensor(theirs)
+        if x.shape != y.shape:
+            return "the two sides have other shapes or layouts"
+        return item_of(x, y)
+
+
+def item_of(baseline: Tensor, candidate: Tensor) -> dict[str, Any]:
+    """Return what is shown of two tensors of one shape, as values that `plain` makes JSON."""
+    from glassengine.numerics.metrics.distances import error_histogram, tensor_values
+
+    return {**vars(tensor_values(baseline, candidate)), "errors": error_histogram(baseline, candidate)}
+
+
+def _by_place(source: TensorSource) -> dict[tuple[int, int, str], Entry]:
+    return {(entry.step, entry.rank, entry.site): entry for entry in source.entries}
+
+
+class _Names(dict[str, int]):
+    """Name -> its place; a new name takes the next one."""
+
+    def __missing__(self, name: str) -> int:
+        self[name] = len(self)
+        return self[name]
+
+
+class Rows:
+    """Takes pairs in order of execution, and writes their files.
+
+    Args:
+        folder: Where.
+    """
+
+    def __init__(self, folder: DataFolder) -> None:
+        self._folder = folder
+        self._columns = {name: array(code) for name, code in _CODES.items()}
+        self._sites = _Names()
+        self._names = {name: _Names() for name in NAMES}
+        self._details = ListFiles(folder, "details", DETAILS_PER_FILE)
+
+    def __len__(self) -> int:
+        return len(self._columns["site"])
+
+    def add(self, pair: Pair, plain: dict[str, Any]) -> None:
+        """Add a row.
+
+        Args:
+            pair: What it shows.
+            plain: The same as JSON has it.
+        """
+        figures = pair.figures
+        is_shape = figures is None and pair.noise_ratio is None and pair.judged_by == "shape"
+        flags = INHERITED if pair.inherited else 0
+        has_nan = pair.noise_ratio is not None and math.isnan(pair.noise_ratio)
+        if has_nan or (figures is not None and figures.num_nonfinite_mismatch):
+            flags |= NONFINITE
+        dtype = pair.baseline.dtype if pair.dtype is None and pair.baseline is not None else pair.dtype
+        self._put(
+            site=self._sites[pair.site],
+            candidate=self._sites[pair.candidate_site],
+            step=min(max(pair.step, 0), 0xFFFFFFFF),
+            rank=min(max(pair.rank, 0), 0xFFFFFFFF),
+            rung=self._place("rung", pair.rung),
+            case=self._place("case", pair.case),
+            dtype=self._place("dtype", dtype),
+            judged_by=self._place("judged_by", pair.judged_by),
+            verdict=_VERDICT[pair.verdict],
+            flags=flags | SHAPE if is_shape else flags,
+            noise_ratio=_number(pair.noise_ratio),
+            bound_ratio=_number(pair.bound_ratio),
+            max_abs_diff=_number(None if figures is None else figures.max_abs_diff),
+            snr_db=_number(None if figures is None else figures.snr_db),
+        )
+        self._details.add({key: value for key, value in plain.items() if value is not None and key not in _IN_COLUMNS})
+
+    def _put(self, **numbers: float) -> None:
+        columns = self._columns
+        for name, number in numbers.items():
+            columns[name].append(number)  # type: ignore[arg-type]  # a float only where the array has floats
+
+    def _place(self, column: str, name: str | None) -> int:
+        names = self._names[column]
+        return names[name or _NO_NAME] if len(names) < _MOST_NAMES or name in names else names[_NO_NAME]
+
+    @property
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """Column -> what its numbers stand for."""
+        return {"verdict": VERDICTS, **{name: tuple(found) for name, found in self._names.items()}}
+
+    @property
+    def steps(self) -> list[int]:
+        """All steps, in order."""
+        return sorted(map(int, np.unique(self._array("step"))))
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """All names, in the order of their places."""
+        return tuple(self._sites)
+
+    def place_of(self, site: str) -> int | None:
+        """Return the place of a name; None of one that no row has."""
+        return self._sites.get(site)
+
+    def row_of(self, found: Divergence | None) -> int | None:
+        """Return the row that shows a divergence; None where there is none."""
+        site = None if found is None else self._sites.get(found.site)
+        if found is None or site is None:
+            return None
+        fits = (self._array("site") == site) & (self._array("step") == found.step)
+        rung = self._names["rung"].get(found.rung or _NO_NAME)
+        by_rung = fits & (self._array("rung") == rung) if rung is not None else fits
+        fits = by_rung if by_rung.any() else fits
+        if found.rank is not None and (by_rank := fits & (self._array("rank") == found.rank)).any():
+            fits = by_rank
+        rows = np.flatnonzero(fits)
+        if not len(rows):
+            return None
+        own = rows[(self._array("flags")[rows] & INHERITED) == 0]
+        rows = own if len(own) else rows
+        return int(rows[np.argmax(self._array("verdict")[rows])])
+
+    def pair(self, row: int) -> Pair:
+        """Return what a row shows; after `close`."""
+        from glassengine.reading.documents import converted
+
+        numbers = {name: column[row] for name, column in self._columns.items()}
+        names = self.names
+        plain = {
+            "step": numbers["step"],
+            "rank": numbers["rank"],
+            "site": self.sites[int(numbers["site"])],
+            "candidate_site": self.sites[int(numbers["candidate"])],
+            "verdict": VERDICTS[int(numbers["verdict"])],
+            "judged_by": names["judged_by"][int(numbers["judged_by"])],
+            "rung": names["rung"][int(numbers["rung"])] or None,
+            "dtype": names["dtype"][int(numbers["dtype"])] or None,
+            "case": names["case"][int(numbers["case"])] or None,
+            "inherited": bool(int(numbers["flags"]) & INHERITED),
+            **{name: None if math.isnan(numbers[name]) else numbers[name] for name in ("noise_ratio", "bound_ratio")},
+            **self._details.item(row),
+        }
+        return converted(plain, Pair, self._folder.path("details", row // DETAILS_PER_FILE), words=True)
+
+    def worst_first(self) -> np.ndarray[Any, np.dtype[np.uint32]]:
+        """Return the rows, worst first: by verdict, introduced before inherited, without a size, then the ratio."""
+        verdict, flags = self._array("verdict").astype(np.int16), self._array("flags")
+        ratio, snr = self._array("noise_ratio"), self._array("snr_db")
+        difference = self._array("max_abs_diff")
+        has_no_size = (flags & (SHAPE | NONFINITE)) > 0
+        keys = (
+            np.arange(len(self)),
+            -np.nan_to_num(difference, nan=0.0),
+            np.nan_to_num(snr, nan=np.inf, posinf=_LARGEST, neginf=-_LARGEST),
+            -np.nan_to_num(ratio, nan=-1.0, posinf=_LARGEST),
+            ~has_no_size,
+            flags & INHERITED,
+            -verdict,
+        )
+        return np.lexsort(keys).astype(np.uint32)
+
+    def close(self) -> tuple[ReportColumn, ...]:
+        """Write the rest, and return the columns."""
+        self._details.close()
+        sites = ListFiles(self._folder, "sites", SITES_PER_FILE)
+        for name in self._sites:
+            sites.add(name)
+        sites.close()
+        columns = {**{name: self._array(name) for name in _CODES}, "worst": self.worst_first()}
+        for number, first in enumerate(range(0, len(self), ROWS_PER_FILE)):
+            part = {name: _encoded(column[first : first + ROWS_PER_FILE]) for name, column in columns.items()}
+            self._folder.write("rows", number, part)
+        self._folder.list("rows", num_items=len(self), items_per_file=ROWS_PER_FILE)
+        codes = _CODES | {"worst": "I"}
+        return tuple(ReportColumn(name, _TYPES[codes[name]]) for name in columns)
+
+    def flagged(self, most: int) -> Iterator[int]:
+        """Yield rows, worst first, that are not identical."""
+        verdict = self._array("verdict")
+        yield from (int(row) for row in self.worst_first()[:most] if verdict[row])
+
+    def _array(self, name: str) -> Any:
+        column = self._columns[name]
+        return np.frombuffer(column, dtype=column.typecode) if len(column) else np.zeros(0, dtype=column.typecode)
+
+
+def _number(value: float | None) -> float:
+    """Return what a column of floats holds; a number beyond float32 becomes the largest one."""
+    if value is None:
+        return math.nan
+    if -_LARGEST <= value <= _LARGEST or not math.isfinite(value):
+        return value
+    return math.copysign(_LARGEST, value)
+
+
+def _encoded(column: Any) -> str:
+    data = column if sys.byteorder == "little" else column.byteswap()
+    return base64.b64encode(np.ascontiguousarray(data).tobytes()).decode("ascii")

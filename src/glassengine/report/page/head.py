@@ -1,19 +1,22 @@
-"""What stands at the top of a page, in words: the answer, source lines, the hint; then both sides and the ladder."""
+"""Makes everything of a page that is plain HTML: answer, source lines, hint, both sides, ladder, tables."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
+from typing import Any, NamedTuple
 
 from glassengine.reading.files import printable
 from glassengine.report import words
-from glassengine.report.page.origin import Fact, facts_of, is_of_one_process
-from glassengine.report.page.tables import MOST_LINES, Table, tables_of
-from glassengine.results import Comparison, Divergence, Pair, Replayed
+from glassengine.results import Comparison, Divergence, DriftRow, Pair, QuantizedWeight, Replayed
 from glassengine.results.stored import Stored
 
 _MOST_ORIGINS = 100
+_MOST_FACTS = 400
+_LONGEST = 2000
+MOST_LINES = 200
 
 
 @dataclass(frozen=True)
@@ -298,3 +301,161 @@ def _replayed(result: Replayed, comparison: Comparison | None, pair: Pair | None
         tables=inner.tables,
         notes=(*map(printable, result.notes), *inner.notes),
     )
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One fact of both sides.
+
+    Attributes:
+        name: "versions.torch".
+        baseline: Its value there; "" where it is not known.
+        candidate: Likewise.
+        differs: Whether the two are known and not the same, or one is not known.
+    """
+
+    name: str
+    baseline: str
+    candidate: str
+    differs: bool
+
+
+def facts_of(environment: Mapping[str, Any]) -> list[Fact]:
+    """Return what is known of both sides, what differs first.
+
+    Args:
+        environment: Of a comparison: "baseline" and "candidate", each with facts in any depth.
+    """
+    sides = [dict(_flat(environment.get(side))) for side in ("baseline", "candidate")]
+    found = []
+    for name in list(dict.fromkeys([*sides[0], *sides[1]]))[:_MOST_FACTS]:
+        left, right = (side.get(name) for side in sides)
+        differs = left != right
+        if differs and isinstance(left, frozenset) and isinstance(right, frozenset):
+            # Of a long list of flags only what one side has and the other has not.
+            left, right = left - right, right - left
+        found.append(Fact(_text(name), _text(left), _text(right), differs))
+    return sorted(found, key=lambda fact: not fact.differs)
+
+
+def is_of_one_process(environment: Mapping[str, Any]) -> bool:
+    """Return whether both sides have the same facts, all of them: they ran in one process."""
+    return environment.get("baseline") == environment.get("candidate")
+
+
+def _flat(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value and depth < 8:
+        for key, inner in value.items():
+            yield from _flat(inner, f"{name}.{key}" if name else str(key), depth + 1)
+    elif isinstance(value, (list, tuple)) and len(value) > 8 and all(isinstance(one, str) for one in value):
+        yield name, frozenset(value)
+    elif value is not None and name:
+        yield name, value
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, (frozenset, list, tuple)):
+        value = " ".join(sorted(map(str, value)) if isinstance(value, frozenset) else map(str, value))
+    text = printable(str(value))
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+class Chip(NamedTuple):
+    """A word in the color of a verdict.
+
+    Attributes:
+        kind: The verdict.
+        text: The word.
+    """
+
+    kind: str
+    text: str
+
+
+Cell = str | Chip
+
+
+class Table(NamedTuple):
+    """A table of a page.
+
+    Attributes:
+        title: Its heading.
+        sentence: What it shows.
+        columns: Their names.
+        rows: One cell a column.
+        is_open: Whether it is seen at once.
+    """
+
+    title: str
+    sentence: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    is_open: bool = False
+
+
+def tables_of(result: Comparison) -> list[Table]:
+    """Return the tables of a comparison, as far as it has what they show."""
+    found: list[Table] = []
+    columns: tuple[str, ...]
+    inputs = [
+        (case.case, str(used.step), used.origin, words.input_line(used), used.recipe)
+        for case in result.inputs
+        for used in case.inputs
+    ]
+    if inputs:
+        columns = ("case", "step", "origin", "input", "how it was made")
+        found.append(table("Inputs", "What all sides ran on, and whether it was made up.", columns, inputs))
+    if result.fineness:
+        rows = [(one.rung, words.judged(one)) for one in result.fineness]
+        found.append(table("Fineness", "How finely the inside was judged.", ("rung", "judged"), rows))
+    if result.weights is not None and result.weights.different:
+        ways = [(text,) for text in (*result.weights.how, *result.weights.different)]
+        what = f"{len(result.weights.different)} of {result.weights.compared} differ by more than rounding."
+        found.append(table("Weights", what, ("weight",), ways))
+    if result.written_differently:
+        different = [(o.rung, o.site, o.candidate_site, o.difference, o.verdict) for o in result.written_differently]
+        columns = ("rung", "site", "there", "difference", "verdict")
+        found.append(table("Written differently", "The same op with other arguments.", columns, different))
+    if result.drift:
+        drift = [_drift(row) for row in result.drift]
+        columns = ("kind", "site", "SNR dB", "cosine", "introduced dB", "share of the loss")
+        found.append(table("Drift", "Where a less precise candidate loses its signal.", columns, drift))
+    if result.quantization is not None:
+        weights = [_weight(one) for one in result.quantization.weights]
+        columns = ("weight", "verdict", "SNR dB", "steps, rms", "hint")
+        found.append(table("Quantization", "What quantization did to each weight, alone.", columns, weights))
+    return found
+
+
+def table(
+    title: str, sentence: str, columns: tuple[str, ...], rows: Sequence[Sequence[Cell]], *, is_open: bool = False
+) -> Table:
+    """Return a table of the first rows; it says how many there are in all."""
+    shown = tuple(tuple(map(_printable, row)) for row in rows[:MOST_LINES])
+    if len(rows) > MOST_LINES:
+        sentence += f" The first {MOST_LINES} of {len(rows):,}; the JSON document has all."
+    return Table(title, sentence, columns, shown, is_open)
+
+
+def _printable(cell: Cell) -> Cell:
+    return cell._replace(text=printable(cell.text)) if isinstance(cell, Chip) else printable(cell)
+
+
+def _drift(row: DriftRow) -> tuple[str, ...]:
+    numbers = f"{row.snr_db:.1f}", f"{row.cosine_similarity:.6f}", _decibels(row.introduced_db), _percent(row.share)
+    return row.kind, row.site, *numbers
+
+
+def _weight(one: QuantizedWeight) -> tuple[str, ...]:
+    hints = "; ".join(hint.text for hint in one.hints)
+    return one.name, one.verdict, f"{one.snr_db:.1f}", f"{one.rms_steps:.3g}", hints
+
+
+def _decibels(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"

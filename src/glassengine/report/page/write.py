@@ -28,10 +28,8 @@ from markupsafe import Markup
 from glassengine.errors import UsageError
 from glassengine.reading.files import open_regular, printable
 from glassengine.report.page.apart import head_of_apart
-from glassengine.report.page.data import FOLDER, DataFolder, ListFiles
+from glassengine.report.page.data import FOLDER, MOST_TENSORS, DataFolder, ListFiles, Rows, Values
 from glassengine.report.page.head import Head, head_of, reasons_of
-from glassengine.report.page.rows import Rows
-from glassengine.report.page.values import MOST_TENSORS, Values
 from glassengine.results import Comparison, Comparisons, Replayed, Verdict, worst
 from glassengine.results.report import ReportPage, StepLabel, WrittenReport
 from glassengine.results.stored import Apart, OnPair, Plain, Stored, read_result, without_pairs

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import glassengine as glass
-from glassengine.report.terminal_answer import answer
+from glassengine.report.terminal_check import answer
 from glassengine.results import Comparison, ResultComparison
 from glassengine.serving.ggml.write import file_tensors, write_gguf
 from glassengine.testing.architectures import FAMILIES

@@ -1,10 +1,15 @@
-"""Text of `<backend>_network_def.py` and `plugin.txt`: a back-end's network, readable beside the program."""
+"""Writes the listings of build artifacts: `<backend>_network_def.py`, `plugin.txt`, and `index.html`."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from glassengine.reading.files import is_regular, open_regular
 
 if TYPE_CHECKING:
     from glassengine.backends.protocol.backend import Layer, Network, NetworkTensor
@@ -18,6 +23,8 @@ the names of layers that are called like a node; a layer called NODE/... is a pa
 
 _LONGEST = 200
 """Most characters of one attribute; tables of a quantized layer would fill the screen."""
+_MAX_DIFF_BYTES = 200_000
+"""Most bytes of one difference on the page; the rest is in its file."""
 
 
 def network_text(network: Network, backend: str, sites: Mapping[str, Sequence[str]]) -> str:
@@ -99,3 +106,51 @@ def _identifier(name: str) -> str:
     """Return `name` as a Python name; the real one is in the comment above."""
     text = re.sub(r"\W", "_", name)
     return f"_{text}" if not text or text[0].isdigit() else text
+
+
+def index_page(directory: Path, manifest: Mapping[str, Any]) -> str:
+    """Return the page for the artifacts in `directory`.
+
+    Args:
+        directory: Where the files of `manifest` are.
+        manifest: Content of `manifest.json`.
+    """
+    environment = Environment(
+        loader=PackageLoader("glassengine.report", "html"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    stages = []
+    for entry in manifest["stages"]:
+        path = directory / entry["directory"] / "diff-from-previous.txt"
+        text = ""
+        is_whole = True
+        if is_regular(path, inside=directory):
+            with open_regular(path, inside=directory) as file:
+                text = file.read(_MAX_DIFF_BYTES).decode("utf-8", "replace")
+                is_whole = not file.read(1)
+        stages.append({**entry, "rows": diff_rows(text), "is_whole": is_whole})
+    top = [name for name in manifest["files"] if "/" not in name]
+    # A build that was killed has no page.
+    earlier = {
+        path.name: next((name for name in ("index.html", "manifest.json") if (path / name).is_file()), "")
+        for path in sorted(directory.glob("earlier-*"))
+        if path.is_dir()
+    }
+    return environment.get_template("artifacts.html.j2").render(
+        manifest=manifest, stages=stages, files=top, earlier=earlier
+    )
+
+
+def diff_rows(text: str) -> list[tuple[str, str]]:
+    """Return (before, after) for each row of a side-by-side view; a line and its replacement share a row."""
+    rows: list[tuple[str, str]] = []
+    for line in text.splitlines():
+        sign, content = line[:1], line[2:]
+        if sign == "-":
+            rows.append((content, ""))
+        elif sign == "+":
+            name = content.partition(":")[0]
+            if rows and rows[-1][0].partition(":")[0] == name and not rows[-1][1]:
+                rows[-1] = (rows[-1][0], content)
+            else:
+                rows.append(("", content))
+    return rows

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from glassengine.cli.errors import exit_status
-from glassengine.cli.interrupts import heard
+from glassengine.cli.errors import exit_status, heard
 
 SWALLOWS = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from glassengine.numerics import slice_means as module
-from glassengine.numerics.slice_means import Counted, slice_means
+from glassengine.numerics import floor as module
+from glassengine.numerics.floor import Counted, slice_means
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (0, 3), (2, 3), (2, 3, 4), (2, 1, 3, 4)])

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from glassengine.report.page.origin import facts_of, is_of_one_process
+from glassengine.report.page.head import facts_of, is_of_one_process
 
 
 def test_what_differs_stands_first_and_long_lists_show_what_is_not_common() -> None:

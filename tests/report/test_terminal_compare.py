@@ -9,7 +9,7 @@ from rich.console import Console, RenderableType
 
 from glassengine.compare.compare import compare
 from glassengine.compare.many import compare_many
-from glassengine.report import terminal_compare, terminal_many
+from glassengine.report import terminal_compare
 
 
 def text(renderable: RenderableType) -> list[str]:
@@ -38,7 +38,7 @@ def sides(tmp_path: Path) -> Path:
 def test_a_column_per_candidate_and_the_worst_first(sides: Path) -> None:
     names = ("same", "bad", "turned", "less")
     result = compare_many(sides / "x" / "step0.pt", [sides / name / "step0.pt" for name in names])
-    lines = text(terminal_many.comparisons(result))
+    lines = text(terminal_compare.comparisons(result))
     assert lines[0].startswith("NOT OK  verdict wrong  4 candidates, baseline ")
     for name in names:
         assert any(f" {name}/step0.pt " in line for line in lines)
@@ -58,7 +58,7 @@ def test_a_column_per_candidate_and_the_worst_first(sides: Path) -> None:
 
 
 def test_all_are_ok(sides: Path) -> None:
-    lines = text(terminal_many.comparisons(compare_many(sides / "x", [sides / "same", sides / "x"])))
+    lines = text(terminal_compare.comparisons(compare_many(sides / "x", [sides / "same", sides / "x"])))
     assert lines[0].startswith("ok  verdict identical  2 candidates")
 
 
@@ -73,7 +73,7 @@ def test_all_are_ok(sides: Path) -> None:
     ],
 )
 def test_short_names_tell_paths_apart(paths: list[str], names: list[str]) -> None:
-    assert terminal_many.short_names(paths) == names
+    assert terminal_compare.short_names(paths) == names
 
 
 def test_each_tensor_passes_or_fails(sides: Path) -> None:
