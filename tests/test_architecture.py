@@ -24,7 +24,7 @@ FLOORS = (
     {"environment"},
     {"starting", "stores"},
     {"reading", "torch_versions", "workers", "writing"},
-    {"accelerators", "asked", "sites", "taps", "results", "blocks", "spans", "ops"},
+    {"accelerators", "asked", "candidates", "sites", "taps", "results", "blocks", "spans", "ops"},
     {"recording", "program", "schemas"},
     {"numerics"},
     {"compare", "capture", "executable"},
@@ -42,6 +42,7 @@ FLOOR_OF = {unit: level for level, floor in enumerate(FLOORS) for unit in floor}
 # Beside the public names, what the command line may use: reading, writing, the words it prints, its exit status.
 CLI_MAY_IMPORT = {
     "asked",
+    "candidates",
     "commands",
     "errors",
     "progress",
@@ -337,9 +338,6 @@ _READS = {"startswith", "endswith", "removeprefix", "removesuffix", "partition",
 
 DECIDED_BY_WORDS = {
     # Values of the JSON document, of a Literal type that mypy holds comparisons against.
-    ("diagnose/quantization/port.py", "too little judged"): "Comparison.standing",
-    ("diagnose/quantization/port.py", "results differ"): "Comparison.standing",
-    ("diagnose/quantization/port.py", "differs inside"): "Comparison.standing",
     ("diagnose/quantization/result.py", "not its values"): "kind of a hint, documented in the JSON reference",
     # Stack traces as Python and torch write them.
     ("diagnose/training/gradient_graph.py", '(?m)^(?=\\s*File ")'): "a traceback",

@@ -122,21 +122,6 @@ def engine(directory: str | None) -> str | None:
     return directory
 
 
-def beside_candidate(candidate: object, *, parallel: bool = False, quantize: bool = False) -> None:
-    """Refuse options of an engine that a check builds, beside another candidate."""
-    for flag, given in (("--tensor-parallel", parallel), ("--quantize", quantize)):
-        if given and candidate is not None:
-            raise UsageError(f"{flag} is for the engine that a check builds", got=f"the candidate {candidate}")
-
-
-def beside_model(candidate: object, *, rungs: bool = False, builds: bool = False) -> None:
-    """Refuse options of engines beside a candidate that is none."""
-    if rungs:
-        raise UsageError("--all-rungs and --bisect-outputs are for engines", got=f"the model {candidate}")
-    if builds:
-        raise UsageError("--backend and --pass build an engine of BASELINE", hint="remove them, or --candidate MODEL")
-
-
 def is_plain_model(candidate: str | None) -> bool:
     """Whether something is surely a model: no engine, no record and no file that is served."""
     spec = candidate or ""

@@ -8,6 +8,7 @@ import typer
 
 import glassengine as glass
 from glassengine import asked
+from glassengine.candidates import MODEL, flags_of, metavar, refuse
 from glassengine.cli.answers import Answers
 from glassengine.cli.errors import INTERRUPTED_STATUS, terminable
 from glassengine.cli.options import err, out, stages
@@ -44,7 +45,7 @@ def command(
     candidate: Annotated[
         str | None,
         typer.Option(
-            metavar="TARGET|ENGINE|RECORD|gguf:FILE|genai:DIR|vllm:DIR|executorch:FILE|openvino:DIR",
+            metavar=metavar(),
             help="Judge this model, port, engine, dump or served file; default: engines built from the baseline.",
         ),
     ] = None,
@@ -119,9 +120,8 @@ def command(
     Exit status: 0 ok, 1 a tensor reaches --fail-on (or a token changes), 4 too little was comparable.
     """
     answers.prepare()
-    asked.beside_candidate(candidate, parallel=tensor_parallel * pipeline_parallel > 1, quantize=quantize is not None)
     if asked.is_plain_model(candidate):
-        asked.beside_model(candidate, rungs=all_rungs or bisect_outputs, builds=bool(backend or passes))
+        refuse(MODEL, flags_of(**{**locals(), "accumulation": accum, "reproduction": None}), candidate)
     try:
         with terminable(), stages(_SHARES) as progress:
             result = glass.check(

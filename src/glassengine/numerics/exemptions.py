@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -93,7 +93,7 @@ class Ledger:
         return tuple(sorted(found, key=lambda one: -one.num_elements))
 
 
-def together(*several: tuple[tuple[Exemption, ...], int]) -> tuple[Exemption, ...]:
+def together(*several: tuple[Sequence[Exemption], int]) -> tuple[Exemption, ...]:
     """Return the exemptions of several programs that make one model.
 
     Args:

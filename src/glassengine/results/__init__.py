@@ -71,7 +71,6 @@ from glassengine.results.findings import (
     Interrupted,
     Policy,
     decide,
-    incomplete,
     over_budget,
 )
 from glassengine.results.hints import (
@@ -192,7 +191,6 @@ __all__ = [
     "counts_of",
     "decide",
     "failure",
-    "incomplete",
     "over_budget",
     "tally_of",
     "worst",

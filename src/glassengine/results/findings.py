@@ -2,8 +2,8 @@
 
 `docs/concepts.md` has the rule with its cases. `decide` applies it in this order:
 
+    weights differ     a weight of a served file is another: this is known before anything runs
     results differ     the sides differ as a user runs them, or a result is beyond its floor, whatever lies inside
-    weights differ     a weight of a served file is another
     differs inside     a tensor is wrong, from its own inputs, though these inputs may hide it from the results
     token changes      the release engine picks another token than the engine with debug outputs
     over budget        a result has a smaller signal-to-noise ratio than --min-snr
@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from glassengine.results.answer import CaseInputs, DriftRow, Exemption, Fineness, ResultComparison, Standing
@@ -62,6 +62,7 @@ class Findings:
         candidate_environment: Of the candidate; None for the baseline's.
         inside: The worst verdict of what lies inside: tensors, ops, weights.
         inside_reason: What is wrong inside, in words; None for "a tensor is wrong at" the first divergence.
+        wrong_weights: Which weights of a served file are not the baseline's, in words; None where none.
         differences: What differs between the sides as a user runs them, in words.
         token_change: Which token the release engine picks otherwise; None where none.
         left: Which results were not compared, in words; None where all were.
@@ -69,6 +70,8 @@ class Findings:
         over: What is over budget, in words, where that is not one of `results`.
         costs: Results that differ by what a coarser precision costs: no mistake, but counted against a budget.
         counts: None to count pairs and what was skipped on either side.
+        explanation: What explains a difference of the results, in words; it is added to the reason.
+        interruption: How far the work was when it was interrupted, in words: then the answer is never ok.
     """
 
     baseline: str
@@ -77,6 +80,7 @@ class Findings:
     candidate_environment: Mapping[str, Any] | None = None
     inside: Verdict = "identical"
     inside_reason: str | None = None
+    wrong_weights: str | None = None
     differences: Sequence[str] = ()
     token_change: str | None = None
     left: str | None = None
@@ -105,11 +109,27 @@ class Findings:
     notes: Sequence[str] = ()
     generates: bool = False
     reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    explanation: str | None = None
+    interruption: str | None = None
 
     @property
     def verdict(self) -> Verdict:
         """The worst of all."""
-        return "wrong" if self.differences else worst([self.inside, *(result.verdict for result in self.results)])
+        if self.differences or self.wrong_weights is not None:
+            return "wrong"
+        return worst([self.inside, *(result.verdict for result in self.results)])
+
+    def interrupt(self, missing: str | None = None) -> None:
+        """Mark the findings as those of interrupted work.
+
+        Args:
+            missing: What was not done; None counts the steps.
+        """
+        steps = len({(pair.case, pair.step) for pair in self.pairs})
+        total = sum(one.num_steps for one in self.inputs)
+        self.interruption = f"interrupted: {missing or f'{min(steps, total)} of {total} steps were begun'}"
+        self.skipped = [*self.skipped, Skipped("*", "both", self.interruption)]
+        self.notes = [self.interruption, *self.notes]
 
     def conclude(self, policy: Policy) -> Comparison:
         """Return the comparison that follows."""
@@ -137,9 +157,23 @@ class Findings:
 
 
 def decide(findings: Findings, policy: Policy) -> Decision:
-    """Apply the rule of the module's docstring."""
+    """Apply the rule of the module's docstring, and add to its reason what explains it."""
+    decision = _decide(findings, policy)
+    reason, is_mild = decision.reason, decision.standing in ("ok", "too little judged")
+    if findings.explanation is not None and not is_mild:
+        reason = f"{reason}; {findings.explanation}"
+    if findings.interruption is None:
+        return Decision(decision.standing, reason)
+    if is_mild:
+        return Decision("too little judged", findings.interruption)
+    return Decision(decision.standing, f"{reason} ({findings.interruption})")
+
+
+def _decide(findings: Findings, policy: Policy) -> Decision:
     first, results = findings.first_divergence, findings.results
     inside = findings.inside_reason or (f"a tensor is {findings.inside} at {first.site}" if first is not None else None)
+    if findings.wrong_weights is not None:
+        return Decision("weights differ", findings.wrong_weights)
     if findings.differences:
         return Decision("results differ", "; ".join(dict.fromkeys(findings.differences)))
     different = [result for result in results if policy.fails(result.verdict)]
@@ -199,24 +233,3 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, partial: Comparison) -> None:
         super().__init__("interrupted")
         self.partial = partial
-
-
-def incomplete(found: Comparison, missing: str | None = None) -> Comparison:
-    """Return what was found before an interruption: not ok, and it says how far the work was.
-
-    Args:
-        found: Until then.
-        missing: What was not done; None counts the steps.
-    """
-    steps, total = len({(pair.case, pair.step) for pair in found.pairs}), sum(one.num_steps for one in found.inputs)
-    text = f"interrupted: {missing or f'{min(steps, total)} of {total} steps were begun'}"
-    mild = found.ok or found.too_little
-    return replace(
-        found,
-        ok=False,
-        too_little=mild,
-        standing="too little judged" if mild else found.standing,
-        not_ok_because=text if mild else f"{found.not_ok_because} ({text})",
-        skipped=(*found.skipped, Skipped("*", "both", text)),
-        notes=(text, *found.notes),
-    )

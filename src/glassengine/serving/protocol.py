@@ -151,6 +151,13 @@ class ServedInDtype(Served, Protocol):
 
 
 @runtime_checkable
+class ServedInSession(Served, Protocol):
+    """An engine that runs an ONNX file in a session of `Options.session`."""
+
+    session: SessionSettings
+
+
+@runtime_checkable
 class ServedTogether(Served, Protocol):
     """An engine that runs several prompts at once."""
 

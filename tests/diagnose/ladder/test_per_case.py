@@ -13,8 +13,10 @@ import torch
 import glassengine as glass
 from glassengine.cli.main import main
 from glassengine.diagnose.ladder import per_case
+from glassengine.diagnose.ladder.request import CheckRequest
+from glassengine.diagnose.router import route
 from glassengine.errors import BackendError, UsageError
-from glassengine.results import Interrupted
+from glassengine.results import Interrupted, Policy
 from glassengine.workers import Died
 
 PORT = """
@@ -98,9 +100,7 @@ def test_a_worker_that_ends_is_an_error(file: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_an_error_of_a_worker_is_passed_on(file: str) -> None:
-    request = per_case.requested(
-        glass.check, 2, {"baseline": f"{file}:none", "candidate": f"{file}:none", "reproduction": None}
-    )
+    request = CheckRequest(f"{file}:none", f"{file}:none", Policy(), jobs=2, route=route).for_workers()
     found = pickle.loads(per_case.answer(pickle.dumps((1, torch.get_num_threads(), request))))  # noqa: S301
     per_case._case = None
     assert isinstance(found, str) and found

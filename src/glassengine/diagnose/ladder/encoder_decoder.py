@@ -30,7 +30,7 @@ from glassengine.program.kinds.encoder_decoder import SOURCE_MASK, Encoder, star
 from glassengine.program.kinds.example_inputs import encoder_inputs
 from glassengine.program.user_code.module_state import own_copies
 from glassengine.progress import Progress, Work
-from glassengine.results import Comparison, Rung, WeightsComparison, added, worst
+from glassengine.results import Findings, Rung, WeightsComparison, added, worst
 
 DECODER_IDS = "decoder_input_ids"
 
@@ -148,35 +148,39 @@ def _right_padded(model: LoadedModel, case: Case) -> dict[str, Any]:
     return source | ({"attention_mask": case.attention_mask.gather(1, order)} if takes_mask(model.module) else {})
 
 
-def joined(encoder: Comparison, decoder: Comparison) -> Comparison:
-    """Return one comparison of what was found in both programs; coverage is the lower one of the two."""
+def joined(encoder: Findings, decoder: Findings) -> Findings:
+    """Return what was found in both programs; coverage is the lower one of the two."""
     # A rung that only explains, or a pass, may be there for one of them.
     names = [rung.name for rung in max(encoder.rungs, decoder.rungs, key=len)]
     firsts = [found.first_divergence for found in (encoder, decoder) if found.first_divergence is not None]
-    bad = [found for found in (encoder, decoder) if not found.ok]
+    first = min(firsts, key=lambda one: names.index(one.rung or ""), default=None)
+    rungs = (*encoder.rungs, *decoder.rungs)
+    less = min(encoder, decoder, key=lambda found: found.coverage)
+    assert encoder.counts is not None and decoder.counts is not None
     return replace(
         decoder,
-        ok=not bad,
-        verdict=worst([encoder.verdict, decoder.verdict]),
-        first_divergence=min(firsts, key=lambda first: names.index(first.rung or ""), default=None),
-        origins=encoder.origins + decoder.origins,
+        inside=worst([encoder.inside, decoder.inside]),
+        inside_reason=None if first is not None else encoder.inside_reason or decoder.inside_reason,
+        differences=[*encoder.differences, *decoder.differences],
+        token_change=encoder.token_change or decoder.token_change,
+        left=encoder.left or decoder.left,
+        missing=less.missing,
+        first_divergence=first,
+        origins=[*encoder.origins, *decoder.origins],
         counts=added(encoder.counts, decoder.counts),
         pairs=(*encoder.pairs, *decoder.pairs),
-        skipped=encoder.skipped + decoder.skipped,
-        coverage=min(encoder.coverage, decoder.coverage),
-        rungs=tuple(_joined_rung([r for r in encoder.rungs + decoder.rungs if r.name == name]) for name in names),
-        not_ok_because=bad[0].not_ok_because if bad else None,
-        too_little=bool(bad) and all(found.too_little for found in bad),
+        skipped=[*encoder.skipped, *decoder.skipped],
+        coverage=less.coverage,
+        rungs=[_joined_rung([rung for rung in rungs if rung.name == name]) for name in names],
         weights=_joined_weights(encoder.weights, decoder.weights),
-        standing=bad[0].standing if bad else "ok",
         results=merged((*encoder.results, *decoder.results)),
-        fineness=encoder.fineness + decoder.fineness,
-        inputs=encoder.inputs + decoder.inputs,
-        drift=encoder.drift + decoder.drift,
-        written_differently=encoder.written_differently + decoder.written_differently,
+        fineness=[*encoder.fineness, *decoder.fineness],
+        inputs=[*encoder.inputs, *decoder.inputs],
+        drift=[*encoder.drift, *decoder.drift],
+        written_differently=[*encoder.written_differently, *decoder.written_differently],
         exemptions=together(*((found.exemptions, found.num_elements) for found in (encoder, decoder))),
         num_elements=encoder.num_elements + decoder.num_elements,
-        notes=tuple(dict.fromkeys(encoder.notes + decoder.notes)),
+        notes=list(dict.fromkeys([*encoder.notes, *decoder.notes])),
         reads={**encoder.reads, **decoder.reads},
     )
 

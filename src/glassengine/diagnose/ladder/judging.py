@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from glassengine.diagnose.ladder.climb import Climb
@@ -16,6 +17,7 @@ from glassengine.judge.verdict.run import run_cases
 from glassengine.judge.verdict.score import Score
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.progress import Progress, Work
+from glassengine.results import Findings, Interrupted, Policy
 
 OnStep = Callable[[Case, int, Mapping[str, float]], None]
 
@@ -110,3 +112,25 @@ def severity_counter(
             before = logits
 
     return count
+
+
+@contextlib.contextmanager
+def kept(collected: Callable[[], Findings], policy: Policy) -> Iterator[None]:
+    """Raise `Interrupted`, with what was found, where the block is interrupted and anything was found.
+
+    Args:
+        collected: Returns what was found until it is called.
+        policy: Concludes it.
+    """
+    try:
+        yield
+    except Interrupted:
+        raise
+    except KeyboardInterrupt as error:
+        found = None
+        with contextlib.suppress(Exception):  # nothing to compare yet, or a tensor was half judged
+            found = collected()
+            found.interrupt()
+        if found is None:
+            raise
+        raise Interrupted(found.conclude(policy)) from error

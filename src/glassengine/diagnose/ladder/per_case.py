@@ -9,20 +9,17 @@ from __future__ import annotations
 import logging
 import pickle
 from collections import deque
-from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from glassengine.diagnose.ladder.climb import Climb
 from glassengine.diagnose.ladder.judging import judge, severity_counter
-from glassengine.errors import BackendError, UsageError, first_line
+from glassengine.errors import BackendError, first_line
 from glassengine.judge.end_to_end import Severity
 from glassengine.judge.verdict.run import first_inputs, leave_out_gauges
-from glassengine.progress import Progress, Work, silent
+from glassengine.progress import Progress, Work
 from glassengine.workers import Died
 from glassengine.workers.processes import Processes
 
@@ -36,36 +33,12 @@ class _Judged(BaseException):
     """Ends the check of a worker; its argument is what was found of the case: scores, severity, tokens."""
 
 
-def requested(check: Callable[..., Any], jobs: int, arguments: Mapping[str, Any]) -> bytes | None:
-    """Return a check and its arguments for other processes; None if this process judges all cases.
-
-    Raises:
-        UsageError: `jobs` is not positive, or an argument cannot be given to another process.
-    """
-    if jobs < 1:
-        raise UsageError("invalid --jobs", got=str(jobs), expected="a number from 1 on")
-    if jobs == 1:
-        return None
-    for name in ("baseline", "candidate"):
-        if not isinstance(arguments[name], str | Path):
-            raise UsageError(
-                "--jobs is for a baseline and a candidate that other processes can load",
-                got=f"{name}: {type(arguments[name]).__name__}",
-                expected="a directory, or file.py:factory",
-                hint="--jobs 1",
-            )
-    if arguments["reproduction"] is not None:
-        logger.warning("one process judges all cases: a reproduction needs their tensors")
-        return None
-    return pickle.dumps((check, {**arguments, "jobs": 1, "progress": silent}))
-
-
 def judge_cases(climb: Climb, request: bytes | None, jobs: int, progress: Progress) -> None:
     """Judge all cases of a climb; what other processes find is merged into its scores.
 
     Args:
         climb: With its sides.
-        request: As `requested` returns it.
+        request: As `CheckRequest.for_workers` returns it.
         jobs: Number of processes, this one among them.
         progress: Called with an event after each step of this process, and after each case of another one.
 
@@ -112,8 +85,8 @@ def answer(request: bytes) -> bytes:
     _case, num_threads, asked = pickle.loads(request)  # noqa: S301 (sent by the process that started this one)
     torch.set_num_threads(num_threads)
     try:
-        check, arguments = pickle.loads(asked)  # noqa: S301
-        check(**arguments)
+        wanted = pickle.loads(asked)  # noqa: S301
+        wanted.route(wanted)
     except _Judged as judged:
         return pickle.dumps(judged.args)
     except Exception as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from glassengine.errors import UsageError
@@ -10,7 +9,7 @@ from glassengine.numerics.metrics.drift import decibels
 from glassengine.program import LoadedModel
 from glassengine.program.onnx.stored.options import SessionSettings
 from glassengine.program.onnx.stored.session import OnnxModel
-from glassengine.results import Comparison, ResultComparison
+from glassengine.results import Findings, ResultComparison
 
 _LEAST = 1.0
 """In dB: less is the rounding of another order."""
@@ -31,7 +30,7 @@ def as_run(baseline: LoadedModel, candidate: LoadedModel | None, settings: Sessi
         raise UsageError("--session-options are for an ONNX file as candidate", expected="--candidate model.onnx")
 
 
-def with_level(found: Comparison, model: LoadedModel, written: Sequence[ResultComparison] = ()) -> Comparison:
+def with_level(found: Findings, model: LoadedModel, written: Sequence[ResultComparison] = ()) -> Findings:
     """Name the level of optimization where it is the cause of a difference.
 
     Args:
@@ -43,7 +42,7 @@ def with_level(found: Comparison, model: LoadedModel, written: Sequence[ResultCo
     if not isinstance(module, OnnxModel) or module.settings is None:
         return found
     known = {one.name: one.snr_db for one in written}
-    for one in found.results:
+    for one in (*found.costs, *found.results):
         before, (noise, signal) = known.get(one.name), module.apart.get(one.candidate_name, (0.0, 0.0))
         if one.snr_db is None or not noise or not signal:
             continue
@@ -55,7 +54,5 @@ def with_level(found: Comparison, model: LoadedModel, written: Sequence[ResultCo
     if not texts:
         return found
     notes = [f"ONNX Runtime's optimizations at level {module.settings.level!r} {text}" for text in dict.fromkeys(texts)]
-    reason = found.not_ok_because
-    if reason is not None and not found.too_little:
-        reason = f"{reason}; {notes[0]}"
-    return dataclasses.replace(found, notes=(*notes, *found.notes), not_ok_because=reason)
+    found.notes, found.explanation = [*notes, *found.notes], notes[0]
+    return found

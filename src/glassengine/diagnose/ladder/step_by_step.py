@@ -23,7 +23,7 @@ from glassengine.program.kinds.steps import MadeUp
 from glassengine.program.user_code.module_state import ModuleState, remembers, states_before
 from glassengine.program.user_code.specialized import SPECIALIZED
 from glassengine.progress import Progress, Work
-from glassengine.results import Comparison, Result, Skipped, SliceMaxima
+from glassengine.results import Findings, Result, Skipped, SliceMaxima
 
 Step = Mapping[str, Any]
 _PLAIN = (bool, int, float, str, type(None))
@@ -149,12 +149,15 @@ def _stages(
     return [Stage(baseline, candidate, _part(steps, numbers), numbers) for numbers in groups.values()]
 
 
-def numbered(result: Comparison, numbers: Sequence[int]) -> Comparison:
-    """Return the result of a stage with its steps counted as they are in the inputs."""
+def numbered(found: Findings, numbers: Sequence[int]) -> Findings:
+    """Return the findings of a stage with its steps counted as they are in the inputs."""
     if list(numbers) == list(range(len(numbers))):
-        return result
-    changed: Comparison = _numbered(result, numbers)
-    return changed
+        return found
+    values = {one.name: getattr(found, one.name) for one in dataclasses.fields(found)}
+    changed = {
+        name: _numbered(tuple(value) if isinstance(value, list) else value, numbers) for name, value in values.items()
+    }
+    return Findings(**changed)
 
 
 def _numbered(value: Any, numbers: Sequence[int]) -> Any:

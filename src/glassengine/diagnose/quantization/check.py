@@ -10,12 +10,14 @@ Both sides are loaded in float32, so that the rounding of a smaller dtype is not
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from glassengine.diagnose.ladder.request import CheckRequest
 from glassengine.diagnose.quantization.checkpoint_drift import checkpoint_drift
 from glassengine.diagnose.quantization.effects import Weight, difference, forwards_of, one_by_one, outcome_of, watching
 from glassengine.diagnose.quantization.result import RUNG, findings_of, finished, result_of
@@ -36,7 +38,6 @@ from glassengine.results import (
     Policy,
     Quantization,
     Skipped,
-    incomplete,
 )
 from glassengine.results.answer import Origin, input_used
 
@@ -48,44 +49,28 @@ def is_quantized_candidate(baseline: Any, candidate: Any) -> bool:
     return isinstance(candidate, (str, Path)) and is_quantized(candidate) and not is_quantized(baseline)
 
 
-def check_quantized_checkpoint(
-    baseline: str | Path | nn.Module,
-    candidate: str | Path,
-    *,
-    dtype: str = "auto",
-    adapter: str | Path | None = None,
-    inputs: Inputs = None,
-    steps: int = 3,
-    policy: Policy,
-    progress: Progress = silent,
-    **options: Any,
-) -> Comparison:
+def check_quantized_checkpoint(request: CheckRequest, _: Any) -> Comparison:
     """Load both sides, in float32 unless another dtype is given, and judge them with `check_quantized`.
 
-    Args:
-        baseline: As for `check`.
-        candidate: A quantized checkpoint.
-        dtype: "auto" for float32.
-        adapter: As for `check`.
-        inputs: As for `check`.
-        steps: As for `check_quantized`.
-        policy: Of `check`; every weight is judged, whatever the least coverage is.
-        progress: Called with an event when a stage begins.
-        options: As for `load_model`.
+    Every weight is judged, whatever the least coverage is.
 
     Raises:
         UsageError: A side cannot be loaded.
         IncomparableError: As `check_quantized`.
     """
-    dtype = "float32" if dtype == "auto" else dtype
+    progress, policy = request.progress, replace(request.policy, min_coverage=0.0)
+    dtype = "float32" if request.dtype == "auto" else request.dtype
     progress(Work.LOADING.says("loading the baseline"))
-    ours = load_model(baseline, dtype=dtype, adapter=adapter, **options)
+    ours = load_model(request.baseline, dtype=dtype, adapter=request.adapter, **request.loading)
     progress(Work.DEQUANTIZING.says("dequantizing the candidate"))
-    theirs = load_model(candidate, dtype=dtype, **options)
-    steps_of = quantization_steps(candidate, **options)
+    candidate = str(request.candidate)
+    theirs = load_model(candidate, dtype=dtype, **request.loading)
+    steps_of = quantization_steps(candidate, **request.loading)
     with threads_for(ours.module):
-        given = read_inputs(inputs)
-        found = check_quantized(ours, theirs, steps_of, given=given, steps=steps, policy=policy, progress=progress)
+        given = read_inputs(request.inputs)
+        found = check_quantized(
+            ours, theirs, steps_of, given=given, steps=request.steps, policy=policy, progress=progress
+        )
         found.differences = other_tokens(ours, theirs.directory, given)
         return found.conclude(policy)
 
@@ -165,7 +150,8 @@ def check_quantized(
     answer.drift = [*drift, last]
     answer.inputs = [_inputs(f"forward {at}", one, is_given=given is not None) for at, one in enumerate(forwards)]
     if stopped is not None:
-        raise Interrupted(incomplete(answer.conclude(policy), stopped))
+        answer.interrupt(stopped)
+        raise Interrupted(answer.conclude(policy))
     return answer
 
 

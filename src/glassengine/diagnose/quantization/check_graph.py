@@ -30,12 +30,10 @@ from glassengine.results import (
     BY_GRID,
     FLAGGED,
     CaseInputs,
-    Comparison,
     Divergence,
     Findings,
     Hint,
     Pair,
-    Policy,
     Rung,
     Skipped,
     Verdict,
@@ -79,18 +77,16 @@ def check_quantized_graph(
     baseline: LoadedModel,
     candidate: LoadedModel,
     cases: Sequence[Case],
-    policy: Policy,
     progress: Progress,
     *,
     returned: Sequence[Mapping[str, Tensor]] | None = None,
-) -> Comparison:
+) -> Findings:
     """Run both files on all cases, and judge each op of the quantized one in its own precision.
 
     Args:
         baseline: An ONNX file of floats.
         candidate: What it was quantized to.
         cases: Of plain modules.
-        policy: Of `check`.
         progress: Called with an event when a stage begins.
         returned: Results of the baseline that the user has given, for each step, where `baseline` stands for it.
 
@@ -118,10 +114,10 @@ def check_quantized_graph(
         )
     progress(Work.JUDGING.says("judging the quantized weights"))
     weights = dict(run.judged_weights())
-    return _concluded(baseline, candidate, program, run, ends, weights, cases, policy)
+    return _findings(baseline, candidate, program, run, ends, weights, cases)
 
 
-def _concluded(
+def _findings(
     baseline: LoadedModel,
     candidate: LoadedModel,
     program: Program,
@@ -129,8 +125,7 @@ def _concluded(
     ends: Ends,
     weights: Mapping[str, WeightError],
     cases: Sequence[Case],
-    policy: Policy,
-) -> Comparison:
+) -> Findings:
     judge_widths(run.ops.values())
     order = {node.name: index for index, node in enumerate(program.graph.nodes)}
     ops = sorted((op for op in run.ops.values() if op.worst is not None), key=lambda op: order[op.node.name])
@@ -171,7 +166,7 @@ def _concluded(
         fineness=(found,),
         inputs=[CaseInputs(case.name, case.num_steps, case.inputs) for case in cases],
         drift=(*shared([row for row in rows if row.site not in returned]), *ends.run.drift_rows()),
-    ).conclude(policy)
+    )
     return with_level(answer, candidate, ends.written.found)
 
 

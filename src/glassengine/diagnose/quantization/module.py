@@ -25,8 +25,8 @@ from glassengine.diagnose.quantization.result import RUNG
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.program import LoadedModel
 from glassengine.program.quantized.modules import QuantizedModule, quantized_module
-from glassengine.progress import Progress
-from glassengine.results import Comparison, Divergence, Findings, Hint, Policy
+from glassengine.progress import Progress, silent
+from glassengine.results import Divergence, Findings, Hint, Policy
 
 _OF_WEIGHTS = 0.5
 _OF_INPUTS = 4.0
@@ -54,8 +54,8 @@ def check_quantized_module(
     steps: int = 3,
     policy: Policy,
     differences: Sequence[str] = (),
-    progress: Progress = lambda text: None,
-) -> Comparison:
+    progress: Progress = silent,
+) -> Findings:
     """Judge a quantized module: each weight by the step of its grid, the results by what the weights explain.
 
     Args:
@@ -71,9 +71,17 @@ def check_quantized_module(
     if not baseline.generation.takes_tokens:
         given = arguments_of(baseline, given)
     candidate = dataclasses.replace(candidate, metadata={**candidate.metadata, "quantization": {"method": held.method}})
-    told: dict[str, Any] = {"steps": steps, "policy": policy, "progress": progress}
     with untied(baseline.module, held.steps):
-        found = check_quantized(baseline, candidate, held.steps, given=given, weights=held.weights, **told)
+        found = check_quantized(
+            baseline,
+            candidate,
+            held.steps,
+            given=given,
+            weights=held.weights,
+            steps=steps,
+            policy=policy,
+            progress=progress,
+        )
         forwards = forwards_of(baseline, given, steps)
         expected, actual = outcome_of(baseline.module, forwards), outcome_of(candidate.module, forwards)
         with _exchanged(baseline.module, held.weights):
@@ -87,7 +95,7 @@ def check_quantized_module(
     modes = modes_of({"baseline": baseline, "candidate": candidate}, lambda who: forwards[0])
     found.notes = modes.notes
     found.differences = [*differences, *modes.differences]
-    return found.conclude(policy)
+    return found
 
 
 def _add_unexplained(found: Findings, apart: float, cost: float) -> None:

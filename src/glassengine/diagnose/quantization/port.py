@@ -12,9 +12,8 @@ from __future__ import annotations
 import itertools
 import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,8 @@ from glassengine.program.onnx.dequantized import without_grids
 from glassengine.program.onnx.stored.grids import is_quantized_graph
 from glassengine.program.representation.signature import named_results
 from glassengine.program.user_code.module_state import run_alone
-from glassengine.results import Comparison, Findings, Policy, decide, worst
+from glassengine.progress import Progress
+from glassengine.results import Findings, Policy, worst
 
 _ALIKE = 0.3
 """Relative distance of a weight from the one that it was quantized from: four bits a tensor leave so much."""
@@ -45,8 +45,6 @@ _MOST_STEPS = 1.5
 _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 _EPSILONS = (1e-5, 1e-3, 1e-6, 1e-4, 1e-12)
 
-Check = partial[Comparison]
-
 
 def is_quantized_file(model: LoadedModel) -> bool:
     """Whether a model is a quantized ONNX file."""
@@ -54,31 +52,39 @@ def is_quantized_file(model: LoadedModel) -> bool:
 
 
 def check_quantized_file(
-    spec: Any, baseline: LoadedModel, candidate: LoadedModel, given: Any, check: Check, policy: Policy
-) -> Comparison:
+    baseline: LoadedModel,
+    candidate: LoadedModel,
+    given: Any,
+    judge_file: Callable[[Path], Findings],
+    policy: Policy,
+    progress: Progress,
+) -> Findings:
     """Judge a quantized ONNX file beside a model of floats.
 
     Args:
-        spec: What the user called the model.
         baseline: The model: an ONNX file, or one of PyTorch.
         candidate: The file.
         given: Inputs that were read; None for made-up ones.
-        check: As the public one, with what the user asked for.
-        policy: Of it.
+        judge_file: Judges another ONNX file beside the baseline, as a port.
+        policy: Of the check.
+        progress: Called with an event when a stage begins.
 
     Raises:
         UsageError: The file computes with integers in a way that is not known.
     """
     if baseline.stored is None or baseline.stored.onnx is None:
-        return _beside_a_module(spec, baseline, candidate, given, check, policy)
-    return check_quantized_graph(
-        baseline, candidate, module_cases(arguments_of(baseline, given)), policy, check.keywords["progress"]
-    )
+        return _beside_a_module(baseline, candidate, given, judge_file, policy, progress)
+    return check_quantized_graph(baseline, candidate, module_cases(arguments_of(baseline, given)), progress)
 
 
 def _beside_a_module(
-    spec: Any, baseline: LoadedModel, candidate: LoadedModel, given: Any, check: Check, policy: Policy
-) -> Comparison:
+    baseline: LoadedModel,
+    candidate: LoadedModel,
+    given: Any,
+    judge_file: Callable[[Path], Findings],
+    policy: Policy,
+    progress: Progress,
+) -> Findings:
     import onnx
 
     assert candidate.stored is not None and candidate.stored.onnx is not None
@@ -94,42 +100,24 @@ def _beside_a_module(
         path = Path(folder) / file.path.name
         size = sum(tensor.ByteSize() for tensor in model.graph.initializer)
         onnx.save(model, str(path), save_as_external_data=size > 1 << 30, location=f"{path.stem}.data")
-        of_graph = check(spec, candidate=path)
+        of_graph = judge_file(path)
+        concluded = of_graph.conclude(policy)
         twin = load_model(path)
-        if of_graph.standing not in ("ok", "too little judged"):
+        if not concluded.ok and not concluded.too_little:
             assert twin.stored is not None
             ends = Ends(twin.stored)
             for place, step in enumerate(cases[0].steps):
                 ends.compare(candidate.module, named_inputs(step), ours[place], (cases[0].name, place))
-            inside, results = worst(rung.verdict for rung in of_graph.rungs), ends.run.found
-            as_judged = Findings(
-                of_graph.baseline,
-                candidate.spec,
-                of_graph.environment,
-                inside=inside,
-                results=results,
-                first_divergence=of_graph.first_divergence,
-                coverage=of_graph.coverage,
-            )
-            decision = decide(as_judged, policy)
-            found = replace(
-                of_graph,
-                candidate=candidate.spec,
-                results=results,
-                verdict=as_judged.verdict,
-                notes=(_WITHOUT_GRIDS, *of_graph.notes),
-            )
-            if not of_graph.ok and decision.standing in ("results differ", "differs inside"):
-                found = replace(found, standing=decision.standing, not_ok_because=decision.reason)
-            return with_level(found, candidate, ends.written.found)
-        of_grids = check_quantized_graph(twin, candidate, cases, policy, check.keywords["progress"], returned=ours)
-    note = f"without its grids the file is the baseline's graph: {of_graph.coverage:.0%} judged; sites are the file's"
-    found = replace(of_grids, baseline=baseline.spec, notes=(*of_grids.notes, note))
-    if not of_graph.ok and of_grids.ok:
-        found = replace(
-            found, ok=False, standing=of_graph.standing, not_ok_because=of_graph.not_ok_because, too_little=True
-        )
-    return found
+            of_graph.candidate, of_graph.results = candidate.spec, ends.run.found
+            of_graph.inside = worst(rung.verdict for rung in of_graph.rungs)
+            of_graph.notes = [_WITHOUT_GRIDS, *of_graph.notes]
+            return with_level(of_graph, candidate, ends.written.found)
+        of_grids = check_quantized_graph(twin, candidate, cases, progress, returned=ours)
+    share = f"{of_graph.coverage:.0%}"
+    note = f"without its grids the file is the baseline's graph: {share} judged; sites are the file's"
+    of_grids.baseline, of_grids.notes = baseline.spec, [*of_grids.notes, note]
+    of_grids.left = of_grids.left or concluded.not_ok_because
+    return of_grids
 
 
 @dataclass

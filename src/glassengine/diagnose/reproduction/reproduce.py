@@ -28,7 +28,7 @@ from glassengine.numerics.verdict import Reference
 from glassengine.program.kinds.causal_lm import USER_MODULE
 from glassengine.program.representation.naming import source_line
 from glassengine.program.representation.program import Program
-from glassengine.results import Comparison, Divergence
+from glassengine.results import Divergence, Findings
 from glassengine.results.replay import Bisection
 
 logger = logging.getLogger("glassengine")
@@ -42,7 +42,7 @@ _RUNNERS: Mapping[str, tuple[tuple[str, Mapping[str, Any]], ...]] = {
 _DEPTHS = (1, 2, 4, 8)
 
 
-def with_reproduction(result: Comparison, directory: Path, scores: Sequence[Score], baseline: Program) -> Comparison:
+def with_reproduction(result: Findings, directory: Path, scores: Sequence[Score], baseline: Program) -> Findings:
     """Write a reproduction of the first divergence and return `result` with the name of its directory.
 
     Where it cannot be written, that is logged: it must not take the result of the check with it.
@@ -69,9 +69,9 @@ def with_reproduction(result: Comparison, directory: Path, scores: Sequence[Scor
     except (GlassError, OSError) as error:
         logger.error("no reproduction in %s: %s", directory, error)
         return result
-    told = replace(first, reproduction=str(directory))
-    origins = tuple(told if origin is first else origin for origin in result.origins)
-    return replace(result, first_divergence=told, origins=origins)
+    reproduced = replace(first, reproduction=str(directory))
+    origins = tuple(reproduced if origin == first else origin for origin in result.origins)
+    return replace(result, first_divergence=reproduced, origins=origins)
 
 
 def _reproduce(directory: Path, divergence: Divergence, evidence: Evidence, baseline: Program) -> None:

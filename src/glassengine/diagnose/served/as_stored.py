@@ -25,7 +25,7 @@ from glassengine.judge.end_to_end import EndToEnd
 from glassengine.program import Program
 from glassengine.program.representation.signature import named_results
 from glassengine.progress import Progress
-from glassengine.results import Comparison, DriftRow, Quantization, QuantizedWeight, over_budget
+from glassengine.results import Findings, Quantization, QuantizedWeight, over_budget
 from glassengine.serving.protocol import ServedWeight
 
 _MOST_BYTES = 1 << 29
@@ -102,38 +102,29 @@ class AsStored:
         self._results.compare_signals(theirs, ours, (case.name, step))
 
     @torch.no_grad()
-    def told(self, found: Comparison, module: nn.Module, method: str, min_snr: float | None) -> Comparison:
-        """Return a comparison with what the file costs, not ok where that is more than is allowed.
+    def add_costs(self, found: Findings, module: nn.Module, method: str, min_snr: float | None) -> None:
+        """Add what the file costs to the findings of the engine with the weights of the file.
 
         Args:
-            found: Of the engine with the weights of the file.
+            found: The findings.
             module: The checkpoint's with these weights.
             method: How they are stored.
-            min_snr: As for `check`.
+            min_snr: As for `check`, of the first result over all cases and steps.
         """
         if self._results is None or not self._results.found:
-            return found
+            return
         results = [as_cost(one) for one in self._results.found]
         rows, first = self._results.drift_rows(), results[0]
         rates = first.same_tokens / first.num_tokens if first.num_tokens else None
-        cost = Quantization(
+        found.costs = results
+        found.over = over_budget([dataclasses.replace(first, snr_db=rows[0].snr_db)], min_snr)
+        found.quantization = Quantization(
             method, first.num_tokens, rows[0].snr_db, first.mean_kl, rates, self._costs, self._weights.unexplained
         )
-        notes = () if self._costs or not self._has_steps else ("--drift says what each weight costs",)
-        drift: tuple[DriftRow, ...] = found.drift
         if self._untouched is not None:
-            drift = (*checkpoint_drift(self._untouched, module, self._forwards), *rows)
-        found = dataclasses.replace(
-            found,
-            results=(*results, *found.results),
-            quantization=cost,
-            drift=drift,
-            notes=(*notes, *self._weights.types(), *found.notes),
-        )
-        over = over_budget([dataclasses.replace(first, snr_db=rows[0].snr_db)], min_snr)
-        if over is None or not found.ok:
-            return found
-        return dataclasses.replace(found, ok=False, standing="over budget", not_ok_because=over)
+            found.drift = [*checkpoint_drift(self._untouched, module, self._forwards), *rows]
+        notes = () if self._costs or not self._has_steps else ("--drift says what each weight costs",)
+        found.notes = [*notes, *self._weights.types(), *found.notes]
 
     @property
     def _has_steps(self) -> bool:

@@ -7,20 +7,18 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from glassengine.backends.protocol.backend import TakingModels
 from glassengine.backends.registry import find_backend, get_backend
+from glassengine.diagnose.ladder.request import CheckRequest
 from glassengine.engine.build.limits import check_dtype, check_written
 from glassengine.engine.run.engine import read_engine
 from glassengine.engine.store import files
-from glassengine.errors import UsageError
 from glassengine.program import load_model
 from glassengine.program.loading.adapters import is_adapter
 from glassengine.program.onnx.stored.file import is_onnx
-from glassengine.progress import Progress, Work
+from glassengine.progress import Work
 from glassengine.recording.read.source import TensorSource, file_suffixes, open_source
-from glassengine.serving.protocol import Options, Served, open_served, served_as
+from glassengine.serving.protocol import Served, open_served, served_as
 from glassengine.serving.target import recorded_engine
 from glassengine.stores.places import place
 from glassengine.writing.files import remove_tree
@@ -31,7 +29,7 @@ def is_engine(candidate: object) -> bool:
     return isinstance(candidate, (str, Path)) and (place(candidate) / "engine.json").is_file()
 
 
-def is_record(candidate: object) -> bool:
+def _is_record(candidate: object) -> bool:
     """Whether a candidate is a record of tensors."""
     if not isinstance(candidate, (str, Path)) or not place(candidate).exists():
         return False
@@ -41,74 +39,53 @@ def is_record(candidate: object) -> bool:
     return path.suffix.lower() in file_suffixes()
 
 
-def named_candidate(
-    baseline: object, candidate: object, options: Options, *, layout: str | None, has_map: bool
-) -> tuple[Served | None, TensorSource | None]:
-    """Return a candidate as a serving engine, or as a record of something else; nothing where it is neither.
+def open_record(request: CheckRequest) -> TensorSource | None:
+    """Return a candidate that is a record of tensors."""
+    return open_source(str(request.candidate)) if _is_record(request.candidate) else None
 
-    Args:
-        baseline: Of the check.
-        candidate: `gguf:FILE`, an engine of a back-end that writes models, a record, an ONNX file, or something else.
-        options: Of the run.
-        layout: Of a record that names none.
-        has_map: Whether the user names the tensors of a record.
-    """
-    served: Any = open_served(candidate if is_onnx(baseline) else served_as(candidate), options)
+
+def open_candidate(request: CheckRequest) -> Served | None:
+    """Return a candidate that is a serving engine: by its kind, as an engine directory, or as a record of one."""
+    candidate = request.candidate
+    if candidate is None:
+        return None
+    served: Any = open_served(candidate if is_onnx(request.baseline) else served_as(candidate), request.serving)
     if served is None and is_engine(candidate):
-        found = read_engine(str(candidate))
-        backend = find_backend(found.manifest.backend)
+        engine = read_engine(str(candidate))
+        backend = find_backend(engine.manifest.backend)
         if isinstance(backend, TakingModels):
-            return open_served(backend.served(found.directory / files.MAIN), options), None
-    record = open_source(str(candidate)) if served is None and is_record(candidate) else None
-    if record is not None and (layout or record.metadata.get("layout")) and not has_map:
-        served = recorded_engine(record, layout)
-    return served, record
+            return open_served(backend.served(engine.directory / files.MAIN), request.serving)
+        return None
+    record = open_record(request) if served is None and request.map is None else None
+    if record is not None and (request.layout or record.metadata.get("layout")):
+        served = recorded_engine(record, request.layout)
+    found: Served | None = served
+    return found
 
 
-def built_candidate(
-    baseline: str | Path | nn.Module,
-    backend: str | None,
-    quantize: str | None,
-    options: Options,
-    progress: Progress,
-    *,
-    dtype: str,
-    **loading: Any,
-) -> Served | None:
-    """Return what a back-end makes of the baseline, as a serving engine; None where it compiles its graph.
+def is_written(request: CheckRequest) -> bool | None:
+    """Return True if the engine of a check is one that a back-end writes from a model; None if not."""
+    if request.candidate is not None or request.backend is None:
+        return None
+    return isinstance(get_backend(request.backend), TakingModels) or None
 
-    Args:
-        baseline: Of the check.
-        backend: Its name.
-        quantize: Type of matrices.
-        options: Of the run.
-        progress: Called with an event when a stage begins.
-        dtype: As for `check`.
-        loading: As for `load_model`.
+
+def write_candidate(request: CheckRequest) -> Served:
+    """Return what a back-end writes from the baseline, as a serving engine; its files live as long as it.
 
     Raises:
-        UsageError: It cannot be written, or types are asked for where none are.
+        UsageError: It cannot be written.
     """
-    if backend is None and quantize is None:
-        return None
-    chosen = get_backend(backend) if backend is not None else None
-    if not isinstance(chosen, TakingModels):
-        if quantize is not None:
-            raise UsageError(
-                "matrices are rounded by back-ends that write models",
-                got=f"--quantize {quantize}",
-                hint="--backend gguf",
-            )
-        return None
-    progress(Work.LOADING.says("loading the model"))
-    model = load_model(baseline, dtype=dtype, **loading)
-    check_dtype(chosen, model.dtype)
-    check_written(chosen, model, quantize, None, {})
-    progress(Work.COMPILING.says(f"writing {model.spec} with {chosen.name}"))
+    backend: Any = get_backend(str(request.backend))
+    request.progress(Work.LOADING.says("loading the model"))
+    model = load_model(request.baseline, dtype=request.dtype, adapter=request.adapter, **request.loading)
+    check_dtype(backend, model.dtype)
+    check_written(backend, model, request.quantize, None, {})
+    request.progress(Work.COMPILING.says(f"writing {model.spec} with {backend.name}"))
     folder = Path(tempfile.mkdtemp(prefix="glassengine-"))
     try:
-        chosen.build_model(model.module, folder, quantize, None)
-        served = open_served(chosen.served(folder), options)
+        backend.build_model(model.module, folder, request.quantize, None)
+        served = open_served(backend.served(folder), request.serving)
         assert served is not None
     except BaseException:
         remove_tree(folder)

@@ -24,76 +24,55 @@ from torch import nn
 
 from glassengine import environment
 from glassengine.diagnose.ladder.climb import Climb
-from glassengine.diagnose.ladder.interrupted import kept
-from glassengine.diagnose.ladder.judging import OnStep, judge, severity_counter
+from glassengine.diagnose.ladder.judging import OnStep, judge, kept, severity_counter
+from glassengine.diagnose.ladder.request import CheckRequest
 from glassengine.diagnose.ladder.rungs import start
 from glassengine.diagnose.reproduction.reproduce import with_reproduction
 from glassengine.diagnose.served.aligned import Alignment, arithmetic_of, hidden_kinds, operands_of
 from glassengine.diagnose.served.as_stored import AsStored
+from glassengine.diagnose.served.candidates import write_candidate
 from glassengine.diagnose.served.literals import not_reached, with_settings
 from glassengine.diagnose.served.runs import DEPLOYED, Runs, run_of_encoder, runs_of
 from glassengine.diagnose.served.weights import WeightsFound, judge_weights
 from glassengine.errors import UsageError
-from glassengine.judge.cases import Case, Inputs
+from glassengine.judge.cases import Case
 from glassengine.judge.replay.reference import PLAIN, Arithmetic
 from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.judge.sides.module import threads_for
 from glassengine.judge.sides.protocol import Place
 from glassengine.judge.sides.recorded import PARTIAL, RecordedOps, dtype_of
-from glassengine.judge.verdict.conclude import conclude
+from glassengine.judge.verdict.conclude import findings_of
 from glassengine.judge.verdict.evidence import EvidenceBox
 from glassengine.judge.verdict.score import Score
 from glassengine.numerics.ops import ACCUMULATIONS, Accumulation
 from glassengine.numerics.quantization.activations import ROUNDOFF
 from glassengine.program import load_model
-from glassengine.progress import Progress, Work, silent
-from glassengine.results import Comparison, Policy, ResultComparison, Skipped, worst
+from glassengine.progress import Progress, Work
+from glassengine.results import Comparison, Divergence, Findings, ResultComparison, Skipped
 from glassengine.serving.alignment import numbers_of
 from glassengine.serving.onnx.generator import OWN_LOOP
 from glassengine.serving.protocol import Served, ServedInDtype, ServedWeight
 
 
-def check_served(
-    baseline: str | Path | nn.Module,
-    served: Served,
-    *,
-    dtype: str = "auto",
-    inputs: Inputs = None,
-    steps: int = 3,
-    fail_on: str = "wrong",
-    min_coverage: float = 0.9,
-    min_snr: float | None = None,
-    drift: bool = False,
-    layout: str | None = None,
-    reproduction: str | Path | None = None,
-    adapter: str | Path | None = None,
-    progress: Progress = silent,
-    **options: Any,
-) -> Comparison:
+def check_written(request: CheckRequest, _: Any) -> Comparison:
+    """Judge what a back-end writes from the baseline."""
+    return check_served(request, write_candidate(request))
+
+
+def check_served(request: CheckRequest, served: Served) -> Comparison:
     """Judge a serving engine against the checkpoint that it should serve.
 
-    Args:
-        baseline: The checkpoint.
-        served: The engine with its file.
-        dtype: Of the baseline, or of the engine where it takes one; "auto" for float32, in which such engines compute.
-        inputs: As for `check`; see `runs_of`.
-        steps: As for `check`.
-        fail_on: As for `check`.
-        min_coverage: As for `check`, of what this kind of candidate can show.
-        min_snr: As for `check`, of the file beside the checkpoint.
-        drift: As for `check`: which of the file's weights cost how much.
-        layout: As for `check`.
-        reproduction: As for `check`.
-        adapter: As for `check`.
-        progress: Called with an event when a stage begins.
-        options: As for `load_model`.
+    The dtype is that of the baseline, or of the engine where it takes one; "auto" is float32, in which such engines
+    compute. `min_snr` and `drift` are for the file beside the checkpoint, where its weights are rounded.
 
     Raises:
         UsageError: The baseline is no language model that generates, or the engine cannot run.
     """
+    progress = request.progress
     progress(Work.LOADING.says("loading the baseline"))
-    takes_one = isinstance(served, ServedInDtype)
-    model = load_model(baseline, dtype="float32" if dtype == "auto" or takes_one else dtype, adapter=adapter, **options)
+    is_float32 = request.dtype == "auto" or isinstance(served, ServedInDtype)
+    dtype = "float32" if is_float32 else request.dtype
+    model = load_model(request.baseline, dtype=dtype, adapter=request.adapter, **request.loading)
     model = model.judged_as(model.generation.alone)
     config = getattr(model.module, "config", None)
     encodes = not model.generation.decodes_tokens
@@ -111,61 +90,59 @@ def check_served(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="glassengine-served-")))
         progress(Work.RUNNING.says("running the candidate"))
         if encodes:
-            runs = run_of_encoder(served, model, inputs, folder)
+            runs = run_of_encoder(served, model, request.inputs, folder)
         else:
-            runs = runs_of(served, model, inputs, steps, folder)
+            runs = runs_of(served, model, request.inputs, request.steps, folder)
         stored = None
         if weights is not None:
             if weights.are_rounded:
                 progress(Work.RUNNING.says("running the baseline"))
-                stored = AsStored(model.module, runs.cases, weights, held, drift=drift, progress=progress)
+                stored = AsStored(model.module, runs.cases, weights, held, drift=request.drift, progress=progress)
             take_over(model.module, held, weights)
-        climb = start(model, list(runs.cases[0].steps or ()) or None, steps, stack, progress, runs.cases[0])
+        climb = start(model, list(runs.cases[0].steps or ()) or None, request.steps, stack, progress, runs.cases[0])
         climb.cases = runs.cases
         climb.skipped += [*(weights.skipped if weights is not None else ()), *runs.skipped]
         has_weights = weights is not None and bool(weights.judged)
-        alignments, coarse = _add(climb, runs, config, layout, with_weights=has_weights)
-        if reproduction is not None:
+        alignments, coarse = _add(climb, runs, config, request.layout, with_weights=has_weights)
+        if request.reproduction is not None:
             for score in climb.scores:
                 score.evidence = EvidenceBox(climb.program)
-        concluded = functools.partial(
-            conclude,
+        policy = request.policy if stored is None else dataclasses.replace(request.policy, min_snr=None)
+        collected = functools.partial(
+            findings_of,
             climb.program,
             climb.scores,
             climb.skipped,
             climb.severity,
             baseline=model.spec,
             candidate=served.spec,
-            policy=Policy(fail_on, min_coverage, min_snr if stored is None else None),
+            min_coverage=policy.min_coverage,
             environment=environment.describe(),
             cases=climb.cases,
         )
-        stack.enter_context(kept(concluded))
+        stack.enter_context(kept(collected, policy))
         progress(Work.JUDGING.says("judging the ops"))
         _judge(climb, coarse, stored, progress)
         for alignment in alignments:
             partial = sorted({name for tensors in alignment.by_case.values() for name in tensors.partial})
             climb.skipped += [Skipped(name, "candidate", PARTIAL, rung=Place.RECORD) for name in partial]
-        found = concluded()
+        found = collected()
         graph = alignments[0].source.metadata.get("graph") or {}
-        origins = with_settings(found.origins, graph, config, served.settings(config))
-        found = _with_origins(found, origins)
-        words = {score.side.rung: how.words for score, how in zip(climb.scores[1:], coarse, strict=True)}
-        found = dataclasses.replace(
-            found, results=tuple(_within(one, words.get(one.rung, ())) for one in found.results)
-        )
+        _replace_origins(found, with_settings(found.origins, graph, config, served.settings(config)))
+        words = {score.side.rung: one.words for score, one in zip(climb.scores[1:], coarse, strict=True)}
+        found.results = [_within(one, words.get(one.rung, ())) for one in found.results]
         if weights is not None and has_weights:
-            found = with_weights(found, weights, model.spec, served.spec)
+            add_weights(found, weights)
         longest = max((case.cache_length for case in climb.cases if case.input_ids is not None), default=0)
         unreached = not_reached(config, longest) if longest else ()
-        notes = (*found.notes, *_notes(served, config, alignments), *unreached)
-        found = dataclasses.replace(found, notes=notes)
+        found.notes = [*found.notes, *_notes(served, config, alignments), *unreached]
         if stored is not None:
-            found = stored.told(found, model.module, served.kind, min_snr)
-        if reproduction is None or found.first_divergence is None or found.first_divergence.node is None:
-            return found
-        progress(Work.WRITING.says("writing a reproduction"))
-        return with_reproduction(found, Path(reproduction), climb.scores, climb.program)
+            stored.add_costs(found, model.module, served.kind, request.policy.min_snr)
+        first = found.first_divergence
+        if request.reproduction is not None and first is not None and first.node is not None:
+            progress(Work.WRITING.says("writing a reproduction"))
+            found = with_reproduction(found, request.reproduction, climb.scores, climb.program)
+        return found.conclude(policy)
 
 
 def take_over(module: nn.Module, held: Mapping[str, ServedWeight], weights: WeightsFound) -> None:
@@ -260,44 +237,30 @@ def _within(one: ResultComparison, words: Sequence[str]) -> ResultComparison:
     return dataclasses.replace(one, within=f"the engine's {' and '.join(words)}") if words else one
 
 
-def _with_origins(found: Comparison, origins: Sequence[Any]) -> Comparison:
+def _replace_origins(found: Findings, origins: Sequence[Divergence]) -> None:
     first = found.first_divergence
     if first is not None:
         first = next(
             (one for one in origins if (one.rung, one.step, one.site) == (first.rung, first.step, first.site)), first
         )
-    return dataclasses.replace(found, origins=tuple(origins), first_divergence=first)
+    found.origins, found.first_divergence = list(origins), first
 
 
-def with_weights(found: Comparison, weights: WeightsFound, baseline: str, candidate: str) -> Comparison:
-    """Return the result with the rung of the weights before all others."""
-    wrong, divergences = weights.wrong, weights.divergences()
-    rungs = (weights.rung(baseline, candidate), *found.rungs)
-    pairs = (*weights.pairs(), *found.pairs)
-    counts: Any = dict(found.counts)
-    counts["compared"] += len(weights.judged)
-    for one in weights.judged:
+def add_weights(found: Findings, weights: WeightsFound) -> None:
+    """Add the rung of the weights before all others."""
+    divergences, judged = weights.divergences(), weights.judged
+    counts: Any = dict(found.counts or {})
+    counts["compared"] += len(judged)
+    for one in judged:
         counts[one.verdict] += 1
-    made = dataclasses.replace(
-        found,
-        weights=weights.comparison(),
-        rungs=rungs,
-        pairs=pairs,
-        counts=counts,
-        origins=(*divergences, *found.origins),
-    )
-    if not wrong:
-        return made
-    reason = f"{len(wrong)} weights are not the checkpoint's: {made.weights.how[0] if made.weights else ''}"
-    return dataclasses.replace(
-        made,
-        ok=False,
-        verdict=worst([found.verdict, "wrong"]),
-        first_divergence=divergences[0],
-        not_ok_because=reason,
-        standing="weights differ",
-        too_little=False,
-    )
+    found.counts = counts
+    found.weights = weights.comparison()
+    found.rungs = [weights.rung(found.baseline, found.candidate), *found.rungs]
+    found.pairs = [*weights.pairs(), *found.pairs]
+    found.origins = [*divergences, *found.origins]
+    if weights.wrong:
+        found.first_divergence = divergences[0]
+        found.wrong_weights = f"{len(weights.wrong)} weights are not the checkpoint's: {found.weights.how[0]}"
 
 
 def _notes(served: Served, config: Any, alignments: Sequence[Alignment]) -> list[str]:

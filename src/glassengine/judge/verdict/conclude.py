@@ -70,17 +70,32 @@ def conclude(
     severity: Mapping[str, Severity],
     weights: WeightsComparison | None = None,
     *,
+    policy: Policy,
+    **more: Any,
+) -> Comparison:
+    """Return the comparison that the scores of all sides come to; see `findings_of`."""
+    found = findings_of(program, scores, skipped, severity, weights, min_coverage=policy.min_coverage, **more)
+    return found.conclude(policy)
+
+
+def findings_of(
+    program: Program,
+    scores: Sequence[Score],
+    skipped: Sequence[Skipped],
+    severity: Mapping[str, Severity],
+    weights: WeightsComparison | None = None,
+    *,
     baseline: str,
     candidate: str,
-    policy: Policy,
+    min_coverage: float,
     environment: Mapping[str, Any],
     cases: Sequence[Case] = (),
     accumulated: str | None = None,
     texts: Mapping[str, tuple[str, ...]] | None = None,
     differences: Sequence[str] = (),
     notes: Sequence[str] = (),
-) -> Comparison:
-    """Return the comparison that the scores of all sides come to; `results.findings` has the rule of `ok`.
+) -> Findings:
+    """Return what the scores of all sides come to; `results.findings` has the rule of `ok`.
 
     Raises:
         IncomparableError: Nothing was compared.
@@ -125,7 +140,7 @@ def conclude(
         *left_out,
         *not_judged(program, scores, main, [*skipped, *left_out]),
     ]
-    answer = Findings(
+    return Findings(
         baseline=baseline,
         candidate=candidate,
         environment=environment,
@@ -134,7 +149,7 @@ def conclude(
         differences=[*differences, *memorized(program, scores)],
         token_change=None if release is None else release.first_change,
         left=results_left([score.results for score in scores[1:]]),
-        missing=missing(main, program) if judged < policy.min_coverage else None,
+        missing=missing(main, program) if judged < min_coverage else None,
         first_divergence=first,
         origins=origins,
         counts=counts_of(
@@ -161,7 +176,6 @@ def conclude(
         generates=program.generates,
         reads=reads_of(program),
     )
-    return answer.conclude(policy)
 
 
 def reads_of(program: Program) -> dict[str, tuple[str, ...]]:

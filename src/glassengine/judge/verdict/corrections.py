@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from glassengine.judge.graphs.between import region_of
 from glassengine.judge.hypotheses.trials.hypothesis import constants_of
 from glassengine.program.representation.program import Program
-from glassengine.results import Altered, Comparison, Divergence, Hint
+from glassengine.results import Altered, Divergence, Findings, Hint
 from glassengine.sites import parts_of_line
 
 _OF_AXES = frozenset({"dims", "dim"})
@@ -335,8 +335,8 @@ _SAME = 1e-6
 _MOST_DEPTH = 3
 
 
-def with_configuration(result: Comparison, module: Any) -> Comparison:
-    """Return a comparison whose hints name the value of the configuration that the baseline's number is.
+def with_configuration(result: Findings, module: Any) -> Findings:
+    """Return findings whose hints name the value of the configuration that the baseline's number is.
 
     Args:
         result: Of a check.

@@ -1,0 +1,137 @@
+"""The kinds of candidates of `glass check`: what users write, and which options a kind refuses, and why.
+
+This is the one list of them. `--help` and error messages are made from it, a test holds the README against it, and
+`diagnose.router` has the handler of each kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from glassengine.errors import UsageError
+
+FLAGS = {
+    "map": "--map",
+    "layout": "--layout",
+    "session_options": "--session-options",
+    "backend": "--backend",
+    "quantize": "--quantize",
+    "passes": "--pass",
+    "all_rungs": "--all-rungs",
+    "bisect_outputs": "--bisect-outputs",
+    "accumulation": "--accum",
+    "reproduction": "--reproduction",
+    "tensor_parallel": "--tensor-parallel",
+    "pipeline_parallel": "--pipeline-parallel",
+    "jobs": "--jobs",
+}
+"""Argument of `glass.check` -> flag, of the options that some kind refuses."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a kind of candidate cannot honor an option."""
+
+    what: str
+    hint: str | None = None
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of candidate.
+
+    Attributes:
+        name: In a word.
+        forms: What users write -> what it is.
+        refuses: Flag -> why.
+    """
+
+    name: str
+    forms: Mapping[str, str]
+    refuses: Mapping[str, Refusal] = field(default_factory=dict)
+
+
+def _each(flags: Iterable[str], what: str, hint: str | None = None) -> dict[str, Refusal]:
+    return {flag: Refusal(what.format(flag=flag), hint) for flag in flags}
+
+
+_LAYOUT = _each(["--layout"], "{flag} is for a recording of a serving engine")
+_MAP = _each(["--map"], "{flag} is for a record of tensors")
+_SESSION = {
+    "--session-options": Refusal(
+        "--session-options are for an ONNX file as candidate", "glass check MODEL --candidate model.onnx"
+    )
+}
+_BUILD = _each(
+    ["--tensor-parallel", "--pipeline-parallel", "--quantize"], "{flag} is for the engine that a check builds"
+)
+_RUNGS = _each(["--all-rungs", "--bisect-outputs"], "--all-rungs and --bisect-outputs are for engines") | _each(
+    ["--backend", "--pass"], "--backend and --pass build an engine of BASELINE", "remove them, or --candidate MODEL"
+)
+_SERVED = _each(
+    ["--map", "--pass", "--accum", "--all-rungs", "--bisect-outputs", "--jobs"],
+    "{flag} is not for a serving engine",
+    "leave it out",
+)
+_PARALLEL = _each(["--tensor-parallel", "--pipeline-parallel"], "{flag} is not for a serving engine", "leave it out")
+_OPS = _each(["--reproduction", "--accum"], "--reproduction and --accum are for ops")
+
+_WRITES = _each(["--quantize"], "matrices are rounded by back-ends that write models", "--backend gguf")
+
+BUILT = Kind("built", {}, _LAYOUT | _MAP | _SESSION | _WRITES)
+WRITTEN = Kind("written", {}, _LAYOUT | _SERVED | _SESSION | _PARALLEL)
+SERVED = Kind(
+    "served",
+    {
+        "gguf:FILE": "a GGUF file, run by llama.cpp",
+        "genai:DIR": "a folder of ONNX Runtime GenAI",
+        "vllm:DIR": "a model, run by vLLM",
+        "executorch:FILE": "a .pte file of ExecuTorch",
+        "openvino:DIR": "a decoder of OpenVINO",
+    },
+    _SERVED | _SESSION | _BUILD | _each(["--backend"], "{flag} is not for a serving engine", "leave it out"),
+)
+ENGINE = Kind("engine", {"ENGINE": "a directory that glass build wrote"}, _LAYOUT | _MAP | _SESSION | _BUILD)
+RECORD = Kind("record", {"RECORD": "a recording, or a dump of another tool"}, _LAYOUT | _SESSION | _BUILD | _RUNGS)
+QUANTIZED = Kind("quantized", {}, _LAYOUT | _MAP | _SESSION | _BUILD | _RUNGS | _OPS)
+MODEL = Kind(
+    "model",
+    {"TARGET": "a Hugging Face directory or id, an adapter, file.py:factory, package.module:factory, .onnx or .pt2"},
+    _LAYOUT | _MAP | _BUILD | _RUNGS,
+)
+KINDS = (BUILT, WRITTEN, SERVED, ENGINE, RECORD, QUANTIZED, MODEL)
+
+
+def metavar() -> str:
+    """Return what `--candidate` takes, for `--help`."""
+    forms = {kind.name: list(kind.forms) for kind in KINDS}
+    return "|".join(form for name in ("model", "engine", "record", "served") for form in forms[name])
+
+
+def flags_of(**arguments: object) -> list[str]:
+    """Return the flags of the arguments of `glass.check` that were given, as far as some kind refuses them."""
+    return [
+        flag
+        for name, flag in FLAGS.items()
+        if arguments.get(name) and not (type(arguments[name]) is int and arguments[name] == 1)
+    ]
+
+
+def refuse(kind: Kind, flags: Iterable[str], candidate: object, *, honored: Iterable[str] = ()) -> None:
+    """Raise if a kind of candidate cannot honor an option.
+
+    Args:
+        kind: Of the candidate.
+        flags: That were given.
+        candidate: As it was given; None for what the check builds.
+        honored: Flags that this candidate honors all the same.
+
+    Raises:
+        UsageError: It cannot.
+    """
+    for flag in flags:
+        if flag in kind.refuses and flag not in honored:
+            refusal = kind.refuses[flag]
+            got = "no --candidate" if candidate is None else f"the candidate {candidate}"
+            raise UsageError(refusal.what, got=got, hint=refusal.hint)

@@ -1,0 +1,36 @@
+"""The table of candidates: every kind has a handler, and README and help list every form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from glassengine.candidates import ENGINE, FLAGS, KINDS, MODEL, RECORD, SERVED, flags_of, metavar, refuse
+from glassengine.diagnose.router import HANDLERS
+from glassengine.errors import UsageError
+
+
+def test_every_kind_has_one_handler() -> None:
+    assert sorted(handler.kind.name for handler in HANDLERS) == sorted(kind.name for kind in KINDS)
+
+
+def test_help_lists_every_form_and_the_readme_every_engine(root: Path) -> None:
+    assert metavar().split("|") == [form for kind in (MODEL, ENGINE, RECORD, SERVED) for form in kind.forms]
+    text = (root / "README.md").read_text()
+    assert [form for form in (*ENGINE.forms, *SERVED.forms) if f"--candidate {form}" not in text] == []
+
+
+def test_refused_flags_exist() -> None:
+    assert {flag for kind in KINDS for flag in kind.refuses} <= set(FLAGS.values())
+
+
+def test_an_option_that_a_kind_cannot_honor_is_refused_with_its_reason() -> None:
+    given = flags_of(all_rungs=True, jobs=1, tensor_parallel=1, passes=(), map=None)
+    assert given == ["--all-rungs"]
+    with pytest.raises(UsageError, match="--all-rungs and --bisect-outputs are for engines"):
+        refuse(MODEL, given, "port.py:make")
+    with pytest.raises(UsageError, match="--all-rungs is not for a serving engine"):
+        refuse(SERVED, given, "gguf:model.gguf")
+    refuse(MODEL, ["--session-options"], "model.onnx")
+    refuse(SERVED, ["--session-options"], "genai:folder", honored=["--session-options"])
