@@ -75,6 +75,20 @@ class EndToEnd:
         """Names of results whose elements were all the same number in every step: little can be seen in them."""
         return [name for name in self._found if name not in self._varying]
 
+    def found_so_far(self) -> dict[str, Any]:
+        """Return what was found, without the program."""
+        return {name: getattr(self, name) for name in ("_found", "_sums", "_varying", "_beside", "not_compared")}
+
+    def merge(self, later: Mapping[str, Any]) -> None:
+        """Add what `found_so_far` returned of later cases of the same side."""
+        for name, result in later["_found"].items():
+            self._keep(name, result)
+        for name, sums in later["_sums"].items():
+            self._sums.setdefault(name, DriftSums()).merge(sums)
+        self._varying |= later["_varying"]
+        self._beside |= later["_beside"]
+        self.not_compared |= later["not_compared"]
+
     def drift_rows(self) -> tuple[DriftRow, ...]:
         """Return a row of the table of drift for each result."""
         return tuple(self._sums[one.name].row(one.name, one.candidate_name, "result") for one in self.found)
@@ -89,10 +103,10 @@ class EndToEnd:
         where: tuple[str, int],
         may_tie: bool,
     ) -> None:
-        """Compare the results that `node` is.
+        """Compare the results that `node` of the baseline's program is.
 
         Args:
-            node: Of the baseline's program.
+            node: The node.
             reference: Of its value in this step.
             theirs: Results of the side in this step.
             ours: Those of the untouched baseline.
@@ -134,13 +148,7 @@ class EndToEnd:
     def compare_signals(
         self, theirs: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor], where: tuple[str, int]
     ) -> None:
-        """Compare results of a quantized candidate: by what is left of the signal.
-
-        Args:
-            theirs: Results of the candidate in this step.
-            ours: Those of the untouched baseline.
-            where: Case and step.
-        """
+        """Compare results of a quantized candidate: by what is left of the signal."""
         for name in results_of(self.program):
             own, method = self._counterpart(name, theirs, ours)
             if own is None or name not in ours:
@@ -168,14 +176,7 @@ class EndToEnd:
         ours: Mapping[str, torch.Tensor],
         where: tuple[str, int],
     ) -> None:
-        """Compare what both sides leave in the inputs that one of them writes to: its caller sees it.
-
-        Args:
-            given: Inputs of the step, by name.
-            theirs: Those that the side has written to, as it leaves them.
-            ours: Likewise of the untouched baseline.
-            where: Case and step.
-        """
+        """Compare the inputs that one of the sides writes to, as both leave them: the caller sees it."""
         for name in given:
             if name not in theirs and name not in ours:
                 continue
@@ -188,13 +189,7 @@ class EndToEnd:
             self._beside[f"{name} after the forward"] = None
 
     def compare_plain(self, theirs: Mapping[str, Any], ours: Mapping[str, Any], where: tuple[str, int]) -> None:
-        """Compare results other than tensors: numbers and text; None is listed as not compared.
-
-        Args:
-            theirs: Of the side in this step, by name.
-            ours: Those of the untouched baseline.
-            where: Case and step.
-        """
+        """Compare results other than tensors: numbers and text; None is listed as not compared."""
         for name, value in ours.items():
             is_known, other = isinstance(value, (bool, int, float, str)), theirs.get(name)
             if name not in theirs or not is_known:
@@ -272,6 +267,9 @@ class EndToEnd:
             made = replace(made, verdict="suspicious", reason=_UNDECIDED, is_decided=False)
         if name not in self._varying and not (baseline.numel() > 1 and bool((baseline == baseline.flatten()[0]).all())):
             self._varying.add(name)
+        self._keep(name, made)
+
+    def _keep(self, name: str, made: ResultComparison) -> None:
         before = self._found.get(name)
         self._found[name] = made if before is None else worse(before, made)
 
@@ -321,10 +319,8 @@ def by_signal(baseline: torch.Tensor, value: torch.Tensor) -> Judgement:
 
     Whole numbers (chosen tokens) may be others where scores are close; those that differ are counted by the figures.
     """
-    if baseline.shape != value.shape:
-        return Judgement("wrong", None, None, f"shape {tuple(value.shape)}, baseline {tuple(baseline.shape)}")
-    if not bool(unequal(baseline, value).any()):
-        return Judgement("identical", 0.0, 0.0)
+    if (plain := _same_or_of_another_shape(baseline, value)) is not None:
+        return plain
     if not (baseline.is_floating_point() and value.is_floating_point()):
         return Judgement("suspicious", None, None, f"{int((baseline != value).sum())} of {value.numel()} differ")
     if not bool(value.isfinite().all()) and bool(baseline.isfinite().all()):
@@ -336,13 +332,16 @@ def by_signal(baseline: torch.Tensor, value: torch.Tensor) -> Judgement:
     return Judgement(verdict, None, math.sqrt(sums.noise / max(1, value.numel())))
 
 
+def _same_or_of_another_shape(baseline: torch.Tensor, value: torch.Tensor) -> Judgement | None:
+    if baseline.shape != value.shape:
+        return Judgement("wrong", None, None, f"shape {tuple(value.shape)}, baseline {tuple(baseline.shape)}")
+    return None if bool(unequal(baseline, value).any()) else Judgement("identical", 0.0, 0.0)
+
+
 def _passed_on(baseline: torch.Tensor, value: torch.Tensor) -> Judgement:
     """Judge a result that no op makes: the same, but for the rounding of a coarser dtype."""
-    if baseline.shape != value.shape:
-        shapes = f"shape {tuple(value.shape)}, baseline {tuple(baseline.shape)}"
-        return Judgement("wrong", None, None, shapes)
-    if not bool(unequal(baseline, value).any()):
-        return Judgement("identical", 0.0, 0.0)
+    if (plain := _same_or_of_another_shape(baseline, value)) is not None:
+        return plain
     names = dtype_name(baseline.dtype), dtype_name(value.dtype)
     verdict: Verdict = "wrong"
     if all(map(is_inexact, names)):
@@ -371,13 +370,9 @@ class ResultFigures:
 def result_figures(
     baseline: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None = None, *, are_logits: bool = False
 ) -> ResultFigures:
-    """Return how far a result is from the baseline's.
+    """Return how far a result is from the baseline's; elements outside of the mask `valid` do not count.
 
-    Args:
-        baseline: Any shape and dtype; logits are [..., V].
-        value: The candidate's.
-        valid: Bool mask that broadcasts against the baseline: which elements count; None for all.
-        are_logits: Whether the last axis scores the tokens of a vocabulary.
+    With `are_logits` the last axis scores the tokens of a vocabulary.
     """
     if baseline.shape != value.shape or baseline.is_complex() or value.is_complex():
         return ResultFigures()
@@ -489,14 +484,7 @@ class Severity:
     num_bitwise: int = 0
 
     def add(self, baseline: torch.Tensor, candidate: torch.Tensor, noise: float, where: str) -> None:
-        """Count one step.
-
-        Args:
-            baseline: Logits [B, V] of the last position.
-            candidate: The same of the other side.
-            noise: RMS of what rounding alone does to a logit.
-            where: Case and step, for the message.
-        """
+        """Count one step: logits [B, V] of the last position; `noise` is the RMS of what rounding does to one."""
         a, b = baseline.double(), candidate.double()
         log_a, log_b = torch.log_softmax(a, -1), torch.log_softmax(b, -1)
         kl = (log_a.exp() * (log_a - log_b)).sum(-1)

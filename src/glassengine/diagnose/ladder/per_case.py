@@ -19,7 +19,6 @@ from glassengine.diagnose.ladder.judging import judge, severity_counter
 from glassengine.errors import BackendError, first_line
 from glassengine.judge.end_to_end import Severity
 from glassengine.judge.verdict.run import first_inputs, leave_out_gauges
-from glassengine.judge.verdict.score import found_in, merge
 from glassengine.progress import Progress, Work
 from glassengine.workers import Died
 from glassengine.workers.processes import Processes
@@ -49,7 +48,7 @@ def judge_cases(climb: Climb, request: bytes | None, jobs: int, progress: Progre
     count, cases = severity_counter(climb, progress), climb.cases
     if _case is not None:
         judge(climb, climb.scores, cases=[cases[_case]], on_step=count)
-        raise _Judged([found_in(score) for score in climb.scores], climb.severity, climb.chosen)
+        raise _Judged([score.found() for score in climb.scores], climb.severity, climb.chosen)
     if request is None or len(cases) < 2:
         if request is not None:
             logger.warning("one process judges the check: it has one case")
@@ -105,7 +104,7 @@ def _merge(climb: Climb, future: Future[bytes | Died]) -> None:
         )
     scores, severity, chosen = found
     for score, later in zip(climb.scores, scores, strict=True):
-        merge(score, later)
+        score.merge(later)
     for rung, later in severity.items():
         climb.severity.setdefault(rung, Severity()).merge(later)
     climb.chosen |= chosen

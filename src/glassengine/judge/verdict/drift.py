@@ -24,7 +24,7 @@ _ENOUGH = 0.5
 
 @dataclass
 class Drift:
-    """What one side was seen to lose: baseline node -> its own site for it, and the sums."""
+    """What one side loses: baseline node -> its own site for it, and the sums."""
 
     found: dict[str, tuple[str, DriftSums]] = field(default_factory=dict)
 
@@ -35,6 +35,13 @@ class Drift:
         own, sums = self.found.setdefault(node, (site, DriftSums()))
         if own == site:
             sums.add(reference.native, candidate, reference.valid, predicted)
+
+    def merge(self, later: Drift) -> None:
+        """Add what was found over later cases of the same side."""
+        for node, (site, sums) in later.found.items():
+            own, mine = self.found.setdefault(node, (site, DriftSums()))
+            if own == site:
+                mine.merge(sums)
 
 
 def is_less_precise(candidate: torch.dtype | None, baseline: str) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from glassengine.judge.cases import Case
-from glassengine.judge.end_to_end import EndToEnd, worse
+from glassengine.judge.end_to_end import EndToEnd
 from glassengine.judge.exclusions.dead_elements import MOST_MARKED, Differing, differing, unread
 from glassengine.judge.exclusions.masked import completed
 from glassengine.judge.exclusions.sources_per_step import CHOICES, TEXTS
@@ -29,7 +29,6 @@ from glassengine.numerics.counted import is_finite
 from glassengine.numerics.exemptions import BELOW, DRAWN, PADDING, TIES, UNREAD, UNWRITTEN, Ledger, Masks
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.metrics.distances import tensor_values
-from glassengine.numerics.metrics.drift import DriftSums
 from glassengine.numerics.metrics.measure import measure
 from glassengine.numerics.metrics.tolerance import tolerance
 from glassengine.numerics.verdict import TIED, Reference
@@ -72,21 +71,14 @@ def figures_of(baseline: torch.Tensor, candidate: torch.Tensor) -> Figures | Non
     return measure(baseline, candidate, rtol=allowed.rtol, atol=allowed.atol)
 
 
-class FirstValues:
-    """Elements and axes of the first tensors that are wrong."""
-
-    def __init__(self) -> None:
-        self._num = 0
-
-    def of(self, reference: Reference, candidate: torch.Tensor) -> TensorValues | None:
-        """Return those of a tensor, where it counts; None of a late, large or differently shaped one."""
-        baseline, self._num = reference.native, self._num + 1
-        is_large = candidate.numel() > _MOST_ELEMENTS
-        if self._num > MOST_WITH_VALUES or is_large or baseline.shape != candidate.shape:
-            return None
-        if reference.valid is not None:
-            candidate = torch.where(reference.valid, candidate, baseline.to(candidate.dtype))
-        return tensor_values(baseline, candidate)
+def _values_of(reference: Reference, candidate: torch.Tensor) -> TensorValues | None:
+    """Return elements and axes of a wrong tensor, to be shown; None of a large or differently shaped one."""
+    baseline = reference.native
+    if candidate.numel() > _MOST_ELEMENTS or baseline.shape != candidate.shape:
+        return None
+    if reference.valid is not None:
+        candidate = torch.where(reference.valid, candidate, baseline.to(candidate.dtype))
+    return tensor_values(baseline, candidate)
 
 
 def is_compensated(local: Judgement, accumulated: Judgement, reference: Reference, tensor: torch.Tensor) -> bool:
@@ -125,11 +117,6 @@ def exempt_by_replay(found: Replayed, accumulated: Masks, tensor: torch.Tensor) 
     """Return, by reason, the elements that do not count of a tensor whose op was replayed.
 
     The replay starts from what the candidate chose and drew, so choices above the op leave nothing out.
-
-    Args:
-        found: By the replay; it may have masks of its own.
-        accumulated: What the reference leaves out.
-        tensor: The candidate's.
     """
     if found.exempt is not None:
         return found.exempt
@@ -199,12 +186,36 @@ class Score:
     sums: dict[str, bool | None] = field(default_factory=dict)
     _tracker: OriginTracker | None = None
     _num_seen: int = 0
-    _values: FirstValues = field(default_factory=FirstValues)
+    _num_with_values: int = 0
     _clean: set[str] = field(default_factory=set)
     _contradicting: set[str] = field(default_factory=set)
     _flagged: list[Node] = field(default_factory=list)
     _first_of_step: int = 0
     _differing: dict[str, Differing] = field(default_factory=dict)
+
+    def found(self) -> dict[str, Any]:
+        """Return what was found, without the side and the program, which stay in their process."""
+        names = ("pairs", "divergences", "judged_nodes", "empty_nodes", "left_out", "ledger", "drift", "sums")
+        return {name: getattr(self, name) for name in names} | {"results": self.results.found_so_far()}
+
+    def merge(self, later: Mapping[str, Any]) -> None:
+        """Add what `found` returned of later cases of the same side."""
+        room = MOST_WITH_VALUES - sum(pair.values is not None for pair in self.pairs)
+        for pair in later["pairs"]:
+            room -= pair.values is not None
+            self.pairs.append(pair if room >= 0 else dataclasses.replace(pair, values=None))
+        for node, found in later["divergences"].items():
+            first = self.divergences.setdefault(node, found)
+            self.divergences[node] = dataclasses.replace(first, verdict=worst([first.verdict, found.verdict]))
+        self.judged_nodes |= later["judged_nodes"]
+        self.empty_nodes |= later["empty_nodes"]
+        for key, skipped in later["left_out"].items():
+            self.left_out.setdefault(key, skipped)
+        self.ledger.add_all(later["ledger"])
+        if self.drift is not None:
+            self.drift.merge(later["drift"])
+        self.sums |= {node: shown for node, shown in later["sums"].items() if self.sums.get(node) is None}
+        self.results.merge(later["results"])
 
     def fresh(self) -> Score:
         """Return a score of the same side that has judged nothing yet."""
@@ -224,7 +235,19 @@ class Score:
         return EndToEnd(self.program, self.side.rung, called=self.side.called)
 
     def visit(self, node: Node, reference: Reference, case: Case, step: int, *, tied: bool) -> bool:
-        """Judge this side's values of `node`; the worst one counts for what comes after.
+        """Judge this side's values of `node`. A verdict is made in this order.
+
+        1. exclusions   elements that may legally differ do not count: `reference.known`, see `judge.exclusions`
+        2. floor        the noise that all ops above add up to, by the reference (`_judge`)
+        3. replay       what the op makes of the candidate's own inputs: floor and bound of this op alone, then the
+                        EXPLANATIONS of `judge.replay.explanations` (`_judge`)
+        4. compensation a replayed error that is not in the result was only written another way (`_judge`)
+        5. path         introduced or inherited, or below a tie: `OriginTracker.visit`
+        6. readers      elements that no result reads are left out after the step: `end_step`
+        7. pairing      pairs that their right readers contradict are dropped after the step: `_unpair`
+        8. gauges       what the next ops take back for any values is left out: `run.leave_out_gauges`
+        9. softening    wrong becomes suspicious where it cannot matter: `conclude.softened`
+        10. results     `results.Findings.conclude` has the rule of `ok`
 
         Args:
             node: Of the baseline program.
@@ -281,7 +304,11 @@ class Score:
         if judgement.is_empty:
             return is_tied
         self.judged_nodes.add(node.name)
-        flagged, replay = visited.verdict in FLAGGED, self.side.replay
+        flagged, replay, values = visited.verdict in FLAGGED, self.side.replay, None
+        is_origin = flagged and not visited.inherited
+        if is_origin:
+            self._num_with_values += 1
+            values = _values_of(reference, judged.tensor) if self._num_with_values <= MOST_WITH_VALUES else None
         self.pairs.append(
             Pair(
                 step=step,
@@ -300,21 +327,19 @@ class Score:
                 reason=visited.reason or judgement.reason,
                 dtype=str(reference.native.dtype).removeprefix("torch."),
                 shape=tuple(reference.native.shape),
-                values=self._values.of(reference, judged.tensor) if flagged and not visited.inherited else None,
+                values=values,
             )
         )
         if flagged:
             self._flagged.append(node)
-        if node.name in self._tracker.origins and flagged and not visited.inherited:
-            if self.evidence is not None and node.name not in self.divergences:
-                self.evidence.keep(self.side, node, observed, reference, step)
-            if (
-                judged.differing is not None
-                and node.name not in self.divergences
-                and len(self._differing) < MOST_MARKED
-            ):
-                self._differing[node.name] = judged.differing
-            self.divergences.setdefault(node.name, self._divergence(node, observed, judged, reference, step))
+        if node.name in self._tracker.origins and is_origin:
+            divergence = self._divergence(node, observed, judged, reference, step)
+            if node.name not in self.divergences:
+                if self.evidence is not None:
+                    self.evidence.keep(self.side, node, observed, reference, step)
+                if judged.differing is not None and len(self._differing) < MOST_MARKED:
+                    self._differing[node.name] = judged.differing
+                self.divergences[node.name] = divergence
             if traits_of(node).reads_memory and self.sums.get(node.name) is None:
                 self.sums[node.name] = self._guesses.is_summed_coarsely(node, judged.tensor)
         return is_tied or visited.why is Why.TIE
@@ -325,41 +350,38 @@ class Score:
         tensor = completed(observed.tensor, reference.native, cache_axis, self._num_seen)
         accumulated = reference.judge(tensor)
         is_clean = accumulated.verdict not in FLAGGED
-        replay = self.side.replay
-        own = partial(self.side.computes, self.program)
-        replayed = (
-            None if replay is None else replay.judge(node, observed.tensor, reference.valid, reference.known, own)
-        )
+        replay, replayed = self.side.replay, None
+        if replay is not None:
+            own = partial(self.side.computes, self.program)
+            replayed = replay.judge(node, observed.tensor, reference.valid, reference.known, own)
         if self.drift is not None:
             predicted = None if replayed is None else replayed.predicted
             self.drift.add(node.name, observed.site, reference, tensor, predicted)
-        exempt = reference.known.exempt
-        if replayed is None:
-            return Judged(tensor, accumulated, None, is_clean=is_clean, exempt=exempt)
+        by_floor = Judged(tensor, accumulated, None, is_clean=is_clean, exempt=reference.known.exempt)
+        if replayed is None or (replayed.judgement.is_empty and is_clean):
+            return by_floor
         local = replayed.judgement
-        if local.is_empty and accumulated.verdict not in FLAGGED:
-            return Judged(tensor, accumulated, None, is_clean=is_clean, exempt=exempt)
         if local.verdict in FLAGGED and is_compensated(local, accumulated, reference, tensor):
-            return Judged(tensor, accumulated, None, is_clean=is_clean, contradicts=is_clean, exempt=exempt)
-        exempt = exempt_by_replay(replayed, exempt, tensor)
-        inherited = partial(inherited_in, replayed, reference)
+            return dataclasses.replace(by_floor, contradicts=is_clean)
+        exempt = exempt_by_replay(replayed, by_floor.exempt, tensor)
+        by_replay = dataclasses.replace(by_floor, inherited=partial(inherited_in, replayed, reference), exempt=exempt)
         other = self._guesses.not_reached(node) if local.verdict not in FLAGGED else None
         if other is not None:
             local = Judgement("wrong", None, None, other)
         if local.verdict not in FLAGGED:
-            is_carried = accumulated.verdict in FLAGGED and not local.is_tie
-            judgement = accumulated if is_carried else local
-            return Judged(tensor, judgement, False, inherited, local, is_clean, exempt=exempt)
+            judgement = local if is_clean or local.is_tie else accumulated
+            return dataclasses.replace(by_replay, judgement=judgement, introduced=False, local=local)
         if local.verdict == "suspicious" and self._guesses.differences(node, tensor, reference):
             # Two kinds of evidence: too large for rounding, and other arguments or weights than the baseline's.
-            local = dataclasses.replace(
-                local, verdict="wrong", reason="written differently, and too large for rounding"
-            )
-        worse = VERDICTS.index(local.verdict) >= VERDICTS.index(accumulated.verdict)
-        apart = differing(observed.tensor, replayed.predicted, replayed.again, exempt.values())
-        judgement = local if worse else accumulated
-        more: dict[str, Any] = {"differing": apart, "predicted": replayed.predicted}
-        return Judged(tensor, judgement, True, inherited, is_clean=is_clean, exempt=exempt, **more)
+            reason = "written differently, and too large for rounding"
+            local = dataclasses.replace(local, verdict="wrong", reason=reason)
+        return dataclasses.replace(
+            by_replay,
+            judgement=max((local, accumulated), key=lambda one: VERDICTS.index(one.verdict)),
+            introduced=True,
+            differing=differing(observed.tensor, replayed.predicted, replayed.again, exempt.values()),
+            predicted=replayed.predicted,
+        )
 
     @cached_property
     def _guesses(self) -> Guesses:
@@ -472,49 +494,3 @@ class Score:
             rank=rank,
             num_untried=self._guesses.num_untried,
         )
-
-
-_SETS = ("judged_nodes", "empty_nodes")
-_RESULTS = ("_found", "_sums", "_varying", "_beside", "not_compared")
-
-
-def found_in(score: Score) -> dict[str, Any]:
-    """Return what a score has found, without its side and its program, which stay in their process."""
-    names = ("pairs", "divergences", *_SETS, "left_out", "ledger", "drift", "sums")
-    return {name: getattr(score, name) for name in names} | {
-        "results": {name: getattr(score.results, name) for name in _RESULTS}
-    }
-
-
-def merge(score: Score, later: dict[str, Any]) -> None:
-    """Add what was found over later cases of the same side.
-
-    Args:
-        score: Over the cases before them.
-        later: As `found_in` returns it.
-    """
-    room = MOST_WITH_VALUES - sum(pair.values is not None for pair in score.pairs)
-    for pair in later["pairs"]:
-        room -= pair.values is not None
-        score.pairs.append(pair if room >= 0 else dataclasses.replace(pair, values=None))
-    for node, found in later["divergences"].items():
-        first = score.divergences.setdefault(node, found)
-        score.divergences[node] = dataclasses.replace(first, verdict=worst([first.verdict, found.verdict]))
-    for name in _SETS:
-        getattr(score, name).update(later[name])
-    score.left_out = score.left_out | {k: v for k, v in later["left_out"].items() if k not in score.left_out}
-    score.ledger.add_all(later["ledger"])
-    if score.drift is not None:
-        for node, (site, sums) in later["drift"].found.items():
-            own, mine = score.drift.found.setdefault(node, (site, DriftSums()))
-            if own == site:
-                mine.merge(sums)
-    score.sums |= {node: shown for node, shown in later["sums"].items() if score.sums.get(node) is None}
-    own_results, theirs = score.results, later["results"]
-    for name, result in theirs["_found"].items():
-        before = own_results._found.get(name)
-        own_results._found[name] = result if before is None else worse(before, result)
-    for name, sums in theirs["_sums"].items():
-        own_results._sums.setdefault(name, DriftSums()).merge(sums)
-    for name in ("_varying", "_beside", "not_compared"):
-        getattr(own_results, name).update(theirs[name])
