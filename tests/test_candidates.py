@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from glassengine.candidates import ENGINE, FLAGS, KINDS, MODEL, RECORD, SERVED, flags_of, metavar, refuse
+import glassengine as glass
+from glassengine.candidates import ENGINE, FLAGS, KINDS, MODEL, RECORD, SERVED, flags_of, metavar, refuse, require_kind
 from glassengine.diagnose.router import HANDLERS
 from glassengine.errors import UsageError
 
@@ -34,3 +35,23 @@ def test_an_option_that_a_kind_cannot_honor_is_refused_with_its_reason() -> None
         refuse(SERVED, given, "gguf:model.gguf")
     refuse(MODEL, ["--session-options"], "model.onnx")
     refuse(SERVED, ["--session-options"], "genai:folder", honored=["--session-options"])
+
+
+@pytest.mark.parametrize("candidate", ["gguff:x.gguf", "vlm:/models/llama"])
+def test_a_misspelled_kind_is_named_with_the_nearest(candidate: str) -> None:
+    with pytest.raises(UsageError, match="unknown kind of candidate") as error:
+        require_kind(candidate)
+    assert "nearest: gguf" in str(error.value) or "nearest: vllm" in str(error.value)
+    assert "openvino:DIR" in str(error.value)
+
+
+@pytest.mark.parametrize("candidate", ["gguf:x", "s3://bucket/run", "port.py:make", "package.port:make", "C:\\x", None])
+def test_other_candidates_pass(candidate: str | None) -> None:
+    require_kind(candidate)
+
+
+def test_an_unknown_candidate_is_told_every_form(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "plain.txt").write_text("no model")
+    with pytest.raises(UsageError, match="cannot be a MODEL") as error:
+        glass.check(root / "examples" / "tiny-llama", candidate=tmp_path / "plain.txt")
+    assert all(form in str(error.value) for kind in KINDS for form in kind.forms)

@@ -6,10 +6,15 @@ This is the one list of them. `--help` and error messages are made from it, a te
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from glassengine.errors import UsageError
+from glassengine.asked import is_factory
+from glassengine.errors import UnknownNameError, UsageError
+from glassengine.plugins import SERVING, registered
+from glassengine.stores.objects import EXTRAS
 
 FLAGS = {
     "map": "--map",
@@ -107,6 +112,30 @@ def metavar() -> str:
     """Return what `--candidate` takes, for `--help`."""
     forms = {kind.name: list(kind.forms) for kind in KINDS}
     return "|".join(form for name in ("model", "engine", "record", "served") for form in forms[name])
+
+
+def expected() -> str:
+    """Return what a candidate may be, in words, for errors."""
+    return "; ".join(f"{form}: {words}" for kind in KINDS for form, words in kind.forms.items())
+
+
+def require_kind(candidate: object) -> None:
+    """Require that the word before the colon of `word:PLACE` is a kind of served file.
+
+    Raises:
+        UnknownNameError: It is none, and names no store, function or path either.
+    """
+    word, colon, _ = candidate.partition(":") if isinstance(candidate, str) else ("", "", "")
+    known = [form.partition(":")[0] for form in SERVED.forms] + list(registered(SERVING))
+    if (
+        not colon
+        or len(word) < 2
+        or not re.fullmatch(r"[a-z][a-z0-9_-]*", word)
+        or word in (*known, *EXTRAS, "file", "local")
+    ):
+        return
+    if not is_factory(str(candidate)) and not Path(str(candidate)).exists():
+        raise UnknownNameError("kind of candidate", word, known, hint=f"--candidate is {expected()}")
 
 
 def flags_of(**arguments: object) -> list[str]:

@@ -8,7 +8,7 @@ import typer
 
 import glassengine as glass
 from glassengine import asked
-from glassengine.candidates import MODEL, flags_of, metavar, refuse
+from glassengine.candidates import MODEL, flags_of, metavar, refuse, require_kind
 from glassengine.cli.answers import Answers
 from glassengine.cli.errors import INTERRUPTED_STATUS, terminable
 from glassengine.cli.options import err, out, stages
@@ -120,6 +120,7 @@ def command(
     Exit status: 0 ok, 1 a tensor reaches --fail-on (or a token changes), 4 too little was comparable.
     """
     answers.prepare()
+    require_kind(candidate)
     if asked.is_plain_model(candidate):
         refuse(MODEL, flags_of(**{**locals(), "accumulation": accum, "reproduction": None}), candidate)
     try:

@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from glassengine import environment
+from glassengine.asked import FORMS
 from glassengine.backends.registry import choose_backend, get_backend
-from glassengine.candidates import QUANTIZED, refuse
+from glassengine.candidates import QUANTIZED, expected, refuse
 from glassengine.compare.matching.maps import load_map
 from glassengine.diagnose.ladder.accumulated import judge_alike
 from glassengine.diagnose.ladder.as_given import as_given, require_two_models
@@ -208,7 +209,14 @@ class Ladder:
         request = self.request
         request.progress(Work.LOADING.says("loading the candidate"))
         assert request.candidate is not None
-        other = load_candidate(request.candidate, request.baseline, dtype=request.dtype, **request.loading)
+        try:
+            other = load_candidate(request.candidate, request.baseline, dtype=request.dtype, **request.loading)
+        except UsageError as error:
+            if error.expected is None or not error.expected.startswith(FORMS):
+                raise
+            # A candidate may be more than a MODEL.
+            more = error.expected.replace(FORMS, expected())
+            raise UsageError(error.what, got=error.got, expected=more, hint=error.hint) from error
         require_two_models(baseline, other)
         tokens_differ = other_tokens(baseline, other.directory, given)
         other = other.judged_as(other.generation.alone)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import nn
 
 from glassengine import asked
-from glassengine.candidates import flags_of
+from glassengine.candidates import flags_of, require_kind
 from glassengine.diagnose.ladder.request import CheckRequest
 from glassengine.diagnose.reproduction.files import require_free
 from glassengine.diagnose.router import route
@@ -106,6 +106,7 @@ def check(
         IncomparableError: The two sides have nothing in common to judge.
     """
     flags = flags_of(**locals())
+    require_kind(candidate)
     dtype = str(asked.dtype(dtype))
     serving = Options(library=library, python=python, dtype=dtype, session=session_settings(session_options))
     request = CheckRequest(
