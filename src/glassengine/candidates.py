@@ -100,6 +100,8 @@ SERVED = Kind(
 ENGINE = Kind("engine", {"ENGINE": "a directory that glass build wrote"}, _LAYOUT | _MAP | _SESSION | _BUILD)
 RECORD = Kind("record", {"RECORD": "a recording, or a dump of another tool"}, _LAYOUT | _SESSION | _BUILD | _RUNGS)
 QUANTIZED = Kind("quantized", {}, _LAYOUT | _MAP | _SESSION | _BUILD | _RUNGS | _OPS)
+QUANTIZED_MODEL = Kind("quantized model", {}, _OPS)
+"""A model that turns out to be quantized when it is loaded."""
 MODEL = Kind(
     "model",
     {"TARGET": "a Hugging Face directory or id, an adapter, file.py:factory, package.module:factory, .onnx or .pt2"},

@@ -20,7 +20,7 @@ from torch import nn
 from glassengine import environment
 from glassengine.asked import FORMS
 from glassengine.backends.registry import choose_backend, get_backend
-from glassengine.candidates import QUANTIZED, expected, refuse
+from glassengine.candidates import QUANTIZED_MODEL, expected, refuse
 from glassengine.compare.matching.maps import load_map
 from glassengine.diagnose.ladder.accumulated import judge_alike
 from glassengine.diagnose.ladder.as_given import as_given, require_two_models
@@ -143,7 +143,7 @@ class Ladder:
         if candidate is not None:
             held = quantized_in_memory(baseline, candidate)
             if held is not None or (is_quantized_file(candidate) and not is_quantized_file(baseline)):
-                refuse(QUANTIZED, request.flags, request.candidate)
+                refuse(QUANTIZED_MODEL, request.flags, request.candidate)
             if held is not None:
                 # Of quantized weights all are judged, whatever the least coverage is.
                 self.policy = replace(self.policy, min_coverage=0.0)
