@@ -82,7 +82,7 @@ LONGEST = (
     "engine/end_to_end/test_encoder_decoder.py",
     "test_wheel.py",
     "cli/test_check.py",
-    "diagnose/ladder/test_image_text.py",
+    "diagnose/ladder/test_generations.py",
     "judge/exclusions/test_ties.py",
     "judge/sides/test_recorded.py",
     "backends/test_onnxruntime.py",

@@ -23,18 +23,16 @@ from glassengine.backends.registry import choose_backend, get_backend
 from glassengine.candidates import QUANTIZED_MODEL, expected, refuse
 from glassengine.compare.matching.maps import load_map
 from glassengine.diagnose.ladder.accumulated import judge_alike
-from glassengine.diagnose.ladder.as_given import as_given, require_two_models
+from glassengine.diagnose.ladder.as_given import as_given, as_run, require_two_models, with_level
 from glassengine.diagnose.ladder.bisect_release import bisect_release
 from glassengine.diagnose.ladder.climb import Climb
-from glassengine.diagnose.ladder.encoder_decoder import joined
-from glassengine.diagnose.ladder.generations import JUDGED
+from glassengine.diagnose.ladder.generations import JUDGED, joined
 from glassengine.diagnose.ladder.judging import explain_engine, kept
 from glassengine.diagnose.ladder.other_model import add_model, start_stage
 from glassengine.diagnose.ladder.per_case import judge_cases
 from glassengine.diagnose.ladder.record import add_record, judge_sums_again, tensors_of
 from glassengine.diagnose.ladder.request import CheckRequest
 from glassengine.diagnose.ladder.rungs import add_built, add_engine, arguments_of
-from glassengine.diagnose.ladder.sessions import as_run, with_level
 from glassengine.diagnose.ladder.step_by_step import Stage, numbered, staged
 from glassengine.diagnose.quantization.module import check_quantized_module, quantized_in_memory
 from glassengine.diagnose.quantization.port import check_quantized_file, is_quantized_file

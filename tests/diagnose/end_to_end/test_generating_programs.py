@@ -12,7 +12,7 @@ from torch import nn
 
 import glassengine as glass
 from glassengine.diagnose import check
-from glassengine.diagnose.ladder.encoder_decoder import start_both
+from glassengine.diagnose.ladder.generations import start_both
 from glassengine.errors import IncomparableError, UsageError
 from glassengine.judge.cases import Case, StepInputs
 from glassengine.judge.verdict.run import run_cases

@@ -14,9 +14,9 @@ from rich.console import Console
 
 import glassengine as glass
 from glassengine import commands
-from glassengine.diagnose.engines import logits as judging
+from glassengine.diagnose.engines import side_by_side as judging
 from glassengine.diagnose.engines import side_by_side as module
-from glassengine.diagnose.engines.logits import judge_logits, token_differences
+from glassengine.diagnose.engines.side_by_side import judge_logits, token_differences
 from glassengine.engine import Engine, build_program
 from glassengine.errors import IncomparableError, UsageError
 from glassengine.program import LoadedModel, Program, export_program, load_model

@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from glassengine.cli.main import main
 from glassengine.diagnose import check
 from glassengine.diagnose.reproduction.files import FILES, Reproduction, run_reproduction, write_reproduction
-from glassengine.diagnose.reproduction.torch_source import comment, function_source
+from glassengine.diagnose.reproduction.template import comment, function_source
 from glassengine.errors import UsageError
 from glassengine.judge.graphs.cut import Piece, piece_of
 from glassengine.results import Comparison

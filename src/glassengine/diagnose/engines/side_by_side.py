@@ -9,6 +9,7 @@ Shape legend: B batch, S tokens of the prompt.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,15 +19,22 @@ from typing import Any
 import torch
 
 from glassengine import environment
-from glassengine.diagnose.engines.logits import judge_logits, measure_floors, token_differences, worst
-from glassengine.diagnose.engines.manifests import options_that_differ, require_one_model, sizes
 from glassengine.engine.prompts.files import as_rows, read_input_ids
 from glassengine.engine.prompts.prompts import pad_left
 from glassengine.engine.prompts.tokenizing import encode
 from glassengine.engine.run.engine import Engine
 from glassengine.engine.run.load import load
-from glassengine.errors import GlassError, UsageError
-from glassengine.results.engines import EngineColumn, SideBySide, StepDifference, TokenDifference
+from glassengine.engine.store.files import MAIN, WEIGHTS
+from glassengine.engine.store.manifest import FILE
+from glassengine.errors import GlassError, IncomparableError, UsageError
+from glassengine.judge.cases import Case, StepInputs, empty_caches
+from glassengine.judge.exclusions.masked import valid_mask
+from glassengine.judge.replay.reference import ReferenceRun
+from glassengine.numerics.judgement import WRONG
+from glassengine.numerics.metrics.measure import measure
+from glassengine.numerics.metrics.tolerance import tolerance
+from glassengine.program.representation.program import Program
+from glassengine.results.engines import AGREEMENTS, Agreement, EngineColumn, SideBySide, StepDifference, TokenDifference
 
 PROMPT_TOKENS = 16
 """Length of the prompt that is made up where none is given."""
@@ -204,3 +212,190 @@ def _column(
         options=options,
         **{**sizes(engine), **times, **found},
     )
+
+
+BY_FLOOR = "noise floor"
+BY_TOLERANCE = "tolerance (uncalibrated)"
+
+FLOOR_STEPS = 4
+"""Steps in which the noise floor is measured: each costs several forward passes, some of them in float64."""
+
+
+def measure_floors(
+    program: Program, ids: torch.Tensor, mask: torch.Tensor, tokens: Sequence[torch.Tensor], coarsest: torch.dtype
+) -> list[float]:
+    """Return the noise floor r of the logits of each step, relative to their root mean square.
+
+    Only the first `FLOOR_STEPS` are measured; the others are given the largest of those. Steps differ: where attention
+    may be a near tie: one has ten times the noise of the next.
+
+    Args:
+        program: With weights.
+        ids: Prompts [B, S], left-padded.
+        mask: [B, S], 1 for tokens.
+        tokens: Tokens [B] to go on with.
+        coarsest: The coarser dtype of the two engines that will be judged.
+    """
+    steps = min(len(tokens), FLOOR_STEPS)
+    inputs = StepInputs.first(Case("side by side", steps, input_ids=ids, attention_mask=mask))
+    node = program.output_nodes["logits"]
+    floors: list[float] = []
+    reference = ReferenceRun(program, coarsest=coarsest)
+
+    def valid(of: torch.fx.Node, value: torch.Tensor) -> torch.Tensor | None:
+        return valid_mask(program.sites.by_node[of.name][0], value, inputs)
+
+    with torch.no_grad():
+        for step in range(steps):
+            if step:
+                inputs = inputs.following(tokens[step - 1])
+            named = inputs.named()
+            reference.step(named if step else named | empty_caches(program, named), lambda *_: None, valid)
+            floors.append(reference.relative_floors.pop(node))
+    return floors + [max(floors)] * (len(tokens) - steps)
+
+
+def judge_logits(step: int, baseline: torch.Tensor, candidate: torch.Tensor, floor: float | None) -> StepDifference:
+    """Judge the candidate's logits [P, V] of one step; `floor` is what `measure_floors` found, if anything."""
+    limit = tolerance(*(str(side.dtype).removeprefix("torch.") for side in (baseline, candidate)))
+    figures = measure(baseline, candidate, rtol=limit.rtol, atol=limit.atol)
+    same_bits = baseline.dtype == candidate.dtype and torch.equal(
+        baseline.contiguous().view(torch.uint8), candidate.contiguous().view(torch.uint8)
+    )
+    epsilon = max(torch.finfo(side.dtype).eps for side in (baseline, candidate))
+    units, noise_ratio, excess = 0.0, 0.0, 0.0
+    for expected, actual in zip(baseline, candidate, strict=True):
+        # Position by position, so that float64 copies stay small; elements that are not finite are counted in figures.
+        expected, actual = expected.double(), actual.double()
+        finite = expected.isfinite() & actual.isfinite()
+        expected, error = expected[finite], (actual - expected)[finite].abs()
+        if error.numel() == 0 or float(error.max()) == 0:
+            continue
+        scale, largest = float(expected.abs().max()), float(error.max())
+        units = max(units, _ratio(largest, epsilon * scale))
+        excess = max(excess, _ratio(largest, limit.atol + limit.rtol * scale))
+        if floor is not None:
+            typical = max(_rms(error), largest / math.sqrt(2 * math.log(2 * error.numel())))
+            noise_ratio = max(noise_ratio, _ratio(typical, math.sqrt(2) * floor * _rms(expected)))
+    if figures.num_nonfinite_mismatch:
+        units = noise_ratio = excess = math.inf
+    is_beyond = excess > 1 if floor is None else noise_ratio > WRONG
+    return StepDifference(
+        step=step,
+        agreement="bitwise" if same_bits else "beyond" if is_beyond else "within rounding",
+        judged_by=BY_TOLERANCE if floor is None else BY_FLOOR,
+        noise_ratio=None if floor is None else noise_ratio,
+        rounding_units=units,
+        figures=figures,
+    )
+
+
+def _rms(values: torch.Tensor) -> float:
+    return float(values.square().mean().sqrt())
+
+
+def _ratio(value: float, unit: float) -> float:
+    return value / unit if unit else math.inf
+
+
+def token_differences(step: int, baseline: torch.Tensor, candidate: torch.Tensor) -> list[TokenDifference]:
+    """Return the rows of logits [B, V] whose likeliest token differs."""
+    found = []
+    for row, (ours, theirs) in enumerate(zip(baseline.double(), candidate.double(), strict=True)):
+        token, other = int(ours.argmax()), int(theirs.argmax())
+        if token != other:
+            margins = float(ours[token] - ours[other]), float(theirs[other] - theirs[token])
+            found.append(TokenDifference(step, row, token, other, *margins))
+    return found
+
+
+def worst(found: Sequence[Agreement]) -> Agreement:
+    """Return the worst of `found`, which is not empty."""
+    return max(found, key=AGREEMENTS.index)
+
+
+def require_one_model(engines: Sequence[Engine]) -> tuple[str, ...]:
+    """Refuse engines whose logits cannot be compared; return what could not be verified.
+
+    Raises:
+        IncomparableError: They differ in class, vocabulary, cache or (in one dtype) weights, or do not generate.
+    """
+    notes: list[str] = []
+    first = engines[0]
+    for engine in engines:
+        if not engine.manifest.generates:
+            raise IncomparableError(
+                f"the engine {str(engine.directory)!r} does not generate",
+                got=f"kind {engine.manifest.kind}",
+                hint="record what it returns and compare the recordings",
+            )
+    for engine in engines[1:]:
+        same_weights = _fingerprint(engine) == _fingerprint(first)
+        if _structure(engine) != _structure(first) or (
+            engine.manifest.dtype == first.manifest.dtype and not same_weights
+        ):
+            raise IncomparableError(
+                "the engines are not of one model",
+                got=_identity(engine),
+                expected=_identity(first),
+                hint="to judge one model by another: glass check BASELINE --candidate TARGET",
+            )
+        if not same_weights:
+            # A fingerprint is of the values in their own dtype.
+            notes.append(
+                f"not verified: that the weights of {engine.directory} ({engine.manifest.dtype}) and of "
+                f"{first.directory} ({first.manifest.dtype}) are the same but for rounding"
+            )
+    return tuple(notes)
+
+
+def _structure(engine: Engine) -> tuple[Any, ...]:
+    return engine.manifest.model.get("class"), engine.manifest.vocab_size, engine.manifest.kv_layout
+
+
+def _fingerprint(engine: Engine) -> Any:
+    return engine.manifest.model.get("fingerprint")
+
+
+def _identity(engine: Engine) -> str:
+    manifest = engine.manifest
+    return (
+        f"{engine.directory}: {manifest.model.get('class')} of {manifest.model.get('spec')}, {manifest.dtype}, "
+        f"vocabulary {manifest.vocab_size}, {len(manifest.kv_layout)} layers, weights {_fingerprint(engine)}"
+    )
+
+
+def sizes(engine: Engine) -> dict[str, int]:
+    """Return the sizes of an engine on disk in bytes, by the names of `EngineColumn`."""
+    files = {entry.path: entry.size for entry in engine.manifest.files}
+    return {
+        "total_bytes": sum(files.values()) + (engine.directory / FILE).stat().st_size,
+        "executable_bytes": sum(size for path, size in files.items() if path.startswith(f"{MAIN}/")),
+        "weights_bytes": files.get(WEIGHTS, 0),
+    }
+
+
+def options_that_differ(engines: Sequence[Engine]) -> list[dict[str, str]]:
+    """Return for each engine what it was built with, where that is not the same for all."""
+    options = [_options(engine) for engine in engines]
+    names = list(dict.fromkeys(name for side in options for name in side))
+    kept = [name for name in names if len({side.get(name) for side in options}) > 1]
+    return [{name: side.get(name, "-") for name in kept} for side in options]
+
+
+def _options(engine: Engine) -> dict[str, str]:
+    manifest = engine.manifest
+    return {
+        "model": str(manifest.model.get("spec")),
+        "max_batch_size": str(manifest.max_batch_size),
+        "max_seq_len": str(manifest.max_seq_len),
+        "attn_implementation": str(manifest.model.get("attn_implementation")),
+        "passes": ", ".join(manifest.passes) or "none",
+        "left_out": ", ".join(manifest.left_out) or "none",
+        "weights": "beside the executable" if manifest.shares_weights else "within the executable",
+        "kv": manifest.kv,
+        "graph_level": manifest.graph_level,
+        "glassengine": manifest.glassengine,
+        **{f"requires {name}": version for name, version in manifest.requires.items()},
+        "built on": manifest.cpu,
+    }

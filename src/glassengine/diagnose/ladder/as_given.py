@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,14 +17,17 @@ import torch
 from torch import nn
 
 from glassengine.diagnose.ladder.climb import Climb
-from glassengine.errors import IncomparableError
+from glassengine.errors import IncomparableError, UsageError
 from glassengine.judge.sides.arguments import CACHE, Arguments
 from glassengine.numerics.counted import same_where
 from glassengine.numerics.metrics.drift import decibels, loss_of
 from glassengine.program import LoadedModel
+from glassengine.program.onnx.stored.options import SessionSettings
+from glassengine.program.onnx.stored.session import OnnxModel
 from glassengine.program.representation.signature import named_results
 from glassengine.program.user_code.mode import Draws, in_words, is_whole, that_matter
 from glassengine.program.user_code.module_state import holding, own_copies
+from glassengine.results import Findings, ResultComparison
 
 _SAME_DB, _LOST_DB = 40.0, 20.0
 """Signal of two right calls in a row: above the one a result is the same, below the other it is another."""
@@ -210,3 +213,50 @@ def _signal(baseline: torch.Tensor, value: torch.Tensor | None) -> float:
     b, c = b[counted], c[counted]
     noise, signal = float((c - b).square().sum()), float(b.square().sum())
     return decibels(loss_of(noise, signal))
+
+
+_LEAST = 1.0
+"""In dB: less is the rounding of another order."""
+_PART = 6.0
+"""What the optimizations change is part of a difference if it is at most so many dB smaller than that."""
+
+
+def as_run(baseline: LoadedModel, candidate: LoadedModel | None, settings: SessionSettings) -> None:
+    """Let the results of ONNX files be those of a user's session: of the candidate with `settings`.
+
+    Raises:
+        UsageError: There are settings, and no file that they are for.
+    """
+    for model, its_own in ((baseline, SessionSettings()), (candidate, settings)):
+        if model is not None and isinstance(model.module, OnnxModel):
+            model.module.settings = its_own
+    if settings.given and (candidate is None or not isinstance(candidate.module, OnnxModel)):
+        raise UsageError("--session-options are for an ONNX file as candidate", expected="--candidate model.onnx")
+
+
+def with_level(found: Findings, model: LoadedModel, written: Sequence[ResultComparison] = ()) -> Findings:
+    """Name the level of optimization where it is the cause of a difference.
+
+    Args:
+        found: With the results of a user's session.
+        model: What was run.
+        written: The same results of the graph as it is written, where they were compared.
+    """
+    module, texts = model.module, []
+    if not isinstance(module, OnnxModel) or module.settings is None:
+        return found
+    known = {one.name: one.snr_db for one in written}
+    for one in (*found.costs, *found.results):
+        before, (noise, signal) = known.get(one.name), module.apart.get(one.candidate_name, (0.0, 0.0))
+        if one.snr_db is None or not noise or not signal:
+            continue
+        between = decibels(noise / signal)
+        if before is not None and before - one.snr_db >= _LEAST:
+            texts.append(f"cost {before - one.snr_db:.1f} dB of {one.name}: {before:.1f} dB without them")
+        elif before is None and not one.agrees and between < one.snr_db + _PART:
+            texts.append(f"change {one.name}: {between:.1f} dB from the graph as it is written")
+    if not texts:
+        return found
+    notes = [f"ONNX Runtime's optimizations at level {module.settings.level!r} {text}" for text in dict.fromkeys(texts)]
+    found.notes, found.explanation = [*notes, *found.notes], notes[0]
+    return found

@@ -23,10 +23,11 @@ from glassengine.diagnose.ladder.climb import (
     skip_unpaired,
 )
 from glassengine.diagnose.ladder.op_by_op import op_by_op
-from glassengine.diagnose.ladder.ranks import add_ranks, built_ranks
 from glassengine.engine.build.build import build_program
+from glassengine.engine.ranks.member import mesh_of, part_of
 from glassengine.engine.run.engine import Engine
 from glassengine.engine.run.parallel import ParallelEngine
+from glassengine.engine.store import files
 from glassengine.errors import GlassError, IncomparableError, UsageError
 from glassengine.judge.cases import Case, Inputs, causal_cases, module_cases
 from glassengine.judge.graphs.by_name import SitePair
@@ -37,11 +38,14 @@ from glassengine.judge.sides.arguments import Arguments, without_cache
 from glassengine.judge.sides.engine import EngineSide
 from glassengine.judge.sides.program import ProgramSide, untouched
 from glassengine.judge.sides.protocol import Arranged, Guarantee, Place
+from glassengine.judge.sides.ranks import RanksSide
 from glassengine.judge.verdict.score import Score
 from glassengine.program import LoadedModel, Program, export_program, load_inputs, made_up_inputs
 from glassengine.program.kinds.steps import MadeUp
-from glassengine.program.parallel.placements import Mesh
+from glassengine.program.parallel.placements import Mesh, Shard
+from glassengine.program.parallel.ranks import lay_out
 from glassengine.program.representation.passes import apply_pass
+from glassengine.program.representation.stored import load_program
 from glassengine.progress import Progress, Work
 from glassengine.results import Skipped
 
@@ -226,3 +230,43 @@ def arguments_of(model: LoadedModel, inputs: Inputs) -> Sequence[Mapping[str, An
     if model.stored is not None or isinstance(given, MadeUp):
         return given
     return [without_cache(model.module, step) for step in given]
+
+
+def built_ranks(
+    climb: Climb, program: Program, backend: str | None, mesh: Mesh, sizes: dict[str, Any]
+) -> ParallelEngine:
+    """Build an engine of several ranks from a program, in a directory that ends with the check."""
+    folder = Path(climb.stack.enter_context(tempfile.TemporaryDirectory(prefix="glassengine-check-")))
+    engine = build_program(program, folder / "ranks", backend=backend, model=climb.baseline, mesh=mesh, **sizes)
+    assert isinstance(engine, ParallelEngine)
+    return engine
+
+
+def add_ranks(climb: Climb, engine: ParallelEngine, program: Program, replay: Replay) -> None:
+    """The stored programs of all ranks, with their own weights, run side by side.
+
+    Args:
+        climb: With the pairs of `program`.
+        engine: Whose ranks they are.
+        program: That of one process, which they were made from.
+        replay: Judges their ops.
+    """
+    mesh = mesh_of(engine.manifest)
+    parts = [
+        [_program(part_of(engine.directory, stage * mesh.tensor + place)) for place in range(mesh.tensor)]
+        for stage in range(mesh.pipeline)
+    ]
+    layout = None
+    if mesh.tensor > 1:
+        names = {qualified: node for node, qualified in program.weight_names().items()}
+        cuts = {
+            names[name]: Shard(cut.axis, cut.blocks)
+            for name, cut in engine.manifest.placements.items()
+            if name in names
+        }
+        layout = lay_out(program, cuts, mesh.tensor)
+    climb.add(RanksSide(program, climb.pairs, place=Place.RANKS, replay=replay, parts=parts, layout=layout))
+
+
+def _program(directory: Path) -> Program:
+    return load_program(directory, files.load_weights(directory / files.WEIGHTS))

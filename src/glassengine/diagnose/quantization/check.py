@@ -18,8 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from glassengine.diagnose.ladder.request import CheckRequest
-from glassengine.diagnose.quantization.checkpoint_drift import checkpoint_drift
-from glassengine.diagnose.quantization.effects import Weight, difference, forwards_of, one_by_one, outcome_of, watching
+from glassengine.diagnose.quantization.effects import (
+    Weight,
+    checkpoint_drift,
+    difference,
+    forwards_of,
+    one_by_one,
+    outcome_of,
+    watching,
+)
 from glassengine.diagnose.quantization.result import RUNG, findings_of, finished, result_of
 from glassengine.errors import IncomparableError
 from glassengine.judge.cases import Inputs, other_tokens, read_inputs

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from glassengine import environment
-from glassengine.diagnose.ladder.sessions import with_level
+from glassengine.diagnose.ladder.as_given import with_level
 from glassengine.diagnose.quantization.file import Op, QuantizedFile, judge_widths
 from glassengine.diagnose.quantization.graph import QuantizedRun
 from glassengine.errors import IncomparableError

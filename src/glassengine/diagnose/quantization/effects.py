@@ -18,11 +18,13 @@ from torch import Tensor, nn
 
 from glassengine.errors import IncomparableError, UsageError
 from glassengine.judge.cases import beside_tokens, causal_cases, in_one_forward
+from glassengine.numerics.metrics.drift import DriftSums, shared
 from glassengine.numerics.metrics.logits import compare_logits
 from glassengine.numerics.quantization.weight_error import WeightError
 from glassengine.program import LoadedModel, example_inputs
 from glassengine.program.user_code.module_state import own_copies
 from glassengine.progress import Progress, Work
+from glassengine.results import DriftRow
 
 _PATIENCE_S = 2.0
 
@@ -204,3 +206,65 @@ def snr_db(power: float, error: float) -> float:
     if error == 0:
         return math.inf
     return 10 * math.log10(power / error) if power > 0 and math.isfinite(error) else -math.inf
+
+
+BYTE_BUDGET = 1 << 30
+"""Most bytes of outputs that are kept of one forward of the baseline."""
+
+_Key = tuple[str, int]
+
+
+@torch.no_grad()
+def checkpoint_drift(
+    baseline: nn.Module, candidate: nn.Module, forwards: Sequence[Mapping[str, Any]]
+) -> tuple[DriftRow, ...]:
+    """Return the rows of the modules without children that both sides have, in the order in which they first run."""
+    modules = [_leaves(side) for side in (baseline, candidate)]
+    names = [name for name in modules[0] if name in modules[1]]
+    sums: dict[str, DriftSums] = {}
+    for forward in forwards:
+        kept: dict[_Key, Tensor] = {}
+        left = BYTE_BUDGET
+
+        def keep(key: _Key, args: Any, kwargs: Any, output: Tensor, kept: dict[_Key, Tensor] = kept) -> None:
+            nonlocal left
+            left -= output.nbytes
+            if left >= 0:
+                kept[key] = output.clone()
+
+        def compare(key: _Key, args: Any, kwargs: Any, output: Tensor, kept: dict[_Key, Tensor] = kept) -> None:
+            expected = kept.pop(key, None)
+            if expected is not None:
+                predicted = modules[0][key[0]](*args, **kwargs)
+                own = sums.setdefault(key[0], DriftSums())
+                own.add(expected, output, predicted=predicted if isinstance(predicted, Tensor) else None)
+
+        for side, table, observer in ((baseline, modules[0], keep), (candidate, modules[1], compare)):
+            with _listening({name: table[name] for name in names}, observer):
+                side(**forward)
+    return shared([own.row(name, name, "module", own.loss) for name, own in sums.items() if own.num_tensors])
+
+
+def _leaves(side: nn.Module) -> dict[str, nn.Module]:
+    return {name: one for name, one in side.named_modules() if not list(one.children())}
+
+
+@contextmanager
+def _listening(modules: Mapping[str, nn.Module], observe: Callable[[_Key, Any, Any, Tensor], None]) -> Iterator[None]:
+    """Hand over every call of `modules` that returns a tensor; calls are counted by module."""
+    calls: dict[str, int] = {}
+
+    def hook_of(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            calls[name] = calls.get(name, -1) + 1
+            if isinstance(output, Tensor):
+                observe((name, calls[name]), args, kwargs, output)
+
+        return hook
+
+    handles = [one.register_forward_hook(hook_of(name), with_kwargs=True) for name, one in modules.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glassengine.diagnose.ladder.as_given import with_level
 from glassengine.diagnose.ladder.rungs import arguments_of
-from glassengine.diagnose.ladder.sessions import with_level
 from glassengine.diagnose.quantization.check_graph import Ends, check_quantized_graph
 from glassengine.judge.cases import module_cases
 from glassengine.judge.sides.arguments import matched

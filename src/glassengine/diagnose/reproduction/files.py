@@ -34,8 +34,9 @@ from glassengine.diagnose.reproduction.template import (
     RUNNERS,
     TEST_ACTUAL,
     TEST_EXPECTED,
+    comment,
+    function_source,
 )
-from glassengine.diagnose.reproduction.torch_source import comment, function_source
 from glassengine.environment import versions
 from glassengine.errors import UsageError
 from glassengine.judge.graphs.cut import Piece

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from glassengine.diagnose.reproduction.onnx_template import CHECK, HEADER, NEEDS, RUNNERS, TEST
-from glassengine.diagnose.reproduction.torch_source import comment
+from glassengine.diagnose.reproduction.template import comment
 from glassengine.environment import versions
 from glassengine.errors import UsageError
 from glassengine.judge.graphs.cut import Piece

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from glassengine.diagnose.quantization.checkpoint_drift import checkpoint_drift
-from glassengine.diagnose.quantization.effects import Weight, one_by_one, outcome_of, watching
+from glassengine.diagnose.quantization.effects import Weight, checkpoint_drift, one_by_one, outcome_of, watching
 from glassengine.diagnose.quantization.module import untied
 from glassengine.diagnose.quantization.result import RUNG, as_cost, finished
 from glassengine.diagnose.served.weights import WeightsFound

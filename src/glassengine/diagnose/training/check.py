@@ -33,9 +33,12 @@ from glassengine.diagnose.training.gradient_graph import (
 from glassengine.diagnose.training.run import (
     OptimizerFactory,
     StepTaken,
+    batches_of,
+    loss_of,
+    module_of,
+    optimizer_of,
     train,
 )
-from glassengine.diagnose.training.target import batches_of, loss_of, module_of, optimizer_of
 from glassengine.diagnose.training.updates import judge_updates
 from glassengine.errors import IncomparableError
 from glassengine.judge.cases import Case, Given

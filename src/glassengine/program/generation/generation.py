@@ -3,8 +3,8 @@
     plain             one forward, nothing follows
     causal            prefill and decode steps over a cache of keys and values
     recurrent         one token a step, over states
-    encoder-decoder   an encoder once, then decode steps (`two_programs`)
-    image-text        features of images once, then prefill and decode steps (`two_programs`)
+    encoder-decoder   an encoder once, then decode steps (`diagnose/ladder/generations`)
+    image-text        features of images once, then prefill and decode steps (`diagnose/ladder/generations`)
 
 Who loads, builds or judges a model reads these objects, and never compares the names of kinds. What a kind is judged by
 is beside them in `diagnose.ladder.generations`.

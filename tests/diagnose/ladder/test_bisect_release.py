@@ -12,7 +12,7 @@ from torch import nn
 import glassengine as glass
 from glassengine.backends import registry
 from glassengine.backends.eager import EagerBackend
-from glassengine.diagnose.ladder.bisection import bisect, most_builds
+from glassengine.diagnose.ladder.bisect_release import bisect, most_builds
 from glassengine.errors import UsageError
 from glassengine.program import export_program, load_inputs, load_model
 from glassengine.program.representation.program import Program, copied_graph, rebuilt
