@@ -62,7 +62,7 @@ def test_s19_shapes_that_no_tensor_has(name: str, tmp_path: Path, capsys: pytest
     record = {"site": "a", "step": 0, "rank": 0, "dtype": "float32", "axes": {}, "shape": list(SHAPES[name])}
     for read in (entry_from, left_out_from):
         with pytest.raises(ValueError, match="shape"):
-            read({**record, "nbytes": 0, "reason": "none"})
+            read({**record, "nbytes": 0, "reason": "none", "shard": 0, "offset": 0, "checksum": 0})
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,) * 64, (1 << 40, 0), (2, 3)])

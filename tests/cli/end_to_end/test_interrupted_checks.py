@@ -144,7 +144,7 @@ def test_f70_before_anything_was_found_the_stage_is_named(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("glassengine.diagnose.check_model.load_model", interrupted)
+    monkeypatch.setattr("glassengine.diagnose.check_ladder.load_model", interrupted)
     assert main(["check", f"{nets}:net", "--json"]) == 130
     shown = capsys.readouterr()
     assert "interrupted while loading the baseline\n" in shown.err
