@@ -273,6 +273,18 @@ def test_doors_of_rooms_hold_no_code() -> None:
     assert [door for door in doors if any(isinstance(node, defined) for node in ast.parse(text_of(door)).body)] == []
 
 
+def early_guards(source: str) -> list[int]:
+    """Return the lines of `if __name__ == "__main__"` that something follows: it is not defined yet when that runs."""
+    body = ast.parse(source).body
+    return [one.lineno for one in body[:-1] if isinstance(one, ast.If) and "__main__" in ast.dump(one.test)]
+
+
+def test_a_module_that_runs_as_a_program_is_defined_before_it_runs() -> None:
+    found = {module: early_guards(text_of(module)) for module in MODULES if "__main__" in text_of(module)}
+    assert {module: lines for module, lines in found.items() if lines} == {}
+    assert early_guards('if __name__ == "__main__":\n    run()\n\n\ndef run(): ...\n') == [1]
+
+
 # What runs in the interpreter of an engine cannot import this package, and is told by variables what to do.
 ELSEWHERE = {name for name in MODULES if ".inside." in name}
 

@@ -165,7 +165,7 @@ def weights_of(graph: CapturedGraph) -> dict[str, InputSpec]:
 def try_elsewhere(snapshot: Path, backend: str, piece: Piece) -> tuple[Failure | None, str]:
     """Try a piece of the graph of a snapshot in a process of its own, which may die of it."""
     request = {"snapshot": str(snapshot.resolve()), "backend": backend, "nodes": [node.name for node in piece.ops]}
-    command = starting.python("glassengine.diagnose.snapshot.replay")
+    command = starting.python("glassengine.diagnose.snapshot.trial")
     done = starting.run(command, input=json.dumps(request), capture_output=True, text=True)
     if done.returncode < 0:
         return "crash", f"the process died of {signal.Signals(-done.returncode).name}"

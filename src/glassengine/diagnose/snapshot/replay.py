@@ -5,9 +5,7 @@ Settings that change results (threads, precision of products, random states) are
 
 from __future__ import annotations
 
-import json
 import logging
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,9 +18,9 @@ from torch.utils import _pytree as pytree
 
 from glassengine import environment
 from glassengine.backends.protocol.backend import Backend
-from glassengine.backends.registry import choose_backend, get_backend
+from glassengine.backends.registry import choose_backend
 from glassengine.blocks import agree
-from glassengine.diagnose.reproduction.bisect_compiler import Trials, bisect_graph, recorded_values, weights_of
+from glassengine.diagnose.reproduction.bisect_compiler import bisect_graph
 from glassengine.diagnose.reproduction.files import require_free
 from glassengine.diagnose.reproduction.reproduce import reproduce_bisection
 from glassengine.diagnose.snapshot.judge import judge_snapshot
@@ -31,7 +29,7 @@ from glassengine.executable.graph.graph import CapturedGraph, InputSpec
 from glassengine.executable.snapshot.keeper import set_rng_states
 from glassengine.executable.snapshot.nonfinite import find_origin, kinds_of
 from glassengine.executable.snapshot.reader import Snapshot
-from glassengine.judge.graphs.cut import clone, piece_of
+from glassengine.judge.graphs.cut import clone
 from glassengine.judge.graphs.run import GraphRun, compile_run, without_numbers
 from glassengine.program.representation.program import OnnxGraph
 from glassengine.progress import Progress, Work, silent
@@ -226,24 +224,6 @@ def _looked_up(facts: Any, keys: Sequence[str]) -> Any:
     for key in keys:
         facts = facts.get(key) if isinstance(facts, dict) else None
     return facts if isinstance(facts, (str, type(None))) else str(pytree.tree_map(str, facts))
-
-
-def main() -> int:
-    """Try the piece that stdin describes and return the exit status."""
-    request = json.load(sys.stdin)
-    snapshot = Snapshot.open(request["snapshot"])
-    graph, arguments = captured_graph(snapshot), snapshot.arguments(device=device_of(snapshot))
-    with as_recorded(snapshot):
-        wanted = set(request["nodes"])
-        piece = piece_of([node for node in graph.nodes if node.name in wanted], recorded_values(graph, arguments))
-        assert piece is not None
-        found = Trials(get_backend(request["backend"]), graph.kind, weights_of(graph)).try_piece(piece)
-    sys.stdout.write(json.dumps(found) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
 
 
 _PRECISIONS = ("highest", "high", "medium")
