@@ -137,7 +137,7 @@ class Ladder:
         tokens_differ: list[str] = []
         if request.candidate is not None and self.engine is None and self.record is None:
             candidate, baseline, given, tokens_differ = self._load_candidate(baseline, given)
-        as_run(baseline, candidate, request.session)
+        as_run(baseline, candidate, request.serving.session)
         if candidate is not None:
             held = quantized_in_memory(baseline, candidate)
             if held is not None or (is_quantized_file(candidate) and not is_quantized_file(baseline)):
@@ -162,8 +162,8 @@ class Ladder:
             return self._climb(baseline, candidate, given, tokens_differ, stack)
 
     def _of_file(self, path: Any) -> Findings:
-        """Judge an ONNX file that stands for the candidate, in a session as it is by default."""
-        return Ladder(replace(self.request, candidate=path, serving=Options())).findings()
+        """Judge an ONNX file that stands for the candidate, in a session as it is by default, in this process."""
+        return Ladder(replace(self.request, candidate=path, serving=Options(), drift=False, jobs=1)).findings()
 
     def _load_baseline(self) -> tuple[LoadedModel, bool]:
         """Return the baseline, and whether it is judged without the programs that it generates with."""

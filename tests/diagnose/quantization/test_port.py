@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from torch import nn
 
 import glassengine as glass
+from glassengine.diagnose.check_ladder import Ladder
+from glassengine.results import Findings
 
 onnx = pytest.importorskip("onnx")
 quantization = pytest.importorskip("onnxruntime.quantization")
@@ -122,6 +125,22 @@ def test_f8_a_right_quantization_is_drift(
         pairs = {pair.site: pair.candidate_site for pair in result.pairs}
         tables = {site: own for site, own in pairs.items() if site in ("words.weight:param", "kinds.weight:param")}
         assert len(tables) == 2 and all(site == own for site, own in tables.items())
+
+
+def test_results_that_differ_without_the_grids_are_never_ok_behind_what_rounding_costs(
+    files: dict[tuple[str, str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = Ladder._of_file
+
+    def planted(ladder: Ladder, path: Path) -> Findings:
+        found = judge(ladder, path)
+        found.results = [replace(one, verdict="wrong", reason="planted") for one in found.results]
+        return found
+
+    monkeypatch.setattr(Ladder, "_of_file", planted)
+    result = checked("picture", files["picture", "QDQ"], tmp_path)
+    assert (result.ok, result.too_little, result.standing) == (False, False, "results differ")
+    assert "without its grids" in (result.not_ok_because or "")
 
 
 def scaled(part: str, factor: float) -> Callable[[Any], None]:
