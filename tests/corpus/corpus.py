@@ -1,7 +1,8 @@
 """The corpus of the verdict: plant mistakes, run them and legitimate variants, and hold the verdict against the truth.
 
 One `Bench` is one program (family, dtype) with its inputs. All mutants of a bench run in lockstep against one
-reference, through the same `run_cases`, `Score` and `conclude` that `glass check` uses; nothing here decides a verdict.
+reference, through the same `run_cases`, `Score` and `findings_of` that `glass check` uses; nothing here decides a
+verdict.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.judge.sides.program import ProgramSide
 from glassengine.judge.sides.protocol import Arranged, Place, Side
-from glassengine.judge.verdict.conclude import conclude
+from glassengine.judge.verdict.conclude import findings_of
 from glassengine.judge.verdict.run import run_cases
 from glassengine.judge.verdict.score import Score
 from glassengine.numerics.judgement import SUSPICIOUS
@@ -228,7 +229,8 @@ def run(bench: Bench, sides: Sequence[Any], case: Case | None = None, model: Mod
 
 def _concluded(bench: Bench, scores: Sequence[Score]) -> Comparison:
     told: dict[str, Any] = {"baseline": "", "candidate": "", "environment": {}}
-    return conclude(bench.program, scores, [], {}, policy=Policy("suspicious", min_coverage=0.0), **told)
+    found = findings_of(bench.program, scores, [], {}, min_coverage=0.0, **told)
+    return found.conclude(Policy("suspicious", min_coverage=0.0))
 
 
 def rows_of_mistakes(bench: Bench, planted: Sequence[Planted], execution: str, sides: Sequence[Any]) -> list[Row]:

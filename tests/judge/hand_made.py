@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from glassengine.judge.cases import Case, Given, StepInputs, by_name, module_cases
 from glassengine.judge.sides.protocol import Observed, Side
-from glassengine.judge.verdict.conclude import conclude
+from glassengine.judge.verdict.conclude import findings_of
 from glassengine.judge.verdict.run import run_cases
 from glassengine.judge.verdict.score import Score
 from glassengine.program import Program, export_program, load_model
@@ -104,4 +104,7 @@ def concluded(program: Program, scores: Sequence[Score], **options: Any) -> Comp
     told: dict[str, Any] = {"environment": {}, "severity": {}, **options}
     severity = told.pop("severity")
     policy = Policy(told.pop("fail_on", "wrong"), told.pop("min_coverage", 0.9))
-    return conclude(program, scores, [], severity, baseline="a", candidate="b", policy=policy, **told)
+    found = findings_of(
+        program, scores, [], severity, baseline="a", candidate="b", min_coverage=policy.min_coverage, **told
+    )
+    return found.conclude(policy)

@@ -27,7 +27,7 @@ from glassengine.judge.graphs.flat import with_values
 from glassengine.judge.graphs.run import GraphRun, compile_run, program_of, without_numbers
 from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.protocol import Guarantee, Observed, Place, Side
-from glassengine.judge.verdict.conclude import conclude
+from glassengine.judge.verdict.conclude import findings_of
 from glassengine.judge.verdict.run import run_cases
 from glassengine.judge.verdict.score import Score
 from glassengine.numerics.ops import Accumulation
@@ -153,16 +153,17 @@ def judge_snapshot(
             accumulation=accumulation,
             on_step=lambda *_: None,
         )
-    return conclude(
+    found = findings_of(
         program,
         scores,
         skipped,
         {},
         baseline=f"{snapshot.name} in float64",
         candidate=backend.name,
-        policy=Policy(min_coverage=0.0),
+        min_coverage=0.0,
         environment=environment.describe(),
     )
+    return found.conclude(Policy(min_coverage=0.0))
 
 
 def _without_draws(graph: CapturedGraph, arguments: Sequence[Any]) -> tuple[CapturedGraph, list[Any], bool]:

@@ -99,7 +99,7 @@ class Replay:
             rounded=rounded,
         )
         self.ops = Ops(program, self._values, seed=seed, worth_a_bound=worth_a_bound)
-        self._stretches = None if cut is Cut.OP else SegmentReplay(program, coarsest=dtype, rounded=rounded)
+        self._segments = None if cut is Cut.OP else SegmentReplay(program, coarsest=dtype, rounded=rounded)
         self.begin()
 
     @property
@@ -119,15 +119,15 @@ class Replay:
     @property
     def values(self) -> Mapping[str, Any]:
         """What the candidate was given and made in this step, by baseline node; of segments up to the present one."""
-        if self._stretches is not None and self._cut is Cut.SEGMENT:
-            return self._stretches.values
+        if self._segments is not None and self._cut is Cut.SEGMENT:
+            return self._segments.values
         return self._values.observed
 
     def begin(self) -> None:
         """Start a case, with an empty cache; nothing of earlier cases has a part in it."""
         self.ops.begin()
-        if self._stretches is not None:
-            self._stretches.begin(self._of_regions or self.accumulation)
+        if self._segments is not None:
+            self._segments.begin(self._of_regions or self.accumulation)
 
     def begin_step(
         self, given: Given, made: Mapping[str, torch.Tensor], caches: Mapping[str, torch.Tensor] | None = None
@@ -146,12 +146,12 @@ class Replay:
         }
         if self._cut is not Cut.SEGMENT:
             self._values.begin_step({**named, **(caches or {})}, made)
-        if self._stretches is not None:
+        if self._segments is not None:
             valid = partial(valid_in_step, self.program, given)
             # Caches are the baseline's, for any candidate: empty before the first step, and kept by the run from there.
-            empty = {} if self._stretches.has_run else empty_caches(self.program, named)
+            empty = {} if self._segments.has_run else empty_caches(self.program, named)
             asked = (lambda _: True) if self._cut is Cut.SEGMENT else self._values.lacks_inputs
-            self._stretches.begin_step({**named, **empty}, made.get, valid, asked)
+            self._segments.begin_step({**named, **empty}, made.get, valid, asked)
 
     @torch.no_grad()
     def judge(
@@ -163,8 +163,8 @@ class Replay:
         own: Callable[[Node], Piece | None] | None = None,
     ) -> Replayed | None:
         """Judge what the piece that ends in `node` introduced; None where its inputs are not known. See `Claim`."""
-        if self._stretches is not None and (self._cut is Cut.SEGMENT or self._values.lacks_inputs(node)):
-            found = self._stretches.expected(node, candidate)
+        if self._segments is not None and (self._cut is Cut.SEGMENT or self._values.lacks_inputs(node)):
+            found = self._segments.expected(node, candidate)
             return None if found is None else found[0].replayed(found[1])
         claim = Claim(node, candidate.to(self._rounded.get(node.name, candidate.dtype)), valid, known, own)
         one = self.ops.expected(claim)

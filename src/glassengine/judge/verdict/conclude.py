@@ -29,12 +29,10 @@ from glassengine.results import (
     FLAGGED,
     VERDICTS,
     CaseInputs,
-    Comparison,
     Divergence,
     Findings,
     Hint,
     Pair,
-    Policy,
     Rung,
     Skipped,
     Verdict,
@@ -61,21 +59,6 @@ _COMPARED = {
     Place.UNTOUCHED: ("program", "the untouched candidate"),
 }
 """What is compared on a rung, in words."""
-
-
-def conclude(
-    program: Program,
-    scores: Sequence[Score],
-    skipped: Sequence[Skipped],
-    severity: Mapping[str, Severity],
-    weights: WeightsComparison | None = None,
-    *,
-    policy: Policy,
-    **more: Any,
-) -> Comparison:
-    """Return the comparison that the scores of all sides come to; see `findings_of`."""
-    found = findings_of(program, scores, skipped, severity, weights, min_coverage=policy.min_coverage, **more)
-    return found.conclude(policy)
 
 
 def findings_of(
