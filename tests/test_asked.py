@@ -65,6 +65,10 @@ WRONG = [
     (["check", "mine.py:net", "--backend", "inducktor"], "nearest: inductor"),
     (["check", "mine.py:net", "--candidate", "mine.py:net", "--backend", "eager"], "build an engine of BASELINE"),
     (["check", "mine.py:net", "--candidate", "mine.py:net", "--all-rungs"], "are for engines"),
+    (
+        ["check", "mine.py:net", "--candidate", "gguf:a.gguf", "--quantize", "Q4_0"],
+        "for the engine that a check builds",
+    ),
     (["check", "mine.py:net", "--candidate", "mine.py:net", "--tensor-parallel", "2"], "is for the engine"),
     (["check", "mine.py:net", "--candidate", "mine.py:net", "--quantize", "Q8_0"], "is for the engine"),
     (["check-training", "mine.py:net", "--optimizer", "mine.py:sgd"], "unknown function"),

@@ -61,31 +61,29 @@ def _each(flags: Iterable[str], what: str, hint: str | None = None) -> dict[str,
     return {flag: Refusal(what.format(flag=flag), hint) for flag in flags}
 
 
+def _not_served(*flags: str) -> dict[str, Refusal]:
+    return _each(flags, "{flag} is not for a serving engine", "leave it out")
+
+
 _LAYOUT = _each(["--layout"], "{flag} is for a recording of a serving engine")
 _MAP = _each(["--map"], "{flag} is for a record of tensors")
-_SESSION = {
-    "--session-options": Refusal(
-        "--session-options are for an ONNX file as candidate", "glass check MODEL --candidate model.onnx"
-    )
-}
+_SESSION = _each(
+    ["--session-options"],
+    "{flag} are for an ONNX file as candidate",
+    "glass check MODEL --candidate model.onnx",
+)
 _BUILD = _each(
     ["--tensor-parallel", "--pipeline-parallel", "--quantize"], "{flag} is for the engine that a check builds"
 )
 _RUNGS = _each(["--all-rungs", "--bisect-outputs"], "--all-rungs and --bisect-outputs are for engines") | _each(
     ["--backend", "--pass"], "--backend and --pass build an engine of BASELINE", "remove them, or --candidate MODEL"
 )
-_SERVED = _each(
-    ["--map", "--pass", "--accum", "--all-rungs", "--bisect-outputs", "--jobs"],
-    "{flag} is not for a serving engine",
-    "leave it out",
-)
-_PARALLEL = _each(["--tensor-parallel", "--pipeline-parallel"], "{flag} is not for a serving engine", "leave it out")
+_SERVED = _not_served("--map", "--pass", "--accum", "--all-rungs", "--bisect-outputs", "--jobs")
 _OPS = _each(["--reproduction", "--accum"], "--reproduction and --accum are for ops")
-
 _WRITES = _each(["--quantize"], "matrices are rounded by back-ends that write models", "--backend gguf")
 
 BUILT = Kind("built", {}, _LAYOUT | _MAP | _SESSION | _WRITES)
-WRITTEN = Kind("written", {}, _LAYOUT | _SERVED | _SESSION | _PARALLEL)
+WRITTEN = Kind("written", {}, _LAYOUT | _SERVED | _SESSION | _not_served("--tensor-parallel", "--pipeline-parallel"))
 SERVED = Kind(
     "served",
     {
@@ -95,7 +93,7 @@ SERVED = Kind(
         "executorch:FILE": "a .pte file of ExecuTorch",
         "openvino:DIR": "a decoder of OpenVINO",
     },
-    _SERVED | _SESSION | _BUILD | _each(["--backend"], "{flag} is not for a serving engine", "leave it out"),
+    _SERVED | _SESSION | _BUILD | _not_served("--backend"),
 )
 ENGINE = Kind("engine", {"ENGINE": "a directory that glass build wrote"}, _LAYOUT | _MAP | _SESSION | _BUILD)
 RECORD = Kind("record", {"RECORD": "a recording, or a dump of another tool"}, _LAYOUT | _SESSION | _BUILD | _RUNGS)
@@ -107,13 +105,14 @@ MODEL = Kind(
     {"TARGET": "a Hugging Face directory or id, an adapter, file.py:factory, package.module:factory, .onnx or .pt2"},
     _LAYOUT | _MAP | _BUILD | _RUNGS,
 )
+GIVEN = Kind("given", {}, _BUILD)
+"""Any candidate that is given, whatever kind it turns out to be."""
 KINDS = (BUILT, WRITTEN, SERVED, ENGINE, RECORD, QUANTIZED, MODEL)
 
 
 def metavar() -> str:
     """Return what `--candidate` takes, for `--help`."""
-    forms = {kind.name: list(kind.forms) for kind in KINDS}
-    return "|".join(form for name in ("model", "engine", "record", "served") for form in forms[name])
+    return "|".join(form for kind in (MODEL, ENGINE, RECORD, SERVED) for form in kind.forms)
 
 
 def expected() -> str:

@@ -8,7 +8,7 @@ import typer
 
 import glassengine as glass
 from glassengine import asked
-from glassengine.candidates import MODEL, flags_of, metavar, refuse, require_kind
+from glassengine.candidates import GIVEN, MODEL, flags_of, metavar, refuse, require_kind
 from glassengine.cli.answers import Answers
 from glassengine.cli.errors import INTERRUPTED_STATUS, terminable
 from glassengine.cli.options import err, out, stages
@@ -121,8 +121,8 @@ def command(
     """
     answers.prepare()
     require_kind(candidate)
-    if asked.is_plain_model(candidate):
-        refuse(MODEL, flags_of(**{**locals(), "accumulation": accum, "reproduction": None}), candidate)
+    if candidate is not None:
+        refuse(MODEL if asked.is_plain_model(candidate) else GIVEN, flags_of(**locals()), candidate)
     try:
         with terminable(), stages(_SHARES) as progress:
             result = glass.check(

@@ -26,7 +26,7 @@ class Handler:
 
     Attributes:
         kind: With the options that it refuses.
-        accepts: Returns the candidate, opened where that is cheap, or True; None if it is of another kind.
+        accepts: Returns the candidate, opened where that is cheap, or True; None or False if it is of another kind.
         run: Judges it.
     """
 
@@ -38,15 +38,15 @@ class Handler:
 HANDLERS = (
     Handler(SERVED, open_candidate, check_served),
     Handler(WRITTEN, is_written, check_written),
-    Handler(BUILT, lambda request: request.candidate is None or None, check_built),
-    Handler(ENGINE, lambda request: is_engine(request.candidate) or None, check_engine),
+    Handler(BUILT, lambda request: request.candidate is None, check_built),
+    Handler(ENGINE, lambda request: is_engine(request.candidate), check_engine),
     Handler(RECORD, open_record, check_record),
     Handler(
         QUANTIZED,
-        lambda request: is_quantized_candidate(request.baseline, request.candidate) or None,
+        lambda request: is_quantized_candidate(request.baseline, request.candidate),
         check_quantized_checkpoint,
     ),
-    Handler(MODEL, lambda request: request.candidate, check_model),
+    Handler(MODEL, lambda request: True, check_model),
 )
 """In this order: an engine directory of a back-end that writes models is served, and so is a record of one."""
 
@@ -59,8 +59,9 @@ def route(request: CheckRequest) -> Comparison:
     """
     for handler in HANDLERS:
         opened = handler.accepts(request)
-        if opened is not None:
-            honored = ("--session-options",) if isinstance(opened, ServedInSession) else ()
-            refuse(handler.kind, request.flags, request.candidate, honored=honored)
-            return handler.run(request, opened)
+        if opened is None or opened is False:
+            continue
+        honored = ("--session-options",) if isinstance(opened, ServedInSession) else ()
+        refuse(handler.kind, request.flags, request.candidate, honored=honored)
+        return handler.run(request, opened)
     raise AssertionError("the last handler accepts every candidate")

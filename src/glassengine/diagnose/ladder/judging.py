@@ -129,8 +129,9 @@ def kept(collected: Callable[[], Findings], policy: Policy) -> Iterator[None]:
     except KeyboardInterrupt as error:
         found = None
         with contextlib.suppress(Exception):  # nothing to compare yet, or a tensor was half judged
-            found = collected()
-            found.interrupt()
+            partial = collected()
+            partial.interrupt()
+            found = partial
         if found is None:
             raise
         raise Interrupted(found.conclude(policy)) from error

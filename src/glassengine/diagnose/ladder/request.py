@@ -13,7 +13,6 @@ from torch import nn
 
 from glassengine.errors import UsageError
 from glassengine.judge.cases import Inputs
-from glassengine.program.onnx.stored.options import SessionSettings
 from glassengine.program.parallel.placements import Mesh
 from glassengine.progress import Progress, silent
 from glassengine.results import Comparison, Policy
@@ -62,11 +61,6 @@ class CheckRequest:
     jobs: int = 1
     progress: Progress = silent
     route: Callable[[CheckRequest], Comparison] | None = None
-
-    @property
-    def session(self) -> SessionSettings:
-        """How ONNX Runtime runs the candidate."""
-        return self.serving.session
 
     def require_jobs(self) -> None:
         """Require that the cases can be judged by `jobs` processes.

@@ -157,7 +157,7 @@ def numbered(found: Findings, numbers: Sequence[int]) -> Findings:
     changed = {
         name: _numbered(tuple(value) if isinstance(value, list) else value, numbers) for name, value in values.items()
     }
-    return Findings(**changed)
+    return replace(found, **changed)
 
 
 def _numbered(value: Any, numbers: Sequence[int]) -> Any:

@@ -63,11 +63,11 @@ def open_candidate(request: CheckRequest) -> Served | None:
     return found
 
 
-def is_written(request: CheckRequest) -> bool | None:
-    """Return True if the engine of a check is one that a back-end writes from a model; None if not."""
+def is_written(request: CheckRequest) -> bool:
+    """Whether the engine of a check is one that a back-end writes from a model."""
     if request.candidate is not None or request.backend is None:
-        return None
-    return isinstance(get_backend(request.backend), TakingModels) or None
+        return False
+    return isinstance(get_backend(request.backend), TakingModels)
 
 
 def write_candidate(request: CheckRequest) -> Served:

@@ -249,7 +249,8 @@ def _replace_origins(found: Findings, origins: Sequence[Divergence]) -> None:
 def add_weights(found: Findings, weights: WeightsFound) -> None:
     """Add the rung of the weights before all others."""
     divergences, judged = weights.divergences(), weights.judged
-    counts: Any = dict(found.counts or {})
+    assert found.counts is not None
+    counts: Any = dict(found.counts)
     counts["compared"] += len(judged)
     for one in judged:
         counts[one.verdict] += 1
