@@ -38,7 +38,7 @@ REASONS: dict[str, dict[str, str]] = {
     "diagnose/ladder/per_case.py": {"pickle.loads": "what our own parent process sent, or our own child answered"},
     "diagnose/reproduction/bisect_compiler.py": {"json.loads": "what our own child process printed"},
     "diagnose/script_floor.py": {"json.loads": "what our own parent process asked"},
-    "diagnose/snapshot/replay.py": {"json.load": "what our own parent process sent"},
+    "diagnose/snapshot/trial.py": {"json.load": "what our own parent process sent"},
     "schemas/__init__.py": {"json.loads": "the schemas that ship", "read_text": "the schemas that ship"},
     "engine/run/image_prompts.py": {"Image.open": "on a file that the room opened"},
     "engine/ranks/messages.py": {
