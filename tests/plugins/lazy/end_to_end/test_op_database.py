@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import glassengine as glass
-from glassengine.frontends.lazy.tensor import LazyTensor
+from glassengine.plugins.lazy.tensor import LazyTensor
 
 _MOST_SAMPLES = 12
 """Of one operation."""

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import glassengine as glass
 from glassengine.executable.metrics.compilation import compilations
-from glassengine.frontends.lazy.running import settings
 from glassengine.numerics.verdict import Reference
+from glassengine.plugins.lazy.running import settings
 from glassengine.testing import models
 
 STEPS = 20

@@ -15,7 +15,7 @@ import glassengine as glass
 from glassengine.capture.calls.observed_call import modules_being_called
 from glassengine.errors import UsageError
 from glassengine.executable.snapshot.reader import Snapshot
-from glassengine.frontends.lazy.running import settings
+from glassengine.plugins.lazy.running import settings
 
 Count = Callable[[str], int]
 

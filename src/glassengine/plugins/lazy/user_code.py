@@ -1,18 +1,32 @@
-"""The names of parameters and buffers, from the variables of the code that runs."""
+"""What the code of the user says: the line that runs, and the names of parameters and buffers by its variables."""
 
 from __future__ import annotations
 
+import os
 import sys
 from inspect import CO_OPTIMIZED
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 
-from glassengine.frontends.lazy.fallbacks import NOT_USERS
-from glassengine.frontends.lazy.graphs import Pending
-from glassengine.frontends.lazy.tensor import LazyTensor
-from glassengine.frontends.lazy.values import Memory
+from glassengine.plugins.lazy.graphs import Pending
+from glassengine.plugins.lazy.tensor import LazyTensor
+from glassengine.plugins.lazy.values import Memory
+
+NOT_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<frozen")
+"""Where files begin that are no code of the user."""
+
+
+def user_line() -> str:
+    """Return "file:line" of the innermost code outside of torch and of this package; "" where there is none."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if not frame.f_code.co_filename.startswith(NOT_USERS):
+            return f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return ""
 
 
 def names_of(made_by: Pending) -> dict[int, tuple[str, str]]:

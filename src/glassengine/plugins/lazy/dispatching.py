@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from glassengine.frontends.eager_schema import argument
-from glassengine.frontends.lazy.at_once import computed
-from glassengine.frontends.lazy.foresight import UnforeseenError
-from glassengine.frontends.lazy.memory import View
-from glassengine.frontends.lazy.observed import Awaited
-from glassengine.frontends.lazy.recording import (
+from glassengine.plugins.lazy.eager_fallback import computed
+from glassengine.plugins.lazy.memory import View
+from glassengine.plugins.lazy.observed import Awaited
+from glassengine.plugins.lazy.output_inference import NotRecordableError
+from glassengine.plugins.lazy.recording import (
     PLAIN,
     apply,
     brought_in,
@@ -32,11 +32,11 @@ from glassengine.frontends.lazy.recording import (
     taken_apart,
     write,
 )  # fmt: skip
-from glassengine.frontends.lazy.rules import Kind, Rule, rule_of
-from glassengine.frontends.lazy.running import fetch, run_pending
-from glassengine.frontends.lazy.settings import Reason, settings
-from glassengine.frontends.lazy.tensor import DEVICE, LazyTensor
-from glassengine.frontends.lazy.values import Memory, Value
+from glassengine.plugins.lazy.rules import Kind, Rule, rule_of
+from glassengine.plugins.lazy.running import fetch, run_pending
+from glassengine.plugins.lazy.settings import Reason, settings
+from glassengine.plugins.lazy.tensor import DEVICE, LazyTensor
+from glassengine.plugins.lazy.values import Memory, Value
 
 aten = torch.ops.aten
 _SAME = (aten.alias.default, aten.detach.default, aten.lift_fresh.default)
@@ -57,7 +57,7 @@ class Recorder:
         handler, rule = known
         try:
             made = handler(rule, args, kwargs)
-        except UnforeseenError as error:
+        except NotRecordableError as error:
             made = computed(target, args, kwargs, str(error))
         if settings.each_op:
             lazy = [value for value in tree_leaves(made) if type(value) is LazyTensor]
@@ -97,17 +97,17 @@ def _compute(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 def _require_static(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     if rule.dropout is not None and argument(rule.dropout, args, kwargs):
-        raise UnforeseenError("what it draws depends on values")
+        raise NotRecordableError("what it draws depends on values")
     if rule.indices is not None:
         for index in argument(rule.indices, args, kwargs) or ():
             if isinstance(index, torch.Tensor) and index.dtype in _MASKS:
-                raise UnforeseenError("the shape of its result depends on values")
+                raise NotRecordableError("the shape of its result depends on values")
 
 
 def _view(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     tensor = args[0]
     if type(tensor) is not LazyTensor:
-        raise UnforeseenError("it is a view of a tensor that is not lazy")
+        raise NotRecordableError("it is a view of a tensor that is not lazy")
     target, parent = rule.target, tensor._lazy
     if target in _SAME:
         return LazyTensor.made(parent)
@@ -118,7 +118,7 @@ def _view(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             args = (*args[:3], tensor._lazy.spec.offset)
             kwargs = {}
         if parent.spec.dtype is not tensor.dtype:
-            raise UnforeseenError("the memory is of another dtype")
+            raise NotRecordableError("the memory is of another dtype")
         tensor = LazyTensor.made(parent)
         args = (tensor, *args[1:])
     operation, call = record(rule, args, kwargs, taken_apart(rule, args, kwargs, of_view=True))
@@ -149,13 +149,13 @@ def _write(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     written = argument(rule.written, args, kwargs)
     targets: list[Any] = list(written) if isinstance(written, (list, tuple)) else [written]
     if not all(type(tensor) is LazyTensor for tensor in targets):
-        raise UnforeseenError("it writes to a tensor that is not lazy")
+        raise NotRecordableError("it writes to a tensor that is not lazy")
     if place >= len(args):
         kwargs = {key: value for key, value in kwargs.items() if key != name}
     values = recorded(rule.twin, args, kwargs)
     for value, tensor in zip(values, targets, strict=True):
         if value is not None and not torch.can_cast(value.spec.dtype, tensor.dtype):
-            raise UnforeseenError("the result has another dtype than what it is written to")
+            raise NotRecordableError("the result has another dtype than what it is written to")
     fitting = [fitted(value, tensor._lazy.spec) for value, tensor in zip(values, targets, strict=True)]
     for tensor, value in zip(targets, fitting, strict=True):
         write(tensor._lazy, value)
@@ -165,13 +165,13 @@ def _write(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def _copy(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     tensor, source = args[0], args[1]
     if type(tensor) is not LazyTensor:
-        raise UnforeseenError("it writes to a tensor that is not lazy")
+        raise NotRecordableError("it writes to a tensor that is not lazy")
     kind = tensor._lazy.spec
     value: Value | None = source._lazy.get() if type(source) is LazyTensor else None
     if value is None:
         value = brought_in(source) if type(source) in PLAIN and source.layout is torch.strided else None
     if value is None:
-        raise UnforeseenError("it copies what is no plain tensor")
+        raise NotRecordableError("it copies what is no plain tensor")
     if value.spec.shape != kind.shape:
         value = apply(aten.expand.default, value, list(kind.shape))
     write(tensor._lazy, fitted(value, kind))
@@ -181,7 +181,7 @@ def _copy(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def _draw(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     kind = args[0]._lazy.spec.flat if type(args[0]) is LazyTensor else None
     if kind is None or any(isinstance(value, torch.Tensor) for value in (*args[1:], *kwargs.values())):
-        raise UnforeseenError("what it draws depends on values")
+        raise NotRecordableError("what it draws depends on values")
     options = {
         name: None if isinstance(value, torch.device) and value.type == DEVICE.type else value
         for name, value in kwargs.items()
@@ -200,7 +200,7 @@ def _normalize(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     if not training or mean is None:
         return _compute(rule, args, kwargs)
     if type(mean) is not LazyTensor or type(variance) is not LazyTensor:
-        raise UnforeseenError("it writes to a tensor that is not lazy")
+        raise NotRecordableError("it writes to a tensor that is not lazy")
     twin = aten._native_batch_norm_legit_functional.default
     *values, new_mean, new_variance = recorded(twin, args, kwargs)
     write(mean._lazy, fitted(new_mean, mean._lazy.spec))

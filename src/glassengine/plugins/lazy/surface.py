@@ -10,12 +10,12 @@ import torch
 
 from glassengine.backends.registry import choose_graph_backend
 from glassengine.errors import UnknownNameError, UsageError
-from glassengine.frontends.lazy.devices import register
-from glassengine.frontends.lazy.fallbacks import fallbacks
-from glassengine.frontends.lazy.graphs import captured, pending, place_of
-from glassengine.frontends.lazy.settings import settings
-from glassengine.frontends.lazy.tensor import DEVICE, LazyTensor
-from glassengine.frontends.lazy.values import Value, pending_memories
+from glassengine.plugins.lazy.devices import register
+from glassengine.plugins.lazy.eager_fallback import fallbacks
+from glassengine.plugins.lazy.graphs import captured, pending, place_of
+from glassengine.plugins.lazy.settings import settings
+from glassengine.plugins.lazy.tensor import DEVICE, LazyTensor
+from glassengine.plugins.lazy.values import Value, pending_memories
 from glassengine.results.lazy import PendingTensor
 
 M = TypeVar("M", bound=torch.nn.Module)

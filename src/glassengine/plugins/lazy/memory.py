@@ -13,7 +13,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
-from glassengine.frontends.lazy.values import Call, Memory, Operation, Spec, Value
+from glassengine.plugins.lazy.values import Call, Memory, Operation, Spec, Value
 
 aten = torch.ops.aten
 

@@ -21,11 +21,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from glassengine.executable.metrics.metrics import registry
 from glassengine.frontends.eager_schema import is_input_number
-from glassengine.frontends.lazy.foresight import UnforeseenError, foresee
-from glassengine.frontends.lazy.memory import Handle, View, order_of, with_part
-from glassengine.frontends.lazy.rules import Rule, rule_of
-from glassengine.frontends.lazy.tensor import DEVICE, LazyTensor
-from glassengine.frontends.lazy.values import Call, Memory, NumberPlace, Operation, Spec, TensorPlace, Value, spec_of
+from glassengine.plugins.lazy.memory import Handle, View, order_of, with_part
+from glassengine.plugins.lazy.output_inference import NotRecordableError, infer_outputs
+from glassengine.plugins.lazy.rules import Rule, rule_of
+from glassengine.plugins.lazy.tensor import DEVICE, LazyTensor
+from glassengine.plugins.lazy.values import Call, Memory, NumberPlace, Operation, Spec, TensorPlace, Value, spec_of
 
 aten = torch.ops.aten
 
@@ -104,13 +104,13 @@ def _take(taken: Taken, value: Any, is_numeric: bool) -> None:
             _take(taken, item, is_numeric)
     elif isinstance(value, torch.Tensor):
         if kind not in PLAIN or value.layout is not torch.strided or value.is_conj() or value.is_neg():
-            raise UnforeseenError(f"a {kind.__name__} that is no plain tensor is among its arguments")
+            raise NotRecordableError(f"a {kind.__name__} that is no plain tensor is among its arguments")
         reads.append(held := brought_in(value))
         key.append(held.spec)
     elif kind is torch.device:
         key.append(None if value.type == DEVICE.type else value)
     elif isinstance(value, torch.Generator):
-        raise UnforeseenError("it is given a generator")
+        raise NotRecordableError("it is given a generator")
     else:
         key.append((bool, value) if kind is bool else value)
 
@@ -195,7 +195,7 @@ def recorded(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any])
     """Record a call, and return the values that it makes.
 
     Raises:
-        UnforeseenError: It cannot be recorded.
+        NotRecordableError: It cannot be recorded.
     """
     rule = rule_of(target)
     return outcome(*record(rule, args, kwargs, taken_apart(rule, args, kwargs)))
@@ -205,16 +205,16 @@ def record(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any], taken: Ta
     """Record a call whose arguments were taken apart.
 
     Raises:
-        UnforeseenError: It cannot be recorded.
+        NotRecordableError: It cannot be recorded.
     """
     key = tuple(taken[0])
     try:
         operation = _operations.get(key)
     except TypeError as error:  # an argument without a hash
-        raise UnforeseenError("an argument of it is of no kind that a graph can hold") from error
+        raise NotRecordableError("an argument of it is of no kind that a graph can hold") from error
     if operation is None:
         kinds = [part for part in key if type(part) is Spec]
-        operation = foresee(rule.target, kinds, taken[2], _template(rule, args, kwargs))
+        operation = infer_outputs(rule.target, kinds, taken[2], _template(rule, args, kwargs))
         operation.operands = _operands(rule, args, kwargs)
         _operations[key] = operation
     operation.calls += 1
@@ -238,10 +238,10 @@ def fitted(value: Value | None, kind: Spec) -> Value:
     """Return a value as memory of a kind holds it once it is written there.
 
     Raises:
-        UnforeseenError: It does not fit there.
+        NotRecordableError: It does not fit there.
     """
     if value is None or value.spec.shape != kind.shape:
-        raise UnforeseenError("the result has another shape than what it is written to")
+        raise NotRecordableError("the result has another shape than what it is written to")
     if value.spec.dtype is not kind.dtype:
         (value,) = recorded(aten._to_copy.default, (value,), {"dtype": kind.dtype})
         assert value is not None
@@ -258,12 +258,12 @@ def write(handle: Handle, value: Value) -> None:
     """Let memory, or the part of it that a view is, hold a value of its kind.
 
     Raises:
-        UnforeseenError: There is no operation that puts such a part into its memory.
+        NotRecordableError: There is no operation that puts such a part into its memory.
     """
     while isinstance(handle, View):
         whole = with_part(handle, value, apply)
         if whole is None:
-            raise UnforeseenError("it writes to a view that is not followed")
+            raise NotRecordableError("it writes to a view that is not followed")
         handle = handle.parent
         if whole.spec is not handle.spec.flat:
             whole = fitted(whole, handle.spec)

@@ -20,16 +20,15 @@ from glassengine.errors import BackendError, UsageError
 from glassengine.executable.metrics.compilation import FIRST, Occasion
 from glassengine.executable.metrics.metrics import registry
 from glassengine.executable.run.executable import compile_graph
-from glassengine.frontends.lazy.fallbacks import user_line
-from glassengine.frontends.lazy.foresight import takes_any_number
-from glassengine.frontends.lazy.graphs import Pending, captured, pending
-from glassengine.frontends.lazy.memory import viewed
-from glassengine.frontends.lazy.names import names_of
-from glassengine.frontends.lazy.observed import awaited
-from glassengine.frontends.lazy.settings import Graph, Reason, Variant, bytes_of, settings
-from glassengine.frontends.lazy.sizes import constant, fitted, foreseen, sample_of, skeleton
-from glassengine.frontends.lazy.symbols import Pattern, Sample
-from glassengine.frontends.lazy.values import NUMBER_DTYPES, Value, counts, pending_memories
+from glassengine.plugins.lazy.graphs import Pending, captured, pending
+from glassengine.plugins.lazy.memory import viewed
+from glassengine.plugins.lazy.observed import awaited
+from glassengine.plugins.lazy.output_inference import takes_any_number
+from glassengine.plugins.lazy.settings import Graph, Reason, Variant, bytes_of, settings
+from glassengine.plugins.lazy.sizes import constant, fitted, foreseen, sample_of, skeleton
+from glassengine.plugins.lazy.symbols import Pattern, Sample
+from glassengine.plugins.lazy.user_code import names_of, user_line
+from glassengine.plugins.lazy.values import NUMBER_DTYPES, Value, counts, pending_memories
 from glassengine.results.compilation import Cause
 
 logger = logging.getLogger("glassengine.lazy")

@@ -19,12 +19,12 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
 from glassengine.executable.metrics.steps import before_end_of_step
-from glassengine.frontends.lazy.dispatching import Recorder
-from glassengine.frontends.lazy.observed import mark_taps
-from glassengine.frontends.lazy.recording import held, lazy_tensor, recorded
-from glassengine.frontends.lazy.running import run_pending
-from glassengine.frontends.lazy.tensor import DEVICE, LazyTensor
-from glassengine.frontends.lazy.values import Memory
+from glassengine.plugins.lazy.dispatching import Recorder
+from glassengine.plugins.lazy.observed import mark_taps
+from glassengine.plugins.lazy.recording import held, lazy_tensor, recorded
+from glassengine.plugins.lazy.running import run_pending
+from glassengine.plugins.lazy.tensor import DEVICE, LazyTensor
+from glassengine.plugins.lazy.values import Memory
 
 aten = torch.ops.aten
 

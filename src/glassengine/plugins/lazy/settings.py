@@ -14,7 +14,7 @@ from glassengine import environment
 from glassengine.backends.protocol.backend import CompilingGraphs
 from glassengine.backends.registry import choose_graph_backend
 from glassengine.executable.run.executable import Executable
-from glassengine.frontends.lazy.symbols import Pattern, Sample
+from glassengine.plugins.lazy.symbols import Pattern, Sample
 
 
 @dataclass(frozen=True)

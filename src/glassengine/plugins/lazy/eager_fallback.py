@@ -1,7 +1,9 @@
-"""What is not recorded: ATen computes it at once, after the graphs of its arguments have run."""
+"""Eager fallback for operations that cannot be recorded: ATen computes them after the graphs of their arguments."""
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,16 +13,21 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from glassengine.executable.metrics.metrics import registry
 from glassengine.frontends.eager_schema import argument
-from glassengine.frontends.lazy.fallbacks import note_fallback
-from glassengine.frontends.lazy.foresight import UnforeseenError
-from glassengine.frontends.lazy.memory import View
-from glassengine.frontends.lazy.recording import fitted, held, lazy_tensor, write
-from glassengine.frontends.lazy.running import fetch
-from glassengine.frontends.lazy.settings import Reason
-from glassengine.frontends.lazy.tensor import DEVICE, LazyTensor
-from glassengine.frontends.lazy.values import Spec
+from glassengine.plugins.lazy.memory import View
+from glassengine.plugins.lazy.output_inference import NotRecordableError
+from glassengine.plugins.lazy.recording import fitted, held, lazy_tensor, write
+from glassengine.plugins.lazy.running import fetch
+from glassengine.plugins.lazy.settings import Reason
+from glassengine.plugins.lazy.tensor import DEVICE, LazyTensor
+from glassengine.plugins.lazy.user_code import user_line
+from glassengine.plugins.lazy.values import Spec
+from glassengine.results.lazy import Fallback
 
+logger = logging.getLogger("glassengine.lazy")
+
+_fallbacks: Counter[tuple[str, str, str]] = Counter()
 _FIRST_ALONE = (torch.ops.aten._pack_padded_sequence.default,)
 """Only the first result is on the device of the arguments: lengths of sequences are always on the host."""
 
@@ -47,7 +54,7 @@ def computed(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], reason
 
         given, options = tree_map(put, (tuple(args), dict(kwargs)))
         outcome = target(*given, **options)
-    note_fallback(target, reason)
+    _note(target, reason)
     origins = {id(data): tensors[key] for key, data in real.items()}
     for tensor in _written(target, args, kwargs):
         _write_back(tensor, real[id(tensor)])
@@ -99,7 +106,7 @@ def _write_back(tensor: LazyTensor, data: torch.Tensor) -> None:
     value = fitted(held(data.detach().clone()), handle.spec)
     try:
         write(handle, value)
-    except UnforeseenError:
+    except NotRecordableError:
         # The memory is computed and written with the views of ATen itself.
         assert isinstance(handle, View)
         memory = fetch([handle.memory.get()], Reason("fallback", "a write to a view"))[0].clone()
@@ -110,3 +117,20 @@ def _write_back(tensor: LazyTensor, data: torch.Tensor) -> None:
             part = made[view.index] if isinstance(made, (list, tuple)) else made
         part.copy_(data)
         handle.memory.set(held(memory))
+
+
+def _note(target: Any, reason: str) -> None:
+    """Count an operation that ATen computes at once, by the name that PyTorch/XLA gives it, with the user's line."""
+    packet = getattr(target, "_overloadpacket", target)
+    name = str(packet).replace(".", "::", 1)
+    registry.count(name)
+    key = (name, reason, user_line())
+    registry.count(f"Fallback::{name} at {key[2]}")
+    _fallbacks[key] += 1
+    if _fallbacks[key] == 1:
+        logger.info("%s runs on ATen: %s, at %s", *key)
+
+
+def fallbacks() -> tuple[Fallback, ...]:
+    """Return what was not recorded, the most frequent first."""
+    return tuple(Fallback(*key, count) for key, count in _fallbacks.most_common())

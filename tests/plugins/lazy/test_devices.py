@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import glassengine as glass
-from glassengine.frontends.lazy.tensor import LazyTensor
+from glassengine.plugins.lazy.tensor import LazyTensor
 
 MAKERS: dict[str, Callable[..., torch.Tensor]] = {
     "arange": lambda **at: torch.arange(2, 9, 2, **at),

@@ -15,12 +15,11 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
-from glassengine.frontends.lazy.foresight import UnforeseenError, foresee
-from glassengine.frontends.lazy.forms import form_of, ranks_of, sizes_of, with_sizes
-from glassengine.frontends.lazy.graphs import Pending
-from glassengine.frontends.lazy.memory import order_of
-from glassengine.frontends.lazy.symbols import Pattern, Sample, Size, strides
-from glassengine.frontends.lazy.values import Operation, Spec, Value, spec
+from glassengine.plugins.lazy.graphs import Pending
+from glassengine.plugins.lazy.memory import order_of
+from glassengine.plugins.lazy.output_inference import NotRecordableError, infer_outputs
+from glassengine.plugins.lazy.symbols import Pattern, Sample, Size, form_of, ranks_of, sizes_of, strides, with_sizes
+from glassengine.plugins.lazy.values import Operation, Spec, Value, spec
 
 _MAX_TRIALS = 64
 _FORESEEN = 3
@@ -188,7 +187,7 @@ def _outcome(
     """Foresee a call with other sizes; None where they do not fit."""
     args, kwargs = with_sizes(operation, sizes.__getitem__)
     try:
-        made = foresee(operation.target, kinds, numbers, (args, kwargs))
-    except UnforeseenError:
+        made = infer_outputs(operation.target, kinds, numbers, (args, kwargs))
+    except NotRecordableError:
         return None
     return made if ranks_of(made) == ranks_of(operation) else None

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import glassengine as glass
 from glassengine.errors import UsageError
 from glassengine.executable.metrics.compilation import compilations
-from glassengine.frontends.lazy.sizes import fitted
-from glassengine.frontends.lazy.symbols import Sample, Size
+from glassengine.plugins.lazy.sizes import fitted
+from glassengine.plugins.lazy.symbols import Sample, Size
 from glassengine.testing import models
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import glassengine as glass
-from glassengine.frontends.lazy.settings import settings
+from glassengine.plugins.lazy.settings import settings
 
 Count = Callable[[str], int]
 

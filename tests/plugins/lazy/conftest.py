@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import glassengine as glass
-from glassengine.frontends.lazy.settings import settings
+from glassengine.plugins.lazy.settings import settings
 
 
 @pytest.fixture(autouse=True)

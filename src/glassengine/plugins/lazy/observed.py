@@ -15,9 +15,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from glassengine import taps
 from glassengine.capture.calls.observed_call import modules_being_called
-from glassengine.frontends.lazy.memory import viewed
-from glassengine.frontends.lazy.tensor import LazyTensor
-from glassengine.frontends.lazy.values import Call, Value
+from glassengine.plugins.lazy.memory import viewed
+from glassengine.plugins.lazy.tensor import LazyTensor
+from glassengine.plugins.lazy.values import Call, Value
 from glassengine.sites import ROOT, tap_site
 
 

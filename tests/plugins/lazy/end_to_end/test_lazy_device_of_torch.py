@@ -18,7 +18,7 @@ from tests import children
 _CHILD = """
 import json, sys
 import torch._lazy, torch._lazy.metrics, torch._lazy.ts_backend
-from tests.frontends.lazy.end_to_end.test_lazy_device_of_torch import program
+from tests.plugins.lazy.end_to_end.test_lazy_device_of_torch import program
 
 torch._lazy.ts_backend.init()
 count = lambda: torch._lazy.metrics.counter_value("UncachedCompile") or 0

@@ -15,8 +15,8 @@ import torch
 from torch._ops import OpOverload
 
 from glassengine.errors import UsageError
-from glassengine.frontends.lazy.memory import Handle
-from glassengine.frontends.lazy.values import Memory, Value
+from glassengine.plugins.lazy.memory import Handle
+from glassengine.plugins.lazy.values import Memory, Value
 
 DEVICE = torch.device("lazy", 0)
 

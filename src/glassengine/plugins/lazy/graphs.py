@@ -15,9 +15,9 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from glassengine.executable.graph.graph import CapturedGraph, input_spec
-from glassengine.frontends.lazy.observed import observed
-from glassengine.frontends.lazy.symbols import Pattern, Sample, SymbolicSizes
-from glassengine.frontends.lazy.values import NUMBER_DTYPES, Call, Value, filled
+from glassengine.plugins.lazy.observed import observed
+from glassengine.plugins.lazy.symbols import Pattern, Sample, SymbolicSizes
+from glassengine.plugins.lazy.values import NUMBER_DTYPES, Call, Value, filled
 
 aten = torch.ops.aten
 

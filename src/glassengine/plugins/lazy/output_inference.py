@@ -1,4 +1,4 @@
-"""What a call returns, foreseen without computing it: once for each kind of call."""
+"""Infers what a call returns without computing it: once for each kind of call."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
 from glassengine.frontends.eager_schema import silent
-from glassengine.frontends.lazy.values import NUMBER_DTYPES, Call, Operation, Spec, spec_of
+from glassengine.plugins.lazy.values import NUMBER_DTYPES, Call, Operation, Spec, spec_of
 
 _lock = threading.RLock()
 """Of the mode, in which tensors change their device while an operation runs: threads wait for each other."""
 
 
-class UnforeseenError(Exception):
+class NotRecordableError(Exception):
     """What a call returns depends on values, or is nothing that a graph can hold, or the arguments do not fit."""
 
 
-def foresee(
+def infer_outputs(
     target: OpOverload,
     kinds: Sequence[Spec],
     numbers: Sequence[float],
@@ -40,7 +40,7 @@ def foresee(
         template: Its arguments with places for both.
 
     Raises:
-        UnforeseenError: There is none.
+        NotRecordableError: There is none.
     """
     args, kwargs = template
     operation = Operation(target, args, kwargs, (), is_list=False, is_tuple=False)
@@ -50,10 +50,10 @@ def foresee(
             outcome = target(*(made := operation.arguments(fakes.__getitem__, numbers.__getitem__))[0], **made[1])
             several = isinstance(outcome, (list, tuple))
             results = tuple(map(_kind, outcome if several else (outcome,)))
-    except UnforeseenError:
+    except NotRecordableError:
         raise
     except Exception as error:
-        raise UnforeseenError(f"{type(error).__name__}: {error}".partition("\n")[0]) from error
+        raise NotRecordableError(f"{type(error).__name__}: {error}".partition("\n")[0]) from error
     operation.results = results
     operation.is_list = isinstance(outcome, list)
     operation.is_tuple = isinstance(outcome, tuple)
@@ -87,11 +87,11 @@ def _kind(result: Any) -> Spec | None:
     if result is None:
         return None
     if not isinstance(result, torch.Tensor):
-        raise UnforeseenError("its result is a plain value")
+        raise NotRecordableError("its result is a plain value")
     if result.layout is not torch.strided or result.is_quantized or result.is_conj() or result.is_neg():
-        raise UnforeseenError("its result is no plain tensor")
+        raise NotRecordableError("its result is no plain tensor")
     if result.is_meta:
-        raise UnforeseenError("its result has no values")
+        raise NotRecordableError("its result has no values")
     return spec_of(result)
 
 
