@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from glassengine.executable.graph.execution import Execution
-from glassengine.executable.graph.observers import attach, detach, observers
+from glassengine.executable.graph.execution import Execution, attach, detach, observers
 from glassengine.executable.run.executable import Executable
 
 

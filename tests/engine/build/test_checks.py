@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import glassengine as glass
-from glassengine.engine.build.agreement import require_agreement
+from glassengine.engine.build.checks import require_agreement
 from glassengine.errors import UsageError
 from glassengine.program import Program, load_model
 from glassengine.program.export.export import export_causal_lm

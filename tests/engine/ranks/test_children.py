@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from glassengine.engine.ranks.messages import receive, send
+from glassengine.engine.ranks.children import receive, send
 
 
 @pytest.fixture

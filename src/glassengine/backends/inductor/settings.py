@@ -1,25 +1,74 @@
-"""Flags for the compiler, as the variables GLASS_CC_FLAGS and NEURON_CC_FLAGS give them.
+"""Settings of Inductor: its flags from the environment, and a directory that is private to the user.
 
-`--log_level=INFO` shows what the compiler logs; without it only errors are shown. Every other flag is a setting of
-Inductor by its own name, `--max_autotune` or `--cpp.simdlen=256`. Settings are parts of the key of the persistent
-cache. The level is not: it changes nothing of the code, and turning it on must not compile everything again.
+GLASS_CC_FLAGS and NEURON_CC_FLAGS hold flags. `--log_level=INFO` shows the log of the compiler; without it only errors
+are shown. Every other flag is a setting of Inductor by its own name, `--max_autotune` or `--cpp.simdlen=256`. Settings
+are parts of the key of the persistent cache. The level is not: it does not change the code.
+
+Inductor builds and loads libraries in a directory. By default that has a known name among everybody's temporary files,
+so another user of the machine can make it first, with libraries of his own in it.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import logging
 import shlex
+import stat
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from glassengine import environment
 from glassengine.errors import UnknownNameError, UsageError
+from glassengine.writing.files import private_directory, remove_tree, untrusted
 
 logger = logging.getLogger("glassengine")
+
+
+def use_private_directory() -> None:
+    """Let Inductor work in its default directory only where that is the user's alone, and otherwise in one that is.
+
+    What the user names himself (TORCHINDUCTOR_CACHE_DIR) is left as it is.
+    """
+    default = Path(default_cache_dir()).absolute()
+    named = environment.inductor_directory()
+    if named is not None and named.absolute() != default:
+        return
+    problem = _problem(default)
+    if problem is not None:
+        environment.set_inductor_directory(_other(default, problem))
+
+
+@functools.cache
+def _other(default: Path, problem: str) -> Path:
+    """Return a directory of this user in place of `default`: among what he keeps, or of this process alone."""
+    kept = environment.cache_dirs()["glassengine"]
+    place = kept / "inductor"
+    if _problem(kept) is not None or _problem(place) is not None:
+        place = Path(tempfile.mkdtemp(prefix="glass-inductor-"))
+        atexit.register(remove_tree, place)
+    logger.warning("Inductor does not use %s: %s, and what is in it is run; it works in %s", default, problem, place)
+    return place
+
+
+def _problem(directory: Path) -> str | None:
+    """Return why others could have put something into a directory, which is made if need be; None if they could not."""
+    try:
+        private_directory(directory)
+        found = directory.lstat()
+    except OSError as error:
+        return error.strerror or str(error)
+    if not stat.S_ISDIR(found.st_mode):
+        return "it is a link"
+    return untrusted(found)
+
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _OURS = "GLASS_CC_FLAGS"

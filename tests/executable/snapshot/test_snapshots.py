@@ -14,11 +14,10 @@ import torch
 
 import glassengine as glass
 from glassengine.environment import SnapshotRequest, snapshot_request
-from glassengine.executable.graph.execution import Execution
-from glassengine.executable.graph.observers import observers
+from glassengine.executable.graph.execution import Execution, observers
 from glassengine.executable.run.executable import Executable
-from glassengine.executable.snapshot import environment as snapshot_environment
-from glassengine.executable.snapshot.environment import policy_of, tell_of_nothing
+from glassengine.executable.snapshot import snapshots as snapshot_environment
+from glassengine.executable.snapshot.snapshots import policy_of, tell_of_nothing
 from tests import children
 
 MakeExecutable = Callable[..., Executable]

@@ -20,11 +20,10 @@ from glassengine import commands
 from glassengine.accelerators import require_device
 from glassengine.backends.inductor.backend import InductorBackend
 from glassengine.backends.onnxruntime import OnnxRuntimeBackend
-from glassengine.backends.protocol.devices import DEVICE, brought, device_of, moved
-from glassengine.backends.protocol.io import read_io, write_io
+from glassengine.backends.protocol.io import DEVICE, brought, device_of, moved, read_io, write_io
 from glassengine.backends.registry import find_backend
 from glassengine.cli.main import main
-from glassengine.engine.session.kv_cache import KVCache
+from glassengine.engine.session.session import KVCache
 from glassengine.errors import BackendError, UsageError
 from glassengine.program.export.export import export_module
 from glassengine.program.representation.program import Program

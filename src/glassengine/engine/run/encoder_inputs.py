@@ -1,27 +1,26 @@
-"""Prompts with images: what `--image` and `--inputs` name -> token ids with image tokens, and pixel values.
+"""What runs before the first step: the encoder of an encoder-decoder, or the vision program of a model with images.
 
-Images go through the processor of the model, as `AutoProcessor` of transformers loads it, which writes as many image
-tokens into a prompt as its image has features.
+Decoding of an encoder-decoder begins with a start token. Images go through the processor of the model, as
+`AutoProcessor` of transformers loads it, which writes as many image tokens into a prompt as its image has features.
 
-Shape legend: B batch, S tokens, N images.
+Shape legend: B sequences, S tokens, N images.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from glassengine.engine.prompts.files import as_rows
-from glassengine.engine.prompts.prompts import Images, Prompts, Request
-from glassengine.engine.run.encode import Encode
-from glassengine.engine.run.forward import one_step
+from glassengine.engine.prompts.prompts import Images, Prompts, Request, as_rows
+from glassengine.engine.run.forward import one_step, text_inputs
 from glassengine.engine.session.loaded import LoadedEngine
 from glassengine.engine.store.manifest import Manifest
 from glassengine.errors import GlassError, UsageError
+from glassengine.program.kinds.encoder_decoder import start_token
 from glassengine.program.kinds.image_text import (
     FEATURES,
     IMAGE_TOKEN,
@@ -33,6 +32,59 @@ from glassengine.program.kinds.image_text import (
     without_derived,
 )
 from glassengine.reading.files import open_regular
+
+DECODER_IDS = "decoder_input_ids"
+
+Encode = Callable[..., dict[str, torch.Tensor]]
+"""`Engine.encode`."""
+
+
+def encoded(
+    manifest: Manifest,
+    encoder: Manifest,
+    encode: Encode,
+    read: Prompts,
+    inputs: str | Mapping[str, Any] | None,
+    settings: Any,
+) -> tuple[list[list[int]], dict[str, torch.Tensor]]:
+    """Run the encoder; return what the decoder begins with, one list of tokens per sequence, and its constant inputs.
+
+    Args:
+        manifest: Of an encoder-decoder.
+        encoder: Of its encoder.
+        encode: Runs it.
+        read: Texts as token ids; empty where tensors were given.
+        inputs: Tensors of the encoder, and `decoder_input_ids` where there are more than the start token.
+        settings: `transformers.GenerationConfig`, which states the start token.
+
+    Raises:
+        UsageError: Texts or tensors do not fit the encoder, or the model has no start token.
+    """
+    if inputs is None:
+        given: dict[str, Any] = dict(text_inputs(encoder, read.rows, read.tokenizer))
+    else:
+        given = dict(one_step(inputs))
+        if (settings.num_return_sequences or 1) > 1:
+            raise UsageError(
+                "several sequences of one input are generated from text alone",
+                got=f"num_return_sequences={settings.num_return_sequences}",
+                hint="repeat the rows of the tensors",
+            )
+    given.pop("use_cache", None)
+    begun = given.pop(DECODER_IDS, None)
+    constants = encode(**given)
+    batch = next(iter(constants.values())).shape[0]
+    if begun is not None:
+        return as_rows(begun, DECODER_IDS), constants
+    start = start_token(settings)
+    if start is None:
+        raise UsageError(
+            f"{manifest.name} states no start token",
+            expected="decoder_start_token_id in its generation_config.json",
+            hint="--inputs FILE with decoder_input_ids",
+        )
+    return [[start]] * batch, constants
+
 
 PLACEHOLDER = "<image>"
 """For processors that do not say how they spell it."""

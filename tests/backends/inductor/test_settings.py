@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from glassengine.backends.inductor import directory as inductor_directory
+from glassengine.backends.inductor import settings
 from glassengine.backends.inductor.backend import InductorBackend
 from glassengine.backends.inductor.cache import InductorCache
-from glassengine.backends.inductor.directory import use_private_directory
+from glassengine.backends.inductor.settings import use_private_directory
 
 NAME = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -30,9 +30,9 @@ def default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("GLASS_CACHE_DIR", str(tmp_path / "kept"))
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    inductor_directory._other.cache_clear()
+    settings._other.cache_clear()
     yield Path(default_cache_dir())
-    inductor_directory._other.cache_clear()
+    settings._other.cache_clear()
 
 
 def plant(directory: Path, how: str) -> None:
