@@ -18,25 +18,28 @@ from glassengine.program.export.functional.conversion import decomposed, functio
 from glassengine.program.kinds import causal_lm, encoder_decoder, image_text
 from glassengine.program.listing.listing import OnStage, Stage
 from glassengine.program.representation.naming import Paths, build_sites, describe_shape
-from glassengine.program.representation.operand_dtypes import require_one_dtype
 from glassengine.program.representation.program import CALLED_AS, FIXED_INPUTS, SMALLEST, Port, Program
 from glassengine.program.representation.signature import (
     quiet,
+    require_one_dtype,
     require_unchanged_buffers,
     result_names,
+    small_sizes,
     tensor_results_only,
     user_inputs,
     with_state_as_results,
 )
-from glassengine.program.representation.small_sizes import small_sizes
-from glassengine.program.user_code.frames import helper_lines
-from glassengine.program.user_code.keywords import explicit_keywords, methods_of_classes, plain_results
-from glassengine.program.user_code.marks import collect_marks, marking
+from glassengine.program.user_code.forward import explicit_keywords, methods_of_classes, plain_results
+from glassengine.program.user_code.marks import (
+    collect_marks,
+    helper_lines,
+    marking,
+    remove_dead_nodes,
+    without_dead_weights,
+)
 from glassengine.program.user_code.module_state import run_alone
-from glassengine.program.user_code.prune import remove_dead_nodes, without_dead_weights
 from glassengine.program.user_code.raised import source_of
-from glassengine.program.user_code.specialized import real_values, without_assertions
-from glassengine.program.user_code.tracing import fast_tracing
+from glassengine.program.user_code.tracing import fast_tracing, real_values, without_assertions
 
 
 def export_causal_lm(

@@ -15,7 +15,7 @@ from glassengine.program.listing.listing import OnStage
 from glassengine.program.representation.program import FIXED_INPUTS, Program
 from glassengine.program.representation.signature import quiet
 from glassengine.program.user_code.module_state import holding
-from glassengine.program.user_code.specialized import SPECIALIZED, WITH_VALUES, WRITTEN_DOWN, written_down
+from glassengine.program.user_code.tracing import SPECIALIZED, WITH_VALUES, WRITTEN_DOWN, written_down
 
 
 def export_specialized(

@@ -19,8 +19,8 @@ from glassengine.program.inputs.observe import Use, uses_of
 from glassengine.program.inputs.search import Target, Values, made_up, no_inputs
 from glassengine.program.kinds.steps import MadeUp
 from glassengine.program.representation.program import Port
+from glassengine.program.user_code.forward import forward_parameters
 from glassengine.program.user_code.module_state import run_alone
-from glassengine.program.user_code.written_modules import forward_parameters
 
 _MOST_TRIED = 240
 _MOST_ARGUMENTS = 4

@@ -14,8 +14,7 @@ from torch import nn
 
 from glassengine import asked
 from glassengine.errors import UsageError
-from glassengine.program.generation.generation import PLAIN, Generation
-from glassengine.program.generation.kinds import generation_of
+from glassengine.program.generation import PLAIN, Generation, generation_of
 from glassengine.program.kinds.causal_lm import is_pretrained
 from glassengine.program.loading import adapters
 from glassengine.program.loading.fingerprint import fingerprint
@@ -23,9 +22,9 @@ from glassengine.program.loading.from_transformers import DTYPES, from_transform
 from glassengine.program.loading.stored import is_stored, read_stored
 from glassengine.program.representation.program import Program
 from glassengine.program.user_code.factory import call_factory, without_bars
-from glassengine.program.user_code.mode import in_training
+from glassengine.program.user_code.forward import as_written, called_by_name
 from glassengine.program.user_code.module_state import ModuleState
-from glassengine.program.user_code.written_modules import as_written, called_by_name
+from glassengine.program.user_code.training_mode import in_training
 from glassengine.reading.copies import here
 from glassengine.stores.places import remote
 

@@ -7,8 +7,16 @@ from torch import nn
 
 from glassengine.diagnose.ladder.generations import JUDGED
 from glassengine.program import export_programs, load_model
-from glassengine.program.generation.generation import CAUSAL, PLAIN, RECURRENT, Generation
-from glassengine.program.generation.kinds import ENCODER_DECODER, GENERATIONS, IMAGE_TEXT, generation_of
+from glassengine.program.generation import (
+    CAUSAL,
+    ENCODER_DECODER,
+    GENERATIONS,
+    IMAGE_TEXT,
+    PLAIN,
+    RECURRENT,
+    Generation,
+    generation_of,
+)
 from glassengine.testing.architectures import FAMILIES
 
 

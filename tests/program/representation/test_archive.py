@@ -15,8 +15,8 @@ from torch import nn
 
 from glassengine.errors import CorruptError
 from glassengine.program.export.export import export_module
+from glassengine.program.representation import archive
 from glassengine.program.representation.stored import load_graph, load_program, save_program
-from glassengine.program.store import archive, inert
 
 
 class Runs:
@@ -197,7 +197,7 @@ def test_a_large_archive_is_not_unpacked(stored: Path, monkeypatch: pytest.Monke
     ],
 )
 def test_sizes_are_expressions(text: str) -> None:
-    assert inert.is_expression(text)
+    assert archive.is_expression(text)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_sizes_are_expressions(text: str) -> None:
     ],
 )
 def test_code_is_no_expression(text: str) -> None:
-    assert not inert.is_expression(text)
+    assert not archive.is_expression(text)
 
 
 def test_the_reason_of_torch_is_told_and_not_logged(

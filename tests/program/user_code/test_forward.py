@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from glassengine.diagnose import check
 from glassengine.program import load_model
 from glassengine.program.loading.fingerprint import fingerprint
-from glassengine.program.user_code.written_modules import as_written, forward_parameters, uncompiled
+from glassengine.program.user_code.forward import as_written, forward_parameters, uncompiled
 
 
 class Net(nn.Module):

@@ -18,7 +18,7 @@ from torch import nn
 import glassengine as glass
 from glassengine.errors import CorruptError
 from glassengine.program.loading.exported_file import read_exported
-from glassengine.program.store import inert
+from glassengine.program.representation.archive import _is_harmless, is_expression, problems
 
 Change = Callable[[dict[str, Any]], None]
 X = torch.ones(2, 4)
@@ -144,14 +144,14 @@ def attacks(mark: str) -> dict[str, tuple[Change, str]]:
         "delegate": (called("torch.ops.higher_order.aoti_call_delegate"), "an operator 'torch.ops.higher_order.aoti"),
         "weight": (weight_called(f'fc.weight"), {code}, ("'), "a weight called"),
         **{name: (called(f"torch.ops.{name}"), f"an operator 'torch.ops.{name}") for name in TRUSTING},
-        "library's": (called("torch.ops.test_inert.write.default", ("", "as_string", mark)), "given the text"),
+        "library's": (called("torch.ops.test_stored_names.write.default", ("", "as_string", mark)), "given the text"),
     }
 
 
 @pytest.fixture(scope="module", autouse=True)
 def operator_of_a_library() -> Iterator[None]:
     """An installed package registers operators that open files: of images, of sound."""
-    library = torch.library.Library("test_inert", "FRAGMENT")
+    library = torch.library.Library("test_stored_names", "FRAGMENT")
     library.define("write(Tensor x, str name) -> Tensor")
 
     def write(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -176,11 +176,11 @@ def test_s1_what_a_program_names_is_not_reached(
         read_exported(evil)
     changed(engine / "main" / "program.pt2", tmp_path / "program.pt2", change)
     with pytest.raises(CorruptError, match=found):
-        inert_engine(tmp_path)
+        engine_of_inert_programs(tmp_path)
     assert not mark.exists()
 
 
-def inert_engine(directory: Path) -> Any:
+def engine_of_inert_programs(directory: Path) -> Any:
     from glassengine.program.representation.stored import load_graph
 
     return load_graph(directory)
@@ -235,7 +235,7 @@ class Point(NamedTuple):
     b: torch.Tensor
 
 
-torch.utils._pytree._register_namedtuple(Point, serialized_type_name="test_inert.Point")
+torch.utils._pytree._register_namedtuple(Point, serialized_type_name="test_stored_names.Point")
 
 
 class Nested(nn.Module):
@@ -257,20 +257,20 @@ def test_programs_with_all_that_is_let_through_are_read(tmp_path: Path) -> None:
     torch.export.save(exported, path)
     with zipfile.ZipFile(path) as archive:
         name = next(name for name in archive.namelist() if name.endswith("models/model.json"))
-        assert not list(inert.problems(json.loads(archive.read(name))))
+        assert not list(problems(json.loads(archive.read(name))))
     module, _ = read_exported(path)
     (found, _), (expected, _) = module(x=X, pair={"k-1": X}, scale=X), exported.module()(X, {"k-1": X}, scale=X)
     assert torch.equal(found[Color.RED], expected[Color.RED])
 
 
 def test_an_operator_of_a_library_is_called_with_what_is_no_path(tmp_path: Path) -> None:
-    text = called("torch.ops.test_inert.write.default", ("name", "as_string", "per_channel"))
+    text = called("torch.ops.test_stored_names.write.default", ("name", "as_string", "per_channel"))
     model: dict[str, Any] = {"graph_module": {"graph": {"nodes": [], "tensor_values": {"relu": {}}}}}
     text(model)
-    assert not list(inert.problems(model))
+    assert not list(problems(model))
     # What is not registered is left to torch, which says that it is to be imported.
     model["graph_module"]["graph"]["nodes"][0]["target"] = "torch.ops.nobodys.op.default"
-    assert not list(inert.problems(model))
+    assert not list(problems(model))
 
 
 @pytest.mark.parametrize(
@@ -288,13 +288,13 @@ def test_an_operator_of_a_library_is_called_with_what_is_no_path(tmp_path: Path)
     ],
 )
 def test_powers_of_sizes_are_small(text: str, ends: bool) -> None:
-    assert inert.is_expression(text) is ends
+    assert is_expression(text) is ends
 
 
 @pytest.mark.parametrize("name", TRUSTING)
 def test_s1_an_operator_that_reaches_any_memory_is_refused_and_is_there(name: str) -> None:
     library, operator, _ = name.split(".")
     if hasattr(getattr(torch.ops, library), operator):  # of this build of torch
-        assert not inert._is_harmless(library, operator, "default")
+        assert not _is_harmless(library, operator, "default")
     for plain in ("view", "as_strided", "sparse_coo_tensor", "_unsafe_view", "_unsafe_index"):
-        assert inert._is_harmless("aten", plain, getattr(torch.ops.aten, plain).overloads()[0])
+        assert _is_harmless("aten", plain, getattr(torch.ops.aten, plain).overloads()[0])
