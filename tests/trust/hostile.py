@@ -16,12 +16,12 @@ import numpy as np
 import onnx
 import torch
 from onnx import TensorProto, helper
-from tests.program.store.test_inert import arguments, called, changed, factory, keyed
 
 import glassengine as glass
 from glassengine.engine.store.manifest import FILE, checksum_of
 from glassengine.testing.checkpoints import save_checkpoint
 from tests.fuzz import kinds
+from tests.trust.test_stored_names import arguments, called, changed, factory, keyed
 
 Line = list[str]
 MARK = "glass-evil-mark"

@@ -10,11 +10,9 @@ from typing import Any
 from glassengine.errors import UsageError
 from glassengine.program.generation import Stages
 from glassengine.program.inputs.given import load_inputs
-from glassengine.program.inputs.modules import module_inputs
-from glassengine.program.inputs.programs import stored_inputs
+from glassengine.program.inputs.modules import module_inputs, stored_inputs
 from glassengine.program.kinds.causal_lm import is_pretrained
-from glassengine.program.kinds.example_inputs import example_inputs
-from glassengine.program.kinds.steps import MadeUp
+from glassengine.program.kinds.example_inputs import MadeUp, example_inputs
 from glassengine.program.listing.listing import OnStage, stage_of
 from glassengine.program.loading.load import LoadedModel, load_candidate, load_model
 from glassengine.program.representation.passes import apply_pass

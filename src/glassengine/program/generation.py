@@ -20,8 +20,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from glassengine.program.export.export import export_causal_lm, export_module
-from glassengine.program.export.specialized import export_specialized
+from glassengine.program.export.export import export_causal_lm, export_module, export_specialized
 from glassengine.program.export.two import export_encoder_decoder, export_image_text
 from glassengine.program.kinds import image_text
 from glassengine.program.kinds.causal_lm import is_pretrained

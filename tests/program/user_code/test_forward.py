@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from glassengine.diagnose import check
 from glassengine.program import load_model
-from glassengine.program.loading.fingerprint import fingerprint
+from glassengine.program.loading.load import fingerprint
 from glassengine.program.user_code.forward import as_written, forward_parameters, uncompiled
 
 

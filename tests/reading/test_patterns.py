@@ -8,7 +8,7 @@ import time
 import pytest
 
 from glassengine.errors import CorruptError
-from glassengine.program.loading.adapter_patterns import matches
+from glassengine.reading.patterns import matches
 
 PATH = "model.language_model.layers.11.mlp.experts.121.down_proj"
 

@@ -12,8 +12,8 @@ import torch
 import glassengine as glass
 from glassengine.errors import UsageError
 from glassengine.program import load_model
-from glassengine.program.inputs.programs import stored_inputs
-from glassengine.program.kinds.steps import MadeUp
+from glassengine.program.inputs.modules import stored_inputs
+from glassengine.program.kinds.example_inputs import MadeUp
 from glassengine.testing.onnx_models import onnx_text
 from tests.corpus.mistakes.input_mutations import unseen
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from glassengine.errors import CorruptError
 from glassengine.program.export.export import export_module
-from glassengine.program.listing.difference import diff_graphs, diff_text, match_nodes
+from glassengine.program.listing.artifacts import diff_graphs, diff_text, match_nodes
 from glassengine.program.listing.listing import NodeLine, graph_json, graph_text, list_nodes, read_listing, stage_of
 from glassengine.program.representation.passes import apply_function
 from glassengine.program.representation.program import Program

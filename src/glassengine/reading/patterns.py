@@ -1,4 +1,4 @@
-"""Patterns of adapters, regular expressions for the ends of paths: a file must not be able to keep us busy for ever.
+"""Regular expressions of files, bounded: a file must not be able to keep us busy for ever.
 
 An expression tries the lengths of its repetitions and its alternatives in all combinations. How many these are is
 bounded before it is matched, by what Python's own parser says of it.

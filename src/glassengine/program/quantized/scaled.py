@@ -1,11 +1,16 @@
-"""compressed-tensors, as llm-compressor writes it: integers, packed or not, or 8 bit floating weights.
+"""compressed-tensors and fp8: weights of 8 bits or less, each with its scales beside it.
 
-As `compressed_tensors/compressors` (`pack_to_int32`, `dequantize`) has it:
+compressed-tensors as `compressed_tensors/compressors` (`pack_to_int32`, `dequantize`) of llm-compressor has it:
 
     weight_packed int32 [O, I * bits / 32] of (integer + 2 ** (bits - 1)), weight_shape, or weight int8 or float8 [O, I]
     weight_scale [1], [O, 1], [O, I / group] or per block; weight_zero_point the same, packed along O where packed
     weight_g_idx [I]: group of each input, where they were reordered
     weight = (integer - zero_point) * scale
+
+fp8 as DeepSeek-V3 and transformers write it:
+
+    weight float8_e4m3fn [O, I], weight_scale_inv [ceil(O / block), ceil(I / block)] (despite its name a factor)
+    weight = float8 * scale
 
 Scales of inputs and of caches concern activations, which are not quantized here.
 """
@@ -18,15 +23,28 @@ import torch
 from torch import Tensor
 
 from glassengine.errors import UsageError
-from glassengine.program.quantized.grid import Grid, damaged, expand, float8_grid, integer_grid, unpack
-from glassengine.program.quantized.parts import ELSEWHERE, Parts, Read, check_indices, modules_with, require, rest
+from glassengine.program.quantized.grid import (
+    ELSEWHERE,
+    Grid,
+    Parts,
+    Read,
+    check_indices,
+    damaged,
+    expand,
+    float8_grid,
+    integer_grid,
+    modules_with,
+    require,
+    rest,
+    unpack,
+)
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 _NAMES = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 _OF_ACTIVATIONS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "k_scale", "v_scale")
 
 
-def read(parts: Parts) -> Read:
+def read_compressed_tensors(parts: Parts) -> Read:
     """Yield every tensor of a compressed-tensors checkpoint by the name it has in the unquantized model."""
     groups = list((parts.settings.get("config_groups") or {}).values())
     for form in {str(parts.settings.get("format")), *(str(group.get("format") or FORMATS[0]) for group in groups)}:
@@ -89,3 +107,17 @@ def _bits(packed: Tensor, inputs: int, weights: list[dict[str, Any]], module: st
         if isinstance(bits, int) and 1 <= bits <= 8 and packed.shape[1] == -(-inputs * bits // 32):
             return bits
     raise damaged(module, packed, f"{inputs} integers a row, of the bits that config_groups names")
+
+
+def read_fp8(parts: Parts) -> Read:
+    """Yield every tensor of an "fp8" checkpoint by the name it has in the unquantized model."""
+    size = parts.settings.get("weight_block_size")
+    block = None if size is None else (int(size[0]), int(size[1]))
+    used: set[str] = {name for name in parts.tensors if name.endswith(".activation_scale")}
+    for module in modules_with(parts, "weight_scale_inv"):
+        weight, scale = parts.of(module, "weight", "weight_scale_inv")
+        require(weight.dtype.itemsize == 1 and weight.is_floating_point(), "this fp8 weight", weight.dtype, "float8")
+        require(scale.dtype.itemsize > 1, "a scale of one byte (MXFP8)", scale.dtype, "float32 or bfloat16")
+        used |= {f"{module}.weight", f"{module}.weight_scale_inv"}
+        yield f"{module}.weight", float8_grid(weight, expand(scale, tuple(weight.shape), block))
+    yield from rest(parts, used)

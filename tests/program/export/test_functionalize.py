@@ -14,8 +14,8 @@ from torch.export import Dim, ExportedProgram
 from glassengine.program import export_program, load_model
 from glassengine.program.export import export
 from glassengine.program.export.export import export_module
-from glassengine.program.export.functional.conversion import decomposed, functional, rewritten
-from glassengine.program.export.functional.rewriter import Unknown
+from glassengine.program.export.functional_rules import Unknown
+from glassengine.program.export.functionalize import decomposed, functional, rewritten
 from glassengine.testing import models
 from tests.corpus import families
 

@@ -1,15 +1,18 @@
-"""The rules of functionalization, applied to the nodes of a traced graph instead of to tensors."""
+"""The rules of functionalization, applied to the nodes of a traced graph: which ops stay, and which become others."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
+from torch._export.utils import _is_cia_op, _is_preservable_cia_op
 from torch._prims_common import is_contiguous_or_false
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
@@ -17,10 +20,35 @@ from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, Tens
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
-
-from glassengine.program.export.functional import ops
+from torch.utils._sympy.functions import Min
 
 aten = torch.ops.aten
+
+_VIEWS = frozenset(
+    {
+        aten.alias.default,
+        aten.diagonal.default,
+        aten.expand.default,
+        aten.permute.default,
+        aten.select.int,
+        aten.slice.Tensor,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.t.default,
+        aten.transpose.int,
+        aten.unfold.default,
+        aten.unsqueeze.default,
+        aten.view.default,
+    }
+)
+_PARTS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int})
+_CONVERSIONS = frozenset({aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.contiguous.default})
+_NUMBERS = frozenset({operator.add, operator.sub, operator.mul, operator.floordiv, operator.neg, aten.sym_size.int})
+_IN_PLACE = frozenset(
+    {"add_", "sub_", "mul_", "div_", "copy_", "index_copy_", "scatter_"}
+    | {"masked_fill_", "index_fill_", "relu_", "clamp_"}
+)
 
 _COPIED = ("nn_module_stack", "stack_trace", "torch_fn", "original_aten", "seq_nr", "custom")
 
@@ -94,7 +122,7 @@ class Rewriter:
 
     def _call(self, node: Node) -> Any:
         target = node.target
-        if target in ops.NUMBERS:
+        if target in _NUMBERS:
             if not isinstance(node.meta.get("val"), (int, torch.SymInt)):
                 raise Unknown(str(target))
             return self._emit(node, target, self._args(node.args), self._args(node.kwargs), val=node.meta["val"])
@@ -105,11 +133,11 @@ class Rewriter:
             raise Unknown(str(target))
         for tensor in self._tensors_of(node):
             self._renew(tensor, node)
-        if target in ops.VIEWS:
+        if target in _VIEWS:
             return self._view(node, target, node.args[1:], node.kwargs)
-        if target in ops.PARTS or target is aten.chunk.default:
+        if target in _PARTS or target is aten.chunk.default:
             return self._parts(node)
-        if target in ops.CONVERSIONS or target is aten.reshape.default or target is aten.flatten.using_ints:
+        if target in _CONVERSIONS or target is aten.reshape.default or target is aten.flatten.using_ints:
             return self._perhaps_itself(node)
         if target is aten.dropout.default:
             return self._dropout(node)
@@ -121,14 +149,14 @@ class Rewriter:
             return self._batch_norm(node)
         if target._schema.is_mutable:
             return self._in_place(node)
-        if ops.stays(target):
+        if _stays(target):
             return self._fresh(node, target, self._args(node.args), self._args(node.kwargs), node.meta.get("val"))
         raise Unknown(str(target))
 
     # ---- nodes of the new graph
 
     def _emit(self, origin: Node, target: Any, args: Any, kwargs: Any, *, val: Any) -> Node:
-        new = self.graph.call_function(target, *ops.normal(target, tuple(args), dict(kwargs)))
+        new = self.graph.call_function(target, *_normal(target, tuple(args), dict(kwargs)))
         new.meta = {key: origin.meta[key] for key in _COPIED if key in origin.meta}
         new.meta["val"] = val
         return new
@@ -187,7 +215,7 @@ class Rewriter:
         base = self._first(node)
         args = tuple(rest) if is_new else self._args(tuple(rest))
         view = _View(target, args, self._args(dict(kwargs)))
-        if ops.is_simple(node.meta["val"]):
+        if _is_simple(node.meta["val"]):
             value = self._emit(node, target, (base.value, *view.args), view.kwargs, val=node.meta["val"])
         else:
             value = self._computed(node, target, (base.value, *view.args), view.kwargs)
@@ -213,13 +241,13 @@ class Rewriter:
         base, target = self._first(node), node.target
         source, result = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
         is_view = source.untyped_storage()._cdata == result.untyped_storage()._cdata
-        if target in ops.CONVERSIONS:
+        if target in _CONVERSIONS:
             if is_view:
                 return base
             if target is aten.contiguous.default:
                 wanted = {"memory_format": node.kwargs.get("memory_format", torch.contiguous_format)}
                 return self._copied(node, aten.clone.default, wanted)
-            wanted = ops.conversion(node)
+            wanted = _conversion(node)
             if (source.dtype, source.device) == (result.dtype, result.device) and not wanted.get("copy"):
                 raise Unknown("a conversion to what a tensor is already")
             return self._copied(node, aten._to_copy.default, {k: v for k, v in wanted.items() if k != "copy"})
@@ -262,7 +290,7 @@ class Rewriter:
         twin = getattr(getattr(aten, packet.rstrip("_"), None), target._overloadname, None)
         written = [argument for argument in target._schema.arguments if argument.is_write]
         tensor = self._first(node)
-        is_known = target.namespace == "aten" and packet in ops.IN_PLACE and twin is not None and ops.stays(twin)
+        is_known = target.namespace == "aten" and packet in _IN_PLACE and twin is not None and _stays(twin)
         if not is_known or tensor.views or len(written) != 1 or target._schema.arguments[0] != written[0]:
             raise Unknown(str(target))
         tensor.value = self._computed(node, twin, self._args(node.args), self._args(node.kwargs))
@@ -314,3 +342,58 @@ class Rewriter:
             arg = TensorArgument(result.name) if isinstance(result, Node) else spec.arg
             output_specs.append(OutputSpec(spec.kind, arg, spec.target))
         return self.graph, output_specs
+
+
+def _is_simple(value: torch.Tensor) -> bool:
+    """Whether the trace found the strides of a view; it leaves bounds in them that are known to hold."""
+    return not any(isinstance(s, torch.SymInt) and s.node.expr.has(sympy.Min, Min) for s in value.stride())
+
+
+def _conversion(node: Node) -> dict[str, Any]:
+    """Return what `_to_copy` is given for a call of `to`, and whether a copy was asked for."""
+    schema: Any = node.target._schema  # type: ignore[union-attr]
+    given = {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)} | node.kwargs
+    names = ("dtype", "layout", "device", "pin_memory", "non_blocking", "memory_format", "copy")
+    return {name: given[name] for name in names if given.get(name) not in (None, False)}
+
+
+def _normal(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments as the dispatcher hands them on: by position where they have one, defaults left out."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return args, kwargs
+    positional = [argument for argument in target._schema.arguments if not argument.kwarg_only]
+    by_position = list(args)
+    if any(argument.name in kwargs for argument in positional):
+        for argument in positional[len(args) :]:
+            by_position.append(kwargs.pop(argument.name, argument.default_value))
+    while by_position and len(by_position) <= len(positional):
+        argument = positional[len(by_position) - 1]
+        if not argument.has_default_value() or not _equal(by_position[-1], argument.default_value):
+            break
+        by_position.pop()
+    defaults = {a.name: a.default_value for a in target._schema.arguments if a.kwarg_only and a.has_default_value()}
+    named = {k: v for k, v in kwargs.items() if k not in defaults or not _equal(v, defaults[k])}
+    return tuple(by_position), named
+
+
+def _equal(value: Any, default: Any) -> bool:
+    return type(value) is type(default) and bool(value == default)
+
+
+@functools.lru_cache(maxsize=4096)
+def _stays(target: Any) -> bool:
+    """Whether an op is the same in a functional graph: it neither writes nor returns what it was given."""
+    schema = target._schema
+    if schema.name == "glass::mark" or target is aten._assert_tensor_metadata.default:
+        return True
+    aliases = [*schema.arguments, *schema.returns]
+    is_plain = target.namespace == "aten" and schema.returns and not schema.is_mutable
+    if not is_plain or any(argument.alias_info is not None for argument in aliases):
+        return False
+    if any(str(value.type) not in ("Tensor", "List[Tensor]") for value in schema.returns) or "lift" in schema.name:
+        return False
+    if torch.Tag.data_dependent_output in target.tags:
+        return False
+    if torch._C.DispatchKey.Autograd in target.py_kernels:
+        return False
+    return not _is_cia_op(target) or _is_preservable_cia_op(target)

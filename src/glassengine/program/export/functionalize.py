@@ -19,7 +19,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, OutputSpec, TensorArgument
 from torch.fx import Graph
 
-from glassengine.program.export.functional.rewriter import Rewriter, Unknown
+from glassengine.program.export.functional_rules import Rewriter, Unknown
 
 
 def functional(exported: ExportedProgram) -> ExportedProgram:

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from glassengine.errors import CorruptError, UsageError
-from glassengine.program.loading import proportion
+from glassengine.program.loading import from_transformers
+from glassengine.program.loading.from_transformers import in_proportion, require_countable
 from glassengine.program.loading.load import load_model
-from glassengine.program.loading.proportion import in_proportion, require_countable
 from glassengine.testing import models
 from glassengine.testing.checkpoints import VOCAB_SIZE, save_checkpoint
 
@@ -62,7 +62,7 @@ def test_s4_weights_that_are_not_there_take_no_memory(
 def test_s4_modules_that_have_no_weights_are_not_made(
     weights: bool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proportion, "_MODULES", 1000)
+    monkeypatch.setattr(from_transformers, "_MODULES", 1000)
     folder = with_config(checkpoint, tmp_path / "m", num_hidden_layers=100_000)
     with pytest.raises(CorruptError, match=r"more than 1,\d\d\d modules"):
         load_model(folder, weights=weights)
