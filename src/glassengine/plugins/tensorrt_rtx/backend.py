@@ -16,9 +16,9 @@ from typing import Any
 from glassengine.backends.onnx.backend import OnnxBackend
 from glassengine.backends.onnx.export import MODEL_FILE, OPSET
 from glassengine.backends.protocol.backend import LARGEST, Capabilities, Network, Run
-from glassengine.backends.tensorrt_rtx.network import listing_of, read_listing, write_listing
-from glassengine.backends.tensorrt_rtx.plan import PLAN_FILE, Plan, logger_of
 from glassengine.errors import BackendError
+from glassengine.plugins.tensorrt_rtx.network import listing_of, read_listing, write_listing
+from glassengine.plugins.tensorrt_rtx.plan import PLAN_FILE, Plan, logger_of
 from glassengine.program.representation.program import SMALLEST, OnnxGraph, Program
 
 UNBOUNDED = 1024

@@ -15,8 +15,8 @@ import torch
 
 from glassengine.accelerators import require_device
 from glassengine.backends.protocol.io import read_io
-from glassengine.backends.tensorrt_rtx.network import dtype_name, read_listing
 from glassengine.errors import BackendError
+from glassengine.plugins.tensorrt_rtx.network import dtype_name, read_listing
 from glassengine.reading.files import read_bytes
 
 PLAN_FILE = "model.plan"

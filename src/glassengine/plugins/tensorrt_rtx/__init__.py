@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from glassengine.backends.tensorrt_rtx.backend import TensorRtRtxBackend
+from glassengine.plugins.tensorrt_rtx.backend import TensorRtRtxBackend
 
 __all__ = ["TensorRtRtxBackend"]

@@ -11,6 +11,21 @@ from glassengine.workers.protocol import AHEAD, ATTEMPTS, Died, Failed, result_o
 AUTO = "auto"
 
 
+def require_ray() -> Any:
+    """Return Ray.
+
+    Raises:
+        UsageError: It is not installed.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise UsageError(
+            "--cluster needs Ray", got=first_line(error), hint="pip install 'glassengine[ray]', or --jobs N"
+        ) from error
+    return ray
+
+
 class RayTasks:
     """Tasks of a cluster; Ray itself starts one again elsewhere when its worker dies.
 
@@ -25,17 +40,11 @@ class RayTasks:
     """
 
     def __init__(self, function: Callable[[Any], Any], address: str, count: int | None = None) -> None:
-        try:
-            import ray
-        except ImportError as error:
-            raise UsageError(
-                "--cluster needs Ray", got=first_line(error), hint="pip install 'glassengine[ray]', or --jobs N"
-            ) from error
-        self._ray = ray
+        self._ray = ray = require_ray()
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
             self._start(address, count)
-        resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        resources: dict[str, float] = ray.cluster_resources()
         available = int(resources.get("CPU", 0))
         if available < 1:
             raise BackendError("the cluster has no processor", got=address)
