@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from glassengine.backends.protocol.backend import Backend
-from glassengine.engine.build.describe import Settings, describe_engine
-from glassengine.engine.build.plan import planned_outputs
-from glassengine.engine.build.write import write_engine
+from glassengine.engine.build.plan import Settings, planned_outputs
+from glassengine.engine.build.write import describe_engine, write_engine
 from glassengine.engine.ranks.member import as_if_joined, part_of
 from glassengine.engine.store import files
 from glassengine.engine.store.manifest import AddedOutput, CutWeight, write_manifest
@@ -18,12 +17,11 @@ from glassengine.errors import UsageError
 from glassengine.program import LoadedModel, Program
 from glassengine.program.parallel.placements import Mesh
 from glassengine.program.parallel.plan import Plan, plan_ranks
-from glassengine.program.parallel.ranks import weight_placements
-from glassengine.program.parallel.rewrite import program_of
+from glassengine.program.parallel.rewrite import program_of, weight_placements
 from glassengine.program.parallel.stages import cut_stages, require_layers
 from glassengine.program.representation.program import copied_graph, rebuilt
 from glassengine.program.representation.stored import save_program
-from glassengine.program.user_code.prune import without_dead_weights
+from glassengine.program.user_code.marks import without_dead_weights
 from glassengine.progress import Progress, Work, silent
 
 
