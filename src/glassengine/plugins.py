@@ -1,4 +1,4 @@
-"""What other packages add to this one: entry points of a group, by name."""
+"""Entry points that other packages add to this one: by group and name."""
 
 from __future__ import annotations
 
