@@ -1,7 +1,7 @@
 """Whether a stored program can be read without running code.
 
 `torch.export.load` unpickles weights, constants and example inputs where the archive asks for it, and follows the names
-in the description of a graph (`program.inert`). What `save_program` writes needs none of that, so an archive that goes
+in the description of a graph (`program.store.inert`). What `save_program` writes needs none of that, so an archive that goes
 beyond it is refused before torch sees it.
 """
 
