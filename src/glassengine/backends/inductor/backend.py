@@ -37,7 +37,7 @@ from glassengine.backends.protocol.devices import brought, device_of, moved
 from glassengine.backends.protocol.io import read_io, write_io
 from glassengine.executable.cache.cache import CompilerCache
 from glassengine.program.representation.program import Program, copied_graph
-from glassengine.program.user_code.raised import described
+from glassengine.program.user_code.calls import described
 from glassengine.torch_versions import donated
 
 FREEZE_LIMIT_BYTES = 2 << 30

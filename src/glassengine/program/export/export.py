@@ -13,13 +13,17 @@ from torch.export.graph_signature import OutputKind
 from torch.utils import _pytree as pytree
 
 from glassengine.errors import UsageError
-from glassengine.program.export.examples import example_of, fixed_inputs, in_one_piece, named_inputs, place
 from glassengine.program.export.functionalize import decomposed, functional
 from glassengine.program.kinds import causal_lm, encoder_decoder, image_text
 from glassengine.program.listing.listing import OnStage, Stage
 from glassengine.program.representation.naming import Paths, build_sites, describe_shape
 from glassengine.program.representation.program import CALLED_AS, FIXED_INPUTS, SMALLEST, Port, Program
 from glassengine.program.representation.signature import (
+    example_of,
+    fixed_inputs,
+    in_one_piece,
+    named_inputs,
+    place,
     quiet,
     require_one_dtype,
     require_unchanged_buffers,
@@ -29,6 +33,7 @@ from glassengine.program.representation.signature import (
     user_inputs,
     with_state_as_results,
 )
+from glassengine.program.user_code.calls import source_of
 from glassengine.program.user_code.forward import explicit_keywords, methods_of_classes, plain_results
 from glassengine.program.user_code.marks import (
     collect_marks,
@@ -38,7 +43,6 @@ from glassengine.program.user_code.marks import (
     without_dead_weights,
 )
 from glassengine.program.user_code.module_state import holding, run_alone
-from glassengine.program.user_code.raised import source_of
 from glassengine.program.user_code.tracing import (
     SPECIALIZED,
     WITH_VALUES,

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from glassengine.program.export.examples import example_of, place
 from glassengine.program.export.export import traced_program
 from glassengine.program.kinds import causal_lm, encoder_decoder, image_text
 from glassengine.program.listing.listing import OnStage
 from glassengine.program.representation.program import FIXED_INPUTS, SMALLEST, Program
-from glassengine.program.representation.signature import small_sizes
+from glassengine.program.representation.signature import example_of, place, small_sizes
 
 
 def export_encoder_decoder(

@@ -22,8 +22,7 @@ from torch.utils import _pytree as pytree
 from glassengine.errors import UsageError
 from glassengine.program.representation.naming import describe_shape, fingerprints, is_tensor_node, op_name
 from glassengine.program.representation.program import Program, copied_graph, rebuilt
-from glassengine.program.user_code.factory import load_function
-from glassengine.program.user_code.raised import described
+from glassengine.program.user_code.calls import described, load_function
 from glassengine.sites import ROOT, Site, SiteTable, op_site
 
 

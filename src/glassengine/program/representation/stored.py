@@ -16,13 +16,12 @@ import torch
 from torch.export import ExportedProgram
 
 from glassengine.errors import CorruptError, UsageError
-from glassengine.program.kinds.causal_lm import KVLayout
-from glassengine.program.kinds.states import State
+from glassengine.program.kinds.causal_lm import KVLayout, State
 from glassengine.program.onnx.exported import TranslatedFile, translate_file, without_data
 from glassengine.program.onnx.stored.file import read_onnx
 from glassengine.program.representation.archive import inert_archive, load_archive
 from glassengine.program.representation.program import GRAPH_LEVEL, OnnxGraph, Port, Program
-from glassengine.program.user_code.raised import RAISED
+from glassengine.program.user_code.calls import RAISED
 from glassengine.program.user_code.tracing import fast_reading, fast_writing
 from glassengine.reading.documents import Size, converted, damaged, read_document
 from glassengine.sites import Site, SiteTable
