@@ -23,7 +23,7 @@ from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Hint
 
-_NEAR = 6
+_MAKER_WITHIN = 6
 """Steps above the candidate's tensor within which the op stands that made it what it is."""
 _DESCRIBED: dict[Callable[..., Any], frozenset[str]] = {
     cut_off: frozenset({"clamp", "clamp_min", "clamp_max", "minimum", "maximum", "relu", "hardtanh", "relu6"}),
@@ -70,5 +70,5 @@ def as_certain(question: Question, family: Callable[..., Any], hint: Hint) -> Hi
     if not hint.proven or not makers or not question.theirs or hint.kind == "scale":
         return hint
     end = question.theirs[-1]
-    near = {op_name(node) for node in {*question.theirs, *ancestors(end, _NEAR)} if node.op == "call_function"}
+    near = {op_name(node) for node in {*question.theirs, *ancestors(end, _MAKER_WITHIN)} if node.op == "call_function"}
     return hint if near & set(makers) else dataclasses.replace(hint, proven=False)

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from glassengine.judge.graphs.between import passes_on
 from glassengine.judge.hypotheses.mistakes.argument_values import fitting, is_same, is_whole, usual_values
 from glassengine.judge.hypotheses.mistakes.argument_words import kind_of, kind_of_op, name_of, text_of
-from glassengine.judge.hypotheses.mistakes.meanings import turns
+from glassengine.judge.hypotheses.mistakes.meanings import makes_sines
 from glassengine.judge.hypotheses.trials.hypothesis import (
     Hypothesis,
     Literal,
@@ -205,7 +205,7 @@ def becoming(question: Question, literal: Literal, value: Any) -> Hypothesis:
     edits = {literal.node: literal.becoming(value)}
     kind = kind_of(question, literal, value)
     numbers = isinstance(value, float) and isinstance(literal.value, (int, float))
-    if kind == "scale" and numbers and value == -literal.value and turns(question, literal.node):
+    if kind == "scale" and numbers and value == -literal.value and makes_sines(question, literal.node):
         kind = "position"
     return Hypothesis(kind, text_of(question, literal, value), edits, name, (literal.value, value))
 

@@ -12,7 +12,6 @@ from glassengine.judge.hypotheses.trials.question import Question
 
 _APART = 1e-6
 """Relative distance from which on two numbers are others."""
-_FEW = 4
 _LEAST_FREQUENCIES = 3
 _EVEN = 1e-5
 """Spread of the factors, as a share: as float32 rounds them."""
@@ -50,7 +49,7 @@ def _named(sizes: Iterable[int]) -> Iterator[tuple[str, float]]:
         yield f"1 / sqrt({width})", width**-0.5
         yield f"1 / {width}", 1 / width
         yield f"sqrt({width})", width**0.5
-        if width > _FEW:
+        if width > 4:
             yield f"{width - 1} / {width}", (width - 1) / width
             yield f"{width} / {width - 1}", width / (width - 1)
     yield from _FAMOUS

@@ -29,7 +29,7 @@ def fused(question: Question) -> Iterator[Hypothesis]:
         widths, value = _widths(question, source, axis, readers), question.trial.values[source]
         if not 1 < len(widths) <= _MOST_PARTS:
             continue
-        for order, text in _orders(widths, _heads_of(question, readers, set(widths))):
+        for order, text in _part_orders(widths, _heads_of(question, readers, set(widths))):
             edits = {reader: _reordered(order, axis) for reader in readers}
             yield Hypothesis("permuted", f"{question.label(source)} {text}", edits, axis=axis - value.dim())
     for node in question.trial.ops:
@@ -86,7 +86,7 @@ def _heads_of(question: Question, readers: Sequence[Node], widths: set[int]) -> 
     return found
 
 
-def _orders(widths: Sequence[int], heads_of: dict[int, set[int]]) -> Iterator[tuple[torch.Tensor, str]]:
+def _part_orders(widths: Sequence[int], heads_of: dict[int, set[int]]) -> Iterator[tuple[torch.Tensor, str]]:
     """Yield the places of what each part takes in the candidate, and in words."""
     every, number = torch.arange(sum(widths)), len(widths)
     if len(set(widths)) == 1:

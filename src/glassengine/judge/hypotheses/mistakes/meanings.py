@@ -93,7 +93,7 @@ def least_position(value: torch.Tensor) -> int:
     return int(least) if least > 0 and bool((value == value.round()).all()) else 0
 
 
-def turns(question: Question, node: Node) -> bool:
+def makes_sines(question: Question, node: Node) -> bool:
     """Whether a node makes sines or cosines of positions: with the other sign, they turn the other way."""
 
     def above(one: Node) -> list[Node]:

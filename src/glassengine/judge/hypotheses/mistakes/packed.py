@@ -12,14 +12,13 @@ import torch
 from torch.fx import Node
 
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
+from glassengine.judge.hypotheses.mistakes.weights_read import _SAME
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Edit, giving
 from glassengine.numerics.metrics.orders import called, order_between
 from glassengine.results import Kind
 
-_SAME = 2.0**-7
-"""Weights in another precision are the same."""
-_PASSES = 24
+_PASSES_OF_ROWS = 24
 """How often a weight is read where its rows are looked for in another one."""
 
 
@@ -36,7 +35,7 @@ def packed(question: Question) -> Iterator[Hypothesis]:
             continue
         theirs = tensor.detach().double()
         ours = torch.cat([trial.values[node] for node in held])
-        trial.budget.spend_passes(_PASSES, ours)
+        trial.budget.spend_passes(_PASSES_OF_ROWS, ours)
         order = order_between(ours, theirs, 0, _SAME)
         if order is None:
             continue

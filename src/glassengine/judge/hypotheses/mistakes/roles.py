@@ -45,7 +45,7 @@ def are_of_positions(question: Question, edited: Collection[Node], kind: Kind) -
         return True
     if all(is_counted(question, node) or _counts(there) for node, there in zip(edited, own, strict=True)):
         return True
-    return all(is_placed(node, question.stored) or (kind in _OF_VALUES and turns(node)) for node in own)
+    return all(is_placed(node, question.stored) or (kind in _OF_VALUES and is_of_rotation(node)) for node in own)
 
 
 def _is_table_by_positions(question: Question, node: Node) -> bool:
@@ -67,7 +67,7 @@ def _counts(node: Node) -> bool:
     return node.op == "call_function" and op_name(node) == "arange"
 
 
-def turns(node: Node) -> bool:
+def is_of_rotation(node: Node) -> bool:
     """Whether a node is a rotation, one of its two products, or a half that only they read.
 
     A rotation is a cosine times a tensor, and a sine times the other half of it.
@@ -78,7 +78,7 @@ def turns(node: Node) -> bool:
         return any(_is_rotation(reader) for reader in _readers(node))
     readers = _readers(node)
     is_half = node.op == "call_function" and (op_name(node) in _OF_HALVES or _is_signed(node))
-    return is_half and bool(readers) and all(turns(reader) for reader in readers if reader is not node)
+    return is_half and bool(readers) and all(is_of_rotation(reader) for reader in readers if reader is not node)
 
 
 def _is_signed(node: Node) -> bool:

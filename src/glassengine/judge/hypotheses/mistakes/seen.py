@@ -14,7 +14,7 @@ from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 
-_NEAR = 10
+_NEAR_BELOW = 10
 """Ops below a mask within which an attention or a choice reads it."""
 _MOST_LISTED = 4
 _NEAR_ABOVE = 6
@@ -36,7 +36,7 @@ def pairs_between(question: Question, made: torch.Tensor) -> str | None:
     right, end = question.right, question.trial.end
     if right.shape != made.shape or right.dim() < 2 or right.shape[-1] < 2:
         return None
-    seen = [_seen(tensor) for tensor in (right, made)]
+    seen = [_unhidden(tensor) for tensor in (right, made)]
     if seen[0] is None or seen[1] is None or torch.equal(seen[0], seen[1]) or not _hides(question, end):
         return None
     is_hidden = right.dtype is torch.bool and any(op_name(user) == "masked_fill" for user in question.users(end))
@@ -98,7 +98,7 @@ def _reaches(question: Question, end: Node, names: frozenset[str]) -> bool:
     """Whether one of some ops is a few ops below a node."""
     known: set[Node] = set()
     layer = {question.named.get(end.name, end)}
-    for _ in range(_NEAR):
+    for _ in range(_NEAR_BELOW):
         layer = {user for node in layer for user in node.users} - known
         known |= layer
         if any(op_name(node) in names for node in layer):
@@ -106,7 +106,7 @@ def _reaches(question: Question, end: Node, names: frozenset[str]) -> bool:
     return False
 
 
-def _seen(tensor: torch.Tensor) -> torch.Tensor | None:
+def _unhidden(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return which elements of a mask are seen; None if it does not hide."""
     if tensor.dtype is torch.bool:
         return tensor
@@ -125,7 +125,7 @@ def _hides(question: Question, end: Node) -> bool:
             is_choice = op_name(user) in ("masked_fill", "where") and getattr(value, "dtype", None) is torch.bool
             if traits_of(user).rounding is Rounding.ATTENTION or is_choice or "softmax" in op_name(user):
                 return True
-            if user not in known and depth < _NEAR:
+            if user not in known and depth < _NEAR_BELOW:
                 known.add(user)
                 waiting.append((user, depth + 1))
     return False
