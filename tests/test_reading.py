@@ -51,8 +51,10 @@ REASONS: dict[str, dict[str, str]] = {
         "json.loads": "what torch's profiler wrote a moment ago, into a directory of ours",
         "read_bytes": "the same",
     },
-    "program/store/archive.py": {"zipfile.ZipFile": "on a file that the room opened, and to write"},
-    "program/store/inert.py": {"json.loads": "text in a document that the room parsed"},
+    "program/representation/archive.py": {
+        "zipfile.ZipFile": "on a file that the room opened, and to write",
+        "json.loads": "text in a document that the room parsed",
+    },
     "program/onnx/stored/file.py": {"ParseFromString": "bytes that the room read; protobuf bounds depth by itself"},
     "program/onnx/definitions.py": {"ParseFromString": "definitions of operators that the package onnx holds"},
     "executable/profile/trace.py": {"json.loads": "what was made in the same line"},

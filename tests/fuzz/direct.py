@@ -211,7 +211,7 @@ def read_changed(here: Path, shared: Path) -> int:
 
 
 def read_archive(here: Path, shared: Path) -> int:
-    from glassengine.program.store.archive import inert_archive
+    from glassengine.program.representation.archive import inert_archive
 
     return say(hashlib.sha256(inert_archive(here / "m.pt2", has_weights=True).getvalue()).hexdigest())
 

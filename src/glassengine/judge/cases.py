@@ -23,8 +23,8 @@ from glassengine.program import LoadedModel, load_inputs
 from glassengine.program.export.examples import named_inputs
 from glassengine.program.inputs.given import steps_of
 from glassengine.program.kinds.causal_lm import accepted
+from glassengine.program.kinds.example_inputs import MadeUp
 from glassengine.program.kinds.image_text import first_constants, following_constants
-from glassengine.program.kinds.steps import MadeUp
 from glassengine.program.representation.program import Program
 from glassengine.reading.files import read_text
 from glassengine.results.answer import InputUsed, Origin, input_used

@@ -41,9 +41,9 @@ from glassengine.judge.sides.protocol import Arranged, Guarantee, Place
 from glassengine.judge.sides.ranks import RanksSide
 from glassengine.judge.verdict.score import Score
 from glassengine.program import LoadedModel, Program, export_program, load_inputs, made_up_inputs
-from glassengine.program.kinds.steps import MadeUp
+from glassengine.program.kinds.example_inputs import MadeUp
 from glassengine.program.parallel.placements import Mesh, Shard
-from glassengine.program.parallel.ranks import lay_out
+from glassengine.program.parallel.rewrite import lay_out
 from glassengine.program.representation.passes import apply_pass
 from glassengine.program.representation.stored import load_program
 from glassengine.progress import Progress, Work

@@ -13,9 +13,9 @@ from typing import Any
 
 from glassengine.engine.prompts.templates import MOST_BYTES, MOST_MEMORY, MOST_SECONDS, bounded
 from glassengine.errors import CorruptError, UsageError
-from glassengine.program.loading import adapter_patterns
 from glassengine.reading.documents import parsed
 from glassengine.reading.files import shown
+from glassengine.reading.patterns import num_repeats
 
 # Of the text: a token of one byte takes 200 bytes here and there, and up to 20 as it is sent.
 _MEMORY_PER_BYTE = 512
@@ -112,8 +112,8 @@ def _growth(pattern: dict[str, str], content: str, where: str) -> int:
     text = pattern.get("String")
     if text:
         return max(1, -(-len(content) // len(text)))
-    num_repeats = adapter_patterns.num_repeats(pattern.get("Regex", ""))
-    if num_repeats is None or num_repeats > _MOST_REPEATS:
+    repeats = num_repeats(pattern.get("Regex", ""))
+    if repeats is None or repeats > _MOST_REPEATS:
         got = f"{shown(where)}: {shown(pattern.get('Regex', ''))[:400]}"
         raise CorruptError("a pattern of the tokenizer's decoder may never finish", got=got)
     return len(content) + 1  # of nothing, between all characters

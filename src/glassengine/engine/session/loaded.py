@@ -29,8 +29,7 @@ from glassengine.program.inputs.given import positional
 from glassengine.program.kinds.causal_lm import USER_MODULE
 from glassengine.program.kinds.image_text import FEATURES, INDEX
 from glassengine.program.onnx.stored.file import read_onnx
-from glassengine.program.representation.derived import comes_from_weights
-from glassengine.program.representation.outputs import PREFIX, DerivedValues
+from glassengine.program.representation.outputs import PREFIX, DerivedValues, comes_from_weights
 from glassengine.program.representation.stored import ONNX_GRAPH, load_graph, load_program
 from glassengine.sites import HasSites, SiteTable
 

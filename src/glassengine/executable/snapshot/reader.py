@@ -21,7 +21,7 @@ from glassengine.executable.snapshot.nonfinite import Origin
 from glassengine.executable.snapshot.tensors import TensorFile, restored, write_tensors
 from glassengine.program.onnx.exported import TranslatedFile, translate_file
 from glassengine.program.onnx.stored.file import read_onnx
-from glassengine.program.store.archive import MAX_BYTES
+from glassengine.program.representation.archive import MAX_BYTES
 from glassengine.reading.copies import here
 from glassengine.reading.files import is_regular, read_bytes
 from glassengine.recording.layout.statistics import summarize

@@ -22,9 +22,9 @@ from glassengine.program.kinds.causal_lm import accepted, cache_argument, expert
 from glassengine.program.kinds.states import cache_tensors, forget
 from glassengine.program.representation.program import Program
 from glassengine.program.representation.signature import named_results, plain_results
-from glassengine.program.user_code.mode import as_given
 from glassengine.program.user_code.module_state import ModuleState, own_copies, run_with
 from glassengine.program.user_code.raised import described, raised_in
+from glassengine.program.user_code.training_mode import as_given
 
 
 @dataclass

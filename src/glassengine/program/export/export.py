@@ -14,29 +14,40 @@ from torch.utils import _pytree as pytree
 
 from glassengine.errors import UsageError
 from glassengine.program.export.examples import example_of, fixed_inputs, in_one_piece, named_inputs, place
-from glassengine.program.export.functional.conversion import decomposed, functional
+from glassengine.program.export.functionalize import decomposed, functional
 from glassengine.program.kinds import causal_lm, encoder_decoder, image_text
 from glassengine.program.listing.listing import OnStage, Stage
 from glassengine.program.representation.naming import Paths, build_sites, describe_shape
-from glassengine.program.representation.operand_dtypes import require_one_dtype
 from glassengine.program.representation.program import CALLED_AS, FIXED_INPUTS, SMALLEST, Port, Program
 from glassengine.program.representation.signature import (
     quiet,
+    require_one_dtype,
     require_unchanged_buffers,
     result_names,
+    small_sizes,
     tensor_results_only,
     user_inputs,
     with_state_as_results,
 )
-from glassengine.program.representation.small_sizes import small_sizes
-from glassengine.program.user_code.frames import helper_lines
-from glassengine.program.user_code.keywords import explicit_keywords, methods_of_classes, plain_results
-from glassengine.program.user_code.marks import collect_marks, marking
-from glassengine.program.user_code.module_state import run_alone
-from glassengine.program.user_code.prune import remove_dead_nodes, without_dead_weights
+from glassengine.program.user_code.forward import explicit_keywords, methods_of_classes, plain_results
+from glassengine.program.user_code.marks import (
+    collect_marks,
+    helper_lines,
+    marking,
+    remove_dead_nodes,
+    without_dead_weights,
+)
+from glassengine.program.user_code.module_state import holding, run_alone
 from glassengine.program.user_code.raised import source_of
-from glassengine.program.user_code.specialized import real_values, without_assertions
-from glassengine.program.user_code.tracing import fast_tracing
+from glassengine.program.user_code.tracing import (
+    SPECIALIZED,
+    WITH_VALUES,
+    WRITTEN_DOWN,
+    fast_tracing,
+    real_values,
+    without_assertions,
+    written_down,
+)
 
 
 def export_causal_lm(
@@ -298,3 +309,41 @@ def _symbols(placeholders: Mapping[str, Any], user: Sequence[str]) -> dict[str, 
             if role and not isinstance(size, int):
                 table[str(size)] = role
     return table
+
+
+def export_specialized(
+    module: nn.Module,
+    step: Mapping[str, Any],
+    *,
+    metadata: dict[str, Any] | None = None,
+    on_stage: OnStage | None = None,
+    keeps_state: bool = False,
+) -> Program:
+    """Export a module that looks at values, for the inputs of one step alone; how, is in the metadata.
+
+    Args:
+        module: As for `export_module`.
+        step: Keyword arguments.
+        metadata: As for `export_module`.
+        on_stage: As for `export_module`.
+        keeps_state: As for `export_module`.
+
+    Raises:
+        UsageError: It cannot be traced that way, either.
+    """
+    example = dict(step)
+    options: dict[str, Any] = {"kind": "module", "prefix": "", "output_names": None, "layout": None}
+    options |= {"input_names": list(named_inputs(example)), "on_stage": on_stage, "keeps_state": keeps_state}
+    known = {**(metadata or {}), FIXED_INPUTS: fixed_inputs(example)}
+    _, dynamic = example_of([example])
+    try:
+        told = {**known, SPECIALIZED: WITH_VALUES}
+        return traced_program(module, example, dynamic, metadata=told, with_values=True, **options)
+    except UsageError as first:
+        try:
+            with torch.no_grad(), quiet(), holding(module, None):
+                repeated = written_down(module, example)
+            told = {**known, SPECIALIZED: WRITTEN_DOWN}
+            return traced_program(repeated, example, dynamic, metadata=told, with_values=True, **options)
+        except Exception:
+            raise first from first.__cause__

@@ -13,7 +13,7 @@ from glassengine.program.export.export import traced_program
 from glassengine.program.kinds import causal_lm, encoder_decoder, image_text
 from glassengine.program.listing.listing import OnStage
 from glassengine.program.representation.program import FIXED_INPUTS, SMALLEST, Program
-from glassengine.program.representation.small_sizes import small_sizes
+from glassengine.program.representation.signature import small_sizes
 
 
 def export_encoder_decoder(

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from glassengine.errors import UsageError
 from glassengine.program.kinds.causal_lm import KVLayout
-from glassengine.program.parallel.local import name_of
+from glassengine.program.parallel.placements import name_of
 from glassengine.program.representation.program import Port, Program
 from glassengine.sites import SiteTable
 

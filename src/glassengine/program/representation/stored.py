@@ -20,8 +20,8 @@ from glassengine.program.kinds.causal_lm import KVLayout
 from glassengine.program.kinds.states import State
 from glassengine.program.onnx.exported import TranslatedFile, translate_file, without_data
 from glassengine.program.onnx.stored.file import read_onnx
+from glassengine.program.representation.archive import inert_archive, load_archive
 from glassengine.program.representation.program import GRAPH_LEVEL, OnnxGraph, Port, Program
-from glassengine.program.store.archive import inert_archive, load_archive
 from glassengine.program.user_code.raised import RAISED
 from glassengine.program.user_code.tracing import fast_reading, fast_writing
 from glassengine.reading.documents import Size, converted, damaged, read_document
