@@ -18,8 +18,7 @@ from torch.nn.functional import dropout
 import glassengine as glass
 from glassengine.errors import CorruptError, UnknownNameError, UsageError
 from glassengine.executable.run.executable import Executable
-from glassengine.executable.snapshot.layout import directory_name
-from glassengine.executable.snapshot.meta import sealed
+from glassengine.executable.snapshot.layout import directory_name, sealed
 from glassengine.executable.snapshot.tensors import TensorFile, copied, restored, write_tensors
 
 MakeExecutable = Callable[..., Executable]

@@ -26,7 +26,7 @@ from glassengine.diagnose.ladder.op_by_op import op_by_op
 from glassengine.engine.build.build import build_program
 from glassengine.engine.ranks.member import mesh_of, part_of
 from glassengine.engine.run.engine import Engine
-from glassengine.engine.run.parallel import ParallelEngine
+from glassengine.engine.run.load import ParallelEngine
 from glassengine.engine.store import files
 from glassengine.errors import GlassError, IncomparableError, UsageError
 from glassengine.judge.cases import Case, Inputs, causal_cases, module_cases

@@ -26,7 +26,7 @@ from typing import Any
 
 from glassengine import environment
 from glassengine.backends.protocol.backend import Backend, describe_network, effective_options, program_network
-from glassengine.engine.store.checked_files import hash_file
+from glassengine.engine.store.files import hash_file
 from glassengine.errors import UsageError
 from glassengine.program.listing.artifacts import (
     FORMAT,

@@ -12,23 +12,26 @@ import logging
 import re
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 from torch import nn
 
 from glassengine import environment
 from glassengine.backends.protocol.backend import TakingModels
 from glassengine.backends.registry import choose_backend, choose_device, find_backend
-from glassengine.engine.build.agreement import require_agreement
 from glassengine.engine.build.artifacts import ArtifactWriter
-from glassengine.engine.build.describe import Settings, about_build
-from glassengine.engine.build.limits import DEFAULT_MAX_SEQ_LEN, check_dtype, check_sizes, check_written
-from glassengine.engine.build.options import BuildOptions, Inputs, Model
-from glassengine.engine.build.plan import BuildPlan, plan_build
+from glassengine.engine.build.checks import (
+    DEFAULT_MAX_SEQ_LEN,
+    check_dtype,
+    check_sizes,
+    check_written,
+    require_agreement,
+)
+from glassengine.engine.build.plan import BuildPlan, Settings, plan_build
 from glassengine.engine.build.ranks import check_mesh, mesh_for, write_ranks
-from glassengine.engine.build.write import write_engine
+from glassengine.engine.build.write import about_build, write_engine
 from glassengine.engine.run.engine import Engine
 from glassengine.engine.run.load import load
 from glassengine.engine.store import files
@@ -327,3 +330,31 @@ def _without_images(settings: Settings, reason: str) -> Settings:
     return dataclasses.replace(
         settings, model={**settings.model, WITHOUT_IMAGES: reason}, notes=(*settings.notes, note)
     )
+
+
+Model = str | Path | nn.Module
+Inputs = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+
+
+class BuildOptions(TypedDict, total=False):
+    """What `build` takes whether it builds or plans."""
+
+    backend: str | None
+    device: str | None
+    quantize: str | None
+    dtype: str
+    add_output: Sequence[str]
+    inputs: Inputs | None
+    passes: Sequence[str]
+    max_batch_size: int
+    max_seq_len: int | None
+    overwrite: bool
+    attn_implementation: str | None
+    trust_remote_code: bool
+    revision: str | None
+    adapter: str | Path | None
+    byte_budget: int | None
+    artifacts: str | Path | None
+    tensor_parallel: int
+    pipeline_parallel: int
+    progress: Progress

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from glassengine.backends.protocol.backend import Backend
-from glassengine.engine.build.describe import Settings, describe_engine
-from glassengine.engine.build.plan import planned_outputs
-from glassengine.engine.build.write import write_engine
+from glassengine.engine.build.plan import Settings, planned_outputs
+from glassengine.engine.build.write import describe_engine, write_engine
 from glassengine.engine.ranks.member import as_if_joined, part_of
 from glassengine.engine.store import files
 from glassengine.engine.store.manifest import AddedOutput, CutWeight, write_manifest

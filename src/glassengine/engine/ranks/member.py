@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from glassengine import environment
-from glassengine.engine.session.kv_cache import KVCache
 from glassengine.engine.session.loaded import LoadedEngine
+from glassengine.engine.session.session import KVCache
 from glassengine.engine.store.manifest import Manifest
 from glassengine.errors import BackendError, UsageError
 from glassengine.program.parallel.placements import TENSOR_GROUP, Mesh

@@ -13,16 +13,15 @@ import torch
 from glassengine import asked, spans
 from glassengine.backends.protocol.backend import NamingKernels
 from glassengine.backends.registry import find_backend
-from glassengine.engine.prompts.files import Chat
-from glassengine.engine.prompts.prompts import Images, Request, TokenIds
-from glassengine.engine.prompts.stream import TextCallback
+from glassengine.engine.prompts.prompts import Chat, Images, Request, TokenIds
+from glassengine.engine.prompts.tokenizing import TextCallback
 from glassengine.engine.run.forward import forward
 from glassengine.engine.run.generate import StepCallback, generate
 from glassengine.engine.session.images import encode_images
 from glassengine.engine.session.loaded import LoadedEngine
 from glassengine.engine.session.session import Session
 from glassengine.engine.store import files
-from glassengine.engine.store.checked_files import check_files
+from glassengine.engine.store.files import check_files
 from glassengine.engine.store.manifest import Manifest, read_manifest, require_fit, require_intact, without_caches
 from glassengine.engine.store.trust import require_trust
 from glassengine.errors import UsageError

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from glassengine.engine.prompts.prompts import Request
-from glassengine.engine.run.record import Recorder
 from glassengine.engine.session.checks import require_module
 from glassengine.engine.session.debug_buffers import select_names
 from glassengine.engine.session.loaded import LoadedEngine
+from glassengine.engine.session.record import Recorder
 from glassengine.engine.store.manifest import Manifest
 from glassengine.errors import UsageError
 from glassengine.program import load_inputs

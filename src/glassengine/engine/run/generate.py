@@ -11,15 +11,13 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from glassengine.engine.prompts.prompts import Request, pad_left
-from glassengine.engine.prompts.stream import TextCallback, TextStream
-from glassengine.engine.prompts.tokenizing import decode
-from glassengine.engine.run.encode import Encode, encoded
-from glassengine.engine.run.image_prompts import image_constants, read_request
-from glassengine.engine.run.record import SessionRecorder
+from glassengine.engine.prompts.tokenizing import TextCallback, TextStream, decode
+from glassengine.engine.run.encoder_inputs import Encode, encoded, image_constants, read_request
 from glassengine.engine.run.sampling import Sampler, read_settings
 from glassengine.engine.session.checks import check_prompts, require_generating
 from glassengine.engine.session.loaded import LoadedEngine
 from glassengine.engine.session.pieces import automatic_chunk
+from glassengine.engine.session.record import SessionRecorder
 from glassengine.engine.session.session import Session
 from glassengine.errors import UsageError
 from glassengine.results.engines import Generation

@@ -3,7 +3,7 @@
 Slots of the cache are filled from left to right; a shorter prompt of a batch is padded on its left. Everything whose
 size is that of the cache is allocated once; a decode step writes one column of the mask and passes views.
 
-Shape legend: B batch, S new tokens, T cache length, V vocabulary.
+Shape legend: B batch, S new tokens, T cache length, V vocabulary, H key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -15,13 +15,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 
 from glassengine import spans
-from glassengine.engine.session.checks import constant_rows, mask_row, require_generating, size_rows, token_row
+from glassengine.accelerators import require_device
+from glassengine.engine.session.checks import (
+    Row,
+    constant_rows,
+    mask_row,
+    refuse,
+    render_tensors,
+    require_generating,
+    size_rows,
+    token_row,
+)
 from glassengine.engine.session.debug_buffers import DebugBuffers, select_names
 from glassengine.engine.session.images import PromptImages
-from glassengine.engine.session.inputs_table import Row, refuse, render_tensors
-from glassengine.engine.session.kv_cache import KVCache
 from glassengine.engine.session.loaded import LoadedEngine
 from glassengine.engine.session.pieces import PieceOutputs
+from glassengine.engine.store.manifest import Manifest
 from glassengine.engine.store.requests import as_asked
 from glassengine.errors import UsageError
 from glassengine.program.kinds.image_text import INDEX
@@ -336,3 +345,35 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     with torch.no_grad():
         return copy.copy_(tensor)
+
+
+class KVCache:
+    """Cache tensors [B, H, T, D] by `past_*` name, allocated once.
+
+    A back-end that mutates writes into them; a functional one returns new tensors, which then take their place.
+
+    Attributes:
+        tensors: What the next step reads.
+    """
+
+    def __init__(self, manifest: Manifest, batch_size: int, length: int) -> None:
+        elsewhere = f"to run it here: glass build {manifest.model.get('spec')} --backend inductor --device cpu"
+        require_device(manifest.device, f"the engine {manifest.name!r}", hint=elsewhere)
+        self._presents = manifest.caches
+        self._mutated = manifest.kv == "mutated"
+        entries = {entry.name: entry for entry in manifest.inputs if entry.name in manifest.caches}
+        sizes = {"batch": batch_size, "cache": length}
+        self.tensors: dict[str, torch.Tensor] = {
+            name: torch.zeros(
+                [size if isinstance(size, int) else sizes[size] for size in entry.shape],
+                dtype=getattr(torch, entry.dtype),
+                device=manifest.device,
+            )
+            for name, entry in entries.items()
+        }
+
+    def update(self, outputs: Mapping[str, torch.Tensor]) -> None:
+        """Take over the caches that a step returned."""
+        if not self._mutated:
+            for past, present in self._presents.items():
+                self.tensors[past] = outputs[present]

@@ -1,4 +1,4 @@
-"""`Snapshot`: one execution of one executable, read back. Reading it runs no code and needs none of the user's."""
+"""Reads snapshots, one or all of a directory: executions of executables. Reading runs no code and needs no model."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from torch.export import ExportedProgram
 from glassengine.errors import CorruptError, UnknownNameError, UsageError
 from glassengine.executable.snapshot import layout
 from glassengine.executable.snapshot.graph import load_graph
-from glassengine.executable.snapshot.layout import Entry
-from glassengine.executable.snapshot.meta import parsed_meta, read_meta, sealed
+from glassengine.executable.snapshot.layout import Entry, parsed_meta, read_meta, sealed
 from glassengine.executable.snapshot.nonfinite import Origin
 from glassengine.executable.snapshot.tensors import TensorFile, restored, write_tensors
 from glassengine.program.onnx.exported import TranslatedFile, translate_file
@@ -26,6 +25,7 @@ from glassengine.reading.copies import here
 from glassengine.reading.files import is_regular, read_bytes
 from glassengine.recording.layout.statistics import summarize
 from glassengine.recording.layout.values import bytes_of
+from glassengine.results.recorded import ListedSnapshot
 from glassengine.stores.places import delivered, place
 from glassengine.writing.checksums import crc32
 from glassengine.writing.files import aside
@@ -290,3 +290,52 @@ class Snapshot:
 
 def _damaged(path: Path, error: Exception) -> CorruptError:
     return CorruptError(f"the snapshot {path.name} cannot be read", got=f"{type(error).__name__}: {error}")
+
+
+def list_snapshots(directory: str | Path) -> tuple[ListedSnapshot, ...]:
+    """Return every snapshot of a directory, by name; those that were never finished, and damaged ones, too.
+
+    Raises:
+        UsageError: There is none.
+    """
+    root = here(directory)
+    try:
+        found = sorted(path for path in root.iterdir() if path.is_dir())
+    except OSError as error:
+        raise UsageError("cannot read a directory of snapshots", got=f"{error.strerror} ({root})") from error
+    listed = []
+    for path in found:
+        if path.name.startswith(".") and path.name.endswith(".partial"):
+            listed.append(ListedSnapshot(path.name, "unfinished", num_bytes=_size(path)))
+        elif (path / layout.META).exists():
+            listed.append(_listed(path))
+    if not listed:
+        raise UsageError(
+            "no snapshots", got=str(root), hint="glass run ENGINE --snapshot DIR, or glass.snapshots.take(DIR)"
+        )
+    return tuple(listed)
+
+
+def _listed(path: Path) -> ListedSnapshot:
+    try:
+        snapshot = Snapshot.open(path)
+    except CorruptError as error:
+        return ListedSnapshot(path.name, "damaged", num_bytes=_size(path), problem=error.got)
+    has = {
+        "graph": snapshot.graph_hash is not None,
+        "inputs": bool(snapshot.inputs),
+        "outputs": snapshot.outputs is not None,
+        "redacted": snapshot.redacted,
+    }
+    origin = snapshot.origin
+    return ListedSnapshot(
+        path.name,
+        snapshot.reason,
+        tuple(word for word, there in has.items() if there),
+        None if origin is None else str(origin),
+        _size(path),
+    )
+
+
+def _size(path: Path) -> int:
+    return sum(item.stat().st_size for item in path.iterdir() if item.is_file())
