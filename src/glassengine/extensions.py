@@ -1,7 +1,7 @@
 """The registry of what is beside the core: plugins of this package, and entry points of other packages.
 
-A plugin is a folder of `plugins/`. Nothing outside of that folder imports from it: a plugin is asked for here, by name, so
-that the core works without it.
+A plugin is a folder of `plugins/`. Nothing outside of that folder imports from it: a plugin is asked for here, by name,
+so that the core works without it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ FORMATS = "glassengine.formats"
 SERVING = "glassengine.serving"
 """Each entry is a function from a place and `serving.protocol.Options` to a `serving.protocol.Served`."""
 
-EXTRAS = {"cluster": "ray", "tensorrt_rtx": "tensorrt-rtx"}
+EXTRAS = {"cluster": "ray", "lazy": "lazy", "tensorrt_rtx": "tensorrt-rtx"}
 """Plugin -> the extra that installs it, with the packages that it needs."""
 _PLUGINS = "glassengine.plugins."
 
 
 def plugin(module: str) -> Any:
-    """Return a module of a plugin: "cluster.ray_tasks" is `plugins/cluster/ray_tasks.py`.
+    """Return a plugin, or a module of one: "cluster.ray_tasks" is `plugins/cluster/ray_tasks.py`.
 
     Raises:
         UsageError: The plugin is not installed; names the extra that has it.

@@ -39,13 +39,13 @@ from glassengine.engine.store import files
 from glassengine.engine.store.recorded_model import directory_to_record
 from glassengine.errors import UsageError
 from glassengine.program import LoadedModel, Program, export_programs, load_inputs, load_model, made_up_inputs
-from glassengine.program.export.examples import named_inputs
 from glassengine.program.generation import PLAIN
 from glassengine.program.inputs.given import in_order
 from glassengine.program.kinds.causal_lm import is_pretrained
 from glassengine.program.kinds.image_text import WITHOUT_IMAGES
 from glassengine.program.onnx.stored.file import is_onnx
 from glassengine.program.parallel.placements import Mesh
+from glassengine.program.representation.signature import named_inputs
 from glassengine.program.user_code.forward import forward_parameters
 from glassengine.progress import Progress, Work, silent
 from glassengine.sites import patterns_of

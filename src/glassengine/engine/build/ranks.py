@@ -20,9 +20,8 @@ from glassengine.program.parallel.placements import Mesh
 from glassengine.program.parallel.plan import Plan, plan_ranks
 from glassengine.program.parallel.rewrite import program_of, weight_placements
 from glassengine.program.parallel.stages import cut_stages, require_layers
-from glassengine.program.representation.program import copied_graph, rebuilt
+from glassengine.program.representation.program import copied_graph, rebuilt, without_dead_weights
 from glassengine.program.representation.stored import save_program
-from glassengine.program.user_code.marks import without_dead_weights
 from glassengine.progress import Progress, Work, silent
 
 

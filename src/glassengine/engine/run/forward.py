@@ -20,8 +20,8 @@ from glassengine.engine.session.record import Recorder
 from glassengine.engine.store.manifest import Manifest
 from glassengine.errors import UsageError
 from glassengine.program import load_inputs
-from glassengine.program.export.examples import named_inputs
 from glassengine.program.kinds.example_inputs import TEXT_INPUTS
+from glassengine.program.representation.signature import named_inputs
 from glassengine.results.engines import Forward
 
 

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from glassengine.errors import GlassError, UsageError
-from glassengine.program.kinds.states import keeps_states
-from glassengine.program.user_code.raised import described
+from glassengine.program.kinds.causal_lm import keeps_states
+from glassengine.program.user_code.calls import described
 from glassengine.reading.documents import read_document
 from glassengine.results.answer import Origin
 
