@@ -444,8 +444,8 @@ def is_dead(reference: str, package: Path) -> bool:
         if module.is_file() and at.is_dir():
             at = module
             continue
-        source = (at if at.is_file() else at / "__init__.py").read_text(encoding="utf-8")
-        return name not in defined_in(source)
+        source = at if at.is_file() else at / "__init__.py"
+        return not source.is_file() or name not in defined_in(source.read_text(encoding="utf-8"))
     return False
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from glassengine.errors import UnknownNameError, UsageError, nearest
-from glassengine.plugins import BACKENDS, registered
+from glassengine.extensions import BACKENDS, registered
 from glassengine.reading.files import read_bytes
 from glassengine.stores.places import place, remote
 

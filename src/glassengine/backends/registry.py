@@ -9,7 +9,7 @@ from glassengine import asked
 from glassengine.accelerators import require_device
 from glassengine.backends.protocol.backend import Backend, CompilingGraphs, TakingOnnx
 from glassengine.errors import BackendError, UsageError
-from glassengine.plugins import BACKENDS, registered, remedy
+from glassengine.extensions import BACKENDS, registered, remedy
 
 DEFAULT = "inductor"
 FALLBACK = "onnxruntime"

@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from glassengine.errors import UsageError
-from glassengine.plugins import SERVING, registered, remedy
+from glassengine.extensions import SERVING, registered, remedy
 from glassengine.program.onnx.stored.file import is_onnx
 from glassengine.program.onnx.stored.options import SessionSettings
 from glassengine.recording.read.source import TensorSource

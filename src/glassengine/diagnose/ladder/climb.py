@@ -22,8 +22,7 @@ from glassengine.judge.verdict.score import Score
 from glassengine.numerics.kernels import UNMEASURED, Kernels
 from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
 from glassengine.program import LoadedModel, Program
-from glassengine.program.representation.derived import From
-from glassengine.program.representation.outputs import OutputPlan, plan_outputs
+from glassengine.program.representation.outputs import From, OutputPlan, plan_outputs
 from glassengine.results import Skipped, WeightsComparison
 
 BYTE_BUDGET = 1 << 30

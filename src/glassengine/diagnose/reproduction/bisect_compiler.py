@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from glassengine import starting
-from glassengine.backends.inductor.compiler_flags import read_flags
+from glassengine.backends.inductor.settings import read_flags
 from glassengine.backends.protocol.backend import Backend
 from glassengine.errors import GlassError, UsageError
 from glassengine.executable.graph.graph import CapturedGraph, InputSpec, input_spec

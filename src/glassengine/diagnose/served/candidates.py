@@ -10,7 +10,7 @@ from typing import Any
 from glassengine.backends.protocol.backend import TakingModels
 from glassengine.backends.registry import find_backend, get_backend
 from glassengine.diagnose.ladder.request import CheckRequest
-from glassengine.engine.build.limits import check_dtype, check_written
+from glassengine.engine.build.checks import check_dtype, check_written
 from glassengine.engine.run.engine import read_engine
 from glassengine.engine.store import files
 from glassengine.program import load_model

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from glassengine import environment
+from glassengine.engine.ranks.children import receive, send
 from glassengine.engine.ranks.member import Member
-from glassengine.engine.ranks.messages import receive, send
-from glassengine.engine.run.parallel import member_of
+from glassengine.engine.run.load import member_of
 from glassengine.errors import GlassError
 
 

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from glassengine.asked import is_factory
 from glassengine.errors import CorruptError, UnknownNameError, UsageError
-from glassengine.program.loading.adapter_patterns import matches
 from glassengine.program.loading.checkpoint_files import read_tensors
 from glassengine.reading.documents import parsed
 from glassengine.reading.files import read_bytes
+from glassengine.reading.patterns import matches
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

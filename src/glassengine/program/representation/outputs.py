@@ -11,6 +11,7 @@ import ast
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.errors import UnknownNameError, UsageError
-from glassengine.program.representation.derived import Derived, From
 from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.program import Program, copied_graph, rebuilt
 
@@ -307,3 +307,29 @@ def _size(expression: str, sizes: Mapping[str, int]) -> int:
 def _flat_spec(specs: Iterable[OutputSpec]) -> Any:
     count = sum(spec.kind is OutputKind.USER_OUTPUT for spec in specs)
     return pytree.tree_structure(tuple(range(count)))
+
+
+class From(Enum):
+    """What a value is derived from; the value says it in a manifest and to people."""
+
+    WEIGHTS = "depends on weights alone"
+    CACHE = "the cache {} after the step"
+    INPUT = "the input {}"
+    OUTPUT = "the output {}"
+    VIEW = "a view of {}"
+
+
+@dataclass(frozen=True)
+class Derived:
+    """Where a value is taken from on reading, and what that is called."""
+
+    source: From
+    name: str = ""
+
+    def __str__(self) -> str:
+        return self.source.value.format(self.name)
+
+
+def comes_from_weights(text: str | None) -> bool:
+    """Whether what a manifest says of an output is that it depends on weights alone."""
+    return text == str(Derived(From.WEIGHTS))
