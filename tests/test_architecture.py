@@ -430,9 +430,6 @@ DECIDED_BY_WORDS = {
     # How words are laid out on a screen.
     ("report/words.py", " at ["): "a place that is told already is not told twice",
     ("report/terminal_check.py", "judged "): "the column is called judged",
-    # Of one hypothesis, in the function that writes it and the one that reads it.
-    ("judge/hypotheses/mistakes/norms.py", "n - 1"): "the divisor of a variance",
-    ("judge/hypotheses/mistakes/weights_read.py", "in reverse order"): "how a permutation is called",
 }
 
 

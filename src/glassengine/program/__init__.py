@@ -18,8 +18,8 @@ from glassengine.program.loading.load import LoadedModel, load_candidate, load_m
 from glassengine.program.representation.passes import apply_pass
 from glassengine.program.representation.program import Program
 from glassengine.program.representation.stored import load_names
+from glassengine.program.user_code.calls import forward_errors
 from glassengine.program.user_code.forward import uncompiled
-from glassengine.program.user_code.raised import forward_errors
 from glassengine.reading.copies import here
 from glassengine.sites import Site, SiteTable
 from glassengine.stores.places import remote

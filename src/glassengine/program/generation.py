@@ -23,9 +23,8 @@ from torch import nn
 from glassengine.program.export.export import export_causal_lm, export_module, export_specialized
 from glassengine.program.export.two import export_encoder_decoder, export_image_text
 from glassengine.program.kinds import image_text
-from glassengine.program.kinds.causal_lm import is_pretrained
+from glassengine.program.kinds.causal_lm import is_pretrained, keeps_states
 from glassengine.program.kinds.example_inputs import encoder_inputs, example_inputs, said_of_made_up
-from glassengine.program.kinds.states import keeps_states
 from glassengine.program.listing.listing import OnStage, stage_of
 from glassengine.program.representation.program import Program
 from glassengine.program.user_code.module_state import ModuleState, holding

@@ -35,7 +35,7 @@ from glassengine.backends.protocol.backend import (
 from glassengine.backends.protocol.io import brought, device_of, moved, read_io, write_io
 from glassengine.executable.cache.cache import CompilerCache
 from glassengine.program.representation.program import Program, copied_graph
-from glassengine.program.user_code.raised import described
+from glassengine.program.user_code.calls import described
 from glassengine.torch_versions import donated
 
 FREEZE_LIMIT_BYTES = 2 << 30

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from glassengine.backends.protocol.backend import Backend
+from glassengine.backends.registry import choose_backend
 from glassengine.engine.build.plan import Settings, planned_outputs
 from glassengine.engine.build.write import describe_engine, write_engine
 from glassengine.engine.ranks.member import as_if_joined, part_of
@@ -19,9 +20,8 @@ from glassengine.program.parallel.placements import Mesh
 from glassengine.program.parallel.plan import Plan, plan_ranks
 from glassengine.program.parallel.rewrite import program_of, weight_placements
 from glassengine.program.parallel.stages import cut_stages, require_layers
-from glassengine.program.representation.program import copied_graph, rebuilt
+from glassengine.program.representation.program import copied_graph, rebuilt, without_dead_weights
 from glassengine.program.representation.stored import save_program
-from glassengine.program.user_code.marks import without_dead_weights
 from glassengine.progress import Progress, Work, silent
 
 
@@ -117,8 +117,7 @@ def _named_once(program: Program) -> Program:
 def _outputs_of(part: Program, added: Sequence[AddedOutput]) -> tuple[str, ...]:
     """Return the debug outputs of a build that one rank has, as they are asked for."""
     own = [entry for entry in added if part.sites.get(entry.site) is not None]
-    casts = [f":{entry.dtype}" if entry.cast is not None else "" for entry in own]
-    return tuple(f"{entry.site}{cast}" for entry, cast in zip(own, casts, strict=True))
+    return tuple(entry.site if entry.cast is None else f"{entry.site}:{entry.cast}" for entry in own)
 
 
 def write_ranks(
@@ -127,7 +126,6 @@ def write_ranks(
     name: str,
     settings: Settings,
     model: LoadedModel | None,
-    backend: Backend,
     mesh: Mesh,
     *,
     progress: Progress = silent,
@@ -140,7 +138,6 @@ def write_ranks(
         name: Of the engine.
         settings: What was asked for.
         model: Where configuration, tokenizer and plan come from.
-        backend: What builds the parts.
         mesh: The ranks.
         progress: Called with an event when a stage begins.
 
@@ -149,6 +146,7 @@ def write_ranks(
         BackendError: The back-end failed.
     """
     program = _named_once(program)
+    backend, _ = choose_backend(settings.backend)
     plan = plan_of(program, model, mesh)
     _, added, left_out = planned_outputs(program, settings)
     alone = dataclasses.replace(settings, implicit_outputs=False, passes=(), reloadable=False, notes=())

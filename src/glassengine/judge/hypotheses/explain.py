@@ -1,4 +1,10 @@
-"""Try the catalog on one question and tell what holds."""
+"""Tries the catalog on one question and ranks what holds.
+
+Several mistakes may make one tensor. What leaves more than a proof does, says of another op only that it is another, or
+is written off the candidate's tensor itself (elements that are zero, a number beyond which nothing lies, an order of
+its slices) describes what came out as well as what was done: a mistake that says what was done, and makes the same, is
+the better one.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +12,29 @@ import dataclasses
 import logging
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from glassengine.judge.graphs.between import passes_on
+from glassengine.judge.graphs.between import ancestors, passes_on
+from glassengine.judge.hypotheses.mistakes.activations import activations
 from glassengine.judge.hypotheses.mistakes.arguments import as_theirs, same_op, usual
-from glassengine.judge.hypotheses.mistakes.catalog import FAMILIES, Family
-from glassengine.judge.hypotheses.mistakes.constants import origin_in
-from glassengine.judge.hypotheses.mistakes.layouts import reshaped, unturned
-from glassengine.judge.hypotheses.mistakes.masks import of_attention
+from glassengine.judge.hypotheses.mistakes.candidate_ops import another_op, one_for_several
+from glassengine.judge.hypotheses.mistakes.catalog import DESCRIBED, FAMILIES, Family
+from glassengine.judge.hypotheses.mistakes.fitted_constants import origin_in
+from glassengine.judge.hypotheses.mistakes.layouts import missing_rotation, reshaped
+from glassengine.judge.hypotheses.mistakes.masks import of_attention, pairs_between
 from glassengine.judge.hypotheses.mistakes.operands import exchanged, left_out
-from glassengine.judge.hypotheses.mistakes.operations import activations, other_ops
-from glassengine.judge.hypotheses.mistakes.roles import are_of_positions, is_counted_alone
-from glassengine.judge.hypotheses.mistakes.seen import only_hides, pairs_between
+from glassengine.judge.hypotheses.mistakes.operations import other_ops
+from glassengine.judge.hypotheses.mistakes.tensor_roles import are_of_positions, is_counted_alone, only_hides
 from glassengine.judge.hypotheses.mistakes.weights_read import weights
-from glassengine.judge.hypotheses.standing import Standing, as_certain, standing_of
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import OutOfWork
+from glassengine.judge.hypotheses.trials.trial import OutOfWork, edited
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 from glassengine.results import TRIED, Altered, Hint, Kind
@@ -118,7 +125,7 @@ class Explanation:
 
     hint: Hint
     hypothesis: Hypothesis
-    standing: Standing
+    rank: Rank
 
 
 @torch.no_grad()
@@ -135,15 +142,15 @@ def explanation(question: Question) -> Explanation | None:
                 hint = _explained(question, hypothesis, score, near)
                 if hint is None:
                     continue
-                found = Explanation(as_certain(question, family, hint), hypothesis, standing_of(family, hint))
-                if best is None or found.standing > best.standing:
+                found = Explanation(as_certain(question, family, hint), hypothesis, rank_of(family, hint))
+                if best is None or found.rank > best.rank:
                     best = found
-                if best.standing is Standing.SETTLED:
+                if best.rank is Rank.SETTLED:
                     return best
             waiting.popleft()
         if best is None:
             both = _of_two(question, near)
-            best = None if both is None else Explanation(*both, Standing.TOGETHER)
+            best = None if both is None else Explanation(*both, Rank.TOGETHER)
     except OutOfWork:
         question.trial.budget.num_skipped += len(waiting) or 1
     return best
@@ -152,7 +159,7 @@ def explanation(question: Question) -> Explanation | None:
 def _every(question: Question) -> Iterator[tuple[float, Family, Iterator[Hypothesis]]]:
     for score, family in FAMILIES:
         yield score, family, _fitting(family, question)
-    for family in (unturned, as_theirs, usual, other_ops, reshaped):
+    for family in (missing_rotation, as_theirs, usual, other_ops, reshaped):
         yield _EVERYWHERE, family, _everywhere(_fitting(family, question))
 
 
@@ -191,7 +198,7 @@ def _only_moves(question: Question, hypothesis: Hypothesis) -> bool:
     right = question.trial.values[nodes[0]]
     if len(nodes) > 1 or not isinstance(right, torch.Tensor) or not right.is_floating_point():
         return False
-    made = hypothesis.edits[nodes[0]](question.trial.call(nodes[0]))
+    made = edited(question.trial.call(nodes[0]), hypothesis.edits[nodes[0]])
     if not isinstance(made, torch.Tensor) or made.shape != right.shape:
         return False
     return torch.equal(*(tensor.double().flatten().sort().values for tensor in (right, made)))
@@ -284,3 +291,40 @@ def _everywhere(hypotheses: Iterable[Hypothesis]) -> Iterator[Hypothesis]:
         edits = {node: edit for one in several for node, edit in one.edits.items()}
         if len(edits) > 1:
             yield dataclasses.replace(several[0], text=f"{text}, in {len(edits)} places", edits=edits)
+
+
+_MAKER_WITHIN = 6
+"""Steps above the candidate's tensor within which the op stands that made it what it is."""
+
+
+class Rank(IntEnum):
+    """How much an explanation settles, least first."""
+
+    NEARLY = 0
+    TOGETHER = 1
+    DESCRIBED = 2
+    FITS = 3
+    DONE = 4
+    SETTLED = 5
+
+
+def rank_of(family: Callable[..., Any], hint: Hint) -> Rank:
+    """Return how much a mistake settles that explains."""
+    is_described = family in DESCRIBED
+    if not hint.proven:
+        return Rank.NEARLY if is_described or hint.kind == "other" else Rank.FITS
+    if is_described:
+        return Rank.DESCRIBED
+    is_another = family in (another_op, one_for_several) and hint.kind == "other"
+    return Rank.DONE if is_another else Rank.SETTLED
+
+
+def as_certain(question: Question, family: Callable[..., Any], hint: Hint) -> Hint:
+    """Return a hint that is certain only if the ops of the candidate bear it out, where it describes what came out."""
+    makers: Collection[str] = DESCRIBED.get(family, ())
+    # A factor is a description that any product bears out.
+    if not hint.proven or not makers or not question.theirs or hint.kind == "scale":
+        return hint
+    end = question.theirs[-1]
+    near = {op_name(node) for node in {*question.theirs, *ancestors(end, _MAKER_WITHIN)} if node.op == "call_function"}
+    return hint if near & set(makers) else dataclasses.replace(hint, proven=False)

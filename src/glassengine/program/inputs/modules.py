@@ -17,12 +17,12 @@ from torch.fx import Interpreter, Node
 from torch.utils import _pytree as pytree
 
 from glassengine.errors import UsageError
-from glassengine.program.export.examples import named_inputs
 from glassengine.program.inputs.observe import Use, Watch, uses_of
 from glassengine.program.inputs.search import Target, Values, made_up, no_inputs
 from glassengine.program.kinds.example_inputs import MadeUp
 from glassengine.program.loading.exported_file import StoredModule
 from glassengine.program.representation.program import Port, Program
+from glassengine.program.representation.signature import named_inputs
 from glassengine.program.user_code.forward import forward_parameters
 from glassengine.program.user_code.module_state import run_alone
 

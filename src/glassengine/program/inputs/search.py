@@ -17,7 +17,7 @@ from glassengine.program.inputs.observe import Use
 from glassengine.program.inputs.values import Made, Spec, has_masks, make, plainest
 from glassengine.program.kinds.example_inputs import MadeUp
 from glassengine.program.representation.program import Port
-from glassengine.program.user_code.raised import described
+from glassengine.program.user_code.calls import described
 
 BUDGET = 20.0
 """Seconds after which no other sizes are tried; the first few are always tried."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from glassengine.judge.hypotheses.mistakes.meanings import BENDING, is_counted
+from glassengine.judge.hypotheses.mistakes.tensor_roles import BENDING, is_counted
 from glassengine.judge.hypotheses.trials.hypothesis import Literal, shown
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.ops.row import Rounding

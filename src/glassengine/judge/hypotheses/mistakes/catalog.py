@@ -5,40 +5,59 @@ then anything that fits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
-from glassengine.judge.hypotheses.mistakes.arguments import (
-    another_op,
-    as_theirs,
-    one_for_several,
-    same_op,
-    usual,
-    whole,
-)
-from glassengine.judge.hypotheses.mistakes.coarser import coarser
-from glassengine.judge.hypotheses.mistakes.derivatives import derivatives
-from glassengine.judge.hypotheses.mistakes.fused import fused
-from glassengine.judge.hypotheses.mistakes.layouts import neighbors, permuted_operands, reshaped, unturned
-from glassengine.judge.hypotheses.mistakes.losses import losses, relabeled
-from glassengine.judge.hypotheses.mistakes.masks import of_attention
-from glassengine.judge.hypotheses.mistakes.more import done_more
-from glassengine.judge.hypotheses.mistakes.norms import variances
-from glassengine.judge.hypotheses.mistakes.operands import altered, another, another_inside, exchanged, left_out
-from glassengine.judge.hypotheses.mistakes.operations import activations, other_ops
-from glassengine.judge.hypotheses.mistakes.packed import packed
-from glassengine.judge.hypotheses.mistakes.parts import cut_off, dropped, parts, zeroed
-from glassengine.judge.hypotheses.mistakes.seen import counted, seen_pairs
-from glassengine.judge.hypotheses.mistakes.solved import bases, solved, stretched
-from glassengine.judge.hypotheses.mistakes.steps import steps
-from glassengine.judge.hypotheses.mistakes.weights_read import another_layer, another_module, every_weight, weights
-from glassengine.judge.hypotheses.mistakes.wholes import (
+from glassengine.judge.hypotheses.mistakes.activations import activations, derivatives
+from glassengine.judge.hypotheses.mistakes.arguments import as_theirs, same_op, usual, whole
+from glassengine.judge.hypotheses.mistakes.candidate_ops import another_op, extra_op, one_for_several
+from glassengine.judge.hypotheses.mistakes.fitted_constants import bases, fitted_constants, scaled_positions
+from glassengine.judge.hypotheses.mistakes.global_transforms import (
     another_tensor,
+    cut_off,
     done_twice,
-    in_its_own_dtype,
+    dropped,
+    parts,
     rearranged,
     scaled,
+    zeroed,
+)
+from glassengine.judge.hypotheses.mistakes.layouts import (
+    fused,
+    missing_rotation,
+    neighbors,
+    permuted_operands,
+    reshaped,
+)
+from glassengine.judge.hypotheses.mistakes.losses import losses, relabeled
+from glassengine.judge.hypotheses.mistakes.masks import counted, mask_pairs, of_attention
+from glassengine.judge.hypotheses.mistakes.operands import altered, another, another_inside, exchanged, left_out
+from glassengine.judge.hypotheses.mistakes.operations import other_ops, variances
+from glassengine.judge.hypotheses.mistakes.precision import coarser, in_its_own_dtype
+from glassengine.judge.hypotheses.mistakes.unrolled_recurrence import recurrences
+from glassengine.judge.hypotheses.mistakes.weights_read import (
+    another_layer,
+    another_module,
+    every_weight,
+    packed,
+    weights,
 )
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
+
+DESCRIBED: dict[Callable[..., Any], frozenset[str]] = {
+    cut_off: frozenset({"clamp", "clamp_min", "clamp_max", "minimum", "maximum", "relu", "hardtanh", "relu6"}),
+    dropped: frozenset({"dropout", "native_dropout", "bernoulli", "rand", "rand_like", "alpha_dropout"}),
+    zeroed: frozenset({"slice", "narrow", "constant_pad_nd", "pad", "zeros", "zeros_like", "new_zeros", "where"}),
+    rearranged: frozenset({"roll", "flip", "index_select", "index", "gather", "take_along_dim"}),
+    parts: frozenset({"index_put", "index_copy", "slice_scatter", "select_scatter", "copy", "cat", "where"}),
+    permuted_operands: frozenset(),
+    fitted_constants: frozenset(),
+    scaled_positions: frozenset(),
+    scaled: frozenset(),
+    done_twice: frozenset(),
+    another_tensor: frozenset(),
+}
+"""Families that describe -> ops one of which a candidate has that does that; none: whatever it has may do it."""
 
 Family = Callable[[Question], Iterator[Hypothesis]]
 
@@ -49,11 +68,11 @@ FAMILIES: tuple[tuple[float, Family], ...] = (
     (0.98, as_theirs),
     (0.97, of_attention),
     (0.97, bases),
-    (0.97, stretched),
+    (0.97, scaled_positions),
     (0.97, losses),
     (0.97, relabeled),
     (0.97, derivatives),
-    (0.96, steps),
+    (0.96, recurrences),
     (0.96, exchanged),
     (0.96, left_out),
     (0.96, activations),
@@ -63,7 +82,7 @@ FAMILIES: tuple[tuple[float, Family], ...] = (
     (0.95, another_op),
     (0.95, one_for_several),
     (0.94, neighbors),
-    (0.94, unturned),
+    (0.94, missing_rotation),
     (0.94, reshaped),
     (0.94, fused),
     (0.93, whole),
@@ -80,12 +99,12 @@ FAMILIES: tuple[tuple[float, Family], ...] = (
     (0.92, cut_off),
     (0.92, zeroed),
     (0.92, dropped),
-    (0.91, done_more),
+    (0.91, extra_op),
     (0.91, permuted_operands),
-    (0.9, solved),
+    (0.9, fitted_constants),
     (0.85, rearranged),
     (0.82, parts),
-    (0.81, seen_pairs),
+    (0.81, mask_pairs),
     (0.81, counted),
     (0.8, scaled),
 )

@@ -14,11 +14,16 @@ from torch.fx import Node
 from glassengine.judge.graphs.between import passes_on
 from glassengine.judge.graphs.by_name import argument_names
 from glassengine.judge.hypotheses.mistakes.layouts import merges
-from glassengine.judge.hypotheses.mistakes.meanings import is_counted, is_of_before, is_stored, least_position
-from glassengine.judge.hypotheses.mistakes.missing import choices, conditions, is_of_flags, of_missing
+from glassengine.judge.hypotheses.mistakes.tensor_roles import (
+    BENDING,
+    is_counted,
+    is_of_before,
+    is_stored,
+    least_position,
+)
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, article, tensors_of, with_leaves
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import Call, giving
+from glassengine.judge.hypotheses.trials.trial import Call
 from glassengine.numerics.float64 import double
 from glassengine.numerics.mask_values import is_mask
 from glassengine.numerics.metrics.orders import kind_of_shift
@@ -52,7 +57,7 @@ def exchanged(question: Question) -> Iterator[Hypothesis]:
     yield from _joined(question)
     for a, b in itertools.combinations(trial.inputs, 2):
         if _are_alike(trial.values[a], trial.values[b]):
-            edits = {a: giving(trial.values[b]), b: giving(trial.values[a])}
+            edits = {a: trial.values[b], b: trial.values[a]}
             yield Hypothesis("swapped", _exchange(question, a, b), edits)
 
 
@@ -72,7 +77,7 @@ def _parts(question: Question) -> Iterator[Hypothesis]:
         parts = [user for user in node.users if op_name(user) == "getitem" and user in trial.values]
         for a, b in itertools.combinations(parts, 2):
             if _are_alike(trial.values[a], trial.values[b]):
-                edits = {a: giving(trial.values[b]), b: giving(trial.values[a])}
+                edits = {a: trial.values[b], b: trial.values[a]}
                 text = f"parts {a.args[1]} and {b.args[1]} of {op_name(node)} are exchanged"
                 yield Hypothesis("swapped", text, edits)
 
@@ -128,7 +133,7 @@ def left_out(question: Question) -> Iterator[Hypothesis]:
         elif tensors and trial.values[tensors[0][1]].shape == made.shape:
             first = trial.values[tensors[0][1]]
             if first.is_floating_point() and not torch.equal(first, made):
-                yield Hypothesis(of_missing(node), f"{article(node)} is missing", {node: giving(first)})
+                yield Hypothesis(of_missing(node), f"{article(node)} is missing", {node: first})
 
 
 def _of_two(question: Question, node: Node, tensors: list[tuple[int, Node]]) -> Iterator[Hypothesis]:
@@ -143,31 +148,33 @@ def _of_two(question: Question, node: Node, tensors: list[tuple[int, Node]]) -> 
         what = question.label(lost)
         is_bias = name == "add" and (is_stored(question, lost) or other.dim() < made.dim())
         if name == "add" and is_mask(other):
-            yield Hypothesis("mask", f"the mask is not added: {what}", {node: giving(one)}, lost=lost)
+            yield Hypothesis("mask", f"the mask is not added: {what}", {node: one}, lost=lost)
         elif traits_of(node).kind == "term":
             verb = "added" if name == "add" else "subtracted"
             kind: Kind = "stale" if is_of_before(question, lost) else "bias missing" if is_bias else "other"
-            yield Hypothesis(kind, f"{what} is not {verb}", {node: giving(one)}, lost=lost)
+            yield Hypothesis(kind, f"{what} is not {verb}", {node: one}, lost=lost)
             yield Hypothesis(
-                "scale", f"{what} is {verb} twice", {node: giving(made + other if name == "add" else made - other)}
+                "scale",
+                f"{what} is {verb} twice",
+                {node: made + other if name == "add" else made - other},
             )
             yield Hypothesis(
                 "scale",
                 f"{what} is {'subtracted' if name == 'add' else 'added'}",
-                {node: giving(one - other if name == "add" else one + other)},
+                {node: one - other if name == "add" else one + other},
             )
-            yield Hypothesis("other", f"{what} is multiplied, not {verb}", {node: giving(one * other)})
+            yield Hypothesis("other", f"{what} is multiplied, not {verb}", {node: one * other})
         elif name == "mul":
             kind = "mask" if is_of_flags(other) else "scale"
-            yield Hypothesis(kind, f"{what} is not multiplied", {node: giving(one.expand(made.shape))}, lost=lost)
-            yield Hypothesis("scale", f"{what} is multiplied twice", {node: giving(made * other)})
-            yield Hypothesis("scale", f"1 + {what} is multiplied, not {what}", {node: giving(made + one)})
-            yield Hypothesis("scale", f"{what} - 1 is multiplied, not {what}", {node: giving(made - one)})
-            yield Hypothesis("other", f"{what} is added, not multiplied", {node: giving(one + other)})
-            yield Hypothesis("scale", f"it is divided by {what}, not multiplied", {node: giving(one / other)})
+            yield Hypothesis(kind, f"{what} is not multiplied", {node: one.expand(made.shape)}, lost=lost)
+            yield Hypothesis("scale", f"{what} is multiplied twice", {node: made * other})
+            yield Hypothesis("scale", f"1 + {what} is multiplied, not {what}", {node: made + one})
+            yield Hypothesis("scale", f"{what} - 1 is multiplied, not {what}", {node: made - one})
+            yield Hypothesis("other", f"{what} is added, not multiplied", {node: one + other})
+            yield Hypothesis("scale", f"it is divided by {what}, not multiplied", {node: one / other})
         elif kept is a:
-            yield Hypothesis("scale", f"it is not divided by {what}", {node: giving(one)})
-            yield Hypothesis("scale", f"it is multiplied by {what}, not divided", {node: giving(one * other)})
+            yield Hypothesis("scale", f"it is not divided by {what}", {node: one})
+            yield Hypothesis("scale", f"it is multiplied by {what}, not divided", {node: one * other})
 
 
 def altered(question: Question) -> Iterator[Hypothesis]:
@@ -179,23 +186,23 @@ def altered(question: Question) -> Iterator[Hypothesis]:
         if not isinstance(value, torch.Tensor):
             continue
         if value.dtype is torch.bool:
-            yield Hypothesis("mask", f"{name} is inverted", {node: giving(~value)})
+            yield Hypothesis("mask", f"{name} is inverted", {node: ~value})
         elif not value.is_floating_point():
             for by in (-1, 1):
                 moved = (value + by).clamp(min=0) if bool((value >= 0).all()) else value + by
                 how = f"1 too {'small' if by < 0 else 'large'}"
                 text = f"positions are {how}: {name}" if _is_arange(question, node) else f"{name} is {how}"
-                yield Hypothesis("position", text, {node: giving(moved)})
+                yield Hypothesis("position", text, {node: moved})
         else:
             kind: Kind = "position" if is_counted(question, node) else "scale"
-            yield Hypothesis(kind, f"{name} has the other sign", {node: giving(-value)})
+            yield Hypothesis(kind, f"{name} has the other sign", {node: -value})
             if node.name in question.weights:
-                yield Hypothesis("scale", f"1 + {name} instead of {name}", {node: giving(value + 1)})
-                yield Hypothesis("scale", f"{name} - 1 instead of {name}", {node: giving(value - 1)})
+                yield Hypothesis("scale", f"1 + {name} instead of {name}", {node: value + 1})
+                yield Hypothesis("scale", f"{name} - 1 instead of {name}", {node: value - 1})
         least = least_position(value)
         if least:
             text = f"{name} begins at 0 in the candidate, at {least} here: each step counts from 0"
-            yield Hypothesis("position", text, {node: giving(value - least)}, "position", (least, 0))
+            yield Hypothesis("position", text, {node: value - least}, "position", (least, 0))
         yield from _moved(question, node, value)
 
 
@@ -207,18 +214,18 @@ def _moved(question: Question, node: Node, value: torch.Tensor) -> Iterator[Hypo
         for by in (1, -1):
             text = f"{name} is moved by {by} along axis {axis}"
             for moved in (value.roll(by, axis), _shifted(value, by, axis)):
-                yield Hypothesis(kind, text, {node: giving(moved)}, "shift", (0, by), axis)
+                yield Hypothesis(kind, text, {node: moved}, "shift", (0, by), axis)
         text = f"{name} is turned around along axis {axis}"
-        yield Hypothesis("permuted", text, {node: giving(value.flip(axis))}, axis=axis)
+        yield Hypothesis("permuted", text, {node: value.flip(axis)}, axis=axis)
     if len(axes) > 1:
         text = f"{name} is turned around along axes {axes[-2:]}{': its kernel is flipped' if is_weight else ''}"
-        yield Hypothesis("permuted", text, {node: giving(value.flip(axes[-2:]))})
+        yield Hypothesis("permuted", text, {node: value.flip(axes[-2:])})
     for a, b in itertools.combinations(axes, 2):
         if value.shape[a] == value.shape[b]:
             text = f"{name} is transposed" if value.dim() == 2 else f"axes {a} and {b} of {name} are transposed"
             is_merged = value.dim() > 3 and merges(question, node, value, a, b)
             kind, text = ("permuted", f"{text}: heads are interleaved") if is_merged else ("transposed", text)
-            found = Hypothesis(kind, text, {node: giving(value.transpose(a, b))})
+            found = Hypothesis(kind, text, {node: value.transpose(a, b)})
             is_matrix = is_weight and value.dim() == 2
             yield dataclasses.replace(found, argument="transposed", values=(False, True)) if is_matrix else found
 
@@ -252,7 +259,7 @@ def another(question: Question) -> Iterator[Hypothesis]:
                 kind, text = "scale", f"{question.label(node)} is scaled by {factor:.6g}: it is {name}"
             elif _is_old(question, name, node):
                 kind = "stale"
-            yield Hypothesis(kind, text, {node: giving(other)})
+            yield Hypothesis(kind, text, {node: other})
             readers = [user for user in node.users if user in trial.values]
             for reader in readers if len(readers) > 1 else ():
                 places = [place for place, leaf in tensors_of(trial, reader) if leaf is node]
@@ -324,3 +331,75 @@ def _are_alike(a: Any, b: Any) -> bool:
 
 def _with(changed: dict[int, Any]) -> Any:
     return lambda call: with_leaves(call, changed)
+
+
+_BY_NAME: dict[Kind, frozenset[str]] = {
+    "activation": frozenset({"exp", "exp2", "log"}),
+    "mask": frozenset({"masked_fill", "tril", "triu"}),
+    "permuted": frozenset({"flip", "gather", "index", "index_select", "take_along_dim"}),
+    "position": frozenset({"roll"}),
+    "scale": frozenset({"neg", "reciprocal"}),
+    "stale": frozenset({"index_copy", "index_put", "slice_scatter", "select_scatter"}),
+    "transposed": frozenset({"permute", "transpose", "t"}),
+}
+"""What is not there where the op is left out: of what writes, the new values; of what turns over, a factor."""
+
+
+def of_missing(node: Node) -> Kind:
+    """Return the kind of mistake that it is to leave out an op that makes one tensor of another."""
+    name = op_name(node)
+    if traits_of(node).kind in BENDING:
+        return "activation"
+    if name == "pow" and node.args[1:] == (-1,):
+        return "scale"
+    return next((kind for kind, names in _BY_NAME.items() if name in names), "other")
+
+
+def conditions(question: Question, node: Node, made: torch.Tensor) -> Iterator[Hypothesis]:
+    """Yield: of an op that decides what is hidden, one of two conditions is missing, or it holds everywhere."""
+    trial, name = question.trial, op_name(node)
+    tensors = [(place, source) for place, source in tensors_of(trial, node)]
+    both = len(tensors) == 2 and all(trial.values[source].dtype is torch.bool for _, source in tensors)
+    for i, (_, source) in enumerate(tensors if both else ()):
+        kept = trial.values[tensors[1 - i][1]]
+        if kept.shape != made.shape:
+            kept = kept.expand(made.shape)
+        text = f"a condition of the mask is missing: {question.label(source)}"
+        yield Hypothesis("mask", text, {node: kept})
+    if not both and name in ("le", "lt", "ge", "gt"):
+        text = f"a condition of the mask is missing: {question.label(node)}"
+        yield Hypothesis("mask", text, {node: torch.ones_like(made)})
+
+
+def choices(question: Question, node: Node, made: torch.Tensor) -> Iterator[Hypothesis]:
+    """Yield: one of the two tensors between which a condition chooses is taken everywhere."""
+    trial = question.trial
+    condition, *tensors = [source for _, source in tensors_of(trial, node)]
+    for source in tensors:
+        value = trial.values[source]
+        if value.shape == made.shape and value.is_floating_point():
+            text = f"{question.label(source)} is taken everywhere: {question.label(condition)} is not asked"
+            kind: Kind = "other" if _is_of_values(question, condition) else "mask"
+            yield Hypothesis(kind, text, {node: value}, lost=condition)
+
+
+def _is_of_values(question: Question, condition: Node) -> bool:
+    """Whether a condition compares the values of tensors, as a clamp does: no places are hidden by it."""
+    waiting, known = [question.named.get(condition.name, condition)], set[Node]()
+    while waiting:
+        for source in waiting.pop().all_input_nodes:
+            value = source.meta.get("val")
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                return True
+            if isinstance(value, torch.Tensor) and value.dtype is torch.bool and source not in known:
+                known.add(source)
+                waiting.append(source)
+    return False
+
+
+def is_of_flags(value: torch.Tensor) -> bool:
+    """Whether a tensor holds zeros and ones, and both: what is multiplied by it is hidden in part."""
+    if not value.numel() or not value.is_floating_point():
+        return False
+    is_zero = value == 0
+    return bool((is_zero | (value == 1)).all()) and bool(is_zero.any()) and not bool(is_zero.all())

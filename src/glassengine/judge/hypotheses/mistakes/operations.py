@@ -1,4 +1,4 @@
-"""Other ops instead of an op, or of several that together are one: activations, sums, trigonometry, norms.
+"""Other ops instead of an op: sums, trigonometry, norms and variances, convolutions, resizing.
 
 Ops are named here, as nowhere else in the judge: which op people take for which is no trait of either.
 """
@@ -7,61 +7,27 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.fx import Node
 from torch.nn import functional as F
 
-from glassengine.judge.graphs.between import ancestors
-from glassengine.judge.hypotheses.mistakes.norms import batch_norms, eps_outside, other_norms, over_other_axes
+from glassengine.judge.graphs.by_name import argument_names
+from glassengine.judge.hypotheses.mistakes.activations import Pointwise
 from glassengine.judge.hypotheses.trials.hypothesis import (
     Hypothesis,
     bound,
+    literals_of,
+    tensors_of,
+    with_leaves,
 )
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Call
-from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind
 
-Pointwise = Callable[[torch.Tensor], torch.Tensor]
-
-NAMED: dict[str, Pointwise] = {
-    "gelu": F.gelu,
-    "gelu (tanh)": lambda x: F.gelu(x, approximate="tanh"),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "silu": F.silu,
-    "relu": F.relu,
-    "relu squared": lambda x: F.relu(x).square(),
-    "relu6": F.relu6,
-    "leaky_relu (0.01)": lambda x: F.leaky_relu(x, 0.01),
-    "leaky_relu (0.2)": lambda x: F.leaky_relu(x, 0.2),
-    "elu": F.elu,
-    "selu": F.selu,
-    "mish": F.mish,
-    "softplus": F.softplus,
-    "softsign": F.softsign,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "hardswish": F.hardswish,
-    "hardsigmoid": F.hardsigmoid,
-    "log_sigmoid": F.logsigmoid,
-    "exp": torch.exp,
-    "exp2": torch.exp2,
-    "square": torch.square,
-    "abs": torch.abs,
-    "nothing": lambda x: x,
-}
-"""Activations by the names that people use."""
-
-_BENDING = frozenset(
-    ["erf", "exp", "exp2", "log", "log1p", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "where", "abs"]
-)
-"""Ops by which an activation is written out, beside those that are one."""
-_EQUAL = 1e-9
-_SAMPLED = 64
 _PAIRS = (("sin", "cos"), ("mean", "sum"), ("amax", "mean"), ("amin", "amax"), ("std", "var"), ("sqrt", "rsqrt"))
 _COMPARED = (("lt", "le"), ("gt", "ge"), ("lt", "gt"), ("le", "ge"), ("eq", "ne"))
 _KINDS_OF_PAIRS: dict[tuple[str, str], Kind] = {
@@ -69,84 +35,6 @@ _KINDS_OF_PAIRS: dict[tuple[str, str], Kind] = {
     ("sin", "cos"): "position",
     ("mean", "sum"): "scale",  # by a number of terms
 }
-
-
-def activations(question: Question) -> Iterator[Hypothesis]:
-    """Yield: another activation, also where the baseline's is written out with several ops."""
-    trial = question.trial
-    theirs = {op_name(op) for op in question.theirs}
-    sampled: dict[Node, torch.Tensor] = {}
-    for node in reversed(trial.ops):
-        made = trial.values[node]
-        if not isinstance(made, torch.Tensor) or not made.is_floating_point():
-            continue
-        for source in _sources(trial.ops, node):
-            given = trial.values.get(source)
-            if not isinstance(given, torch.Tensor) or given.shape != made.shape or not given.is_floating_point():
-                continue
-            if traits_of(node).kind == "activation" and source in node.all_input_nodes:
-                own: str | None = op_name(node)
-            else:
-                if source not in sampled:
-                    some = some_of(given)
-                    sampled[source] = torch.stack([act(some) for act in NAMED.values()])
-                own = _named(given, made, sampled[source])
-                # Of numbers of one sign several are nothing at all, and a square is any.
-                has_both = own is not None and bool((given < 0).any()) and bool((given > 0).any())
-                own = own if has_both and _bends(trial.ops, source, node) else None
-            if own is None or own == "nothing":
-                continue
-            for name, act in NAMED.items():
-                # A candidate of zeros is what many make of negative numbers, and what is left of a lost factor.
-                if name != own and (name in theirs or bool(act(given).any()) or not bool(made.any())):
-                    text = f"{own} here, {name} in the candidate"
-                    yield Hypothesis("activation", text, {node: _applied(act, given)}, "activation", (own, name))
-
-
-def _sources(ops: list[Node], node: Node) -> list[Node]:
-    """Return what an op reads and what that is made of, nearest first: few steps back, for activations are short."""
-    found: dict[Node, None] = {}
-    layer = [node]
-    for _ in range(8):
-        layer = list(dict.fromkeys(source for other in layer for source in other.all_input_nodes))
-        found.update(dict.fromkeys(layer))
-    return list(found)
-
-
-def some_of(value: torch.Tensor) -> torch.Tensor:
-    """Return a few elements [S] of a tensor, without copying all of them: the same places in all of its shape."""
-    while value.dim() > 1 and value.numel() >= _SAMPLED * value.shape[0]:
-        value = value[0]
-    return value.flatten()[:_SAMPLED]
-
-
-def _bends(ops: list[Node], source: Node, node: Node) -> bool:
-    """Whether one of the ops by which a node is made of a source is one that activations are written with."""
-    below = {source}
-    for op in ops:
-        if below & set(op.all_input_nodes):
-            below.add(op)
-        if op is node:
-            break
-    between = (below - {source}) & {node, *ancestors(node)}
-    return any(traits_of(op).kind == "activation" or op_name(op) in _BENDING for op in between)
-
-
-def _named(given: torch.Tensor, made: torch.Tensor, sampled: torch.Tensor) -> str | None:
-    """Return the activation that makes one tensor of another, given what each makes of some elements [N, S]."""
-    size = float(made.abs().max()) if made.numel() else 0.0
-    if not math.isfinite(size):
-        return None
-    most = _EQUAL * max(size, 1e-30)
-    may_be = ((sampled - some_of(made)).abs() <= most).all(dim=1).tolist()
-    for (name, act), is_near in zip(NAMED.items(), may_be, strict=True):
-        if is_near and bool(((act(given) - made).abs() <= most).all()):
-            return name
-    return None
-
-
-def _applied(act: Pointwise, given: torch.Tensor) -> Any:
-    return lambda call: act(given)
 
 
 def other_ops(question: Question) -> Iterator[Hypothesis]:
@@ -314,3 +202,142 @@ def _resized(question: Question, node: Node) -> Iterator[Hypothesis]:
 
 def _interpolated(size: tuple[int, ...], mode: str, corners: bool | None) -> Any:
     return lambda call: F.interpolate(call.args[0], size, mode=mode, align_corners=corners)
+
+
+_LARGEST_EPS = 1e-2
+
+
+def other_norms(node: Node) -> Iterator[tuple[str, Any]]:
+    """Yield (words, edit) for what a norm may compute instead."""
+    is_centered = op_name(node) == "layer_norm"
+
+    def normed(*, center: bool, is_unbiased: bool = False, eps_outside: bool = False) -> Any:
+        def edit(call: Call) -> Any:
+            args, _ = bound(node.target, call.args, call.kwargs)
+            x, shape, weight = args[:3]
+            bias, eps = (args[3], args[4]) if is_centered else (None, args[3] or 1e-6)
+            axes = tuple(range(-len(shape), 0))
+            x = x - x.mean(axes, keepdim=True) if center else x
+            terms = math.prod(shape) - is_unbiased
+            spread = x.square().sum(axes, keepdim=True) / terms
+            made = x / (spread.sqrt() + eps if eps_outside else (spread + eps).sqrt())
+            made = made if weight is None else made * weight
+            return made if bias is None else made + bias
+
+        return edit
+
+    if is_centered:
+        yield "the mean is not subtracted: rms_norm instead of layer_norm", normed(center=False)
+    else:
+        yield "the mean is subtracted: layer_norm instead of rms_norm", normed(center=True)
+    yield "the variance is unbiased: of n - 1", normed(center=is_centered, is_unbiased=True)
+    yield "eps is added to the root, not below it", normed(center=is_centered, eps_outside=True)
+
+
+def over_other_axes(question: Question, node: Node) -> Iterator[Hypothesis]:
+    """Yield: the mean of a norm, its spread or both are taken over another axis."""
+    args, _ = bound(node.target, node.args, dict(node.kwargs))
+    given = question.trial.values.get(args[0]) if isinstance(args[0], Node) else None
+    if not isinstance(given, torch.Tensor) or len(args[1]) != 1:
+        return
+    is_centered = op_name(node) == "layer_norm"
+    for axis in range(given.dim() - 1):
+        if given.shape[axis] < 2:
+            continue
+        for means, spreads, what in ((axis, -1, "the mean"), (-1, axis, "the spread"), (axis, axis, "all")):
+            if means != -1 and not is_centered:
+                continue
+            text = f"{op_name(node)}: {what} is over axis {axis} of {given.dim()}, not over the last one"
+            yield Hypothesis("transposed", text, {node: _over(means, spreads, is_centered)}, axis=axis)
+
+
+def _over(means: int, spreads: int, is_centered: bool) -> Any:
+    def edit(call: Call) -> Any:
+        args, _ = bound(call.node.target, call.args, call.kwargs)
+        x, _, weight = args[:3]
+        bias, eps = (args[3], args[4]) if is_centered else (None, args[3] or 1e-6)
+        x = x - x.mean(means, keepdim=True) if is_centered else x
+        made = x / (x.square().mean(spreads, keepdim=True) + eps).sqrt()
+        made = made if weight is None else made * weight
+        return made if bias is None else made + bias
+
+    return edit
+
+
+def eps_outside(question: Question, node: Node) -> Iterator[Hypothesis]:
+    """An epsilon that is added to a root instead of below it, where a norm is written out."""
+    source = node.args[0]
+    if not isinstance(source, Node) or op_name(source) != "add" or source not in question.trial.values:
+        return
+    for literal in literals_of(source):
+        if literal.name == "other" and isinstance(literal.value, float) and 0 < literal.value <= _LARGEST_EPS:
+            eps, is_turned = literal.value, op_name(node) == "rsqrt"
+
+            def edit(call: Call, eps: float = eps, is_turned: bool = is_turned) -> Any:
+                root = (call.args[0] - eps).clamp(min=0).sqrt() + eps
+                return 1 / root if is_turned else root
+
+            yield Hypothesis("eps", "eps is added to the root, not below it", {node: edit}, "eps")
+
+
+def batch_norms(question: Question, node: Node) -> Iterator[Hypothesis]:
+    """Statistics of a batch norm that are left out, exchanged, or not what they are taken for."""
+    names = argument_names(node.target)
+    places = {names[place]: place for place, _ in tensors_of(question.trial, node) if place < len(names)}
+    mean, variance = places.get("running_mean"), places.get("running_var")
+    if mean is None or variance is None:
+        return
+    leaves = dict(tensors_of(question.trial, node))
+    own = [question.trial.values[leaves[place]] for place in (mean, variance)]
+    eps = next((float(item.value) for item in literals_of(node) if item.name == "eps"), 0.0)
+    made: dict[str, dict[int, Any]] = {
+        "the running mean is not subtracted": {mean: torch.zeros_like(own[0])},
+        "it is not divided by the running variance": {variance: torch.ones_like(own[1])},
+        "it is divided by the running variance, not by its root": {variance: (own[1] + eps).square() - eps},
+        "the running variance is not used, and the mean neither": {
+            mean: torch.zeros_like(own[0]),
+            variance: torch.ones_like(own[1]),
+        },
+    }
+    for text, changed in made.items():
+        yield Hypothesis("other", text, {node: _with(changed)})
+    given = question.trial.values.get(node.args[0]) if isinstance(node.args[0], Node) else None
+    if isinstance(given, torch.Tensor) and given.dim() > 1:
+        axes = [axis for axis in range(given.dim()) if axis != 1]
+        changed = {mean: given.mean(axes), variance: given.var(axes, correction=0)}
+        text = "statistics of the batch, not those that were learned: a batch norm in training mode"
+        yield Hypothesis("other", text, {node: _with(changed)})
+
+
+def _with(changed: dict[int, Any]) -> Any:
+    return lambda call: with_leaves(call, changed)
+
+
+def variances(question: Question) -> Iterator[Hypothesis]:
+    """Yield: n - 1 instead of n, in a variance that is one op or a mean of squares."""
+    trial = question.trial
+    for node in reversed(trial.ops):
+        name = op_name(node)
+        tensors = tensors_of(trial, node)
+        if not tensors or name not in ("var", "std", "mean", "var_mean"):
+            continue
+        given, made = trial.values[tensors[0][1]], trial.values[node]
+        if not isinstance(made, torch.Tensor) or not made.numel():
+            continue
+        terms = given.numel() / made.numel()
+        if terms <= 1:
+            continue
+        if name == "mean":
+            text = "the mean is of n - 1: the variance is unbiased"
+            yield Hypothesis("other", text, {node: _times(terms / (terms - 1))})
+        else:
+            power = 0.5 if name == "std" else 1.0
+            for factor, text in (
+                ((terms - 1) / terms, f"{name} is biased in the candidate: it divides by n"),
+                (terms / (terms - 1), f"{name} is unbiased in the candidate: it divides by n - 1"),
+            ):
+                yield Hypothesis("other", text, {node: _times(factor**power)})
+
+
+def _times(factor: float) -> Any:
+    return lambda call: call.value * factor

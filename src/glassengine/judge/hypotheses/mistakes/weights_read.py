@@ -1,9 +1,13 @@
-"""The weights of an op, and what the candidate's op in its place reads instead of them."""
+"""What the candidate reads instead of the weights of an op: others, in another order, or several of them as one.
+
+A checkpoint is converted by hand: queries, keys and values are put together head by head, where the port takes them
+apart one after the other. Each of the products is wrong then, and none of them alone.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,11 +15,11 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.judge.graphs.between import passes_on
-from glassengine.judge.hypotheses.mistakes.constants import base_of, of_another_base
-from glassengine.judge.hypotheses.mistakes.meanings import is_taken_apart
+from glassengine.judge.hypotheses.mistakes.fitted_constants import base_of, of_another_base
+from glassengine.judge.hypotheses.mistakes.tensor_roles import is_taken_apart
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import FAILS, Edit, giving
+from glassengine.judge.hypotheses.trials.trial import FAILS, Edit
 from glassengine.numerics.float64 import retarget, target_of
 from glassengine.numerics.metrics.orders import called, order_between
 from glassengine.program.representation.naming import op_name
@@ -62,7 +66,7 @@ def weights(question: Question) -> Iterator[Hypothesis]:
             for held in (form for form in forms if not _is_same(value, form, same)):
                 trial.budget.spend_passes(_PASSES, value)
                 kind, text = _told(question, node, relation(label, name, value, held, others, same))
-                found = Hypothesis(kind, text, {node: giving(held)})
+                found = Hypothesis(kind, text, {node: held})
                 if kind != "other":
                     yield found
                 elif node in read:
@@ -153,7 +157,7 @@ def every_weight(question: Question) -> Iterator[Hypothesis]:
             trial.budget.spend_passes(_PASSES_OF_SAME, value)
             if held is not None and not _is_same(value, held, same):
                 trial.budget.spend_passes(_PASSES, value)
-                edits[ours] = giving(held)
+                edits[ours] = held
                 is_so = relation(question.label(ours), own, value, held, others, same)
                 told[own] = _told(question, ours, is_so)
         if len(edits) > 1:
@@ -180,7 +184,7 @@ def another_layer(question: Question) -> Iterator[Hypothesis]:
             values = [question.model[name].detach().double() for name in names]
             if all(value.shape == question.trial.values[node].shape for node, value in zip(held, values, strict=True)):
                 where = ".".join([*parts[0][:place], str(number)])
-                edits = {node: giving(value) for node, value in zip(held, values, strict=True)}
+                edits = dict(zip(held, values, strict=True))
                 yield Hypothesis("swapped", f"the weights of another layer are read: of {where}", edits)
 
 
@@ -199,9 +203,7 @@ def another_module(question: Question) -> Iterator[Hypothesis]:
         values = [question.model.get(f"{other}.{name}") for _, _, name in parts]
         if any(v is None or v.shape != question.trial.values[n].shape for n, v in zip(held, values, strict=True)):
             continue
-        edits = {
-            node: giving(value.detach().double()) for node, value in zip(held, values, strict=True) if value is not None
-        }
+        edits = {node: value.detach().double() for node, value in zip(held, values, strict=True) if value is not None}
         yield Hypothesis("swapped", f"the weights of another module are read: of {other}", edits)
 
 
@@ -243,7 +245,7 @@ def relation(
         if order is not None:
             kind, how = called(order)
             what = ("rows", "columns")[axis] if ours.dim() == 2 else "elements" if ours.dim() == 1 else f"axis {axis}"
-            if how == "in reverse order" and ours.dim() > 2:
+            if bool((order.diff() == -1).all()) and ours.dim() > 2:
                 return kind, f"{there}: kernel flipped along axis {axis}"
             return kind, f"{there}: {what} {how}"
     spatial = tuple(range(2, ours.dim()))
@@ -322,3 +324,63 @@ def _rounded(ours: torch.Tensor, theirs: torch.Tensor) -> str | None:
         if torch.equal(ours.float().to(dtype).double(), theirs):
             return str(dtype).removeprefix("torch.")
     return None
+
+
+_PASSES_OF_ROWS = 24
+"""How often a weight is read where its rows are looked for in another one."""
+
+
+def packed(question: Question) -> Iterator[Hypothesis]:
+    """Yield: what the candidate keeps as one weight has the rows of several of the baseline's in another order."""
+    trial = question.trial
+    edits: dict[Node, Edit] = {}
+    told: list[tuple[Kind, str]] = []
+    products: set[Node] = set()
+    # Matrices first: the biases are those of their products.
+    for name, tensor in sorted(question.their_weights.items(), key=lambda item: -item[1].dim()):
+        held = [] if not tensor.is_floating_point() else _held_apart(question, tensor, products)
+        if not held or any(node in edits for node in held):
+            continue
+        theirs = tensor.detach().double()
+        ours = torch.cat([trial.values[node] for node in held])
+        trial.budget.spend_passes(_PASSES_OF_ROWS, ours)
+        order = order_between(ours, theirs, 0, _SAME)
+        if order is None:
+            continue
+        products.update(user for node in held for user in node.users if user in trial.values)
+        sizes = [trial.values[node].shape[0] for node in held]
+        kind, how = called(order)
+        labels = ", ".join(question.label(node) for node in held)
+        told.append(("swapped" if _are_exchanged(order, sizes) else kind, f"{name} holds the rows of {labels} {how}"))
+        edits |= dict(zip(held, torch.split(theirs, sizes), strict=True))
+    if told:
+        yield Hypothesis(told[0][0], told[0][1], edits)
+
+
+def _held_apart(question: Question, theirs: torch.Tensor, products: Collection[Node]) -> list[Node]:
+    """Return the weights of the piece that have the rows of one of the candidate's, in the order in which they run.
+
+    Args:
+        question: With the piece.
+        theirs: The candidate's.
+        products: That read the matrices of this kind, which have been found; a bias is that of one of them.
+    """
+    values = question.trial.values
+    order = {op: place for place, op in enumerate(question.trial.ops)}
+    found = [
+        node
+        for node in question.trial.inputs
+        if node.name in question.weights and isinstance(values[node], torch.Tensor) and values[node].is_floating_point()
+        if values[node].dim() == theirs.dim() > 0 and values[node].shape[1:] == theirs.shape[1:]
+        if theirs.dim() > 1 or any(user in products for user in node.users)
+    ]
+    found.sort(key=lambda node: min((order[user] for user in node.users if user in order), default=0))
+    rows = sum(values[node].shape[0] for node in found)
+    return found if len(found) > 1 and rows == theirs.shape[0] else []
+
+
+def _are_exchanged(order: torch.Tensor, sizes: Sequence[int]) -> bool:
+    """Whether whole weights have changed places: keys stand where queries should."""
+    starts = [sum(sizes[:place]) for place in range(len(sizes))]
+    blocks = torch.split(order, list(sizes))
+    return all(int(block[0]) in starts and bool((block.diff() == 1).all()) for block in blocks)

@@ -84,13 +84,13 @@ class Call:
         return self.target(*args, **kwargs)
 
 
-Edit = Callable[[Call], Any]
-"""Returns what a node makes instead."""
+Edit = Callable[[Call], Any] | torch.Tensor
+"""What a node makes instead: a tensor, or a function of its call."""
 
 
-def giving(value: Any) -> Edit:
-    """Return the edit by which a node makes this value, whatever it is given."""
-    return lambda call: value
+def edited(call: Call, edit: Edit) -> Any:
+    """Return what a node makes by an edit."""
+    return edit if isinstance(edit, torch.Tensor) else edit(call)
 
 
 class Trial:
@@ -162,8 +162,8 @@ class Trial:
         try:
             for node in order:
                 call = self._call(node, values, is_known=node in edits and node not in below)
-                edit = edits.get(node) or self._made_by.get(node)
-                values[node] = call.value if edit is None else edit(call)
+                edit = edits.get(node, self._made_by.get(node))
+                values[node] = call.value if edit is None else edited(call, edit)
         except FAILS:
             return None
         return values

@@ -20,7 +20,7 @@ _LEAST_STEPS = 3
 """Fewer alike ops are not taken for steps."""
 
 
-def steps(question: Question) -> Iterator[Hypothesis]:
+def recurrences(question: Question) -> Iterator[Hypothesis]:
     """Yield: each step of a recurrence has the same mistake: what is carried is lost, kept as it is, or one late."""
     groups: dict[Any, list[Node]] = {}
     for op in question.trial.ops:

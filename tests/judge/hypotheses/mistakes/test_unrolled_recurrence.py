@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from glassengine.judge.hypotheses.mistakes.steps import steps
+from glassengine.judge.hypotheses.mistakes.unrolled_recurrence import recurrences
 from tests.judge.hypotheses.mistakes.test_operands import asked, drawn, told
 
 STEPS = 5
@@ -51,7 +51,7 @@ def test_layers_that_follow_each_other_are_no_steps() -> None:
 
     given = {"gain": drawn(3, 4), "x": drawn(5, 4, seed=1)}
     question = asked(made, lambda gain, x: made(gain, x, is_wrong=True), given)
-    assert any("in 3 steps" in found.text for found in steps(question))
+    assert any("in 3 steps" in found.text for found in recurrences(question))
     for number, node in enumerate(node for node in question.named.values() if "mul" in node.name):
         node.meta["nn_module_stack"] = {str(number): (f"layers.{number}", "Layer")}
-    assert list(steps(question)) == []
+    assert list(recurrences(question)) == []

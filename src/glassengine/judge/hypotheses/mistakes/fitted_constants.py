@@ -1,19 +1,18 @@
-"""Derived numbers: the one for which the op makes what the candidate made, and bases of frequencies."""
+"""Numbers that fit: for which an op makes what the candidate made, bases of frequencies; and what they are called."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
-from glassengine.judge.hypotheses.mistakes.argument_values import BASES
-from glassengine.judge.hypotheses.mistakes.arguments import becoming, literals
-from glassengine.judge.hypotheses.mistakes.constants import base_of, of_another_base
-from glassengine.judge.hypotheses.mistakes.seen import PLACING
+from glassengine.judge.hypotheses.mistakes.arguments import BASES, becoming, literals
+from glassengine.judge.hypotheses.mistakes.tensor_roles import PLACING
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, Literal
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import Edit, giving
+from glassengine.judge.hypotheses.trials.trial import Edit
 from glassengine.ops.traits import named
 from glassengine.program.representation.naming import op_name
 
@@ -39,18 +38,18 @@ def bases(question: Question) -> Iterator[Hypothesis]:
             if abs(other - base) > 1e-3 * base:
                 made = (flat[0] * other**-places).reshape(value.shape)
                 values = (float(f"{base:.6g}"), other)
-                yield Hypothesis("position", of_another_base(base, other), {node: giving(made)}, "base", values)
+                yield Hypothesis("position", of_another_base(base, other), {node: made}, "base", values)
 
 
-def stretched(question: Question) -> Iterator[Hypothesis]:
+def scaled_positions(question: Question) -> Iterator[Hypothesis]:
     """Yield: positions are scaled, seen at all angles of a rotation at once."""
     turned = [node for node in question.trial.ops if op_name(node) in PLACING]
     for factor in _STRETCHES if turned else ():
         text = f"positions are scaled: {factor:.6g} times the angles of the rotation"
-        yield Hypothesis("position", text, {node: _stretched(factor) for node in turned}, "factor", (1.0, factor))
+        yield Hypothesis("position", text, {node: _times_angles(factor) for node in turned}, "factor", (1.0, factor))
 
 
-def solved(question: Question) -> Iterator[Hypothesis]:
+def fitted_constants(question: Question) -> Iterator[Hypothesis]:
     """Yield: one number is another one, whichever it takes."""
     for literal in literals(question):
         if isinstance(literal.value, bool) or not _is_continuous(question, literal):
@@ -121,5 +120,77 @@ def _newton(question: Question, literal: Literal, start: float) -> float | None:
     return number if question.explains(value) else None
 
 
-def _stretched(factor: float) -> Edit:
+def _times_angles(factor: float) -> Edit:
     return lambda call: call.target(call.args[0] * factor, *call.args[1:], **call.kwargs)
+
+
+_APART = 1e-6
+"""Relative distance from which on two numbers are others."""
+_LEAST_FREQUENCIES = 3
+_EVEN = 1e-5
+"""Spread of the factors, as a share: as float32 rounds them."""
+_FAMOUS = (
+    ("log2(e)", math.log2(math.e)),
+    ("ln(2)", math.log(2)),
+    ("log10(e)", math.log10(math.e)),
+    ("ln(10)", math.log(10)),
+    ("sqrt(2)", math.sqrt(2)),
+    ("1 / sqrt(2)", math.sqrt(0.5)),
+    ("sqrt(2 / pi)", math.sqrt(2 / math.pi)),
+    ("pi", math.pi),
+    ("e", math.e),
+)
+
+
+def origin_of(number: float, sizes: Iterable[int]) -> str | None:
+    """Return what a number is called, as people would have written it; None where it is none of these.
+
+    Args:
+        number: A factor or another literal.
+        sizes: Of axes of the tensors that it is used with.
+    """
+    if not math.isfinite(number) or any(abs(number - one) <= _APART * abs(one) for one in (0.0, 1.0, -1.0, 0.5, 2.0)):
+        return None  # nobody has to be told what these are
+    sign, size = ("-", -number) if number < 0 else ("", number)
+    for name, value in _named(sizes):
+        if abs(size - value) <= _APART * value:
+            return sign + (f"({name})" if sign and " " in name else name)
+    return None
+
+
+def _named(sizes: Iterable[int]) -> Iterator[tuple[str, float]]:
+    for width in sorted({size for size in sizes if size > 1}):
+        yield f"1 / sqrt({width})", width**-0.5
+        yield f"1 / {width}", 1 / width
+        yield f"sqrt({width})", width**0.5
+        if width > 4:
+            yield f"{width - 1} / {width}", (width - 1) / width
+            yield f"{width} / {width - 1}", width / (width - 1)
+    yield from _FAMOUS
+
+
+def origin_in(question: Question, number: float) -> str | None:
+    """Return what a number is called where a tensor was flagged: by the sizes that are there, else by the model's."""
+    near = _sizes(question.trial.values.values())
+    return origin_of(number, near) or origin_of(number, _sizes(n.meta.get("val") for n in question.named.values()))
+
+
+def _sizes(values: Iterable[Any]) -> set[int]:
+    tensors = (value for value in values if isinstance(value, torch.Tensor))
+    return {size for tensor in tensors for size in tensor.shape if isinstance(size, int)}
+
+
+def base_of(value: torch.Tensor) -> float | None:
+    """Return the theta of which n numbers (float64, in one axis) are powers -i / n; None where they are not."""
+    flat = value.flatten()
+    if flat.numel() < _LEAST_FREQUENCIES or flat.numel() != max(value.shape) or bool((flat <= 0).any()):
+        return None
+    steps = flat[1:] / flat[:-1]
+    if float(steps.std()) > _EVEN * float(steps.abs().mean()) or float(steps[0]) >= 1:
+        return None
+    return float(float(steps.mean()) ** -len(flat))
+
+
+def of_another_base(here: float, there: float) -> str:
+    """Return how the mistake is reported that a base is another one."""
+    return f"base of the frequencies (theta): {here:.6g} here, {there:.6g} in the candidate"

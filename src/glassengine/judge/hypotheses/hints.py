@@ -7,10 +7,9 @@ from collections.abc import Collection, Sequence
 import torch
 from torch.fx import Node
 
-from glassengine.judge.hypotheses.ask import Asked
-from glassengine.judge.hypotheses.literal_shown import literal_shown
-from glassengine.judge.hypotheses.probed_trees import trees_differ
-from glassengine.judge.hypotheses.product_errors import is_summed_coarsely
+from glassengine.judge.hypotheses.error_direction import is_summed_coarsely, literal_shown
+from glassengine.judge.hypotheses.inside import trees_differ
+from glassengine.judge.hypotheses.mistake_search import MistakeSearch
 from glassengine.judge.replay.values import called
 from glassengine.judge.sides.protocol import Side
 from glassengine.numerics.metrics.hints import tensor_hints
@@ -27,7 +26,7 @@ _MOST_PRODUCTS = 16
 """Products of one side whose errors are looked at, the earliest ones."""
 
 
-class Guesses:
+class Hints:
     """What is guessed of the divergences of one side.
 
     Args:
@@ -58,23 +57,23 @@ class Guesses:
             reference: Of the node.
             flagged: Nodes that were flagged before in this step.
         """
-        asked = self._asked(flagged)
+        search = self._search(flagged)
         self.place = None
         self.covered, self.num_untried = (), 0
         found: list[Hint] = []
-        if asked is not None and self._num_asked < _MOST_ASKED:
+        if search is not None and self._num_asked < _MOST_ASKED:
             self._num_asked += 1
-            inside = asked.inside(node)
+            inside = search.inside(node)
             if inside is not None:
                 return [Hint("other", inside.text, 1.0, evidence="inside")]
-            found = asked.hints(node, tensor, reference.valid)
-            self.place = next(iter(self._program.sites.by_node.get(asked.place or "", ())), None)
-            self.num_untried = asked.num_skipped
-            self.covered = asked.covered if found and found[0].proven else ()
+            found = search.hints(node, tensor, reference.valid)
+            self.place = next(iter(self._program.sites.by_node.get(search.place or "", ())), None)
+            self.num_untried = search.num_skipped
+            self.covered = search.covered if found and found[0].proven else ()
             if node.name in self._shown and not (found and found[0].proven):
                 shown = self._shown[node.name]
                 found = [shown, *(hint for hint in found if not _is_one_number(hint, shown))]
-            found = found or asked.differences(node, tensor, reference.valid)
+            found = found or search.differences(node, tensor, reference.valid)
         return found or tensor_hints(reference.exact, tensor, reference.valid)
 
     def not_reached(self, node: Node) -> str | None:
@@ -84,38 +83,38 @@ class Guesses:
         if node.name in self._looked or not (has_trees or never_run(op.target)):
             return None
         self._looked.add(node.name)
-        asked = self._asked()
+        search = self._search()
         if has_trees:
-            there = None if asked is None else asked.counterpart(node)
+            there = None if search is None else search.counterpart(node)
             return None if there is None else trees_differ(op, called(there)[0])
-        found = None if asked is None else asked.inside(node)
+        found = None if search is None else search.inside(node)
         return None if found is None or found.is_taken else found.text
 
     def is_summed_coarsely(self, node: Node, tensor: torch.Tensor) -> bool | None:
         """Return whether the error of a product is that of coarse sums; None if unknown."""
-        asked = self._asked()
-        if asked is None or self._num_products == _MOST_PRODUCTS:
+        search = self._search()
+        if search is None or self._num_products == _MOST_PRODUCTS:
             return None
         self._num_products += 1
-        return is_summed_coarsely(asked, node, tensor)
+        return is_summed_coarsely(search, node, tensor)
 
     def differences(self, node: Node, tensor: torch.Tensor, reference: Reference) -> list[Hint]:
         """Return what of the side's own op is not the baseline's, and changes the result: arguments, weights."""
-        asked = self._asked()
-        if asked is None:
+        search = self._search()
+        if search is None:
             return []
-        shown = literal_shown(asked, node, tensor, reference.valid)
+        shown = literal_shown(search, node, tensor, reference.valid)
         if shown is not None:
             self._shown[node.name] = shown
-        return [shown] if shown is not None else asked.differences(node, tensor, reference.valid)
+        return [shown] if shown is not None else search.differences(node, tensor, reference.valid)
 
-    def _asked(self, flagged: Collection[str] = ()) -> Asked | None:
+    def _search(self, flagged: Collection[str] = ()) -> MistakeSearch | None:
         """Return what is known of the side in its present step; None where its tensors are not replayed."""
         side = self._side
         if side.replay is None:
             return None
         own = side.program if side.counterparts else None
-        return Asked(self._program, side.replay.values, own, side.counterparts, flagged)
+        return MistakeSearch(self._program, side.replay.values, own, side.counterparts, flagged)
 
 
 def _is_one_number(one: Hint, other: Hint) -> bool:

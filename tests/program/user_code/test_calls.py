@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
 import torch
+import transformers  # noqa: F401  # its logger has a handler from then on
 from torch import nn
 
 from glassengine.capture.observers.hooks import observing
 from glassengine.errors import UsageError
 from glassengine.program.export.export import export_module
-from glassengine.program.user_code.factory import call_factory, load_function
-from glassengine.program.user_code.raised import described, forward_errors, raised_in, source_of
+from glassengine.program.user_code.calls import (
+    call_factory,
+    described,
+    forward_errors,
+    load_function,
+    raised_in,
+    source_of,
+    without_bars,
+)
 
 
 class Inner(nn.Module):
@@ -107,3 +116,16 @@ def test_the_exporter_prints_no_graph_of_what_it_raises(capfd: pytest.CaptureFix
         export_module(LooksAtValues(), {"x": torch.ones(2)})
     said = capfd.readouterr()
     assert not said.out and "# File:" not in said.err and "Traceback" not in said.err, said
+
+
+def test_s14_what_transformers_logs_of_a_file_is_escaped() -> None:
+    handler = logging.getLogger("transformers").handlers[0]
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch, without_bars():
+        patch.setattr(handler, "emit", lambda record: said.append(record.getMessage()))
+        logging.getLogger("transformers.x").warning("%s is not used\n\x1b[1mtitle\x1b[0m", "a\x1b[2J\u202eb")
+    assert said == ["a\\x1b[2J\\u202eb is not used\ntitle"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handler, "emit", lambda record: said.append(record.getMessage()))
+        logging.getLogger("transformers.x").warning("as it is: \x1b[1m")
+    assert said[1] == "as it is: \x1b[1m"

@@ -1,4 +1,4 @@
-"""What was rounded on the way: operands and results in a dtype with fewer bits than the program has."""
+"""What is rounded on the way: operands and results in a dtype with fewer bits than the program has."""
 
 from __future__ import annotations
 
@@ -78,3 +78,10 @@ def _nearest_tf32(value: torch.Tensor) -> torch.Tensor:
 def _cut_tf32(value: torch.Tensor) -> torch.Tensor:
     mantissa, exponent = torch.frexp(value)
     return torch.ldexp((mantissa * _TF32).trunc() / _TF32, exponent)
+
+
+def in_its_own_dtype(question: Question) -> Iterator[Hypothesis]:
+    """Yield: what the baseline computes in a finer dtype is computed in the candidate's own."""
+    if question.native is not None:
+        text = "computed in the dtype of the model: the baseline casts to a finer one first"
+        yield Hypothesis("dtype", text, {question.trial.end: question.native})

@@ -7,17 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from glassengine.judge.graphs.between import ancestors, passes_on, region_of
 from glassengine.judge.graphs.cut import Piece, cut
-from glassengine.judge.hypotheses.explain import Explanation, differences, explanation
+from glassengine.judge.hypotheses.explain import Explanation, Rank, differences, explanation
 from glassengine.judge.hypotheses.inside import Inside, inside_of
-from glassengine.judge.hypotheses.standing import Standing
-from glassengine.judge.hypotheses.still_computed import is_still_computed
 from glassengine.judge.hypotheses.trials.hypothesis import constants_of, of_weight, short
-from glassengine.judge.hypotheses.trials.native import in_its_dtype
-from glassengine.judge.hypotheses.trials.question import Question, noise_of
+from glassengine.judge.hypotheses.trials.question import Question, in_its_dtype, noise_of
 from glassengine.judge.hypotheses.trials.trial import FAILS, OF_DIFFERENCES, Budget, Trial
 from glassengine.program.representation.program import Program
 from glassengine.results import Hint
@@ -32,7 +30,7 @@ _LARGEST_OTHER = 1 << 24
 
 
 @dataclass
-class Asked:
+class MistakeSearch:
     """What is known of both sides where a tensor was flagged.
 
     Attributes:
@@ -71,9 +69,9 @@ class Asked:
             budget.begin(is_last=piece is pieces[-1][1])
             question = self.question(node, piece, actual, valid, budget)
             found = None if question is None else explanation(question)
-            if found is not None and question is not None and (best is None or found.standing > best[0].standing):
+            if found is not None and question is not None and (best is None or found.rank > best[0].rank):
                 best = found, question, names
-            if best is not None and best[0].standing is Standing.SETTLED:
+            if best is not None and best[0].rank is Rank.SETTLED:
                 break
         self.num_skipped = 0 if best is not None else budget.num_skipped
         if best is None:
@@ -335,3 +333,68 @@ def _passed(node: Node) -> Iterator[Node]:
     while passes_on(node) and node.args and isinstance(node.args[0], Node):
         node = node.args[0]
         yield node
+
+
+_NEAR = 8
+"""Steps above a tensor within which a weight is its own."""
+
+
+def is_still_computed(node: Node, program: Program, candidate: Program | None) -> bool:
+    """Whether only one op reads a node, and the candidate reads a weight of it as often.
+
+    The candidate's results need that weight. That it is left out explains nothing then: it is added elsewhere, or
+    the two tensors do not belong together.
+
+    Args:
+        node: Of the baseline, or a copy of it.
+        program: The baseline's.
+        candidate: The candidate's; None where it has none.
+    """
+    own = next((one for one in program.graph.nodes if one.name == node.name), None)
+    # What something else reads as well (a residual) is computed for that.
+    if candidate is None or own is None or len(own.users) != 1:
+        return False
+    both = [(_readers(one), one.weights()) for one in (program, candidate)]
+    weights = program.weights()
+    for source in _own(own):
+        if source.name in weights:
+            # Weights of the same values (ones) are counted together: which is which is not known.
+            value = weights[source.name]
+            here, there = (
+                sum(number for name, number in readers.items() if name in held and _is_same(value, held[name]))
+                for readers, held in both
+            )
+            if there >= here:
+                return True
+    return False
+
+
+def _own(node: Node) -> Iterator[Node]:
+    """Yield what a node is made of and nothing else is, a few steps up, itself included."""
+    layer, known = [node], {node}
+    for _ in range(_NEAR):
+        yield from layer
+        layer = [
+            one for below in layer for one in below.all_input_nodes if one not in known and known >= set(one.users)
+        ]
+        known.update(layer)
+
+
+def _is_same(ours: Tensor, theirs: Tensor) -> bool:
+    if ours.dim() != 2 or ours.shape == theirs.shape:
+        return ours.shape == theirs.shape and torch.equal(ours, theirs)
+    return ours.T.shape == theirs.shape and torch.equal(ours.T, theirs)
+
+
+def _readers(program: Program) -> dict[str, int]:
+    """Return node -> number of ops that read it and that a result needs."""
+    found: dict[str, int] = {}
+    waiting, known = [program.graph.output_node()], set()
+    while waiting:
+        node = waiting.pop()
+        for source in node.all_input_nodes:
+            found[source.name] = found.get(source.name, 0) + 1
+            if source not in known:
+                known.add(source)
+                waiting.append(source)
+    return found

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from glassengine.judge.hypotheses.explain import explain
-from glassengine.judge.hypotheses.mistakes.more import done_more
+from glassengine.judge.hypotheses.mistakes.candidate_ops import extra_op
 from tests.judge.hypotheses.mistakes.test_operands import asked, drawn, told
 
 
@@ -33,13 +33,13 @@ def test_an_op_too_many(wrong: Callable[..., Tensor], kind: str, says: str) -> N
 )
 def test_a_number_is_no_op_too_many(wrong: Callable[..., Tensor]) -> None:
     given = {"x": drawn(2, 5, 6)}
-    assert list(done_more(asked(torch.sigmoid, wrong, given))) == []
+    assert list(extra_op(asked(torch.sigmoid, wrong, given))) == []
     assert all("none here" not in hint.text for hint in explain(asked(torch.sigmoid, wrong, given)))
 
 
 def test_what_the_baseline_does_too_is_not_too_much() -> None:
     given = {"x": drawn(2, 5, 6)}
-    assert list(done_more(asked(lambda x: x.tanh().exp(), lambda x: x.exp().tanh(), given))) == []
+    assert list(extra_op(asked(lambda x: x.tanh().exp(), lambda x: x.exp().tanh(), given))) == []
     assert explain(asked(lambda x: 2 * x.sigmoid() - 1, lambda x: (x / 2).tanh(), given)) == []
 
 
