@@ -156,7 +156,7 @@ def judge_weights(
         parameters: Of the checkpoint, tied ones by each of their names.
         served: What the engine has.
         extra: Its other tensors.
-        heads: Numbers of the configuration, as `serving.alignment.numbers_of`.
+        heads: Numbers of the configuration, as `plugins.serving.alignment.numbers_of`.
     """
     judged: list[JudgedWeight] = []
     skipped = [Skipped(name, "candidate", "it stands for no parameter of the checkpoint", rung=RUNG) for name in extra]

@@ -87,7 +87,7 @@ def main() -> int:
 def refuse(
     what: str, got: str, expected: str, hint: str = "export it as the guide's page on ExecuTorch does"
 ) -> NoReturn:
-    """End, and say why; `serving.interpreter` makes an error of it."""
+    """End, and say why; `plugins.serving.interpreter` makes an error of it."""
     sys.exit("Refused: " + json.dumps({"what": what, "got": got, "expected": expected, "hint": hint}))
 
 
