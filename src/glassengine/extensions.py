@@ -16,7 +16,7 @@ from typing import Any
 from glassengine.errors import UsageError, first_line
 
 BACKENDS = "glassengine.backends"
-"""Each entry is a class that makes a `backends.protocol.Backend`; the built-in ones come by the same door."""
+"""Each entry is a class that makes a `backends.protocol.backend.Backend`; the built-in ones come by the same door."""
 FORMATS = "glassengine.formats"
 """Each entry is a `recording.read.source.Format`."""
 SERVING = "glassengine.serving"

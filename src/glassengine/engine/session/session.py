@@ -49,7 +49,7 @@ class Session:
         keep_steps: How many of the last steps `debug_history` keeps.
         constants: Inputs that are the same in every step, of `engine.encode`; for an encoder-decoder, or with images.
             With images also `image_rows` [B, S], where their features are not those of the image tokens of the prompts
-            in order; see `program.image_text.rows_of`.
+            in order; see `program.kinds.image_text`.
 
     Attributes:
         step: The last step that ran: 0 after the prefill, -1 before.

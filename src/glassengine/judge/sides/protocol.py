@@ -96,7 +96,7 @@ def float_nodes(program: Program, kinds: Sequence[str], *, without: tuple[str, .
     """Return the nodes of floating dtype with a site of one of `kinds`.
 
     Module inputs are left out (they are outputs of something else), so are names that start with one of `without`,
-    nodes that depend on weights alone (they are taken from the weights, see `program.outputs`), random numbers, memory
+    nodes that depend on weights alone (they are taken from the weights, see `program.representation.outputs`), random numbers, memory
     that nothing has written, and what no result reads: the last states of a recurrence, say.
     """
     constant = {node.name for node in weight_only_nodes(program)}
