@@ -434,7 +434,7 @@ def defined_in(source: str) -> set[str]:
 def is_dead(reference: str, package: Path) -> bool:
     """Whether a dotted name leads to no module of the package, or to nothing that the module defines."""
     at, (*parents, last) = package, reference.split(".")
-    if parents[0] in OBJECTS and not (package / parents[0] / (parents + [last])[1]).is_dir():
+    if parents[0] in OBJECTS and not (package / parents[0] / [*parents, last][1]).is_dir():
         return False
     for name in (*parents, last):
         if (at / name).is_dir():
