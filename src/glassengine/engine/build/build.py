@@ -216,9 +216,7 @@ def build(
         logger.warning("%s", note)
     if where is not None and target is not None and where.absolute().is_relative_to(target.absolute()):
         raise UsageError(
-            "artifacts cannot be inside of the engine",
-            got=str(where),
-            hint="another directory: --artifacts DIR",
+            "artifacts cannot be inside of the engine", got=str(where), hint="another directory: --artifacts DIR"
         )
     writer = encoder_writer = None
     with contextlib.ExitStack() as writing:

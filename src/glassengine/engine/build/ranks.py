@@ -10,10 +10,9 @@ from typing import Any
 from glassengine.backends.protocol.backend import Backend
 from glassengine.backends.registry import choose_backend
 from glassengine.engine.build.plan import Settings, planned_outputs
-from glassengine.engine.build.write import describe_engine, write_engine
+from glassengine.engine.build.write import write_description, write_engine
 from glassengine.engine.ranks.member import as_if_joined, part_of
-from glassengine.engine.store import files
-from glassengine.engine.store.manifest import AddedOutput, CutWeight, write_manifest
+from glassengine.engine.store.manifest import AddedOutput, CutWeight
 from glassengine.errors import UsageError
 from glassengine.program import LoadedModel, Program
 from glassengine.program.parallel.placements import Mesh
@@ -159,24 +158,19 @@ def write_ranks(
             write_engine(part, where, f"{name}/{where.name}", alone, None, progress=silent)
     progress(Work.WRITING.says(f"writing {name}"))
     save_program(program, directory)
-    tokenizer = False
-    if model is not None:
-        revision = settings.model.get("revision")
-        tokenizer = files.copy_model_files(model.module, model.directory, revision, directory)
     notes = settings.notes if plan is None else (*settings.notes, *plan.notes)
-    manifest = describe_engine(
+    cuts = {} if plan is None else weight_placements(program, plan.layout)
+    write_description(
         program,
         backend,
         directory,
-        name=name,
-        settings=dataclasses.replace(settings, notes=notes),
-        added=(),
+        name,
+        dataclasses.replace(settings, notes=notes),
+        model,
+        added_outputs=(),
         left_out=left_out,
         weights="all",
         shares_weights=False,
-        tokenizer=tokenizer,
-        has_encoder=False,
+        mesh=dataclasses.asdict(mesh),
+        placements={weight: CutWeight(cut.axis, cut.blocks) for weight, cut in cuts.items()},
     )
-    cuts = {} if plan is None else weight_placements(program, plan.layout)
-    placements = {weight: CutWeight(cut.axis, cut.blocks) for weight, cut in cuts.items()}
-    write_manifest(dataclasses.replace(manifest, mesh=dataclasses.asdict(mesh), placements=placements), directory)
