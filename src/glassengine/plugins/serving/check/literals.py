@@ -50,8 +50,8 @@ def with_settings(
 
     Args:
         found: Of ops.
-        graph: Site of the recording -> its sources and parameters, as `plugins.serving.ggml.child` keeps them, or operator,
-            sources and literals, as `plugins.serving.onnx.facts` does.
+        graph: Site of the recording -> its sources and parameters, as `plugins.serving.ggml.child` keeps them, or
+            operator, sources and literals, as `plugins.serving.onnx.facts` does.
         config: Of the checkpoint.
         settings: Of the engine.
     """
