@@ -4,7 +4,7 @@
     mistakes          the catalog of mistakes that people make, each an edit of these ops
     explain           which of them makes the candidate's values up to rounding, and is not right itself
     mistake_search    from a flagged tensor to the questions about it
-    hints             what is said of each divergence of a side
+    hints             the hints of each divergence of a side
 
 Every reported mistake is tried: a difference between two programs that changes no value explains nothing.
 """
