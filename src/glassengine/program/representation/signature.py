@@ -107,10 +107,6 @@ def _named_leaves(tree: Any) -> Iterator[tuple[str, Any]]:
         yield re.sub(r"\W+", ".", pytree.keystr(path)).strip(".") or "output", leaf
 
 
-def _print_nothing(*_: object, **__: object) -> None:
-    pass
-
-
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keep the exporter's deprecation noise off the user's screen, and what it prints of errors that it raises anyway.
@@ -123,7 +119,7 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tracing.disabled = True
-        exporter["print"] = _print_nothing
+        exporter["print"] = lambda *_, **__: None
         try:
             yield
         finally:
