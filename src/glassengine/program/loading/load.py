@@ -23,8 +23,7 @@ from glassengine.program.loading import adapters
 from glassengine.program.loading.from_transformers import DTYPES, from_transformers
 from glassengine.program.loading.stored import is_stored, read_stored
 from glassengine.program.user_code.calls import call_factory, without_bars
-from glassengine.program.user_code.forward import as_written, called_by_name
-from glassengine.program.user_code.training_mode import in_training
+from glassengine.program.user_code.forward import as_written, called_by_name, in_training
 from glassengine.reading.copies import here
 from glassengine.stores.places import remote
 
