@@ -53,7 +53,7 @@ class Case:
         tokens: [B, num_steps - 1] int64, what is decoded; None for what the untouched baseline picks.
         one_token: Whether a step has one token, also those of the prompt.
         constants: Inputs of the program that are the same in every step, by name; with images also where their
-            features go, see `program.image_text.rows_of`.
+            features go, see `program.kinds.image_text`.
         source: What the encoder of an encoder-decoder made `constants` from, as keyword arguments of the model.
         origin: Where the inputs come from.
         recipes: How generated inputs were made, by name.

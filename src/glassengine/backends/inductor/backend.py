@@ -31,6 +31,7 @@ from glassengine.backends.protocol.backend import (
     Network,
     Run,
     Weights,
+    emptying,
 )
 from glassengine.backends.protocol.io import brought, device_of, moved, read_io, write_io
 from glassengine.executable.cache.cache import CompilerCache
@@ -149,13 +150,7 @@ class InductorBackend:
             artifact = torch._inductor.standalone_compile(
                 own, list(example_inputs), dynamic_shapes="from_tracing_context", **donated()
             )
-
-        def run(arguments: list[Any]) -> Any:
-            values = tuple(arguments)
-            arguments.clear()
-            return artifact(*values)
-
-        return run
+        return emptying(artifact)
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         """Return those of Inductor: some change strides, as of a concatenation in which only one part is not empty."""

@@ -55,9 +55,7 @@ def forward(
     seconds = time.perf_counter() - start
     if record is not None:
         names = [entry.name for entry in engine.manifest.outputs]
-        with Recorder(
-            record, engine.manifest, engine.sites, names, rows, padding="right", overwrite=overwrite
-        ) as recorder:
+        with Recorder(record, engine, names, rows, padding="right", overwrite=overwrite) as recorder:
             recorder.write_step(0, outputs, token_ids=rows)
     if selected is not None:
         known = {**named_inputs(given), **outputs}

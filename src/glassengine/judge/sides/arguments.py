@@ -376,7 +376,7 @@ class _Match:
         if not is_pretrained(self._baseline.module):  # whose inputs may be tokens in another form
             with forward_errors(self._baseline.module, "the inputs fit neither side: the baseline's forward raised in"):
                 run_alone(self._baseline.module, first)
-        what = "the candidate takes other inputs than the baseline"
+        what = "the inputs of the candidate do not match those of the baseline"
         if self._failure is not None and source_of(self._failure, installed=False) is not None:
             what = "the candidate's forward raised on the inputs of the baseline"
         return IncomparableError(
