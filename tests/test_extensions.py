@@ -14,13 +14,16 @@ import pytest
 import torch
 
 import glassengine as glass
-from glassengine import extensions
+from glassengine import commands, extensions
 from glassengine.backends.registry import find_backend
 from glassengine.errors import GlassError
 from tests import children
 
 PLUGINS = sorted(extensions.EXTRAS)
-DOORS = {"lazy": ("glassengine.lazy", "glassengine.compat.torch_xla")}
+DOORS = {
+    "lazy": ("glassengine.lazy", "glassengine.compat.torch_xla"),
+    "serving": ("glassengine.serving.ggml", "glassengine.serving.vllm"),
+}
 
 
 class Hidden(importlib.abc.MetaPathFinder):
@@ -38,12 +41,14 @@ class Hidden(importlib.abc.MetaPathFinder):
 def hidden(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Hide one plugin, and return its name."""
     package = f"glassengine.plugins.{request.param}"
-    hidden = (package, *DOORS.get(request.param, ()))
-    for name in [name for name in sys.modules if f"{name}.".startswith(tuple(f"{door}." for door in hidden))]:
-        monkeypatch.delitem(sys.modules, name)
-        # What is imported again while it is hidden takes its place.
+    hidden = tuple(f"{name}." for name in (package, *DOORS.get(request.param, ())))
+    loaded = {name: module for name, module in sys.modules.items() if f"{name}.".startswith(hidden)}
+    for name, module in loaded.items():
+        # What is imported again while the plugin is hidden takes the place of the module in its package.
         parent, _, own = name.rpartition(".")
-        monkeypatch.setattr(sys.modules[parent], own, getattr(sys.modules[parent], own), raising=False)
+        monkeypatch.setattr(sys.modules[parent], own, module, raising=False)
+    for name in loaded:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Hidden(package), *sys.meta_path])
     yield request.param
 
@@ -67,6 +72,12 @@ REQUESTS: dict[str, list[Callable[[Path], Any]]] = {
     "lazy": [
         lambda folder: importlib.import_module("glassengine.lazy").device(),
         lambda folder: importlib.import_module("glassengine.compat.torch_xla.core.xla_model"),
+    ],
+    "serving": [
+        lambda folder: glass.check(net(), candidate="gguf:model.gguf", inputs=INPUTS),
+        lambda folder: glass.check(net(), backend="gguf", inputs=INPUTS),
+        lambda folder: commands.record_served("vllm:model", folder / "record", inputs="ids.json"),
+        lambda folder: importlib.import_module("glassengine.serving.ggml.write").write_gguf,
     ],
     "tensorrt_rtx": [lambda folder: find_backend("tensorrt_rtx")],
 }

@@ -16,13 +16,13 @@ from typing import Any
 from glassengine.errors import UsageError, first_line
 
 BACKENDS = "glassengine.backends"
-"""Each entry is a class that makes a `backends.protocol.Backend`; the built-in ones come by the same door."""
+"""Each entry is a class that makes a `backends.protocol.backend.Backend`; the built-in ones come by the same door."""
 FORMATS = "glassengine.formats"
 """Each entry is a `recording.read.source.Format`."""
 SERVING = "glassengine.serving"
 """Each entry is a function from a place and `serving.protocol.Options` to a `serving.protocol.Served`."""
 
-EXTRAS = {"cluster": "ray", "lazy": "lazy", "tensorrt_rtx": "tensorrt-rtx"}
+EXTRAS = {"cluster": "ray", "lazy": "lazy", "serving": "serving", "tensorrt_rtx": "tensorrt-rtx"}
 """Plugin -> the extra that installs it, with the packages that it needs."""
 _PLUGINS = "glassengine.plugins."
 

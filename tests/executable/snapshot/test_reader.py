@@ -367,7 +367,7 @@ def edit(snapshot: glass.snapshots.Snapshot, change: Callable[[dict[str, Any]], 
         (lambda meta: meta["inputs"][0].update(file="/etc/passwd"), "values in"),
         (lambda meta: meta["inputs"][0].update(shape=[-1, "x"]), "shape"),
         (lambda meta: meta.update(inputs=7), "array"),
-        (lambda meta: meta.update(origin={"op": 1}), "TypeError"),
+        (lambda meta: meta.update(origin={"op": 1}), "origin"),
     ],
 )
 def test_planted_damage_of_the_description_is_found(

@@ -31,11 +31,12 @@ from glassengine.backends.protocol.backend import (
     Network,
     Run,
     Weights,
+    emptying,
 )
 from glassengine.backends.protocol.io import brought, device_of, moved, read_io, write_io
 from glassengine.executable.cache.cache import CompilerCache
 from glassengine.program.representation.program import Program, copied_graph
-from glassengine.program.user_code.raised import described
+from glassengine.program.user_code.calls import described
 from glassengine.torch_versions import donated
 
 FREEZE_LIMIT_BYTES = 2 << 30
@@ -149,13 +150,7 @@ class InductorBackend:
             artifact = torch._inductor.standalone_compile(
                 own, list(example_inputs), dynamic_shapes="from_tracing_context", **donated()
             )
-
-        def run(arguments: list[Any]) -> Any:
-            values = tuple(arguments)
-            arguments.clear()
-            return artifact(*values)
-
-        return run
+        return emptying(artifact)
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         """Return those of Inductor: some change strides, as of a concatenation in which only one part is not empty."""

@@ -1,4 +1,4 @@
-"""What a check has climbed so far: its sides, its pairs, and what of them can be observed."""
+"""State of a check: its sides, its pairs, and the tensors of them that can be observed."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import torch
 from transformers import DynamicCache
 
 from glassengine.backends.protocol.backend import Backend, TakingModels
-from glassengine.backends.registry import BackendInfo, find_backend, list_backends
+from glassengine.backends.registry import backends_that
 from glassengine.capture.observers.interpreter import run_program
 from glassengine.errors import BackendError, UsageError
 from glassengine.program import LoadedModel, Program
@@ -61,7 +61,7 @@ def check_written(
     """
     if not isinstance(backend, TakingModels):
         if quantize is not None:
-            able = [info.name for info in list_backends() if isinstance(_found(info), TakingModels)]
+            able = backends_that(lambda backend: isinstance(backend, TakingModels))
             raise UsageError(
                 f"back-end {backend.name!r} rounds no matrices", got=f"--quantize {quantize}", expected=able or None
             )
@@ -79,10 +79,6 @@ def check_written(
             expected="a Hugging Face directory or id",
         )
     backend.require(model.module, quantize, length)
-
-
-def _found(info: BackendInfo) -> object:
-    return find_backend(info.name) if info.available else None
 
 
 def check_sizes(model: LoadedModel, batch: int, length: int | None) -> int | None:

@@ -84,10 +84,14 @@ def plan_build(program: Program, target: Path, settings: Settings, *, encoder: P
     programs = [program] if encoder is None else [encoder, program]
     chosen, _ = choose_backend(settings.backend)
     decided, added, left_out = planned_outputs(program, settings)
-    nodes = decided.added
     batch, length = settings.max_batch_size, settings.max_seq_len or 1
     dtype = getattr(torch, str(program.metadata.get("dtype", "float32")))
     cache = program.layout.allocate(batch, length, dtype, "meta") if program.layout else {}
+
+    def output_bytes(sequence: int) -> int:
+        sizes = {"batch": batch, "sequence": sequence, "cache": length}
+        return plan_outputs(program, decided.added, sizes=sizes).num_bytes if decided.added else 0
+
     return BuildPlan(
         output_dir=str(target),
         backend=chosen.name,
@@ -97,8 +101,8 @@ def plan_build(program: Program, target: Path, settings: Settings, *, encoder: P
         cache_bytes=sum(tensor.nbytes for tensor in cache.values()),
         added_outputs=added,
         left_out=left_out,
-        prefill_output_bytes=output_bytes(program, nodes, batch=batch, sequence=length, cache=length),
-        decode_output_bytes=output_bytes(program, nodes, batch=batch, sequence=1, cache=length),
+        prefill_output_bytes=output_bytes(length),
+        decode_output_bytes=output_bytes(1),
         notes=settings.notes,
     )
 
@@ -110,48 +114,61 @@ def weights_bytes(programs: Sequence[Program]) -> int:
 
 
 def planned_outputs(program: Program, settings: Settings) -> tuple[OutputPlan, tuple[AddedOutput, ...], dict[str, str]]:
-    """Decide how each debug output of a build is observed, as `outputs.plan` does.
+    """Decide how each debug output of a build is observed.
+
+    Returns:
+        The plan on nodes, the entries of the manifest, and name -> reason for what does not fit the budget.
 
     Raises:
-        UnknownNameError: A name is not a site.
-        UsageError: Two outputs would have one name.
+        UnknownNameError: A pattern matches nothing; carries the nearest names.
+        UsageError: Two outputs would have one name, or a name is taken by an input or result.
     """
-    sizes = {"batch": settings.max_batch_size, "cache": settings.max_seq_len or 1}
-    return plan(program, _requested(program, settings), sizes=sizes, byte_budget=settings.byte_budget)
+    requested = _requested(program, settings)
+    nodes = [request.site.node for request in requested]
+    sizes = {"batch": settings.max_batch_size, "cache": settings.max_seq_len or 1, "sequence": 1}
+    decided = plan_outputs(program, nodes, sizes=sizes, byte_budget=settings.byte_budget)
+    added, left_out = [], {}
+    for request in requested:
+        site = request.site
+        if site.node in decided.left_out:
+            left_out[request.name] = decided.left_out[site.node]
+            continue
+        derived = decided.derived.get(site.node)
+        text = None if derived is None else str(derived)
+        dtype, cast_from = request.cast or site.dtype, site.dtype if request.cast else None
+        shape, axes = tuple(site.shape), dict(site.axes)
+        added.append(AddedOutput(request.name, site.name, site.node, text, dtype, shape, axes, site.source, cast_from))
+    return decided, tuple(added), left_out
 
 
-def _requested(program: Program, settings: Settings) -> list[Requested]:
+def _requested(program: Program, settings: Settings) -> list[_Requested]:
     """Return the outputs that a build was asked for, and those that it adds without being asked."""
     requests = read_requests(settings.add_output)
     if settings.implicit_outputs:
         requests += requests_from_environment()
+    found = _resolved(program, requests)
     if not settings.implicit_outputs or program.generates:
-        return resolve_requests(program, requests)
+        return found
     # A tap that was asked for, in another dtype say, is not added once more as it is.
-    asked = {request.name for request in resolve_requests(program, requests)}
-    requests += [request for request in tap_requests(program) if request.pattern not in asked]
-    return resolve_requests(program, requests)
+    asked = {request.name for request in found}
+    taps = [site.name for site in program.sites if site.kind == "tap" and site.name not in asked]
+    return _resolved(program, [*requests, *map(Request, taps)])
 
 
 @dataclass(frozen=True)
-class Requested:
-    """One output asked for: the name to give it, its site, and the dtype to cast it to on reading."""
+class _Requested:
+    """One output: its name, its site, and the dtype to cast it to on reading."""
 
     name: str
     site: Site
     cast: str | None = None
 
 
-def resolve_requests(program: Program, requests: Iterable[Request]) -> list[Requested]:
-    """Return the outputs that `requests` name, in the order asked for.
-
-    Raises:
-        UnknownNameError: A pattern matches nothing; carries the nearest names.
-        UsageError: Two different tensors would have one name, or a name is taken by an input or result.
-    """
+def _resolved(program: Program, requests: Iterable[Request]) -> list[_Requested]:
+    """Return the outputs that `requests` name, in the order asked for; raises as `planned_outputs`."""
     inputs = {port.name for port in program.inputs}
     taken = inputs | set(program.output_nodes)
-    found: dict[str, Requested] = {}
+    found: dict[str, _Requested] = {}
     for pattern, alias, cast in requests:
         sites = find_sites(program.sites, pattern)
         for index, site in enumerate(sites):
@@ -171,46 +188,5 @@ def resolve_requests(program: Program, requests: Iterable[Request]) -> list[Requ
                     f"an output cannot be called {name!r}: an input or result has this name",
                     hint=f"give it another name: --add-output {site.name}=ALIAS",
                 )
-            found[name] = Requested(name, site, cast)
+            found[name] = _Requested(name, site, cast)
     return list(found.values())
-
-
-def plan(
-    program: Program, requested: Sequence[Requested], *, sizes: Mapping[str, int], byte_budget: int | None
-) -> tuple[OutputPlan, tuple[AddedOutput, ...], dict[str, str]]:
-    """Decide how each requested output is observed.
-
-    Args:
-        program: The program.
-        requested: What was asked for.
-        sizes: "batch" and "cache" at their largest.
-        byte_budget: Most bytes of added outputs in one decode step of these sizes.
-
-    Returns:
-        The plan on nodes, the entries of the manifest, and name -> reason for what does not fit the budget.
-    """
-    nodes = [request.site.node for request in requested]
-    decided = plan_outputs(program, nodes, sizes={**sizes, "sequence": 1}, byte_budget=byte_budget)
-    added, left_out = [], {}
-    for request in requested:
-        site = request.site
-        if site.node in decided.left_out:
-            left_out[request.name] = decided.left_out[site.node]
-            continue
-        derived = decided.derived.get(site.node)
-        shape = tuple(site.shape)
-        dtype, axes = request.cast or site.dtype, dict(site.axes)
-        cast_from = site.dtype if request.cast else None
-        text = None if derived is None else str(derived)
-        added.append(AddedOutput(request.name, site.name, site.node, text, dtype, shape, axes, site.source, cast_from))
-    return decided, tuple(added), left_out
-
-
-def output_bytes(program: Program, nodes: Sequence[str], **sizes: int) -> int:
-    """Return the bytes of `nodes` as outputs of one step of these sizes (batch, sequence, cache)."""
-    return plan_outputs(program, nodes, sizes=sizes).num_bytes if nodes else 0
-
-
-def tap_requests(program: Program) -> list[Request]:
-    """Return a request for every tap of the program."""
-    return [Request(site.name) for site in program.sites if site.kind == "tap"]

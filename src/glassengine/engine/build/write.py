@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from glassengine.engine.build.artifacts import ArtifactWriter
 from glassengine.engine.build.plan import Settings, planned_outputs
 from glassengine.engine.store import files
 from glassengine.engine.store.files import list_files
-from glassengine.engine.store.manifest import AddedOutput, Manifest, TensorEntry, instruction_flags, write_manifest
+from glassengine.engine.store.manifest import Manifest, TensorEntry, instruction_flags, write_manifest
 from glassengine.executable.graph.graph import captured_program
 from glassengine.executable.run.executable import compile_executable
 from glassengine.program import LoadedModel, Program
@@ -88,21 +88,24 @@ def write_engine(
     progress(Work.WRITING.says(f"writing {name}"))
     # The executable of an ONNX file is that file again, with its weights.
     write_all = not (backend.keeps_weights(program) and (settings.reloadable or program.onnx is not None))
-    has_tokenizer = _write_files(program, directory, model, settings, write_all=write_all)
-    manifest = describe_engine(
+    save_program(program, directory)
+    # Constants that tracing lifted out of the code are in no checkpoint.
+    weights = {**(program.exported.state_dict if write_all else {}), **program.exported.constants}
+    tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
+    files.save_weights(tensors, directory / files.WEIGHTS)
+    write_description(
         program,
         backend,
         directory,
-        name=name,
-        settings=settings,
-        added=added,
+        name,
+        settings,
+        model,
+        added_outputs=added,
         left_out=left_out,
         weights="all" if write_all else "constants",
         shares_weights=not backend.keeps_weights(executed),
-        tokenizer=has_tokenizer,
         has_encoder=has_encoder,
     )
-    write_manifest(manifest, directory)
 
 
 def _options(settings: Settings) -> dict[str, Any]:
@@ -111,39 +114,33 @@ def _options(settings: Settings) -> dict[str, Any]:
     return {"add_output": list(settings.add_output), **{name: getattr(settings, name) for name in names}}
 
 
-def _write_files(
-    program: Program, directory: Path, model: LoadedModel | None, settings: Settings, *, write_all: bool
-) -> bool:
-    """Write program, weights, configuration and tokenizer; return whether there is a tokenizer."""
-    save_program(program, directory)
-    exported = program.exported
-    # Constants that tracing lifted out of the code are in no checkpoint.
-    weights = {**(exported.state_dict if write_all else {}), **exported.constants}
-    tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
-    files.save_weights(tensors, directory / files.WEIGHTS)
-    if model is None:
-        return False
-    return files.copy_model_files(model.module, model.directory, settings.model.get("revision"), directory)
-
-
-def describe_engine(
+def write_description(
     program: Program,
     backend: Backend,
     directory: Path,
-    *,
     name: str,
     settings: Settings,
-    added: Sequence[AddedOutput],
-    left_out: Mapping[str, str],
-    weights: str,
-    shares_weights: bool,
-    tokenizer: bool,
-    has_encoder: bool,
-) -> Manifest:
-    """Return the manifest of what lies in `directory`; see `Manifest` for the meaning of the arguments."""
+    model: LoadedModel | None,
+    **facts: Any,
+) -> None:
+    """Write configuration and tokenizer of the model, and the manifest of all that lies in `directory` by then.
+
+    Args:
+        program: Of the engine.
+        backend: What built it.
+        directory: Of the engine.
+        name: Of the engine.
+        settings: What was asked for.
+        model: Where configuration and tokenizer come from.
+        **facts: Fields of `Manifest` that these do not tell.
+    """
+    tokenizer = False
+    if model is not None:
+        revision = settings.model.get("revision")
+        tokenizer = files.copy_model_files(model.module, model.directory, revision, directory)
     is_causal_lm = program.layout is not None
     versions = environment.versions()
-    return Manifest(
+    manifest = Manifest(
         name=name,
         glassengine=str(versions["glassengine"]),
         backend=backend.name,
@@ -166,21 +163,18 @@ def describe_engine(
         outputs=_results(program),
         ranges={} if is_causal_lm else _ranges(program),
         fixed_inputs=dict(program.metadata.get(FIXED_INPUTS, {})),
-        added_outputs=tuple(added),
-        left_out=dict(left_out),
         passes=tuple(settings.passes),
         model=dict(settings.model),
-        weights=weights,
-        shares_weights=shares_weights,
         tokenizer=tokenizer,
-        has_encoder=has_encoder,
         files=list_files(directory),
         command_line=tuple(environment.without_secrets(sys.argv)),
         git=environment.git_revision(Path.cwd()),
         notes=settings.notes,
         device=settings.device,
         quantize=settings.quantize or "",
+        **facts,
     )
+    write_manifest(manifest, directory)
 
 
 def _vocab_size(program: Program) -> int | None:

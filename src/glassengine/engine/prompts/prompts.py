@@ -22,7 +22,14 @@ from glassengine.reading.files import read_text
 TokenIds = str | Path | torch.Tensor | Sequence[int] | Sequence[Sequence[int]]
 Images = str | Path | Any | Sequence[str | Path | Any]
 """Files of images, or images of Pillow."""
+Message = Mapping[str, Any]
+Chat = str | Path | Sequence[Message] | Sequence[Sequence[Message]]
 
+MAX_BYTES = 64 << 20
+"""Of a file of prompts; more would not fit any batch."""
+
+MAX_ITEMS = 16_000_000
+"""Tokens in a file of them; a number takes some 40 bytes of memory."""
 
 MAX_SEQUENCES = 1 << 20
 """Of one batch; the settings that come with an engine may ask for any number."""
@@ -204,20 +211,6 @@ def pad_left(rows: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, tor
     ids = torch.tensor([[pad] * (length - len(row)) + list(row) for row in rows])
     mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows])
     return ids, mask
-
-
-Message = Mapping[str, Any]
-
-
-Chat = str | Path | Sequence[Message] | Sequence[Sequence[Message]]
-
-
-MAX_BYTES = 64 << 20
-"""Of a file of prompts; more would not fit any batch."""
-
-
-MAX_ITEMS = 16_000_000
-"""Tokens in a file of them; a number takes some 40 bytes of memory."""
 
 
 def read_input_ids(path: Path) -> list[list[int]]:

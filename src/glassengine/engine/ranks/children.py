@@ -34,6 +34,8 @@ from glassengine.stores.places import place
 _GRACE_S = 2.0
 _MOST_WORDS = 2000
 MODULE = "glassengine.engine.run.rank"
+Message = tuple[dict[str, Any], dict[str, torch.Tensor]]
+"""A JSON document, and tensors."""
 
 
 class Children:
@@ -71,13 +73,11 @@ class Children:
                     )
                 )
         meeting = str(self._folder / "meeting")
-        self._ask({"do": "join", "directory": str(directory.absolute()), "trust": trust, "rendezvous": meeting})
-        self._answers(range(mesh.size))
+        self._call("join", directory=str(directory.absolute()), trust=trust, rendezvous=meeting)
 
     def open(self, batch_size: int, length: int) -> int:
         """Begin a session; return its number."""
-        self._ask({"do": "open", "batch_size": batch_size, "length": length})
-        document, _ = self._answers([0])[0]
+        document, _ = self._call("open", of_first=True, batch_size=batch_size, length=length)
         return int(document["number"])
 
     def record(self, number: int, path: str, rows: Sequence[Sequence[int]], overwrite: bool) -> None:
@@ -86,24 +86,19 @@ class Children:
         Raises:
             BackendError: A rank cannot; names it.
         """
-        rows = [list(row) for row in rows]
         path = str(place(path).absolute())
-        self._ask({"do": "record", "number": number, "path": path, "rows": rows, "overwrite": overwrite})
-        self._answers(range(self.mesh.size))
+        self._call("record", number=number, path=path, rows=[list(row) for row in rows], overwrite=overwrite)
 
     def end_step(
         self, number: int, step: int, tokens: Sequence[Sequence[int]], given: Mapping[str, torch.Tensor]
     ) -> None:
         """Have all ranks record what they made since the last step; see `Member.end_step`."""
-        rows = [list(row) for row in tokens]
-        self._ask({"do": "end_step", "number": number, "step": step, "tokens": rows}, given)
-        self._answers(range(self.mesh.size))
+        self._call("end_step", given, number=number, step=step, tokens=[list(row) for row in tokens])
 
     def end_record(self, number: int, failed: str | None) -> None:
         """End the recordings of a session; nothing where the ranks have ended already."""
         if not self._ended and self.stop.alive:
-            self._ask({"do": "end_record", "number": number, "failed": failed})
-            self._answers(range(self.mesh.size))
+            self._call("end_record", number=number, failed=failed)
 
     def close(self, number: int) -> None:
         """End a session; nothing where the ranks have ended already."""
@@ -119,26 +114,26 @@ class Children:
             BackendError: A rank failed; names it.
         """
         try:
-            self._ask({"do": "step", "number": number}, inputs)
-            return self._answers([0])[0][1]
+            return self._call("step", inputs, of_first=True, number=number)[1]
         except BaseException:
             # Ranks in the middle of a step would answer the next question with this one's answer.
             self._ended = True
             self.stop()
             raise
 
-    def _ask(self, document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+    def _call(
+        self, do: str, tensors: Mapping[str, torch.Tensor] | None = None, *, of_first: bool = False, **arguments: Any
+    ) -> Message:
+        """Let all ranks do something; return the answer of the first one, once it or all of them have answered."""
         if self._ended:
             raise BackendError("the ranks of this engine have ended", hint="load it again")
         for rank, connection in enumerate(self._connections):
             try:
-                send(connection, document, tensors)
+                send(connection, {"do": do, **arguments}, tensors)
             except OSError:
                 self._fail(rank, None)
-
-    def _answers(self, ranks: Any) -> dict[int, tuple[dict[str, Any], dict[str, torch.Tensor]]]:
-        """Wait for these ranks, listening to all."""
-        waiting, found = set(ranks), {}
+        waiting: set[int] = {0} if of_first else set(range(self.mesh.size))
+        found: dict[int, Message] = {}
         while waiting:
             ready, _, _ = select.select(self._connections, [], [])
             for connection in ready:
@@ -151,7 +146,7 @@ class Children:
                     self._fail(rank, message and message[0]["error"])
                 found[rank] = message
                 waiting.discard(rank)
-        return found
+        return found[0]
 
     def _fail(self, rank: int, error: Mapping[str, str] | None) -> NoReturn:
         """End all ranks, and raise what one of them says or left behind.
@@ -219,7 +214,7 @@ def send(
     connection.sendall(data)
 
 
-def receive(connection: socket.socket) -> tuple[dict[str, Any], dict[str, torch.Tensor]] | None:
+def receive(connection: socket.socket) -> Message | None:
     """Return the next message; None where the other side has closed the connection.
 
     Raises:

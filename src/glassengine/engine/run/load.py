@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,8 +19,8 @@ from glassengine import environment
 from glassengine.engine.ranks.children import Children
 from glassengine.engine.ranks.member import Member, join, mesh_of, part_of
 from glassengine.engine.run.engine import Engine, open_engine, read_engine
-from glassengine.engine.session.loaded import STEP_INPUTS, LoadedEngine
-from glassengine.engine.session.record import RankRecorder, tokens_of
+from glassengine.engine.session.loaded import STEP_INPUTS
+from glassengine.engine.session.record import tokens_of
 from glassengine.engine.session.session import Session
 from glassengine.engine.store import files
 from glassengine.engine.store.manifest import Manifest, read_manifest, without_caches
@@ -54,17 +54,6 @@ def load(
     return open_engine(found, trust=trust, model=model)
 
 
-class _Ranks(Protocol):
-    def open(self, batch_size: int, length: int) -> int: ...
-    def close(self, number: int) -> None: ...
-    def step(self, number: int, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]: ...
-    def record(self, number: int, path: str, rows: Sequence[Sequence[int]], overwrite: bool) -> None: ...
-    def end_step(
-        self, number: int, step: int, tokens: Sequence[Sequence[int]], given: Mapping[str, torch.Tensor]
-    ) -> None: ...
-    def end_record(self, number: int, failed: str | None) -> None: ...
-
-
 class ParallelEngine(Engine):
     """An engine whose steps run on several ranks, which keep the caches.
 
@@ -75,13 +64,15 @@ class ParallelEngine(Engine):
         start: Returns what runs a step, called when the first session is made.
     """
 
-    def __init__(self, directory: Path, manifest: Manifest, sites: SiteTable, start: Callable[[], _Ranks]) -> None:
+    def __init__(
+        self, directory: Path, manifest: Manifest, sites: SiteTable, start: Callable[[], Children | Member]
+    ) -> None:
         super().__init__(directory, without_caches(manifest), Executable(f"{manifest.name}/ranks", _no_session), sites)
         self._start = start
         self._numbers: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
     @functools.cached_property
-    def ranks(self) -> _Ranks:
+    def ranks(self) -> Children | Member:
         """What runs a step: the processes of all ranks, or the part of this one."""
         return self._start()
 
@@ -167,10 +158,4 @@ def member_of(directory: Path, *, trust: bool, rendezvous: str | None) -> Member
     rank, manifest = environment.rank(), read_manifest(directory).manifest
     part = open_engine(read_engine(part_of(directory, rank)), trust=trust)
     join(mesh_of(manifest), rank, manifest.device, rendezvous)
-
-    def recording(
-        path: Path, part: LoadedEngine, rank: int, rows: Sequence[Sequence[int]], overwrite: bool
-    ) -> RankRecorder:
-        return RankRecorder(path, part, rank, rows, overwrite=overwrite)
-
-    return Member(part, manifest, rank, recording)
+    return Member(part, manifest, rank)

@@ -17,7 +17,7 @@ import torch
 
 from glassengine.engine.store.manifest import Manifest
 from glassengine.errors import CorruptError, UsageError
-from glassengine.program.export.examples import named_inputs
+from glassengine.program.representation.signature import named_inputs
 
 
 def require_generating(manifest: Manifest) -> None:

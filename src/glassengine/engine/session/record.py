@@ -1,4 +1,4 @@
-"""Record an engine: every added output and result of every step, by site."""
+"""Records an engine: every added output and result of every step, by site."""
 
 from __future__ import annotations
 
@@ -13,12 +13,9 @@ import torch
 from glassengine import environment
 from glassengine.engine.session.loaded import LoadedEngine
 from glassengine.engine.session.session import Session
-from glassengine.engine.store.manifest import Manifest
-from glassengine.engine.store.requests import as_asked
 from glassengine.errors import UsageError
-from glassengine.program.representation.outputs import PREFIX
 from glassengine.recording.background import BackgroundWriter
-from glassengine.sites import ROOT, Site, SiteTable
+from glassengine.sites import ROOT, Site
 
 
 class Recorder:
@@ -26,8 +23,7 @@ class Recorder:
 
     Args:
         path: Directory of the recording.
-        manifest: Of the engine.
-        table: Sites of the engine.
+        engine: What runs.
         results: Names of the results to record beside the added outputs.
         rows: Token ids of the prompts, without padding; none where tensors were given.
         padding: "left" or "right", where prompts of one batch are padded.
@@ -41,18 +37,18 @@ class Recorder:
     def __init__(
         self,
         path: str | Path,
-        manifest: Manifest,
-        table: SiteTable,
+        engine: LoadedEngine,
         results: Sequence[str],
         rows: Sequence[Sequence[int]],
         *,
-        padding: str,
+        padding: str = "left",
         overwrite: bool,
         rank: int = 0,
     ) -> None:
         self._rank = rank
+        manifest, table = engine.manifest, engine.sites
         nodes = {entry.name: str(entry.node) for entry in manifest.outputs}
-        named = {name: result_site(table.by_node[nodes[name]]) for name in results if nodes[name] in table.by_node}
+        named = {name: _result_site(table.by_node[nodes[name]]) for name in results if nodes[name] in table.by_node}
         by_name = {entry.name: table.get(entry.site) for entry in manifest.added_outputs}
         # One site may have been asked for under two names.
         sites = {site.name: (name, site) for name, site in by_name.items() if site is not None}
@@ -110,26 +106,18 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._writer.close(None if error is None else f"stopped by {type(error).__name__}")
+        self.end(None if error is None else type(error).__name__)
+
+    def end(self, failed: str | None) -> None:
+        """End the recording; `failed` is the kind of error that has stopped the run."""
+        self._writer.close(None if failed is None else f"stopped by {failed}")
 
 
 class SessionRecorder(Recorder):
-    """Called after each step of `session`, with its logits and added outputs.
-
-    Args:
-        path: As for `Recorder`.
-        session: Before its prefill.
-        rows: As for `Recorder`.
-        overwrite: As for `Recorder`.
-
-    Raises:
-        UsageError: As `Recorder`.
-    """
+    """Called after each step of `session`, made before its prefill, with its logits and added outputs."""
 
     def __init__(self, path: str | Path, session: Session, rows: Sequence[Sequence[int]], *, overwrite: bool) -> None:
-        super().__init__(
-            path, session.engine.manifest, session.engine.sites, ["logits"], rows, padding="left", overwrite=overwrite
-        )
+        super().__init__(path, session.engine, ["logits"], rows, overwrite=overwrite)
         self._prompts = [list(row) for row in rows]
 
     def __call__(self, session: Session) -> None:
@@ -139,47 +127,26 @@ class SessionRecorder(Recorder):
 
 def tokens_of(session: Session, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return the token ids of each sequence in the step that just ran."""
-    is_prompt = not session.step and not session.one_token
-    if is_prompt:
+    if not session.step and not session.one_token:
         return [list(row) for row in prompts]
     tokens: list[list[int]] = session.read(["input_ids"])["input_ids"][:, :1].tolist()
     return tokens
 
 
-def result_site(sites: Sequence[Site]) -> Site:
+def _result_site(sites: Sequence[Site]) -> Site:
     """The name of a result that a recording of the model itself would use: the output of a module."""
     modules = [site for site in sites if site.kind == "module" and ":" not in site.name]
     return modules[0] if modules else sites[0]
 
 
 class RankRecorder(Recorder):
-    """Writes what one rank of an engine makes in each step.
-
-    Args:
-        path: Directory of the recordings of all ranks; this one's is `rank<r>` in it.
-        part: What the rank runs.
-        rank: Its number.
-        rows: As for `Recorder`.
-        overwrite: As for `Recorder`.
-
-    Raises:
-        UsageError: As `Recorder`.
-    """
+    """Writes what the part of an engine that one rank runs makes in each step, into `rank<r>` of a directory."""
 
     def __init__(
         self, path: Path, part: LoadedEngine, rank: int, rows: Sequence[Sequence[int]], *, overwrite: bool
     ) -> None:
         results = [entry.name for entry in part.manifest.outputs if entry.name == "logits"]
-        super().__init__(
-            path / f"rank{rank}",
-            part.manifest,
-            part.sites,
-            results,
-            rows,
-            padding="left",
-            overwrite=overwrite,
-            rank=rank,
-        )
+        super().__init__(path / f"rank{rank}", part, results, rows, overwrite=overwrite, rank=rank)
         self._part = part
         self._ran: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
 
@@ -198,32 +165,18 @@ class RankRecorder(Recorder):
         Raises:
             UsageError: The step ran in pieces.
         """
-        part, ran = self._part, list(self._ran)
+        (fed, outputs), *more = self._ran
         self._ran.clear()
-        if len(ran) > 1:
+        if more:
             raise UsageError(
                 "what ranks make of a prompt in pieces is not recorded",
-                got=f"{len(ran)} pieces",
+                got=f"{1 + len(more)} pieces",
                 hint="run the prompt in one piece: prefill_chunk=LENGTH (--prefill-chunk LENGTH)",
             )
-        fed, outputs = ran[0]
-        values: dict[str, torch.Tensor] = {}
-        derived = None
-        for name in self.names:
-            entry = part.added_outputs.get(name)
-            if entry is None:
-                values[name] = outputs[name]
-            elif entry.derived is None:
-                values[name] = as_asked(outputs[PREFIX + entry.node], entry.cast)
-            else:
-                derived = derived or part.derive({**fed, **inputs}, outputs)
-                values[name] = as_asked(derived[entry.node], entry.cast)
+        added = [name for name in self.names if name in self._part.added_outputs]
+        values = {name: outputs[name] for name in self.names if name not in added}
+        values |= self._part.debug_values(added, outputs, lambda: ({**fed, **inputs}, outputs))
         # The mask has a column for each slot of the caches; the model's own has those up to the last token.
         mask = inputs["attention_mask"][:, : int(inputs["cache_position"][-1]) + 1].contiguous()
-        self.write_step(
-            step, values, token_ids=tokens, given={"input_ids": inputs["input_ids"], "attention_mask": mask}
-        )
-
-    def end(self, failed: str | None) -> None:
-        """End the recording; `failed` is the kind of error that has stopped the run."""
-        self._writer.close(None if failed is None else f"stopped by {failed}")
+        given = {"input_ids": inputs["input_ids"], "attention_mask": mask}
+        self.write_step(step, values, token_ids=tokens, given=given)

@@ -28,13 +28,11 @@ from glassengine.engine.session.checks import (
 )
 from glassengine.engine.session.debug_buffers import DebugBuffers, select_names
 from glassengine.engine.session.images import PromptImages
-from glassengine.engine.session.loaded import LoadedEngine
+from glassengine.engine.session.loaded import LoadedEngine, Step
 from glassengine.engine.session.pieces import PieceOutputs
 from glassengine.engine.store.manifest import Manifest
-from glassengine.engine.store.requests import as_asked
 from glassengine.errors import UsageError
 from glassengine.program.kinds.image_text import INDEX
-from glassengine.program.representation.outputs import PREFIX, DerivedValues
 
 logger = logging.getLogger("glassengine")
 
@@ -51,7 +49,7 @@ class Session:
         keep_steps: How many of the last steps `debug_history` keeps.
         constants: Inputs that are the same in every step, of `engine.encode`; for an encoder-decoder, or with images.
             With images also `image_rows` [B, S], where their features are not those of the image tokens of the prompts
-            in order; see `program.image_text.rows_of`.
+            in order; see `program.kinds.image_text`.
 
     Attributes:
         step: The last step that ran: 0 after the prefill, -1 before.
@@ -98,7 +96,9 @@ class Session:
         self.position = 0
         self.debug_buffers = DebugBuffers({}, {})
         self.debug_history: deque[tuple[int, DebugBuffers]] = deque(maxlen=keep_steps)
-        self._names = self._selected(debug)
+        self._names: list[str] = []
+        if debug is not False:
+            self._names = engine.debug_names if debug is True else select_names(engine, debug)
         self._pasts = [name for name in manifest.caches if name in self._names]
         self._batch_size, self._length = batch_size, length
         self._cache = KVCache(manifest, batch_size, length)
@@ -292,9 +292,8 @@ class Session:
 
         `past_*` tensors are available only if `debug` names them: a step overwrites them.
         """
-        entries = self.engine.added_outputs
         values: dict[str, torch.Tensor] = {}
-        derived = None
+        added: list[str] = []
         for name in names:
             if name in self._before:
                 values[name] = self._before[name]
@@ -305,19 +304,13 @@ class Session:
             elif name in self.engine.past_of:
                 values[name] = self._cache.tensors[self.engine.past_of[name]].cpu()
             else:
-                entry = entries[name]
-                if entry.derived is None:
-                    value = self._outputs[PREFIX + entry.node]
-                else:
-                    derived = derived or self._derive()
-                    value = derived[entry.node]
-                values[name] = as_asked(value, entry.cast)
-        return values
+                added.append(name)
+        return values | self.engine.debug_values(added, self._outputs, self._whole_step)
 
-    def _derive(self) -> DerivedValues:
+    def _whole_step(self) -> Step:
         outputs = self._outputs.joinable() if isinstance(self._outputs, PieceOutputs) else self._outputs
         caches = {name: tensor.cpu() for name, tensor in self._cache.tensors.items()}
-        return self.engine.derive({**self._inputs, **caches}, outputs)
+        return {**self._inputs, **caches}, outputs
 
     def _collect(self, names: Iterable[str]) -> DebugBuffers:
         copies: dict[int, torch.Tensor] = {}
@@ -326,12 +319,6 @@ class Session:
             own = name in self._before
             collected[name] = value if own else copies.setdefault(id(value), _copy(value))
         return DebugBuffers(collected, self.engine.added_outputs)
-
-    def _selected(self, debug: bool | Sequence[str]) -> list[str]:
-        names = self.engine.debug_names
-        if isinstance(debug, bool):
-            return names if debug else []
-        return select_names(self.engine, debug)
 
     def _token_row(self, tokens: torch.Tensor, new: int | None) -> Row:
         room = self._length - self.position

@@ -327,11 +327,7 @@ def check_files(manifest: Manifest, directory: Path, *, verify: bool, always: It
         except OSError as error:
             problem = str(error.strerror)
         if problem:
-            raise CorruptError(
-                f"the engine {manifest.name!r} is damaged",
-                got=f"{entry.path}: {problem}",
-                hint=REBUILD,
-            )
+            raise CorruptError(f"the engine {manifest.name!r} is damaged", got=f"{entry.path}: {problem}", hint=REBUILD)
 
 
 def hash_file(path: Path) -> str:

@@ -41,12 +41,7 @@ class Execution:
     """
 
     def __init__(
-        self,
-        executable: Runnable,
-        number: int,
-        device_index: int,
-        arguments: Arguments,
-        looking: tuple[Observer, ...],
+        self, executable: Runnable, number: int, device_index: int, arguments: Arguments, looking: tuple[Observer, ...]
     ) -> None:
         self._looking = looking
         self.executable = executable

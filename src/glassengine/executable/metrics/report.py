@@ -21,14 +21,7 @@ from typing import Any
 from glassengine.errors import CorruptError, UsageError
 from glassengine.reading.documents import parsed
 from glassengine.reading.files import read_text
-from glassengine.results.metrics import (
-    TIME_PARTS,
-    MetricsReport,
-    MetricSummary,
-    Samples,
-    Unit,
-    number_from,
-)
+from glassengine.results.metrics import TIME_PARTS, MetricsReport, MetricSummary, Samples, Unit, number_from
 from glassengine.stores.places import place
 
 PERCENTILES = (1, 5, 10, 20, 50, 80, 90, 95, 99)

@@ -277,8 +277,7 @@ def start_server(port: int = DEFAULT_PORT, *, directory: str | Path = "profiles"
         server = ProfileServer(port, local(directory))
     except OSError as error:
         raise UsageError(
-            "the profile server cannot write its directory or its key",
-            got=f"{error.filename}: {error.strerror}",
+            "the profile server cannot write its directory or its key", got=f"{error.filename}: {error.strerror}"
         ) from error
     _running.append(server)  # kept alive whether or not the caller keeps it
     return server

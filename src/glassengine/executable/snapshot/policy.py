@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from glassengine.errors import UnknownNameError, UsageError
-from glassengine.writing.files import local
+from glassengine.errors import UsageError
 
 Occasion = Literal["every", "nonfinite", "error"]
 KeepInputs = Literal["reference", "device", "host"]
@@ -50,59 +49,6 @@ class Policy:
     max_bytes: int | None = None
     min_free_bytes: int = MIN_FREE_BYTES
     redact: bool = False
-
-
-def make_policy(
-    directory: str | Path,
-    *,
-    on: str | Iterable[str],
-    contents: str,
-    keep_inputs: str,
-    ranks: int | Iterable[int] | None,
-    max_snapshots: int | None,
-    max_bytes: int | None,
-    min_free_bytes: int,
-    redact: bool,
-) -> Policy:
-    """Return a checked policy.
-
-    Raises:
-        UnknownNameError: A word that means nothing here.
-        UsageError: A limit below zero, or nothing to do.
-    """
-    occasions = frozenset([on] if isinstance(on, str) else on)
-    for word in occasions:
-        _require("occasion of a snapshot", word, OCCASIONS, 'on="every", "nonfinite", "error"')
-    if not occasions:
-        raise UsageError("no occasion for a snapshot is named", got="on=()", expected=OCCASIONS, hint='on="every"')
-    words = " ".join(sorted(set(contents.split())))
-    _require("content of a snapshot", words, CONTENTS, 'contents="inputs outputs"')
-    _require("way to keep inputs", keep_inputs, KEEP_INPUTS, 'keep_inputs="host"')
-    for name, limit in (
-        ("max_snapshots", max_snapshots),
-        ("max_bytes", max_bytes),
-        ("min_free_bytes", min_free_bytes),
-    ):
-        if limit is not None and limit < 0:
-            raise UsageError(f"{name} is below zero", got=str(limit), expected="0 or more, or None for no limit")
-    chosen = None if ranks is None else frozenset([ranks] if isinstance(ranks, int) else ranks)
-    return Policy(
-        local(directory).absolute(),
-        occasions,
-        words,
-        keep_inputs,  # type: ignore[arg-type]  # checked above
-        chosen,
-        False,
-        max_snapshots,
-        max_bytes,
-        min_free_bytes,
-        redact,
-    )
-
-
-def _require(kind: str, word: str, known: Iterable[str], hint: str) -> None:
-    if word not in known:
-        raise UnknownNameError(kind, word, known, hint=hint)
 
 
 logger = logging.getLogger("glassengine")

@@ -21,9 +21,17 @@ from types import TracebackType
 from typing import Self
 
 from glassengine import environment
-from glassengine.errors import UsageError, nearest
+from glassengine.errors import UnknownNameError, UsageError, nearest
 from glassengine.executable.graph.execution import ask, attach, detach
-from glassengine.executable.snapshot.policy import MIN_FREE_BYTES, KeepInputs, Occasion, Policy, make_policy
+from glassengine.executable.snapshot.policy import (
+    CONTENTS,
+    KEEP_INPUTS,
+    MIN_FREE_BYTES,
+    OCCASIONS,
+    KeepInputs,
+    Occasion,
+    Policy,
+)
 from glassengine.executable.snapshot.taker import SnapshotTaker
 from glassengine.writing.files import local
 
@@ -104,18 +112,36 @@ def snapshots(
     Raises:
         UsageError: An argument that means nothing.
     """
-    policy = make_policy(
-        directory,
-        on=on,
-        contents=contents,
-        keep_inputs=keep_inputs,
-        ranks=ranks,
+    occasions = frozenset([on] if isinstance(on, str) else on)
+    for word in occasions:
+        _require("occasion of a snapshot", word, OCCASIONS, 'on="every", "nonfinite", "error"')
+    if not occasions:
+        raise UsageError("no occasion for a snapshot is named", got="on=()", expected=OCCASIONS, hint='on="every"')
+    words = " ".join(sorted(set(contents.split())))
+    _require("content of a snapshot", words, CONTENTS, 'contents="inputs outputs"')
+    _require("way to keep inputs", keep_inputs, KEEP_INPUTS, 'keep_inputs="host"')
+    limits = {"max_snapshots": max_snapshots, "max_bytes": max_bytes, "min_free_bytes": min_free_bytes}
+    for name, limit in limits.items():
+        if limit is not None and limit < 0:
+            raise UsageError(f"{name} is below zero", got=str(limit), expected="0 or more, or None for no limit")
+    chosen = None if ranks is None else frozenset([ranks] if isinstance(ranks, int) else ranks)
+    policy = Policy(
+        local(directory).absolute(),
+        occasions,
+        words,
+        keep_inputs,
+        chosen,
         max_snapshots=max_snapshots,
         max_bytes=max_bytes,
         min_free_bytes=min_free_bytes,
         redact=redact,
     )
     return Snapshots(SnapshotTaker(policy))
+
+
+def _require(kind: str, word: str, known: Iterable[str], hint: str) -> None:
+    if word not in known:
+        raise UnknownNameError(kind, word, known, hint=hint)
 
 
 logger = logging.getLogger("glassengine")
@@ -125,7 +151,6 @@ DIRECTORY = "dump"
 
 _OFF = ("", "0", "false", "off", "no")
 _ON = ("1", "true", "on", "yes")
-_CONTENTS = ("inputs", "outputs", "inputs outputs")
 _ON_ERROR: dict[str, KeepInputs] = {
     "on_nrt_error": "reference",
     "on_nrt_error_hybrid": "device",
@@ -187,10 +212,10 @@ def policy_of(request: environment.SnapshotRequest, start: str) -> Policy | None
     contents, keep_inputs = "inputs", _ON_ERROR.get(word)
     if request.framework_debug.lower() in _OFF[1:] or word in _OFF:
         keep_inputs = None
-    elif word in _ON or word in _CONTENTS:
-        every, contents = True, word if word in _CONTENTS else contents
+    elif word in _ON or word in CONTENTS:
+        every, contents = True, word if word in CONTENTS else contents
     elif keep_inputs is None:
-        known = [*_ON[:1], *_CONTENTS, *(name.upper() for name in _ON_ERROR)]
+        known = [*_ON[:1], *CONTENTS, *(name.upper() for name in _ON_ERROR)]
         close = ", ".join(nearest(word, known) or known)
         logger.warning("NEURON_DUMP_HLO_SNAPSHOT=%s means nothing; did you mean %s?", word, close)
     if not every and keep_inputs is None:

@@ -185,9 +185,7 @@ class SnapshotTaker:
             hint = f"glass replay {shlex.quote(str(where))} --first-nonfinite"
             hint += "" if path is not None else " (the first execution that went wrong)"
         error = NonFiniteError(
-            f"execution {number} of {name!r} made values that are not finite: {', '.join(names)}",
-            got=cause,
-            hint=hint,
+            f"execution {number} of {name!r} made values that are not finite: {', '.join(names)}", got=cause, hint=hint
         )
         error.snapshot, error.origin = where, origin
         return error
@@ -202,7 +200,8 @@ class SnapshotTaker:
             self._went_wrong = True
         if pending.path is None:
             outputs = dict(_results(execution)) if reason == "nonfinite" else None
-            self._wrong = self.store.write(_taken(execution, reason, pending, outputs=outputs, facts=facts))
+            taken = _taken(execution, reason, inputs=pending.kept, outputs=outputs, rng=pending.rng, facts=facts)
+            self._wrong = self.store.write(taken)
         else:
             is_missing = reason == "nonfinite" and "outputs" not in pending.words
             missing = dict(_results(execution)) if is_missing else {}
@@ -221,7 +220,6 @@ def process_index() -> int:
 def _taken(
     execution: Execution,
     reason: str,
-    pending: _Pending | None = None,
     *,
     inputs: Mapping[str, Any] | None = None,
     outputs: Mapping[str, Any] | None = None,
@@ -242,9 +240,9 @@ def _taken(
         graph,
         reason,
         process_index(),
-        pending.kept if pending is not None else inputs,
+        inputs,
         outputs,
-        pending.rng if pending is not None else rng or {},
+        rng or {},
         {"backend": executable.backend, "step": current_step(), **(facts or {})},
         problem,
     )

@@ -150,7 +150,7 @@ class SnapshotWriter:
         Raises:
             OSError: They cannot be written; the snapshot is what it was.
         """
-        meta = read_meta(path) | self._facts(facts)
+        meta = read_meta(path)[1] | self._facts(facts)
         try:
             if outputs:
                 entries = self._entries.write(Home(path), layout.OUTPUTS, _as("output", outputs))

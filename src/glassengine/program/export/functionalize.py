@@ -10,16 +10,15 @@ show that both ways give the same graph.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.export.graph_signature import OutputKind, OutputSpec, TensorArgument
+from torch.export.graph_signature import OutputKind, TensorArgument
 from torch.fx import Graph
 
 from glassengine.program.export.functional_rules import Rewriter, Unknown
+from glassengine.program.representation.program import rebuilt
 
 
 def functional(exported: ExportedProgram) -> ExportedProgram:
@@ -45,21 +44,7 @@ def rewritten(exported: ExportedProgram) -> ExportedProgram:
     for spec in output_specs:
         if isinstance(spec.arg, TensorArgument):
             spec.arg.name = new[spec.arg.name]
-    signature = copy.copy(exported.graph_signature)
-    signature.input_specs = list(signature.input_specs)
-    signature.output_specs = output_specs
-    calls = copy.deepcopy(exported.module_call_graph)
-    _set_results(calls, output_specs)
-    return ExportedProgram(
-        root=torch.fx.GraphModule(exported.graph_module, graph),
-        graph=graph,
-        graph_signature=signature,
-        state_dict=exported.state_dict,
-        range_constraints=exported.range_constraints,
-        module_call_graph=calls,
-        example_inputs=exported.example_inputs,
-        constants=exported.constants,
-    )
+    return rebuilt(exported, graph, output_specs, verifiers=None)  # that of a trace allows mutations
 
 
 def decomposed(exported: ExportedProgram) -> ExportedProgram:
@@ -73,7 +58,7 @@ def decomposed(exported: ExportedProgram) -> ExportedProgram:
     for spec in specs:
         if isinstance(getattr(spec.arg, "name", None), str):
             spec.arg.name = new.get(spec.arg.name, spec.arg.name)
-    _set_results(found.module_call_graph, specs)
+    found.module_call_graph[0].signature.outputs = [s.arg for s in specs if s.kind is OutputKind.USER_OUTPUT]
     found.graph_module.recompile()
     return found
 
@@ -98,7 +83,3 @@ def _plain_name(graph: Graph, target: Any) -> str:
     is_number = target is torch.ops.aten.sym_size.int  # the exporter writes its overload out
     is_op = isinstance(target, torch._ops.OpOverload) and not is_number
     return graph._target_to_str(target.overloadpacket.__name__ if is_op else target)
-
-
-def _set_results(calls: Sequence[Any], output_specs: Sequence[OutputSpec]) -> None:
-    calls[0].signature.outputs = [spec.arg for spec in output_specs if spec.kind is OutputKind.USER_OUTPUT]

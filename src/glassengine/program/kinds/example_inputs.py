@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from glassengine.errors import GlassError, UsageError
-from glassengine.program.kinds.states import keeps_states
-from glassengine.program.user_code.raised import described
+from glassengine.program.kinds.causal_lm import keeps_states
+from glassengine.program.user_code.calls import described
 from glassengine.reading.documents import read_document
 from glassengine.results.answer import Origin
 
@@ -49,7 +49,7 @@ def example_inputs(module: nn.Module, directory: str | None = None) -> MadeUp:
 
     name = type(module).__name__
     if not isinstance(module, PreTrainedModel):
-        raise _needs_inputs(name, "its inputs are known to its author alone")
+        raise _needs_inputs(name, "its inputs do not follow from its configuration")
     parameters = inspect.signature(module.forward).parameters
     steps = MadeUp(recipes=_RECIPES)
     # A recurrence is unrolled, token by token.

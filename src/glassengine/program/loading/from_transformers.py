@@ -25,7 +25,7 @@ from glassengine.program.loading.checkpoint_files import (
     without_weights,
 )
 from glassengine.program.loading.quantized import load_quantized, take_settings
-from glassengine.program.user_code.raised import described
+from glassengine.program.user_code.calls import described
 from glassengine.reading.documents import objects_within, read_document
 from glassengine.reading.files import shown
 

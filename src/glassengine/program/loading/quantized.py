@@ -29,7 +29,7 @@ from glassengine.program.loading.checkpoint_files import (
 )
 from glassengine.program.quantized import bitsandbytes, packed_integers, scaled, torchao
 from glassengine.program.quantized.grid import ELSEWHERE, Grid, Parts, Read, damaged
-from glassengine.program.user_code.factory import without_bars
+from glassengine.program.user_code.calls import without_bars
 from glassengine.reading.documents import read_document
 
 logger = logging.getLogger("glassengine")

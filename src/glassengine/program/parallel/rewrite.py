@@ -7,7 +7,6 @@ program like any other: functional, named, with shapes of its own.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -15,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
@@ -24,7 +22,7 @@ from torch.utils import _pytree as pytree
 from glassengine.program.kinds.causal_lm import KVLayout
 from glassengine.program.parallel.placements import TENSOR_GROUP, Local, Placement, Shard, name_of, shard_of
 from glassengine.program.parallel.rules import local, reads_sizes
-from glassengine.program.representation.program import Port, Program
+from glassengine.program.representation.program import Port, Program, keep_name, rebuilt
 from glassengine.sites import Site, SiteTable, op_site
 
 _aten = torch.ops.aten
@@ -100,32 +98,19 @@ def _none_of(node: Node) -> Any:
     return tuple(None for _ in value) if isinstance(value, (list, tuple)) else None
 
 
-COLLECTIVES = ("all_reduce", "all_gather_into_tensor")
-
-
 def is_sum(node: Node) -> bool:
     """Whether ranks meet in a node to reduce what each of them has to one tensor."""
-    return is_collective(node) and "all_reduce" in str(node.target)
+    return node.target is _c10d.all_reduce.default
 
 
 def is_collective(node: Node) -> bool:
     """Whether ranks meet in a node."""
-    target = node.target
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and target.namespace == "_c10d_functional"
-        and (target._schema.name.rpartition("::")[2] in COLLECTIVES)
-    )
+    return node.target in (_c10d.all_reduce.default, _c10d.all_gather_into_tensor.default)
 
 
 def weight_placements(program: Program, layout: Layout) -> dict[str, Shard]:
     """Return qualified name -> cut, of the parameters and buffers that are cut."""
-    return {
-        str(spec.target): layout.inputs[spec.arg.name]
-        for spec in program.exported.graph_signature.input_specs
-        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
-        and spec.arg.name in layout.inputs
-    }
+    return {name: layout.inputs[node] for node, name in program.weight_names().items() if node in layout.inputs}
 
 
 def program_of(program: Program, layout: Layout, place: int) -> Program:
@@ -176,16 +161,14 @@ class _Writer:
         self._keep(node, made)
 
     def _keep(self, node: Node, made: Node) -> None:
-        if made.name != node.name:
-            made.name = node.name
-            self.graph._graph_namespace._used_names.add(node.name)
+        keep_name(made, node.name)
         made.meta[ORIGIN] = node.name
         self.made[node] = made
 
     def _call(self, target: Any, *args: Any, name: str | None = None, **kwargs: Any) -> Node:
         """Add a node with the value that it has for this rank; no name takes the next one of the current op."""
         assert self.origin is not None
-        name = name or f"{self.origin.name}_{name_of_target(target)}"
+        name = name or f"{self.origin.name}_{target._schema.name.rpartition('::')[2]}"
         made = self.graph.create_node("call_function", target, args, kwargs, name=name)
         made.meta = {k: v for k, v in self.origin.meta.items() if k not in ("val", "tensor_meta")}
         with self.mode:
@@ -203,11 +186,10 @@ class _Writer:
             want = wants.get(item, cut) if step is not None else None
             return self._moved(item, want)
 
-        if node.name not in self.layout.locals and self._is_as_before(node):
-            made = self.graph.node_copy(node, self.made.__getitem__)
-            self._keep(node, made)
-            return
         if node.name not in self.layout.locals:
+            if all(self.made[item].meta.get("val") is item.meta.get("val") for item in node.all_input_nodes):
+                self._keep(node, self.graph.node_copy(node, self.made.__getitem__))
+                return
             args, kwargs = map_arg((node.args, node.kwargs), lambda item: self.made[item])
         else:
             given = node.args if step is None or step.args is None else step.args
@@ -218,9 +200,6 @@ class _Writer:
         else:
             made = self._summed(node, step, args, kwargs)
         self._keep(node, made)
-
-    def _is_as_before(self, node: Node) -> bool:
-        return all(self.made[item].meta.get("val") is item.meta.get("val") for item in node.all_input_nodes)
 
     def _summed(self, node: Node, step: Local, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Node:
         """Add the terms of all ranks, then what is added once."""
@@ -290,31 +269,16 @@ class _Writer:
 
     def _program(self, outputs: Mapping[str, Node]) -> Program:
         program, exported = self.program, self.program.exported
-        signature = copy.copy(exported.graph_signature)
-        signature.output_specs = [
-            dataclasses.replace(spec, arg=TensorArgument(outputs[spec.arg.name].name))
-            for spec in signature.output_specs
-        ]
-        targets = {
-            str(spec.target): self.layout.inputs[spec.arg.name]
-            for spec in signature.input_specs
-            if spec.target is not None and spec.arg.name in self.layout.inputs
-        }
-        calls = copy.copy(exported.module_call_graph)
-        if calls and calls[0].signature is not None:
-            calls[0] = copy.copy(calls[0])
-            calls[0].signature = called = copy.copy(calls[0].signature)
-            called.outputs = [s.arg for s in signature.output_specs if s.kind is OutputKind.USER_OUTPUT]
-        made = ExportedProgram(
-            root=torch.fx.GraphModule(exported.graph_module, self.graph),
-            graph=self.graph,
-            graph_signature=signature,
-            state_dict={name: self._weight(value, targets.get(name)) for name, value in exported.state_dict.items()},
-            range_constraints=exported.range_constraints,
-            module_call_graph=calls,
+        cuts = weight_placements(program, self.layout)
+        made = rebuilt(
+            exported,
+            self.graph,
+            [
+                dataclasses.replace(spec, arg=TensorArgument(outputs[spec.arg.name].name))
+                for spec in exported.graph_signature.output_specs
+            ],
+            stored=lambda table: {name: self._weight(value, cuts.get(name)) for name, value in table.items()},
             example_inputs=self._examples(),
-            constants={name: self._weight(value, targets.get(name)) for name, value in exported.constants.items()},
-            verifiers=exported.verifiers,
         )
         nodes = {name: outputs[node].name for name, node in program.output_nodes.items()}
         return dataclasses.replace(
@@ -401,11 +365,6 @@ class _Writer:
 def _stems(name: str) -> list[str]:
     parts = name.split("_")
     return ["_".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
-
-
-def name_of_target(target: Any) -> str:
-    """Return what a new node that calls `target` is named after."""
-    return str(target._schema.name.rpartition("::")[2])
 
 
 def _value(node: Node) -> Any:

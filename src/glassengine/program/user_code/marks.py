@@ -13,18 +13,16 @@ too, as far as they are of its folder: what a library makes of a call is not whe
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
-from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
 from torch.fx import Graph
 from torch.fx.proxy import TracerBase
 
@@ -106,8 +104,7 @@ def _folder(file: str) -> Path:
     return Path(file).parent
 
 
-@contextlib.contextmanager
-def helper_lines() -> Iterator[None]:
+def helper_lines() -> contextlib.AbstractContextManager[Any]:
     """Let what is traced in the block keep the lines of helpers."""
     # One step of export takes that from its tracer alone, without an option.
     own = TracerBase._filter_traceback_frames
@@ -115,14 +112,7 @@ def helper_lines() -> Iterator[None]:
     def kept(self: TracerBase, frames: traceback.StackSummary) -> traceback.StackSummary:
         return with_helpers(own(self, frames), frames)
 
-    TracerBase._filter_traceback_frames = kept  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        TracerBase._filter_traceback_frames = own  # type: ignore[method-assign]
-
-
-_STORED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+    return mock.patch.object(TracerBase, "_filter_traceback_frames", kept)
 
 
 def remove_dead_nodes(graph: Graph, marks: Iterable[Mark]) -> list[Mark]:
@@ -138,39 +128,3 @@ def remove_dead_nodes(graph: Graph, marks: Iterable[Mark]) -> list[Mark]:
             graph.erase_node(node)
     left = set(graph.nodes)
     return [mark for mark in marks if mark.node in left]
-
-
-def without_dead_weights(exported: ExportedProgram) -> ExportedProgram:
-    """Return the program without parameters, buffers and constants that nothing reads."""
-    placeholders = {node.name: node for node in exported.graph.find_nodes(op="placeholder")}
-    specs = exported.graph_signature.input_specs
-    dead = {spec.arg.name for spec in specs if spec.kind in _STORED and not placeholders[spec.arg.name].users}
-    for name in dead:
-        exported.graph.erase_node(placeholders[name])
-    signature = copy.copy(exported.graph_signature)
-    signature.input_specs = [spec for spec in specs if spec.arg.name not in dead]
-    kept = {spec.target for spec in signature.input_specs if spec.target is not None}
-    return ExportedProgram(
-        root=torch.fx.GraphModule(exported.graph_module, exported.graph),
-        graph=exported.graph,
-        graph_signature=signature,
-        state_dict={name: value for name, value in exported.state_dict.items() if name in kept},
-        range_constraints=_of_what_is_left(exported),
-        module_call_graph=exported.module_call_graph,
-        example_inputs=exported.example_inputs,
-        constants={name: value for name, value in exported.constants.items() if name in kept},
-        verifiers=exported.verifiers,
-    )
-
-
-def _of_what_is_left(exported: ExportedProgram) -> dict[Any, Any]:
-    """Return the ranges of those sizes that a tensor of the graph has; readers wonder about others."""
-    found = {
-        symbol
-        for node in exported.graph.nodes
-        if isinstance(value := node.meta.get("val"), torch.Tensor)
-        for size in value.shape
-        if isinstance(size, torch.SymInt)
-        for symbol in size.node.expr.free_symbols  # type: ignore[attr-defined]
-    }
-    return {symbol: bounds for symbol, bounds in exported.range_constraints.items() if symbol in found}

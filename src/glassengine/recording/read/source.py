@@ -136,7 +136,7 @@ def open_source(path: str | Path) -> TensorSource:
 
     Files: `.pt`, `.pth`, `.safetensors`, `.npz`, `.npy`; `.json` of the debugger of transformers, of Polygraphy and of
     msprobe, distinguished by their content. Directories: `rank{r}/` of recordings, `step{i}.pt`, `<name>-step<i>.npy`,
-    and what these tools and the dumper of SGLang write. What other packages register (`plugins.FORMATS`).
+    and what these tools and the dumper of SGLang write. What other packages register (`extensions.FORMATS`).
 
     Raises:
         UsageError: It does not exist or is of no known kind.
