@@ -1,0 +1,192 @@
+"""A GGUF file as a side of a prompt comparison: llama.cpp tokenizes, and reads no tensor."""
+
+from __future__ import annotations
+
+import ctypes as c
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from glassengine.errors import UsageError
+from glassengine.plugins.serving.ggml import opened as llama
+from glassengine.plugins.serving.ggml.child import find_library
+from glassengine.plugins.serving.ggml.file import GgufFile
+from glassengine.plugins.serving.ggml.library import Library, Opaque, Pointer
+from glassengine.prompt.huggingface import rendered
+from glassengine.prompt.side import Conversation, Opened, Setting, Vocabulary, bytes_of
+
+_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "llama_vocab_bos": (c.c_int32, [Pointer]),
+    "llama_vocab_eos": (c.c_int32, [Pointer]),
+    "llama_vocab_pad": (c.c_int32, [Pointer]),
+    "llama_vocab_is_eog": (c.c_bool, [Pointer, c.c_int32]),
+    "llama_vocab_get_attr": (c.c_int, [Pointer, c.c_int32]),
+    "llama_vocab_get_text": (c.c_char_p, [Pointer, c.c_int32]),
+    "llama_vocab_type": (c.c_int, [Pointer]),
+    "llama_tokenize": (
+        c.c_int32,
+        [Pointer, c.c_char_p, c.c_int32, c.POINTER(c.c_int32), c.c_int32, c.c_bool, c.c_bool],
+    ),
+}
+_STYLES = {1: "pieces", 2: "bytes", 3: "plain", 4: "pieces"}
+"""llama_vocab_type -> how pieces are spelled."""
+_UNKNOWN, _CONTROL, _USER_DEFINED = 1, 8, 16
+"""Attributes of a token."""
+_VOCAB_ONLY = 72
+"""Where recent builds have `vocab_only` in `llama_model_params`; found by trial elsewhere."""
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+"""Key below `general.sampling` -> name of transformers."""
+_DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.0}
+_LIMITS = {
+    "normalization (NFC)": "llama.cpp does not normalize texts for BPE vocabularies",
+}
+
+
+class GgufSide:
+    """The vocabulary of a GGUF file in llama.cpp.
+
+    Args:
+        path: Of the file.
+
+    Raises:
+        UsageError: The file has no vocabulary, or llama.cpp does not load it.
+        CorruptError: The file is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        file = GgufFile(path)
+        model = file.settings.get("tokenizer.ggml.model")
+        if model in (None, "none"):
+            raise UsageError("the GGUF file has no tokenizer", got=str(path), hint="convert it with its tokenizer")
+        self._library = Library(str(find_library(None)))
+        for name, (result, arguments) in _FUNCTIONS.items():
+            function = getattr(self._library, name)
+            function.restype, function.argtypes = result, arguments
+        self._library.llama_log_set(llama._LOG, None)
+        self._library.llama_backend_init()
+        self._model = _load(self._library, path, _vocab_only(self._library))
+        if not self._model:
+            raise UsageError("llama.cpp does not load the vocabulary", got=f"{path}: {llama.logged()}")
+        self._vocab = self._library.llama_model_get_vocab(self._model)
+        self._room = (c.c_int32 * (1 << 20))()
+        warnings = [line for line in llama._LOGGED if "pre-tokenizer" in line or "DEGRADED" in line]
+        vocabulary = self._vocabulary(file)
+        template = file.settings.get("tokenizer.chat_template")
+        self._texts = {
+            f"{name}_token": vocabulary.pieces[ids[0]].decode("utf-8", "replace") if ids else ""
+            for name, ids in vocabulary.special.items()
+        }
+        table = file.tensors.get("token_embd.weight")
+        self.opened = Opened(
+            "llama.cpp",
+            vocabulary,
+            template if isinstance(template, str) else None,
+            renders=False,
+            settings=self._settings(file, vocabulary),
+            rows=None if table is None else table.shape[0],
+            limits=_LIMITS,
+            warnings=warnings,
+        )
+
+    def _vocabulary(self, file: GgufFile) -> Vocabulary:
+        library, vocab = self._library, self._vocab
+        size = library.llama_vocab_n_tokens(vocab)
+        texts = [library.llama_vocab_get_text(vocab, number).decode("utf-8", "replace") for number in range(size)]
+        attributes = [library.llama_vocab_get_attr(vocab, number) for number in range(size)]
+        added = {number: texts[number] for number in range(size) if attributes[number] & (_CONTROL | _USER_DEFINED)}
+        style = _STYLES.get(library.llama_vocab_type(vocab), "plain")
+        pieces = [text.encode() if number in added else bytes_of(text, style) for number, text in enumerate(texts)]
+        ends = [number for number in added if library.llama_vocab_is_eog(vocab, number)]
+        eos = library.llama_vocab_eos(vocab)
+        special = {
+            "bos": _known(library.llama_vocab_bos(vocab)),
+            "eos": tuple(dict.fromkeys([*_known(eos), *ends])),
+            "pad": _known(library.llama_vocab_pad(vocab)),
+            "unk": tuple(number for number in range(size) if attributes[number] & _UNKNOWN)[:1],
+        }
+        return Vocabulary(pieces, special, added)
+
+    @staticmethod
+    def _settings(file: GgufFile, vocabulary: Vocabulary) -> dict[str, Setting]:
+        found = {name: Setting(value, "default of llama-server", False) for name, value in _DEFAULTS.items()}
+        for key, name in _SAMPLING.items():
+            value = file.settings.get(f"general.sampling.{key}")
+            if value is not None:
+                found[name] = Setting(value, f"general.sampling.{key}")
+        if vocabulary.special["eos"]:
+            found["eos_token_id"] = Setting(list(vocabulary.special["eos"]), "tokens that end a generation", False)
+        return found
+
+    def encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
+        """Return the ids of each text; text that spells a special token becomes it."""
+        found = []
+        for text in texts:
+            data = text.encode("utf-8", "surrogatepass")
+            number = self._library.llama_tokenize(
+                self._vocab, data, len(data), self._room, len(self._room), special, True
+            )
+            found.append(self._room[: max(number, 0)])
+        return found
+
+    def encode_by_file(self, texts: Sequence[str]) -> list[list[int]] | None:
+        """Return None: llama.cpp is the only reader of the vocabulary."""
+        return None
+
+    def render(self, conversation: Conversation) -> str:
+        """Return the text that transformers' Jinja makes of the template in the file."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        def apply(messages: Any, *, tokenize: bool, **options: Any) -> str:
+            (found,), _ = render_jinja_template(
+                conversations=[messages], chat_template=self.opened.template, **self._texts, **options
+            )
+            return str(found)
+
+        return rendered(apply, conversation)
+
+
+def _known(number: int) -> tuple[int, ...]:
+    return (number,) if number >= 0 else ()
+
+
+def _load(library: Library, path: Path, vocab_only: int) -> Any:
+    parameters: Opaque = library.llama_model_default_params()
+    (c.c_uint8 * c.sizeof(parameters)).from_buffer(parameters)[vocab_only] = 1
+    return library.llama_model_load_from_file(str(path).encode(), parameters)
+
+
+def _vocab_only(library: Library) -> int:
+    """Return the byte of `vocab_only` in the parameters: the only one with which a file of metadata alone loads."""
+    import gguf
+
+    with tempfile.TemporaryDirectory(prefix="glassengine-vocab-") as folder:
+        path = Path(folder) / "vocabulary.gguf"
+        writer = gguf.GGUFWriter(str(path), "llama")
+        for name, size in (("context_length", 8), ("embedding_length", 32), ("block_count", 1), ("head_count", 1)):
+            getattr(writer, f"add_{name}")(size)
+        writer.add_feed_forward_length(32)
+        writer.add_layer_norm_rms_eps(1e-5)
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_list(["a", "b", "ab"])
+        writer.add_token_types([1, 1, 1])
+        writer.add_token_merges(["a b"])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        default = bytes(library.llama_model_default_params())
+        zeros = [at for at in range(40, 128) if default[at] == 0]
+        for at in sorted(zeros, key=lambda one: abs(one - _VOCAB_ONLY)):
+            model = _load(library, path, at)
+            if model:
+                llama._LOGGED.clear()
+                return at
+    raise UsageError("vocab_only is not found in llama_model_params", got="this build of llama.cpp")

@@ -1,0 +1,165 @@
+"""A directory of transformers as a side: its tokenizer, chat template and generation settings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from glassengine.prompt.settings import NAMES, TOKENS
+from glassengine.prompt.side import SPECIAL, Conversation, Opened, Setting, Vocabulary, pieces_of
+from glassengine.reading.documents import read_document
+
+_MOST_BYTES = 64 << 20
+
+
+class Directory:
+    """The tokenizer as transformers loads it; code in the directory is never run.
+
+    Args:
+        path: Of the directory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from transformers import AutoTokenizer
+
+        self._path = path
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        added = {number: token.content for number, token in self._tokenizer.added_tokens_decoder.items()}
+        special = {name: _numbers(getattr(self._tokenizer, f"{name}_token_id", None)) for name in SPECIAL}
+        vocabulary = Vocabulary(pieces_of(self._tokenizer.get_vocab(), added), special, added)
+        template = self._tokenizer.chat_template
+        if isinstance(template, dict):
+            template = template.get("default")
+        config = _document(path / "config.json")
+        text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
+        rows = text.get("vocab_size") if isinstance(text, dict) else None
+        self.opened = Opened(
+            "transformers",
+            vocabulary,
+            template,
+            renders=template is not None,
+            settings=settings_of(path, config),
+            rows=rows if isinstance(rows, int) else None,
+        )
+        self._file = _by_file(path)
+
+    def encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
+        """Return the ids of each text."""
+        return [self._tokenizer.encode(text, add_special_tokens=special) for text in texts]
+
+    def encode_by_file(self, texts: Sequence[str]) -> list[list[int]] | None:
+        """Return the ids of `tokenizer.json`, or of a sentencepiece file: transformers may replace parts of either."""
+        return None if self._file is None else self._file(texts)
+
+    def render(self, conversation: Conversation) -> str:
+        """Return the text of a conversation."""
+        return rendered(self._tokenizer.apply_chat_template, conversation)
+
+
+class SentencepieceFile:
+    """A sentencepiece model as a side: it never reads special text as special.
+
+    Args:
+        path: Of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        import sentencepiece
+
+        self._model: Any = sentencepiece.SentencePieceProcessor(str(path))
+        size = len(self._model)
+        texts = [self._model.id_to_piece(number) for number in range(size)]
+        added = {number: texts[number] for number in range(size) if self._model.is_control(number) or self._model.is_unknown(number)}
+        special = {name: _numbers(getattr(self._model, f"{name}_id")()) for name in SPECIAL}
+        pieces = pieces_of({text: number for number, text in enumerate(texts)}, added)
+        self.opened = Opened("sentencepiece", Vocabulary(pieces, special, added, reads_special=False))
+
+    def encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
+        """Return the ids of each text; the library adds a BOS only when it is asked for."""
+        return [list(self._model.encode(text, add_bos=special)) for text in texts]
+
+    def encode_by_file(self, texts: Sequence[str]) -> list[list[int]] | None:
+        """Return None: the file is all there is."""
+        return None
+
+    def render(self, conversation: Conversation) -> str:
+        """Raise: there is no template."""
+        raise ValueError("a sentencepiece file has no chat template")
+
+
+def rendered(apply: Any, conversation: Conversation) -> str:
+    """Return what `apply_chat_template` of transformers makes of a conversation.
+
+    Raises:
+        ValueError: The template refuses it.
+    """
+    options = dict(conversation)
+    messages = options.pop("messages")
+    try:
+        return str(apply(messages, tokenize=False, **options))
+    except Exception as error:  # of a template, which is a program
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+
+
+def settings_of(path: Path, config: Mapping[str, Any]) -> dict[str, Setting]:
+    """Return what generation_config.json states, and of token ids what config.json does."""
+    stated = _document(path / "generation_config.json")
+    found = {
+        name: Setting(stated[name], f"generation_config.json: {name}") for name in NAMES if stated.get(name) is not None
+    }
+    for name in TOKENS:
+        if name not in found and config.get(name) is not None:
+            found[name] = Setting(config[name], f"config.json: {name}")
+    return found
+
+
+def _document(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    found: dict[str, Any] = read_document(path, dict, most=_MOST_BYTES)
+    return found
+
+
+def _numbers(value: Any) -> tuple[int, ...]:
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return tuple(one for one in values if isinstance(one, int) and one >= 0)
+
+
+def _by_file(path: Path) -> Any:
+    file, model = path / "tokenizer.json", path / "tokenizer.model"
+    if file.is_file():
+        from tokenizers import Tokenizer
+
+        own = Tokenizer.from_file(str(file))
+        own.no_truncation()
+        own.no_padding()
+        return lambda texts: [one.ids for one in own.encode_batch(list(texts), add_special_tokens=False)]
+    if model.is_file():
+        try:
+            pieces = SentencepieceFile(model)
+        except ImportError:
+            return None
+        return lambda texts: pieces.encode(texts, special=False)
+    return None
+
+
+def described(path: Path) -> Vocabulary:
+    """Return the vocabulary of a `tokenizer.json`, for engines that read it and do not list it."""
+    from tokenizers import Tokenizer
+
+    own = Tokenizer.from_file(str(path))
+    added = {number: token.content for number, token in own.get_added_tokens_decoder().items()}
+    config = _document(path.with_name("tokenizer_config.json"))
+    special = {}
+    for name in SPECIAL:
+        token = config.get(f"{name}_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        special[name] = _numbers(own.token_to_id(text)) if isinstance(text, str) else ()
+    return Vocabulary(pieces_of(own.get_vocab(True), added), special, added)
+
+
+def as_json(conversation: Conversation) -> str:
+    """Return a conversation as one line of JSON."""
+    return json.dumps(conversation, ensure_ascii=False)

@@ -1,0 +1,129 @@
+"""Values that a side of a prompt comparison answers with: plain, so that a worker process can send them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+SPECIAL = ("bos", "eos", "pad", "unk")
+Conversation = Mapping[str, Any]
+"""Arguments of a chat template: `messages`, and perhaps `tools`, `add_generation_prompt` and variables."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Tokens of a side.
+
+    Attributes:
+        pieces: The bytes that each id stands for; empty for an id without a token.
+        special: "bos", "eos", "pad" and "unk" to their ids; a side may have several ends.
+        added: Id -> text of the tokens that are split from a text before anything else.
+        can_be_bare: Whether the side encodes a text without the tokens at its ends.
+        reads_special: Whether text that spells a special token becomes that token.
+    """
+
+    pieces: Sequence[bytes]
+    special: Mapping[str, tuple[int, ...]]
+    added: Mapping[int, str] = field(default_factory=dict)
+    can_be_bare: bool = True
+    reads_special: bool = True
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value that steers generation.
+
+    Attributes:
+        value: A number, a truth value, or a list of token ids.
+        where: The file and key that state it, or "default of ENGINE".
+        is_stated: Whether a file states it.
+    """
+
+    value: Any
+    where: str
+    is_stated: bool = True
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A side, opened.
+
+    Attributes:
+        engine: Name of the program that tokenizes.
+        vocabulary: None where the side has no tokenizer.
+        template: Source of the chat template; None where the side has none.
+        renders: Whether the side renders conversations itself.
+        settings: Name of transformers -> value; None where the side states none.
+        rows: Rows of the table of embeddings; None if unknown.
+        limits: Cause of a difference -> why the engine cannot avoid it, whatever file it reads.
+        warnings: Lines that the engine logged while it opened the file.
+    """
+
+    engine: str
+    vocabulary: Vocabulary | None
+    template: str | None = None
+    renders: bool = False
+    settings: Mapping[str, Setting] | None = None
+    rows: int | None = None
+    limits: Mapping[str, str] = field(default_factory=dict)
+    warnings: Sequence[str] = ()
+
+
+class PromptSide(Protocol):
+    """A tokenizer with its template, in a process of its own."""
+
+    opened: Opened
+
+    def encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
+        """Return the ids of each text, with or without the tokens at its ends."""
+
+    def encode_by_file(self, texts: Sequence[str]) -> list[list[int]] | None:
+        """Return the bare ids that the tokenizer's file alone gives; None where the engine is all there is."""
+
+    def render(self, conversation: Conversation) -> str:
+        """Return the text that the chat template makes of a conversation.
+
+        Raises:
+            ValueError: The template refuses it; has the template's message.
+        """
+
+
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_HIDDEN = sorted(set(range(256)) - set(_VISIBLE))
+_BYTES = {chr(one): one for one in _VISIBLE} | {chr(256 + place): one for place, one in enumerate(_HIDDEN)}
+"""Characters of byte-level tokenizers -> bytes, as GPT-2 introduced them."""
+_WORD = "\u2581"
+_SPACE = "\u0120"
+
+
+def style_of(texts: Iterable[str]) -> str:
+    """Return how a vocabulary spells bytes: "pieces" of sentencepiece, "bytes" of GPT-2, or "plain" text."""
+    words = spaces = 0
+    for text in texts:
+        words += text.startswith(_WORD)
+        spaces += text.startswith(_SPACE)
+    return "pieces" if words > spaces else "bytes" if spaces else "plain"
+
+
+def bytes_of(text: str, style: str) -> bytes:
+    """Return the bytes that a token stands for, from its spelling in the vocabulary."""
+    if style == "bytes" and all(letter in _BYTES for letter in text):
+        return bytes(_BYTES[letter] for letter in text)
+    if style == "pieces":
+        byte = _BYTE.fullmatch(text)
+        return bytes([int(byte[1], 16)]) if byte else text.replace(_WORD, " ").encode("utf-8", "replace")
+    return text.removeprefix("##").encode("utf-8", "replace")
+
+
+def pieces_of(tokens: Mapping[str, int], added: Mapping[int, str]) -> list[bytes]:
+    """Return the bytes of each id of a vocabulary."""
+    style = style_of(tokens)
+    pieces = [b""] * (max((*tokens.values(), *added), default=-1) + 1)
+    for text, number in tokens.items():
+        pieces[number] = bytes_of(text, style)
+    for number, text in added.items():
+        pieces[number] = text.encode("utf-8", "replace")
+    return pieces

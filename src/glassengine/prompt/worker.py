@@ -1,0 +1,173 @@
+"""The process in which a side lives: what it reads may crash it, or ask for all memory or time.
+
+A tokenizer of Rust or C++ may end its process on a hostile file, and a chat template is a program. Each side has a
+process of its own with limits of memory and processor time, and both open their files at the same time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from glassengine.errors import BackendError, GlassError, UsageError, first_line
+from glassengine.extensions import plugin
+from glassengine.prompt.side import Conversation, Opened, PromptSide
+from glassengine.workers.processes import Processes
+from glassengine.workers.protocol import Died
+
+MEMORY = 12 << 30
+"""Bytes of address space: libraries reserve some that they never use."""
+SECONDS = 240
+"""Of processor time, for all requests together."""
+
+_side: PromptSide | None = None
+
+
+def answer(request: tuple[str, Any]) -> Any:
+    """Open a side, or ask the one that is open; runs in the worker.
+
+    Raises:
+        GlassError: The side cannot be opened.
+    """
+    global _side
+    verb, value = request
+    if verb == "open":
+        _limit()
+        try:
+            _side = _open(value)
+        except (GlassError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # of Rust: no Exception
+            raise UsageError(
+                "the tokenizer cannot be opened", got=f"{value}: {first_line(error) or type(error).__name__}"
+            ) from None
+        return _side.opened
+    assert _side is not None
+    if verb == "encode":
+        return _side.encode(value[0], special=value[1])
+    if verb == "encode by file":
+        return _side.encode_by_file(value)
+    try:
+        return _side.render(value), None
+    except ValueError as error:
+        return None, str(error)
+    except (MemoryError, RecursionError) as error:
+        return None, type(error).__name__
+
+
+def _limit() -> None:
+    if sys.platform == "win32":
+        return
+    import resource
+
+    for kind, most in ((resource.RLIMIT_AS, MEMORY), (resource.RLIMIT_CPU, SECONDS)):
+        _, hard = resource.getrlimit(kind)
+        with suppress(ValueError, OSError):
+            resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def _open(spec: str) -> PromptSide:
+    from glassengine.prompt import huggingface
+
+    kind, path = kind_of(spec)
+    if kind == "gguf":
+        found: PromptSide = plugin("serving.ggml.prompt").GgufSide(path)
+    elif kind == "genai":
+        found = plugin("serving.onnx.prompt").GenaiSide(path)
+    elif kind == "sentencepiece":
+        found = huggingface.SentencepieceFile(path)
+    else:
+        found = huggingface.Directory(path)
+    return found
+
+
+def kind_of(spec: str) -> tuple[str, Path]:
+    """Return the kind of a side and its path.
+
+    Raises:
+        UsageError: It is no file or directory with a tokenizer.
+    """
+    prefix, _, rest = spec.partition(":")
+    if prefix in ("gguf", "genai") and rest:
+        kind, path = prefix, Path(rest)
+    else:
+        path = Path(spec)
+        kind = {".gguf": "gguf", ".model": "sentencepiece"}.get(path.suffix, "directory")
+    if kind in ("genai", "directory"):
+        if not path.is_dir():
+            raise UsageError("no such directory", got=spec, expected=EXPECTED)
+        names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt", "vocab.json", "tekken.json")
+        if not any((path / name).is_file() for name in names):
+            raise UsageError("the directory has no tokenizer", got=spec, expected=", ".join(names[:4]))
+    elif not path.is_file():
+        raise UsageError("no such file", got=spec, expected=EXPECTED)
+    return kind, path
+
+
+EXPECTED = "a directory of transformers, FILE.gguf, genai:DIR, or FILE.model of sentencepiece"
+
+
+class Remote:
+    """A side in a process of its own.
+
+    Args:
+        spec: What a user writes.
+    """
+
+    opened: Opened
+
+    def __init__(self, spec: str) -> None:
+        kind_of(spec)
+        self.spec = spec
+        self._workers = Processes(answer, 1)
+
+    def open(self) -> None:
+        """Read the files.
+
+        Raises:
+            GlassError: They cannot be read, or ended the process.
+        """
+        self.opened = self._ask("open", self.spec)
+
+    def close(self) -> None:
+        """End the process."""
+        self._workers.close()
+
+    def encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
+        """Return the ids of each text."""
+        found: list[list[int]] = self._ask("encode", (list(texts), special))
+        return found
+
+    def encode_by_file(self, texts: Sequence[str]) -> list[list[int]] | None:
+        """Return the bare ids by the tokenizer's file alone."""
+        found: list[list[int]] | None = self._ask("encode by file", list(texts))
+        return found
+
+    def render(self, conversation: Conversation) -> str:
+        """Return the text of a conversation."""
+        text, error = self._ask("render", dict(conversation))
+        if error is not None:
+            raise ValueError(error)
+        return str(text)
+
+    def _ask(self, verb: str, value: Any) -> Any:
+        (found,) = self._workers.run([(verb, value)], attempts=1)
+        if isinstance(found, Died):
+            raise BackendError(
+                "the process of a tokenizer has ended",
+                got=f"{self.spec}: {found.reason}",
+                expected=f"at most {MEMORY >> 30} GiB and {SECONDS} s of processor time",
+            )
+        return found
+
+
+def open_both(sides: Sequence[Remote]) -> None:
+    """Open sides at the same time."""
+    with ThreadPoolExecutor(len(sides)) as pool:
+        opened: list[Callable[[], object]] = [pool.submit(side.open).result for side in sides]
+        for result in opened:
+            result()
