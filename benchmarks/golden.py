@@ -29,7 +29,7 @@ CORPORA = {
     "kinds": ("test_hints_of_ports", "test_hints_of_folded_weights"),
     "stored": ("test_stored_programs", "test_torchscript", "test_onnx_results", "test_replay_onnx"),
     "engines": ("test_passes", "test_runtime_kernels", "tests/diagnose/ladder", "tests/diagnose/engines"),
-    "serving": ("tests/diagnose/served",),
+    "serving": ("tests/plugins/serving/check",),
     "quantized": ("tests/diagnose/quantization",),
     "ranks": ("test_runs_of_ranks", "tests/compare/ranks", "tests/compare/end_to_end"),
     "lazy": ("tests/diagnose/snapshot",),

@@ -125,7 +125,7 @@ def _tell_of_nothing() -> None:
 
     # What reads the request imports half of torch, which takes seconds.
     if snapshot_request() is not None:
-        from glassengine.executable.snapshot.environment import tell_of_nothing
+        from glassengine.executable.snapshot.snapshots import tell_of_nothing
 
         tell_of_nothing()
 

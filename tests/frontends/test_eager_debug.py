@@ -21,11 +21,10 @@ import glassengine as glass
 from glassengine.backends.eager import EagerBackend
 from glassengine.backends.inductor.backend import InductorBackend
 from glassengine.errors import UnknownNameError, UsageError
-from glassengine.executable.graph import observers
-from glassengine.executable.graph.execution import Execution
+from glassengine.executable.graph.execution import Execution, attach, detach
 from glassengine.executable.metrics.compilation import compilations
 from glassengine.executable.metrics.metrics import metrics, reset_metrics
-from glassengine.executable.metrics.reader import parse_metrics
+from glassengine.executable.metrics.report import parse_metrics
 from glassengine.frontends.eager_debug import EagerDebugMode
 from glassengine.frontends.eager_ops import OpRunner, op_runner
 from tests import children
@@ -458,12 +457,12 @@ class Seen:
 
 def test_observers_see_every_operation_with_the_names_of_its_schema(runner: OpRunner) -> None:
     seen = Seen()
-    observers.attach(seen)
+    attach(seen)
     try:
         runner.run(A.addmm.default, [Y[0, :4], X, Y.T[:, :4]], {})
         runner.run(A.cat.default, [[X, Y]], {})
     finally:
-        observers.detach(seen)
+        detach(seen)
     assert seen.executions == [
         ("aten.addmm.default", {"self": (4,), "mat1": (4, 6), "mat2": (6, 4)}),
         ("aten.cat.default", {"tensors.0": (4, 6), "tensors.1": (4, 6)}),

@@ -15,6 +15,7 @@ from glassengine.backends.protocol.backend import (
     Network,
     Run,
     Weights,
+    emptying,
     program_network,
 )
 from glassengine.capture.observers.interpreter import run_program
@@ -60,13 +61,7 @@ class EagerBackend:
 
     def compile_graph(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> GraphFunction:
         """Return the graph's own Python code."""
-
-        def run(arguments: list[Any]) -> Any:
-            values = tuple(arguments)
-            arguments.clear()
-            return module(*values)
-
-        return run
+        return emptying(module)
 
     def options(self, program: Program) -> dict[str, Any]:
         """Return nothing: there is nothing to choose."""

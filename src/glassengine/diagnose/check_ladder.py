@@ -59,7 +59,7 @@ from glassengine.judge.verdict.drift import Drift, is_less_precise
 from glassengine.judge.verdict.evidence import EvidenceBox
 from glassengine.numerics.ops import ACCUMULATIONS, Accumulation
 from glassengine.program import LoadedModel, load_candidate, load_model
-from glassengine.program.generation.generation import PLAIN
+from glassengine.program.generation import PLAIN
 from glassengine.program.kinds.image_text import IMAGE_TOKEN, WITHOUT_IMAGES
 from glassengine.progress import Work
 from glassengine.recording.read.source import TensorSource

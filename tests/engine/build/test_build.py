@@ -21,8 +21,7 @@ import glassengine as glass
 from glassengine.backends.eager import EagerBackend
 from glassengine.engine import Engine, build_program
 from glassengine.engine.build.build import default_directory
-from glassengine.engine.build.describe import Settings
-from glassengine.engine.build.plan import BuildPlan, plan_build
+from glassengine.engine.build.plan import BuildPlan, Settings, plan_build
 from glassengine.engine.store import files
 from glassengine.engine.store.requests import parse_request
 from glassengine.errors import BackendError, CorruptError, UnknownNameError, UsageError

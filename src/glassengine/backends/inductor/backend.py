@@ -20,11 +20,10 @@ import torch
 
 from glassengine import environment
 from glassengine.accelerators import require_device
-from glassengine.backends.inductor.compiler_flags import flags_in_effect, read_flags
-from glassengine.backends.inductor.directory import use_private_directory
 from glassengine.backends.inductor.grouped_queries import with_grouped_queries
 from glassengine.backends.inductor.kernels import kernel_nodes, list_kernels
 from glassengine.backends.inductor.one_row import of_one_token, one_token_shapes
+from glassengine.backends.inductor.settings import flags_in_effect, read_flags, use_private_directory
 from glassengine.backends.protocol.backend import (
     Availability,
     Capabilities,
@@ -32,12 +31,12 @@ from glassengine.backends.protocol.backend import (
     Network,
     Run,
     Weights,
+    emptying,
 )
-from glassengine.backends.protocol.devices import brought, device_of, moved
-from glassengine.backends.protocol.io import read_io, write_io
+from glassengine.backends.protocol.io import brought, device_of, moved, read_io, write_io
 from glassengine.executable.cache.cache import CompilerCache
 from glassengine.program.representation.program import Program, copied_graph
-from glassengine.program.user_code.raised import described
+from glassengine.program.user_code.calls import described
 from glassengine.torch_versions import donated
 
 FREEZE_LIMIT_BYTES = 2 << 30
@@ -151,13 +150,7 @@ class InductorBackend:
             artifact = torch._inductor.standalone_compile(
                 own, list(example_inputs), dynamic_shapes="from_tracing_context", **donated()
             )
-
-        def run(arguments: list[Any]) -> Any:
-            values = tuple(arguments)
-            arguments.clear()
-            return artifact(*values)
-
-        return run
+        return emptying(artifact)
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         """Return those of Inductor: some change strides, as of a concatenation in which only one part is not empty."""

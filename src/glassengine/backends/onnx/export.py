@@ -322,10 +322,7 @@ def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
             context = op.Reshape(context, per_head)
         return context
 
-    return {
-        torch.ops.aten.index_copy.default: index_copy,
-        _ATTENTION: attention,
-    }
+    return {torch.ops.aten.index_copy.default: index_copy, _ATTENTION: attention}
 
 
 @contextlib.contextmanager

@@ -1,26 +1,37 @@
-"""Layers of an ONNX graph under the names of the program's nodes, and the listing of such a graph.
+"""The ONNX graph of an engine: read and checked, its layers named after the program's nodes, and listed.
 
-The converter keeps in each ONNX node the FX node that it came from. A layer that yields the value of an FX node is
-called like it, which makes the names of layers names that `--add-output` takes; every other layer of the expansion is
-called `<node>/<operation>_<n>`.
+A runtime follows what the file says of its data, so the file is checked before a runtime opens it. The converter keeps
+in each ONNX node the FX node that it came from. A layer that yields the value of an FX node has the name of that node,
+which `--add-output` takes; every other layer of the expansion is called `<node>/<operation>_<n>`.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import operator
 import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from glassengine.backends.onnx.stored import read_graph
 from glassengine.backends.protocol.backend import Layer, Network, NetworkTensor
+from glassengine.errors import CorruptError
+from glassengine.program.onnx.stored.declared import check_settings
+from glassengine.program.onnx.stored.file import MAX_BYTES
 from glassengine.program.onnx.stored.session import start
+from glassengine.program.onnx.stored.tensors import check_tensors
+from glassengine.program.onnx.stored.texts import check_texts
 from glassengine.program.representation.program import Program
+from glassengine.reading.documents import damaged
+from glassengine.reading.files import open_regular, read_bytes
+
+if TYPE_CHECKING:
+    import onnx
+
 
 NODE_KEY = "glassengine.node"
 """Key of a layer's metadata: the FX node that it carries out, alone or in part."""
@@ -200,3 +211,42 @@ def _attribute(entry: Any) -> Any:
     if isinstance(value, (onnx.GraphProto, onnx.SparseTensorProto, onnx.TypeProto)):
         return f"<{type(value).__name__}>"
     return list(value)
+
+
+def check_graph(directory: Path, name: str) -> None:
+    """Check the graph of an engine before a runtime opens it.
+
+    Running needs no onnx. Without it every file beside the graph has to be a plain one, and that weights
+    lie in the same directory is what ONNX Runtime checks by itself.
+
+    Raises:
+        CorruptError: It is damaged, or something in the directory is not a plain file.
+    """
+    if importlib.util.find_spec("onnx") is not None:
+        read_graph(directory / name)
+        return
+    for path in sorted(directory.rglob("*")):
+        if path.is_symlink() or not path.is_dir():
+            open_regular(path, inside=directory).close()
+
+
+def read_graph(path: Path) -> onnx.ModelProto:
+    """Return the graph of an engine; weights that lie in other files are checked, and not read.
+
+    Raises:
+        CorruptError: It is damaged, or a weight lies outside of the engine.
+    """
+    import onnx
+
+    model = onnx.ModelProto()
+    raw = read_bytes(path, most=MAX_BYTES, inside=path.parent)
+    try:
+        model.ParseFromString(raw)
+    except Exception as error:  # of protobuf, which has no types and several implementations
+        raise damaged(path.name, path, error) from error
+    if not model.ir_version or not model.graph.output:
+        raise CorruptError(f"{path.name} is damaged", got=f"{path}: no graph with outputs")
+    check_texts(model, path)
+    check_settings(model, path)
+    check_tensors(model, path)
+    return model

@@ -183,6 +183,17 @@ class CachingGraphs(Protocol):
         """Return its option for the directory of its products."""
 
 
+def emptying(function: Callable[..., Any]) -> GraphFunction:
+    """Return a function of a list of inputs, which it empties before `function` runs on them."""
+
+    def run(arguments: list[Any]) -> Any:
+        values = tuple(arguments)
+        arguments.clear()
+        return function(*values)
+
+    return run
+
+
 def effective_options(backend: Backend, program: Program) -> dict[str, Any]:
     """Return the options of a back-end that are in effect; its capabilities where it tells no more."""
     if isinstance(backend, Describing):

@@ -25,7 +25,7 @@ from glassengine.program import LoadedModel
 from glassengine.program.onnx.stored.options import SessionSettings
 from glassengine.program.onnx.stored.session import OnnxModel
 from glassengine.program.representation.signature import named_results
-from glassengine.program.user_code.mode import Draws, in_words, is_whole, that_matter
+from glassengine.program.user_code.forward import Draws, in_words, is_whole, that_matter
 from glassengine.program.user_code.module_state import holding, own_copies
 from glassengine.results import Findings, ResultComparison
 
@@ -218,7 +218,8 @@ def _signal(baseline: torch.Tensor, value: torch.Tensor | None) -> float:
 _LEAST = 1.0
 """In dB: less is the rounding of another order."""
 _PART = 6.0
-"""What the optimizations change is part of a difference if it is at most so many dB smaller than that."""
+"""Optimizations cause a difference if their own change is at most so many dB smaller; a quantized file that loses more
+by them than this is wrong: its grids then explain less than a quarter of the noise."""
 
 
 def as_run(baseline: LoadedModel, candidate: LoadedModel | None, settings: SessionSettings) -> None:
@@ -242,7 +243,7 @@ def with_level(found: Findings, model: LoadedModel, written: Sequence[ResultComp
         model: What was run.
         written: The same results of the graph as it is written, where they were compared.
     """
-    module, texts = model.module, []
+    module, texts, wrong = model.module, [], []
     if not isinstance(module, OnnxModel) or module.settings is None:
         return found
     known = {one.name: one.snr_db for one in written}
@@ -253,10 +254,14 @@ def with_level(found: Findings, model: LoadedModel, written: Sequence[ResultComp
         between = decibels(noise / signal)
         if before is not None and before - one.snr_db >= _LEAST:
             texts.append(f"cost {before - one.snr_db:.1f} dB of {one.name}: {before:.1f} dB without them")
+            if before - one.snr_db > _PART:
+                wrong.append(texts[-1])
         elif before is None and not one.agrees and between < one.snr_db + _PART:
             texts.append(f"change {one.name}: {between:.1f} dB from the graph as it is written")
     if not texts:
         return found
-    notes = [f"ONNX Runtime's optimizations at level {module.settings.level!r} {text}" for text in dict.fromkeys(texts)]
+    said = f"ONNX Runtime's optimizations at level {module.settings.level!r} "
+    notes = [said + text for text in dict.fromkeys(texts)]
+    found.differences = [*found.differences, *(said + text for text in dict.fromkeys(wrong))]
     found.notes, found.explanation = [*notes, *found.notes], notes[0]
     return found

@@ -19,9 +19,9 @@ from torch import nn
 from glassengine.errors import UsageError
 from glassengine.judge.sides.arguments import Arguments, matched
 from glassengine.program import LoadedModel, Program, export_program
-from glassengine.program.kinds.steps import MadeUp
+from glassengine.program.kinds.example_inputs import MadeUp
 from glassengine.program.user_code.module_state import ModuleState, remembers, states_before
-from glassengine.program.user_code.specialized import SPECIALIZED
+from glassengine.program.user_code.tracing import SPECIALIZED
 from glassengine.progress import Progress, Work
 from glassengine.results import Findings, Result, Skipped, SliceMaxima
 

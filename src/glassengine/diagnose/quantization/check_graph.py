@@ -21,9 +21,8 @@ from glassengine.judge.verdict.coverage import fineness_of
 from glassengine.numerics.metrics.drift import shared
 from glassengine.numerics.quantization.weight_error import WeightError
 from glassengine.program import LoadedModel
-from glassengine.program.export.examples import named_inputs
 from glassengine.program.representation.program import Program
-from glassengine.program.representation.signature import named_results
+from glassengine.program.representation.signature import named_inputs, named_results
 from glassengine.program.user_code.module_state import own_copies
 from glassengine.progress import Progress, Work
 from glassengine.results import (

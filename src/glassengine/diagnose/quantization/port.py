@@ -26,11 +26,10 @@ from glassengine.diagnose.quantization.check_graph import Ends, check_quantized_
 from glassengine.judge.cases import module_cases
 from glassengine.judge.sides.arguments import matched
 from glassengine.program import LoadedModel, load_model
-from glassengine.program.export.examples import named_inputs
-from glassengine.program.kinds.steps import MadeUp
+from glassengine.program.kinds.example_inputs import MadeUp
 from glassengine.program.onnx.dequantized import without_grids
 from glassengine.program.onnx.stored.grids import is_quantized_graph
-from glassengine.program.representation.signature import named_results
+from glassengine.program.representation.signature import named_inputs, named_results
 from glassengine.program.user_code.module_state import run_alone
 from glassengine.progress import Progress
 from glassengine.results import Findings, Policy, worst

@@ -195,12 +195,7 @@ class GenerationSettings:
 
 
 def read_settings(
-    directory: Path,
-    given: Any,
-    settings: Mapping[str, Any],
-    *,
-    max_length: int,
-    vocab_size: int | None,
+    directory: Path, given: Any, settings: Mapping[str, Any], *, max_length: int, vocab_size: int | None
 ) -> GenerationSettings:
     """Lay settings over one another as transformers' `generate` does: those given by name win, then `given`, then
     generation_config.json of the engine, then transformers' defaults.

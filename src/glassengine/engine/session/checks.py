@@ -1,5 +1,7 @@
-"""Inputs checked before they reach compiled code, which would read past the end of a tensor that is too small; and what
-comes out of it, by name.
+"""Inputs checked before they reach compiled code, which would read past the end of a tensor that is too small.
+
+The message of every refusal is a table of all inputs: what was given, what the engine was built for, what is wrong and
+what helps. The same table is logged of each step at level DEBUG.
 
 Shape legend: B batch, S new tokens.
 """
@@ -8,14 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from glassengine.engine.session.inputs_table import Row, refuse, row_of
 from glassengine.engine.store.manifest import Manifest
 from glassengine.errors import CorruptError, UsageError
-from glassengine.program.export.examples import named_inputs
+from glassengine.program.representation.signature import named_inputs
 
 
 def require_generating(manifest: Manifest) -> None:
@@ -273,3 +275,65 @@ def results_of(
         absent = next(name for name in found if name not in results)
         raise CorruptError(f"the engine {manifest.name!r} gives no {absent!r}", got=", ".join(outputs))
     return results
+
+
+_HEADER = ("input", "dtype", "device", "shape", "built for", "problem", "to do")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One input.
+
+    Attributes:
+        name: As the engine calls it.
+        dtype: torch dtype name, or the type of a plain value; "-" where nothing was given.
+        device: Where it is.
+        shape: Its sizes, or the plain value itself.
+        built: What the engine was built for.
+        problem: What is wrong; empty when nothing is.
+        fix: The exact call or flag that helps.
+    """
+
+    name: str
+    dtype: str
+    device: str
+    shape: str
+    built: str
+    problem: str = ""
+    fix: str = ""
+
+
+def row_of(name: str, tensor: torch.Tensor, built: str, problem: str = "", fix: str = "") -> Row:
+    """Return the row of a tensor; its values are not looked at."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Row(name, dtype, str(tensor.device), str(list(tensor.shape)), built, problem, fix)
+
+
+def render(rows: Sequence[Row]) -> str:
+    """Return the table as text, a line per row; columns that are empty throughout are left out."""
+    cells = [[r.name, r.dtype, r.device, r.shape, r.built, r.problem or "ok", r.fix] for r in rows]
+    if not any(row.problem for row in rows):
+        cells = [cell[: 5 if any(row.built for row in rows) else 4] for cell in cells]
+    table = [list(_HEADER[: len(cells[0])]), *cells]
+    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table
+    )
+
+
+def render_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return the table of what a step is about to be given."""
+    return render([row_of(name, tensor, "") for name, tensor in tensors.items()])
+
+
+def refuse(engine: str, rows: Sequence[Row]) -> None:
+    """Raise if any row has a problem; the hint repeats what helps.
+
+    Raises:
+        UsageError: With the table of all rows.
+    """
+    fixes = dict.fromkeys(row.fix for row in rows if row.problem and row.fix)
+    if any(row.problem for row in rows):
+        raise UsageError(
+            f"the inputs do not fit the engine {engine!r}", got="\n" + render(rows), hint="; ".join(fixes) or None
+        )

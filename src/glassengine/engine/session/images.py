@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from glassengine.engine.session.inputs_table import Row, row_of
+from glassengine.engine.session.checks import Row, row_of
 from glassengine.engine.session.loaded import LoadedEngine
 from glassengine.engine.store.manifest import Manifest
 from glassengine.errors import UsageError

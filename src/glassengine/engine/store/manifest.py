@@ -268,7 +268,18 @@ def require_fit(manifest: Manifest, *, portable: bool) -> None:
     Raises:
         BackendError: It was built for another processor or other versions; says which.
     """
-    reasons = _refusals(manifest, portable=portable)
+    here = environment.versions()
+    reasons = [
+        f"built with {package} {version}, here is {here.get(package) or 'none'}"
+        for package, version in manifest.requires.items()
+        if here.get(package) != version
+    ]
+    if not portable and manifest.machine != platform.machine():
+        reasons.append(f"built for {manifest.machine}, this machine is {platform.machine()}")
+    missing = [] if portable else sorted(set(manifest.cpu_flags) - environment.cpu_flags())
+    if missing:
+        lacking = f"{environment.cpu_name()} lacks: {' '.join(missing)}"
+        reasons.append(f"built on {manifest.cpu} with instructions that {lacking}")
     if reasons:
         raise BackendError(
             f"the engine {manifest.name!r} was not built for this machine",
@@ -304,24 +315,6 @@ def require_intact(manifest: Manifest, intact: bool, program: Mapping[str, Any])
             got="another checksum",
             hint=REBUILD,
         )
-
-
-def _refusals(manifest: Manifest, *, portable: bool) -> list[str]:
-    reasons = []
-    here = environment.versions()
-    for package, version in manifest.requires.items():
-        if here.get(package) != version:
-            reasons.append(f"built with {package} {version}, here is {here.get(package) or 'none'}")
-    if portable:
-        return reasons
-    if manifest.machine != platform.machine():
-        reasons.append(f"built for {manifest.machine}, this machine is {platform.machine()}")
-    missing = sorted(set(manifest.cpu_flags) - environment.cpu_flags())
-    if missing:
-        reasons.append(
-            f"built on {manifest.cpu} with instructions that {environment.cpu_name()} lacks: {' '.join(missing)}"
-        )
-    return reasons
 
 
 def instruction_flags() -> tuple[str, ...]:

@@ -97,10 +97,7 @@ def _newest(directory: Path) -> Path:
     found = _profiles(directory) if directory.is_dir() else []
     if not found:
         raise UsageError(
-            "no profile found",
-            got=str(directory),
-            expected=f"profile-NNNNNN/{SUMMARY}",
-            hint="glass run --profile DIR",
+            "no profile found", got=str(directory), expected=f"profile-NNNNNN/{SUMMARY}", hint="glass run --profile DIR"
         )
     return found[-1]
 

@@ -47,10 +47,7 @@ def check(steps: int, timeout_s: float) -> Asked:
     """
     if not 1 <= steps <= MAX_STEPS:
         raise UsageError(
-            "invalid number of steps of a profile",
-            got=f"{steps} steps",
-            expected=f"1 to {MAX_STEPS}",
-            hint="--steps N",
+            "invalid number of steps of a profile", got=f"{steps} steps", expected=f"1 to {MAX_STEPS}", hint="--steps N"
         )
     if not 0 <= timeout_s <= MAX_S:
         raise UsageError("invalid timeout", got=f"timeout_s={timeout_s}", expected=f"0 to {MAX_S:g} seconds")

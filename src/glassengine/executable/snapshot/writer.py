@@ -10,11 +10,12 @@ import dataclasses
 import datetime as dt
 import errno
 import functools
+import hashlib
 import logging
 import os
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,12 @@ from glassengine import environment
 from glassengine.errors import first_line
 from glassengine.executable.graph.graph import CapturedGraph
 from glassengine.executable.snapshot import layout
-from glassengine.executable.snapshot.entries import EntryWriter
 from glassengine.executable.snapshot.graph import flatten, graph_archive
-from glassengine.executable.snapshot.layout import Entry
-from glassengine.executable.snapshot.meta import read_meta, sealed
-from glassengine.executable.snapshot.tensors import obstacle
-from glassengine.executable.snapshot.weights import Home, link
+from glassengine.executable.snapshot.layout import Entry, plain_entry, read_meta, sealed
+from glassengine.executable.snapshot.tensors import Home, Place, SharedWeights, file_key, link, obstacle, write_tensors
 from glassengine.program.onnx.exported import without_data
+from glassengine.recording.layout.statistics import summarize
+from glassengine.recording.layout.values import bytes_of, dtype_name
 from glassengine.writing.checksums import crc32
 from glassengine.writing.files import aside, remove_tree
 
@@ -150,7 +150,7 @@ class SnapshotWriter:
         Raises:
             OSError: They cannot be written; the snapshot is what it was.
         """
-        meta = read_meta(path) | self._facts(facts)
+        meta = read_meta(path)[1] | self._facts(facts)
         try:
             if outputs:
                 entries = self._entries.write(Home(path), layout.OUTPUTS, _as("output", outputs))
@@ -306,3 +306,76 @@ def _surroundings(redact: bool) -> dict[str, Any]:
 @functools.cache
 def _machine() -> dict[str, Any]:
     return environment.describe()
+
+
+_WEIGHT_KINDS = ("parameter", "buffer", "constant")
+
+
+class EntryWriter:
+    """Writes values, and knows which weights are in files already.
+
+    Args:
+        redact: Write no values; entries have statistics and hashes instead.
+    """
+
+    def __init__(self, redact: bool) -> None:
+        self._redact = redact
+        self._weights = SharedWeights()
+
+    def is_written(self, tensor: Tensor) -> bool:
+        """Return whether the values of a tensor are probably in a file already."""
+        return self._weights.is_known(tensor)
+
+    def write(
+        self, home: Home, file: str, values: Mapping[str, tuple[str, Any]], *, constant: Container[str] = ()
+    ) -> list[Entry]:
+        """Write the values that can be written.
+
+        Args:
+            home: Of the snapshot.
+            file: For all values but weights, which have files of their own.
+            values: Name -> (kind, value).
+            constant: Names of tensors that never change.
+
+        Returns:
+            An entry for each value, in their order.
+
+        Raises:
+            OSError: A file cannot be written.
+        """
+        assert home.path is not None
+        found: dict[str, Entry] = {}
+        tensors: dict[str, Tensor] = {}
+        for name, (kind, value) in values.items():
+            problem = obstacle(value)
+            if not isinstance(value, Tensor):
+                found[name] = plain_entry(name, kind, value)
+                if self._redact and isinstance(value, (float, str)):
+                    found[name] = dataclasses.replace(found[name], value=None, left_out="redacted")
+                continue
+            found[name] = _tensor_entry(name, kind, value)
+            if problem is not None:
+                found[name] = dataclasses.replace(found[name], left_out=problem)
+            elif self._redact:
+                found[name] = _redacted(found[name], value)
+            else:
+                tensors[name] = value
+        weights = {name for name in tensors if values[name][0] in _WEIGHT_KINDS}
+        places = self._weights.place(home, tensors, weights, constant) if file == layout.INPUTS else {}
+        rest = {name: tensor for name, tensor in tensors.items() if name not in places}
+        if rest:
+            checksums = write_tensors(home.path / file, {file_key(name): tensor for name, tensor in rest.items()})
+            places |= {name: Place(file, file_key(name), checksums[file_key(name)]) for name in rest}
+        for name, place in places.items():
+            found[name] = dataclasses.replace(found[name], file=place.file, key=place.key, crc32=place.crc32)
+        return list(found.values())
+
+
+def _tensor_entry(name: str, kind: str, tensor: Tensor) -> Entry:
+    stride = tuple(tensor.stride()) if tensor.layout == torch.strided else ()
+    return Entry(name, kind, dtype_name(tensor.dtype), tuple(tensor.shape), stride, str(tensor.device))
+
+
+def _redacted(entry: Entry, tensor: Tensor) -> Entry:
+    digest = hashlib.sha256(bytes_of(tensor.detach())).hexdigest()
+    return dataclasses.replace(entry, sha256=digest, statistics=summarize(tensor.detach()).to_dict())

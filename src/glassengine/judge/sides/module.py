@@ -18,13 +18,12 @@ from glassengine.judge.graphs.by_name import SitePair
 from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.arguments import Arguments
 from glassengine.judge.sides.protocol import Baseline, Guarantee, Observed, Place, Side, float_nodes
-from glassengine.program.kinds.causal_lm import accepted, cache_argument, expert_modules
-from glassengine.program.kinds.states import cache_tensors, forget
+from glassengine.program.kinds.causal_lm import accepted, cache_argument, cache_tensors, expert_modules, forget
 from glassengine.program.representation.program import Program
 from glassengine.program.representation.signature import named_results, plain_results
-from glassengine.program.user_code.mode import as_given
+from glassengine.program.user_code.calls import described, raised_in
+from glassengine.program.user_code.forward import as_given
 from glassengine.program.user_code.module_state import ModuleState, own_copies, run_with
-from glassengine.program.user_code.raised import described, raised_in
 
 
 @dataclass

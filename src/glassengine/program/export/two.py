@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from glassengine.program.export.examples import example_of, place
 from glassengine.program.export.export import traced_program
 from glassengine.program.kinds import causal_lm, encoder_decoder, image_text
 from glassengine.program.listing.listing import OnStage
 from glassengine.program.representation.program import FIXED_INPUTS, SMALLEST, Program
-from glassengine.program.representation.small_sizes import small_sizes
+from glassengine.program.representation.signature import example_of, place, small_sizes
 
 
 def export_encoder_decoder(
@@ -47,11 +46,9 @@ def export_encoder_decoder(
         wrapper,
         {"inputs": example},
         {"inputs": dynamic},
-        kind="module",
         prefix=causal_lm.USER_MODULE,
         input_names=list(example),
         output_names=encoder_decoder.cross_names(len(layouts.cross.layers)),
-        layout=None,
         metadata={**(metadata or {}), FIXED_INPUTS: {}},
         on_stage=on_encoder_stage,
         is_part=True,
@@ -63,7 +60,6 @@ def export_encoder_decoder(
         encoder_decoder.Decoder(model, layouts.width),
         decoder_inputs,
         shapes,
-        kind="causal_lm",
         prefix=causal_lm.USER_MODULE,
         input_names=encoder_decoder.input_names(model, layouts),
         output_names=["logits"],
@@ -104,11 +100,9 @@ def export_image_text(
         image_text.Vision(model),
         dict(image),
         None,
-        kind="module",
         prefix=causal_lm.USER_MODULE,
         input_names=[image_text.PIXELS],
         output_names=[image_text.FEATURES],
-        layout=None,
         metadata={**(metadata or {}), FIXED_INPUTS: {}},
         on_stage=on_encoder_stage,
         is_part=True,
@@ -121,7 +115,6 @@ def export_image_text(
             image_text.Decoder(model, layout, is_list=image_text.makes_list(model, image)),
             inputs,
             shapes,
-            kind="causal_lm",
             prefix=causal_lm.USER_MODULE,
             input_names=image_text.input_names(layout),
             output_names=["logits"],

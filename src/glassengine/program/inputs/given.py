@@ -10,7 +10,7 @@ import torch
 
 from glassengine import asked
 from glassengine.errors import CorruptError, UsageError
-from glassengine.program.user_code.factory import call_factory
+from glassengine.program.user_code.calls import call_factory
 from glassengine.reading.documents import read_document
 from glassengine.reading.tensors import check_unfolded, read_npz, read_safetensors, read_torch
 from glassengine.stores.places import place
