@@ -88,10 +88,7 @@ def moved(program: Program, device: str) -> Any:
 def brought(run: Run, device: str, caches: Mapping[str, str]) -> Run:
     """Return a function that runs on `device` with tensors from anywhere.
 
-    Args:
-        run: Writes the caches in place; wants everything on `device`.
-        device: "cpu" or "cuda".
-        caches: `past_*` inputs -> results.
+    `run` writes the caches in place, and wants everything on `device`.
     """
     if device == "cpu":
         return run

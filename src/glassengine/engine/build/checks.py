@@ -49,12 +49,7 @@ def check_written(
 ) -> None:
     """Refuse what a back-end cannot do that writes models rather than graphs, and types where none are written.
 
-    Args:
-        backend: That is to build.
-        model: Loaded.
-        quantize: Type of matrices.
-        length: Most tokens of a sequence.
-        asked: Flag of what needs a graph -> what was asked for.
+    `asked` maps flags of what needs a graph to what was asked for.
 
     Raises:
         UsageError: It cannot be written, or not so.
@@ -124,10 +119,7 @@ _PROMPTS = 2
 def require_agreement(model: LoadedModel, program: Program, max_seq_len: int | None) -> None:
     """Run a prompt and one more token through both.
 
-    Args:
-        model: A language model with its weights, that needs nothing but tokens.
-        program: Its program, before any pass.
-        max_seq_len: Of the engine.
+    The program is that before any pass, and the model needs nothing but tokens.
 
     Raises:
         UsageError: The logits differ by more than rounding.

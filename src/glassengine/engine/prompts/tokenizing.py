@@ -123,12 +123,7 @@ TextCallback = Callable[[str], None]
 
 
 class TextStream:
-    """Turns tokens into pieces of text that never have to be taken back.
-
-    Args:
-        tokenizer: Of the model.
-        on_text: Called with each piece.
-    """
+    """Turns tokens into pieces of text that never have to be taken back."""
 
     def __init__(self, tokenizer: Any, on_text: TextCallback) -> None:
         self._tokenizer, self._on_text = tokenizer, on_text

@@ -41,11 +41,6 @@ Message = tuple[dict[str, Any], dict[str, torch.Tensor]]
 class Children:
     """The ranks of an engine, each a process.
 
-    Args:
-        directory: Of the engine.
-        mesh: Its ranks.
-        trust: As in `load`.
-
     Raises:
         BackendError: A rank could not start; names it.
     """

@@ -142,10 +142,7 @@ class SnapshotWriter:
     def add(self, path: Path, *, outputs: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         """Add what was known only after a snapshot had been written.
 
-        Args:
-            path: What `write` returned; without outputs.
-            outputs: Written unless there are none.
-            facts: Laid over `meta.json`.
+        `path` is what `write` returned, without outputs; `facts` are laid over `meta.json`.
 
         Raises:
             OSError: They cannot be written; the snapshot is what it was.
@@ -312,11 +309,7 @@ _WEIGHT_KINDS = ("parameter", "buffer", "constant")
 
 
 class EntryWriter:
-    """Writes values, and knows which weights are in files already.
-
-    Args:
-        redact: Write no values; entries have statistics and hashes instead.
-    """
+    """Writes values, and knows which weights are in files already."""
 
     def __init__(self, redact: bool) -> None:
         self._redact = redact
@@ -331,11 +324,7 @@ class EntryWriter:
     ) -> list[Entry]:
         """Write the values that can be written.
 
-        Args:
-            home: Of the snapshot.
-            file: For all values but weights, which have files of their own.
-            values: Name -> (kind, value).
-            constant: Names of tensors that never change.
+        All values but weights, which have files of their own, go to `file`; those in `constant` never change.
 
         Returns:
             An entry for each value, in their order.
