@@ -24,6 +24,8 @@ from glassengine.reading.documents import damaged, read_document
 
 _FILE = "io.json"
 _MAX_BYTES = 16 << 20
+DEVICE = "device"
+"""Key of a program's metadata while it is built: what it is built for, "cpu" or "cuda"."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,6 @@ def read_io(directory: Path) -> IOOrder:
     if unknown:
         raise damaged(_FILE, directory / _FILE, f"{unknown[0]!r} is not an input")
     return order
-
-
-DEVICE = "device"
-"""Key of a program's metadata while it is built: what it is built for, "cpu" or "cuda"."""
 
 
 def device_of(program: Program) -> str:

@@ -28,6 +28,11 @@ DEFAULT_MAX_SEQ_LEN = 2048
 
 _MAX_BATCH, _MAX_LENGTH = 1 << 20, 1 << 24
 """Beyond them the number of bytes of a cache is beyond 64 bits."""
+PROMPT_LENGTH = 3
+LONGEST_CACHE = 2048
+"""Most slots of the cache: more than windows of attention usually have, little memory beside the weights."""
+_PROMPTS = 2
+"""Tokens by chance of so many seeds: of all of them a wrong program is wrong, rounding never changes an expert."""
 
 
 def check_dtype(backend: Backend, dtype: str) -> None:
@@ -106,14 +111,6 @@ def check_sizes(model: LoadedModel, batch: int, length: int | None) -> int | Non
 
 def _shown(number: int) -> str:
     return f"{number:,}" if number < 1 << 64 else f"about 2^{number.bit_length()}"
-
-
-PROMPT_LENGTH = 3
-LONGEST_CACHE = 2048
-"""Most slots of the cache: more than windows of attention usually have, little memory beside the weights."""
-
-_PROMPTS = 2
-"""Tokens by chance of so many seeds: of all of them a wrong program is wrong, rounding never changes an expert."""
 
 
 def require_agreement(model: LoadedModel, program: Program, max_seq_len: int | None) -> None:

@@ -25,6 +25,7 @@ _MOST_ITEMS = 1 << 30
 _MOST_GROWTH = 1024
 _MOST_DECODERS = 1000
 _MOST_REPEATS = 3
+TextCallback = Callable[[str], None]
 
 
 def encode(tokenizer: Any, prompts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
@@ -117,9 +118,6 @@ def _growth(pattern: dict[str, str], content: str, where: str) -> int:
         got = f"{shown(where)}: {shown(pattern.get('Regex', ''))[:400]}"
         raise CorruptError("a pattern of the tokenizer's decoder may never finish", got=got)
     return len(content) + 1  # of nothing, between all characters
-
-
-TextCallback = Callable[[str], None]
 
 
 class TextStream:

@@ -37,6 +37,8 @@ DECODER_IDS = "decoder_input_ids"
 
 Encode = Callable[..., dict[str, torch.Tensor]]
 """`Engine.encode`."""
+PLACEHOLDER = "<image>"
+"""For processors that do not say how they spell it."""
 
 
 def encoded(
@@ -79,10 +81,6 @@ def encoded(
             hint="--inputs FILE with decoder_input_ids",
         )
     return [[start]] * batch, constants
-
-
-PLACEHOLDER = "<image>"
-"""For processors that do not say how they spell it."""
 
 
 def read_request(engine: LoadedEngine, request: Request) -> Prompts:

@@ -19,6 +19,8 @@ from glassengine.engine.store.manifest import Manifest
 from glassengine.errors import CorruptError, UsageError
 from glassengine.program.representation.signature import named_inputs
 
+_HEADER = ("input", "dtype", "device", "shape", "built for", "problem", "to do")
+
 
 def require_generating(manifest: Manifest) -> None:
     """Raise unless the engine has a prefill and decode steps.
@@ -247,9 +249,6 @@ def results_of(
         absent = next(name for name in found if name not in results)
         raise CorruptError(f"the engine {manifest.name!r} gives no {absent!r}", got=", ".join(outputs))
     return results
-
-
-_HEADER = ("input", "dtype", "device", "shape", "built for", "problem", "to do")
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,8 @@ PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 """What a model of images and text reads images with."""
 
 Loaded = TypeVar("Loaded")
+HASHED_AT_LOAD_BYTES = 16 << 20
+"""Files up to this size are hashed at every load, larger ones only when asked to verify."""
 
 
 def require_own_folders(engine: Path) -> None:
@@ -277,10 +279,6 @@ def copy_model_files(module: torch.nn.Module, source: str | None, revision: str 
         if found is not None:
             shutil.copyfile(found, directory / name)
     return any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"))
-
-
-HASHED_AT_LOAD_BYTES = 16 << 20
-"""Files up to this size are hashed at every load, larger ones only when asked to verify."""
 
 
 def list_files(directory: Path) -> tuple[FileEntry, ...]:

@@ -49,6 +49,7 @@ _MAX_JUMP_S = 0.05
 
 _one_at_a_time = threading.Lock()
 _active: Profile | None = None
+_NAME = re.compile(r"profile-(\d{1,9})")
 
 
 class Profile:
@@ -271,9 +272,6 @@ def _make_directory(root: Path) -> Path:
         raise UsageError(
             "the profile cannot be written there", got=f"{root}: {error.strerror or error}", hint="--profile DIR"
         ) from error
-
-
-_NAME = re.compile(r"profile-(\d{1,9})")
 
 
 def _begin_anew() -> None:

@@ -29,6 +29,7 @@ from glassengine.writing.files import write_all
 
 _BATCH_BYTES = 8 << 20
 _PADDING = 8
+_MAX_FILES = 4  # of one snapshot; beyond that all of its weights are rewritten
 
 
 def obstacle(value: Any) -> str | None:
@@ -163,9 +164,6 @@ def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
             return False
         end = step * (size - 1) + end
     return end <= 4 * torch.Size(shape).numel() + 4096
-
-
-_MAX_FILES = 4  # of one snapshot; beyond that all of its weights are rewritten
 
 
 @dataclass
