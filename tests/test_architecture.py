@@ -31,10 +31,12 @@ FLOORS = (
     {"numerics"},
     {"compare", "capture", "executable"},
     {"report", "backends"},
-    {"serving", "plugins.cluster", "plugins.tensorrt_rtx"},
+    {"plugins.cluster", "plugins.tensorrt_rtx", "serving"},
     {"frontends", "engine"},
     {"judge", "plugins.lazy"},
     {"diagnose"},
+    {"plugins.quantized"},
+    {"plugins.serving"},
     {"commands", "compat", "lazy", "metrics", "profiler", "snapshots"},
     {"testing", "cli", "pytest_plugin", "auto", "eager_debug"},
     {"__main__"},
@@ -42,7 +44,12 @@ FLOORS = (
 FLOOR_OF = {unit: level for level, floor in enumerate(FLOORS) for unit in floor}
 
 # Public names of a plugin: modules of the package that stand for it, and may import from it.
-DOORS = {"glassengine.lazy": "plugins.lazy", "glassengine.compat.torch_xla": "plugins.lazy"}
+DOORS = {
+    "glassengine.lazy": "plugins.lazy",
+    "glassengine.compat.torch_xla": "plugins.lazy",
+    "glassengine.serving.ggml": "plugins.serving",
+    "glassengine.serving.vllm": "plugins.serving",
+}
 # Whose imports for types alone give their names to type checkers.
 NAMING = {PACKAGE, "glassengine.compat"}
 
@@ -251,7 +258,7 @@ def test_imports_point_down() -> None:
 
 def test_plugins_are_reached_by_the_registry_alone() -> None:
     assert [found for module in MODULES for found in into_plugins(text_of(module), module, is_package(module))] == []
-    asked = {plugin for module in MODULES for plugin in re.findall(r'\bplugin\("([\w.]+)"\)', text_of(module))}
+    asked = {plugin for module in MODULES for plugin in re.findall(r'plugin\("([\w.]+)"', text_of(module))}
     assert asked and all(f"{PACKAGE}.plugins.{plugin}" in MODULES for plugin in asked)
     assert {path.parent.name for path in (SOURCE / "plugins").glob("*/__init__.py")} == extensions.EXTRAS.keys()
 
@@ -410,12 +417,12 @@ def test_planted_environment_access_is_found(line: str) -> None:
 
 
 # What is shown to people decides nothing there, and nothing asks an implementation under judgement for its class.
-JUDGING = ("judge", "diagnose", "compare", "cli", "report")
+JUDGING = ("judge", "diagnose", "compare", "cli", "report", "plugins/quantized", "plugins/serving/check")
 _READS = {"startswith", "endswith", "removeprefix", "removesuffix", "partition", "rpartition", "split"}
 
 DECIDED_BY_WORDS = {
     # Values of the JSON document, of a Literal type that mypy holds comparisons against.
-    ("diagnose/quantization/result.py", "not its values"): "kind of a hint, documented in the JSON reference",
+    ("plugins/quantized/result.py", "not its values"): "kind of a hint, documented in the JSON reference",
     # Stack traces as Python and torch write them.
     ("diagnose/training/gradient_graph.py", '(?m)^(?=\\s*File ")'): "a traceback",
     ("diagnose/training/gradient_graph.py", 'File "'): "a traceback",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint, PathDistribution, distribution
 from pathlib import Path
@@ -14,13 +15,16 @@ import pytest
 import torch
 
 import glassengine as glass
-from glassengine import extensions
+from glassengine import commands, extensions
 from glassengine.backends.registry import find_backend
 from glassengine.errors import GlassError
 from tests import children
 
 PLUGINS = sorted(extensions.EXTRAS)
-DOORS = {"lazy": ("glassengine.lazy", "glassengine.compat.torch_xla")}
+DOORS = {
+    "lazy": ("glassengine.lazy", "glassengine.compat.torch_xla"),
+    "serving": ("glassengine.serving.ggml", "glassengine.serving.vllm"),
+}
 
 
 class Hidden(importlib.abc.MetaPathFinder):
@@ -38,12 +42,14 @@ class Hidden(importlib.abc.MetaPathFinder):
 def hidden(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Hide one plugin, and return its name."""
     package = f"glassengine.plugins.{request.param}"
-    hidden = (package, *DOORS.get(request.param, ()))
-    for name in [name for name in sys.modules if f"{name}.".startswith(tuple(f"{door}." for door in hidden))]:
-        monkeypatch.delitem(sys.modules, name)
-        # What is imported again while it is hidden takes its place.
+    hidden = tuple(f"{name}." for name in (package, *DOORS.get(request.param, ())))
+    loaded = {name: module for name, module in sys.modules.items() if f"{name}.".startswith(hidden)}
+    for name, module in loaded.items():
+        # What is imported again while the plugin is hidden takes the place of the module in its package.
         parent, _, own = name.rpartition(".")
-        monkeypatch.setattr(sys.modules[parent], own, getattr(sys.modules[parent], own), raising=False)
+        monkeypatch.setattr(sys.modules[parent], own, module, raising=False)
+    for name in loaded:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Hidden(package), *sys.meta_path])
     yield request.param
 
@@ -62,11 +68,33 @@ def of_two_records(folder: Path, **options: Any) -> Any:
     return glass.compare(folder / "a.pt", folder / "b.pt", **options)
 
 
+def quantized_checkpoint(folder: Path) -> Path:
+    (folder / "config.json").write_text('{"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}')
+    return folder
+
+
+def quantized_module() -> torch.nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made: torch.nn.Module = torch.ao.quantization.quantize_dynamic(net(), {torch.nn.Linear}, torch.qint8)
+    return made
+
+
 REQUESTS: dict[str, list[Callable[[Path], Any]]] = {
     "cluster": [lambda folder: of_two_records(folder, cluster="auto")],
     "lazy": [
         lambda folder: importlib.import_module("glassengine.lazy").device(),
         lambda folder: importlib.import_module("glassengine.compat.torch_xla.core.xla_model"),
+    ],
+    "quantized": [
+        lambda folder: glass.check(net(), candidate=quantized_checkpoint(folder), inputs=INPUTS),
+        lambda folder: glass.check(net(), candidate=quantized_module(), inputs=INPUTS),
+    ],
+    "serving": [
+        lambda folder: glass.check(net(), candidate="gguf:model.gguf", inputs=INPUTS),
+        lambda folder: glass.check(net(), backend="gguf", inputs=INPUTS),
+        lambda folder: commands.record_served("vllm:model", folder / "record", inputs="ids.json"),
+        lambda folder: importlib.import_module("glassengine.serving.ggml.write").write_gguf,
     ],
     "tensorrt_rtx": [lambda folder: find_backend("tensorrt_rtx")],
 }
@@ -110,6 +138,29 @@ assert count > 500, count
 def test_every_module_of_the_core_is_imported_without_plugins(root: Path) -> None:
     done = children.run(
         [sys.executable, "-c", IN_A_CHILD, root], capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+
+
+WITHOUT_QUANTIZED = """
+import sys
+sys.path[:0] = sys.argv[1:2]
+from tests.test_extensions import Hidden
+sys.meta_path.insert(0, Hidden("glassengine.plugins.quantized"))
+from glassengine.errors import UsageError
+from glassengine.extensions import plugin
+try:
+    plugin("serving.check.check")
+except UsageError as error:
+    assert "glassengine[quantized]" in error.hint, error
+else:
+    raise AssertionError("it works without")
+"""
+
+
+def test_a_plugin_that_needs_a_hidden_one_names_the_hidden_one(root: Path) -> None:
+    done = children.run(
+        [sys.executable, "-c", WITHOUT_QUANTIZED, root], capture_output=True, text=True, check=False, timeout=600
     )
     assert done.returncode == 0, done.stderr
 

@@ -76,16 +76,16 @@ REASONS: dict[str, dict[str, str]] = {
         "read_text": "the same",
     },
     "report/page/write.py": {"read_text": "style and scripts that ship"},
-    "serving/executorch/inside/glassengine_executorch.py": {
+    "plugins/serving/executorch/inside/glassengine_executorch.py": {
         "json.load": "what our own parent process sent",
         "read_bytes": "in an interpreter without this package: a model that its runtime is given",
     },
-    "serving/ggml/capture.py": {"json.load": "what our own parent process sent"},
-    "serving/ggml/session.py": {"json.loads": "what our own child process answered"},
-    "serving/ggml/steps.py": {"json.loads": "what our own parent process sent"},
-    "serving/ggml/tokens.py": {"json.loads": "what the library tokenizers made in the same line"},
-    "serving/interpreter.py": {"json.loads": "what our own child process answered"},
-    "serving/vllm/inside/glassengine_vllm_run.py": {"json.load": "what our own parent process sent"},
+    "plugins/serving/ggml/capture.py": {"json.load": "what our own parent process sent"},
+    "plugins/serving/ggml/session.py": {"json.loads": "what our own child process answered"},
+    "plugins/serving/ggml/steps.py": {"json.loads": "what our own parent process sent"},
+    "plugins/serving/ggml/tokens.py": {"json.loads": "what the library tokenizers made in the same line"},
+    "plugins/serving/interpreter.py": {"json.loads": "what our own child process answered"},
+    "plugins/serving/vllm/inside/glassengine_vllm_run.py": {"json.load": "what our own parent process sent"},
     "testing/quantized.py": {"json.loads": "what the test wrote", "read_text": "what the test wrote"},
     "writing/files.py": {"os.open": "directories, to lock them and to write them out"},
 }

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from glassengine.errors import UsageError
-from glassengine.program.generation import Stages
+from glassengine.program.generation import LoadedModel, Stages
 from glassengine.program.inputs.given import load_inputs
 from glassengine.program.inputs.modules import module_inputs, stored_inputs
 from glassengine.program.kinds.causal_lm import is_pretrained
 from glassengine.program.kinds.example_inputs import MadeUp, example_inputs
 from glassengine.program.listing.listing import OnStage, stage_of
-from glassengine.program.loading.load import LoadedModel, load_candidate, load_model
+from glassengine.program.loading.load import load_candidate, load_model
 from glassengine.program.representation.passes import apply_pass
 from glassengine.program.representation.program import Program
 from glassengine.program.representation.stored import load_names
@@ -108,6 +108,9 @@ def export_programs(
         stored = model.stored
         exported = (_stored(stored, passes),) if stored is not None else model.generation.export(model, inputs, stages)
         *earlier, program = exported
+    if on_encoder_stage is not None:
+        for one in earlier:
+            on_encoder_stage(stage_of(one, "functional"))
     if on_stage is not None:
         on_stage(stage_of(program, "functional"))
     for spec in passes:

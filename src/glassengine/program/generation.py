@@ -15,8 +15,8 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import nn
 
@@ -25,31 +25,11 @@ from glassengine.program.export.two import export_encoder_decoder, export_image_
 from glassengine.program.kinds import image_text
 from glassengine.program.kinds.causal_lm import is_pretrained, keeps_states
 from glassengine.program.kinds.example_inputs import encoder_inputs, example_inputs, said_of_made_up
-from glassengine.program.listing.listing import OnStage, stage_of
+from glassengine.program.listing.listing import OnStage
 from glassengine.program.representation.program import Program
 from glassengine.program.user_code.module_state import ModuleState, holding
 
 Inputs = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
-
-
-class Exported(Protocol):
-    """What of a loaded model is exported."""
-
-    @property
-    def module(self) -> nn.Module:
-        """The model."""
-
-    @property
-    def directory(self) -> str | None:
-        """Where its processor and tokenizer are."""
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """Kept in programs."""
-
-    @property
-    def state(self) -> ModuleState | None:
-        """What it remembers."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +39,11 @@ class Stages:
     on_stage: OnStage | None = None
     on_encoder_stage: OnStage | None = None
     specialized: bool = False
+
+    @property
+    def of_two(self) -> dict[str, OnStage | None]:
+        """The receivers, as the export of two programs takes them."""
+        return {"on_stage": self.on_stage, "on_encoder_stage": self.on_encoder_stage}
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +80,7 @@ class Generation(ABC):
         return {}
 
     @abstractmethod
-    def export(self, model: Exported, inputs: Inputs, stages: Stages) -> tuple[Program, ...]:
+    def export(self, model: LoadedModel, inputs: Inputs, stages: Stages) -> tuple[Program, ...]:
         """Export a model's programs; the last one decodes.
 
         Args:
@@ -124,7 +109,7 @@ class Plain(Generation):
         """Everything is a module."""
         return True
 
-    def export(self, model: Exported, inputs: Inputs, stages: Stages) -> tuple[Program, ...]:
+    def export(self, model: LoadedModel, inputs: Inputs, stages: Stages) -> tuple[Program, ...]:
         """Export one forward."""
         if inputs is None:
             inputs = example_inputs(model.module, model.directory)
@@ -160,7 +145,7 @@ class Causal(Generation):
         reason = image_text.reason_against(module)
         return {image_text.WITHOUT_IMAGES: reason} if reason else {}
 
-    def export(self, model: Exported, inputs: Inputs, stages: Stages) -> tuple[Program, ...]:
+    def export(self, model: LoadedModel, inputs: Inputs, stages: Stages) -> tuple[Program, ...]:
         """Export the steps, whatever the inputs of a forward are."""
         return (export_causal_lm(model.module, metadata=model.metadata, on_stage=stages.on_stage),)
 
@@ -186,7 +171,7 @@ class Recurrent(Causal):
         """Return nothing."""
         return {}
 
-    def export(self, model: Exported, inputs: Inputs, stages: Stages) -> tuple[Program, ...]:
+    def export(self, model: LoadedModel, inputs: Inputs, stages: Stages) -> tuple[Program, ...]:
         """Export the steps, or a forward of given inputs."""
         return super().export(model, None, stages) if inputs is None else PLAIN.export(model, inputs, stages)
 
@@ -222,17 +207,13 @@ class EncoderDecoder(Generation):
         """Whether it is an encoder-decoder of transformers with a head."""
         return is_pretrained(module) and module.config.is_encoder_decoder and has_head(module)
 
-    def export(self, model: Exported, inputs: Inputs, stages: Stages) -> tuple[Program, ...]:
+    def export(self, model: LoadedModel, inputs: Inputs, stages: Stages) -> tuple[Program, ...]:
         """Export encoder and decoder, or a forward of given inputs."""
         if inputs is not None:
             return PLAIN.export(model, inputs, stages)
         given = encoder_inputs(model.module, model.directory)
-        told = {"on_stage": stages.on_stage, "on_encoder_stage": stages.on_encoder_stage}
         with said_of_made_up(model.module, given):
-            encoder, decoder = export_encoder_decoder(model.module, given, metadata=model.metadata, **told)
-        if stages.on_encoder_stage is not None:
-            stages.on_encoder_stage(stage_of(encoder, "functional"))
-        return encoder, decoder
+            return export_encoder_decoder(model.module, given, metadata=model.metadata, **stages.of_two)
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,20 +238,16 @@ class ImageText(Generation):
         """Return the token of an image, and how its features are seen."""
         return image_text.described(module)
 
-    def export(self, model: Exported, inputs: Inputs, stages: Stages) -> tuple[Program, ...]:
+    def export(self, model: LoadedModel, inputs: Inputs, stages: Stages) -> tuple[Program, ...]:
         """Export vision and decoder; the language model alone, saying so, where they cannot be traced."""
         if inputs is not None:
             return CAUSAL.export(model, inputs, stages)
-        told = {"on_stage": stages.on_stage, "on_encoder_stage": stages.on_encoder_stage}
         try:
             image = image_text.made_up_image(model.module, model.directory)
-            vision, decoder = export_image_text(model.module, image, metadata=model.metadata, **told)
+            return export_image_text(model.module, image, metadata=model.metadata, **stages.of_two)
         except Exception as error:  # the model's own code may raise anything
             model.metadata[image_text.WITHOUT_IMAGES] = image_text.reason_of(error)
             return CAUSAL.export(model, inputs, stages)
-        if stages.on_encoder_stage is not None:
-            stages.on_encoder_stage(stage_of(vision, "functional"))
-        return vision, decoder
 
 
 ENCODER_DECODER = EncoderDecoder()
@@ -283,3 +260,39 @@ GENERATIONS: tuple[Generation, ...] = (RECURRENT, ENCODER_DECODER, IMAGE_TEXT, C
 def generation_of(module: Any) -> Generation:
     """Return how a model, as it is written, generates."""
     return next(kind for kind in GENERATIONS if kind.recognizes(module))
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model as the user wrote it, put into evaluation mode.
+
+    Attributes:
+        module: The model.
+        spec: What was loaded, as given.
+        dtype: torch dtype name of its floating parameters.
+        directory: Hugging Face directory or id with configuration and tokenizer, if it came from one.
+        metadata: JSON values for engines and recordings.
+        generation: How it generates, if it does.
+        stored: The program that it is already, of an ONNX file or a .pt2 file: nothing is exported.
+        state: What it remembers when it is exported and run, where a forward changes that.
+        training: Paths of the modules that were in training mode when it was given.
+    """
+
+    module: nn.Module
+    spec: str
+    dtype: str
+    directory: str | None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    generation: Generation = PLAIN
+    stored: Program | None = None
+    state: ModuleState | None = None
+    training: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """What manifests call it: "causal_lm" where any forward takes tokens, else "module"."""
+        return "causal_lm" if self.generation.takes_tokens else "module"
+
+    def judged_as(self, generation: Generation) -> LoadedModel:
+        """Return the same model, to be exported and run as another kind is."""
+        return replace(self, generation=generation)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from glassengine.diagnose import check
 from glassengine.errors import IncomparableError
-from glassengine.program.user_code.training_mode import in_training, in_words, that_matter
+from glassengine.program.user_code.forward import in_training, in_words, that_matter
 from glassengine.results import Comparison
 from glassengine.testing.quantized import save_quantized
 from tests.diagnose.end_to_end.outside import Net, Words, changed, ids, x

@@ -25,8 +25,8 @@ from glassengine.program import LoadedModel
 from glassengine.program.onnx.stored.options import SessionSettings
 from glassengine.program.onnx.stored.session import OnnxModel
 from glassengine.program.representation.signature import named_results
+from glassengine.program.user_code.forward import Draws, in_words, is_whole, that_matter
 from glassengine.program.user_code.module_state import holding, own_copies
-from glassengine.program.user_code.training_mode import Draws, in_words, is_whole, that_matter
 from glassengine.results import Findings, ResultComparison
 
 _SAME_DB, _LOST_DB = 40.0, 20.0

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from glassengine.judge.hypotheses.explain import change_of
+from glassengine.judge.hypotheses.explain import hint_of
 from glassengine.judge.hypotheses.mistake_search import MistakeSearch
-from glassengine.judge.hypotheses.mistakes.arguments import becoming, fitting, is_whole, literals, same_op
+from glassengine.judge.hypotheses.mistakes.arguments import fitting, is_whole, literals, same_op, with_value
+from glassengine.judge.hypotheses.mistakes.precision import to_tf32
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import FAILS, Call, OutOfWork, Trial
@@ -40,6 +41,17 @@ _NEARER = 1.4
 _COUNTS = 0.01
 """Parts in which the number makes less difference than this share of the mean say nothing (rows that see one key)."""
 _SCORE = 0.9
+_COARSE = (torch.bfloat16, torch.float16)
+_MOST_ROWS = 128
+_NUM_PROBES = 4
+_SAME_ROW = 0.999
+"""From this cosine on two rows are one row twice, whose errors are alike however they are rounded."""
+_FOLLOWS = 0.25
+"""From this slope on an error follows its input."""
+_POWER = 3.0
+"""A slope of 0 is known so many times better than a slope of `_FOLLOWS` is away from it."""
+_EXPLAINED = 0.1
+"""Share of the error that rounded operands may leave."""
 
 
 @torch.no_grad()
@@ -60,8 +72,7 @@ def literal_shown(search: MistakeSearch, node: Node, actual: Tensor, valid: Tens
         for hypothesis in _theirs(question):
             made = question.trial.changed(hypothesis.edits)
             if made is not None and is_shown(question, made):
-                left, change = question.unexplained(made), change_of(question, hypothesis)
-                return Hint(hypothesis.kind, hypothesis.text, _SCORE, "argument", change=change, unexplained=left)
+                return hint_of(question, hypothesis, made, _SCORE, "argument")
     except (OutOfWork, *FAILS):
         return None
     return None
@@ -77,7 +88,7 @@ def _theirs(question: Question) -> Iterator[Hypothesis]:
         for value in [*own, *turned]:
             value = fitting(literal, value)
             if value is not None:
-                yield becoming(question, literal, value)
+                yield with_value(question, literal, value)
 
 
 def is_shown(question: Question, made: Tensor) -> bool:
@@ -99,20 +110,6 @@ def is_shown(question: Question, made: Tensor) -> bool:
     shares = counting[:, 1] / counting[:, 0]
     whole = float(counting[:, 1].sum() / counting[:, 0].sum())
     return abs(whole - 1) <= _WHOLE and bool(((shares - 1).abs() <= _PART).all())
-
-
-_COARSE = (torch.bfloat16, torch.float16)
-_TF32_BITS = 10
-_MOST_ROWS = 128
-_NUM_PROBES = 4
-_SAME_ROW = 0.999
-"""From this cosine on two rows are one row twice, whose errors are alike however they are rounded."""
-_FOLLOWS = 0.25
-"""From this slope on an error follows its input."""
-_POWER = 3.0
-"""A slope of 0 is known so many times better than a slope of `_FOLLOWS` is away from it."""
-_EXPLAINED = 0.1
-"""Share of the error that rounded operands may leave."""
 
 
 def is_summed_coarsely(search: MistakeSearch, node: Node, actual: Tensor) -> bool | None:
@@ -146,7 +143,7 @@ def is_summed_coarsely(search: MistakeSearch, node: Node, actual: Tensor) -> boo
 def _is_of_rounded_operands(call: Call, error: Tensor) -> bool:
     """Whether the product of operands that were rounded first is what the candidate made."""
     size = float(error.square().mean())
-    for rounded in (*(lambda t, d=d: t.to(d).double() for d in _COARSE), _to_tf32):
+    for rounded in (*(lambda t, d=d: t.to(d).double() for d in _COARSE), to_tf32):
         try:
             made = call.again(*(rounded(a) if _is_operand(a) else a for a in call.args), **call.kwargs)
         except FAILS:
@@ -159,11 +156,6 @@ def _is_of_rounded_operands(call: Call, error: Tensor) -> bool:
 def _is_operand(value: object) -> bool:
     # A bias is added to the sums.
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1
-
-
-def _to_tf32(value: Tensor) -> Tensor:
-    mantissa, exponent = torch.frexp(value)
-    return torch.ldexp((mantissa * 2 ** (_TF32_BITS + 1)).round() / 2 ** (_TF32_BITS + 1), exponent)
 
 
 def _is_independent(call: Call, held: list[int], error: Tensor) -> bool | None:

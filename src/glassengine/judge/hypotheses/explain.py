@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from glassengine.judge.graphs.between import ancestors, passes_on
+from glassengine.judge.graphs.between import ancestors, down, passes_on
 from glassengine.judge.hypotheses.mistakes.activations import activations
 from glassengine.judge.hypotheses.mistakes.arguments import as_theirs, same_op, usual
 from glassengine.judge.hypotheses.mistakes.candidate_ops import another_op, one_for_several
@@ -53,6 +53,8 @@ _DIFFERS, _SEEN = 0.5, 0.8
 """Scores of what differs, and changes the result, but is not all of it; of an op that the candidate has instead."""
 _OF_PLACES = ("position", "other", "scale")
 """Kinds of mistakes in numbers that may decide only what is seen."""
+_MAKER_WITHIN = 6
+"""Steps above the candidate's tensor within which the op stands that made it what it is."""
 _CLEARLY = 2.0
 """An activation of the candidate's own is nearer to what it made than the right one by this factor."""
 
@@ -72,12 +74,8 @@ def differences(question: Question) -> list[Hint]:
                     continue  # other numbers belong to other ops after them: tanh(x) is 2 sigmoid(2 x) - 1
                 made = question.trial.changed(hypothesis.edits)
                 if question.differs(made):
-                    left = None if made is None else question.unexplained(made)
-                    change = change_of(question, hypothesis)
                     evidence = "argument" if family is same_op else "weights"
-                    found.append(
-                        Hint(hypothesis.kind, hypothesis.text, _DIFFERS, evidence, change=change, unexplained=left)
-                    )
+                    found.append(hint_of(question, hypothesis, made, _DIFFERS, evidence))
         found += [] if found else _nearer_activation(question)
     except OutOfWork:
         pass
@@ -91,9 +89,7 @@ def _nearer_activation(question: Question) -> list[Hint]:
         name = str(hypothesis.values[1]) if hypothesis.values else ""
         made = question.trial.changed(hypothesis.edits) if name.partition(" ")[0] in theirs else None
         if made is not None and question.left(made) * _CLEARLY < question.of_right:
-            change, left = change_of(question, hypothesis), question.unexplained(made)
-            text = hypothesis.text
-            return [Hint(hypothesis.kind, text, _SEEN, "ops", change=change, unexplained=left)]
+            return [hint_of(question, hypothesis, made, _SEEN, "ops")]
     return []
 
 
@@ -102,15 +98,9 @@ def _goes_on_alike(question: Question, node: Node) -> bool:
     theirs = [other for other in question.theirs if other.target is node.target]
     if not theirs:
         return True
-    return _following(node, question.trial.ops) == _following(theirs[-1], question.theirs)
-
-
-def _following(node: Node, ops: Sequence[Node]) -> list[str]:
-    below = {node}
-    for op in ops:
-        if below & set(op.all_input_nodes):
-            below.add(op)
-    return sorted(op_name(op) for op in below - {node} if not passes_on(op))
+    both = (node, question.trial.ops), (theirs[-1], question.theirs)
+    here, there = ([op_name(op) for op in down([one], set(ops)) if not passes_on(op)] for one, ops in both)
+    return sorted(here) == sorted(there)
 
 
 def explain(question: Question) -> list[Hint]:
@@ -248,6 +238,12 @@ def _of_two(question: Question, near: list[tuple[float, Hypothesis]]) -> tuple[H
     return None
 
 
+def hint_of(question: Question, hypothesis: Hypothesis, made: torch.Tensor | None, score: float, evidence: str) -> Hint:
+    """Return the hint of a mistake that need not be proven, by what it makes."""
+    left, change = None if made is None else question.unexplained(made), change_of(question, hypothesis)
+    return Hint(hypothesis.kind, hypothesis.text, score, evidence, change=change, unexplained=left)
+
+
 def change_of(question: Question, hypothesis: Hypothesis) -> Altered:
     """Return what a mistake changes in the baseline, by the names that people know."""
     here, there = hypothesis.values or (None, None)
@@ -293,10 +289,6 @@ def _everywhere(hypotheses: Iterable[Hypothesis]) -> Iterator[Hypothesis]:
             yield dataclasses.replace(several[0], text=f"{text}, in {len(edits)} places", edits=edits)
 
 
-_MAKER_WITHIN = 6
-"""Steps above the candidate's tensor within which the op stands that made it what it is."""
-
-
 class Rank(IntEnum):
     """How much an explanation settles, least first."""
 
@@ -321,7 +313,7 @@ def rank_of(family: Callable[..., Any], hint: Hint) -> Rank:
 
 def as_certain(question: Question, family: Callable[..., Any], hint: Hint) -> Hint:
     """Return a hint that is certain only if the ops of the candidate bear it out, where it describes what came out."""
-    makers: Collection[str] = DESCRIBED.get(family, ())
+    makers = DESCRIBED.get(family, ())
     # A factor is a description that any product bears out.
     if not hint.proven or not makers or not question.theirs or hint.kind == "scale":
         return hint

@@ -8,8 +8,8 @@ makes. So a right body written with other ops is not a difference.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.errors import BackendError
+from glassengine.judge.hypotheses.trials.trial import is_real
 from glassengine.judge.replay.values import called
 from glassengine.numerics.float64 import retarget, target_of
 from glassengine.numerics.judgement import unit_roundoff
@@ -33,6 +34,8 @@ _EXACT = 2.0**-40
 """The same where nothing was rounded: both sides run in float64, and their weights are what they are."""
 _FAILS = (BackendError, RuntimeError, IndexError, ValueError, TypeError)
 _OTHERWISE = "its ops make the same, and its results are put together in another way"
+_ROWS, _APART, _SAME_LEAF = 1024, 1e-3, 1e-5
+"""Values that trees are tried on, their relative distance from a threshold, and that of results that are the same."""
 _MOST_SHOWN = 4
 """Elements of a tensor that is shown with its numbers."""
 
@@ -98,10 +101,6 @@ class _Run:
     steps: Sequence[Step]
     results: tuple[Tensor, ...]
     is_whole: bool
-
-    def makers(self) -> dict[int, int]:
-        """Return tensor (by identity) -> place of the step that made it."""
-        return {id(tensor): place for place, step in enumerate(self.steps) for tensor in step.made}
 
 
 @torch.no_grad()
@@ -170,10 +169,10 @@ class _Pairs:
         self.apart = apart
         self.of_left: dict[int, list[int]] = {}
         self.of_right: dict[int, list[int]] = {}
-        known: dict[tuple[Any, ...], list[int]] = {}
+        known: dict[tuple[Any, ...], list[int]] = defaultdict(list)
         for place, step in enumerate(right.steps):
-            known.setdefault(_kind(step.made), []).append(place)
-        sizes = {place: _size(step.made) for place, step in enumerate(right.steps)}
+            known[_kind(step.made)].append(place)
+        sizes = [_size(step.made) for step in right.steps]
         for place, step in enumerate(left.steps):
             size = _size(step.made)
             for other in known.get(_kind(step.made), ()):
@@ -185,21 +184,18 @@ class _Pairs:
 
     def first(self, run: _Run, paired: dict[int, list[int]], is_taken: bool) -> int | None:
         """Return the place of the first step of whose results nothing has a counterpart, nor what is made of them."""
-        made_by = run.makers()
+        # By identity.
+        made_by = {id(tensor): place for place, step in enumerate(run.steps) for tensor in step.made}
         meets: set[int] = set()
         for place in reversed(range(len(run.steps))):
             step = run.steps[place]
             if place in meets or (place in paired and _is_telling(step.made)):
                 meets.update(made_by[id(tensor)] for tensor in step.read if id(tensor) in made_by)
                 meets.add(place)
-        return next(
-            (
-                place
-                for place, step in enumerate(run.steps)
-                if place not in paired and place not in meets and step.made and step.is_taken == is_taken
-            ),
-            None,
-        )
+        for place, step in enumerate(run.steps):
+            if place not in paired and place not in meets and step.made and step.is_taken == is_taken:
+                return place
+        return None
 
 
 def _described(
@@ -250,41 +246,34 @@ def _of_arguments(ours: Step, theirs: Step) -> str | None:
         if x is None or y is None or (x.shape == y.shape and _is_same(x, y, _EXACT)):
             continue
         what = str(a.meta.get(NAME, name))
-        if x.numel() <= _MOST_SHOWN and y.numel() <= _MOST_SHOWN:
-            here, there = _numbers(x, y)
-            found.append(f"{what}: {here} here, {there} in the candidate")
-        else:
-            found.append(f"{what} is another in the candidate")
+        is_small = max(x.numel(), y.numel()) <= _MOST_SHOWN
+        said = ": {} here, {} in the candidate".format(*_numbers(x, y)) if is_small else " is another in the candidate"
+        found.append(f"{what}{said}")
     return "; ".join(found) or None
 
 
-def _leaves(step: Step) -> list[tuple[str, Any]]:
-    """Return name and value of each argument as the graph has it; what has none, by its place."""
+def _leaves(step: Step) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of each argument as the graph has it; what has none, by its place."""
     flat, _ = pytree.tree_flatten_with_path((step.node.args, dict(step.node.kwargs)))
-    found = []
     for path, leaf in flat:
         keys = [str(getattr(key, "key", getattr(key, "idx", ""))) for key in path]
-        name = keys[1] if keys[0] == "1" else f"input {keys[1]}"
         if leaf is not None and not isinstance(leaf, torch.dtype):
-            found.append((name, leaf))
-    return found
+            yield keys[1] if keys[0] == "1" else f"input {keys[1]}", leaf
 
 
 def _numbers(*tensors: Tensor) -> list[str]:
     """Return tensors with as many digits as tell them apart."""
     found: list[str] = []
     for digits in (5, 7, 9, 17):
-        values = [
-            ", ".join(f"{value:.{digits}g}" for value in tensor.double().flatten().tolist()) for tensor in tensors
-        ]
-        found = [text if tensor.numel() == 1 else f"[{text}]" for text, tensor in zip(values, tensors, strict=True)]
+        values = [[f"{value:.{digits}g}" for value in tensor.double().flatten().tolist()] for tensor in tensors]
+        found = [own[0] if len(own) == 1 else f"[{', '.join(own)}]" for own in values]
         if len(set(found)) == len(found):
             break
     return found
 
 
 def _kind(made: Sequence[Tensor]) -> tuple[Any, ...]:
-    return tuple((tuple(tensor.shape), tensor.is_floating_point()) for tensor in made)
+    return tuple((tensor.shape, tensor.is_floating_point()) for tensor in made)
 
 
 def _size(made: Sequence[Tensor]) -> float:
@@ -298,48 +287,39 @@ def _all_same(ours: Sequence[Tensor], theirs: Sequence[Tensor], apart: float) ->
 def _is_same(ours: Tensor, theirs: Tensor, apart: float) -> bool:
     if ours.shape != theirs.shape:
         return False
-    if not ours.is_floating_point() or not theirs.is_floating_point():
-        return torch.equal(ours.double(), theirs.double())
     a, b = ours.double(), theirs.double()
+    if not ours.is_floating_point() or not theirs.is_floating_point():
+        return torch.equal(a, b)
     size = float(a.abs().nan_to_num(0.0, 0.0, 0.0).max()) if a.numel() else 0.0
     return torch.allclose(a, b, rtol=apart, atol=apart * size, equal_nan=True)
 
 
 def _is_telling(made: Sequence[Tensor]) -> bool:
     """Whether values are so many, and so different, that two ops make them by chance only if they mean the same."""
-    return any(tensor.is_floating_point() and torch.unique(tensor).numel() > 2 for tensor in made)
-
-
-_ROWS = 1024
-_APART = 1e-3
-"""Relative distance of the values on both sides of a threshold from it."""
-_SAME = 1e-5
+    return any(is_real(tensor) and torch.unique(tensor).numel() > 2 for tensor in made)
 
 
 def trees_differ(ours: Node, theirs: Node) -> str | None:
     """Return what to say of two calls of trees that make different results of some values; None where none do.
 
-    Args:
-        ours: Of the baseline.
-        theirs: Its counterpart.
+    Values are around all thresholds of both: the inputs of a check reach few of the leaves.
     """
-    known = thresholds_of(ours.target), thresholds_of(theirs.target)
-    if known[0] is None or known[1] is None or not known[0] or not known[1]:
+    here, there = thresholds_of(ours.target), thresholds_of(theirs.target)
+    if not here or not there:
         return None
-    probe = _around([*known[0], *known[1]])
-    calls = [(node.target, dict(node.kwargs)) for node in (ours, theirs)]
+    probe = _around([*here, *there])
+    calls: list[tuple[Any, dict[str, Any]]] = [(node.target, dict(node.kwargs)) for node in (ours, theirs)]
     try:
-        found = [pytree.tree_leaves(target(probe, **kwargs)) for target, kwargs in calls]  # type: ignore[operator]
-    except (BackendError, RuntimeError, ValueError, IndexError):
+        found = [pytree.tree_leaves(target(probe, **kwargs)) for target, kwargs in calls]
+    except _FAILS:
         return None
     for one, other in zip(*found, strict=False):
-        is_number = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.is_floating_point()
-        if not is_number:
+        if not is_real(one) or not isinstance(other, Tensor):
             continue  # of labels two may have as many votes
         rows = len(probe)
         if one.shape == other.shape:
-            apart = (one.double() - other.double()).abs().reshape(len(probe), -1).amax(1)
-            rows = int((apart > _SAME * max(float(one.double().abs().max()), 1e-30)).sum())
+            apart = (one.double() - other.double()).abs().reshape(rows, -1).amax(1)
+            rows = int((apart > _SAME_LEAF * max(float(one.double().abs().max()), 1e-30)).sum())
         if rows:
             return f"the trees differ: {rows} of {len(probe)} rows around their thresholds end in another leaf"
     return None

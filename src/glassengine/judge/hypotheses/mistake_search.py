@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from glassengine.judge.graphs.between import ancestors, passes_on, region_of
+from glassengine.judge.graphs.between import ancestors, down, passes_on, readers_of, region_of, up
 from glassengine.judge.graphs.cut import Piece, cut
 from glassengine.judge.hypotheses.explain import Explanation, Rank, differences, explanation
 from glassengine.judge.hypotheses.inside import Inside, inside_of
@@ -23,6 +26,8 @@ from glassengine.results import Hint
 _USER = "user."
 _DEPTHS = (0, 1, 2, 4)
 """How many ops above the flagged one are asked with it: where a tensor is observed need not be where it is made."""
+_NEAR = 8
+"""Steps above a tensor within which a weight is its own."""
 _MOST_OPS = 200
 _MOST_OTHERS = 64
 _LARGEST_OTHER = 1 << 24
@@ -71,12 +76,12 @@ class MistakeSearch:
             found = None if question is None else explanation(question)
             if found is not None and question is not None and (best is None or found.rank > best[0].rank):
                 best = found, question, names
-            if best is not None and best[0].rank is Rank.SETTLED:
-                break
+                if found.rank is Rank.SETTLED:
+                    break
         self.num_skipped = 0 if best is not None else budget.num_skipped
         if best is None:
             return []
-        (found, question, names) = best
+        found, question, names = best
         lost = found.hypothesis.lost
         self.place = self._place(question.trial, found.hypothesis.edits)
         anew = names if lost is None else {*names, lost.name}
@@ -107,7 +112,7 @@ class MistakeSearch:
             return None
         # Its other readers would be wrong as well, which is not known.
         inside = {op.name for op in trial.ops}
-        own = next((node for node in self.program.graph.nodes if node.name == place.name), None)
+        own = self._own.get(place.name)
         is_read_elsewhere = own is not None and any(user.name not in inside for user in own.users)
         return None if is_read_elsewhere else place.name
 
@@ -120,11 +125,23 @@ class MistakeSearch:
         question = self.question(node, piece, actual, valid, Budget(OF_DIFFERENCES))
         return [] if question is None else differences(question)
 
+    @cached_property
+    def _own(self) -> dict[str, Node]:
+        """The baseline's nodes by name."""
+        return {node.name: node for node in self.program.graph.nodes}
+
+    @cached_property
+    def _candidates(self) -> dict[str, Node]:
+        """The candidate's nodes by name; none where it has no program."""
+        return {} if self.candidate is None else {node.name: node for node in self.candidate.graph.nodes}
+
+    @cached_property
+    def _known(self) -> dict[str, Any]:
+        return {**self.program.weights(), **self.values}
+
     def counterpart(self, node: Node) -> Node | None:
         """Return the candidate's own node for one of the baseline's."""
-        if self.candidate is None:
-            return None
-        return {other.name: other for other in self.candidate.graph.nodes}.get(self.counterparts.get(node.name, ""))
+        return self._candidates.get(self.counterparts.get(node.name, ""))
 
     def inside(self, node: Node) -> Inside | None:
         """Return where the graphs inside of a branch, a loop or a recurrence part; None where they do not."""
@@ -160,99 +177,69 @@ class MistakeSearch:
             trial = Trial(piece, budget)
         except FAILS:
             return None
-        right = trial.right
+        right, program = trial.right, self.program
         if not isinstance(right, torch.Tensor) or right.is_complex() or actual.is_complex():
             return None
-        if valid is not None and valid.shape != actual.shape:
-            valid = None
-        theirs = self._theirs(node)
+        theirs, others = self._theirs(node), self._others(node, trial)
         held = self._held(theirs)
-        others = self._others(node, trial)
-        sources = {short(self._site(name), self._site(node.name)): name for name in others}
-        weights = {} if self.candidate is None else {n: self.candidate.weights()[node] for node, n in held.items()}
-        names = {name: full.removeprefix(_USER) for name, full in self.program.weight_names().items()}
+        their_weights = {} if self.candidate is None else {n: self.candidate.weights()[own] for own, n in held.items()}
+        labels = {short(self._site(name), self._site(node.name)): name for name in others}
+        full = {name: full.removeprefix(_USER) for name, full in program.weight_names().items()}
         found = Question(
             trial,
             actual.double() if actual.is_floating_point() else actual,
-            valid,
+            None if valid is None or valid.shape != actual.shape else valid,
             noise_of(piece, right, actual),
-            self._labels(node, trial),
-            frozenset(n.name for n in trial.inputs if n.name in self.program.weights()),
-            {label: others[name] for label, name in sources.items()},
-            theirs,
-            [*constants_of(theirs), *(float(t) for t in weights.values() if t.dim() == 0)],
-            weights,
-            {n.name: names[n.name] for n in trial.inputs if n.name in names},
-            {names[name]: tensor for name, tensor in self.program.weights().items()},
-            {other.name: other for other in self.program.graph.nodes},
-            self._is_another(node),
-            in_its_dtype(piece, actual),
-            held,
-            self._read(trial, theirs),
-            lambda lost: is_still_computed(lost, self.program, self.candidate),
-            frozenset(self.program.weights()),
-            self.program.kept(),
-            sources,
+            labels=self._labels(node, trial),
+            weights=frozenset(n.name for n in trial.inputs if n.name in program.weights()),
+            others={label: others[name] for label, name in labels.items()},
+            theirs=theirs,
+            their_values=[*constants_of(theirs), *(float(t) for t in their_weights.values() if t.dim() == 0)],
+            their_weights=their_weights,
+            full={n.name: full[n.name] for n in trial.inputs if n.name in full},
+            model={full[name]: tensor for name, tensor in program.weights().items()},
+            named=self._own,
+            is_another=self._is_another(node),
+            native=in_its_dtype(piece, actual),
+            held=held,
+            read=self._read(trial, theirs),
+            is_still_computed=lambda lost: is_still_computed(lost, program, self.candidate),
+            stored=frozenset(program.weights()),
+            kept=program.kept(),
+            sources=labels,
         )
         return found if found.left(right) > 0 else None
 
     def _piece(self, node: Node, depth: int, besides: Collection[str]) -> Piece | None:
         known = self._known
-        above = {node}
-        layer = {node}
-        for _ in range(depth):
-            layer = {source for op in layer for source in op.all_input_nodes if source.op == "call_function"}
-            above |= layer
-        return cut([node], known, known.keys() - {op.name for op in above} - self._same(node) - set(besides))
+        above = {node.name, *(op.name for op in up(node, depth) if op.op == "call_function")}
+        return cut([node], known, known.keys() - above - self._same(node) - set(besides))
 
     def _same(self, node: Node) -> set[str]:
         """Return what was flagged and is paired with the same tensor of the candidate: it is not made of itself."""
         target = self.counterparts.get(node.name)
         return {name for name in self.flagged if target is not None and self.counterparts.get(name) == target}
 
-    @property
-    def _known(self) -> dict[str, Any]:
-        return {**self.program.weights(), **self.values}
-
     def _theirs(self, node: Node) -> list[Node]:
-        if self.candidate is None:
-            return []
-        own = {other.name: other for other in self.candidate.graph.nodes}
-        target = own.get(self.counterparts.get(node.name, ""))
+        target = self.counterpart(node)
         ops = set() if target is None else set(region_of(target, set(self.counterparts.values()))[0])
-        return [op for op in own.values() if op in ops]  # in the order in which they run, as the ops of a piece are
+        return [op for op in self._candidates.values() if op in ops]  # in the order in which they run
 
     def _is_another(self, node: Node) -> bool:
         """Whether the candidate's tensor passes on what is the counterpart of another op that `node` is not made of."""
-        if self.candidate is None:
-            return False
-        own = {other.name: other for other in self.candidate.graph.nodes}
-        target = own.get(self.counterparts.get(node.name, ""))
-        if target is None:
-            return False
+        target = self.counterpart(node)
         ours = {theirs: name for name, theirs in self.counterparts.items() if name not in self.flagged}
-        while passes_on(target) and target.args and isinstance(target.args[0], Node):
-            target = target.args[0]
-            if target.name in ours:
-                is_made_of = ours[target.name] in {source.name for source in ancestors(node)}
+        for source in () if target is None else itertools.islice(_passed(target), 1, None):
+            if source.name in ours:
+                is_made_of = ours[source.name] in {other.name for other in ancestors(node)}
                 return not is_made_of and not self._is_read_alike(node)
         return False
 
     def _is_read_alike(self, node: Node) -> bool:
         """Whether an op of both sides reads the two tensors: then they belong together, whatever they are."""
         target = self.counterparts.get(node.name)
-        below, known = [node], {node}
-        while below:
-            for user in below.pop().users:
-                there = self.counterpart(user)
-                if there is not None and not passes_on(user):
-                    sources = {source for read in there.all_input_nodes for source in _passed(read)}
-                    if any(source.name == target for source in sources):
-                        return True
-                if passes_on(user) and user not in known:
-                    known.add(user)
-                    below.append(user)
-        return False
+        there = [other for user in readers_of(node) if (other := self.counterpart(user)) is not None]
+        return any(one.name == target for op in there for read in op.all_input_nodes for one in _passed(read))
 
     def _read(self, trial: Trial, theirs: list[Node]) -> frozenset[str]:
         """Return the inputs of which the candidate's op of the same name reads the counterpart; another op may too."""
@@ -286,45 +273,30 @@ class MistakeSearch:
         """Return what else of this shape could have been read, by node: made before, nearest first, and weights."""
         shapes = {tuple(value.shape) for n in trial.inputs if isinstance(value := trial.values[n], torch.Tensor)}
         shapes.add(tuple(trial.right.shape))
-        inside = {n.name for n in trial.inputs}
+        inside = {op.name for op in trial.ops}
+        below = {one.name for one in down([one for one in self._own.values() if one.name in inside])}
+        # What is made of the piece's own tensors has the mistake, and explains nothing.
+        left_out = {*(n.name for n in trial.inputs), *inside, *below}
         found: dict[str, torch.Tensor] = {}
-        made = self._made_of(trial)
         for name, value in self._nearest(node):
-            if (
-                name in inside
-                or name in made
-                or not isinstance(value, torch.Tensor)
-                or tuple(value.shape) not in shapes
-            ):
+            if name in left_out or not isinstance(value, torch.Tensor) or tuple(value.shape) not in shapes:
                 continue
             if len(found) == _MOST_OTHERS:
                 break
-            if value.numel() > _LARGEST_OTHER:
-                continue
-            found[name] = value.detach()
+            if value.numel() <= _LARGEST_OTHER:
+                found[name] = value.detach()
         return found
 
-    def _made_of(self, trial: Trial) -> set[str]:
-        """Return what is made of the piece's own tensors: it has the mistake, and explains nothing."""
-        below = {op.name for op in trial.ops}
-        for node in self.program.graph.nodes:
-            if any(source.name in below for source in node.all_input_nodes):
-                below.add(node.name)
-        return below
-
     def _nearest(self, node: Node) -> Iterator[tuple[str, Any]]:
-        order = {other.name: place for place, other in enumerate(self.program.graph.nodes)}
+        """Yield what was made before a node and what is given, by how far from it that is made or first read."""
+        order = {name: place for place, name in enumerate(self._own)}
+        given = [one for one in self._own.values() if one.op == "placeholder"]
+        first = {one.name: min((order[user.name] for user in one.users), default=0) for one in given}
+        places = {name: first.get(name, order.get(name, 0)) for name in self._known}
         here = order[node.name]
-        first = {
-            other.name: min((order[user.name] for user in other.users), default=0)
-            for other in self.program.graph.nodes
-            if other.op == "placeholder"
-        }
-        known = self._known
-        places = {name: first.get(name, order.get(name, 0)) for name in known}
-        for name in sorted(known, key=lambda n: abs(places[n] - here)):
+        for name in sorted(places, key=lambda n: abs(places[n] - here)):
             if name in first or order.get(name, here) < here:
-                yield name, known[name]
+                yield name, self._known[name]
 
 
 def _passed(node: Node) -> Iterator[Node]:
@@ -333,10 +305,6 @@ def _passed(node: Node) -> Iterator[Node]:
     while passes_on(node) and node.args and isinstance(node.args[0], Node):
         node = node.args[0]
         yield node
-
-
-_NEAR = 8
-"""Steps above a tensor within which a weight is its own."""
 
 
 def is_still_computed(node: Node, program: Program, candidate: Program | None) -> bool:
@@ -356,45 +324,32 @@ def is_still_computed(node: Node, program: Program, candidate: Program | None) -
         return False
     both = [(_readers(one), one.weights()) for one in (program, candidate)]
     weights = program.weights()
-    for source in _own(own):
-        if source.name in weights:
-            # Weights of the same values (ones) are counted together: which is which is not known.
-            value = weights[source.name]
-            here, there = (
-                sum(number for name, number in readers.items() if name in held and _is_same(value, held[name]))
-                for readers, held in both
-            )
-            if there >= here:
-                return True
+    for value in (weights[source.name] for source in _read_by_it_alone(own) if source.name in weights):
+        # Weights of the same values (ones) are counted together: which is which is not known.
+        here, there = (
+            sum(number for name, number in readers.items() if name in held and _is_same(value, held[name]))
+            for readers, held in both
+        )
+        if there >= here:
+            return True
     return False
 
 
-def _own(node: Node) -> Iterator[Node]:
+def _read_by_it_alone(node: Node) -> Iterator[Node]:
     """Yield what a node is made of and nothing else is, a few steps up, itself included."""
     layer, known = [node], {node}
     for _ in range(_NEAR):
         yield from layer
-        layer = [
-            one for below in layer for one in below.all_input_nodes if one not in known and known >= set(one.users)
-        ]
+        layer = [one for below in layer for one in below.all_input_nodes if one not in known and known >= {*one.users}]
         known.update(layer)
 
 
 def _is_same(ours: Tensor, theirs: Tensor) -> bool:
-    if ours.dim() != 2 or ours.shape == theirs.shape:
-        return ours.shape == theirs.shape and torch.equal(ours, theirs)
-    return ours.T.shape == theirs.shape and torch.equal(ours.T, theirs)
+    forms = [ours, ours.T] if ours.dim() == 2 and ours.shape != theirs.shape else [ours]
+    return any(torch.equal(form, theirs) for form in forms)
 
 
-def _readers(program: Program) -> dict[str, int]:
+def _readers(program: Program) -> Counter[str]:
     """Return node -> number of ops that read it and that a result needs."""
-    found: dict[str, int] = {}
-    waiting, known = [program.graph.output_node()], set()
-    while waiting:
-        node = waiting.pop()
-        for source in node.all_input_nodes:
-            found[source.name] = found.get(source.name, 0) + 1
-            if source not in known:
-                known.add(source)
-                waiting.append(source)
-    return found
+    end = program.graph.output_node()
+    return Counter(source.name for node in (end, *up(end)) for source in node.all_input_nodes)

@@ -22,8 +22,8 @@ from glassengine.program.kinds.causal_lm import accepted, cache_argument, cache_
 from glassengine.program.representation.program import Program
 from glassengine.program.representation.signature import named_results, plain_results
 from glassengine.program.user_code.calls import described, raised_in
+from glassengine.program.user_code.forward import as_given
 from glassengine.program.user_code.module_state import ModuleState, own_copies, run_with
-from glassengine.program.user_code.training_mode import as_given
 
 
 @dataclass

@@ -7,7 +7,6 @@ import copy
 import hashlib
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from glassengine import asked
 from glassengine.errors import UsageError
-from glassengine.program.generation import PLAIN, Generation, generation_of
+from glassengine.program.generation import LoadedModel, generation_of
 from glassengine.program.kinds.causal_lm import is_pretrained
 from glassengine.program.loading import adapters
 from glassengine.program.loading.from_transformers import DTYPES, from_transformers
 from glassengine.program.loading.stored import is_stored, read_stored
-from glassengine.program.representation.program import Program
 from glassengine.program.user_code.calls import call_factory, without_bars
-from glassengine.program.user_code.forward import as_written, called_by_name
-from glassengine.program.user_code.module_state import ModuleState
-from glassengine.program.user_code.training_mode import in_training
+from glassengine.program.user_code.forward import as_written, called_by_name, in_training
 from glassengine.reading.copies import here
 from glassengine.stores.places import remote
 
@@ -38,42 +34,6 @@ _LIMITS = {
     "vocab_size": ("vocab_size",),
 }
 """Key of the metadata -> where configurations state it."""
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model as the user wrote it, put into evaluation mode.
-
-    Attributes:
-        module: The model.
-        spec: What was loaded, as given.
-        dtype: torch dtype name of its floating parameters.
-        directory: Hugging Face directory or id with configuration and tokenizer, if it came from one.
-        metadata: JSON values for engines and recordings.
-        generation: How it generates, if it does.
-        stored: The program that it is already, of an ONNX file or a .pt2 file: nothing is exported.
-        state: What it remembers when it is exported and run, where a forward changes that.
-        training: Paths of the modules that were in training mode when it was given.
-    """
-
-    module: nn.Module
-    spec: str
-    dtype: str
-    directory: str | None
-    metadata: dict[str, Any] = field(default_factory=dict)
-    generation: Generation = PLAIN
-    stored: Program | None = None
-    state: ModuleState | None = None
-    training: tuple[str, ...] = ()
-
-    @property
-    def kind(self) -> str:
-        """What manifests call it: "causal_lm" where any forward takes tokens, else "module"."""
-        return "causal_lm" if self.generation.takes_tokens else "module"
-
-    def judged_as(self, generation: Generation) -> LoadedModel:
-        """Return the same model, to be exported and run as another kind is."""
-        return replace(self, generation=generation)
 
 
 def load_model(

@@ -215,10 +215,6 @@ def _pieces(node: Node) -> tuple[int, ...]:
 def _ends_well(program: Program, layout: Layout, products: Iterable[Node]) -> bool:
     """Whether what is cut ends in sums of terms, or in a result."""
     results = {program.node(name) for name in program.output_nodes.values()}
-    if all(_reaches_result(node, results) for node in products):
+    if all(node in results or not results.isdisjoint(node.users) for node in products):
         return True
     return any(step is not None and step.partial and not step.offset for step in layout.locals.values())
-
-
-def _reaches_result(node: Node, results: set[Node]) -> bool:
-    return node in results or any(user in results for user in node.users)

@@ -186,11 +186,10 @@ class _Writer:
             want = wants.get(item, cut) if step is not None else None
             return self._moved(item, want)
 
-        if node.name not in self.layout.locals and self._is_as_before(node):
-            made = self.graph.node_copy(node, self.made.__getitem__)
-            self._keep(node, made)
-            return
         if node.name not in self.layout.locals:
+            if all(self.made[item].meta.get("val") is item.meta.get("val") for item in node.all_input_nodes):
+                self._keep(node, self.graph.node_copy(node, self.made.__getitem__))
+                return
             args, kwargs = map_arg((node.args, node.kwargs), lambda item: self.made[item])
         else:
             given = node.args if step is None or step.args is None else step.args
@@ -201,9 +200,6 @@ class _Writer:
         else:
             made = self._summed(node, step, args, kwargs)
         self._keep(node, made)
-
-    def _is_as_before(self, node: Node) -> bool:
-        return all(self.made[item].meta.get("val") is item.meta.get("val") for item in node.all_input_nodes)
 
     def _summed(self, node: Node, step: Local, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Node:
         """Add the terms of all ranks, then what is added once."""

@@ -138,8 +138,11 @@ class _Stage:
 
     def _inputs(self, needed: set[Node], received: list[Node]) -> None:
         ports = {port.node: port for port in self.program.inputs}
+        program = self.program
         caches = {
-            port.node: self._present(port.name) for port in self.program.inputs if port.name in self.program.caches
+            port.node: program.output_nodes[program.caches[port.name]]
+            for port in program.inputs
+            if port.name in program.caches
         }
         specs = {spec.arg.name: spec for spec in self.program.exported.graph_signature.input_specs}
         for node in self.program.graph.nodes:
@@ -163,9 +166,6 @@ class _Stage:
                 sites[0].shape if sites else tuple(s if isinstance(s, int) else str(s) for s in node.meta["val"].shape)
             )
             self.ports.append(Port(HANDED + node.name, made.name, dtype, shape))
-
-    def _present(self, past: str) -> str:
-        return self.program.output_nodes[self.program.caches[past]]
 
     def _copy(self, node: Node) -> None:
         if name_of(node) == "sym_size" and node.args[0] not in self.made:

@@ -254,7 +254,7 @@ def _num_bytes(node: Node, program: Program, sizes: Mapping[str, int]) -> int:
     site = program.sites.by_node[node.name][0]
     total = int(node.meta["val"].dtype.itemsize)
     for size in site.shape:
-        total *= size if isinstance(size, int) else _size(size, sizes)
+        total *= size if isinstance(size, int) else size_of(size, sizes)
     return total
 
 
@@ -278,7 +278,7 @@ _FUNCTIONS: dict[str, Callable[..., int]] = {
 }
 
 
-def _size(expression: str, sizes: Mapping[str, int]) -> int:
+def size_of(expression: str, sizes: Mapping[str, int]) -> int:
     """Evaluate a dynamic size such as "2*batch*sequence"; unknown symbols and functions count as 1.
 
     The text may come from a file, so it is never handed to anything that evaluates Python (sympy does).

@@ -16,6 +16,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -61,11 +62,9 @@ def with_state_as_results(exported: ExportedProgram, names: list[str]) -> Export
     changed = [spec for spec in specs if spec.kind is OutputKind.BUFFER_MUTATION]
     if not changed:
         return exported
-    num_other = sum(spec.kind is not OutputKind.USER_OUTPUT for spec in specs) - len(changed)
     kept = [spec for spec in specs if spec.kind not in (OutputKind.BUFFER_MUTATION, OutputKind.USER_OUTPUT)]
     results = [OutputSpec(OutputKind.USER_OUTPUT, spec.arg, None) for spec in changed]
     results += [spec for spec in specs if spec.kind is OutputKind.USER_OUTPUT]
-    assert len(kept) == num_other
     names[:0] = [f"{STATE}{spec.target}" for spec in changed]
     nodes = dict(zip((spec.arg.name for spec in specs), exported.graph.output_node().args[0], strict=True))
     order = [*kept, *results]
@@ -107,28 +106,19 @@ def _named_leaves(tree: Any) -> Iterator[tuple[str, Any]]:
         yield re.sub(r"\W+", ".", pytree.keystr(path)).strip(".") or "output", leaf
 
 
-def _print_nothing(*_: object, **__: object) -> None:
-    pass
-
-
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keep the exporter's deprecation noise off the user's screen, and what it prints of errors that it raises anyway.
 
     That is a traceback, and all of the graph until then, hundreds of lines.
     """
-    tracing = logging.getLogger("torch._subclasses.fake_tensor")
-    was = tracing.disabled
-    exporter = importlib.import_module("torch.export._trace").__dict__
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        tracing.disabled = True
-        exporter["print"] = _print_nothing
-        try:
-            yield
-        finally:
-            tracing.disabled = was
-            exporter.pop("print", None)
+    exporter = importlib.import_module("torch.export._trace")
+    with (
+        warnings.catch_warnings(action="ignore"),
+        mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),
+        mock.patch.object(exporter, "print", lambda *_, **__: None, create=True),
+    ):
+        yield
 
 
 def require_one_dtype(program: Program) -> None:

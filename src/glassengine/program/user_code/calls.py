@@ -35,7 +35,11 @@ def load_function(spec: str) -> Callable[..., Any]:
     """
     where, _, name = str(asked.function(spec)).rpartition(":")
     with _importable(where):
-        module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
+        try:
+            module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+        except Exception as error:
+            what = where if where.endswith(".py") else f"module {where}"
+            raise UsageError(f"{what} cannot be imported", got=described(error)) from error
     function = getattr(module, name, None)
     if not callable(function):
         own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
@@ -90,17 +94,10 @@ def _import_file(path: Path) -> Any:
     sys.modules[spec.name] = module  # so that dataclasses, pickling and inspection inside the file work
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except Exception:
         del sys.modules[spec.name]
-        raise UsageError(f"{path} cannot be imported", got=described(error)) from error
+        raise
     return module
-
-
-def _import_module(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except Exception as error:
-        raise UsageError(f"module {name} cannot be imported", got=described(error)) from error
 
 
 _folders: set[Path] = set()

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -103,8 +104,7 @@ def _folder(file: str) -> Path:
     return Path(file).parent
 
 
-@contextlib.contextmanager
-def helper_lines() -> Iterator[None]:
+def helper_lines() -> contextlib.AbstractContextManager[Any]:
     """Let what is traced in the block keep the lines of helpers."""
     # One step of export takes that from its tracer alone, without an option.
     own = TracerBase._filter_traceback_frames
@@ -112,11 +112,7 @@ def helper_lines() -> Iterator[None]:
     def kept(self: TracerBase, frames: traceback.StackSummary) -> traceback.StackSummary:
         return with_helpers(own(self, frames), frames)
 
-    TracerBase._filter_traceback_frames = kept  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        TracerBase._filter_traceback_frames = own  # type: ignore[method-assign]
+    return mock.patch.object(TracerBase, "_filter_traceback_frames", kept)
 
 
 def remove_dead_nodes(graph: Graph, marks: Iterable[Mark]) -> list[Mark]:

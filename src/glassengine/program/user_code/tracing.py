@@ -132,20 +132,16 @@ def real_values() -> Iterator[None]:
     """Let what is exported in the block see the values of its inputs."""
     import torch._functorch.config as config
 
-    noisy = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch._export")]
-    were = [logger.disabled for logger in noisy]
     options: dict[str, Any] = {
         "fake_tensor_propagate_real_tensors": True,
         "generate_fake_kernels_from_real_mismatches": True,
     }
-    try:
-        for logger in noisy:
-            logger.disabled = True
-        with config.patch(options), _numbers_as_they_are(), _no_tensor_where_none_is():
-            yield
-    finally:
-        for logger, was in zip(noisy, were, strict=True):
-            logger.disabled = was
+    with contextlib.ExitStack() as stack:
+        for name in ("torch.fx.experimental.symbolic_shapes", "torch._export"):
+            stack.enter_context(mock.patch.object(logging.getLogger(name), "disabled", True))
+        for context in (config.patch(options), _numbers_as_they_are(), _no_tensor_where_none_is()):
+            stack.enter_context(context)
+        yield
 
 
 @contextlib.contextmanager
@@ -164,19 +160,14 @@ def _numbers_as_they_are() -> Iterator[None]:
         op_implementations_dict[item] = own
 
 
-@contextlib.contextmanager
-def _no_tensor_where_none_is() -> Iterator[None]:
+def _no_tensor_where_none_is() -> contextlib.AbstractContextManager[Any]:
     """Let an op that has fewer results than its fake (the workspace of a recurrence) have as many as it has."""
     own = FakeTensorMode._maybe_infer_fake
 
     def inferred(self: Any, func: Any, path: Any, fake: Any, real: Any) -> tuple[Any, bool]:
         return (None, fake is not None) if real is None else own(self, func, path, fake, real)
 
-    FakeTensorMode._maybe_infer_fake = inferred  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        FakeTensorMode._maybe_infer_fake = own  # type: ignore[method-assign]
+    return mock.patch.object(FakeTensorMode, "_maybe_infer_fake", inferred)
 
 
 def without_assertions(exported: ExportedProgram) -> ExportedProgram:

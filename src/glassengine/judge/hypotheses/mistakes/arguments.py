@@ -19,7 +19,7 @@ from glassengine.judge.hypotheses.mistakes.tensor_roles import counts_alone, mak
 from glassengine.judge.hypotheses.trials.hypothesis import (
     Hypothesis,
     Literal,
-    bound,
+    becoming,
     is_as_theirs,
     literals_of,
     shown,
@@ -33,6 +33,11 @@ _SKIPPED = frozenset(
 )
 _OF_SUMS = frozenset({"alpha", "beta"})
 """Factors of the terms of a sum, of which more is asked elsewhere; of an activation they are what it is."""
+_EPSILONS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10, 1e-12, 0.0)
+BASES = (1e2, 1e3, 1e4, 2e4, 5e4, 1e5, 1.5e5, 2e5, 5e5, 1e6, 5e6, 1e7)
+_SLOPES = (0.01, 0.1, 0.2, 0.3)
+_LEAST_PLACES = 3
+_WORDS = {"approximate": ("none", "tanh"), "rounding_mode": ("floor", "trunc")}
 
 
 def same_op(question: Question) -> Iterator[Hypothesis]:
@@ -42,7 +47,8 @@ def same_op(question: Question) -> Iterator[Hypothesis]:
         if there is None:
             continue
         ours = {literal.place: literal for literal in literals_of(node)}
-        ranks = _rank(next(iter(question.trial.call(node).args), None)), _rank(_read_first(there))
+        read = there.args[0].meta.get("val") if there.args and isinstance(there.args[0], Node) else None
+        ranks = _rank(next(iter(question.trial.call(node).args), None)), _rank(read)
         differing = [
             (ours[literal.place], literal.value)
             for literal in literals_of(there)
@@ -50,25 +56,13 @@ def same_op(question: Question) -> Iterator[Hypothesis]:
         ]
         if not differing:
             continue
-
-        def edit(call: Any, differing: Any = differing) -> Any:
-            args, kwargs = bound(call.node.target, call.args, call.kwargs)
-            positional = list(args)
-            for literal, value in differing:
-                if isinstance(literal.place, str):
-                    kwargs = {**kwargs, literal.place: value}
-                else:
-                    positional[literal.place] = value
-            return call.target(*positional, **kwargs)
-
-        text = "; ".join(
-            f"{name_of(question, literal)}: {shown(literal.value)} here, {shown(value)}" for literal, value in differing
-        )
-        several = f"{op_name(node)}: {text} in the candidate"
-        text = text_of(question, *differing[0]) if len(differing) == 1 else several
         first, value = differing[0]
-        kind = kind_of(question, first, value)
-        yield Hypothesis(kind, text, {node: edit}, name_of(question, first), (first.value, value))
+        text = text_of(question, first, value)
+        if len(differing) > 1:
+            said = [f"{name_of(question, one)}: {shown(one.value)} here, {shown(other)}" for one, other in differing]
+            text = f"{op_name(node)}: {'; '.join(said)} in the candidate"
+        kind, name = kind_of(question, first, value), name_of(question, first)
+        yield Hypothesis(kind, text, {node: becoming(differing)}, name, (first.value, value))
 
 
 def _in_its_place(question: Question, node: Node) -> Node | None:
@@ -85,10 +79,6 @@ def _rank(value: Any) -> int | None:
     return value.dim() if isinstance(value, torch.Tensor) else None
 
 
-def _read_first(node: Node) -> Any:
-    return node.args[0].meta.get("val") if node.args and isinstance(node.args[0], Node) else None
-
-
 def as_theirs(question: Question) -> Iterator[Hypothesis]:
     """Yield: one argument has a value that the candidate's own ops have somewhere in their counterpart of the piece."""
     pool = [value for value in question.their_values if not is_whole(value)]
@@ -96,7 +86,7 @@ def as_theirs(question: Question) -> Iterator[Hypothesis]:
         for value in pool:
             value = fitting(literal, value)
             if value is not None:
-                yield becoming(question, literal, value)
+                yield with_value(question, literal, value)
 
 
 def usual(question: Question) -> Iterator[Hypothesis]:
@@ -104,19 +94,18 @@ def usual(question: Question) -> Iterator[Hypothesis]:
     for literal in literals(question):
         for value in usual_values(question, literal) if not is_whole(literal.value) else ():
             if not is_same(value, literal.value):
-                yield becoming(question, literal, value)
+                yield with_value(question, literal, value)
 
 
 def whole(question: Question) -> Iterator[Hypothesis]:
     """Yield the same for dimensions, indices and sizes: there are many, and some of them fit by chance."""
     pool = [value for value in question.their_values if is_whole(value)]
     for literal in literals(question):
-        if not is_whole(literal.value):
-            continue
-        theirs = (fitting(literal, value) for value in pool)
-        for value in [*(value for value in theirs if value is not None), *usual_values(question, literal)]:
+        theirs = [fitting(literal, value) for value in pool if is_whole(literal.value)]
+        usual = usual_values(question, literal) if is_whole(literal.value) else ()
+        for value in [*(value for value in theirs if value is not None), *usual]:
             if not is_same(value, literal.value):
-                yield becoming(question, literal, value)
+                yield with_value(question, literal, value)
 
 
 def literals(question: Question) -> Iterator[Literal]:
@@ -129,14 +118,13 @@ def literals(question: Question) -> Iterator[Literal]:
                 yield dataclasses.replace(literal, value=float(literal.value)) if is_real else literal
 
 
-def becoming(question: Question, literal: Literal, value: Any) -> Hypothesis:
+def with_value(question: Question, literal: Literal, value: Any) -> Hypothesis:
     """Return the hypothesis that one argument has another value."""
-    name = name_of(question, literal)
-    edits = {literal.node: literal.becoming(value)}
-    kind = kind_of(question, literal, value)
-    numbers = isinstance(value, float) and isinstance(literal.value, (int, float))
-    if kind == "scale" and numbers and value == -literal.value and makes_sines(question, literal.node):
+    name, kind = name_of(question, literal), kind_of(question, literal, value)
+    is_negated = isinstance(value, float) and isinstance(literal.value, (int, float)) and value == -literal.value
+    if kind == "scale" and is_negated and makes_sines(question, literal.node):
         kind = "position"
+    edits = {literal.node: becoming([(literal, value)])}
     return Hypothesis(kind, text_of(question, literal, value), edits, name, (literal.value, value))
 
 
@@ -144,13 +132,6 @@ def _is_asked(literal: Literal) -> bool:
     if literal.name in _OF_SUMS:
         return traits_of(literal.node).kind == "activation"
     return literal.name not in _SKIPPED
-
-
-_EPSILONS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10, 1e-12, 0.0)
-BASES = (1e2, 1e3, 1e4, 2e4, 5e4, 1e5, 1.5e5, 2e5, 5e5, 1e6, 5e6, 1e7)
-_SLOPES = (0.01, 0.1, 0.2, 0.3)
-_LEAST_PLACES = 3
-_WORDS = {"approximate": ("none", "tanh"), "rounding_mode": ("floor", "trunc")}
 
 
 def fitting(literal: Literal, value: Any) -> Any:
@@ -161,12 +142,10 @@ def fitting(literal: Literal, value: Any) -> Any:
     elif isinstance(own, float) or (own is None and literal.name == "scale"):
         fits = isinstance(value, (int, float))
         value = float(value) if fits else value
-    elif isinstance(own, int):
-        fits = isinstance(value, int)
     elif isinstance(own, (list, tuple)):
         fits = isinstance(value, (list, tuple)) and len(value) == len(own)
     else:
-        fits = isinstance(own, str) and isinstance(value, str)
+        fits = isinstance(own, (int, str)) and isinstance(value, int if isinstance(own, int) else str)
     return value if fits and not is_same(value, own) else None
 
 
@@ -217,7 +196,7 @@ def _numbers(question: Question, literal: Literal) -> Iterator[Any]:
 
 def _by_one(question: Question, literal: Literal) -> Iterator[float]:
     """Yield a step between places as it is where one place more, or one less, is counted: 1 / n for 1 / (n - 1)."""
-    node = question.named.get(literal.node.name, literal.node)
+    node = question.own(literal.node)
     size = getattr(question.trial.values[literal.node], "shape", (0,))[-1:]
     if not size or size[0] < _LEAST_PLACES or not counts_alone(node, question.stored):
         return
@@ -240,15 +219,11 @@ def _integers(question: Question, literal: Literal) -> Iterator[int]:
     if name.startswith("dim"):
         first = _first_tensor(question, literal.node)
         rank = first.dim() if first is not None else 0
-        yield from (axis for axis in range(rank) if rank and axis != own % rank)
-        return
-    if name == "groups" or name == "num_groups":
+        yield from (axis for axis in range(rank) if axis != own % rank)
+    elif name in ("groups", "num_groups"):
         yield from (n for n in (1, 2, 4, 8, 16, 32, own * 2, own // 2) if n > 0)
-        return
-    if name == "correction":
-        yield from (0, 1)
-        return
-    yield from (own - 1, own + 1, own - 2, own + 2)
+    else:
+        yield from (0, 1) if name == "correction" else (own - 1, own + 1, own - 2, own + 2)
 
 
 def _lists(question: Question, literal: Literal) -> Iterator[list[Any]]:

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.judge.graphs.between import passes_on
 from glassengine.judge.hypotheses.mistakes.argument_words import kind_of_op
 from glassengine.judge.hypotheses.mistakes.tensor_roles import BENDING
-from glassengine.judge.hypotheses.trials.hypothesis import (
-    Hypothesis,
-    constants_of,
-    shown,
-    tensors_of,
-)
+from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, constants_of, shown, tensors_of
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import Call, Edit, edited
+from glassengine.judge.hypotheses.trials.trial import Call, is_real
 from glassengine.numerics.float64 import retarget
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
@@ -31,29 +26,20 @@ def extra_op(question: Question) -> Iterator[Hypothesis]:
     trial = question.trial
     own = {node.target for node in trial.ops}
     for theirs in question.theirs:
-        # A number that is multiplied or added is one of scale, or of what is lost, which are asked elsewhere.
+        # A number that is multiplied or added is one of scale, or of what is lost, which other families have.
         is_number = traits_of(theirs).kind in ("factor", "term")
         if theirs.target in own or is_number or passes_on(theirs) or len(theirs.all_input_nodes) != 1:
             continue
         kind: Kind = "activation" if traits_of(theirs).kind in BENDING else "other"
+        done, number = _called_with(theirs)
+
+        def edit(call: Call, done: Callable[..., Any] = done, number: int = number) -> Any:
+            return done([call.value] * number)
+
         for node in reversed([*trial.inputs, *trial.ops]):
-            value = trial.values[node]
-            is_given = node.op == "placeholder" and node.name in question.weights
-            if isinstance(value, torch.Tensor) and value.is_floating_point() and not is_given:
+            if is_real(trial.values[node]) and node.name not in question.weights:
                 text = f"{op_name(theirs)} of {question.label(node)} in the candidate, none here"
-                yield Hypothesis(kind, text, {node: _done(theirs)})
-
-
-def _done(theirs: Node) -> Edit:
-    leaves, spec = pytree.tree_flatten((theirs.args, dict(theirs.kwargs)))
-
-    target: Any = theirs.target
-
-    def edit(call: Call) -> Any:
-        args, kwargs = pytree.tree_unflatten([call.value if isinstance(one, Node) else one for one in leaves], spec)
-        return target(*pytree.tree_map(retarget, args), **pytree.tree_map(retarget, kwargs))
-
-    return edit
+                yield Hypothesis(kind, text, {node: edit})
 
 
 def another_op(question: Question) -> Iterator[Hypothesis]:
@@ -62,15 +48,18 @@ def another_op(question: Question) -> Iterator[Hypothesis]:
     for theirs in question.theirs:
         if theirs.target in own or passes_on(theirs):
             continue
-        leaves, spec = pytree.tree_flatten((theirs.args, dict(theirs.kwargs)))
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Node)]
+        done, number = _called_with(theirs)
+
+        def edit(call: Call, done: Callable[..., Any] = done) -> Any:
+            leaves = pytree.tree_leaves((call.args, dict(call.kwargs)))
+            return _first_of(done([leaf for leaf in leaves if isinstance(leaf, Tensor)]), call)
+
         for node in reversed(question.trial.ops):
-            tensors = [source for _, source in tensors_of(question.trial, node)]
             # Two products of the same tensors are one that is transposed, which is said of the tensor.
             are_products = traits_of(node).reads_memory and traits_of(theirs).reads_memory
-            if len(tensors) == len(places) and not passes_on(node) and not are_products:
-                edits = {node: _called_as(theirs.target, leaves, spec, places)}
-                yield Hypothesis(kind_of_op(node, theirs), f"{_called(node, theirs)} in the candidate", edits)
+            if len(tensors_of(question.trial, node)) == number and not passes_on(node) and not are_products:
+                text = f"{_named(node, theirs)} in the candidate"
+                yield Hypothesis(kind_of_op(node, theirs), text, {node: edit})
 
 
 def one_for_several(question: Question) -> Iterator[Hypothesis]:
@@ -79,25 +68,23 @@ def one_for_several(question: Question) -> Iterator[Hypothesis]:
     given = {source for _, source in tensors_of(trial, end)}
     replaced = [node for node in trial.ops if not passes_on(node)]
     for theirs in question.theirs:
-        leaves, spec = pytree.tree_flatten((theirs.args, dict(theirs.kwargs)))
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Node)]
-        if len(places) != 1 or passes_on(theirs) or theirs.target is end.target:
+        done, number = _called_with(theirs)
+        if number != 1 or passes_on(theirs) or theirs.target is end.target:
             continue
         for source in [*trial.inputs, *trial.ops[:-1]]:
-            value = trial.values[source]
-            if source in given or not isinstance(value, torch.Tensor) or value.shape != question.right.shape:
+            value = trial.tensor(source)
+            if source in given or value is None or value.shape != question.right.shape:
                 continue
             first = next((node for node in replaced if source in node.all_input_nodes), end)
-            calls = _called_as(theirs.target, leaves, spec, places)
 
-            def edit(call: Call, value: torch.Tensor = value, calls: Edit = calls) -> Any:
-                return edited(Call(call.node, call.target, (value,), {}, call.value), calls)
+            def edit(call: Call, value: Tensor = value, done: Callable[..., Any] = done) -> Any:
+                return _first_of(done([value]), call)
 
             text = f"{op_name(first)} and what follows here, {op_name(theirs)} in the candidate"
             yield Hypothesis(kind_of_op(first, theirs), text, {end: edit})
 
 
-def _called(node: Node, theirs: Node) -> str:
+def _named(node: Node, theirs: Node) -> str:
     """Return the names of both ops, with their own numbers where the name is the same: arange 0 to 9, or 1 to 10."""
     here, there = op_name(node), op_name(theirs)
     if here != there:
@@ -106,16 +93,22 @@ def _called(node: Node, theirs: Node) -> str:
     return f"{here}({own[0]}) here, {there}({own[1]})"
 
 
-def _called_as(target: Any, leaves: list[Any], spec: Any, places: list[int]) -> Edit:
-    def edit(call: Call) -> Any:
-        given = [leaf for leaf in pytree.tree_leaves((call.args, dict(call.kwargs))) if isinstance(leaf, torch.Tensor)]
-        filled = list(leaves)
-        for place, tensor in zip(places, given, strict=True):
-            filled[place] = tensor
-        args, kwargs = pytree.tree_unflatten(filled, spec)
-        made = target(*pytree.tree_map(retarget, args), **pytree.tree_map(retarget, kwargs))
-        # A largest value comes with its index.
-        is_several = isinstance(made, (tuple, list)) and isinstance(call.value, torch.Tensor)
-        return made[0] if is_several else made
+def _called_with(theirs: Node) -> tuple[Callable[[Sequence[Any]], Any], int]:
+    """Return what calls an op of the candidate, with its own numbers, on other tensors, and how many these are."""
+    leaves, spec = pytree.tree_flatten((theirs.args, dict(theirs.kwargs)))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Node)]
+    target: Any = theirs.target
 
-    return edit
+    def done(tensors: Sequence[Any]) -> Any:
+        filled = [*leaves]
+        for place, tensor in zip(places, tensors, strict=True):
+            filled[place] = tensor
+        args, kwargs = pytree.tree_map(retarget, pytree.tree_unflatten(filled, spec))
+        return target(*args, **kwargs)
+
+    return done, len(places)
+
+
+def _first_of(made: Any, call: Call) -> Any:
+    """Return what stands for the result of a call: a largest value comes with its index."""
+    return made[0] if isinstance(made, (tuple, list)) and isinstance(call.value, Tensor) else made

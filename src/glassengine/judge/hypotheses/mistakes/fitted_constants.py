@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from glassengine.judge.hypotheses.mistakes.arguments import BASES, becoming, literals
+from glassengine.judge.hypotheses.mistakes.arguments import BASES, literals, with_value
 from glassengine.judge.hypotheses.mistakes.tensor_roles import PLACING
-from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, Literal
+from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, Literal, becoming
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import Edit
+from glassengine.judge.hypotheses.trials.trial import Edit, is_real
 from glassengine.ops.traits import named
 from glassengine.program.representation.naming import op_name
 
@@ -22,6 +22,22 @@ _FEW = 4
 
 _STRETCHES = (0.5, 0.25, 0.125, 2.0, 4.0, 8.0, math.pi, 1 / math.pi, 2 * math.pi, 0.5 / math.pi)
 """By what people scale positions: longer texts, turns for radians."""
+_APART = 1e-6
+"""Relative distance from which on two numbers are others."""
+_LEAST_FREQUENCIES = 3
+_EVEN = 1e-5
+"""Spread of the factors, as a share: as float32 rounds them."""
+_FAMOUS = (
+    ("log2(e)", math.log2(math.e)),
+    ("ln(2)", math.log(2)),
+    ("log10(e)", math.log10(math.e)),
+    ("ln(10)", math.log(10)),
+    ("sqrt(2)", math.sqrt(2)),
+    ("1 / sqrt(2)", math.sqrt(0.5)),
+    ("sqrt(2 / pi)", math.sqrt(2 / math.pi)),
+    ("pi", math.pi),
+    ("e", math.e),
+)
 
 
 def bases(question: Question) -> Iterator[Hypothesis]:
@@ -29,14 +45,11 @@ def bases(question: Question) -> Iterator[Hypothesis]:
     theirs = [float(value) for value in question.their_values if isinstance(value, (int, float)) and value > 1]
     for node in question.trial.inputs:
         value = question.trial.values[node]
-        base = base_of(value) if isinstance(value, torch.Tensor) and value.is_floating_point() else None
-        if base is None:
-            continue
-        flat = value.flatten()
-        places = torch.arange(len(flat), dtype=torch.float64) / len(flat)
-        for other in dict.fromkeys([*theirs, *BASES]):
-            if abs(other - base) > 1e-3 * base:
-                made = (flat[0] * other**-places).reshape(value.shape)
+        base = base_of(value) if is_real(value) else None
+        for other in dict.fromkeys([*theirs, *BASES]) if base is not None else ():
+            if base is not None and abs(other - base) > 1e-3 * base:
+                places = torch.arange(value.numel(), dtype=torch.float64) / value.numel()
+                made = (value.flatten()[0] * other**-places).reshape(value.shape)
                 values = (float(f"{base:.6g}"), other)
                 yield Hypothesis("position", of_another_base(base, other), {node: made}, "base", values)
 
@@ -46,19 +59,21 @@ def scaled_positions(question: Question) -> Iterator[Hypothesis]:
     turned = [node for node in question.trial.ops if op_name(node) in PLACING]
     for factor in _STRETCHES if turned else ():
         text = f"positions are scaled: {factor:.6g} times the angles of the rotation"
-        yield Hypothesis("position", text, {node: _times_angles(factor) for node in turned}, "factor", (1.0, factor))
+        yield Hypothesis("position", text, dict.fromkeys(turned, _of_angles(factor)), "factor", (1.0, factor))
 
 
 def fitted_constants(question: Question) -> Iterator[Hypothesis]:
     """Yield: one number is another one, whichever it takes."""
     for literal in literals(question):
-        if isinstance(literal.value, bool) or not _is_continuous(question, literal):
+        if isinstance(literal.value, bool) or not _is_continuous(literal):
             continue
-        start = _start(question, literal)
-        found = _newton(question, literal, start)
+        start = literal.value
+        if start is None:
+            start = 1.0 / math.sqrt(question.trial.values[literal.node.args[0]].shape[-1])  # type: ignore[index]
+        found = _newton(question, literal, float(start))
         if found is not None and (question.actual.numel() >= _FEW or _is_round(found)):
-            yield becoming(question, literal, float(f"{found:.6g}"))
-            yield becoming(question, literal, found)
+            yield with_value(question, literal, float(f"{found:.6g}"))
+            yield with_value(question, literal, found)
 
 
 def _is_round(number: float) -> bool:
@@ -66,29 +81,21 @@ def _is_round(number: float) -> bool:
     return any(abs(value - float(f"{value:.3g}")) <= 1e-6 * abs(value) for value in (number, 1 / (number or 1.0)))
 
 
-def _is_continuous(question: Question, literal: Literal) -> bool:
-    if literal.name == "scale":
-        return True
-    name = op_name(literal.node)
-    if name == "linspace":
-        return literal.name in ("start", "end")
-    is_known = literal.name in ("other", "self", "eps") or named(name).kind == "activation"
-    is_number = isinstance(literal.value, (int, float)) and is_known
-    return is_number and (isinstance(literal.value, float) or named(name).kind in ("factor", "term") or name == "pow")
-
-
-def _start(question: Question, literal: Literal) -> float:
-    if literal.value is None:
-        query = question.trial.values[literal.node.args[0]]  # type: ignore[index]
-        return 1.0 / math.sqrt(query.shape[-1])
-    return float(literal.value)
+def _is_continuous(literal: Literal) -> bool:
+    name, kind = op_name(literal.node), named(op_name(literal.node)).kind
+    if literal.name == "scale" or name == "linspace":
+        return literal.name in ("scale", "start", "end")
+    if not isinstance(literal.value, (int, float)):
+        return False
+    is_known = literal.name in ("other", "self", "eps") or kind == "activation"
+    return is_known and (isinstance(literal.value, float) or kind in ("factor", "term") or name == "pow")
 
 
 def _newton(question: Question, literal: Literal, start: float) -> float | None:
     """Return the number for which the piece makes what the candidate made, by Gauss and Newton; None without one."""
 
     def made(number: float) -> torch.Tensor | None:
-        return question.trial.changed({literal.node: literal.becoming(number)})
+        return question.trial.changed({literal.node: becoming([(literal, number)])})
 
     def residual(value: torch.Tensor) -> torch.Tensor:
         keep = value.isfinite() & question.actual.isfinite()
@@ -118,28 +125,6 @@ def _newton(question: Question, literal: Literal, start: float) -> float | None:
         if abs(moved) <= 1e-9 * abs(number):
             break
     return number if question.explains(value) else None
-
-
-def _times_angles(factor: float) -> Edit:
-    return lambda call: call.target(call.args[0] * factor, *call.args[1:], **call.kwargs)
-
-
-_APART = 1e-6
-"""Relative distance from which on two numbers are others."""
-_LEAST_FREQUENCIES = 3
-_EVEN = 1e-5
-"""Spread of the factors, as a share: as float32 rounds them."""
-_FAMOUS = (
-    ("log2(e)", math.log2(math.e)),
-    ("ln(2)", math.log(2)),
-    ("log10(e)", math.log10(math.e)),
-    ("ln(10)", math.log(10)),
-    ("sqrt(2)", math.sqrt(2)),
-    ("1 / sqrt(2)", math.sqrt(0.5)),
-    ("sqrt(2 / pi)", math.sqrt(2 / math.pi)),
-    ("pi", math.pi),
-    ("e", math.e),
-)
 
 
 def origin_of(number: float, sizes: Iterable[int]) -> str | None:
@@ -194,3 +179,7 @@ def base_of(value: torch.Tensor) -> float | None:
 def of_another_base(here: float, there: float) -> str:
     """Return how the mistake is reported that a base is another one."""
     return f"base of the frequencies (theta): {here:.6g} here, {there:.6g} in the candidate"
+
+
+def _of_angles(factor: float) -> Edit:
+    return lambda call: call.target(call.args[0] * factor, *call.args[1:], **call.kwargs)

@@ -10,7 +10,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.judge.graphs.between import ancestors, passes_on
-from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, tensors_of, with_leaves
+from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, reading, tensors_of
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Call, Edit
 from glassengine.ops.traits import traits_of
@@ -36,7 +36,7 @@ def recurrences(question: Question) -> Iterator[Hypothesis]:
 
 def _module_of(question: Question, op: Node) -> str:
     """Return the path of the module that calls an op: layers that follow each other are no steps of one recurrence."""
-    stack = question.named.get(op.name, op).meta.get("nn_module_stack") or {"": ("", None)}
+    stack = question.own(op).meta.get("nn_module_stack") or {"": ("", None)}
     path: str = list(stack.values())[-1][0]
     return path
 
@@ -63,7 +63,7 @@ def _carried(question: Question, group: Sequence[Node]) -> Iterator[Hypothesis]:
         # Where it is zero, the state is lost.
         if first.shape == trial.values[_leaf(chain[-1], place)].shape and bool(first.any()):
             text = f"each step reads the first state ({what}), {where}"
-            yield Hypothesis("stale", text, dict.fromkeys(chain[1:], _reading(place, first)))
+            yield Hypothesis("stale", text, dict.fromkeys(chain[1:], reading({place: first})))
 
 
 def _one_late(question: Question, group: Sequence[Node]) -> Iterator[Hypothesis]:
@@ -74,11 +74,11 @@ def _one_late(question: Question, group: Sequence[Node]) -> Iterator[Hypothesis]
         values = [trial.values[state] for state in states]
         if len(set(states)) < len(states) or not values[0].is_floating_point():
             continue
-        last, before = (question.named.get(state.name, state) for state in (states[-1], states[-2]))
+        last, before = (question.own(state) for state in (states[-1], states[-2]))
         if before not in ancestors(last) or set(group) & ancestors(states[-1]):
             continue  # no states, or this very op carries them on
         late = [torch.zeros_like(values[0]), *values[:-1]]
-        edits = {op: _reading(place, value) for op, value in zip(group, late, strict=True)}
+        edits = {op: reading({place: value}) for op, value in zip(group, late, strict=True)}
         text = f"each {op_name(group[0])} reads the state of the step before: not {question.label(states[-1])}"
         yield Hypothesis("stale", f"{text}, in {len(group)} steps", edits)
 
@@ -106,7 +106,3 @@ def _alone(place: int) -> Edit:
         return leaf.expand(call.value.shape)
 
     return edit
-
-
-def _reading(place: int, value: torch.Tensor) -> Edit:
-    return lambda call: with_leaves(call, {place: value})

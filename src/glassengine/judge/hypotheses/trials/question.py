@@ -13,7 +13,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.judge.graphs.cut import Piece
-from glassengine.judge.hypotheses.trials.trial import FAILS, Trial
+from glassengine.judge.hypotheses.trials.trial import FAILS, Trial, is_real
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.mask_values import sentinel
 
@@ -93,21 +93,27 @@ class Question:
         """Return what people call a node of the piece."""
         return self.labels.get(node.name, node.name)
 
+    def own(self, node: Node) -> Node:
+        """Return a node of the piece as it is in the baseline's whole graph."""
+        return self.named.get(node.name, node)
+
     def users(self, node: Node) -> list[Node]:
         """Return what reads a node of the piece in the baseline's whole graph."""
-        return list(self.named.get(node.name, node).users)
+        return list(self.own(node).users)
 
     def left(self, value: torch.Tensor | None) -> float:
         """Return how far a value is from what the candidate made, root mean square; infinite across masks."""
-        if (
-            value is None
-            or value.shape != self.actual.shape
-            or value.is_floating_point() != self.actual.is_floating_point()
-            or value.is_complex()
-            or self.actual.is_complex()
-        ):
-            return float("inf")
+        if value is None or value.is_complex() or self.actual.is_complex() or is_real(value) != is_real(self.actual):
+            return math.inf
         return _distance(value.double(), self.actual.double(), self.valid)
+
+    def _rounding(self, value: torch.Tensor) -> float:
+        """Return how much rounding leaves of a value, root mean square."""
+        return self.noise * max(_size(value, self.valid), self._size_of_right)
+
+    @cached_property
+    def _size_of_right(self) -> float:
+        return _size(self.right, self.valid)
 
     @cached_property
     def of_right(self) -> float:
@@ -117,24 +123,21 @@ class Question:
     def explains(self, value: torch.Tensor | None, left: float | None = None) -> bool:
         """Whether a value, `left` from what the candidate made, is that up to rounding, and the right one is not."""
         left, of_right = self.left(value) if left is None else left, self.of_right
-        if value is None or not left < float("inf") or left * _BETTER > of_right:
+        if value is None or not left < math.inf or left * _BETTER > of_right:
             return False
-        size = max(_size(value, self.valid), _size(self.right, self.valid))
-        if of_right <= _LEAST * self.noise * size:
-            return False  # nothing that rounding does not explain
-        if left > _ROUNDINGS * self.noise * size:
-            return False
+        rounding = self._rounding(value)
+        if of_right <= _LEAST * rounding or left > _ROUNDINGS * rounding:
+            return False  # nothing that rounding does not explain; more than it leaves
         # A mean over many elements does not show one that is not explained.
-        return _largest(value, self.actual, self.valid) <= 0.25 * max(
-            _largest(self.right, self.actual, self.valid), 4 * _ROUNDINGS * self.noise * size
-        )
+        most = max(_largest(self.right, self.actual, self.valid), 4 * _ROUNDINGS * rounding)
+        return _largest(value, self.actual, self.valid) <= 0.25 * most
 
     def is_apart(self, value: torch.Tensor | None) -> bool:
         """Whether a few elements show already that a value explains nothing, and comes no nearer than the right one.
 
         An explanation leaves no element farther off than `explains` allows, whichever are looked at.
         """
-        if value is None or value.shape != self.actual.shape or not value.is_floating_point():
+        if not is_real(value) or value.shape != self.actual.shape:
             return False
         where, theirs, right_error, most = self._sample
         if where is None:
@@ -147,10 +150,8 @@ class Question:
     @cached_property
     def _sample(self) -> tuple[torch.Tensor | None, torch.Tensor, float, float]:
         """Some elements that count: their places, what the candidate made, how far the right value is, and may be."""
-        nothing = None, self.actual, 0.0, 0.0
-        if self.right.shape != self.actual.shape or not self.actual.is_floating_point():
-            return nothing
-        if self.actual.numel() <= _SAMPLED or not self.right.is_floating_point():
+        nothing, are_real = (None, self.actual, 0.0, 0.0), is_real(self.actual) and is_real(self.right)
+        if not are_real or self.right.shape != self.actual.shape or self.actual.numel() <= _SAMPLED:
             return nothing
         step = self.actual.numel() // _SAMPLED | 1
         where = torch.arange(0, self.actual.numel(), step)
@@ -161,22 +162,19 @@ class Question:
         right = torch.where(usable, self.right.double().flatten()[where] - theirs, 0.0)
         if not where.numel() or not bool(right.isfinite().all()):
             return nothing
-        size = 2 * max(_size(self.actual, self.valid), _size(self.right, self.valid))
-        most = 0.25 * max(_largest(self.right, self.actual, self.valid), 4 * _ROUNDINGS * self.noise * size)
+        rounding = 2 * self._rounding(self.actual)
+        most = 0.25 * max(_largest(self.right, self.actual, self.valid), 4 * _ROUNDINGS * rounding)
         return where, theirs, float(right.square().mean().sqrt()), most
 
     def unexplained(self, value: torch.Tensor) -> float:
         """Return the share of the error that is left where a value is taken for the right one, 0 to 1."""
         left, of_right = self.left(value), self.of_right
-        if not of_right or not left:
-            return 0.0
-        return min(1.0, left / of_right) if of_right < float("inf") else 0.0
+        return min(1.0, left / of_right) if 0 < of_right < math.inf else 0.0
 
     def proves(self, value: torch.Tensor) -> bool:
         """Whether a value that explains is what the candidate made beyond doubt: nothing but rounding is left."""
         left = self.left(value)
-        size = max(_size(value, self.valid), _size(self.right, self.valid))
-        return left <= _CERTAIN * self.noise * size and left * _APART <= self.of_right
+        return left <= _CERTAIN * self._rounding(value) and left * _APART <= self.of_right
 
     def needs_both(self, both: torch.Tensor | None, alone: Sequence[torch.Tensor | None], num_tried: int) -> bool:
         """Whether two changes together explain what neither does alone, and not since so many pairs were tried.
@@ -191,14 +189,12 @@ class Question:
         """
         if both is None:
             return False
-        size = max(_size(both, self.valid), _size(self.right, self.valid))
-        for value in alone:
-            if value is None or value.shape != self.actual.shape:
-                continue
+        rounding = self._rounding(both)
+        for value in (one for one in alone if one is not None and one.shape == self.actual.shape):
             chance = 1.0
             for start in (0, 1):
                 near, far = (_of_every_other(one, self.actual, self.valid, start) for one in (both, value))
-                chance *= max(near, self.noise * size) / far if far else math.inf
+                chance *= max(near, rounding) / far if far else math.inf
             if not chance * num_tried * _APART <= 1:
                 return False
         return True
@@ -211,7 +207,7 @@ class Question:
         """
         if value is None or value.shape != self.right.shape:
             return True
-        rounding = self.noise * max(_size(value, self.valid), _size(self.right, self.valid))
+        rounding = self._rounding(value)
         if _distance(value.double(), self.right.double(), self.valid) > _ROUNDINGS * rounding:
             return True
         return self.of_right > rounding and self.left(value) * _NEARER < self.of_right
@@ -228,7 +224,7 @@ def noise_of(piece: Piece, right: torch.Tensor, actual: torch.Tensor) -> float:
     except FAILS:
         return 4 * least
     error = _distance(made.double(), right.double(), None) if made.shape == right.shape else 0.0
-    return max(least, error / size) if size and error < float("inf") else least
+    return max(least, error / size) if size and error < math.inf else least
 
 
 def _usable(value: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
@@ -237,12 +233,13 @@ def _usable(value: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor, valid: torch.Tensor | None) -> float:
-    if a.shape != b.shape:
-        return float("inf")
-    ours, theirs = _usable(a, valid), _usable(b, valid)
-    if not torch.equal(ours, theirs):
-        return float("inf")
-    error = torch.where(ours, a - b, 0.0)
+    """Return the root mean square of the difference; infinite where shapes or what is masked differ."""
+    if a.shape != b.shape or not torch.equal(ours := _usable(a, valid), _usable(b, valid)):
+        return math.inf
+    return _mean(torch.where(ours, a - b, 0.0))
+
+
+def _mean(error: torch.Tensor) -> float:
     return float(error.square().mean().sqrt()) if error.numel() else 0.0
 
 
@@ -253,16 +250,15 @@ def _of_every_other(a: torch.Tensor, b: torch.Tensor, valid: torch.Tensor | None
 
 def _largest(a: torch.Tensor, b: torch.Tensor, valid: torch.Tensor | None) -> float:
     if a.shape != b.shape:
-        return float("inf")
-    keep = _usable(a.double(), valid) & _usable(b.double(), valid)
-    error = torch.where(keep, a.double() - b.double(), 0.0).abs()
+        return math.inf
+    a, b = a.double(), b.double()
+    error = torch.where(_usable(a, valid) & _usable(b, valid), a - b, 0.0).abs()
     return float(error.max()) if error.numel() else 0.0
 
 
 def _size(value: torch.Tensor, valid: torch.Tensor | None) -> float:
     wide = value.double()
-    kept = torch.where(_usable(wide, valid), wide, 0.0)
-    return float(kept.square().mean().sqrt()) if kept.numel() else 0.0
+    return _mean(torch.where(_usable(wide, valid), wide, 0.0))
 
 
 def in_its_dtype(piece: Piece, actual: torch.Tensor) -> torch.Tensor | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeGuard
 
 import torch
 from torch.fx import Node
@@ -73,6 +73,11 @@ class Budget:
         self.spend(number * _OF_ELEMENT * tensor.numel())
 
 
+def is_real(value: object) -> TypeGuard[torch.Tensor]:
+    """Whether a value is a tensor of floating numbers."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
 class Call:
     """One node as it is computed in float64: the op, its arguments and what it makes."""
 
@@ -125,6 +130,15 @@ class Trial:
         """What the piece makes."""
         found: torch.Tensor = self.values[self.end]
         return found
+
+    def tensor(self, item: Any) -> torch.Tensor | None:
+        """Return the tensor that an argument stands for; None where it is none of the piece."""
+        value = self.values.get(item) if isinstance(item, Node) else None
+        return value if isinstance(value, torch.Tensor) else None
+
+    def real_ops(self) -> Iterator[tuple[Node, torch.Tensor]]:
+        """Yield the ops that make floating numbers, with what they make, last ops first."""
+        return ((node, self.values[node]) for node in reversed(self.ops) if is_real(self.values[node]))
 
     def spend_first(self) -> None:
         """Take what the piece itself costs: once in float64, and once as the baseline rounds; raises `OutOfWork`."""
