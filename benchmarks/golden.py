@@ -30,7 +30,7 @@ CORPORA = {
     "stored": ("test_stored_programs", "test_torchscript", "test_onnx_results", "test_replay_onnx"),
     "engines": ("test_passes", "test_runtime_kernels", "tests/diagnose/ladder", "tests/diagnose/engines"),
     "serving": ("tests/plugins/serving/check",),
-    "quantized": ("tests/diagnose/quantization",),
+    "quantized": ("tests/plugins/quantized",),
     "ranks": ("test_runs_of_ranks", "tests/compare/ranks", "tests/compare/end_to_end"),
     "lazy": ("tests/diagnose/snapshot",),
     "recordings": ("tests/compare/test_*.py", "tests/compare/matching", "tests/compare/series"),

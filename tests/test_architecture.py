@@ -35,6 +35,7 @@ FLOORS = (
     {"frontends", "engine"},
     {"judge", "plugins.lazy"},
     {"diagnose"},
+    {"plugins.quantized"},
     {"plugins.serving"},
     {"commands", "compat", "lazy", "metrics", "profiler", "snapshots"},
     {"testing", "cli", "pytest_plugin", "auto", "eager_debug"},
@@ -416,12 +417,12 @@ def test_planted_environment_access_is_found(line: str) -> None:
 
 
 # What is shown to people decides nothing there, and nothing asks an implementation under judgement for its class.
-JUDGING = ("judge", "diagnose", "compare", "cli", "report")
+JUDGING = ("judge", "diagnose", "compare", "cli", "report", "plugins/quantized", "plugins/serving/check")
 _READS = {"startswith", "endswith", "removeprefix", "removesuffix", "partition", "rpartition", "split"}
 
 DECIDED_BY_WORDS = {
     # Values of the JSON document, of a Literal type that mypy holds comparisons against.
-    ("diagnose/quantization/result.py", "not its values"): "kind of a hint, documented in the JSON reference",
+    ("plugins/quantized/result.py", "not its values"): "kind of a hint, documented in the JSON reference",
     # Stack traces as Python and torch write them.
     ("diagnose/training/gradient_graph.py", '(?m)^(?=\\s*File ")'): "a traceback",
     ("diagnose/training/gradient_graph.py", 'File "'): "a traceback",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint, PathDistribution, distribution
 from pathlib import Path
@@ -67,11 +68,27 @@ def of_two_records(folder: Path, **options: Any) -> Any:
     return glass.compare(folder / "a.pt", folder / "b.pt", **options)
 
 
+def quantized_checkpoint(folder: Path) -> Path:
+    (folder / "config.json").write_text('{"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}')
+    return folder
+
+
+def quantized_module() -> torch.nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made: torch.nn.Module = torch.ao.quantization.quantize_dynamic(net(), {torch.nn.Linear}, torch.qint8)
+    return made
+
+
 REQUESTS: dict[str, list[Callable[[Path], Any]]] = {
     "cluster": [lambda folder: of_two_records(folder, cluster="auto")],
     "lazy": [
         lambda folder: importlib.import_module("glassengine.lazy").device(),
         lambda folder: importlib.import_module("glassengine.compat.torch_xla.core.xla_model"),
+    ],
+    "quantized": [
+        lambda folder: glass.check(net(), candidate=quantized_checkpoint(folder), inputs=INPUTS),
+        lambda folder: glass.check(net(), candidate=quantized_module(), inputs=INPUTS),
     ],
     "serving": [
         lambda folder: glass.check(net(), candidate="gguf:model.gguf", inputs=INPUTS),
@@ -121,6 +138,29 @@ assert count > 500, count
 def test_every_module_of_the_core_is_imported_without_plugins(root: Path) -> None:
     done = children.run(
         [sys.executable, "-c", IN_A_CHILD, root], capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+
+
+WITHOUT_QUANTIZED = """
+import sys
+sys.path[:0] = sys.argv[1:2]
+from tests.test_extensions import Hidden
+sys.meta_path.insert(0, Hidden("glassengine.plugins.quantized"))
+from glassengine.errors import UsageError
+from glassengine.extensions import plugin
+try:
+    plugin("serving.check.check")
+except UsageError as error:
+    assert "glassengine[quantized]" in error.hint, error
+else:
+    raise AssertionError("it works without")
+"""
+
+
+def test_a_plugin_that_needs_a_hidden_one_names_the_hidden_one(root: Path) -> None:
+    done = children.run(
+        [sys.executable, "-c", WITHOUT_QUANTIZED, root], capture_output=True, text=True, check=False, timeout=600
     )
     assert done.returncode == 0, done.stderr
 

@@ -22,7 +22,13 @@ FORMATS = "glassengine.formats"
 SERVING = "glassengine.serving"
 """Each entry is a function from a place and `serving.protocol.Options` to a `serving.protocol.Served`."""
 
-EXTRAS = {"cluster": "ray", "lazy": "lazy", "serving": "serving", "tensorrt_rtx": "tensorrt-rtx"}
+EXTRAS = {
+    "cluster": "ray",
+    "lazy": "lazy",
+    "quantized": "quantized",
+    "serving": "serving",
+    "tensorrt_rtx": "tensorrt-rtx",
+}
 """Plugin -> the extra that installs it, with the packages that it needs."""
 _PLUGINS = "glassengine.plugins."
 

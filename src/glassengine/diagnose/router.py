@@ -15,8 +15,8 @@ from glassengine.backends.protocol.backend import TakingModels
 from glassengine.backends.registry import find_backend, get_backend
 from glassengine.candidates import BUILT, ENGINE, MODEL, QUANTIZED, RECORD, SERVED, WRITTEN, Kind, refuse
 from glassengine.diagnose.check_ladder import check_built, check_engine, check_model, check_record
+from glassengine.diagnose.ladder.quantized import is_quantized_candidate
 from glassengine.diagnose.ladder.request import CheckRequest
-from glassengine.diagnose.quantization.check import check_quantized_checkpoint, is_quantized_candidate
 from glassengine.engine.run.engine import read_engine
 from glassengine.engine.store import files
 from glassengine.extensions import plugin
@@ -108,7 +108,7 @@ HANDLERS = (
     Handler(
         QUANTIZED,
         lambda request: is_quantized_candidate(request.baseline, request.candidate),
-        check_quantized_checkpoint,
+        _by_plugin("quantized.check", "check_quantized_checkpoint"),
     ),
     Handler(MODEL, lambda request: True, check_model),
 )

@@ -24,6 +24,8 @@ from glassengine.reading.documents import damaged, read_document
 
 _FILE = "io.json"
 _MAX_BYTES = 16 << 20
+DEVICE = "device"
+"""Key of a program's metadata while it is built: what it is built for, "cpu" or "cuda"."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,6 @@ def read_io(directory: Path) -> IOOrder:
     return order
 
 
-DEVICE = "device"
-"""Key of a program's metadata while it is built: what it is built for, "cpu" or "cuda"."""
-
-
 def device_of(program: Program) -> str:
     """Return what a program is being built for."""
     return str(program.metadata.get(DEVICE, "cpu"))
@@ -88,10 +86,7 @@ def moved(program: Program, device: str) -> Any:
 def brought(run: Run, device: str, caches: Mapping[str, str]) -> Run:
     """Return a function that runs on `device` with tensors from anywhere.
 
-    Args:
-        run: Writes the caches in place; wants everything on `device`.
-        device: "cpu" or "cuda".
-        caches: `past_*` inputs -> results.
+    `run` writes the caches in place, and wants everything on `device`.
     """
     if device == "cpu":
         return run

@@ -39,11 +39,7 @@ def mesh_for(tensor: int, pipeline: int) -> Mesh | None:
 def check_mesh(mesh: Mesh, model: LoadedModel, backend: Backend, unlike: Sequence[tuple[str, Any]]) -> None:
     """Refuse what cannot be shared among ranks, before anything is exported.
 
-    Args:
-        mesh: The ranks.
-        model: The model.
-        backend: What builds the parts.
-        unlike: (flag, value) of what was asked for, and engines of several ranks do not have.
+    `unlike` has (flag, value) of what engines of several ranks do not have.
 
     Raises:
         UsageError: Says why.
@@ -130,15 +126,6 @@ def write_ranks(
     progress: Progress = silent,
 ) -> None:
     """Compile the part of every rank and write the engine around them.
-
-    Args:
-        program: Of one process, with weights.
-        directory: Empty.
-        name: Of the engine.
-        settings: What was asked for.
-        model: Where configuration, tokenizer and plan come from.
-        mesh: The ranks.
-        progress: Called with an event when a stage begins.
 
     Raises:
         UsageError: The model cannot be shared so.

@@ -157,11 +157,8 @@ class LoadedEngine(HasSites):
     ) -> dict[str, torch.Tensor]:
         """Return added outputs of one step by name, not copied.
 
-        Args:
-            names: Of `added_outputs`.
-            outputs: Of the executable.
-            step: Returns what other nodes are computed from: inputs, with the caches as they are after the step, and
-                outputs.
+        `step` returns what other nodes are computed from: inputs, caches as they are after the step, and
+        outputs.
         """
         values: dict[str, torch.Tensor] = {}
         derived = None

@@ -49,12 +49,7 @@ class RecordedModel(msgspec.Struct):
 
 
 def directory_to_record(source: str | None, revision: str | None) -> str | None:
-    """Return the directory of a checkpoint that an engine may name; None where its weights must be stored in it.
-
-    Args:
-        source: Hugging Face directory or id that the model was loaded from, if it was.
-        revision: Of a hub id.
-    """
+    """Return the directory of a checkpoint that an engine may name; None where its weights must be stored in it."""
     if source is None:
         return None
     directory = Path(source).expanduser()

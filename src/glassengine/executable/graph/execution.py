@@ -13,6 +13,8 @@ from typing import Any, Protocol
 from glassengine.executable.graph.graph import CapturedGraph
 
 Arguments = Mapping[str, Any] | list[Any]
+_attached: tuple[Observer, ...] = ()
+_asked: tuple[Callable[[], Observer | None], ...] = ()
 
 
 class Runnable(Protocol):
@@ -90,10 +92,6 @@ class Observer(Protocol):
 
     def failed(self, execution: Execution, error: BaseException) -> None:
         """Look at a run that raised `error`, which is raised again afterwards; Ctrl-C is one as well."""
-
-
-_attached: tuple[Observer, ...] = ()
-_asked: tuple[Callable[[], Observer | None], ...] = ()
 
 
 def attach(observer: Observer) -> None:

@@ -43,6 +43,17 @@ _SKIPPED = (
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib", "scripts")),
 )
 
+_lock = threading.Lock()
+_compilations: list[Compilation] = []
+_earlier: defaultdict[str, deque[_Earlier]] = defaultdict(lambda: deque(maxlen=KEPT))
+_first_with: dict[str, str] = {}
+"""Hash of a graph -> the first executable made of it."""
+FIRST = Cause("first call", "it is called for the first time")
+_WINDOW = 200  # operations looked ahead, to tell one that was put in or left out from one that was replaced
+_NUMBERED = re.compile(r"input\d+")
+_VALUE = re.compile(r"%(\d+)")
+_FIELDS: tuple[What, ...] = ("dtype", "shape", "stride", "device", "requires_grad")
+
 
 @dataclass(frozen=True)
 class Occasion:
@@ -63,15 +74,6 @@ class _Earlier:
     name: str
     compile_id: str
     outline: Outline
-
-
-_lock = threading.Lock()
-_compilations: list[Compilation] = []
-_earlier: defaultdict[str, deque[_Earlier]] = defaultdict(lambda: deque(maxlen=KEPT))
-_first_with: dict[str, str] = {}
-"""Hash of a graph -> the first executable made of it."""
-
-FIRST = Cause("first call", "it is called for the first time")
 
 
 def compilations() -> tuple[Compilation, ...]:
@@ -160,13 +162,6 @@ def _be_heard() -> None:
         logger.setLevel(logging.INFO)
     if not logger.hasHandlers():
         logger.addHandler(logging.StreamHandler())
-
-
-_WINDOW = 200  # operations looked ahead, to tell one that was put in or left out from one that was replaced
-
-_NUMBERED = re.compile(r"input\d+")
-_VALUE = re.compile(r"%(\d+)")
-_FIELDS: tuple[What, ...] = ("dtype", "shape", "stride", "device", "requires_grad")
 
 
 @dataclass(frozen=True)

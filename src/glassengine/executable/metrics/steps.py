@@ -26,6 +26,7 @@ logger = logging.getLogger("glassengine")
 
 MAX_QUEUED = 100
 """Asynchronous closures that may wait; ending a step then waits for one of them, as in PyTorch/XLA."""
+_before_end: list[Callable[[], object]] = []
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,6 @@ class _Steps:
 
 
 _steps = _Steps()
-_before_end: list[Callable[[], object]] = []
 
 
 def current_step() -> int:

@@ -57,6 +57,12 @@ POLL_S = 0.25
 _MAX_TRIGGER = 40
 _MAX_WRITING_S = 60.0
 _running: list[ProfileServer] = []
+KEY_FILE = "profile-key"
+_MAX_ANSWER = 64 << 10
+_FIRST_WORD_S = 10.0
+"""How long a server may take until it asks for the key."""
+_WRITING_S = 120.0
+"""How long a program may take to write a profile."""
 
 
 class ProfileServer:
@@ -292,14 +298,6 @@ def _begin_anew() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_begin_anew)
-
-
-KEY_FILE = "profile-key"
-_MAX_ANSWER = 64 << 10
-_FIRST_WORD_S = 10.0
-"""How long a server may take until it asks for the key."""
-_WRITING_S = 120.0
-"""How long a program may take to write a profile."""
 
 
 class _Answer(msgspec.Struct):

@@ -35,6 +35,18 @@ from glassengine.executable.snapshot.policy import (
 from glassengine.executable.snapshot.taker import SnapshotTaker
 from glassengine.writing.files import local
 
+logger = logging.getLogger("glassengine")
+DIRECTORY = "dump"
+"""Where snapshots go when XLA_FLAGS names no directory: that of the examples of the documents."""
+_OFF = ("", "0", "false", "off", "no")
+_ON = ("1", "true", "on", "yes")
+_ON_ERROR: dict[str, KeepInputs] = {
+    "on_nrt_error": "reference",
+    "on_nrt_error_hybrid": "device",
+    "on_nrt_error_cpu": "host",
+}
+_was_asked = False
+
 
 class Snapshots:
     """Snapshots that are being taken, from when it is made until `close`; a context manager."""
@@ -142,23 +154,6 @@ def snapshots(
 def _require(kind: str, word: str, known: Iterable[str], hint: str) -> None:
     if word not in known:
         raise UnknownNameError(kind, word, known, hint=hint)
-
-
-logger = logging.getLogger("glassengine")
-
-DIRECTORY = "dump"
-"""Where snapshots go when XLA_FLAGS names no directory: that of the examples of the documents."""
-
-_OFF = ("", "0", "false", "off", "no")
-_ON = ("1", "true", "on", "yes")
-_ON_ERROR: dict[str, KeepInputs] = {
-    "on_nrt_error": "reference",
-    "on_nrt_error_hybrid": "device",
-    "on_nrt_error_cpu": "host",
-}
-
-
-_was_asked = False
 
 
 def requested_taker() -> SnapshotTaker | None:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from glassengine.diagnose.quantization.effects import Weight, checkpoint_drift, one_by_one, outcome_of, watching
-from glassengine.diagnose.quantization.module import untied
-from glassengine.diagnose.quantization.result import RUNG, as_cost, finished
 from glassengine.judge.cases import Case
 from glassengine.judge.end_to_end import EndToEnd
+from glassengine.plugins.quantized.effects import Weight, checkpoint_drift, one_by_one, outcome_of, watching
+from glassengine.plugins.quantized.module import untied
+from glassengine.plugins.quantized.result import RUNG, as_cost, finished
 from glassengine.plugins.serving.check.weights import WeightsFound
 from glassengine.program import Program
 from glassengine.program.representation.signature import named_results

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from glassengine import environment
 from glassengine.diagnose.ladder.as_given import with_level
-from glassengine.diagnose.quantization.file import Op, QuantizedFile, judge_widths
-from glassengine.diagnose.quantization.graph import QuantizedRun
 from glassengine.errors import IncomparableError
 from glassengine.judge.cases import Case
 from glassengine.judge.end_to_end import EndToEnd, results_left
@@ -20,6 +18,8 @@ from glassengine.judge.replay.replay import covered
 from glassengine.judge.verdict.coverage import fineness_of
 from glassengine.numerics.metrics.drift import shared
 from glassengine.numerics.quantization.weight_error import WeightError
+from glassengine.plugins.quantized.file import Op, QuantizedFile, judge_widths
+from glassengine.plugins.quantized.graph import QuantizedRun
 from glassengine.program import LoadedModel
 from glassengine.program.representation.program import Program
 from glassengine.program.representation.signature import named_inputs, named_results

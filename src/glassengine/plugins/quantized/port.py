@@ -22,13 +22,12 @@ from torch import Tensor
 
 from glassengine.diagnose.ladder.as_given import with_level
 from glassengine.diagnose.ladder.rungs import arguments_of
-from glassengine.diagnose.quantization.check_graph import Ends, check_quantized_graph
 from glassengine.judge.cases import module_cases
 from glassengine.judge.sides.arguments import matched
+from glassengine.plugins.quantized.check_graph import Ends, check_quantized_graph
 from glassengine.program import LoadedModel, load_model
 from glassengine.program.kinds.example_inputs import MadeUp
 from glassengine.program.onnx.dequantized import without_grids
-from glassengine.program.onnx.stored.grids import is_quantized_graph
 from glassengine.program.representation.signature import named_inputs, named_results
 from glassengine.program.user_code.module_state import run_alone
 from glassengine.progress import Progress
@@ -43,11 +42,6 @@ _MOST_STEPS = 1.5
 """A bias is so many of its steps from the one that was quantized."""
 _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 _EPSILONS = (1e-5, 1e-3, 1e-6, 1e-4, 1e-12)
-
-
-def is_quantized_file(model: LoadedModel) -> bool:
-    """Whether a model is a quantized ONNX file."""
-    return model.stored is not None and model.stored.onnx is not None and is_quantized_graph(model.stored.onnx.file)
 
 
 def check_quantized_file(

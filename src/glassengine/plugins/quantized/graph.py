@@ -24,12 +24,12 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.diagnose.quantization.file import Op, QuantizedFile, Value, rank
 from glassengine.numerics.float64 import double, retarget, target_of
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.metrics.drift import LITTLE_LEFT, LOST, decibels
 from glassengine.numerics.quantization.weight_error import MOST_RMS, WeightError, judge_weight
 from glassengine.numerics.verdict import Reference
+from glassengine.plugins.quantized.file import Op, QuantizedFile, Value, rank
 from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.outputs import last_uses
 from glassengine.program.representation.program import Program

@@ -19,29 +19,18 @@ from torch import Tensor, nn
 
 from glassengine.diagnose.ladder.as_given import modes_of
 from glassengine.diagnose.ladder.rungs import arguments_of
-from glassengine.diagnose.quantization.check import check_quantized
-from glassengine.diagnose.quantization.effects import difference, forwards_of, outcome_of
-from glassengine.diagnose.quantization.result import RUNG
 from glassengine.numerics.judgement import unit_roundoff
+from glassengine.plugins.quantized.check import check_quantized
+from glassengine.plugins.quantized.effects import difference, forwards_of, outcome_of
+from glassengine.plugins.quantized.result import RUNG
 from glassengine.program import LoadedModel
-from glassengine.program.quantized.modules import QuantizedModule, quantized_module
+from glassengine.program.quantized.modules import QuantizedModule
 from glassengine.progress import Progress, silent
 from glassengine.results import Divergence, Findings, Hint, Policy
 
 _OF_WEIGHTS = 0.5
 _OF_INPUTS = 4.0
 _ROUNDINGS = 8.0
-
-
-def quantized_in_memory(baseline: LoadedModel, candidate: LoadedModel | None) -> QuantizedModule | None:
-    """Return the quantized weights of a candidate; None where none is one of the unquantized baseline's."""
-    if candidate is None or candidate.stored is not None or baseline.stored is not None:
-        return None
-    found = quantized_module(candidate.module)
-    if found is None or quantized_module(baseline.module) is not None:
-        return None
-    known = {name: tensor.shape for name, tensor in baseline.module.named_parameters()}
-    return found if any(known.get(name) == step.shape for name, step in found.steps.items()) else None
 
 
 @torch.no_grad()

@@ -11,14 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from glassengine.diagnose.ladder.request import CheckRequest
-from glassengine.diagnose.quantization.effects import (
+from glassengine.errors import IncomparableError
+from glassengine.judge.cases import Inputs, other_tokens, read_inputs
+from glassengine.judge.sides.module import threads_for
+from glassengine.numerics.quantization import rescaling
+from glassengine.numerics.quantization.weight_error import WeightError, judge_weight
+from glassengine.plugins.quantized.effects import (
     Weight,
     checkpoint_drift,
     difference,
@@ -27,14 +31,9 @@ from glassengine.diagnose.quantization.effects import (
     outcome_of,
     watching,
 )
-from glassengine.diagnose.quantization.result import RUNG, findings_of, finished, result_of
-from glassengine.errors import IncomparableError
-from glassengine.judge.cases import Inputs, other_tokens, read_inputs
-from glassengine.judge.sides.module import threads_for
-from glassengine.numerics.quantization import rescaling
-from glassengine.numerics.quantization.weight_error import WeightError, judge_weight
+from glassengine.plugins.quantized.result import RUNG, findings_of, finished, result_of
 from glassengine.program import LoadedModel, load_model
-from glassengine.program.loading.quantized import is_quantized, quantization_steps
+from glassengine.program.loading.quantized import quantization_steps
 from glassengine.progress import Progress, Work, silent
 from glassengine.results import (
     CaseInputs,
@@ -49,11 +48,6 @@ from glassengine.results import (
 from glassengine.results.answer import Origin, input_used
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def is_quantized_candidate(baseline: Any, candidate: Any) -> bool:
-    """Whether the candidate is a quantized checkpoint, and the baseline is none."""
-    return isinstance(candidate, (str, Path)) and is_quantized(candidate) and not is_quantized(baseline)
 
 
 def check_quantized_checkpoint(request: CheckRequest, _: Any) -> Comparison:

@@ -11,7 +11,7 @@ import torch
 from onnx import numpy_helper
 
 import glassengine as glass
-from tests.diagnose.quantization.test_port import GIVEN, MODELS, files
+from tests.plugins.quantized.test_port import GIVEN, MODELS, files
 
 __all__ = ["files"]
 

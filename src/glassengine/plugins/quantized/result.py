@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from glassengine import environment
-from glassengine.diagnose.quantization.effects import Outcome, Weight, snr_db
 from glassengine.judge.end_to_end import by_signal
+from glassengine.plugins.quantized.effects import Outcome, Weight, snr_db
 from glassengine.program import LoadedModel
 from glassengine.results import (
     Divergence,
