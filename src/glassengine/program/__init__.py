@@ -9,8 +9,8 @@ from typing import Any
 
 from glassengine.errors import UsageError
 from glassengine.program.generation import LoadedModel, Stages
-from glassengine.program.inputs.given import load_inputs
 from glassengine.program.inputs.modules import module_inputs, stored_inputs
+from glassengine.program.inputs.user_inputs import load_inputs
 from glassengine.program.kinds.causal_lm import is_pretrained
 from glassengine.program.kinds.example_inputs import MadeUp, example_inputs
 from glassengine.program.listing.listing import OnStage, stage_of

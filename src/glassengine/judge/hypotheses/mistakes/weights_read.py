@@ -248,9 +248,9 @@ def relation(
     offset = float((theirs - ours).mean())
     if _is_same(ours + offset, theirs, same):
         return "scale", f"{there} is the baseline's plus {offset:.6g}"
-    bases = base_of(ours), base_of(theirs)
-    if bases[0] is not None and bases[1] is not None:
-        return "position", of_another_base(bases[0], bases[1])
+    here, other = base_of(ours), base_of(theirs)
+    if here is not None and other is not None:
+        return "position", of_another_base(here, other)
     levels = _levels(theirs)
     if levels is not None and (_levels(ours) or levels + 1) > levels:
         return "dtype", f"{there} has {levels} levels in a row: it is quantized"
@@ -280,14 +280,12 @@ def _as_ours(ours: torch.Tensor, theirs: torch.Tensor) -> Iterator[torch.Tensor]
 
 def _partly(ours: torch.Tensor, theirs: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield a table without its first rows, or its last ones, beside those: the port keeps them elsewhere."""
-    if ours.dim() != theirs.dim() or ours.dim() < 2:
-        return
-    differing = [axis for axis in range(ours.dim()) if ours.shape[axis] != theirs.shape[axis]]
-    if len(differing) != 1 or ours.shape[differing[0]] - theirs.shape[differing[0]] not in (1, 2):
-        return
-    axis, number = differing[0], ours.shape[differing[0]] - theirs.shape[differing[0]]
-    yield torch.cat([ours.narrow(axis, 0, number), theirs], axis)
-    yield torch.cat([theirs, ours.narrow(axis, theirs.shape[axis], number)], axis)
+    missing = [a - b for a, b in zip(ours.shape, theirs.shape, strict=False)]
+    differing = [axis for axis, number in enumerate(missing) if number]
+    if ours.dim() == theirs.dim() > 1 and len(differing) == 1 and missing[differing[0]] in (1, 2):
+        (axis,) = differing
+        yield torch.cat([ours.narrow(axis, 0, missing[axis]), theirs], axis)
+        yield torch.cat([theirs, ours.narrow(axis, theirs.shape[axis], missing[axis])], axis)
 
 
 def _is_same(ours: torch.Tensor, theirs: torch.Tensor, same: float = _SAME) -> bool:
@@ -304,10 +302,9 @@ def _same(question: Question) -> float:
 
 def _rounded(ours: torch.Tensor, theirs: torch.Tensor) -> str | None:
     """Return the dtype to which a weight was rounded; None where it was not."""
-    for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
-        if torch.equal(ours.float().to(dtype).double(), theirs):
-            return str(dtype).removeprefix("torch.")
-    return None
+    dtypes = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+    found = (dtype for dtype in dtypes if torch.equal(ours.float().to(dtype).double(), theirs))
+    return next((str(dtype).removeprefix("torch.") for dtype in found), None)
 
 
 def packed(question: Question) -> Iterator[Hypothesis]:

@@ -12,7 +12,7 @@ from glassengine.program.export.export import traced_program
 from glassengine.program.kinds import causal_lm, encoder_decoder, image_text
 from glassengine.program.listing.listing import OnStage
 from glassengine.program.representation.program import FIXED_INPUTS, SMALLEST, Program
-from glassengine.program.representation.signature import example_of, place, small_sizes
+from glassengine.program.representation.signature import example_of, leave_meta_device, small_sizes
 
 
 def export_encoder_decoder(
@@ -38,7 +38,7 @@ def export_encoder_decoder(
     Raises:
         UsageError: torch.export cannot trace it.
     """
-    has_values = place(model)
+    has_values = leave_meta_device(model)
     example, dynamic = example_of(inputs)
     layouts = encoder_decoder.probe_layouts(model, example, has_values=has_values)
     wrapper = encoder_decoder.Encoder(model)
@@ -94,7 +94,7 @@ def export_image_text(
     Raises:
         UsageError: torch.export cannot trace it.
     """
-    has_values = place(model)
+    has_values = leave_meta_device(model)
     layout = causal_lm.probe_layout(model, has_values=has_values)
     vision = traced_program(
         image_text.Vision(model),
