@@ -354,4 +354,4 @@ def _build(
         made = aside.stat().st_ino
     if isinstance(target, Remote):
         return load(target, trust=True)
-    return files.unless_replaced(target, made, lambda: load(target, trust=True))
+    return files.load_unless_replaced(target, made, lambda: load(target, trust=True))
