@@ -184,7 +184,7 @@ class CachingGraphs(Protocol):
         """Return its option for the directory of its products."""
 
 
-def emptying(function: Callable[..., Any]) -> GraphFunction:
+def taking_list(function: Callable[..., Any]) -> GraphFunction:
     """Return a function of a list of inputs, which it empties before `function` runs on them."""
 
     def run(arguments: list[Any]) -> Any:

@@ -69,7 +69,7 @@ def device_of(program: Program) -> str:
     return str(program.metadata.get(DEVICE, "cpu"))
 
 
-def moved(program: Program, device: str) -> Any:
+def exported_on(program: Program, device: str) -> Any:
     """Return the exported program on `device`, constants and places in the graph included; `program` stays as it is."""
     if device == "cpu":
         return program.exported
@@ -83,7 +83,7 @@ def moved(program: Program, device: str) -> Any:
     return move_to_device_pass(copied, device)
 
 
-def brought(run: Run, device: str, caches: Mapping[str, str]) -> Run:
+def running_on(run: Run, device: str, caches: Mapping[str, str]) -> Run:
     """Return a function that runs on `device` with tensors from anywhere.
 
     `run` writes the caches in place, and wants everything on `device`.

@@ -11,7 +11,7 @@ from glassengine.backends.protocol.backend import Backend
 from glassengine.backends.registry import choose_backend
 from glassengine.engine.build.plan import Settings, planned_outputs
 from glassengine.engine.build.write import write_description, write_engine
-from glassengine.engine.ranks.member import as_if_joined, part_of
+from glassengine.engine.ranks.member import part_of, placeholder_group
 from glassengine.engine.store.manifest import AddedOutput, CutWeight
 from glassengine.errors import UsageError
 from glassengine.program import LoadedModel, Program
@@ -141,7 +141,7 @@ def write_ranks(
         progress(Work.COMPILING.says(f"rank {rank} of {mesh.size}", rank, mesh.size))
         where = part_of(directory, rank)
         where.mkdir()
-        with as_if_joined(mesh, rank):
+        with placeholder_group(mesh, rank):
             write_engine(part, where, f"{name}/{where.name}", alone, None, progress=silent)
     progress(Work.WRITING.says(f"writing {name}"))
     save_program(program, directory)

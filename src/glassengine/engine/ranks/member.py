@@ -70,7 +70,7 @@ def join(mesh: Mesh, rank: int, device: str, rendezvous: str | None = None) -> N
 
 
 @contextlib.contextmanager
-def as_if_joined(mesh: Mesh, rank: int) -> Iterator[None]:
+def placeholder_group(mesh: Mesh, rank: int) -> Iterator[None]:
     """Register a group that exchanges nothing, for compilers that ask how large it is."""
     if mesh.tensor == 1 or not dist.is_available():
         yield

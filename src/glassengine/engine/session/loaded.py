@@ -24,7 +24,7 @@ from glassengine.engine.store.recorded_model import load_recorded
 from glassengine.errors import UsageError
 from glassengine.executable.run.executable import Executable
 from glassengine.program import Program
-from glassengine.program.inputs.given import positional
+from glassengine.program.inputs.user_inputs import positional
 from glassengine.program.kinds.causal_lm import USER_MODULE
 from glassengine.program.kinds.image_text import FEATURES, INDEX
 from glassengine.program.onnx.stored.file import read_onnx

@@ -163,7 +163,7 @@ def _replace(aside: Path, target: Path, *, overwrite: bool) -> None:
         return
 
 
-def unless_replaced(target: Path, made: int, read: Callable[[], Loaded]) -> Loaded:
+def load_unless_replaced(target: Path, made: int, read: Callable[[], Loaded]) -> Loaded:
     """Return what `read` makes of an engine that was just built, unless another build has replaced it.
 
     `made` is the inode of its directory.

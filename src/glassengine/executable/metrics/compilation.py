@@ -113,7 +113,7 @@ def note_compilation(
     if graph is not None:
         registry.sample("TensorsGraphSize", graph.num_ops, "count")
     if environment.explain():
-        _be_heard()
+        _show_lines()
     logger.info("%s", noted)
 
 
@@ -157,7 +157,7 @@ def _user_frames() -> Iterator[str]:
         yield f"{file}:{frame.f_lineno} in {frame.f_code.co_name}" + (f": {code}" if code else "")
 
 
-def _be_heard() -> None:
+def _show_lines() -> None:
     if not logger.isEnabledFor(logging.INFO):
         logger.setLevel(logging.INFO)
     if not logger.hasHandlers():

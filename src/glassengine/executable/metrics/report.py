@@ -154,7 +154,7 @@ def parse_metrics(text: str) -> MetricsReport:
         else:
             block = None
     if not metrics and not counters:
-        raise CorruptError("no report of metrics", expected='lines like "Metric: CompileTime" or "Counter: MarkStep"')
+        raise CorruptError("not a metrics report", expected='lines like "Metric: CompileTime" or "Counter: MarkStep"')
     try:
         summaries = tuple(_metric(name, fields) for name, fields in sorted(metrics.items()))
         values = {name: int(fields["Value"]) for name, fields in sorted(counters.items())}

@@ -176,11 +176,11 @@ def _finish() -> None:
         logger.warning("step closures that never ran, since no mark_step came after them: %d", len(_steps.closures))
 
 
-def _begin_anew() -> None:
+def _reset_in_child() -> None:
     global _steps
     _steps = _Steps()
 
 
 atexit.register(_finish)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_anew)
+    os.register_at_fork(after_in_child=_reset_in_child)

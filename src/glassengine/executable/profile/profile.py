@@ -274,7 +274,7 @@ def _make_directory(root: Path) -> Path:
         ) from error
 
 
-def _begin_anew() -> None:
+def _reset_in_child() -> None:
     """A child that was forked while a profile is taken takes none: it would grow with every operation, and not end."""
     global _one_at_a_time
     if _one_at_a_time.locked():
@@ -286,7 +286,7 @@ def _begin_anew() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_anew)
+    os.register_at_fork(after_in_child=_reset_in_child)
 
 
 def write_scalars(directory: Path, summary: Mapping[str, Any]) -> bool:

@@ -289,7 +289,7 @@ def start_server(port: int = DEFAULT_PORT, *, directory: str | Path = "profiles"
     return server
 
 
-def _begin_anew() -> None:
+def _reset_in_child() -> None:
     """Let a forked worker of a data loader hold neither the port nor a connection of its parent."""
     for server in _running:
         server._abandon()
@@ -297,7 +297,7 @@ def _begin_anew() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_anew)
+    os.register_at_fork(after_in_child=_reset_in_child)
 
 
 class _Answer(msgspec.Struct):
