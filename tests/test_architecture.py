@@ -27,7 +27,7 @@ FLOORS = (
     {"deferred", "starting", "stores"},
     {"reading", "torch_versions", "workers", "writing"},
     {"accelerators", "asked", "sites", "taps", "results", "blocks", "spans", "ops"},
-    {"candidates", "recording", "program", "schemas"},
+    {"candidates", "prompt", "recording", "program", "schemas"},
     {"numerics"},
     {"compare", "capture", "executable"},
     {"report", "backends"},

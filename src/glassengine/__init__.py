@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from glassengine.errors import GlassError
     from glassengine.executable.metrics.steps import mark_step
     from glassengine.program import sites
+    from glassengine.prompt.check import check_prompt
     from glassengine.recording.read.export import export
     from glassengine.recording.read.reader import Recording
     from glassengine.recording.read.source import open_dump as open
@@ -53,6 +54,7 @@ __all__ = [
     "__version__",
     "build",
     "check",
+    "check_prompt",
     "check_training",
     "compare",
     "compat",
@@ -82,6 +84,7 @@ _PUBLIC = {
     "Watch": "glassengine.recording.write.policy",
     "build": "glassengine.engine.build.build",
     "check": "glassengine.diagnose",
+    "check_prompt": "glassengine.prompt.check",
     "check_training": "glassengine.diagnose.training.check",
     "compare": "glassengine.compare.compare",
     "compat": "glassengine.compat",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,7 +70,8 @@ class SentencepieceFile:
         self._model: Any = sentencepiece.SentencePieceProcessor(str(path))
         size = len(self._model)
         texts = [self._model.id_to_piece(number) for number in range(size)]
-        added = {number: texts[number] for number in range(size) if self._model.is_control(number) or self._model.is_unknown(number)}
+        is_special = [self._model.is_control(number) or self._model.is_unknown(number) for number in range(size)]
+        added = {number: text for number, text in enumerate(texts) if is_special[number]}
         special = {name: _numbers(getattr(self._model, f"{name}_id")()) for name in SPECIAL}
         pieces = pieces_of({text: number for number, text in enumerate(texts)}, added)
         self.opened = Opened("sentencepiece", Vocabulary(pieces, special, added, reads_special=False))
@@ -158,8 +158,3 @@ def described(path: Path) -> Vocabulary:
         text = token.get("content") if isinstance(token, dict) else token
         special[name] = _numbers(own.token_to_id(text)) if isinstance(text, str) else ()
     return Vocabulary(pieces_of(own.get_vocab(True), added), special, added)
-
-
-def as_json(conversation: Conversation) -> str:
-    """Return a conversation as one line of JSON."""
-    return json.dumps(conversation, ensure_ascii=False)

@@ -120,11 +120,8 @@ def compare_templates(baseline: PromptSide, candidate: PromptSide) -> tuple[list
         names = ", ".join(case[0].name for case in cases[:4]) + (", ..." if len(cases) > 4 else "")
         shown = _windows(ours, theirs)
         example = PromptExample(json.dumps(shape.conversation, ensure_ascii=False), (), (), [shown[0]], [shown[1]])
-        level = "limit" if cause in candidate.opened.limits else "wrong"
         detail = f"{len(cases)} of {len(SHAPES)} conversations: {names}"
-        if level == "limit":
-            detail += f"; {candidate.opened.limits[cause]}"
-        found.append(PromptFinding("template", cause, level, detail, len(cases), len(SHAPES), example))
+        found.append(PromptFinding("template", cause, "wrong", detail, len(cases), len(SHAPES), example))
     return [*found, *_twice(candidate, of_candidate), *_unkept(baseline, candidate)], len(SHAPES)
 
 

@@ -24,6 +24,9 @@ _PADDING = re.compile(
 _SHOWN = 12
 """Tokens of an example."""
 _MERGES = "merge order"
+_CHANGES = ("normalization", "prefix space", "byte fallback")
+_MANY = 1.5
+"""A change of bytes that shows so many times as often as each other one explains them."""
 _PRE = "pre-tokenizer"
 
 
@@ -191,7 +194,18 @@ def _joined(groups: dict[str, _Group], differ: set[str]) -> dict[str, _Group]:
         order = sorted(parts, key=lambda cause: -len(parts[cause].cases))
         kinds = ", ".join(cause[len(_PRE) + 2 : -1] for cause in order)
         rest[f"{_PRE} ({kinds})"] = _Group([case for cause in order for case in parts[cause].cases])
-    return dict(sorted(rest.items(), key=lambda item: -len(item[1].cases)))
+    return dict(sorted(_folded(rest).items(), key=lambda item: -len(item[1].cases)))
+
+
+def _folded(groups: dict[str, _Group]) -> dict[str, _Group]:
+    """Return causes with rarer changes of bytes as part of the most frequent one: one step of a normalizer makes all."""
+    counts = {cause: len(one.cases) for cause, one in groups.items() if cause.startswith(_CHANGES)}
+    of_bytes = sorted(counts, key=lambda cause: -counts[cause])
+    if len(of_bytes) < 2 or counts[of_bytes[0]] < _MANY * counts[of_bytes[1]]:
+        return groups
+    for cause in of_bytes[1:]:
+        groups[of_bytes[0]].cases += groups.pop(cause).cases
+    return groups
 
 
 def _deviating(
@@ -208,8 +222,6 @@ def _deviating(
 
 
 def _cause(a: Vocabulary, b: Vocabulary, group: str, text: str, x: list[int], y: list[int]) -> str:
-    if group == "nul":
-        return "text after a NUL"
     for number, token in sorted(a.added.items(), key=lambda item: -len(item[1])):
         if token and token in text and (number in x) != (number in y):
             return "added token not split" if number in x else "added token split, which the baseline reads as text"
@@ -225,11 +237,13 @@ def _cause(a: Vocabulary, b: Vocabulary, group: str, text: str, x: list[int], y:
 
 
 def _cause_of_bytes(b: Vocabulary, s: bytes, t: bytes, y: list[int]) -> str:
+    if b"\x00" in s and s.split(b"\x00")[0] == t:
+        return "text after a NUL"
     if t.lstrip(b" ") == s.lstrip(b" "):
         return "prefix space"
     u, v = s.decode("utf-8", "replace").strip(), t.decode("utf-8", "replace").strip()
     for form in ("NFC", "NFD", "NFKC", "NFKD"):
-        if unicodedata.normalize(form, u) == v or unicodedata.normalize(form, v) == u:  # type: ignore[arg-type]
+        if unicodedata.normalize(form, u) == v or unicodedata.normalize(form, v) == u:
             return f"normalization ({form})"
     if u.lower() == v or v.lower() == u:
         return "normalization (lower case)"

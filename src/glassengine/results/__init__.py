@@ -96,6 +96,7 @@ from glassengine.results.pairs import (
     counts_of,
     tally_of,
 )
+from glassengine.results.prompt import PromptComparison, PromptExample, PromptFinding
 from glassengine.results.recorded import (
     ListedSnapshot,
     RecordedScript,
@@ -159,6 +160,9 @@ __all__ = [
     "Pair",
     "PatternMismatches",
     "Policy",
+    "PromptComparison",
+    "PromptExample",
+    "PromptFinding",
     "Quantization",
     "QuantizedWeight",
     "RecordedScript",
