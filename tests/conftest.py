@@ -369,7 +369,7 @@ def _export_two_once(
     on_stage: Any = None,
     on_encoder_stage: Any = None,
 ) -> Any:
-    from glassengine.program.export import two as export_two
+    from glassengine.program.export import two_programs as export_two
 
     def export(*observers: Any) -> tuple[Any, ...]:
         first, last = observers

@@ -25,8 +25,7 @@ from glassengine.executable.graph.execution import Execution, attach, detach
 from glassengine.executable.metrics.compilation import compilations
 from glassengine.executable.metrics.metrics import metrics, reset_metrics
 from glassengine.executable.metrics.report import parse_metrics
-from glassengine.frontends.eager_debug import EagerDebugMode
-from glassengine.frontends.eager_ops import OpRunner, op_runner
+from glassengine.frontends.eager_debug import EagerDebugMode, OpRunner, op_runner
 from tests import children
 
 A = torch.ops.aten
@@ -178,7 +177,7 @@ def test_calls_on_inductor(op: Any, args: Sequence[Any], kwargs: Any) -> None:
 def test_what_is_left_to_aten_is_counted_and_said_once(
     code: Callable[[], Any], name: str, reason: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("glassengine.frontends.eager_ops._said", set())
+    monkeypatch.setattr("glassengine.frontends.eager_debug._said", set())
     caplog.set_level("INFO", "glassengine")
     torch.manual_seed(1)
     expected = code()

@@ -146,7 +146,7 @@ def read_adapter(here: Path, shared: Path) -> int:
 
 
 def read_inputs(here: Path, shared: Path) -> int:
-    from glassengine.program.inputs.given import load_inputs
+    from glassengine.program.inputs.user_inputs import load_inputs
 
     path = _alone(here)
     return say(load_inputs(str(path)))

@@ -15,8 +15,8 @@ from glassengine.backends.protocol.backend import (
     Network,
     Run,
     Weights,
-    emptying,
     program_network,
+    taking_list,
 )
 from glassengine.capture.observers.interpreter import run_program
 from glassengine.program.representation.program import Program
@@ -61,7 +61,7 @@ class EagerBackend:
 
     def compile_graph(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> GraphFunction:
         """Return the graph's own Python code."""
-        return emptying(module)
+        return taking_list(module)
 
     def options(self, program: Program) -> dict[str, Any]:
         """Return nothing: there is nothing to choose."""

@@ -20,7 +20,7 @@ from glassengine.engine.prompts.prompts import load_tokenizer
 from glassengine.engine.prompts.tokenizing import encode, token_rows
 from glassengine.errors import UsageError
 from glassengine.program import LoadedModel, load_inputs
-from glassengine.program.inputs.given import steps_of
+from glassengine.program.inputs.user_inputs import steps_of
 from glassengine.program.kinds.causal_lm import accepted
 from glassengine.program.kinds.example_inputs import MadeUp
 from glassengine.program.kinds.image_text import first_constants, following_constants

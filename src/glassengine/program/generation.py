@@ -21,13 +21,13 @@ from typing import Any
 from torch import nn
 
 from glassengine.program.export.export import export_causal_lm, export_module, export_specialized
-from glassengine.program.export.two import export_encoder_decoder, export_image_text
+from glassengine.program.export.two_programs import export_encoder_decoder, export_image_text
 from glassengine.program.kinds import image_text
 from glassengine.program.kinds.causal_lm import is_pretrained, keeps_states
-from glassengine.program.kinds.example_inputs import encoder_inputs, example_inputs, said_of_made_up
+from glassengine.program.kinds.example_inputs import encoder_inputs, example_inputs, explain_made_up_inputs
 from glassengine.program.listing.listing import OnStage
 from glassengine.program.representation.program import Program
-from glassengine.program.user_code.module_state import ModuleState, holding
+from glassengine.program.user_code.module_state import ModuleState, applied_state
 
 Inputs = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
@@ -114,9 +114,9 @@ class Plain(Generation):
         if inputs is None:
             inputs = example_inputs(model.module, model.directory)
         keeps = model.state is not None
-        held = holding(model.module, model.state, as_buffers=True) if keeps else contextlib.nullcontext()
+        held = applied_state(model.module, model.state, as_buffers=True) if keeps else contextlib.nullcontext()
         options: dict[str, Any] = {"metadata": model.metadata, "on_stage": stages.on_stage, "keeps_state": keeps}
-        with said_of_made_up(model.module, inputs), held:
+        with explain_made_up_inputs(model.module, inputs), held:
             if stages.specialized:
                 (step,) = [inputs] if isinstance(inputs, Mapping) else inputs
                 return (export_specialized(model.module, step, **options),)
@@ -212,7 +212,7 @@ class EncoderDecoder(Generation):
         if inputs is not None:
             return PLAIN.export(model, inputs, stages)
         given = encoder_inputs(model.module, model.directory)
-        with said_of_made_up(model.module, given):
+        with explain_made_up_inputs(model.module, given):
             return export_encoder_decoder(model.module, given, metadata=model.metadata, **stages.of_two)
 
 

@@ -20,7 +20,7 @@ from glassengine import commands
 from glassengine.accelerators import require_device
 from glassengine.backends.inductor.backend import InductorBackend
 from glassengine.backends.onnxruntime import OnnxRuntimeBackend
-from glassengine.backends.protocol.io import DEVICE, brought, device_of, moved, read_io, write_io
+from glassengine.backends.protocol.io import DEVICE, device_of, exported_on, read_io, running_on, write_io
 from glassengine.backends.registry import find_backend
 from glassengine.cli.main import main
 from glassengine.engine.session.session import KVCache
@@ -63,11 +63,11 @@ def test_a_moved_program_is_elsewhere_and_the_program_is_not(program: Program) -
         return [{tensor.device.type for tensor in exported.state_dict.values()}, kept, made]
 
     # A device that is everywhere and is not the CPU.
-    found = moved(program, "meta")
+    found = exported_on(program, "meta")
     assert places(found) == [{"meta"}] * 3
     assert [node.name for node in found.graph.nodes] == [node.name for node in program.graph.nodes]
     assert places(program.exported) == [{"cpu"}] * 3
-    assert moved(program, "cpu") is program.exported
+    assert exported_on(program, "cpu") is program.exported
 
 
 def test_what_it_was_built_for_is_known_to_whoever_loads_it(program: Program, tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_on_the_cpu_nothing_stands_in_between() -> None:
     def run(inputs: object) -> dict[str, torch.Tensor]:
         raise NotImplementedError
 
-    assert brought(run, "cpu", {}) is run
+    assert running_on(run, "cpu", {}) is run
 
 
 @without_gpu

@@ -67,9 +67,9 @@ def test_u8_other_addresses_are_none(address: str) -> None:
 
 def test_u8_the_warning_names_lazy_tensors(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_hlo_snapshots --xla_dump_to=./dump")
-    monkeypatch.setattr(snapshots, "_was_asked", False)
+    monkeypatch.setattr(snapshots, "_saw_execution", False)
     with caplog.at_level(logging.WARNING, logger="glassengine"):
-        snapshots.tell_of_nothing()
+        snapshots.warn_without_executions()
     assert "on lazy tensors" in caplog.text and "XLA_FLAGS" in caplog.text
 
 

@@ -494,6 +494,6 @@ def test_s15_builds_into_one_directory(tmp_path: Path) -> None:
         raise CorruptError("planted")
 
     with pytest.raises(CorruptError):
-        files.unless_replaced(target, target.stat().st_ino, damaged)
+        files.load_unless_replaced(target, target.stat().st_ino, damaged)
     with pytest.raises(UsageError, match="another build has replaced the engine"):
-        files.unless_replaced(target, target.stat().st_ino + 1, damaged)
+        files.load_unless_replaced(target, target.stat().st_ino + 1, damaged)

@@ -220,7 +220,7 @@ def test_json_twin_is_the_same_report(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "no report of metrics"),
+        ("", "not a metrics report"),
         ("Metric: M\n  TotalSamples: 1\n", "'Accumulator'"),
         ("Metric: M\n  TotalSamples: 1\n  Accumulator: 3 parsecs\n", "3 parsecs"),
         ("Counter: N\n  Value: many\n", "many"),

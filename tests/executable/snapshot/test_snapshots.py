@@ -17,7 +17,7 @@ from glassengine.environment import SnapshotRequest, snapshot_request
 from glassengine.executable.graph.execution import Execution, observers
 from glassengine.executable.run.executable import Executable
 from glassengine.executable.snapshot import snapshots as snapshot_environment
-from glassengine.executable.snapshot.snapshots import policy_of, tell_of_nothing
+from glassengine.executable.snapshot.snapshots import policy_of, warn_without_executions
 from tests import children
 
 MakeExecutable = Callable[..., Executable]
@@ -183,18 +183,18 @@ def test_f25_snapshots_that_were_asked_for_and_nothing_ran(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(snapshot_environment, "_was_asked", False)
-    tell_of_nothing()
+    monkeypatch.setattr(snapshot_environment, "_saw_execution", False)
+    warn_without_executions()
     assert ("no execution was seen" in caplog.text) == is_told
 
 
 def test_f25_nothing_is_told_where_something_ran(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, executable: Executable, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(snapshot_environment, "_was_asked", False)
+    monkeypatch.setattr(snapshot_environment, "_saw_execution", False)
     monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_hlo_snapshots --xla_dump_to={tmp_path}")
     executable.run([X])
-    tell_of_nothing()
+    warn_without_executions()
     assert "no execution was seen" not in caplog.text
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from glassengine.errors import CorruptError, UsageError
 from glassengine.program.loading import from_transformers
-from glassengine.program.loading.from_transformers import in_proportion, require_countable
+from glassengine.program.loading.from_transformers import bounded_by_checkpoint, require_countable
 from glassengine.program.loading.load import load_model
 from glassengine.testing import models
 from glassengine.testing.checkpoints import VOCAB_SIZE, save_checkpoint
@@ -92,6 +92,6 @@ def test_what_is_in_proportion_is_loaded(checkpoint: Path, tmp_path: Path) -> No
 
 
 def test_the_hooks_are_gone_afterwards(tmp_path: Path) -> None:
-    with pytest.raises(CorruptError), in_proportion(tmp_path, weights=True), torch.device("meta"):
+    with pytest.raises(CorruptError), bounded_by_checkpoint(tmp_path, weights=True), torch.device("meta"):
         nn.Linear(1 << 16, 1 << 16)
     nn.Linear(1 << 16, 1 << 16, device="meta")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from glassengine.diagnose import check
-from glassengine.program.user_code.module_state import ModuleState, holding
+from glassengine.program.user_code.module_state import ModuleState, applied_state
 
 WIDTH, LONGEST = 8, 8
 
@@ -157,11 +157,11 @@ class Holder(nn.Module):
 def test_f68_copies_keep_what_is_shared_and_the_original_is_left_alone() -> None:
     module, x = Holder(), torch.ones(3)
     before = ModuleState.of(module)
-    with holding(module, before):
+    with applied_state(module, before):
         assert module(x) == 3 and module(x) == 6
         assert module.cache.keys is not None and module.cache.owner is module
         later = ModuleState.of(module)
     assert before.differs_from(later) and not before.differs_from(ModuleState.of(module))
     assert module.cache.keys is None and not module.whole.any()
-    with holding(module, later):
+    with applied_state(module, later):
         assert module(x) == 9

@@ -31,9 +31,9 @@ from glassengine.backends.protocol.backend import (
     Network,
     Run,
     Weights,
-    emptying,
+    taking_list,
 )
-from glassengine.backends.protocol.io import brought, device_of, moved, read_io, write_io
+from glassengine.backends.protocol.io import device_of, exported_on, read_io, running_on, write_io
 from glassengine.executable.cache.cache import CompilerCache
 from glassengine.program.representation.program import Program, copied_graph
 from glassengine.program.user_code.calls import described
@@ -84,7 +84,7 @@ class InductorBackend:
                     exported, package_path=str(directory / name), inductor_configs=options
                 )
 
-        exported, is_on_cpu = moved(program, device_of(program)), device_of(program) == "cpu"
+        exported, is_on_cpu = exported_on(program, device_of(program)), device_of(program) == "cpu"
         compile_package(with_grouped_queries(exported) if is_on_cpu else exported, _PACKAGE)
         is_outside = is_on_cpu and not self.keeps_weights(program)
         # A profile takes the spans of kernels for those of one package.
@@ -139,7 +139,7 @@ class InductorBackend:
 
         # The library reads these where they are.
         run.constants = constants  # type: ignore[attr-defined]
-        return brought(run, order.device, order.caches)
+        return running_on(run, order.device, order.caches)
 
     def compile_graph(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> GraphFunction:
         """Compile in memory, with the sizes that the trace in progress has as symbols."""
@@ -150,7 +150,7 @@ class InductorBackend:
             artifact = torch._inductor.standalone_compile(
                 own, list(example_inputs), dynamic_shapes="from_tracing_context", **donated()
             )
-        return emptying(artifact)
+        return taking_list(artifact)
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         """Return those of Inductor: some change strides, as of a concatenation in which only one part is not empty."""

@@ -31,6 +31,10 @@ from glassengine.writing.files import private_directory, remove_tree, untrusted
 
 logger = logging.getLogger("glassengine")
 
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+_OURS = "GLASS_CC_FLAGS"
+_ignored: set[str] = set()
+
 
 def use_private_directory() -> None:
     """Let Inductor work in its default directory only where that is the user's alone, and otherwise in one that is.
@@ -68,11 +72,6 @@ def _problem(directory: Path) -> str | None:
     if not stat.S_ISDIR(found.st_mode):
         return "it is a link"
     return untrusted(found)
-
-
-_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-_OURS = "GLASS_CC_FLAGS"
-_ignored: set[str] = set()
 
 
 @dataclass(frozen=True)

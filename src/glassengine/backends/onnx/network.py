@@ -106,13 +106,7 @@ def _same_kind(one: Any, other: Any) -> bool:
 
 
 def list_network(path: Path, program: Program, runtime: str) -> Network:
-    """Return the layers of an ONNX file.
-
-    Args:
-        path: What `export_onnx` wrote.
-        program: What was converted.
-        runtime: What the file is given to.
-    """
+    """Return the layers of an ONNX file."""
     model = read_graph(path)
     # The layers of a file that was given to us as it is know nothing of nodes; their values do.
     values = program.onnx.values if program.onnx is not None else {}
@@ -123,10 +117,7 @@ def list_network(path: Path, program: Program, runtime: str) -> Network:
 def list_optimized(path: Path, program: Program, network: Network) -> Network | None:
     """Return the layers that ONNX Runtime makes of an ONNX file; None where its weights are too large to be copied.
 
-    Args:
-        path: What `export_onnx` wrote.
-        program: What was converted.
-        network: What `list_network` made of the file.
+    `network` is what `list_network` made of it.
     """
     import onnx
 

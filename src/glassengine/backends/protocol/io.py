@@ -24,6 +24,8 @@ from glassengine.reading.documents import damaged, read_document
 
 _FILE = "io.json"
 _MAX_BYTES = 16 << 20
+DEVICE = "device"
+"""Key of a program's metadata while it is built: what it is built for, "cpu" or "cuda"."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +64,12 @@ def read_io(directory: Path) -> IOOrder:
     return order
 
 
-DEVICE = "device"
-"""Key of a program's metadata while it is built: what it is built for, "cpu" or "cuda"."""
-
-
 def device_of(program: Program) -> str:
     """Return what a program is being built for."""
     return str(program.metadata.get(DEVICE, "cpu"))
 
 
-def moved(program: Program, device: str) -> Any:
+def exported_on(program: Program, device: str) -> Any:
     """Return the exported program on `device`, constants and places in the graph included; `program` stays as it is."""
     if device == "cpu":
         return program.exported
@@ -85,13 +83,10 @@ def moved(program: Program, device: str) -> Any:
     return move_to_device_pass(copied, device)
 
 
-def brought(run: Run, device: str, caches: Mapping[str, str]) -> Run:
+def running_on(run: Run, device: str, caches: Mapping[str, str]) -> Run:
     """Return a function that runs on `device` with tensors from anywhere.
 
-    Args:
-        run: Writes the caches in place; wants everything on `device`.
-        device: "cpu" or "cuda".
-        caches: `past_*` inputs -> results.
+    `run` writes the caches in place, and wants everything on `device`.
     """
     if device == "cpu":
         return run

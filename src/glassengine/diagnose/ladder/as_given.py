@@ -25,8 +25,8 @@ from glassengine.program import LoadedModel
 from glassengine.program.onnx.stored.options import SessionSettings
 from glassengine.program.onnx.stored.session import OnnxModel
 from glassengine.program.representation.signature import named_results
-from glassengine.program.user_code.forward import Draws, in_words, is_whole, that_matter
-from glassengine.program.user_code.module_state import holding, own_copies
+from glassengine.program.user_code.forward import RandomDraws, all_in_training, describe_training, influential_modes
+from glassengine.program.user_code.module_state import applied_state, own_copies
 from glassengine.results import Findings, ResultComparison
 
 _SAME_DB, _LOST_DB = 40.0, 20.0
@@ -92,7 +92,7 @@ class Modes:
     @property
     def differences(self) -> list[str]:
         """What differs, in words."""
-        return [in_words(who, names) for who, names in self.mattering.items()]
+        return [describe_training(who, names) for who, names in self.mattering.items()]
 
 
 def modes_of(models: Mapping[str, LoadedModel], call_of: Callable[[str], Mapping[str, Any]]) -> Modes:
@@ -105,7 +105,7 @@ def modes_of(models: Mapping[str, LoadedModel], call_of: Callable[[str], Mapping
     found = Modes()
     baseline, candidate = models["baseline"], models.get("candidate")
     is_alone = candidate is None or candidate.stored is not None  # a file has no mode
-    if all(is_whole(one.module, one.training) for one in models.values()) or (
+    if all(all_in_training(one.module, one.training) for one in models.values()) or (
         candidate is not None and baseline.training == candidate.training
     ):
         if baseline.training:
@@ -114,9 +114,9 @@ def modes_of(models: Mapping[str, LoadedModel], call_of: Callable[[str], Mapping
     for who, one in models.items():
         names: list[str] = []
         with contextlib.suppress(Exception):  # the forward raises again where it is judged, and is reported there
-            names = that_matter(one.module, one.training, call_of(who)) if one.training else []
+            names = influential_modes(one.module, one.training, call_of(who)) if one.training else []
         if names and is_alone:
-            found.notes.append(f"{in_words(who, names)}; compared in evaluation mode")
+            found.notes.append(f"{describe_training(who, names)}; compared in evaluation mode")
         elif names:
             found.mattering[who] = names
     return found
@@ -170,8 +170,8 @@ def _calls(
     None where a call raises, or draws random numbers.
     """
     module: nn.Module = side.module
-    draws = Draws()  # type: ignore[no-untyped-call]
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), holding(module, side.state), draws:
+    draws = RandomDraws()  # type: ignore[no-untyped-call]
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), applied_state(module, side.state), draws:
         try:
             kept = named_results(module(**own_copies(_arguments(side.arguments, step))))
             first = {name: value.detach().clone() for name, value in kept.items()}

@@ -40,7 +40,7 @@ from glassengine.engine.store.recorded_model import directory_to_record
 from glassengine.errors import UsageError
 from glassengine.program import LoadedModel, Program, export_programs, load_inputs, load_model, made_up_inputs
 from glassengine.program.generation import PLAIN
-from glassengine.program.inputs.given import in_order
+from glassengine.program.inputs.user_inputs import in_order
 from glassengine.program.kinds.causal_lm import is_pretrained
 from glassengine.program.kinds.image_text import WITHOUT_IMAGES
 from glassengine.program.onnx.stored.file import is_onnx
@@ -354,4 +354,4 @@ def _build(
         made = aside.stat().st_ino
     if isinstance(target, Remote):
         return load(target, trust=True)
-    return files.unless_replaced(target, made, lambda: load(target, trust=True))
+    return files.load_unless_replaced(target, made, lambda: load(target, trust=True))

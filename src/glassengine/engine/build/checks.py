@@ -28,6 +28,11 @@ DEFAULT_MAX_SEQ_LEN = 2048
 
 _MAX_BATCH, _MAX_LENGTH = 1 << 20, 1 << 24
 """Beyond them the number of bytes of a cache is beyond 64 bits."""
+PROMPT_LENGTH = 3
+LONGEST_CACHE = 2048
+"""Most slots of the cache: more than windows of attention usually have, little memory beside the weights."""
+_PROMPTS = 2
+"""Tokens by chance of so many seeds: of all of them a wrong program is wrong, rounding never changes an expert."""
 
 
 def check_dtype(backend: Backend, dtype: str) -> None:
@@ -49,12 +54,7 @@ def check_written(
 ) -> None:
     """Refuse what a back-end cannot do that writes models rather than graphs, and types where none are written.
 
-    Args:
-        backend: That is to build.
-        model: Loaded.
-        quantize: Type of matrices.
-        length: Most tokens of a sequence.
-        asked: Flag of what needs a graph -> what was asked for.
+    `asked` maps flags of what needs a graph to what was asked for.
 
     Raises:
         UsageError: It cannot be written, or not so.
@@ -113,21 +113,10 @@ def _shown(number: int) -> str:
     return f"{number:,}" if number < 1 << 64 else f"about 2^{number.bit_length()}"
 
 
-PROMPT_LENGTH = 3
-LONGEST_CACHE = 2048
-"""Most slots of the cache: more than windows of attention usually have, little memory beside the weights."""
-
-_PROMPTS = 2
-"""Tokens by chance of so many seeds: of all of them a wrong program is wrong, rounding never changes an expert."""
-
-
 def require_agreement(model: LoadedModel, program: Program, max_seq_len: int | None) -> None:
     """Run a prompt and one more token through both.
 
-    Args:
-        model: A language model with its weights, that needs nothing but tokens.
-        program: Its program, before any pass.
-        max_seq_len: Of the engine.
+    The program is that before any pass, and the model needs nothing but tokens.
 
     Raises:
         UsageError: The logits differ by more than rounding.

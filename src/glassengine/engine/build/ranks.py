@@ -11,7 +11,7 @@ from glassengine.backends.protocol.backend import Backend
 from glassengine.backends.registry import choose_backend
 from glassengine.engine.build.plan import Settings, planned_outputs
 from glassengine.engine.build.write import write_description, write_engine
-from glassengine.engine.ranks.member import as_if_joined, part_of
+from glassengine.engine.ranks.member import part_of, placeholder_group
 from glassengine.engine.store.manifest import AddedOutput, CutWeight
 from glassengine.errors import UsageError
 from glassengine.program import LoadedModel, Program
@@ -39,11 +39,7 @@ def mesh_for(tensor: int, pipeline: int) -> Mesh | None:
 def check_mesh(mesh: Mesh, model: LoadedModel, backend: Backend, unlike: Sequence[tuple[str, Any]]) -> None:
     """Refuse what cannot be shared among ranks, before anything is exported.
 
-    Args:
-        mesh: The ranks.
-        model: The model.
-        backend: What builds the parts.
-        unlike: (flag, value) of what was asked for, and engines of several ranks do not have.
+    `unlike` has (flag, value) of what engines of several ranks do not have.
 
     Raises:
         UsageError: Says why.
@@ -131,15 +127,6 @@ def write_ranks(
 ) -> None:
     """Compile the part of every rank and write the engine around them.
 
-    Args:
-        program: Of one process, with weights.
-        directory: Empty.
-        name: Of the engine.
-        settings: What was asked for.
-        model: Where configuration, tokenizer and plan come from.
-        mesh: The ranks.
-        progress: Called with an event when a stage begins.
-
     Raises:
         UsageError: The model cannot be shared so.
         BackendError: The back-end failed.
@@ -154,7 +141,7 @@ def write_ranks(
         progress(Work.COMPILING.says(f"rank {rank} of {mesh.size}", rank, mesh.size))
         where = part_of(directory, rank)
         where.mkdir()
-        with as_if_joined(mesh, rank):
+        with placeholder_group(mesh, rank):
             write_engine(part, where, f"{name}/{where.name}", alone, None, progress=silent)
     progress(Work.WRITING.says(f"writing {name}"))
     save_program(program, directory)

@@ -46,15 +46,7 @@ def write_engine(
 ) -> None:
     """Compile a program and write everything that an engine consists of.
 
-    Args:
-        program: With weights.
-        directory: Empty, or with the engine of an encoder in it.
-        name: Of the engine.
-        settings: What was asked for.
-        model: Where configuration and tokenizer come from.
-        artifacts: Where the stages of the build are written to.
-        has_encoder: Whether the engine of an encoder lies in `directory`.
-        progress: Called with an event when a stage begins.
+    `directory` is empty, or holds the engine of an encoder.
 
     Raises:
         UsageError: An output that was asked for does not exist.
@@ -125,14 +117,7 @@ def write_description(
 ) -> None:
     """Write configuration and tokenizer of the model, and the manifest of all that lies in `directory` by then.
 
-    Args:
-        program: Of the engine.
-        backend: What built it.
-        directory: Of the engine.
-        name: Of the engine.
-        settings: What was asked for.
-        model: Where configuration and tokenizer come from.
-        **facts: Fields of `Manifest` that these do not tell.
+    `facts` are the fields of `Manifest` that nothing else tells.
     """
     tokenizer = False
     if model is not None:

@@ -25,6 +25,7 @@ _MOST_ITEMS = 1 << 30
 _MOST_GROWTH = 1024
 _MOST_DECODERS = 1000
 _MOST_REPEATS = 3
+TextCallback = Callable[[str], None]
 
 
 def encode(tokenizer: Any, prompts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
@@ -119,16 +120,8 @@ def _growth(pattern: dict[str, str], content: str, where: str) -> int:
     return len(content) + 1  # of nothing, between all characters
 
 
-TextCallback = Callable[[str], None]
-
-
 class TextStream:
-    """Turns tokens into pieces of text that never have to be taken back.
-
-    Args:
-        tokenizer: Of the model.
-        on_text: Called with each piece.
-    """
+    """Turns tokens into pieces of text that never have to be taken back."""
 
     def __init__(self, tokenizer: Any, on_text: TextCallback) -> None:
         self._tokenizer, self._on_text = tokenizer, on_text

@@ -36,15 +36,14 @@ _MOST_WORDS = 2000
 MODULE = "glassengine.engine.run.rank"
 Message = tuple[dict[str, Any], dict[str, torch.Tensor]]
 """A JSON document, and tensors."""
+_HEAD = struct.Struct("<QQ")
+_MOST_JSON, _MOST_DATA = 1 << 20, 1 << 40
+# Memory is taken as bytes come, not as a message says: twice of it at most, and this.
+_PIECE = 1 << 20
 
 
 class Children:
     """The ranks of an engine, each a process.
-
-    Args:
-        directory: Of the engine.
-        mesh: Its ranks.
-        trust: As in `load`.
 
     Raises:
         BackendError: A rank could not start; names it.
@@ -192,12 +191,6 @@ def _end(processes: list[subprocess.Popen[bytes]], connections: list[socket.sock
             process.kill()
             process.wait()
     shutil.rmtree(folder, ignore_errors=True)
-
-
-_HEAD = struct.Struct("<QQ")
-_MOST_JSON, _MOST_DATA = 1 << 20, 1 << 40
-# Memory is taken as bytes come, not as a message says: twice of it at most, and this.
-_PIECE = 1 << 20
 
 
 def send(

@@ -42,11 +42,7 @@ def mesh_of(manifest: Manifest) -> Mesh:
 def join(mesh: Mesh, rank: int, device: str, rendezvous: str | None = None) -> None:
     """Join the process groups of an engine; every rank calls this once.
 
-    Args:
-        mesh: The ranks.
-        rank: Of this process.
-        device: "cpu" or "cuda".
-        rendezvous: File in which ranks of one machine meet; None takes what torchrun has set.
+    `rendezvous` is a file in which ranks of one machine meet; None takes what torchrun has set.
 
     Raises:
         BackendError: This torch has no collectives.
@@ -74,7 +70,7 @@ def join(mesh: Mesh, rank: int, device: str, rendezvous: str | None = None) -> N
 
 
 @contextlib.contextmanager
-def as_if_joined(mesh: Mesh, rank: int) -> Iterator[None]:
+def placeholder_group(mesh: Mesh, rank: int) -> Iterator[None]:
     """Register a group that exchanges nothing, for compilers that ask how large it is."""
     if mesh.tensor == 1 or not dist.is_available():
         yield
@@ -90,10 +86,7 @@ def as_if_joined(mesh: Mesh, rank: int) -> Iterator[None]:
 class Member:
     """What a rank does.
 
-    Args:
-        part: Its engine.
-        manifest: Of the whole engine.
-        rank: Of this process.
+    `part` is what it runs, `manifest` that of the whole engine.
     """
 
     def __init__(self, part: LoadedEngine, manifest: Manifest, rank: int) -> None:
@@ -143,9 +136,7 @@ class Member:
     def step(self, number: int, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Run one step of a session; return its logits [B, S, V].
 
-        Args:
-            number: Of the session.
-            inputs: What every rank is given: tokens, mask, positions and slots.
+        `inputs` are those of all ranks: tokens, mask, positions and slots.
         """
         cache = self._caches[number]
         batch, sequence = inputs["input_ids"].shape

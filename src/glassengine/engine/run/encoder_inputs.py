@@ -37,6 +37,8 @@ DECODER_IDS = "decoder_input_ids"
 
 Encode = Callable[..., dict[str, torch.Tensor]]
 """`Engine.encode`."""
+PLACEHOLDER = "<image>"
+"""For processors that do not say how they spell it."""
 
 
 def encoded(
@@ -49,13 +51,8 @@ def encoded(
 ) -> tuple[list[list[int]], dict[str, torch.Tensor]]:
     """Run the encoder; return what the decoder begins with, one list of tokens per sequence, and its constant inputs.
 
-    Args:
-        manifest: Of an encoder-decoder.
-        encoder: Of its encoder.
-        encode: Runs it.
-        read: Texts as token ids; empty where tensors were given.
-        inputs: Tensors of the encoder, and `decoder_input_ids` where there are more than the start token.
-        settings: `transformers.GenerationConfig`, which states the start token.
+    `inputs` are tensors of the encoder, and `decoder_input_ids` where there are more than the start token, which
+    `settings` state; without them it runs on the texts that were `read`.
 
     Raises:
         UsageError: Texts or tensors do not fit the encoder, or the model has no start token.
@@ -84,10 +81,6 @@ def encoded(
             hint="--inputs FILE with decoder_input_ids",
         )
     return [[start]] * batch, constants
-
-
-PLACEHOLDER = "<image>"
-"""For processors that do not say how they spell it."""
 
 
 def read_request(engine: LoadedEngine, request: Request) -> Prompts:

@@ -241,7 +241,7 @@ class Engine(LoadedEngine):
         return forward(self, request, inputs, debug=debug, record=record, overwrite=overwrite)
 
 
-class OnDisk(NamedTuple):
+class StoredEngine(NamedTuple):
     """An engine on disk, found as it was written."""
 
     directory: Path
@@ -250,7 +250,7 @@ class OnDisk(NamedTuple):
     ours: bool
 
 
-def read_engine(directory: str | Path, *, verify: bool = False) -> OnDisk:
+def read_engine(directory: str | Path, *, verify: bool = False) -> StoredEngine:
     """Read what an engine says of itself, and check that it is whole and fits this machine.
 
     Args:
@@ -272,10 +272,10 @@ def read_engine(directory: str | Path, *, verify: bool = False) -> OnDisk:
     require_intact(manifest, intact, names)
     is_native = backend.capabilities.native_code
     check_files(manifest, path, verify=verify, always=(f"{files.MAIN}/",) if is_native else ())
-    return OnDisk(path, manifest, names, ours)
+    return StoredEngine(path, manifest, names, ours)
 
 
-def open_engine(found: OnDisk, *, trust: bool = False, model: str | Path | None = None) -> Engine:
+def open_engine(found: StoredEngine, *, trust: bool = False, model: str | Path | None = None) -> Engine:
     """Load an engine that one process runs; see `load`."""
     path, manifest, names, ours = found
     backend = find_backend(manifest.backend)

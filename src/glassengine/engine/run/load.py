@@ -57,11 +57,7 @@ def load(
 class ParallelEngine(Engine):
     """An engine whose steps run on several ranks, which keep the caches.
 
-    Args:
-        directory: Where it is.
-        manifest: What `engine.json` says.
-        sites: Of the whole program.
-        start: Returns what runs a step, called when the first session is made.
+    `start` returns what runs a step; it is called when the first session is made.
     """
 
     def __init__(
@@ -148,13 +144,7 @@ def load_parallel(directory: Path, manifest: Manifest, sites: SiteTable, *, trus
 
 
 def member_of(directory: Path, *, trust: bool, rendezvous: str | None) -> Member:
-    """Return what this process does as a rank of an engine; its part is loaded, and its groups are joined.
-
-    Args:
-        directory: Of the engine.
-        trust: As in `load`.
-        rendezvous: As in `join`.
-    """
+    """Return what this process does as a rank of an engine; its part is loaded, and its groups are joined."""
     rank, manifest = environment.rank(), read_manifest(directory).manifest
     part = open_engine(read_engine(part_of(directory, rank)), trust=trust)
     join(mesh_of(manifest), rank, manifest.device, rendezvous)

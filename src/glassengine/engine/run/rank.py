@@ -39,11 +39,11 @@ def serve(connection: socket.socket) -> None:
             if do != "close" and (member.rank == 0 or do not in ("open", "step")):
                 send(connection, {"number": made} if do == "open" else {}, made if do == "step" else None)
         except Exception as error:
-            send(connection, {"error": _told(error)})
+            send(connection, {"error": _error_fields(error)})
             raise
 
 
-def _told(error: Exception) -> dict[str, str]:
+def _error_fields(error: Exception) -> dict[str, str]:
     if isinstance(error, GlassError):
         return {"what": error.what, "got": str(error.got or ""), "hint": str(error.hint or "")}
     return {"what": "it failed", "got": f"{type(error).__name__}: {error}", "hint": ""}

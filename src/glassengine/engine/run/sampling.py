@@ -76,6 +76,8 @@ _SAMPLING = {
 
 Choose = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Ended = Callable[[torch.Tensor], torch.Tensor]
+_MOST_STOPS = 20_000
+"""Characters of all stop strings: transformers tries each token of the vocabulary at each of them."""
 
 
 @functools.cache
@@ -94,10 +96,6 @@ def _host_class() -> Any:
             self.device = torch.device("cpu")
 
     return Host
-
-
-_MOST_STOPS = 20_000
-"""Characters of all stop strings: transformers tries each token of the vocabulary at each of them."""
 
 
 @dataclass(frozen=True)

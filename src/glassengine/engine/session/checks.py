@@ -19,6 +19,8 @@ from glassengine.engine.store.manifest import Manifest
 from glassengine.errors import CorruptError, UsageError
 from glassengine.program.representation.signature import named_inputs
 
+_HEADER = ("input", "dtype", "device", "shape", "built for", "problem", "to do")
+
 
 def require_generating(manifest: Manifest) -> None:
     """Raise unless the engine has a prefill and decode steps.
@@ -47,13 +49,7 @@ def require_module(manifest: Manifest) -> None:
 
 
 def size_rows(manifest: Manifest, batch_size: int, length: int) -> list[Row]:
-    """Return the rows of the sizes of a session.
-
-    Args:
-        manifest: Of an engine of kind "causal_lm".
-        batch_size: Number of sequences B.
-        length: Tokens of the longest prompt and those to generate.
-    """
+    """Return the rows of the sizes of a session."""
     most, longest = manifest.max_batch_size or 0, manifest.max_seq_len or 0
     batch = ("", "")
     if batch_size < 1:
@@ -77,13 +73,7 @@ def token_row(
 ) -> Row:
     """Return the row of token ids [B, S].
 
-    Args:
-        manifest: Of an engine of kind "causal_lm".
-        tokens: What was given.
-        batch_size: B of the session.
-        room: Cache slots that are left.
-        new: S; None allows any.
-        name: What the caller called them.
+    `room` is what is left of the cache, `new` the tokens of a step, if it takes that many alone.
     """
     vocab = manifest.vocab_size
     built = f"int64 cpu [{batch_size}, {new or f'1..{room}'}]" + (f", ids 0..{vocab - 1}" if vocab else "")
@@ -121,13 +111,7 @@ def token_row(
 
 
 def constant_rows(manifest: Manifest, names: Sequence[str], constants: Mapping[str, torch.Tensor]) -> list[Row]:
-    """Return the rows of what the encoder of an encoder-decoder has made.
-
-    Args:
-        manifest: Of an engine of kind "causal_lm".
-        names: What it takes.
-        constants: What was given.
-    """
+    """Return the rows of what the encoder of an encoder-decoder has made."""
     entries = {entry.name: entry for entry in manifest.inputs}
     rows = []
     for name in names:
@@ -169,12 +153,6 @@ def mask_row(mask: Any, tokens: torch.Tensor) -> Row:
 def check_prompts(manifest: Manifest, tokens: torch.Tensor, mask: torch.Tensor, *, length: int) -> None:
     """Check prompts for a session that is still to be made.
 
-    Args:
-        manifest: Of an engine of kind "causal_lm".
-        tokens: [B, S].
-        mask: [B, S].
-        length: Tokens of the longest prompt and those to generate.
-
     Raises:
         UsageError: One message with a table of all inputs.
     """
@@ -188,10 +166,6 @@ def check_prompts(manifest: Manifest, tokens: torch.Tensor, mask: torch.Tensor, 
 
 def check_inputs(manifest: Manifest, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the tensors of `inputs` by the executable's names.
-
-    Args:
-        manifest: Of an engine of kind "module".
-        inputs: Keyword arguments.
 
     Raises:
         UsageError: One message with a table of all inputs.
@@ -275,9 +249,6 @@ def results_of(
         absent = next(name for name in found if name not in results)
         raise CorruptError(f"the engine {manifest.name!r} gives no {absent!r}", got=", ".join(outputs))
     return results
-
-
-_HEADER = ("input", "dtype", "device", "shape", "built for", "problem", "to do")
 
 
 @dataclass(frozen=True)

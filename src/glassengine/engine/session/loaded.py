@@ -24,7 +24,7 @@ from glassengine.engine.store.recorded_model import load_recorded
 from glassengine.errors import UsageError
 from glassengine.executable.run.executable import Executable
 from glassengine.program import Program
-from glassengine.program.inputs.given import positional
+from glassengine.program.inputs.user_inputs import positional
 from glassengine.program.kinds.causal_lm import USER_MODULE
 from glassengine.program.kinds.image_text import FEATURES, INDEX
 from glassengine.program.onnx.stored.file import read_onnx
@@ -157,11 +157,8 @@ class LoadedEngine(HasSites):
     ) -> dict[str, torch.Tensor]:
         """Return added outputs of one step by name, not copied.
 
-        Args:
-            names: Of `added_outputs`.
-            outputs: Of the executable.
-            step: Returns what other nodes are computed from: inputs, with the caches as they are after the step, and
-                outputs.
+        `step` returns what other nodes are computed from: inputs, caches as they are after the step, and
+        outputs.
         """
         values: dict[str, torch.Tensor] = {}
         derived = None

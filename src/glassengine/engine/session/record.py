@@ -88,11 +88,7 @@ class Recorder:
     ) -> None:
         """Record one step.
 
-        Args:
-            step: Its number.
-            values: Tensors by the engine's names.
-            token_ids: Of each sequence in this step.
-            given: What the model is given, by the names of its arguments.
+        `values` are by the engine's names, what the model is `given` by those of its arguments.
         """
         for name, tensor in (given or {}).items():
             self._writer.write(f"{ROOT}:in.{name}", step, tensor, rank=self._rank)
@@ -157,10 +153,7 @@ class RankRecorder(Recorder):
     def end_step(self, step: int, tokens: Sequence[Sequence[int]], inputs: Mapping[str, torch.Tensor]) -> None:
         """Record a step that has run.
 
-        Args:
-            step: Its number.
-            tokens: Of each sequence in it.
-            inputs: What the ranks were given in it, and the caches after it.
+        `inputs` are what the ranks were given in it, and the caches after it.
 
         Raises:
             UsageError: The step ran in pieces.

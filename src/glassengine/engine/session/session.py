@@ -219,7 +219,7 @@ class Session:
             UsageError: Before the prefill, wrong shape or vocabulary, or no slot is left.
         """
         if self.step < 0:
-            raise UsageError("decode comes after prefill", hint="session.prefill(input_ids)")
+            raise UsageError("call prefill() before decode()", hint="session.prefill(input_ids)")
         if isinstance(tokens, torch.Tensor) and tokens.dim() == 1:
             tokens = tokens.reshape(-1, 1)
         refuse(self.engine.manifest.name, [self._token_row(tokens, 1)])

@@ -50,6 +50,8 @@ PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 """What a model of images and text reads images with."""
 
 Loaded = TypeVar("Loaded")
+HASHED_AT_LOAD_BYTES = 16 << 20
+"""Files up to this size are hashed at every load, larger ones only when asked to verify."""
 
 
 def require_own_folders(engine: Path) -> None:
@@ -161,13 +163,10 @@ def _replace(aside: Path, target: Path, *, overwrite: bool) -> None:
         return
 
 
-def unless_replaced(target: Path, made: int, read: Callable[[], Loaded]) -> Loaded:
+def load_unless_replaced(target: Path, made: int, read: Callable[[], Loaded]) -> Loaded:
     """Return what `read` makes of an engine that was just built, unless another build has replaced it.
 
-    Args:
-        target: Its directory.
-        made: The inode of that.
-        read: Loads it.
+    `made` is the inode of its directory.
 
     Raises:
         UsageError: It is another one by now, and cannot be read.
@@ -259,11 +258,7 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
 def copy_model_files(module: torch.nn.Module, source: str | None, revision: str | None, directory: Path) -> bool:
     """Write configuration, tokenizer and processor of a Hugging Face model; return whether there is a tokenizer.
 
-    Args:
-        module: The model; its configurations are written as they are in memory.
-        source: Directory or hub id that it was loaded from.
-        revision: Of a hub id.
-        directory: Where to write.
+    `source` is the directory or hub id that it was loaded from; configurations are written as they are in memory.
     """
     for attribute in ("config", "generation_config"):
         config: Any = getattr(module, attribute, None)
@@ -286,10 +281,6 @@ def copy_model_files(module: torch.nn.Module, source: str | None, revision: str 
     return any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"))
 
 
-HASHED_AT_LOAD_BYTES = 16 << 20
-"""Files up to this size are hashed at every load, larger ones only when asked to verify."""
-
-
 def list_files(directory: Path) -> tuple[FileEntry, ...]:
     """Return every file below `directory` except the manifest, with size and hash, sorted by path."""
     found = []
@@ -303,11 +294,7 @@ def list_files(directory: Path) -> tuple[FileEntry, ...]:
 def check_files(manifest: Manifest, directory: Path, *, verify: bool, always: Iterable[str] = ()) -> None:
     """Refuse an engine whose files are missing or changed.
 
-    Args:
-        manifest: Its manifest.
-        directory: Where it is.
-        verify: Hash files of every size, not only small ones.
-        always: Path prefixes of files that are hashed at any size.
+    `verify` hashes files of every size, `always` those with such a prefix, else only small ones are hashed.
 
     Raises:
         CorruptError: Names the file and what is wrong with it.

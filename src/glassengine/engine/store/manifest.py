@@ -194,9 +194,7 @@ class Manifest(Result):
 def without_caches(manifest: Manifest, logits: str | None = None) -> Manifest:
     """Return the manifest of an engine whose caches lie elsewhere: they are neither inputs nor outputs of a step.
 
-    Args:
-        manifest: As it is stored.
-        logits: Their dtype, where it is not that of the program.
+    `logits` is their dtype, where it is not that of the program.
     """
     caches = {*manifest.caches, *manifest.caches.values()}
     outputs = [entry for entry in manifest.outputs if entry.name not in caches]
@@ -261,9 +259,7 @@ def read_manifest(directory: Path) -> ReadManifest:
 def require_fit(manifest: Manifest, *, portable: bool) -> None:
     """Refuse an engine that was not built for this machine.
 
-    Args:
-        manifest: Its manifest.
-        portable: Whether the back-end says that its files run on any processor.
+    `portable` is what the back-end says: its files run on any processor.
 
     Raises:
         BackendError: It was built for another processor or other versions; says which.
@@ -291,10 +287,7 @@ def require_fit(manifest: Manifest, *, portable: bool) -> None:
 def require_intact(manifest: Manifest, intact: bool, program: Mapping[str, Any]) -> None:
     """Refuse a manifest that was edited.
 
-    Args:
-        manifest: The manifest.
-        intact: What `read_manifest` returned.
-        program: The content of `program.json`.
+    `intact` is what `read_manifest` returned, `program` the content of `program.json`.
 
     Raises:
         CorruptError: Says what contradicts the stored program, where that is known.

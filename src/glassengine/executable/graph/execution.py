@@ -13,6 +13,8 @@ from typing import Any, Protocol
 from glassengine.executable.graph.graph import CapturedGraph
 
 Arguments = Mapping[str, Any] | list[Any]
+_attached: tuple[Observer, ...] = ()
+_sources: tuple[Callable[[], Observer | None], ...] = ()
 
 
 class Runnable(Protocol):
@@ -92,10 +94,6 @@ class Observer(Protocol):
         """Look at a run that raised `error`, which is raised again afterwards; Ctrl-C is one as well."""
 
 
-_attached: tuple[Observer, ...] = ()
-_asked: tuple[Callable[[], Observer | None], ...] = ()
-
-
 def attach(observer: Observer) -> None:
     """Let `observer` see every execution from now on; the first attached is asked first."""
     global _attached
@@ -108,13 +106,13 @@ def detach(observer: Observer) -> None:
     _attached = tuple(other for other in _attached if other is not observer)
 
 
-def ask(source: Callable[[], Observer | None]) -> None:
+def add_source(source: Callable[[], Observer | None]) -> None:
     """Ask `source` before every execution from now on who looks at it, after those that are attached."""
-    global _asked
-    _asked = (*_asked, source)
+    global _sources
+    _sources = (*_sources, source)
 
 
 def observers() -> tuple[Observer, ...]:
     """Return who looks now; the environment is asked each time, so that a loop may turn its variables on and off."""
-    found = tuple(observer for source in _asked if (observer := source()) is not None)
+    found = tuple(observer for source in _sources if (observer := source()) is not None)
     return (*_attached, *found) if found else _attached

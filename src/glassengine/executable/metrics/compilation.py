@@ -43,6 +43,17 @@ _SKIPPED = (
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib", "scripts")),
 )
 
+_lock = threading.Lock()
+_compilations: list[Compilation] = []
+_earlier: defaultdict[str, deque[_Earlier]] = defaultdict(lambda: deque(maxlen=KEPT))
+_first_with: dict[str, str] = {}
+"""Hash of a graph -> the first executable made of it."""
+FIRST = Cause("first call", "it is called for the first time")
+_WINDOW = 200  # operations looked ahead, to tell one that was put in or left out from one that was replaced
+_NUMBERED = re.compile(r"input\d+")
+_VALUE = re.compile(r"%(\d+)")
+_FIELDS: tuple[What, ...] = ("dtype", "shape", "stride", "device", "requires_grad")
+
 
 @dataclass(frozen=True)
 class Occasion:
@@ -63,15 +74,6 @@ class _Earlier:
     name: str
     compile_id: str
     outline: Outline
-
-
-_lock = threading.Lock()
-_compilations: list[Compilation] = []
-_earlier: defaultdict[str, deque[_Earlier]] = defaultdict(lambda: deque(maxlen=KEPT))
-_first_with: dict[str, str] = {}
-"""Hash of a graph -> the first executable made of it."""
-
-FIRST = Cause("first call", "it is called for the first time")
 
 
 def compilations() -> tuple[Compilation, ...]:
@@ -111,7 +113,7 @@ def note_compilation(
     if graph is not None:
         registry.sample("TensorsGraphSize", graph.num_ops, "count")
     if environment.explain():
-        _be_heard()
+        _show_lines()
     logger.info("%s", noted)
 
 
@@ -155,18 +157,11 @@ def _user_frames() -> Iterator[str]:
         yield f"{file}:{frame.f_lineno} in {frame.f_code.co_name}" + (f": {code}" if code else "")
 
 
-def _be_heard() -> None:
+def _show_lines() -> None:
     if not logger.isEnabledFor(logging.INFO):
         logger.setLevel(logging.INFO)
     if not logger.hasHandlers():
         logger.addHandler(logging.StreamHandler())
-
-
-_WINDOW = 200  # operations looked ahead, to tell one that was put in or left out from one that was replaced
-
-_NUMBERED = re.compile(r"input\d+")
-_VALUE = re.compile(r"%(\d+)")
-_FIELDS: tuple[What, ...] = ("dtype", "shape", "stride", "device", "requires_grad")
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,17 @@ from glassengine.stores.places import place
 
 PERCENTILES = (1, 5, 10, 20, 50, 80, 90, 95, 99)
 MIN_WINDOW_NS = 100_000_000
+MAX_BYTES = 64 << 20
+"""A report is a few kilobytes; JSON with all samples of many metrics is a few megabytes."""
+_NEW_NAMES = {
+    "TransferToServerTime": "TransferToDeviceTime",
+    "TransferFromServerTime": "TransferFromDeviceTime",
+    "TransferToServerTransformTime": "TransferToDeviceTransformTime",
+}
+_HEAD = re.compile(r"\s*(Metric|Counter): (\S.*?)\s*$")
+_FIELD = re.compile(r"\s*(TotalSamples|Accumulator|Mean|StdDev|ValueRate|Rate|Percentiles|Value): (.*?)\s*$")
+_TIME = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m(?!s))?(?:(\d+)s)?(?:(\d+)ms)?(\d+(?:\.\d+)?)us")
+_BYTES = re.compile(r"(-?\d+(?:\.\d+)?)(B|KB|MB|GB|TB|PB)")
 
 
 def summarize(name: str, unit: Unit, total_samples: int, accumulator: float, samples: Samples) -> MetricSummary:
@@ -96,20 +107,6 @@ def _percentiles(samples: Samples) -> dict[int, float]:
     return {percent: values[percent * len(values) // 100] for percent in PERCENTILES} if values else {}
 
 
-MAX_BYTES = 64 << 20
-"""A report is a few kilobytes; JSON with all samples of many metrics is a few megabytes."""
-
-_NEW_NAMES = {
-    "TransferToServerTime": "TransferToDeviceTime",
-    "TransferFromServerTime": "TransferFromDeviceTime",
-    "TransferToServerTransformTime": "TransferToDeviceTransformTime",
-}
-_HEAD = re.compile(r"\s*(Metric|Counter): (\S.*?)\s*$")
-_FIELD = re.compile(r"\s*(TotalSamples|Accumulator|Mean|StdDev|ValueRate|Rate|Percentiles|Value): (.*?)\s*$")
-_TIME = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m(?!s))?(?:(\d+)s)?(?:(\d+)ms)?(\d+(?:\.\d+)?)us")
-_BYTES = re.compile(r"(-?\d+(?:\.\d+)?)(B|KB|MB|GB|TB|PB)")
-
-
 def read_metrics(source: str | Path) -> MetricsReport:
     """Read a report.
 
@@ -157,7 +154,7 @@ def parse_metrics(text: str) -> MetricsReport:
         else:
             block = None
     if not metrics and not counters:
-        raise CorruptError("no report of metrics", expected='lines like "Metric: CompileTime" or "Counter: MarkStep"')
+        raise CorruptError("not a metrics report", expected='lines like "Metric: CompileTime" or "Counter: MarkStep"')
     try:
         summaries = tuple(_metric(name, fields) for name, fields in sorted(metrics.items()))
         values = {name: int(fields["Value"]) for name, fields in sorted(counters.items())}

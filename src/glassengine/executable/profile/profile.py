@@ -49,6 +49,7 @@ _MAX_JUMP_S = 0.05
 
 _one_at_a_time = threading.Lock()
 _active: Profile | None = None
+_NAME = re.compile(r"profile-(\d{1,9})")
 
 
 class Profile:
@@ -273,10 +274,7 @@ def _make_directory(root: Path) -> Path:
         ) from error
 
 
-_NAME = re.compile(r"profile-(\d{1,9})")
-
-
-def _begin_anew() -> None:
+def _reset_in_child() -> None:
     """A child that was forked while a profile is taken takes none: it would grow with every operation, and not end."""
     global _one_at_a_time
     if _one_at_a_time.locked():
@@ -288,15 +286,11 @@ def _begin_anew() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_anew)
+    os.register_at_fork(after_in_child=_reset_in_child)
 
 
 def write_scalars(directory: Path, summary: Mapping[str, Any]) -> bool:
     """Write `step_ms` for every step and `total_ms/<kind>` for every kind of span; return whether it could be done.
-
-    Args:
-        directory: Of the profile, a run to TensorBoard.
-        summary: What `profile_trace.summarize` returns.
 
     Raises:
         OSError: They cannot be written.
@@ -366,8 +360,7 @@ def watch_modules(is_compiled: Callable[[], bool]) -> Callable[[], None]:
 
     The outermost module of a thread is the root; the others are called what the root calls them.
 
-    Args:
-        is_compiled: Whether this thread runs a compiled graph, whose modules are not the user's.
+    Where `is_compiled`, this thread runs a compiled graph, whose modules are not the user's.
     """
     names: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
     state = threading.local()

@@ -57,6 +57,12 @@ POLL_S = 0.25
 _MAX_TRIGGER = 40
 _MAX_WRITING_S = 60.0
 _running: list[ProfileServer] = []
+KEY_FILE = "profile-key"
+_MAX_ANSWER = 64 << 10
+_FIRST_WORD_S = 10.0
+"""How long a server may take until it asks for the key."""
+_WRITING_S = 120.0
+"""How long a program may take to write a profile."""
 
 
 class ProfileServer:
@@ -283,7 +289,7 @@ def start_server(port: int = DEFAULT_PORT, *, directory: str | Path = "profiles"
     return server
 
 
-def _begin_anew() -> None:
+def _reset_in_child() -> None:
     """Let a forked worker of a data loader hold neither the port nor a connection of its parent."""
     for server in _running:
         server._abandon()
@@ -291,15 +297,7 @@ def _begin_anew() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_anew)
-
-
-KEY_FILE = "profile-key"
-_MAX_ANSWER = 64 << 10
-_FIRST_WORD_S = 10.0
-"""How long a server may take until it asks for the key."""
-_WRITING_S = 120.0
-"""How long a program may take to write a profile."""
+    os.register_at_fork(after_in_child=_reset_in_child)
 
 
 class _Answer(msgspec.Struct):

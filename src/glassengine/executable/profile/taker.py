@@ -55,11 +55,7 @@ def check(steps: int, timeout_s: float) -> Asked:
 
 
 class Taker:
-    """Takes profiles into one directory.
-
-    Args:
-        directory: Of the process that is profiled.
-    """
+    """Takes profiles into one directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -70,9 +66,7 @@ class Taker:
     def take(self, asked: Asked, is_left: Callable[[], bool] = lambda: False) -> dict[str, Any]:
         """Take a profile and return what it holds.
 
-        Args:
-            asked: Its bounds.
-            is_left: Whether the client that asked has left, which ends the profile.
+        It ends when the client that asked `is_left`.
 
         Raises:
             UsageError: Another one is being taken, or nothing can be written.

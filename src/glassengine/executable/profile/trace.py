@@ -51,9 +51,7 @@ def sealed(summary: Mapping[str, Any]) -> str:
 def annotate(trace: Trace, kernels_of: Callable[[str], Kernels]) -> None:
     """Rewrite our spans in place: plain names, `args.kind`, `args.site`; steps as spans from one end to the next.
 
-    Args:
-        trace: What torch wrote.
-        kernels_of: Name of an executable -> (name of kernel, site) in the order of execution.
+    `kernels_of` maps the name of an executable to (name of kernel, site) in the order of execution.
     """
     ends: list[Event] = []
     for event in trace["traceEvents"]:

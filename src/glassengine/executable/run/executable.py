@@ -147,11 +147,7 @@ def compile_executable(
 ) -> None:
     """Compile one graph into `directory`.
 
-    Args:
-        name: Shown in messages.
-        compiler: Given by the back-end: writes its files into the directory.
-        directory: Exists and is empty.
-        graph: What is compiled, to explain the compilation later.
+    `compiler` writes its files into the empty directory; `graph` explains the compilation later.
 
     Raises:
         BackendError: The compiler failed; chains the original error.

@@ -59,9 +59,7 @@ class FlatGraph:
 def flatten(module: GraphModule, *, with_source: bool = True) -> FlatGraph:
     """Return a copy of a captured graph, with the tensors that it holds as further inputs.
 
-    Args:
-        module: Flat; is not changed.
-        with_source: Keep the lines of the user's code.
+    Without `with_source` it has no lines of the user's code.
     """
     module = copy.deepcopy(module)
     last = None

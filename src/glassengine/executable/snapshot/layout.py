@@ -43,6 +43,8 @@ MAX_META_BYTES = 64 << 20
 
 _LONGEST_NAME = 100
 _PLAIN = {"int": int, "float": float, "bool": bool, "str": str}
+_FIRST_SEALED = 2
+"""Version from which on a snapshot has a checksum."""
 
 
 def weights_file(number: int) -> str:
@@ -137,10 +139,6 @@ def plain_value(entry: Entry) -> int | float | bool | str | None:
     if entry.dtype == "NoneType" or entry.value is None:
         return None
     return _PLAIN[entry.dtype](entry.value)  # type: ignore[no-any-return]
-
-
-_FIRST_SEALED = 2
-"""Version from which on a snapshot has a checksum."""
 
 
 class Meta(msgspec.Struct):

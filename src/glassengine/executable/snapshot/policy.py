@@ -18,6 +18,10 @@ KEEP_INPUTS: tuple[KeepInputs, ...] = get_args(KeepInputs)
 CONTENTS = ("inputs", "outputs", "inputs outputs")
 
 MIN_FREE_BYTES = 1 << 30
+logger = logging.getLogger("glassengine")
+Callback = Callable[[str, int, int], str]
+WORDS = frozenset({"inputs", "outputs"})
+_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -51,12 +55,6 @@ class Policy:
     redact: bool = False
 
 
-logger = logging.getLogger("glassengine")
-
-Callback = Callable[[str, int, int], str]
-WORDS = frozenset({"inputs", "outputs"})
-
-
 def inputs_always(name: str, addressable_device_index: int, execution_count: int) -> str:
     """Return the default content of a snapshot, without callback: the graph and its inputs."""
     del name, addressable_device_index, execution_count
@@ -79,7 +77,6 @@ class _Registered:
 
 
 _registered = _Registered(inputs_always)
-_lock = threading.Lock()
 
 
 def register_snapshot_callback(callback: Callback) -> Callback:

@@ -22,7 +22,7 @@ from typing import Self
 
 from glassengine import environment
 from glassengine.errors import UnknownNameError, UsageError, nearest
-from glassengine.executable.graph.execution import ask, attach, detach
+from glassengine.executable.graph.execution import add_source, attach, detach
 from glassengine.executable.snapshot.policy import (
     CONTENTS,
     KEEP_INPUTS,
@@ -34,6 +34,18 @@ from glassengine.executable.snapshot.policy import (
 )
 from glassengine.executable.snapshot.taker import SnapshotTaker
 from glassengine.writing.files import local
+
+logger = logging.getLogger("glassengine")
+DIRECTORY = "dump"
+"""Where snapshots go when XLA_FLAGS names no directory: that of the examples of the documents."""
+_OFF = ("", "0", "false", "off", "no")
+_ON = ("1", "true", "on", "yes")
+_ON_ERROR: dict[str, KeepInputs] = {
+    "on_nrt_error": "reference",
+    "on_nrt_error_hybrid": "device",
+    "on_nrt_error_cpu": "host",
+}
+_saw_execution = False
 
 
 class Snapshots:
@@ -144,37 +156,20 @@ def _require(kind: str, word: str, known: Iterable[str], hint: str) -> None:
         raise UnknownNameError(kind, word, known, hint=hint)
 
 
-logger = logging.getLogger("glassengine")
-
-DIRECTORY = "dump"
-"""Where snapshots go when XLA_FLAGS names no directory: that of the examples of the documents."""
-
-_OFF = ("", "0", "false", "off", "no")
-_ON = ("1", "true", "on", "yes")
-_ON_ERROR: dict[str, KeepInputs] = {
-    "on_nrt_error": "reference",
-    "on_nrt_error_hybrid": "device",
-    "on_nrt_error_cpu": "host",
-}
-
-
-_was_asked = False
-
-
 def requested_taker() -> SnapshotTaker | None:
     """Return what takes the snapshots that the environment asks for now; None, after a microsecond, for none."""
-    global _was_asked
+    global _saw_execution
     request = environment.snapshot_request()
     if request is None:
         return None
-    _was_asked = True
+    _saw_execution = True
     return _taker_of(request, _working_directory())
 
 
-def tell_of_nothing() -> None:
+def warn_without_executions() -> None:
     """Say at the end of a program that the environment asks for snapshots, and no execution was seen."""
     request = environment.snapshot_request()
-    if request is None or _was_asked or policy_of(request, _working_directory()) is None:
+    if request is None or _saw_execution or policy_of(request, _working_directory()) is None:
         return
     name = "XLA_FLAGS" if "dump_hlo_snapshots" in request.xla_flags else "NEURON_DUMP_HLO_SNAPSHOT"
     logger.warning(
@@ -250,4 +245,4 @@ def _flags(text: str) -> dict[str, str]:
     return found
 
 
-ask(requested_taker)
+add_source(requested_taker)

@@ -146,7 +146,7 @@ class SnapshotTaker:
         # The snapshot comes first, so that it survives a failing search for the op.
         path = self._write_wrong(execution, pending, "nonfinite", {})
         finding = finding or self._examine(execution, pending, found)
-        raise self._stopped(execution, found, finding, path)
+        raise self._nonfinite_error(execution, found, finding, path)
 
     def _is_mask(self, execution: Execution, name: str, kinds: Kinds) -> bool:
         """Whether an output has no other infinities than those that were found to be those of a mask."""
@@ -168,7 +168,7 @@ class SnapshotTaker:
         finally:
             set_rng_states(before)
 
-    def _stopped(
+    def _nonfinite_error(
         self, execution: Execution, found: Mapping[str, Kinds], finding: Finding | None, path: Path | None
     ) -> NonFiniteError:
         origin = finding.origin if finding is not None else None

@@ -29,6 +29,7 @@ from glassengine.writing.files import write_all
 
 _BATCH_BYTES = 8 << 20
 _PADDING = 8
+_MAX_FILES = 4  # of one snapshot; beyond that all of its weights are rewritten
 
 
 def obstacle(value: Any) -> str | None:
@@ -52,11 +53,6 @@ def write_tensors(
     """Write tensors by key, one large sequential write after another.
 
     Memory: one tensor is copied where it is elsewhere or not contiguous.
-
-    Args:
-        path: A new file.
-        tensors: Key -> dense tensor of a dtype of `recording.layout.layout.STORED`.
-        metadata: Of the file.
 
     Returns:
         CRC-32 of the bytes of each.
@@ -94,9 +90,7 @@ def write_tensors(
 class TensorFile:
     """A safetensors file, mapped; tensors are read one by one.
 
-    Args:
-        path: The file.
-        inside: As for `reading.files.open_regular`.
+    `inside` is as for `reading.files.open_regular`.
 
     Raises:
         CorruptError: The file is missing or damaged.
@@ -147,11 +141,7 @@ def restored(stored: Tensor, dtype: str, shape: Sequence[int], stride: Sequence[
 def copied(tensor: Tensor, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
     """Return a copy that autograd does not know, with the strides given where memory allows.
 
-    Args:
-        tensor: Values of `shape`, with any strides.
-        shape: Sizes.
-        stride: Steps in elements, of the copy; a dimension of step 0 is expanded. Other overlapping memory becomes
-            contiguous.
+    A dimension of step 0 is expanded. Other overlapping memory becomes contiguous.
     """
     own = [1 if step == 0 else size for size, step in zip(shape, stride, strict=True)]
     with torch.inference_mode(False), torch.no_grad():
@@ -174,9 +164,6 @@ def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
             return False
         end = step * (size - 1) + end
     return end <= 4 * torch.Size(shape).numel() + 4096
-
-
-_MAX_FILES = 4  # of one snapshot; beyond that all of its weights are rewritten
 
 
 @dataclass
@@ -218,11 +205,8 @@ class SharedWeights:
     ) -> dict[str, Place]:
         """Link and write files of weights into the snapshot at `home`; return which tensors they have, and where.
 
-        Args:
-            home: Of the snapshot that is being written.
-            tensors: Tensors to store; one that is not a weight may share the memory of one.
-            weights: Which of them are written if no file has them.
-            constant: Which of them never change, and need no second look.
+        Only `weights` are written if no file has them; those in `constant` never change, and need no second
+        look.
 
         Raises:
             OSError: A file cannot be written.

@@ -30,14 +30,14 @@ from glassengine.judge.hypotheses.mistakes.layouts import missing_rotation, resh
 from glassengine.judge.hypotheses.mistakes.masks import of_attention, pairs_between
 from glassengine.judge.hypotheses.mistakes.operands import exchanged, left_out
 from glassengine.judge.hypotheses.mistakes.operations import other_ops
-from glassengine.judge.hypotheses.mistakes.tensor_roles import are_of_positions, is_counted_alone, only_hides
+from glassengine.judge.hypotheses.mistakes.tensor_roles import OF_VALUES, are_of_positions, is_counted_alone, only_hides
 from glassengine.judge.hypotheses.mistakes.weights_read import weights
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import OutOfWork, edited
+from glassengine.judge.hypotheses.trials.trial import OutOfWork, edited, is_real
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
-from glassengine.results import TRIED, Altered, Hint, Kind
+from glassengine.results import Altered, Hint, Kind
 
 _log = logging.getLogger(__name__)
 
@@ -51,8 +51,6 @@ _MOST_FIRST = 3
 _OF_TWO: tuple[Family, ...] = (same_op, weights, as_theirs, of_attention, left_out, exchanged, activations, usual)
 _DIFFERS, _SEEN = 0.5, 0.8
 """Scores of what differs, and changes the result, but is not all of it; of an op that the candidate has instead."""
-_OF_PLACES = ("position", "other", "scale")
-"""Kinds of mistakes in numbers that may decide only what is seen."""
 _MAKER_WITHIN = 6
 """Steps above the candidate's tensor within which the op stands that made it what it is."""
 _CLEARLY = 2.0
@@ -139,8 +137,7 @@ def explanation(question: Question) -> Explanation | None:
                     return best
             waiting.popleft()
         if best is None:
-            both = _of_two(question, near)
-            best = None if both is None else Explanation(*both, Rank.TOGETHER)
+            best = _of_two(question, near)
     except OutOfWork:
         question.trial.budget.num_skipped += len(waiting) or 1
     return best
@@ -175,31 +172,26 @@ def _explained(
     text = text if pairs is None or pairs in text else f"{pairs}: {text}"
     if kind == "other" and _only_moves(question, hypothesis):
         kind = "permuted"
-    if kind in _OF_PLACES and only_hides(question, hypothesis.edits):
+    if kind in OF_VALUES and only_hides(question, hypothesis.edits):
         kind, text = "mask", f"other positions are seen: {text}"
-    elif are_of_positions(question, hypothesis.edits, kind) or _is_of_lost_positions(question, hypothesis, kind):
+    elif are_of_positions(question, hypothesis.edits, kind):
         kind = "position"
+    elif kind == "other" and hypothesis.lost is not None and is_counted_alone(question, hypothesis.lost):
+        kind = "position"  # a slope times the distance of positions, a table of sines
     return Hint(kind, text, score, proven=proven, change=change, unexplained=left)
 
 
 def _only_moves(question: Question, hypothesis: Hypothesis) -> bool:
     """Whether the one op that is changed makes the same elements in another order: heads repeated in turn, not each."""
-    nodes = list(hypothesis.edits)
-    right = question.trial.values[nodes[0]]
-    if len(nodes) > 1 or not isinstance(right, torch.Tensor) or not right.is_floating_point():
-        return False
-    made = edited(question.trial.call(nodes[0]), hypothesis.edits[nodes[0]])
+    node, *others = hypothesis.edits
+    right = question.trial.values[node]
+    made = edited(question.trial.call(node), hypothesis.edits[node]) if is_real(right) and not others else None
     if not isinstance(made, torch.Tensor) or made.shape != right.shape:
         return False
     return torch.equal(*(tensor.double().flatten().sort().values for tensor in (right, made)))
 
 
-def _is_of_lost_positions(question: Question, hypothesis: Hypothesis, kind: Kind) -> bool:
-    """Whether what is left out is made of positions alone: a slope times their distance, a table of sines."""
-    return kind == "other" and hypothesis.lost is not None and is_counted_alone(question, hypothesis.lost)
-
-
-def _of_two(question: Question, near: list[tuple[float, Hypothesis]]) -> tuple[Hint, Hypothesis] | None:
+def _of_two(question: Question, near: list[tuple[float, Hypothesis]]) -> Explanation | None:
     """Return two mistakes that together make what the candidate made: one that leaves less, and another after it.
 
     More pairs fit by chance than single mistakes do, so that only a proof counts, and only where each of the two is
@@ -224,17 +216,12 @@ def _of_two(question: Question, near: list[tuple[float, Hypothesis]]) -> tuple[H
                 alone = rest.right, None if same is None else question.trial.changed(same.edits)
                 if not question.needs_both(trial.changed(second.edits), alone, num_tried):
                     continue
-                both = dataclasses.replace(
-                    first, text=f"{first.text}; and {hint.text}", edits={**first.edits, **second.edits}
-                )
-                left = share * (hint.unexplained or 0.0)
-                change = change_of(question, both)
-                is_of_positions = are_of_positions(question, both.edits, first.kind)
-                kind: Kind = "position" if is_of_positions else first.kind
-                found = dataclasses.replace(
-                    hint, kind=kind, text=both.text, change=change, unexplained=left, evidence=TRIED
-                )
-                return found, both
+                text, edits = f"{first.text}; and {hint.text}", {**first.edits, **second.edits}
+                both = dataclasses.replace(first, text=text, edits=edits)
+                kind: Kind = "position" if are_of_positions(question, edits, first.kind) else first.kind
+                left, change = share * (hint.unexplained or 0.0), change_of(question, both)
+                found = Hint(kind, text, hint.score, proven=True, change=change, unexplained=left)
+                return Explanation(found, both, Rank.TOGETHER)
     return None
 
 

@@ -27,7 +27,7 @@ _MOST_PRODUCTS = 16
 
 
 class Hints:
-    """What is guessed of the divergences of one side.
+    """The hints of the divergences of one side.
 
     Args:
         program: The baseline's.
@@ -42,7 +42,7 @@ class Hints:
         self._shown: dict[str, Hint] = {}
         self._num_products = 0
         self.covered: Collection[str] = ()
-        """Nodes flagged before, whose tensors the mistake of the last divergence explains as well."""
+        """Earlier flagged nodes that the mistake of the last divergence explains as well."""
         self.place: Site | None = None
         """Op of a region, not its end, whose mistake makes what the side made: that of the last divergence."""
         self.num_untried = 0

@@ -124,20 +124,19 @@ def where_they_part(ours: Call, theirs: Call, dtypes: Collection[torch.dtype]) -
 
 
 def _apart(left: _Run, right: _Run, ours: Call, apart: float) -> Inside | None:
-    same = _Pairs(left, right, apart)
     if _are_named_alike(left, right):
         # One file is the other one, edited: each op has its counterpart in its place.
         for number, (a, b) in enumerate(zip(left.steps, right.steps, strict=True)):
             if not _all_same(a.made, b.made, apart):
-                return _described(left, right, number, number, same, ours, a.is_taken)
+                return _described(left, right, number, number, ours)
         return None if _all_same(left.results, right.results, apart) else Inside(_OTHERWISE, True, None)
+    of_left, of_right = _paired(left, right, apart)
     for is_taken in (True, False):
-        place = same.first(left, same.of_left, is_taken)
+        place = _first(left, of_left, is_taken)
         if place is not None:
-            return _described(left, right, place, same.first(right, same.of_right, is_taken), same, ours, is_taken)
-    if not _all_same(left.results, right.results, apart):
-        return Inside(_of_results(left, right, same), True, None)
-    return None
+            return _described(left, right, place, _first(right, of_right, is_taken), ours)
+    is_same = _all_same(left.results, right.results, apart)
+    return None if is_same else Inside(_of_results(left, right), True, None)
 
 
 def _are_named_alike(left: _Run, right: _Run) -> bool:
@@ -157,66 +156,55 @@ def _traced(call: Call) -> _Run | None:
     return _Run(tracer.steps, results, tracer.is_whole)
 
 
-class _Pairs:
-    """Which steps of two runs make the same.
-
-    Attributes:
-        of_left: Place of a step of the left run -> places of steps of the right one that make what it makes.
-        of_right: The other way round.
-    """
-
-    def __init__(self, left: _Run, right: _Run, apart: float) -> None:
-        self.apart = apart
-        self.of_left: dict[int, list[int]] = {}
-        self.of_right: dict[int, list[int]] = {}
-        known: dict[tuple[Any, ...], list[int]] = defaultdict(list)
-        for place, step in enumerate(right.steps):
-            known[_kind(step.made)].append(place)
-        sizes = [_size(step.made) for step in right.steps]
-        for place, step in enumerate(left.steps):
-            size = _size(step.made)
-            for other in known.get(_kind(step.made), ()):
-                is_like = abs(sizes[other] - size) <= 2 * apart * max(size, sizes[other])
-                theirs = right.steps[other]
-                if is_like and step.is_taken == theirs.is_taken and _all_same(step.made, theirs.made, apart):
-                    self.of_left.setdefault(place, []).append(other)
-                    self.of_right.setdefault(other, []).append(place)
-
-    def first(self, run: _Run, paired: dict[int, list[int]], is_taken: bool) -> int | None:
-        """Return the place of the first step of whose results nothing has a counterpart, nor what is made of them."""
-        # By identity.
-        made_by = {id(tensor): place for place, step in enumerate(run.steps) for tensor in step.made}
-        meets: set[int] = set()
-        for place in reversed(range(len(run.steps))):
-            step = run.steps[place]
-            if place in meets or (place in paired and _is_telling(step.made)):
-                meets.update(made_by[id(tensor)] for tensor in step.read if id(tensor) in made_by)
-                meets.add(place)
-        for place, step in enumerate(run.steps):
-            if place not in paired and place not in meets and step.made and step.is_taken == is_taken:
-                return place
-        return None
+def _paired(left: _Run, right: _Run, apart: float) -> tuple[set[int], set[int]]:
+    """Return the places of steps of each run that make what a step of the other one makes."""
+    known: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for place, step in enumerate(right.steps):
+        known[_kind(step.made)].append(place)
+    sizes = [_size(step.made) for step in right.steps]
+    pairs = []
+    for place, step in enumerate(left.steps):
+        size = _size(step.made)
+        for other in known.get(_kind(step.made), ()):
+            is_like = abs(sizes[other] - size) <= 2 * apart * max(size, sizes[other])
+            theirs = right.steps[other]
+            if is_like and step.is_taken == theirs.is_taken and _all_same(step.made, theirs.made, apart):
+                pairs.append((place, other))
+    return {place for place, _ in pairs}, {other for _, other in pairs}
 
 
-def _described(
-    left: _Run, right: _Run, place: int, other: int | None, same: _Pairs, call: Call, is_taken: bool
-) -> Inside:
-    step = left.steps[place]
+def _first(run: _Run, paired: Collection[int], is_taken: bool) -> int | None:
+    """Return the place of the first step of whose results nothing has a counterpart, nor what is made of them."""
+    # By identity.
+    made_by = {id(tensor): place for place, step in enumerate(run.steps) for tensor in step.made}
+    meets: set[int] = set()
+    for place in reversed(range(len(run.steps))):
+        step = run.steps[place]
+        if place in meets or (place in paired and _is_telling(step.made)):
+            meets |= {place, *(made_by[id(tensor)] for tensor in step.read if id(tensor) in made_by)}
+    for place, step in enumerate(run.steps):
+        if place not in paired and place not in meets and step.made and step.is_taken == is_taken:
+            return place
+    return None
+
+
+def _described(left: _Run, right: _Run, place: int, other: int | None, call: Call) -> Inside:
+    step, theirs = left.steps[place], None if other is None else right.steps[other]
     is_named = LABEL in step.node.meta
     label = step.label if is_named else op_name(step.node)
-    theirs = None if other is None else right.steps[other]
     if theirs is None:
-        said = _of_results(left, right, same)
+        said = _of_results(left, right)
     elif step.node.target != theirs.node.target:
         there = theirs.label if is_named else op_name(theirs.node)
         said = f"{label} here, {there} in the candidate"
     else:
         said = f"{label}: {_of_arguments(step, theirs) or 'makes something else from the same inputs'}"
-    branch = "" if is_taken else " in the branch that no input takes"
-    return Inside(f"inside of {call[0].__name__}{branch}: {said}", is_taken, label if is_named else None)
+    branch = "" if step.is_taken else " in the branch that no input takes"
+    text = f"inside of {call[0].__name__}{branch}: {said}"
+    return Inside(text, step.is_taken, label if is_named else None)
 
 
-def _of_results(left: _Run, right: _Run, same: _Pairs) -> str:
+def _of_results(left: _Run, right: _Run) -> str:
     """Say how two runs differ whose ops make the same."""
     ours, theirs = (Counter(step.node for step in run.steps if step.is_taken) for run in (left, right))
     if ours and theirs and max(ours.values()) != max(theirs.values()) and left.is_whole and right.is_whole:

@@ -165,12 +165,7 @@ class MistakeSearch:
         return self._piece(node, 0, ())
 
     def question(
-        self,
-        node: Node,
-        piece: Piece,
-        actual: torch.Tensor,
-        valid: torch.Tensor | None,
-        budget: Budget | None = None,
+        self, node: Node, piece: Piece, actual: torch.Tensor, valid: torch.Tensor | None, budget: Budget | None = None
     ) -> Question | None:
         """Return the question of a piece; None where it does not run on the candidate's values, or makes the same."""
         try:

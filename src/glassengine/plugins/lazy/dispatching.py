@@ -15,7 +15,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from glassengine.frontends.eager_schema import argument
+from glassengine.frontends.eager_graph import argument
 from glassengine.plugins.lazy.eager_fallback import computed
 from glassengine.plugins.lazy.memory import View
 from glassengine.plugins.lazy.observed import Awaited

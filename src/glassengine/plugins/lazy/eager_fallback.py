@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from glassengine.executable.metrics.metrics import registry
-from glassengine.frontends.eager_schema import argument
+from glassengine.frontends.eager_graph import argument
 from glassengine.plugins.lazy.memory import View
 from glassengine.plugins.lazy.output_inference import NotRecordableError
 from glassengine.plugins.lazy.recording import fitted, held, lazy_tensor, write

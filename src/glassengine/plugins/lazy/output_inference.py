@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
-from glassengine.frontends.eager_schema import silent
+from glassengine.frontends.eager_graph import silent
 from glassengine.plugins.lazy.values import NUMBER_DTYPES, Call, Operation, Spec, spec_of
 
 _lock = threading.RLock()

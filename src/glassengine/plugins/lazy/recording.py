@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
 from glassengine.executable.metrics.metrics import registry
-from glassengine.frontends.eager_schema import is_input_number
+from glassengine.frontends.eager_graph import is_input_number
 from glassengine.plugins.lazy.memory import Handle, View, order_of, with_part
 from glassengine.plugins.lazy.output_inference import NotRecordableError, infer_outputs
 from glassengine.plugins.lazy.rules import Rule, rule_of

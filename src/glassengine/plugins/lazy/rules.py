@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from glassengine.frontends.eager_schema import Place, examine
+from glassengine.frontends.eager_graph import Place, examine
 from glassengine.ops.traits import traits_of_target
 
 aten = torch.ops.aten

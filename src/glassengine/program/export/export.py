@@ -26,11 +26,11 @@ from glassengine.program.representation.program import (
     without_dead_weights,
 )
 from glassengine.program.representation.signature import (
+    as_contiguous,
     example_of,
     fixed_inputs,
-    in_one_piece,
+    leave_meta_device,
     named_inputs,
-    place,
     quiet,
     require_one_dtype,
     require_unchanged_buffers,
@@ -41,14 +41,14 @@ from glassengine.program.representation.signature import (
     with_state_as_results,
 )
 from glassengine.program.user_code.calls import source_of
-from glassengine.program.user_code.forward import explicit_keywords, methods_of_classes, plain_results
+from glassengine.program.user_code.forward import explicit_keywords, exportable_results, methods_of_classes
 from glassengine.program.user_code.marks import (
     collect_marks,
     helper_lines,
     marking,
     remove_dead_nodes,
 )
-from glassengine.program.user_code.module_state import holding, run_alone
+from glassengine.program.user_code.module_state import applied_state, run_alone
 from glassengine.program.user_code.tracing import (
     SPECIALIZED,
     WITH_VALUES,
@@ -73,7 +73,7 @@ def export_causal_lm(
     Raises:
         UsageError: The model has no plain key/value cache, or torch.export cannot trace it.
     """
-    has_values = place(model)
+    has_values = leave_meta_device(model)
     layout = causal_lm.probe_layout(model, has_values=has_values)
     parameter = next(p for p in model.parameters() if p.is_floating_point())
     wrapper = causal_lm.CausalLM(model, layout)
@@ -117,7 +117,7 @@ def export_module(
     steps = [inputs] if isinstance(inputs, Mapping) else list(inputs)
     if not steps:
         raise UsageError("no inputs to export with", hint="--inputs file.py:factory that returns a dict")
-    has_values = place(module)
+    has_values = leave_meta_device(module)
     example, dynamic = example_of(steps)
     program = traced_program(
         module,
@@ -154,7 +154,7 @@ def traced_program(
     `with_values` lets the exporter see the values of `inputs`, for which the program then holds alone.
     """
     # Compiled code relies on the strides of the example, and back-ends hand their inputs on as contiguous tensors.
-    inputs = pytree.tree_map_only(torch.Tensor, in_one_piece, inputs)
+    inputs = pytree.tree_map_only(torch.Tensor, as_contiguous, inputs)
     try:
         marked = marking(getattr(module, prefix) if prefix else module)
         seen = real_values() if with_values else nullcontext()
@@ -164,7 +164,7 @@ def traced_program(
             fast_tracing(dynamic),
             methods_of_classes(module),
             explicit_keywords(module, inputs),
-            plain_results(module),
+            exportable_results(module),
             marked,
             helper_lines(),
             seen,
@@ -316,14 +316,9 @@ def export_specialized(
     on_stage: OnStage | None = None,
     keeps_state: bool = False,
 ) -> Program:
-    """Export a module that looks at values, for the inputs of one step alone; how, is in the metadata.
+    """Export a module that looks at values, as `export_module` does, for the inputs of one step alone.
 
-    Args:
-        module: As for `export_module`.
-        step: Keyword arguments.
-        metadata: As for `export_module`.
-        on_stage: As for `export_module`.
-        keeps_state: As for `export_module`.
+    How it was traced is in the metadata.
 
     Raises:
         UsageError: It cannot be traced that way, either.
@@ -338,7 +333,7 @@ def export_specialized(
         return traced_program(module, example, dynamic, metadata=told, **options)
     except UsageError as first:
         try:
-            with torch.no_grad(), quiet(), holding(module, None):
+            with torch.no_grad(), quiet(), applied_state(module, None):
                 repeated = written_down(module, example)
             told = {**known, SPECIALIZED: WRITTEN_DOWN}
             return traced_program(repeated, example, dynamic, metadata=told, **options)

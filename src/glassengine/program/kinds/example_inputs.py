@@ -83,7 +83,7 @@ def encoder_inputs(module: nn.Module, directory: str | None = None) -> MadeUp:
 
 
 @contextlib.contextmanager
-def said_of_made_up(module: nn.Module, steps: object) -> Iterator[None]:
+def explain_made_up_inputs(module: nn.Module, steps: object) -> Iterator[None]:
     """Say of a module that cannot be traced with made-up inputs that it may be for others.
 
     Args:

@@ -54,7 +54,7 @@ def from_transformers(
         _require_hub(spec, options["revision"])
     try:
         config = AutoConfig.from_pretrained(spec, **options)
-        with in_proportion(path, weights=weights):
+        with bounded_by_checkpoint(path, weights=weights):
             model_class = model_class_of(config, is_sentence_encoder=(path / "modules.json").is_file())
             if attention:
                 options["attn_implementation"] = attention
@@ -184,7 +184,7 @@ def require_countable(config: Any, where: str) -> None:
 
 
 @contextlib.contextmanager
-def in_proportion(directory: Path, *, weights: bool) -> Iterator[None]:
+def bounded_by_checkpoint(directory: Path, *, weights: bool) -> Iterator[None]:
     """Refuse a model that is made meanwhile and is out of proportion to the files of its checkpoint.
 
     Args:

@@ -23,7 +23,7 @@ from glassengine.program.loading import adapters
 from glassengine.program.loading.from_transformers import DTYPES, from_transformers
 from glassengine.program.loading.stored import is_stored, read_stored
 from glassengine.program.user_code.calls import call_factory, without_bars
-from glassengine.program.user_code.forward import as_written, called_by_name, in_training
+from glassengine.program.user_code.forward import as_written, called_by_name, training_modules
 from glassengine.reading.copies import here
 from glassengine.stores.places import remote
 
@@ -101,7 +101,7 @@ def load_model(
         read = adapters.read_adapter(adapter)
         if weights:
             adapters.merge(module, read)
-    training = in_training(module)
+    training = training_modules(module)
     with contextlib.suppress(NotImplementedError):  # what torch.export made has no other mode than that of its export
         module.eval()
     floating = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
@@ -130,10 +130,7 @@ def load_model(
 def load_candidate(candidate: str | Path | nn.Module, baseline: str | Path | nn.Module, **options: Any) -> LoadedModel:
     """Load what is judged beside `baseline`: a model, or an adapter, which stands for the baseline with it merged.
 
-    Args:
-        candidate: As for `load_model`.
-        baseline: Likewise.
-        options: Likewise.
+    Arguments are those of `load_model`.
 
     Raises:
         UsageError: As `load_model`, or the adapter names another base, which is here.

@@ -205,7 +205,7 @@ def fixed_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in inputs.items() if k not in tensors and isinstance(v, (bool, int, float, str, type(None)))}
 
 
-def place(model: nn.Module) -> bool:
+def leave_meta_device(model: nn.Module) -> bool:
     """Move a model without values off the meta device; return whether it has values.
 
     Kernels on meta tensors choose other layouts; untouched CPU memory costs nothing and gives the same graph.
@@ -247,7 +247,7 @@ def example_of(steps: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], Any]
     return pytree.tree_unflatten(usable[0], spec), pytree.tree_unflatten(dynamic, spec)
 
 
-def in_one_piece(tensor: torch.Tensor) -> torch.Tensor:
+def as_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor with its elements in order, as export is given it."""
     return tensor.contiguous() if tensor.layout is torch.strided else tensor
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from glassengine.program.user_code.module_state import holding, own_copies
+from glassengine.program.user_code.module_state import applied_state, own_copies
 from glassengine.sites import plain_containers
 
 _WRAPPED = "_orig_mod"
@@ -135,7 +135,7 @@ def methods_of_classes(module: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def plain_results(module: nn.Module) -> Iterator[None]:
+def exportable_results(module: nn.Module) -> Iterator[None]:
     """Remove from the results of a forward what is not a tensor, number or container of such: the exporter refuses it.
 
     A cache that a model returns beside its logits is an object of its own; one forward is judged without it. Containers
@@ -213,24 +213,24 @@ def _with_methods(module: nn.Module, methods: dict[str, Callable[..., Any]]) -> 
 _MOST_NAMES = 4
 
 
-def in_training(module: nn.Module) -> tuple[str, ...]:
+def training_modules(module: nn.Module) -> tuple[str, ...]:
     """Return the paths of the modules that are in training mode, "" for the module itself."""
     return tuple(path for path, part in module.named_modules() if getattr(part, "training", False))
 
 
-def is_whole(module: nn.Module, training: Collection[str]) -> bool:
+def all_in_training(module: nn.Module, training: Collection[str]) -> bool:
     """Whether all of a module is in training mode: how every module is made, and perhaps not meant."""
     return len(training) == sum(1 for _ in module.named_modules())
 
 
 @contextlib.contextmanager
-def as_given(module: nn.Module, training: Collection[str]) -> Iterator[None]:
+def restored_modes(module: nn.Module, training: Collection[str]) -> Iterator[None]:
     """Put the modules of these paths into training mode meanwhile; their statistics are given back."""
     if not training:
         yield
         return
     parts = dict(module.named_modules())
-    with holding(module, None):
+    with applied_state(module, None):
         for path in training:
             parts[path].training = True
         try:
@@ -240,7 +240,7 @@ def as_given(module: nn.Module, training: Collection[str]) -> Iterator[None]:
                 parts[path].training = False
 
 
-def that_matter(module: nn.Module, training: Collection[str], arguments: Mapping[str, Any]) -> list[str]:
+def influential_modes(module: nn.Module, training: Collection[str], arguments: Mapping[str, Any]) -> list[str]:
     """Return the modules whose training mode changes what a forward returns; none if it changes nothing.
 
     A draw of random numbers in training mode counts, whatever it gives: the next one is another.
@@ -254,11 +254,11 @@ def that_matter(module: nn.Module, training: Collection[str], arguments: Mapping
         Exception: Any error of its forward.
     """
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        draws = Draws()  # type: ignore[no-untyped-call]
-        with draws, holding(module, None):
+        draws = RandomDraws()  # type: ignore[no-untyped-call]
+        with draws, applied_state(module, None):
             plain = module(**own_copies(arguments))
         before, draws.number = draws.number, 0
-        with draws, as_given(module, training):
+        with draws, restored_modes(module, training):
             trained = module(**own_copies(arguments))
     ours, theirs = ([x for x in pytree.tree_leaves(one) if isinstance(x, torch.Tensor)] for one in (plain, trained))
     same = len(ours) == len(theirs) and all(torch.equal(*both) for both in zip(ours, theirs, strict=True))
@@ -269,7 +269,7 @@ def that_matter(module: nn.Module, training: Collection[str], arguments: Mapping
     return reading or [path for path in training if path] or list(training)
 
 
-def in_words(side: str, names: Collection[str]) -> str:
+def describe_training(side: str, names: Collection[str]) -> str:
     """Return that modules of a side are in training mode."""
     shown = ", ".join(name or "the model itself" for name in list(names)[:_MOST_NAMES])
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
@@ -283,7 +283,7 @@ def _reads_mode(part: nn.Module) -> bool:
     return code is not None and "training" in code.co_names and getattr(part, "p", 1) != 0
 
 
-class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class RandomDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operations that draw random numbers."""
 
     number = 0

@@ -71,7 +71,7 @@ class ModuleState:
 
 
 @contextlib.contextmanager
-def holding(module: nn.Module, state: ModuleState | None, *, as_buffers: bool = False) -> Iterator[None]:
+def applied_state(module: nn.Module, state: ModuleState | None, *, as_buffers: bool = False) -> Iterator[None]:
     """Let a module remember `state`, a copy of it, and give it back what it had; None is what it has.
 
     Args:
@@ -142,7 +142,7 @@ def run_with(
         arguments: By name; the forward gets copies of them.
     """
     given = own_copies(arguments)
-    with contextlib.nullcontext() if state is None else holding(module, state):
+    with contextlib.nullcontext() if state is None else applied_state(module, state):
         returned = module(**given)
     before, after = (dict(port_leaves("", dict(one))) for one in (arguments, given))
     return returned, {n.lstrip("."): after[n] for n in before if n in after and differ(before[n], after[n])}
@@ -150,7 +150,7 @@ def run_with(
 
 def run_alone(module: nn.Module, arguments: Mapping[str, Any], *, are_copies: bool = False) -> Any:
     """Return what a forward returns, without gradients; the module remembers nothing of it, and writes to copies."""
-    with torch.no_grad(), holding(module, None):
+    with torch.no_grad(), applied_state(module, None):
         return module(**(arguments if are_copies else own_copies(arguments)))
 
 
@@ -161,21 +161,21 @@ def states_before(module: nn.Module, steps: Sequence[Mapping[str, Any]]) -> list
         Exception: Any error of its forward.
     """
     states = [ModuleState.of(module)]
-    with holding(module, states[0]), torch.no_grad():
+    with applied_state(module, states[0]), torch.no_grad():
         for step in steps[:-1]:
             module(**own_copies(step))
             states.append(ModuleState.of(module))
     return states
 
 
-def remembers(module: nn.Module, step: Mapping[str, Any]) -> bool:
+def changes_state(module: nn.Module, step: Mapping[str, Any]) -> bool:
     """Whether a forward changes what a module holds.
 
     Raises:
         Exception: Any error of its forward.
     """
     before = ModuleState.of(module)
-    with holding(module, before), torch.no_grad():
+    with applied_state(module, before), torch.no_grad():
         module(**own_copies(step))
         return before.differs_from(ModuleState.of(module))
 

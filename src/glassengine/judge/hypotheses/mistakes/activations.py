@@ -80,11 +80,11 @@ def activations(question: Question) -> Iterator[Hypothesis]:
                 has_both = own is not None and bool((given < 0).any()) and bool((given > 0).any())
                 own = own if has_both and _bends(trial.ops, source, node) else None
             for name, act in NAMED.items() if own not in (None, "nothing") else ():
+                other = made if name == own else act(given)
                 # A candidate of zeros is what many make of negative numbers, and what is left of a lost factor.
-                if name != own and (name in theirs or bool(act(given).any()) or not bool(made.any())):
+                if name != own and (name in theirs or bool(other.any()) or not bool(made.any())):
                     text = f"{own} here, {name} in the candidate"
-                    edits = {node: lambda call, act=act, given=given: act(given)}
-                    yield Hypothesis("activation", text, edits, "activation", (own, name))
+                    yield Hypothesis("activation", text, {node: other}, "activation", (own, name))
 
 
 def _some_of(value: Tensor) -> Tensor:

@@ -218,12 +218,7 @@ def _over_other_axes(question: Question, node: Node) -> Iterator[Hypothesis]:
 
 
 def _norm(
-    node: Node,
-    over: Sequence[Any] = (),
-    *,
-    is_centered: bool,
-    is_unbiased: bool = False,
-    is_eps_outside: bool = False,
+    node: Node, over: Sequence[Any] = (), *, is_centered: bool, is_unbiased: bool = False, is_eps_outside: bool = False
 ) -> Edit:
     """Return a norm with its mean and its spread `over` other axes than those of the node, or computed otherwise."""
 

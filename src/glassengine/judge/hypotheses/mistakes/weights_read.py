@@ -19,7 +19,7 @@ from glassengine.judge.hypotheses.mistakes.fitted_constants import base_of, of_a
 from glassengine.judge.hypotheses.mistakes.tensor_roles import is_taken_apart
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import FAILS, Edit, is_real
+from glassengine.judge.hypotheses.trials.trial import FAILS, Edit, factor_between, is_real
 from glassengine.numerics.float64 import retarget, target_of
 from glassengine.numerics.metrics.orders import called, order_between
 from glassengine.program.representation.naming import op_name
@@ -239,8 +239,7 @@ def relation(
         for b in range(a):
             if ours.shape[a] == ours.shape[b] and _is_same(ours.transpose(a, b), theirs):
                 return "transposed", f"{there}: transposed (axes {b} and {a})"
-    power = float(ours.square().sum())
-    factor = float((ours * theirs).sum()) / power if power else 0.0
+    factor = factor_between(ours, theirs)
     if (dtype := _rounded(ours, theirs)) is not None:
         return "dtype", f"{there} is rounded to {dtype}"
     if factor and _is_same(ours * factor, theirs, same):
@@ -248,9 +247,9 @@ def relation(
     offset = float((theirs - ours).mean())
     if _is_same(ours + offset, theirs, same):
         return "scale", f"{there} is the baseline's plus {offset:.6g}"
-    bases = base_of(ours), base_of(theirs)
-    if bases[0] is not None and bases[1] is not None:
-        return "position", of_another_base(bases[0], bases[1])
+    here, other = base_of(ours), base_of(theirs)
+    if here is not None and other is not None:
+        return "position", of_another_base(here, other)
     levels = _levels(theirs)
     if levels is not None and (_levels(ours) or levels + 1) > levels:
         return "dtype", f"{there} has {levels} levels in a row: it is quantized"
@@ -280,14 +279,12 @@ def _as_ours(ours: torch.Tensor, theirs: torch.Tensor) -> Iterator[torch.Tensor]
 
 def _partly(ours: torch.Tensor, theirs: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield a table without its first rows, or its last ones, beside those: the port keeps them elsewhere."""
-    if ours.dim() != theirs.dim() or ours.dim() < 2:
-        return
-    differing = [axis for axis in range(ours.dim()) if ours.shape[axis] != theirs.shape[axis]]
-    if len(differing) != 1 or ours.shape[differing[0]] - theirs.shape[differing[0]] not in (1, 2):
-        return
-    axis, number = differing[0], ours.shape[differing[0]] - theirs.shape[differing[0]]
-    yield torch.cat([ours.narrow(axis, 0, number), theirs], axis)
-    yield torch.cat([theirs, ours.narrow(axis, theirs.shape[axis], number)], axis)
+    missing = [a - b for a, b in zip(ours.shape, theirs.shape, strict=False)]
+    differing = [axis for axis, number in enumerate(missing) if number]
+    if ours.dim() == theirs.dim() > 1 and len(differing) == 1 and missing[differing[0]] in (1, 2):
+        (axis,) = differing
+        yield torch.cat([ours.narrow(axis, 0, missing[axis]), theirs], axis)
+        yield torch.cat([theirs, ours.narrow(axis, theirs.shape[axis], missing[axis])], axis)
 
 
 def _is_same(ours: torch.Tensor, theirs: torch.Tensor, same: float = _SAME) -> bool:
@@ -304,10 +301,9 @@ def _same(question: Question) -> float:
 
 def _rounded(ours: torch.Tensor, theirs: torch.Tensor) -> str | None:
     """Return the dtype to which a weight was rounded; None where it was not."""
-    for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
-        if torch.equal(ours.float().to(dtype).double(), theirs):
-            return str(dtype).removeprefix("torch.")
-    return None
+    dtypes = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+    found = (dtype for dtype in dtypes if torch.equal(ours.float().to(dtype).double(), theirs))
+    return next((str(dtype).removeprefix("torch.") for dtype in found), None)
 
 
 def packed(question: Question) -> Iterator[Hypothesis]:

@@ -49,15 +49,14 @@ class Question:
         their_values: Literal and 0-dim constants that these ops use.
         their_weights: Weights of the candidate that these ops read, by name.
         held: Nodes of the candidate that are such weights -> their names.
-        read: Names of the piece's inputs that these ops read the counterparts of.
+        read: Inputs of the piece whose counterparts these ops read.
         stored: Names of all of the baseline's nodes that are weights.
         kept: Names of the baseline's inputs and buffers that hold what the step before left.
         sources: Name for people of each of `others` -> its node.
         full: Name of a node of the piece that is a weight -> its full name.
         model: Every weight of the baseline by its full name.
-        named: The baseline's own nodes by name: what reads a piece is not in it.
-        is_another: Whether what the candidate made belongs to other ops of the baseline: another tensor of the model is
-            no explanation then.
+        named: The baseline's own nodes by name; a piece holds copies of some.
+        is_another: Whether the candidate's tensor belongs to other ops of the baseline: no other tensor explains it.
         is_still_computed: Whether the candidate computes a node all the same that may have been left out.
         native: The piece in the candidate's dtype without casts to a finer one; None where it has no such casts.
     """
@@ -270,19 +269,18 @@ def in_its_dtype(piece: Piece, actual: torch.Tensor) -> torch.Tensor | None:
     is_cast = False
 
     def coarse(value: Any) -> Any:
-        is_finer = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != own
-        return value.to(own) if is_finer else own if value in (torch.float32, torch.float64) else value
+        if isinstance(value, torch.Tensor):
+            return value.to(own) if is_real(value) else value
+        return own if value in (torch.float32, torch.float64) else value
 
     try:
-        for place, tensor in zip(piece.module.graph.find_nodes(op="placeholder"), piece.arguments(), strict=True):
-            values[place] = tensor
+        values.update(zip(piece.module.graph.find_nodes(op="placeholder"), piece.arguments(), strict=True))
         for op in piece.ops:
             args, kwargs = torch.fx.node.map_arg((op.args, dict(op.kwargs)), values.__getitem__)
             is_cast = is_cast or torch.float32 in (*args, *kwargs.values())
             called: Any = op.target
-            values[op] = pytree.tree_map(
-                coarse, called(*pytree.tree_map(coarse, args), **pytree.tree_map(coarse, kwargs))
-            )
+            args, kwargs = pytree.tree_map(coarse, (args, kwargs))
+            values[op] = pytree.tree_map(coarse, called(*args, **kwargs))
         (end,) = piece.module.graph.output_node().all_input_nodes
     except FAILS:
         return None

@@ -12,7 +12,7 @@ from glassengine.program.export.export import traced_program
 from glassengine.program.kinds import causal_lm, encoder_decoder, image_text
 from glassengine.program.listing.listing import OnStage
 from glassengine.program.representation.program import FIXED_INPUTS, SMALLEST, Program
-from glassengine.program.representation.signature import example_of, place, small_sizes
+from glassengine.program.representation.signature import example_of, leave_meta_device, small_sizes
 
 
 def export_encoder_decoder(
@@ -38,7 +38,7 @@ def export_encoder_decoder(
     Raises:
         UsageError: torch.export cannot trace it.
     """
-    has_values = place(model)
+    has_values = leave_meta_device(model)
     example, dynamic = example_of(inputs)
     layouts = encoder_decoder.probe_layouts(model, example, has_values=has_values)
     wrapper = encoder_decoder.Encoder(model)
@@ -79,14 +79,9 @@ def export_image_text(
     on_stage: OnStage | None = None,
     on_encoder_stage: OnStage | None = None,
 ) -> tuple[Program, Program]:
-    """Export a language model that takes images (in evaluation mode) to its two programs; see `image_text`.
+    """Export a language model that takes images as `export_encoder_decoder` does; see `image_text`.
 
-    Args:
-        model: The model.
-        image: `pixel_values` of one image; images of this size are what the programs are for.
-        metadata: As for `export_encoder_decoder`.
-        on_stage: Called for the decoder, as in `export_causal_lm`.
-        on_encoder_stage: Likewise for the vision program.
+    `image` is `pixel_values` of one image; images of this size are what the programs are for.
 
     Returns:
         The vision program (a "module") and the decoder (a "causal_lm").
@@ -94,7 +89,7 @@ def export_image_text(
     Raises:
         UsageError: torch.export cannot trace it.
     """
-    has_values = place(model)
+    has_values = leave_meta_device(model)
     layout = causal_lm.probe_layout(model, has_values=has_values)
     vision = traced_program(
         image_text.Vision(model),
