@@ -198,7 +198,7 @@ def _joined(groups: dict[str, _Group], differ: set[str]) -> dict[str, _Group]:
 
 
 def _folded(groups: dict[str, _Group]) -> dict[str, _Group]:
-    """Return causes with rarer changes of bytes as part of the most frequent one: one step of a normalizer makes all."""
+    """Return causes with rarer changes of bytes as part of the most frequent one: one normalizer makes them all."""
     counts = {cause: len(one.cases) for cause, one in groups.items() if cause.startswith(_CHANGES)}
     of_bytes = sorted(counts, key=lambda cause: -counts[cause])
     if len(of_bytes) < 2 or counts[of_bytes[0]] < _MANY * counts[of_bytes[1]]:
