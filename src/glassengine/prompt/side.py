@@ -55,6 +55,7 @@ class Opened:
         vocabulary: None where the side has no tokenizer.
         template: Source of the chat template; None where the side has none.
         renders: Whether the side renders conversations itself.
+        lacks: Arguments of templates that the engine does not have.
         settings: Name of transformers -> value; None where the side states none.
         rows: Rows of the table of embeddings; None if unknown.
         limits: Cause of a difference -> why the engine cannot avoid it, whatever file it reads.
@@ -65,6 +66,7 @@ class Opened:
     vocabulary: Vocabulary | None
     template: str | None = None
     renders: bool = False
+    lacks: Sequence[str] = ()
     settings: Mapping[str, Setting] | None = None
     rows: int | None = None
     limits: Mapping[str, str] = field(default_factory=dict)

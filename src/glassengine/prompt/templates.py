@@ -13,6 +13,8 @@ from glassengine.results.prompt import PromptExample, PromptFinding
 _AROUND = 40
 """Characters of a rendered text that are shown on both sides of its first difference."""
 _REFUSED = "\x00refused: "
+TOOLS = "definitions of tools"
+"""Cause of a difference within the JSON text of the tools alone."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,9 @@ def compare_templates(baseline: PromptSide, candidate: PromptSide) -> tuple[list
     """Return the causes by which rendered conversations differ, and the number of conversations."""
     groups: dict[str, list[tuple[Shape, str, str]]] = {}
     of_candidate: list[tuple[Shape, str]] = []
-    for shape in SHAPES:
+    lacks = {*baseline.opened.lacks, *candidate.opened.lacks}
+    shapes = [shape for shape in SHAPES if not lacks & shape.conversation.keys()]
+    for shape in shapes:
         ours, theirs = _rendered(baseline, shape.conversation), _rendered(candidate, shape.conversation)
         if not theirs.startswith(_REFUSED):
             of_candidate.append((shape, theirs))
@@ -120,9 +124,9 @@ def compare_templates(baseline: PromptSide, candidate: PromptSide) -> tuple[list
         names = ", ".join(case[0].name for case in cases[:4]) + (", ..." if len(cases) > 4 else "")
         shown = _windows(ours, theirs)
         example = PromptExample(json.dumps(shape.conversation, ensure_ascii=False), (), (), [shown[0]], [shown[1]])
-        detail = f"{len(cases)} of {len(SHAPES)} conversations: {names}"
-        found.append(PromptFinding("template", cause, "wrong", detail, len(cases), len(SHAPES), example))
-    return [*found, *_twice(candidate, of_candidate), *_unkept(baseline, candidate)], len(SHAPES)
+        detail = f"{len(cases)} of {len(shapes)} conversations: {names}"
+        found.append(PromptFinding("template", cause, "wrong", detail, len(cases), len(shapes), example))
+    return [*found, *_twice(candidate, of_candidate), *_unkept(baseline, candidate)], len(shapes)
 
 
 def _rendered(side: PromptSide, conversation: Conversation) -> str:
@@ -130,6 +134,20 @@ def _rendered(side: PromptSide, conversation: Conversation) -> str:
         return side.render(conversation)
     except ValueError as error:
         return f"{_REFUSED}{error}"
+
+
+def _is_of_tools(conversation: Conversation, ours: str, theirs: str) -> bool:
+    """Whether two texts are the same before and behind the JSON text of the tools."""
+    texts = [
+        json.dumps(part, ensure_ascii=False)
+        for tool in conversation.get("tools", ())
+        for part in (tool, tool["function"])
+    ]
+    at = next((text for text in texts if text in ours), None)
+    if at is None:
+        return False
+    before, _, behind = ours.partition(at)
+    return theirs.startswith(before) and theirs.endswith(behind) and len(theirs) >= len(before) + len(behind)
 
 
 def _cause(shape: Shape, ours: str, theirs: str) -> str:
@@ -142,6 +160,8 @@ def _cause(shape: Shape, ours: str, theirs: str) -> str:
             return f"{part} dropped" if mark in ours else f"{part} kept, which the baseline drops"
     if "".join(ours.split()) == "".join(theirs.split()):
         return "white space of the template"
+    if _is_of_tools(shape.conversation, ours, theirs):
+        return TOOLS
     short, long = sorted((ours, theirs), key=len)
     if long.endswith(short) or long.startswith(short):
         place = "begin" if long.endswith(short) else "end"

@@ -239,9 +239,11 @@ def _cause(a: Vocabulary, b: Vocabulary, group: str, text: str, x: list[int], y:
 def _cause_of_bytes(b: Vocabulary, s: bytes, t: bytes, y: list[int]) -> str:
     if b"\x00" in s and s.split(b"\x00")[0] == t:
         return "text after a NUL"
-    if t.lstrip(b" ") == s.lstrip(b" "):
-        return "prefix space"
+    if t == b" " + s or s == b" " + t:
+        return "prefix space" if s.strip() else "normalization (white space)"
     u, v = s.decode("utf-8", "replace").strip(), t.decode("utf-8", "replace").strip()
+    if "".join(u.split()) == "".join(v.split()):
+        return "normalization (white space)"
     for form in ("NFC", "NFD", "NFKC", "NFKD"):
         if unicodedata.normalize(form, u) == v or unicodedata.normalize(form, v) == u:
             return f"normalization ({form})"
@@ -250,8 +252,6 @@ def _cause_of_bytes(b: Vocabulary, s: bytes, t: bytes, y: list[int]) -> str:
     plain = "".join(letter for letter in unicodedata.normalize("NFD", u) if not unicodedata.combining(letter))
     if v in (plain, plain.lower(), unicodedata.normalize("NFC", plain)):
         return "normalization (accents are removed)"
-    if "".join(u.split()) == "".join(v.split()):
-        return "normalization (white space)"
     if set(y) & set(b.special.get("unk", ())) or len(t) < len(s) or b"<unk>" in t or b"[UNK]" in t:
         return "byte fallback (bytes become unknown or are lost)"
     return "normalization (other)"

@@ -12,6 +12,7 @@ from glassengine.errors import UsageError
 from glassengine.prompt.huggingface import described
 from glassengine.prompt.settings import NAMES, TOKENS
 from glassengine.prompt.side import Conversation, Opened, Setting
+from glassengine.prompt.templates import TOOLS
 from glassengine.reading.documents import read_document
 
 _MOST_BYTES = 64 << 20
@@ -19,6 +20,7 @@ _LIMITS = {
     "normalization (NFC)": "ONNX Runtime GenAI does not normalize texts",
     "text after a NUL": "a text of ONNX Runtime GenAI ends at a NUL",
     "no BOS": "the tokenizer of ONNX Runtime GenAI adds no BOS: the template has to",
+    TOOLS: "ONNX Runtime GenAI rewrites the definitions of tools for its templates",
     "white space of the template": "the templates of ONNX Runtime GenAI have no trim_blocks and lstrip_blocks",
 }
 
@@ -65,6 +67,7 @@ class GenaiSide:
             dataclasses.replace(vocabulary, special=special, can_be_bare=False),
             _template(path),
             renders=True,
+            lacks=("continue_final_message",),
             settings=settings,
             rows=rows if isinstance(rows, int) else None,
             limits=_LIMITS,
@@ -84,8 +87,6 @@ class GenaiSide:
         messages = json.dumps(options.pop("messages"), ensure_ascii=False)
         tools = options.pop("tools", None)
         prompt = bool(options.pop("add_generation_prompt", False))
-        if options:
-            raise ValueError(f"the engine has no {', '.join(sorted(options))}")
         more = {} if tools is None else {"tools": json.dumps(tools, ensure_ascii=False)}
         try:
             return str(self._tokenizer.apply_chat_template(messages, add_generation_prompt=prompt, **more))
