@@ -25,12 +25,14 @@ class Mistake:
         says: Pieces of text of which a hint that helps holds one. Other hints mislead.
         known: What is wrong with the answer today, if anything is; it counts as a failure.
         kinds: That are right for its hint, where they are not in `kinds.py`; a second one needs a reason beside it.
+        because: Pieces of text of which the reasons hold one, where the mistake is outside of the operations.
     """
 
     sites: Sequence[str]
     says: Sequence[str] = ()
     known: str = ""
     kinds: Sequence[str] = ()
+    because: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
