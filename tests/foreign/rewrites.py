@@ -149,6 +149,7 @@ class Dense(nn.Module):
         if self.mistake == "half":
             away = away.half().float()
         others = (species[:, :, None] >= 0) & (species[:, None] >= 0) & ~torch.eye(atoms, dtype=torch.bool)
+        away = away * others[..., None]
         distance = torch.where(others, away.square().sum(-1), 1.0).sqrt()
         kinds = torch.stack([species == 0, species == 1], -1).float()
         fade = (0.5 * torch.cos(math.pi * distance / self.reach) + 0.5) * (others & (distance <= self.reach))
@@ -163,9 +164,8 @@ class Dense(nn.Module):
         far = torch.exp(-self.angular_eta * (mean[..., None] - self.angular_shifts).square())
         once = torch.ones(atoms, atoms).triu(1) * close[:, :, :, None] * close[:, :, None]
         terms = once[..., None, None] * far[..., :, None] * bent[..., None, :]
-        first, second = kinds[:, :, None, :, None], kinds[:, None, :, None, :]
-        both = (first * second + second * first).flatten(-2)  # [M, j, k, 4]
-        both = torch.stack([both[..., 0] / 2, both[..., 1], both[..., 3] / 2], -1)
+        two = kinds[:, :, None, :, None] * kinds[:, None, :, None, :]
+        both = torch.stack([two[..., 0, 0], two[..., 0, 1] + two[..., 1, 0], two[..., 1, 1]], -1)  # [M, j, k, 3]
         if self.mistake == "pairs":
             both = both[..., [1, 0, 2]]
         triples = torch.einsum("mijkab,mjkp->mipab", terms, both).flatten(2)

@@ -251,7 +251,9 @@ class Ladder:
         found: list[Findings] = []
         for climb, part, stage in zip(climbs, parts, stages, strict=True):
             self._add_candidate(climb, part, stage, candidate, is_last=climb is climbs[-1])
-            as_given(climb, baseline, candidate, num_stages=len(climbs))
+            # Stages of a baseline that remembers nothing are calls by themselves: one of them is made twice.
+            is_alone = len(climbs) == 1 or (stage is not None and stage.baseline.state is None)
+            as_given(climb, baseline, candidate, calls_again=is_alone and climb is climbs[0])
             climb.differences += tokens_differ
             result = self._judged(climb, baseline, found, stack, is_alone=len(climbs) == 1)
             found.append(result if stage is None else numbered(result, stage.numbers))
