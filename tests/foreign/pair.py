@@ -42,7 +42,8 @@ class Pair:
     Attributes:
         name: On screen.
         packages: What has to be installed.
-        make: Given a mistake, or "" for a port that is right, returns baseline and candidate of the same weights.
+        make: Given a mistake, or "" for a port that is right, returns baseline and candidate of the same weights; the
+            second may be a file of it.
         inputs: Of one forward, by name, or of several, one after the other.
         mistakes: By name, which is what `make` is given.
         known: Why the right one is not judged finely enough today, where it is not; it counts as a failure.
@@ -50,7 +51,7 @@ class Pair:
 
     name: str
     packages: Sequence[str]
-    make: Callable[[str], tuple[nn.Module, nn.Module]]
+    make: Callable[[str], tuple[nn.Module, Any]]
     inputs: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
     mistakes: Mapping[str, Mistake] = field(default_factory=dict)
     known: str = ""

@@ -33,7 +33,7 @@ from glassengine.diagnose.ladder.per_case import judge_cases
 from glassengine.diagnose.ladder.record import add_record, judge_sums_again, tensors_of
 from glassengine.diagnose.ladder.request import CheckRequest
 from glassengine.diagnose.ladder.rungs import add_built, add_engine, arguments_of
-from glassengine.diagnose.ladder.step_by_step import Stage, numbered, staged
+from glassengine.diagnose.ladder.step_by_step import Stage, numbered, require_no_memory, staged
 from glassengine.diagnose.quantization.module import check_quantized_module, quantized_in_memory
 from glassengine.diagnose.quantization.port import check_quantized_file, is_quantized_file
 from glassengine.diagnose.reproduction.reproduce import with_reproduction
@@ -274,6 +274,8 @@ class Ladder:
         if record is not None:
             case = case_of(record, model.generation) if given is None else given_case(record, model, given)
             num_steps = len({entry.step for entry in record.entries})
+        if not model.generation.generates and model.stored is None:
+            require_no_memory(model, arguments_of(model, given))
         steps = min(self.request.steps, num_steps - 1)
         climbs = list(JUDGED[model.generation].start(model, given, steps, stack, self.request.progress, case))
         cases = climbs[0].cases

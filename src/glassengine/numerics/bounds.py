@@ -109,7 +109,9 @@ def _addend(operation: Operation) -> Tensor | float:
 def _carried(operation: Operation, roundoff: Roundoff, u_in: float) -> Tensor:
     """What errors u_in of the arguments of a pointwise op become in its result, and errors inside of it."""
     target, given = operation.target, (operation.args, operation.kwargs)
-    if operation.name == "prelu":  # its slopes are those of channels, which do not broadcast to the result by themselves
+    if (
+        operation.name == "prelu"
+    ):  # its slopes are those of channels, which do not broadcast to the result by themselves
         x, slope = operation.args
         target, given = _prelu, ((x, slope.reshape(-1, *[1] * (x.dim() - 2))), {})
     leaves, spec = pytree.tree_flatten(given)
