@@ -28,7 +28,7 @@ FLOORS = (
     {"reading", "torch_versions", "workers", "writing"},
     {"accelerators", "asked", "sites", "taps", "results", "blocks", "spans", "ops"},
     {"candidates", "recording", "program", "schemas"},
-    {"numerics"},
+    {"numerics", "plugins.onnx"},
     {"compare", "capture", "executable"},
     {"report", "backends"},
     {"plugins.cluster", "plugins.tensorrt_rtx", "serving"},

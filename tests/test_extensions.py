@@ -80,11 +80,24 @@ def quantized_module() -> torch.nn.Module:
     return made
 
 
+def onnx_file(folder: Path) -> Path:
+    from onnx import TensorProto, helper, save
+
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, 4]) for name in ("input", "output")]
+    graph = helper.make_graph([helper.make_node("Relu", ["input"], ["output"])], "graph", ends[:1], ends[1:])
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), folder / "model.onnx")
+    return folder / "model.onnx"
+
+
 REQUESTS: dict[str, list[Callable[[Path], Any]]] = {
     "cluster": [lambda folder: of_two_records(folder, cluster="auto")],
     "lazy": [
         lambda folder: importlib.import_module("glassengine.lazy").device(),
         lambda folder: importlib.import_module("glassengine.compat.torch_xla.core.xla_model"),
+    ],
+    "onnx": [
+        lambda folder: glass.check(net(), candidate=onnx_file(folder), inputs=INPUTS),
+        lambda folder: glass.build(onnx_file(folder), folder / "engine"),
     ],
     "quantized": [
         lambda folder: glass.check(net(), candidate=quantized_checkpoint(folder), inputs=INPUTS),

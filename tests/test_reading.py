@@ -58,7 +58,7 @@ REASONS: dict[str, dict[str, str]] = {
         "json.loads": "text in a document that the room parsed",
     },
     "program/onnx/stored/file.py": {"ParseFromString": "bytes that the room read; protobuf bounds depth by itself"},
-    "program/onnx/definitions.py": {"ParseFromString": "definitions of operators that the package onnx holds"},
+    "plugins/onnx/definitions.py": {"ParseFromString": "definitions of operators that the package onnx holds"},
     "executable/profile/trace.py": {"json.loads": "what was made in the same line"},
     "executable/snapshot/layout.py": {"json.loads": "what was made a line above"},
     "recording/read/export.py": {"zipfile.ZipFile": "to write"},

@@ -25,6 +25,7 @@ SERVING = "glassengine.serving"
 EXTRAS = {
     "cluster": "ray",
     "lazy": "lazy",
+    "onnx": "onnx",
     "quantized": "quantized",
     "serving": "serving",
     "tensorrt_rtx": "tensorrt-rtx",

@@ -86,16 +86,8 @@ def export_programs(
 ) -> tuple[Program, ...]:
     """Export all programs of a loaded model: one, or two of which the last decodes; passes and stages are its.
 
-    Args:
-        model: As for `export_program`.
-        inputs: As for `export_program`.
-        passes: As for `export_program`.
-        on_stage: As for `export_program`.
-        on_encoder_stage: The same for what runs before the first step: an encoder, or the vision program.
-        specialized: As for `export_program`.
-
-    Raises:
-        UsageError: As `export_program`.
+    Arguments and errors are those of `export_program`. `on_encoder_stage` is the receiver of stages of what runs before
+    the first step: an encoder, or the vision program.
     """
     if inputs is None and model.stored is None and not is_pretrained(model.module):
         inputs = made_up_inputs(model)

@@ -18,8 +18,8 @@ from glassengine.executable.snapshot.graph import load_graph
 from glassengine.executable.snapshot.layout import Entry, Meta, parsed_meta, read_meta, sealed
 from glassengine.executable.snapshot.nonfinite import Origin
 from glassengine.executable.snapshot.tensors import TensorFile, restored, write_tensors
-from glassengine.program.onnx.exported import TranslatedFile, translate_file
 from glassengine.program.onnx.stored.file import read_onnx
+from glassengine.program.onnx.translated import TranslatedFile, translate_file
 from glassengine.program.representation.archive import MAX_BYTES
 from glassengine.reading.copies import here
 from glassengine.reading.documents import converted, damaged

@@ -30,7 +30,7 @@ from glassengine.executable.snapshot import layout
 from glassengine.executable.snapshot.graph import flatten, graph_archive
 from glassengine.executable.snapshot.layout import Entry, plain_entry, read_meta, sealed
 from glassengine.executable.snapshot.tensors import Home, Place, SharedWeights, file_key, link, obstacle, write_tensors
-from glassengine.program.onnx.exported import without_data
+from glassengine.program.onnx.translated import without_data
 from glassengine.recording.layout.statistics import summarize
 from glassengine.recording.layout.values import bytes_of, dtype_name
 from glassengine.writing.checksums import crc32

@@ -30,7 +30,7 @@ from glassengine.judge.hypotheses.mistakes.layouts import missing_rotation, resh
 from glassengine.judge.hypotheses.mistakes.masks import of_attention, pairs_between
 from glassengine.judge.hypotheses.mistakes.operands import exchanged, left_out
 from glassengine.judge.hypotheses.mistakes.operations import other_ops
-from glassengine.judge.hypotheses.mistakes.tensor_roles import are_of_positions, is_counted_alone, only_hides
+from glassengine.judge.hypotheses.mistakes.tensor_roles import OF_VALUES, are_of_positions, is_counted_alone, only_hides
 from glassengine.judge.hypotheses.mistakes.weights_read import weights
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
@@ -51,8 +51,6 @@ _MOST_FIRST = 3
 _OF_TWO: tuple[Family, ...] = (same_op, weights, as_theirs, of_attention, left_out, exchanged, activations, usual)
 _DIFFERS, _SEEN = 0.5, 0.8
 """Scores of what differs, and changes the result, but is not all of it; of an op that the candidate has instead."""
-_OF_PLACES = ("position", "other", "scale")
-"""Kinds of mistakes in numbers that may decide only what is seen."""
 _MAKER_WITHIN = 6
 """Steps above the candidate's tensor within which the op stands that made it what it is."""
 _CLEARLY = 2.0
@@ -174,7 +172,7 @@ def _explained(
     text = text if pairs is None or pairs in text else f"{pairs}: {text}"
     if kind == "other" and _only_moves(question, hypothesis):
         kind = "permuted"
-    if kind in _OF_PLACES and only_hides(question, hypothesis.edits):
+    if kind in OF_VALUES and only_hides(question, hypothesis.edits):
         kind, text = "mask", f"other positions are seen: {text}"
     elif are_of_positions(question, hypothesis.edits, kind):
         kind = "position"

@@ -24,10 +24,10 @@ from glassengine.diagnose.ladder.as_given import with_level
 from glassengine.diagnose.ladder.rungs import arguments_of
 from glassengine.judge.cases import module_cases
 from glassengine.judge.sides.arguments import matched
+from glassengine.plugins.onnx.dequantized import without_grids
 from glassengine.plugins.quantized.check_graph import Ends, check_quantized_graph
 from glassengine.program import LoadedModel, load_model
 from glassengine.program.kinds.example_inputs import MadeUp
-from glassengine.program.onnx.dequantized import without_grids
 from glassengine.program.representation.signature import named_inputs, named_results
 from glassengine.program.user_code.module_state import run_alone
 from glassengine.progress import Progress

@@ -41,7 +41,7 @@ from glassengine.program.representation.signature import (
     with_state_as_results,
 )
 from glassengine.program.user_code.calls import source_of
-from glassengine.program.user_code.forward import explicit_keywords, methods_of_classes, plain_results
+from glassengine.program.user_code.forward import explicit_keywords, exportable_results, methods_of_classes
 from glassengine.program.user_code.marks import (
     collect_marks,
     helper_lines,
@@ -164,7 +164,7 @@ def traced_program(
             fast_tracing(dynamic),
             methods_of_classes(module),
             explicit_keywords(module, inputs),
-            plain_results(module),
+            exportable_results(module),
             marked,
             helper_lines(),
             seen,
@@ -316,14 +316,9 @@ def export_specialized(
     on_stage: OnStage | None = None,
     keeps_state: bool = False,
 ) -> Program:
-    """Export a module that looks at values, for the inputs of one step alone; how, is in the metadata.
+    """Export a module that looks at values, as `export_module` does, for the inputs of one step alone.
 
-    Args:
-        module: As for `export_module`.
-        step: Keyword arguments.
-        metadata: As for `export_module`.
-        on_stage: As for `export_module`.
-        keeps_state: As for `export_module`.
+    How it was traced is in the metadata.
 
     Raises:
         UsageError: It cannot be traced that way, either.

@@ -79,14 +79,9 @@ def export_image_text(
     on_stage: OnStage | None = None,
     on_encoder_stage: OnStage | None = None,
 ) -> tuple[Program, Program]:
-    """Export a language model that takes images (in evaluation mode) to its two programs; see `image_text`.
+    """Export a language model that takes images as `export_encoder_decoder` does; see `image_text`.
 
-    Args:
-        model: The model.
-        image: `pixel_values` of one image; images of this size are what the programs are for.
-        metadata: As for `export_encoder_decoder`.
-        on_stage: Called for the decoder, as in `export_causal_lm`.
-        on_encoder_stage: Likewise for the vision program.
+    `image` is `pixel_values` of one image; images of this size are what the programs are for.
 
     Returns:
         The vision program (a "module") and the decoder (a "causal_lm").

@@ -130,10 +130,7 @@ def load_model(
 def load_candidate(candidate: str | Path | nn.Module, baseline: str | Path | nn.Module, **options: Any) -> LoadedModel:
     """Load what is judged beside `baseline`: a model, or an adapter, which stands for the baseline with it merged.
 
-    Args:
-        candidate: As for `load_model`.
-        baseline: Likewise.
-        options: Likewise.
+    Arguments are those of `load_model`.
 
     Raises:
         UsageError: As `load_model`, or the adapter names another base, which is here.

@@ -135,7 +135,7 @@ def methods_of_classes(module: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def plain_results(module: nn.Module) -> Iterator[None]:
+def exportable_results(module: nn.Module) -> Iterator[None]:
     """Remove from the results of a forward what is not a tensor, number or container of such: the exporter refuses it.
 
     A cache that a model returns beside its logits is an object of its own; one forward is judged without it. Containers

@@ -11,7 +11,7 @@ from torch import Tensor
 from glassengine.judge.hypotheses.mistakes.tensor_roles import PLACING, comes_from
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, reading, tensors_of
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import is_real
+from glassengine.judge.hypotheses.trials.trial import factor_between, is_real
 from glassengine.numerics.float64 import double
 from glassengine.numerics.mask_values import sentinel
 from glassengine.numerics.metrics.orders import called, kind_of_shift, order_between
@@ -106,7 +106,7 @@ def scaled(question: Question) -> Iterator[Hypothesis]:
     a, b = right[keep], actual.double()[keep]
     if a.numel() < 4:
         return
-    factor = _factor(a, b, 1.0)
+    factor = factor_between(a, b, 1.0)
     if abs(factor - 1) > _ONE and factor:  # what makes zeros of all values is no factor that anybody wrote
         sign = abs(factor + 1) < 1e-6
         text = "the right values with the other sign" if sign else f"{factor:.6g} times the right values"
@@ -115,12 +115,6 @@ def scaled(question: Question) -> Iterator[Hypothesis]:
     offset = float((b - a).mean())
     if abs(offset) > _ONE * float(a.square().mean().sqrt()):
         yield Hypothesis("other", f"the right values plus {offset:.6g}", {end: right + offset}, "offset", (0.0, offset))
-
-
-def _factor(right: Tensor, actual: Tensor, otherwise: float = 0.0) -> float:
-    """Return the number that makes one tensor the other as nearly as any."""
-    power = float(right.square().sum())
-    return float((right * actual).sum()) / power if power else otherwise
 
 
 def _is_comparable(question: Question, least: int, *, is_finite: bool) -> bool:
@@ -148,7 +142,7 @@ def parts(question: Question) -> Iterator[Hypothesis]:
         index = where.nonzero().flatten()
         a, b = right.index_select(axis, index), actual.index_select(axis, index)
         is_zero = not bool(b.any())
-        factor = 0.0 if is_zero else _factor(a, b)
+        factor = 0.0 if is_zero else factor_between(a, b)
         text = f"index {int(index[0])} of axis {axis} is " if count == 1 else ""
         text = text or f"{count} of {right.shape[axis]} indices of axis {axis} are "
         text += "zero" if is_zero else f"{factor:.6g} times the right values"
@@ -184,7 +178,7 @@ def dropped(question: Question) -> Iterator[Hypothesis]:
     if not 0 < share <= _MOST_DROPPED:
         return
     kept = ~lost & (right.abs() < sentinel(right.dtype))
-    factor = _factor(right[kept], actual.double()[kept])
+    factor = factor_between(right[kept], actual.double()[kept])
     if abs(factor - 1) <= 0.01 or not math.isfinite(factor):
         return  # an activation that cuts off makes zeros as well, but scales nothing
     made = torch.where(lost, 0.0, right * factor)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +23,7 @@ from glassengine.judge.hypotheses.mistakes.tensor_roles import (
 )
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, article, reading, tensors_of
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import Edit, is_real
+from glassengine.judge.hypotheses.trials.trial import Edit, factor_between, is_real
 from glassengine.numerics.float64 import double
 from glassengine.numerics.mask_values import is_mask
 from glassengine.numerics.metrics.orders import kind_of_shift
@@ -315,8 +314,7 @@ def another_inside(question: Question) -> Iterator[Hypothesis]:
 
 def _factor(value: Tensor, other: Tensor) -> float | None:
     """Return the number that makes one tensor the other; None where none does."""
-    power = float(value.square().sum()) if is_real(value) else 0.0
-    factor = float((value * other).sum()) / power if power and math.isfinite(power) else 0.0
+    factor = factor_between(value, other) if is_real(value) else 0.0
     is_scaled = factor and float((value * factor - other).abs().max()) <= _SCALED * float(other.abs().max())
     return factor if is_scaled else None
 

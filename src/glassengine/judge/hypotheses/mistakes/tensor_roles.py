@@ -28,8 +28,8 @@ PLACING = frozenset({"sin", "cos"})
 """What makes rotations and tables of positions."""
 _FAR = 24
 """Steps from a sine up to what counts its positions: they are cast, multiplied and joined."""
-_OF_VALUES: tuple[Kind, ...] = ("position", "other", "scale")
-_BY_OP: tuple[Kind, ...] = (*_OF_VALUES, "permuted", "transposed", "bias missing", "activation")
+OF_VALUES: tuple[Kind, ...] = ("position", "other", "scale")
+_BY_OP: tuple[Kind, ...] = (*OF_VALUES, "permuted", "transposed", "bias missing", "activation")
 """Kinds by which a mistake goes for the op that it is in, in values and in whole numbers."""
 _LOOKED_UP = frozenset({"embedding", "index", "index_select"})
 _OF_ORDER: tuple[Kind, ...] = ("permuted", "transposed")
@@ -162,7 +162,7 @@ def are_of_positions(question: Question, edited: Collection[Node], kind: Kind) -
         return True
     if all(is_counted(question, node) or _counts(there) for node, there in zip(edited, own, strict=True)):
         return True
-    return all(is_placed(node, question.stored) or (kind in _OF_VALUES and is_of_rotation(node)) for node in own)
+    return all(is_placed(node, question.stored) or (kind in OF_VALUES and is_of_rotation(node)) for node in own)
 
 
 def _is_table_by_positions(question: Question, node: Node) -> bool:

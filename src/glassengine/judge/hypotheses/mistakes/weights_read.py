@@ -19,7 +19,7 @@ from glassengine.judge.hypotheses.mistakes.fitted_constants import base_of, of_a
 from glassengine.judge.hypotheses.mistakes.tensor_roles import is_taken_apart
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import FAILS, Edit, is_real
+from glassengine.judge.hypotheses.trials.trial import FAILS, Edit, factor_between, is_real
 from glassengine.numerics.float64 import retarget, target_of
 from glassengine.numerics.metrics.orders import called, order_between
 from glassengine.program.representation.naming import op_name
@@ -239,8 +239,7 @@ def relation(
         for b in range(a):
             if ours.shape[a] == ours.shape[b] and _is_same(ours.transpose(a, b), theirs):
                 return "transposed", f"{there}: transposed (axes {b} and {a})"
-    power = float(ours.square().sum())
-    factor = float((ours * theirs).sum()) / power if power else 0.0
+    factor = factor_between(ours, theirs)
     if (dtype := _rounded(ours, theirs)) is not None:
         return "dtype", f"{there} is rounded to {dtype}"
     if factor and _is_same(ours * factor, theirs, same):

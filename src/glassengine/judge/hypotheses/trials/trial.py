@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeGuard
 
@@ -76,6 +77,12 @@ class Budget:
 def is_real(value: object) -> TypeGuard[torch.Tensor]:
     """Whether a value is a tensor of floating numbers."""
     return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def factor_between(one: torch.Tensor, other: torch.Tensor, otherwise: float = 0.0) -> float:
+    """Return the number by which one tensor comes nearest to another; `otherwise` where it is zero, or infinite."""
+    power = float(one.square().sum())
+    return float((one * other).sum()) / power if power and math.isfinite(power) else otherwise
 
 
 class Call:

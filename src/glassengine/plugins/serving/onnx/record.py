@@ -23,10 +23,10 @@ from glassengine.plugins.serving.onnx.decoder import Decoder, Feeds
 from glassengine.plugins.serving.onnx.facts import facts_of
 from glassengine.plugins.serving.onnx.generator import OWN_LOOP, generated
 from glassengine.plugins.serving.onnx.held import Graph, whole_tensor
-from glassengine.program.onnx.exported import metadata_of
 from glassengine.program.onnx.stored.file import OnnxFile, read_onnx
 from glassengine.program.onnx.stored.options import SessionSettings
 from glassengine.program.onnx.stored.session import open_session, start, told
+from glassengine.program.onnx.translated import metadata_of
 from glassengine.recording.write.writer import RecordingWriter
 from glassengine.serving.protocol import Run
 from glassengine.sites import RETURNED

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from glassengine.program.onnx.operators.composed import composed, given_inputs
+from glassengine.plugins.onnx.operators.composed import composed, given_inputs
 from glassengine.program.onnx.stored.types import ValueType
 
 if TYPE_CHECKING:

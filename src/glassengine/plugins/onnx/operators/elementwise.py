@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from glassengine.plugins.onnx.operators.table import Call, OnnxNode, computes, same, translation
 from glassengine.program.onnx.operators.function import OnnxFunction
-from glassengine.program.onnx.operators.table import Call, OnnxNode, computes, same, translation
 from glassengine.program.onnx.stored.file import torch_dtype
 
 _aten = torch.ops.aten

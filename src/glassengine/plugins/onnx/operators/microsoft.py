@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from glassengine.program.onnx.operators.experts import experts
+from glassengine.plugins.onnx.operators.experts import experts
+from glassengine.plugins.onnx.operators.group_query import group_query
+from glassengine.plugins.onnx.operators.table import Call, OnnxNode, translation
 from glassengine.program.onnx.operators.function import OnnxFunction
-from glassengine.program.onnx.operators.group_query import group_query
-from glassengine.program.onnx.operators.table import Call, OnnxNode, translation
 from glassengine.program.onnx.stored.types import ValueType
 
 if TYPE_CHECKING:

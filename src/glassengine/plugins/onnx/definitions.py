@@ -6,8 +6,8 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from glassengine.program.onnx.operators.microsoft import definition_of_runtime
-from glassengine.program.onnx.operators.tabular import definition_of
+from glassengine.plugins.onnx.operators.microsoft import definition_of_runtime
+from glassengine.plugins.onnx.operators.tabular import definition_of
 from glassengine.program.onnx.stored.types import UNKNOWN_SIZE, ValueType
 
 if TYPE_CHECKING:

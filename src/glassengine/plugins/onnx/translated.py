@@ -1,10 +1,8 @@
-"""An ONNX file as an `ExportedProgram`, whose graph is the translated one, and as a graph without its weights."""
+"""An ONNX file as an `ExportedProgram`, whose graph is the translated one."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,10 +20,11 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.errors import UsageError
+from glassengine.plugins.onnx.translate import Translator
 from glassengine.program.onnx.operators.function import OnnxVerifier
-from glassengine.program.onnx.stored.file import OnnxFile, bare_model, constant_of, named_weights
-from glassengine.program.onnx.stored.types import UNKNOWN_SIZE, ValueType, value_types
-from glassengine.program.onnx.translate import Translator
+from glassengine.program.onnx.stored.file import OnnxFile, constant_of, named_weights
+from glassengine.program.onnx.stored.types import ValueType, value_types
+from glassengine.program.onnx.translated import TranslatedFile, metadata_of
 
 if TYPE_CHECKING:
     import onnx
@@ -34,30 +33,7 @@ STACK_TRACE = "pkg.torch.onnx.stack_trace"
 """Key of a node's metadata, as PyTorch's exporter writes it."""
 
 
-@dataclass(frozen=True)
-class TranslatedFile:
-    """An ONNX file and its graph of `torch.fx`.
-
-    Attributes:
-        file: The file.
-        exported: The graph, with the weights of the file.
-        types: Value -> type, as far as it is known.
-        values: Value -> node.
-        protos: Node that yields a value -> the ONNX node, and its number in the file.
-        inputs: Names of the inputs, weights left out, in order.
-        results: Name of each result -> node, in order.
-    """
-
-    file: OnnxFile
-    exported: ExportedProgram
-    types: dict[str, ValueType]
-    values: dict[str, Node]
-    protos: dict[Node, tuple[int, onnx.NodeProto]]
-    inputs: tuple[str, ...]
-    results: dict[str, Node]
-
-
-def translate_file(file: OnnxFile) -> TranslatedFile:
+def translated(file: OnnxFile) -> TranslatedFile:
     """Translate an ONNX file.
 
     Raises:
@@ -83,29 +59,6 @@ def translate_file(file: OnnxFile) -> TranslatedFile:
     translator.graph.output(tuple(results.values()))
     exported = _exported(translator, file.weights(), weights, inputs, list(results.values()))
     return TranslatedFile(file, exported, types, translator.values, protos, tuple(inputs), results)
-
-
-def metadata_of(proto: onnx.NodeProto, key: str) -> str | None:
-    """Return what an exporter noted of a node."""
-    return next((entry.value for entry in proto.metadata_props if entry.key == key), None)
-
-
-def without_data(file: OnnxFile, results: Sequence[str]) -> onnx.ModelProto:
-    """Return the graph of a file without its weights, with the types of its values and `results` as its outputs."""
-    model = bare_model(file.model)
-    types = value_types(file)
-    del model.graph.output[:]
-    model.graph.output.extend(_value_info(name, types[name]) for name in results)
-    known = {value.name for value in (*model.graph.input, *model.graph.value_info, *model.graph.output)}
-    model.graph.value_info.extend(_value_info(name, kind) for name, kind in types.items() if name not in known)
-    return model
-
-
-def _value_info(name: str, kind: ValueType) -> onnx.ValueInfoProto:
-    from onnx import helper
-
-    shape = None if kind.shape is None else [None if size == UNKNOWN_SIZE else size for size in kind.shape]
-    return helper.make_tensor_value_info(name, kind.element_type, shape)
 
 
 def _require_tensors(file: OnnxFile, inputs: list[str], types: dict[str, ValueType]) -> None:

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from glassengine.plugins.onnx.operators.pooling import amounts_of, to_ceiling
+from glassengine.plugins.onnx.operators.shapes import integers
+from glassengine.plugins.onnx.operators.table import TRANSLATIONS, Call, OnnxNode, computes, same, translation
 from glassengine.program.onnx.operators.function import OnnxFunction
-from glassengine.program.onnx.operators.pooling import amounts_of, to_ceiling
-from glassengine.program.onnx.operators.shapes import integers
-from glassengine.program.onnx.operators.table import TRANSLATIONS, Call, OnnxNode, computes, same, translation
 
 same({"MatMul": torch.ops.aten.matmul.default})
 

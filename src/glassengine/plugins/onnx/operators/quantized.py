@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from glassengine.plugins.onnx.operators.neural import convolution
+from glassengine.plugins.onnx.operators.table import Call, OnnxNode, computes, translation
 from glassengine.program.onnx.operators.function import OnnxFunction
-from glassengine.program.onnx.operators.neural import convolution
-from glassengine.program.onnx.operators.table import Call, OnnxNode, computes, translation
 from glassengine.program.onnx.stored.file import torch_dtype
 
 _FOUR_BITS = {21: (0, 15), 22: (-8, 7)}

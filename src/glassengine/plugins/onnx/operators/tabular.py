@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from glassengine.program.onnx.operators.fallback import TABULAR
+
 if TYPE_CHECKING:
     import onnx
 
-DOMAIN = "ai.onnx.ml"
 _FLOAT = 1
 _MOST_OPSET = 21
 _TRANSFORMS = {"NONE": "Identity", "LOGISTIC": "Sigmoid", "SOFTMAX": "Softmax"}
@@ -23,7 +24,7 @@ def definition_of(proto: onnx.NodeProto) -> onnx.FunctionProto | None:
     """Return what an operator is made of; None where it is none of these, or of a form that has no such definition."""
     from onnx import helper
 
-    known = _DEFINITIONS.get(proto.op_type) if proto.domain == DOMAIN else None
+    known = _DEFINITIONS.get(proto.op_type) if proto.domain == TABULAR else None
     if known is None:
         return None
     attributes = {entry.name: helper.get_attribute_value(entry) for entry in proto.attribute}
@@ -32,7 +33,7 @@ def definition_of(proto: onnx.NodeProto) -> onnx.FunctionProto | None:
         return None
     outputs = ["label", "y"] if proto.op_type == "LinearClassifier" else ["y"]
     opsets = [helper.make_opsetid("", _MOST_OPSET)]
-    return helper.make_function(DOMAIN, proto.op_type, ["x"], outputs, nodes, opsets)
+    return helper.make_function(TABULAR, proto.op_type, ["x"], outputs, nodes, opsets)
 
 
 def _node(op: str, inputs: str, output: str, **attributes: Any) -> onnx.NodeProto:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from glassengine.plugins.onnx.operators.table import Call, OnnxNode, translation
 from glassengine.program.onnx.operators.control import Body
 from glassengine.program.onnx.operators.function import Composite, Each, OnnxFunction
-from glassengine.program.onnx.operators.table import Call, OnnxNode, translation
 
 _aten = torch.ops.aten
 _DEFAULTS = {"LSTM": ["Sigmoid", "Tanh", "Tanh"], "GRU": ["Sigmoid", "Tanh"], "RNN": ["Tanh"]}

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from glassengine.plugins.onnx.operators.table import Call, OnnxNode, translation
 from glassengine.program.onnx.operators.function import OnnxFunction
-from glassengine.program.onnx.operators.table import Call, OnnxNode, translation
 
 _MAX_POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 _WITH_PLACES = {1: F.max_pool1d_with_indices, 2: F.max_pool2d_with_indices, 3: F.max_pool3d_with_indices}

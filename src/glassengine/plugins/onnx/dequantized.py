@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from glassengine.errors import UsageError
-from glassengine.program.onnx.stored.file import OnnxFile
+from glassengine.program.onnx.stored.file import OnnxFile, free_names
 from glassengine.program.onnx.stored.grids import SMALL, Grid, grids_of
 
 if TYPE_CHECKING:
@@ -72,8 +72,6 @@ class _Twin:
         return helper.make_model(graph, opset_imports=list(source.opset_import), ir_version=max(4, source.ir_version))
 
     def _inner(self) -> list[list[str]]:
-        from glassengine.program.onnx.translate import free_names
-
         return [free_names(entry.g) for node in self._nodes for entry in node.attribute if entry.HasField("g")]
 
     def _take(self, node: onnx.NodeProto, returned: set[str]) -> None:

@@ -15,19 +15,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from glassengine.errors import UsageError
-from glassengine.program.onnx.definitions import STANDARD, definition, with_attributes
-from glassengine.program.onnx.fake_values import Fakes
-from glassengine.program.onnx.operators import elementwise, neural, pooling, quantized, recurrent, resize, shapes  # noqa: F401  (they fill the table)
+from glassengine.plugins.onnx.definitions import STANDARD, definition, with_attributes
+from glassengine.plugins.onnx.operators import elementwise, neural, pooling, quantized, recurrent, resize, shapes  # noqa: F401  (they fill the table)
+from glassengine.plugins.onnx.operators.table import TRANSLATIONS, Call, OnnxNode
 from glassengine.program.onnx.operators.control import Body, called_function, if_else, loop, scan
 from glassengine.program.onnx.operators.fallback import one_node
 from glassengine.program.onnx.operators.function import OnnxFunction
-from glassengine.program.onnx.operators.table import TRANSLATIONS, Call, OnnxNode
 from glassengine.program.onnx.operators.trace import LABEL, NAME
-from glassengine.program.onnx.stored.file import constant_of, tensor_of, torch_dtype
-from glassengine.program.onnx.stored.types import ValueType
+from glassengine.program.onnx.stored.file import constant_of, free_names, tensor_of, torch_dtype
+from glassengine.program.onnx.stored.types import UNKNOWN_SIZE, ValueType
 
 if TYPE_CHECKING:
     import onnx
@@ -260,20 +261,6 @@ _PRECISION = {"precision": torch.float32}
 """The reference retargets it to float64, as it does every dtype in a graph."""
 
 
-def free_names(graph: onnx.GraphProto) -> list[str]:
-    """Return the values that a graph, or a graph within it, reads from outside."""
-    own = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
-    found: dict[str, None] = {}
-    for node in graph.node:
-        read = list(node.input)
-        for entry in node.attribute:
-            for inner in [entry.g] if entry.HasField("g") else entry.graphs:
-                read += free_names(inner)
-        found |= dict.fromkeys(name for name in read if name and name not in own)
-        own.update(node.output)
-    return [*found, *(value.name for value in graph.output if value.name not in own and value.name not in found)]
-
-
 def _key(proto: onnx.NodeProto) -> str:
     return proto.op_type if proto.domain in STANDARD else f"{proto.domain}.{proto.op_type}"
 
@@ -281,3 +268,29 @@ def _key(proto: onnx.NodeProto) -> str:
 def _identifier(name: str) -> str:
     text = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_")
     return text if text and not text[0].isdigit() else f"v_{text}"
+
+
+class Fakes:
+    """Makes tensors without data, whose dynamic sizes are symbols: one for each name."""
+
+    def __init__(self) -> None:
+        self._environment = ShapeEnv()
+        self._mode = FakeTensorMode(shape_env=self._environment)
+        self._symbols: dict[str, Any] = {}
+
+    def tensor(self, kind: ValueType | None) -> torch.Tensor:
+        """Return a tensor of a type; one of float32 and no dimension where nothing is known."""
+        dtype = (kind.dtype if kind is not None else None) or torch.float32
+        sizes = [self._size(size) for size in (kind.shape if kind is not None else None) or ()]
+        with self._mode:
+            return torch.empty(sizes, dtype=dtype)
+
+    def _size(self, size: int | str) -> Any:
+        if isinstance(size, int):
+            return size
+        if size == UNKNOWN_SIZE or size not in self._symbols:
+            symbol = self._environment.create_unbacked_symint()
+            if size == UNKNOWN_SIZE:
+                return symbol
+            self._symbols[size] = symbol
+        return self._symbols[size]

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glassengine.plugins.onnx.operators.shapes import NUMBERS, integers
+from glassengine.plugins.onnx.operators.table import Call, OnnxNode, translation
 from glassengine.program.onnx.operators.function import OnnxFunction
-from glassengine.program.onnx.operators.shapes import NUMBERS, integers
-from glassengine.program.onnx.operators.table import Call, OnnxNode, translation
 
 _NAMES = {"nearest": "index_select", "linear": "upsample_bilinear2d", "cubic": "upsample_bicubic2d"}
 

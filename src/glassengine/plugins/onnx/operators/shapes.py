@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from glassengine.program.onnx.operators.elementwise import scalar
+from glassengine.plugins.onnx.operators.elementwise import scalar
+from glassengine.plugins.onnx.operators.table import Call, OnnxNode, computes, translation
 from glassengine.program.onnx.operators.function import OnnxFunction
-from glassengine.program.onnx.operators.table import Call, OnnxNode, computes, translation
 from glassengine.program.onnx.stored.file import torch_dtype
 
 
