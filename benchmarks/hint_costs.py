@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from benchmarks.report import keep, surroundings
 from glassengine.diagnose import check
-from glassengine.judge.hypotheses.guesses import Guesses
+from glassengine.judge.hypotheses.hints import Hints
 from glassengine.results import Comparison
 
 MOST_SECONDS = 2.0
@@ -95,11 +95,11 @@ def _wave(x: Tensor) -> Tensor:
 
 
 def _timed(seconds: list[float], said: list[str]) -> Any:
-    own = Guesses.of
+    own = Hints.of
 
-    def of(guesses: Guesses, node: Any, *args: Any) -> Any:
+    def of(hints: Hints, node: Any, *args: Any) -> Any:
         started = time.thread_time()
-        found = own(guesses, node, *args)
+        found = own(hints, node, *args)
         seconds.append(time.thread_time() - started)
         said.append(node.name)
         return found
@@ -117,14 +117,14 @@ def measured(mistake: str, written: Any, port: Any) -> tuple[list[float], Compar
     baseline = written.drawn(transformers.LlamaForCausalLM(config))
     ids = torch.randint(3, 1000, (2, 64), generator=torch.Generator().manual_seed(1))
     seconds: list[float] = []
-    own, Guesses.of = Guesses.of, _timed(seconds, [])  # type: ignore[method-assign]
+    own, Hints.of = Hints.of, _timed(seconds, [])  # type: ignore[method-assign]
     try:
         with tempfile.TemporaryDirectory() as folder:
             torch.save({"input_ids": ids}, Path(folder) / "inputs.pt")
             candidate = port(copy.deepcopy(baseline), mistake).eval()
             result = check(baseline, candidate=candidate, inputs=str(Path(folder) / "inputs.pt"))
     finally:
-        Guesses.of = own  # type: ignore[method-assign]
+        Hints.of = own  # type: ignore[method-assign]
     return seconds, result
 
 

@@ -31,7 +31,7 @@ import torch
 from benchmarks.report import keep, surroundings
 from glassengine.diagnose import check
 from glassengine.diagnose.training.check import check_training
-from glassengine.judge.hypotheses.guesses import Guesses
+from glassengine.judge.hypotheses.hints import Hints
 from glassengine.results import Comparison, Hint
 from tests.corpus import corpus, training
 from tests.corpus.families import CAUSAL_LMS, MODULES, make_bench
@@ -99,20 +99,20 @@ class Cost:
     @contextmanager
     def measured(self) -> Iterator[None]:
         """Count what hints cost while this is open."""
-        own, seconds = Guesses.of, self.seconds
+        own, seconds = Hints.of, self.seconds
 
-        def of(guesses: Guesses, *args: Any) -> list[Hint]:
+        def of(hints: Hints, *args: Any) -> list[Hint]:
             started = time.process_time()
             try:
-                return own(guesses, *args)
+                return own(hints, *args)
             finally:
-                seconds[id(guesses._side)].append(time.process_time() - started)
+                seconds[id(hints._side)].append(time.process_time() - started)
 
-        Guesses.of = of  # type: ignore[method-assign]
+        Hints.of = of  # type: ignore[method-assign]
         try:
             yield
         finally:
-            Guesses.of = own  # type: ignore[method-assign]
+            Hints.of = own  # type: ignore[method-assign]
 
     def largest(self, side: Any = None) -> float:
         """Return the largest, of one side or of all."""

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import glassengine as glass
 from benchmarks.report import keep, surroundings
-from glassengine.frontends.lazy.graphs import pending
-from glassengine.frontends.lazy.values import pending_memories
+from glassengine.plugins.lazy.graphs import pending
+from glassengine.plugins.lazy.values import pending_memories
 from glassengine.testing import models
 
 CALLS = 500

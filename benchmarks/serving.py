@@ -1,4 +1,4 @@
-"""Planted mistakes of serving engines, and how many are named: the tests in tests/diagnose/served that plant them.
+"""Planted mistakes of serving engines, and how many are named: those of tests/plugins/serving/check.
 
     python -m benchmarks serving [--right]      with --right also right files, which must raise no alarm
 
@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "slow or not slow", "-k", names, f"--junitxml={report}"]
-        subprocess.run([*command, "tests/diagnose/served"], cwd=ROOT, check=False, stdout=sys.stderr)
+        subprocess.run([*command, "tests/plugins/serving/check"], cwd=ROOT, check=False, stdout=sys.stderr)
         cases = list(ET.parse(report).iter("testcase"))  # noqa: S314 (written above)
     seconds = sum(float(case.get("time") or 0) for case in cases)
     planted: Counter[tuple[str, str]] = Counter()

@@ -279,7 +279,7 @@ def exporting_once() -> Callable[[], contextlib.AbstractContextManager[None]]:
 
     @contextlib.contextmanager
     def context() -> Iterator[None]:
-        from glassengine.program.generation import generation, kinds
+        from glassengine.program import generation
         from glassengine.program.representation import stored
 
         # One context may lie within another.
@@ -289,7 +289,7 @@ def exporting_once() -> Callable[[], contextlib.AbstractContextManager[None]]:
             patch.setattr(generation, "export_causal_lm", _export_once)
             patch.setattr(generation, "export_module", _export_module_once)
             for name, stand_in in _TWO.items():
-                patch.setattr(kinds, name, stand_in)
+                patch.setattr(generation, name, stand_in)
             patch.setattr(stored, "_save_graph", _save_once)
             patch.setattr(stored, "load_graph", _load_once)
             yield
@@ -369,7 +369,7 @@ def _export_two_once(
     on_stage: Any = None,
     on_encoder_stage: Any = None,
 ) -> Any:
-    from glassengine.program.export import two as export_two
+    from glassengine.program.export import two_programs as export_two
 
     def export(*observers: Any) -> tuple[Any, ...]:
         first, last = observers

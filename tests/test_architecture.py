@@ -14,30 +14,44 @@ from pathlib import Path
 import pytest
 
 import glassengine
+from glassengine import extensions
 
 PACKAGE = "glassengine"
 SOURCE = Path(__file__).resolve().parent.parent / "src" / PACKAGE
 
-# From the ground up; a unit (file or folder directly under the package) imports only from floors below its own.
+# From the ground up; a unit (file or folder directly under the package, or under `plugins`) imports only from floors
+# below its own.
 FLOORS = (
-    {"deferred", "errors", "plugins", "progress"},
-    {"environment"},
-    {"starting", "stores"},
+    {"errors", "progress"},
+    {"environment", "extensions"},
+    {"deferred", "starting", "stores"},
     {"reading", "torch_versions", "workers", "writing"},
     {"accelerators", "asked", "sites", "taps", "results", "blocks", "spans", "ops"},
     {"candidates", "recording", "program", "schemas"},
-    {"numerics"},
+    {"numerics", "plugins.onnx"},
     {"compare", "capture", "executable"},
     {"report", "backends"},
-    {"serving"},
+    {"plugins.cluster", "plugins.tensorrt_rtx", "serving"},
     {"frontends", "engine"},
-    {"judge"},
+    {"judge", "plugins.lazy"},
     {"diagnose"},
+    {"plugins.quantized"},
+    {"plugins.serving"},
     {"commands", "compat", "lazy", "metrics", "profiler", "snapshots"},
     {"testing", "cli", "pytest_plugin", "auto", "eager_debug"},
     {"__main__"},
 )
 FLOOR_OF = {unit: level for level, floor in enumerate(FLOORS) for unit in floor}
+
+# Public names of a plugin: modules of the package that stand for it, and may import from it.
+DOORS = {
+    "glassengine.lazy": "plugins.lazy",
+    "glassengine.compat.torch_xla": "plugins.lazy",
+    "glassengine.serving.ggml": "plugins.serving",
+    "glassengine.serving.vllm": "plugins.serving",
+}
+# Whose imports for types alone give their names to type checkers.
+NAMING = {PACKAGE, "glassengine.compat"}
 
 # Beside the public names, what the command line may use: reading, writing, the words it prints, its exit status.
 CLI_MAY_IMPORT = {
@@ -145,8 +159,32 @@ def is_public(origin: str, name: str) -> bool:
 
 
 def unit_of(module: str) -> str:
-    """Return the file or folder under the package that `module` belongs to; "" for the package itself."""
-    return module.split(".")[1] if "." in module else ""
+    """Return the file or folder under the package, or under `plugins`, that `module` belongs to; "" for the package."""
+    parts = module.split(".")[1:]
+    return ".".join(parts[: 2 if parts[:1] == ["plugins"] else 1])
+
+
+def into_plugins(source: str, module: str, is_package: bool = False) -> list[str]:
+    """Return the imports of plugins and their doors in `source`, also for types alone, as the text of a `module`."""
+    own = plugin_of(module)
+    if is_in_plugins(module):
+        return []
+    found = [(line, origin) for line, origin, _ in own_imports(source, module, is_package, for_types=True)]
+    found = [(line, origin) for line, origin in found if plugin_of(origin) not in (None, own)]
+    return [
+        f"{module}:{line}: imports {origin}" for line, origin in found if origin not in DOORS or module not in NAMING
+    ]
+
+
+def is_in_plugins(module: str) -> bool:
+    return unit_of(module).partition(".")[0] == "plugins"
+
+
+def plugin_of(module: str) -> str | None:
+    """Return the plugin that `module` is a part or the door of."""
+    if is_in_plugins(module):
+        return unit_of(module)
+    return next((plugin for door, plugin in DOORS.items() if f"{module}.".startswith(f"{door}.")), None)
 
 
 def violations(source: str, module: str, is_package: bool = False) -> list[str]:
@@ -210,12 +248,42 @@ def is_package(module: str) -> bool:
 
 
 def test_every_unit_is_on_a_floor() -> None:
-    units = {unit_of(module) for module in MODULES} - {""}
+    units = {unit_of(module) for module in MODULES} - {"", "plugins"}
     assert units <= FLOOR_OF.keys()
 
 
 def test_imports_point_down() -> None:
     assert [found for module in MODULES for found in violations(text_of(module), module, is_package(module))] == []
+
+
+def test_plugins_are_reached_by_the_registry_alone() -> None:
+    assert [found for module in MODULES for found in into_plugins(text_of(module), module, is_package(module))] == []
+    asked = {plugin for module in MODULES for plugin in re.findall(r'plugin\("([\w.]+)"', text_of(module))}
+    assert asked and all(f"{PACKAGE}.plugins.{plugin}" in MODULES for plugin in asked)
+    assert {path.parent.name for path in (SOURCE / "plugins").glob("*/__init__.py")} == extensions.EXTRAS.keys()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from glassengine.plugins.cluster.ray_tasks import RayTasks",
+        "from glassengine.plugins import cluster",
+        "from ..plugins.cluster import ray_tasks",
+        "def f():\n    import glassengine.plugins.cluster.ray_tasks",
+        "if TYPE_CHECKING:\n    from glassengine.plugins.cluster.ray_tasks import RayTasks",
+        "import_module('glassengine.plugins.cluster.ray_tasks')",
+        "from glassengine import plugins",
+        "from glassengine.compat.torch_xla.core import xla_model",
+    ],
+)
+def test_a_planted_way_past_the_registry_is_found(line: str) -> None:
+    assert into_plugins(line, "glassengine.cli.compare")
+    assert not into_plugins(line, "glassengine.plugins.cluster.other")
+
+
+def test_a_door_leads_to_its_own_plugin() -> None:
+    assert not into_plugins("from glassengine.plugins.lazy.surface import device", "glassengine.lazy")
+    assert into_plugins("from glassengine.plugins.cluster.ray_tasks import RayTasks", "glassengine.lazy")
 
 
 def test_no_cycles() -> None:
@@ -258,9 +326,13 @@ def test_documents_show_the_floors_and_rooms_of_today() -> None:
     assert told and [set(floor.split()) for floor in told[1].split(" |")] == list(FLOORS)
     page = (root / "docs/decisions/021-rooms.md").read_text(encoding="utf-8")
     table = {
-        unit: re.findall(r"`(\w+)`", cells) for unit, cells in re.findall(r"(?m)^\| `(\w+)` \|.*\| (.*) \|$", page)
+        unit: re.findall(r"`(\w+)`", cells) for unit, cells in re.findall(r"(?m)^\| `([\w.]+)` \|.*\| (.*) \|$", page)
     }
-    units = {path.name: {door.parent.name for door in path.glob("*/__init__.py")} for path in SOURCE.iterdir()}
+    folders = {path.relative_to(SOURCE): path for top in (SOURCE, SOURCE / "plugins") for path in top.iterdir()}
+    units = {
+        ".".join(unit.parts): {door.parent.name for door in path.glob("*/__init__.py")}
+        for unit, path in folders.items()
+    }
     assert {unit: set(found) for unit, found in table.items()} == {
         unit: found for unit, found in units.items() if found
     }
@@ -345,12 +417,12 @@ def test_planted_environment_access_is_found(line: str) -> None:
 
 
 # What is shown to people decides nothing there, and nothing asks an implementation under judgement for its class.
-JUDGING = ("judge", "diagnose", "compare", "cli", "report")
+JUDGING = ("judge", "diagnose", "compare", "cli", "report", "plugins/quantized", "plugins/serving/check")
 _READS = {"startswith", "endswith", "removeprefix", "removesuffix", "partition", "rpartition", "split"}
 
 DECIDED_BY_WORDS = {
     # Values of the JSON document, of a Literal type that mypy holds comparisons against.
-    ("diagnose/quantization/result.py", "not its values"): "kind of a hint, documented in the JSON reference",
+    ("plugins/quantized/result.py", "not its values"): "kind of a hint, documented in the JSON reference",
     # Stack traces as Python and torch write them.
     ("diagnose/training/gradient_graph.py", '(?m)^(?=\\s*File ")'): "a traceback",
     ("diagnose/training/gradient_graph.py", 'File "'): "a traceback",
@@ -359,9 +431,6 @@ DECIDED_BY_WORDS = {
     # How words are laid out on a screen.
     ("report/words.py", " at ["): "a place that is told already is not told twice",
     ("report/terminal_check.py", "judged "): "the column is called judged",
-    # Of one hypothesis, in the function that writes it and the one that reads it.
-    ("judge/hypotheses/mistakes/norms.py", "n - 1"): "the divisor of a variance",
-    ("judge/hypotheses/mistakes/weights_read.py", "in reverse order"): "how a permutation is called",
 }
 
 

@@ -16,9 +16,9 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 
 from glassengine.errors import CorruptError
+from glassengine.program import generation
 from glassengine.program.export import export
-from glassengine.program.export import two as export_two
-from glassengine.program.generation import generation, kinds
+from glassengine.program.export import two_programs as export_two
 from glassengine.program.representation import stored
 from glassengine.program.representation.program import Program
 from glassengine.testing import models
@@ -305,7 +305,7 @@ def test_both_programs_of_what_has_two(
     monkeypatch.setattr(export_two, name, really)
     given = [{"input_ids": torch.ones(1, 4, dtype=torch.int64)}]
     with exporting_once():
-        export_both = getattr(kinds, name)
+        export_both = getattr(generation, name)
         encoder, decoder = export_both(Scaled(), given, metadata={"model": "one"})
         again = export_both(Scaled(), given)
         assert len(made) == 1

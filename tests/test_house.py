@@ -410,3 +410,75 @@ def test_documents_messages_and_docstrings_are_in_plain_english(root: Path) -> N
 )
 def test_planted_dialect_is_found(text: str, words: list[str]) -> None:
     assert dialect_in(text) == words
+
+
+# A dotted name in backticks that begins with a unit of the package.
+REFERENCE = re.compile(r"`(?:glassengine\.)?([a-z_]+(?:\.\w+)+)[`(]")
+OBJECTS = {"engine", "program"}
+"""Units that are also names of objects in examples: only a reference to a module below them is checked."""
+
+
+def defined_in(source: str) -> set[str]:
+    """Return the names that a module defines or imports, those of its classes included."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.alias):
+            found.add((node.asname or node.name).rpartition(".")[2])
+    return found
+
+
+def is_dead(reference: str, package: Path) -> bool:
+    """Whether a dotted name leads to no module of the package, or to nothing that the module defines."""
+    at, (*parents, last) = package, reference.split(".")
+    if parents[0] in OBJECTS and not (package / parents[0] / [*parents, last][1]).is_dir():
+        return False
+    for name in (*parents, last):
+        if (at / name).is_dir():
+            at = at / name
+            continue
+        module = at / f"{name}.py" if at.is_dir() else at
+        if module.is_file() and at.is_dir():
+            at = module
+            continue
+        source = at if at.is_file() else at / "__init__.py"
+        return not source.is_file() or name not in defined_in(source.read_text(encoding="utf-8"))
+    return False
+
+
+def test_docstrings_name_what_exists(root: Path) -> None:
+    package = root / "src" / "glassengine"
+    units = {path.stem for path in package.iterdir()}
+    found = {
+        f"{path.relative_to(package)}: {reference}"
+        for path in package.rglob("*.py")
+        for reference in REFERENCE.findall(path.read_text(encoding="utf-8"))
+        if reference.split(".")[0] in units
+        and Path(reference).suffix not in (".json", ".pt2", ".py")
+        and is_dead(reference, package)
+    }
+    assert found == set()
+
+
+@pytest.mark.parametrize(
+    ("reference", "dead"),
+    [
+        ("judge.gone", True),
+        ("judge.graphs.cut.Piece", False),
+        ("judge.graphs.cut.NoSuchClass", True),
+        ("numerics.bounds", False),
+        ("engine.generate", False),
+        ("program.no_such_room.rows", False),
+        ("program.export.no_such_module", True),
+    ],
+)
+def test_a_dead_reference_is_found(reference: str, dead: bool, root: Path) -> None:
+    assert is_dead(reference, root / "src" / "glassengine") is dead
+
+
+def test_every_decision_has_a_number_of_its_own(root: Path) -> None:
+    numbers = [path.name[:3] for path in (root / "docs" / "decisions").glob("[0-9]*.md")]
+    assert sorted(numbers) == sorted(set(numbers))

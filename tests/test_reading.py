@@ -30,8 +30,10 @@ TEMPLATES = (
 REASONS: dict[str, dict[str, str]] = {
     "backends/accuracy/calibration.py": {"json.loads": "the table that ships", "read_text": "the table that ships"},
     "backends/inductor/kernels.py": {"zipfile.ZipFile": "on a file that the room opened"},
-    "backends/onnx/network.py": {"onnx.load": "what ONNX Runtime wrote a moment ago, into a directory of ours"},
-    "backends/onnx/stored.py": {"ParseFromString": "bytes that the room read; protobuf bounds depth by itself"},
+    "backends/onnx/network.py": {
+        "onnx.load": "what ONNX Runtime wrote a moment ago, into a directory of ours",
+        "ParseFromString": "bytes that the room read; protobuf bounds depth by itself",
+    },
     "capture/watch/triggers.py": {"os.open": "to write"},
     "cli/errors.py": {"os.open": "/dev/null"},
     "workers/pipe.py": {"pickle.load": "what our own parent process sent, or our own child answered"},
@@ -40,8 +42,8 @@ REASONS: dict[str, dict[str, str]] = {
     "diagnose/script_floor.py": {"json.loads": "what our own parent process asked"},
     "diagnose/snapshot/trial.py": {"json.load": "what our own parent process sent"},
     "schemas/__init__.py": {"json.loads": "the schemas that ship", "read_text": "the schemas that ship"},
-    "engine/run/image_prompts.py": {"Image.open": "on a file that the room opened"},
-    "engine/ranks/messages.py": {
+    "engine/run/encoder_inputs.py": {"Image.open": "on a file that the room opened"},
+    "engine/ranks/children.py": {
         "json.loads": "what a process of ours sent by a pair of sockets: bounded; paths in it may be no text"
     },
     "engine/prompts/templates.py": {"os.open": "/dev/null"},
@@ -51,12 +53,14 @@ REASONS: dict[str, dict[str, str]] = {
         "json.loads": "what torch's profiler wrote a moment ago, into a directory of ours",
         "read_bytes": "the same",
     },
-    "program/store/archive.py": {"zipfile.ZipFile": "on a file that the room opened, and to write"},
-    "program/store/inert.py": {"json.loads": "text in a document that the room parsed"},
+    "program/representation/archive.py": {
+        "zipfile.ZipFile": "on a file that the room opened, and to write",
+        "json.loads": "text in a document that the room parsed",
+    },
     "program/onnx/stored/file.py": {"ParseFromString": "bytes that the room read; protobuf bounds depth by itself"},
-    "program/onnx/definitions.py": {"ParseFromString": "definitions of operators that the package onnx holds"},
+    "plugins/onnx/definitions.py": {"ParseFromString": "definitions of operators that the package onnx holds"},
     "executable/profile/trace.py": {"json.loads": "what was made in the same line"},
-    "executable/snapshot/meta.py": {"json.loads": "what was made a line above"},
+    "executable/snapshot/layout.py": {"json.loads": "what was made a line above"},
     "recording/read/export.py": {"zipfile.ZipFile": "to write"},
     "recording/formats/json_files.py": {"json.loads": "what the room mapped, bounded in bytes and items"},
     "recording/formats/files.py": {"zipfile.ZipFile": "on a file that the room has looked at"},
@@ -72,16 +76,16 @@ REASONS: dict[str, dict[str, str]] = {
         "read_text": "the same",
     },
     "report/page/write.py": {"read_text": "style and scripts that ship"},
-    "serving/executorch/inside/glassengine_executorch.py": {
+    "plugins/serving/executorch/inside/glassengine_executorch.py": {
         "json.load": "what our own parent process sent",
         "read_bytes": "in an interpreter without this package: a model that its runtime is given",
     },
-    "serving/ggml/capture.py": {"json.load": "what our own parent process sent"},
-    "serving/ggml/session.py": {"json.loads": "what our own child process answered"},
-    "serving/ggml/steps.py": {"json.loads": "what our own parent process sent"},
-    "serving/ggml/tokens.py": {"json.loads": "what the library tokenizers made in the same line"},
-    "serving/interpreter.py": {"json.loads": "what our own child process answered"},
-    "serving/vllm/inside/glassengine_vllm_run.py": {"json.load": "what our own parent process sent"},
+    "plugins/serving/ggml/capture.py": {"json.load": "what our own parent process sent"},
+    "plugins/serving/ggml/session.py": {"json.loads": "what our own child process answered"},
+    "plugins/serving/ggml/steps.py": {"json.loads": "what our own parent process sent"},
+    "plugins/serving/ggml/tokens.py": {"json.loads": "what the library tokenizers made in the same line"},
+    "plugins/serving/interpreter.py": {"json.loads": "what our own child process answered"},
+    "plugins/serving/vllm/inside/glassengine_vllm_run.py": {"json.load": "what our own parent process sent"},
     "testing/quantized.py": {"json.loads": "what the test wrote", "read_text": "what the test wrote"},
     "writing/files.py": {"os.open": "directories, to lock them and to write them out"},
 }

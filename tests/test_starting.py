@@ -45,8 +45,11 @@ ALLOWED = {
     ("cli/mcp_server.py", "anyio.open_process"): "awaited; command and environment are of the place",
     ("cli/record.py", "sys.executable"): "compared with what the user names",
     ("capture/scripts/recorder.py", "sys.executable"): "compared with what the script names",
-    ("serving/interpreter.py", "sys.executable"): "the interpreter, where the user names none; started by the place",
-    ("workers/cluster.py", "ray.init"): "Ray starts workers; a job that has no working directory for modules",
+    (
+        "plugins/serving/interpreter.py",
+        "sys.executable",
+    ): "the interpreter, where the user names none; started by the place",
+    ("plugins/cluster/ray_tasks.py", "ray.init"): "Ray starts workers; a job that has no working directory for modules",
 }
 
 

@@ -17,9 +17,9 @@ from benchmarks.tables import markdown
 from benchmarks.tables.markdown import DisagreementError
 from glassengine.backends.registry import find_backend
 from glassengine.program import example_inputs, export_program, export_programs, load_model
-from glassengine.program.export.examples import named_inputs
 from glassengine.program.kinds.example_inputs import encoder_inputs
 from glassengine.program.representation.program import Program
+from glassengine.program.representation.signature import named_inputs
 from glassengine.testing import conformance
 from glassengine.testing.architectures import ENCODER_DECODERS, FAMILIES, GENERATING, ONE_FORWARD
 

@@ -125,9 +125,9 @@ def _tell_of_nothing() -> None:
 
     # What reads the request imports half of torch, which takes seconds.
     if snapshot_request() is not None:
-        from glassengine.executable.snapshot.environment import tell_of_nothing
+        from glassengine.executable.snapshot.snapshots import warn_without_executions
 
-        tell_of_nothing()
+        warn_without_executions()
 
 
 atexit.register(_tell_of_nothing)

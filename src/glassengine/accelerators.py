@@ -1,4 +1,4 @@
-"""Whether a device can be used here."""
+"""Tests whether a device can be used on this machine."""
 
 from __future__ import annotations
 

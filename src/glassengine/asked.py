@@ -1,4 +1,4 @@
-"""What is asked for by name: a dtype, a model, a function in a file. What cannot be there is refused without torch.
+"""Resolves names that a user gives: a dtype, a model, a function in a file. Refuses impossible ones without torch.
 
 The command line asks before it imports torch, and what loads things asks again. Each function returns what it is given,
 also None, for what was not.
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from glassengine.errors import UnknownNameError, UsageError, nearest
-from glassengine.plugins import BACKENDS, registered
+from glassengine.extensions import BACKENDS, registered
 from glassengine.reading.files import read_bytes
 from glassengine.stores.places import place, remote
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from glassengine.asked import is_factory
 from glassengine.errors import UnknownNameError, UsageError
-from glassengine.plugins import SERVING, registered
+from glassengine.extensions import SERVING, registered
 from glassengine.stores.objects import EXTRAS
 
 FLAGS = {

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from glassengine.program.listing.artifacts import compare_artifacts
     from glassengine.recording.read.upload import upload
     from glassengine.recording.series import SeriesReader, find_series
-    from glassengine.serving.target import is_served, record_served
+    from glassengine.serving.protocol import is_kind as is_served
+    from glassengine.serving.record import record_served
 
 __all__ = [
     "SeriesReader",
@@ -51,11 +52,11 @@ _PUBLIC = {
     "compare_many": "glassengine.compare.many",
     "compare_series": "glassengine.compare.series.series",
     "find_series": "glassengine.recording.series",
-    "is_served": "glassengine.serving.target",
+    "is_served": "glassengine.serving.protocol:is_kind",
     "measure_noise_floor": "glassengine.diagnose.noise_floor",
     "measure_script_floor": "glassengine.diagnose.script_floor",
     "record_script": "glassengine.capture.scripts.run_script",
-    "record_served": "glassengine.serving.target",
+    "record_served": "glassengine.serving.record",
     "record_target": "glassengine.capture.runs.target",
     "side_by_side": "glassengine.diagnose.engines.side_by_side",
     "upload": "glassengine.recording.read.upload",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,8 +20,10 @@ def deferred(module: str, public: Mapping[str, str]) -> tuple[Callable[[str], An
     def get(name: str) -> Any:
         if name not in public:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        from glassengine.extensions import imported  # takes as long as the rest of the package
+
         origin, _, attribute = public[name].partition(":")
-        found = importlib.import_module(origin)
+        found = imported(origin)
         namespace[name] = found if origin == f"{module}.{name}" else getattr(found, attribute or name)
         return namespace[name]
 

@@ -11,7 +11,6 @@ from glassengine import environment
 
 if environment.eager_debug():
     from glassengine.backends.registry import choose_graph_backend
-    from glassengine.frontends.eager_debug import EagerDebugMode
-    from glassengine.frontends.eager_ops import op_runner
+    from glassengine.frontends.eager_debug import EagerDebugMode, op_runner
 
     EagerDebugMode(op_runner(type(choose_graph_backend(None)))).__enter__()  # type: ignore[no-untyped-call]

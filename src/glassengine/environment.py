@@ -1,4 +1,4 @@
-"""What this process runs on: versions, processor, compiler, settings.
+"""Reads the environment of this process: versions, processor, compiler, settings.
 
 The only module of the package that reads environment variables, so that a manifest can say which of them were set. It
 imports nothing heavy: versions come from package metadata, processor flags from the operating system.

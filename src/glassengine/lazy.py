@@ -15,7 +15,7 @@ from glassengine.deferred import deferred
 
 if TYPE_CHECKING:
     from glassengine.executable.metrics.steps import add_step_closure, mark_step
-    from glassengine.frontends.lazy.surface import (
+    from glassengine.plugins.lazy.surface import (
         device,
         fallbacks,
         graph,
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
         tensor,
         text,
     )
-    from glassengine.frontends.lazy.surface import pending_tensors as pending
-    from glassengine.frontends.lazy.tensor import LazyTensor
+    from glassengine.plugins.lazy.surface import pending_tensors as pending
+    from glassengine.plugins.lazy.tensor import LazyTensor
 
 __all__ = [
     "LazyTensor",
@@ -46,18 +46,18 @@ __all__ = [
 ]
 
 _PUBLIC = {
-    "LazyTensor": "glassengine.frontends.lazy.tensor",
+    "LazyTensor": "glassengine.plugins.lazy.tensor",
     "add_step_closure": "glassengine.executable.metrics.steps",
-    "device": "glassengine.frontends.lazy.surface",
-    "fallbacks": "glassengine.frontends.lazy.surface",
-    "graph": "glassengine.frontends.lazy.surface",
-    "is_lazy": "glassengine.frontends.lazy.surface",
-    "mark_dynamic": "glassengine.frontends.lazy.surface",
+    "device": "glassengine.plugins.lazy.surface",
+    "fallbacks": "glassengine.plugins.lazy.surface",
+    "graph": "glassengine.plugins.lazy.surface",
+    "is_lazy": "glassengine.plugins.lazy.surface",
+    "mark_dynamic": "glassengine.plugins.lazy.surface",
     "mark_step": "glassengine.executable.metrics.steps",
-    "mode": "glassengine.frontends.lazy.surface",
-    "module": "glassengine.frontends.lazy.surface",
-    "pending": "glassengine.frontends.lazy.surface:pending_tensors",
-    "tensor": "glassengine.frontends.lazy.surface",
-    "text": "glassengine.frontends.lazy.surface",
+    "mode": "glassengine.plugins.lazy.surface",
+    "module": "glassengine.plugins.lazy.surface",
+    "pending": "glassengine.plugins.lazy.surface:pending_tensors",
+    "tensor": "glassengine.plugins.lazy.surface",
+    "text": "glassengine.plugins.lazy.surface",
 }
 __getattr__, __dir__ = deferred(__name__, _PUBLIC)

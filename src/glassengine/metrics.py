@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from glassengine.executable.metrics.metrics import metrics as current
     from glassengine.executable.metrics.metrics import metrics_report as report
     from glassengine.executable.metrics.metrics import reset_metrics as reset
-    from glassengine.executable.metrics.reader import read_metrics as read
     from glassengine.executable.metrics.report import merge_metrics as merge
+    from glassengine.executable.metrics.report import read_metrics as read
     from glassengine.results import Compilation, MetricsReport
 
 __all__ = ["Compilation", "MetricsReport", "cache", "compilations", "current", "merge", "read", "report", "reset"]
@@ -30,7 +30,7 @@ _PUBLIC = {
     "compilations": "glassengine.executable.metrics.compilation",
     "current": "glassengine.executable.metrics.metrics:metrics",
     "merge": "glassengine.executable.metrics.report:merge_metrics",
-    "read": "glassengine.executable.metrics.reader:read_metrics",
+    "read": "glassengine.executable.metrics.report:read_metrics",
     "report": "glassengine.executable.metrics.metrics:metrics_report",
     "reset": "glassengine.executable.metrics.metrics:reset_metrics",
 }

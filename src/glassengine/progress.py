@@ -1,4 +1,4 @@
-"""What long work says of itself: which part of it has begun, how far it is, and a sentence for people.
+"""Reports the progress of long work: the part that has begun, how far it is, and a sentence for people.
 
 Who shows it (a bar, a line in a log) reads `work`, `done` and `total`; the sentence decides nothing.
 """

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from glassengine.deferred import deferred
 
 if TYPE_CHECKING:
-    from glassengine.executable.snapshot.callback import register_snapshot_callback as register_callback
-    from glassengine.executable.snapshot.listing import list_snapshots as list
     from glassengine.executable.snapshot.nonfinite import NonFiniteError
+    from glassengine.executable.snapshot.policy import register_snapshot_callback as register_callback
     from glassengine.executable.snapshot.reader import Snapshot
+    from glassengine.executable.snapshot.reader import list_snapshots as list
     from glassengine.executable.snapshot.snapshots import Snapshots
     from glassengine.executable.snapshot.snapshots import snapshots as take
     from glassengine.results import ListedSnapshot
@@ -27,8 +27,8 @@ _PUBLIC = {
     "NonFiniteError": "glassengine.executable.snapshot.nonfinite",
     "Snapshot": "glassengine.executable.snapshot.reader",
     "Snapshots": "glassengine.executable.snapshot.snapshots",
-    "list": "glassengine.executable.snapshot.listing:list_snapshots",
-    "register_callback": "glassengine.executable.snapshot.callback:register_snapshot_callback",
+    "list": "glassengine.executable.snapshot.reader:list_snapshots",
+    "register_callback": "glassengine.executable.snapshot.policy:register_snapshot_callback",
     "take": "glassengine.executable.snapshot.snapshots:snapshots",
 }
 __getattr__, __dir__ = deferred(__name__, _PUBLIC)

@@ -1,4 +1,4 @@
-"""What differs between the versions of torch that are supported, in one place.
+"""Differences between the supported versions of torch, in one place.
 
 Tested is the version of `constraints.txt`. Statements on older ones, from 2.11 on, come from their sources, and were
 never run.

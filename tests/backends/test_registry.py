@@ -12,7 +12,7 @@ from glassengine import asked
 from glassengine.backends import registry
 from glassengine.backends.protocol.backend import Availability, CompilingGraphs
 from glassengine.errors import BackendError, UnknownNameError
-from glassengine.plugins import BACKENDS, registered
+from glassengine.extensions import BACKENDS, registered
 
 BUILT_IN = {"eager", "gguf", "inductor", "onnxruntime", "openvino", "tensorrt_rtx"}
 Register = Callable[..., None]

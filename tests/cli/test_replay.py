@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from glassengine.cli.main import main
-from glassengine.executable.snapshot.meta import sealed
+from glassengine.executable.snapshot.layout import sealed
 from tests import children
 
 TRAINING = """

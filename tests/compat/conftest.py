@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.frontends.lazy.conftest import counters, device
+from tests.plugins.lazy.conftest import counters, device
 
 __all__ = ["counters", "device"]

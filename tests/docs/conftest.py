@@ -27,7 +27,7 @@ import pytest
 import torch
 
 from glassengine.cli.main import main
-from glassengine.executable.snapshot import callback
+from glassengine.executable.snapshot import policy
 from tests import children
 
 FENCE = re.compile(
@@ -216,9 +216,9 @@ def run_page(path: Path, directory: Path, update: bool = False) -> list[str]:
 @pytest.fixture(autouse=True)
 def snapshot_callback() -> Iterator[None]:
     """Leave no callback of a page to the tests that follow."""
-    before = callback._registered
+    before = policy._registered
     yield
-    callback._registered = before
+    policy._registered = before
 
 
 @pytest.fixture

@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import glassengine as glass
 from glassengine import environment
-from glassengine.executable.graph import observers
-from glassengine.executable.graph.execution import Execution
+from glassengine.executable.graph.execution import Execution, attach, detach
 from glassengine.taps import tap_sink
 
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
@@ -202,11 +201,11 @@ class Seen:
 
 def test_no_executable_contains_a_mark_and_taps_are_among_its_outputs() -> None:
     seen = Seen()
-    observers.attach(seen)
+    attach(seen)
     try:
         torch.compile(Model(), backend="glass", options={"backend": "eager"})(X).sum().backward()
     finally:
-        observers.detach(seen)
+        detach(seen)
     forward, backward = seen.executions
     for execution in (forward, backward):
         graph = execution.executable.captured()

@@ -21,13 +21,11 @@ import glassengine as glass
 from glassengine.backends.eager import EagerBackend
 from glassengine.backends.inductor.backend import InductorBackend
 from glassengine.errors import UnknownNameError, UsageError
-from glassengine.executable.graph import observers
-from glassengine.executable.graph.execution import Execution
+from glassengine.executable.graph.execution import Execution, attach, detach
 from glassengine.executable.metrics.compilation import compilations
 from glassengine.executable.metrics.metrics import metrics, reset_metrics
-from glassengine.executable.metrics.reader import parse_metrics
-from glassengine.frontends.eager_debug import EagerDebugMode
-from glassengine.frontends.eager_ops import OpRunner, op_runner
+from glassengine.executable.metrics.report import parse_metrics
+from glassengine.frontends.eager_debug import EagerDebugMode, OpRunner, op_runner
 from tests import children
 
 A = torch.ops.aten
@@ -179,7 +177,7 @@ def test_calls_on_inductor(op: Any, args: Sequence[Any], kwargs: Any) -> None:
 def test_what_is_left_to_aten_is_counted_and_said_once(
     code: Callable[[], Any], name: str, reason: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("glassengine.frontends.eager_ops._said", set())
+    monkeypatch.setattr("glassengine.frontends.eager_debug._said", set())
     caplog.set_level("INFO", "glassengine")
     torch.manual_seed(1)
     expected = code()
@@ -458,12 +456,12 @@ class Seen:
 
 def test_observers_see_every_operation_with_the_names_of_its_schema(runner: OpRunner) -> None:
     seen = Seen()
-    observers.attach(seen)
+    attach(seen)
     try:
         runner.run(A.addmm.default, [Y[0, :4], X, Y.T[:, :4]], {})
         runner.run(A.cat.default, [[X, Y]], {})
     finally:
-        observers.detach(seen)
+        detach(seen)
     assert seen.executions == [
         ("aten.addmm.default", {"self": (4,), "mat1": (4, 6), "mat2": (6, 4)}),
         ("aten.cat.default", {"tensors.0": (4, 6), "tensors.1": (4, 6)}),

@@ -15,8 +15,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import glassengine as glass
 from glassengine import environment
-from glassengine.executable.graph import observers
-from glassengine.executable.graph.execution import Execution
+from glassengine.executable.graph.execution import Execution, attach, detach
 from glassengine.testing import models
 from tests import children
 
@@ -45,9 +44,9 @@ class Seen:
 @pytest.fixture
 def seen() -> Iterator[Seen]:
     seen = Seen()
-    observers.attach(seen)
+    attach(seen)
     yield seen
-    observers.detach(seen)
+    detach(seen)
 
 
 class Block(torch.nn.Module):

@@ -81,8 +81,7 @@ def read_snapshot(here: Path, shared: Path) -> int:
 
 
 def read_engine(here: Path, shared: Path) -> int:
-    from glassengine.engine.store.checked_files import check_files
-    from glassengine.engine.store.files import load_weights
+    from glassengine.engine.store.files import check_files, load_weights
     from glassengine.engine.store.manifest import read_manifest, require_fit, require_intact
     from glassengine.program.representation.stored import load_names
 
@@ -107,7 +106,7 @@ def read_program(here: Path, shared: Path) -> int:
 
 
 def read_profile(here: Path, shared: Path) -> int:
-    from glassengine.executable.profile.reader import read_profiles
+    from glassengine.executable.profile.trace import read_profiles
 
     found, _ = read_profiles(here / "it")
     return say(json.dumps(found.data, allow_nan=False))
@@ -147,14 +146,14 @@ def read_adapter(here: Path, shared: Path) -> int:
 
 
 def read_inputs(here: Path, shared: Path) -> int:
-    from glassengine.program.inputs.given import load_inputs
+    from glassengine.program.inputs.user_inputs import load_inputs
 
     path = _alone(here)
     return say(load_inputs(str(path)))
 
 
 def read_token_ids(here: Path, shared: Path) -> int:
-    from glassengine.engine.prompts.files import read_input_ids
+    from glassengine.engine.prompts.prompts import read_input_ids
 
     path = _alone(here)
     return say(read_input_ids(path))
@@ -174,7 +173,7 @@ def read_checkpoint(here: Path, shared: Path) -> int:
 
 
 def read_prompts(here: Path, shared: Path) -> int:
-    from glassengine.engine.prompts.files import read_chat, read_prompt_file
+    from glassengine.engine.prompts.prompts import read_chat, read_prompt_file
 
     path = _alone(here)
     return say(read_chat(path) if path.name.startswith("c") else read_prompt_file(path))
@@ -211,13 +210,13 @@ def read_changed(here: Path, shared: Path) -> int:
 
 
 def read_archive(here: Path, shared: Path) -> int:
-    from glassengine.program.store.archive import inert_archive
+    from glassengine.program.representation.archive import inert_archive
 
     return say(hashlib.sha256(inert_archive(here / "m.pt2", has_weights=True).getvalue()).hexdigest())
 
 
 def read_metrics(here: Path, shared: Path) -> int:
-    from glassengine.executable.metrics.reader import read_metrics
+    from glassengine.executable.metrics.report import read_metrics
 
     path = _alone(here)
     return say(read_metrics(path))
@@ -241,7 +240,7 @@ def read_kernels(here: Path, shared: Path) -> int:
 def _server(folder: str) -> int:
     """Start a server, once in a process, and return its port."""
     from glassengine.executable.profile import server as profile_server
-    from glassengine.executable.profile.client import request_profile
+    from glassengine.executable.profile.server import request_profile
 
     profile_server.ACCEPT_S = 0.0  # one client sends all of it
     port = profile_server.start_server(0, directory=Path(folder) / "profiles").port
@@ -252,7 +251,7 @@ def _server(folder: str) -> int:
 def serve(here: Path, shared: Path) -> int:
     """Send the bytes to a server that stays; afterwards it still answers, if only that it is busy."""
     from glassengine.errors import UsageError
-    from glassengine.executable.profile.client import request_profile
+    from glassengine.executable.profile.server import request_profile
     from tests.fuzz.readers import send_to
 
     port = _server(str(shared.parent / "temporary" / f"server-{os.getpid()}"))

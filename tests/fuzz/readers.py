@@ -16,7 +16,7 @@ import torch
 
 import glassengine as glass
 from glassengine.errors import UsageError
-from glassengine.executable.profile.client import KEY_FILE
+from glassengine.executable.profile.server import KEY_FILE
 from glassengine.reading.files import user_key
 
 SERVER_SECONDS = 8.0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from glassengine.program.generation import generation
+from glassengine.program import generation
 from glassengine.program.representation.program import Program
 from glassengine.testing import models
 from glassengine.testing.checkpoints import save_checkpoint

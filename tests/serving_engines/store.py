@@ -17,7 +17,7 @@ from pathlib import Path
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from glassengine.serving.vllm.candidate import INSIDE
+from glassengine.plugins.serving.vllm.candidate import INSIDE
 from glassengine.testing.servers import save_small
 
 HERE = Path(__file__).parent

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 
 import glassengine as glass
 from glassengine.commands import record_served
+from glassengine.plugins.serving.vllm.candidate import INSIDE
+from glassengine.plugins.serving.vllm.inside.glassengine_vllm_run import ENVIRONMENT
 from glassengine.results import Comparison
-from glassengine.serving.vllm.candidate import INSIDE
-from glassengine.serving.vllm.inside.glassengine_vllm_run import ENVIRONMENT
 from glassengine.testing.servers import save_small
 
 PYTHON = os.environ.get("GLASS_SERVING_PYTHON", "")

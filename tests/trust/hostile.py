@@ -21,7 +21,7 @@ import glassengine as glass
 from glassengine.engine.store.manifest import FILE, checksum_of
 from glassengine.testing.checkpoints import save_checkpoint
 from tests.fuzz import kinds
-from tests.program.store.test_inert import arguments, called, changed, factory, keyed
+from tests.trust.test_stored_names import arguments, called, changed, factory, keyed
 
 Line = list[str]
 MARK = "glass-evil-mark"

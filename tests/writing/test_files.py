@@ -13,7 +13,7 @@ from glassengine.cli.main import main
 from glassengine.environment import SnapshotRequest
 from glassengine.errors import UsageError
 from glassengine.executable.cache.store import Store
-from glassengine.executable.snapshot.environment import policy_of
+from glassengine.executable.snapshot.snapshots import policy_of
 from glassengine.writing.files import local
 
 

@@ -16,6 +16,7 @@ from glassengine.backends.protocol.backend import (
     Run,
     Weights,
     program_network,
+    taking_list,
 )
 from glassengine.capture.observers.interpreter import run_program
 from glassengine.program.representation.program import Program
@@ -60,13 +61,7 @@ class EagerBackend:
 
     def compile_graph(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> GraphFunction:
         """Return the graph's own Python code."""
-
-        def run(arguments: list[Any]) -> Any:
-            values = tuple(arguments)
-            arguments.clear()
-            return module(*values)
-
-        return run
+        return taking_list(module)
 
     def options(self, program: Program) -> dict[str, Any]:
         """Return nothing: there is nothing to choose."""

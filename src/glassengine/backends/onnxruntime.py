@@ -18,11 +18,9 @@ import torch
 from glassengine.accelerators import require_device
 from glassengine.backends.onnx.backend import OnnxBackend
 from glassengine.backends.onnx.export import IN_PLACE_KEY, MODEL_FILE, OPSET
-from glassengine.backends.onnx.network import list_optimized
-from glassengine.backends.onnx.stored import check_graph
+from glassengine.backends.onnx.network import check_graph, list_optimized
 from glassengine.backends.protocol.backend import Capabilities, Network, Run
-from glassengine.backends.protocol.devices import device_of
-from glassengine.backends.protocol.io import read_io
+from glassengine.backends.protocol.io import device_of, read_io
 from glassengine.errors import BackendError
 from glassengine.program.onnx.stored.session import start
 from glassengine.program.onnx.stored.types import ELEMENT_TYPES

@@ -17,7 +17,7 @@ import torch
 
 from glassengine.backends.onnx.backend import OnnxBackend
 from glassengine.backends.onnx.export import IN_PLACE_KEY, MODEL_FILE, OPSET
-from glassengine.backends.onnx.stored import read_graph
+from glassengine.backends.onnx.network import read_graph
 from glassengine.backends.protocol.backend import Capabilities, Layer, Network, NetworkTensor, Run
 from glassengine.backends.protocol.io import read_io
 from glassengine.program.representation.program import Program

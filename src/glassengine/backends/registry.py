@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 
@@ -9,7 +10,7 @@ from glassengine import asked
 from glassengine.accelerators import require_device
 from glassengine.backends.protocol.backend import Backend, CompilingGraphs, TakingOnnx
 from glassengine.errors import BackendError, UsageError
-from glassengine.plugins import BACKENDS, registered, remedy
+from glassengine.extensions import BACKENDS, registered, remedy
 
 DEFAULT = "inductor"
 FALLBACK = "onnxruntime"
@@ -37,6 +38,11 @@ def list_backends() -> list[BackendInfo]:
     return infos
 
 
+def backends_that(can: Callable[[Backend], bool]) -> list[str]:
+    """Return the back-ends that can be used here and do something."""
+    return [info.name for info in list_backends() if info.available and can(find_backend(info.name))]
+
+
 def get_backend(name: str) -> Backend:
     """Return the back-end called `name`, to build with.
 
@@ -59,9 +65,7 @@ def find_backend(name: str) -> Backend:
         return _load(entries[name])
     except Exception as error:
         raise BackendError(
-            f"back-end {name!r} cannot be imported",
-            got=f"{type(error).__name__}: {error}",
-            hint=remedy(entries[name]),
+            f"back-end {name!r} cannot be imported", got=f"{type(error).__name__}: {error}", hint=remedy(entries[name])
         ) from error
 
 
@@ -90,7 +94,7 @@ def _for_onnx(name: str | None) -> Backend:
     chosen = get_backend(name or FALLBACK)
     if isinstance(chosen, TakingOnnx):
         return chosen
-    able = [info.name for info in list_backends() if info.available and isinstance(find_backend(info.name), TakingOnnx)]
+    able = backends_that(lambda backend: isinstance(backend, TakingOnnx))
     raise BackendError(
         f"back-end {chosen.name!r} cannot build an ONNX file",
         expected=able,
@@ -109,7 +113,7 @@ def choose_device(backend: Backend, device: str | None) -> str:
     if device is None:
         return known[0]
     if device not in known:
-        able = [info.name for info in list_backends() if info.available and _builds_for(info.name, device)]
+        able = backends_that(lambda backend: device in backend.capabilities.devices)
         raise UsageError(
             f"back-end {backend.name!r} does not build for {device!r}",
             got=f"--device {device}",
@@ -132,20 +136,12 @@ def choose_graph_backend(name: str | None) -> CompilingGraphs:
     backend: Backend | CompilingGraphs = get_backend(name or DEFAULT)
     if isinstance(backend, CompilingGraphs):
         return backend
-    able = [info.name for info in list_backends() if info.available and _compiles_graphs(info.name)]
+    able = backends_that(lambda backend: isinstance(backend, CompilingGraphs))
     raise UsageError(
         f"back-end {backend.name!r} builds engines and cannot compile a graph in memory",
         expected=able,
         hint='torch.compile(model, backend="glass", options={"backend": "inductor"})',
     )
-
-
-def _builds_for(name: str, device: str) -> bool:
-    return device in find_backend(name).capabilities.devices
-
-
-def _compiles_graphs(name: str) -> bool:
-    return isinstance(find_backend(name), CompilingGraphs)
 
 
 def _load(entry: EntryPoint) -> Backend:

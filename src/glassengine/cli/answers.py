@@ -1,4 +1,4 @@
-"""What a comparison is written as beside the screen and `--json`: text for coding agents, and SARIF for forges."""
+"""Writes a comparison in the formats beside screen and `--json`: text for coding agents, and SARIF for forges."""
 
 from __future__ import annotations
 

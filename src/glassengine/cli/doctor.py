@@ -103,7 +103,7 @@ def _print(found: dict[str, Any]) -> None:
         *((name, version or "not installed") for name, version in found["versions"].items()),
         *((f"{name} cache", path) for name, path in found["caches"].items()),
         *found["variables"].items(),
-        ("executions", f"{'each waits' if found['synchronous'] else 'none waits'} for its device to finish"),
+        ("executions", f"{'wait for the device' if found['synchronous'] else 'return before the device has finished'}"),
     ]
     width = max(len(name) for name, _ in rows)
     for name, value in rows:

@@ -1,4 +1,4 @@
-"""What all commands share: the two consoles, the global flags, logging and the progress bar.
+"""Options and state that all commands share: the two consoles, global flags, logging and the progress bar.
 
 Results go to stdout (`out`), everything else to stderr (`err`). Rich itself honors NO_COLOR and FORCE_COLOR.
 """

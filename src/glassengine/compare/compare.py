@@ -30,6 +30,7 @@ from glassengine.compare.roundings import COARSE, IF_COARSE, ROUNDED, TOO_SMALL,
 from glassengine.compare.session import Map, Options, Request, Session, Side, judge_block
 from glassengine.compare.verdicts import Judging, Verdicts
 from glassengine.errors import IncomparableError, UnknownNameError, UsageError, first_line
+from glassengine.extensions import plugin
 from glassengine.numerics.exemptions import Ledger
 from glassengine.progress import Progress, Work, silent
 from glassengine.recording.layout.entries import Entries
@@ -112,11 +113,13 @@ def compare(
         BackendError: The cluster cannot be used.
         IncomparableError: The sides hold different token ids, or nothing can be compared.
         UnknownNameError: A pattern names nothing.
-        UsageError: A side does not exist, or an argument or the map is invalid.
+        UsageError: A side does not exist, an argument or the map is invalid, or Ray is not installed.
         CorruptError: A side is damaged.
     """
     if jobs is not None and jobs < 1:
         raise UsageError("invalid --jobs", got=str(jobs), expected="a number from 1 on")
+    if cluster is not None:
+        plugin("cluster.ray_tasks").require_ray()  # before anything is read
     check_arguments(rtol, atol, fail_on or "wrong", min_coverage, device)
     show_only, transpose = patterns_of(show_only, "show_only"), patterns_of(transpose, "transpose")
     by_drift = fail_on is None and rtol is None and atol is None
@@ -172,9 +175,9 @@ def _workers(
     if cluster is None:
         assert jobs is not None
         return Processes(judge_block, jobs), lambda block: (request, block)
-    from glassengine.workers.cluster import RayTasks
-
-    return RayTasks(judge_block, cluster, jobs if jobs and jobs > 1 else None), lambda block: (request, block)
+    bound = jobs if jobs and jobs > 1 else None
+    tasks: Workers = plugin("cluster.ray_tasks").RayTasks(judge_block, cluster, bound)
+    return tasks, lambda block: (request, block)
 
 
 def _concluded(

@@ -1,4 +1,4 @@
-"""What two records show of a mistake without any program: another tensor instead of one, or its slices moved.
+"""Hints from two records alone, without a program: another tensor instead of one, or its slices moved.
 
 It is what a conversion of weights gets wrong: gate for up, keys for values, heads and halves in another order, a square
 matrix transposed. A hint is given only for what makes the candidate's tensor up to the rounding of the coarser dtype.

@@ -1,4 +1,4 @@
-"""What roundings to a coarse dtype add up to, where no noise floor says it: enough not to call it wrong, never ok.
+"""Bounds the sum of roundings to a coarse dtype where no noise floor exists: enough to not call it wrong, never ok.
 
 An error of one rounding is at most u of a number, and u / sqrt(3) of a tensor in the root mean square. Of n roundings,
 one after another, it is sqrt(n) times that, as each goes its own way. A tolerance for each element does not know the

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from glassengine.engine.run.step_files import StepFiles
     from glassengine.executable.metrics.metrics import metrics_report
     from glassengine.executable.metrics.steps import add_step_closure, current_step, is_master_ordinal, mark_step
-    from glassengine.executable.snapshot.callback import register_hlo_snapshot_callback
+    from glassengine.executable.snapshot.policy import register_hlo_snapshot_callback
     from glassengine.frontends.eager_debug import eager_debug
     from glassengine.recording.read.source import Dump
     from glassengine.taps import register_network_output
@@ -62,7 +62,7 @@ _PUBLIC = {
     "metrics_report": "glassengine.executable.metrics.metrics",
     "model_addition_debugger_context": "glassengine.capture.runs.model_debugger",
     "named_network_outputs": "glassengine.capture.observers.hooks",
-    "register_hlo_snapshot_callback": "glassengine.executable.snapshot.callback",
+    "register_hlo_snapshot_callback": "glassengine.executable.snapshot.policy",
     "register_network_output": "glassengine.taps",
     "torch_xla": "glassengine.compat.torch_xla",
 }

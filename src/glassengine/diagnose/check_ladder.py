@@ -30,17 +30,17 @@ from glassengine.diagnose.ladder.generations import JUDGED, joined
 from glassengine.diagnose.ladder.judging import explain_engine, kept
 from glassengine.diagnose.ladder.other_model import add_model, start_stage
 from glassengine.diagnose.ladder.per_case import judge_cases
+from glassengine.diagnose.ladder.quantized import is_quantized_file, quantized_in_memory
 from glassengine.diagnose.ladder.record import add_record, judge_sums_again, tensors_of
 from glassengine.diagnose.ladder.request import CheckRequest
 from glassengine.diagnose.ladder.rungs import add_built, add_engine, arguments_of
 from glassengine.diagnose.ladder.step_by_step import Stage, numbered, require_no_memory, staged
-from glassengine.diagnose.quantization.module import check_quantized_module, quantized_in_memory
-from glassengine.diagnose.quantization.port import check_quantized_file, is_quantized_file
 from glassengine.diagnose.reproduction.reproduce import with_reproduction
 from glassengine.engine.build.ranks import check_mesh
 from glassengine.engine.run.engine import Engine
 from glassengine.engine.run.load import load
 from glassengine.errors import IncomparableError, UnknownNameError, UsageError
+from glassengine.extensions import plugin
 from glassengine.judge.cases import in_one_forward, other_tokens, read_inputs, texts_of, tokens_in_one_forward
 from glassengine.judge.sides.module import threads_for
 from glassengine.judge.sides.protocol import Place
@@ -59,7 +59,7 @@ from glassengine.judge.verdict.drift import Drift, is_less_precise
 from glassengine.judge.verdict.evidence import EvidenceBox
 from glassengine.numerics.ops import ACCUMULATIONS, Accumulation
 from glassengine.program import LoadedModel, load_candidate, load_model
-from glassengine.program.generation.generation import PLAIN
+from glassengine.program.generation import PLAIN
 from glassengine.program.kinds.image_text import IMAGE_TOKEN, WITHOUT_IMAGES
 from glassengine.progress import Work
 from glassengine.recording.read.source import TensorSource
@@ -139,27 +139,40 @@ class Ladder:
             candidate, baseline, given, tokens_differ = self._load_candidate(baseline, given)
         as_run(baseline, candidate, request.serving.session)
         if candidate is not None:
-            held = quantized_in_memory(baseline, candidate)
-            if held is not None or (is_quantized_file(candidate) and not is_quantized_file(baseline)):
-                refuse(QUANTIZED_MODEL, request.flags, request.candidate)
-            if held is not None:
-                # Of quantized weights all are judged, whatever the least coverage is.
-                self.policy = replace(self.policy, min_coverage=0.0)
-                return check_quantized_module(
-                    baseline,
-                    candidate,
-                    held,
-                    given,
-                    steps=request.steps,
-                    policy=self.policy,
-                    differences=tokens_differ,
-                    progress=request.progress,
-                )
-            if is_quantized_file(candidate) and not is_quantized_file(baseline):
-                return check_quantized_file(baseline, candidate, given, self._of_file, self.policy, request.progress)
+            found = self._check_quantized(baseline, candidate, given, tokens_differ)
+            if found is not None:
+                return found
         with ExitStack() as stack:
             stack.enter_context(threads_for(baseline.module))
             return self._climb(baseline, candidate, given, tokens_differ, stack)
+
+    def _check_quantized(
+        self, baseline: LoadedModel, candidate: LoadedModel, given: Any, tokens_differ: list[str]
+    ) -> Findings | None:
+        """Judge a candidate with quantized weights beside a baseline without; None for any other."""
+        request = self.request
+        held = quantized_in_memory(baseline, candidate)
+        if held is None and not (is_quantized_file(candidate) and not is_quantized_file(baseline)):
+            return None
+        refuse(QUANTIZED_MODEL, request.flags, request.candidate)
+        found: Findings
+        if held is None:
+            check = plugin("quantized.port").check_quantized_file
+            found = check(baseline, candidate, given, self._of_file, self.policy, request.progress)
+        else:
+            # Of quantized weights all are judged, whatever the least coverage is.
+            self.policy = replace(self.policy, min_coverage=0.0)
+            found = plugin("quantized.module").check_quantized_module(
+                baseline,
+                candidate,
+                held,
+                given,
+                steps=request.steps,
+                policy=self.policy,
+                differences=tokens_differ,
+                progress=request.progress,
+            )
+        return found
 
     def _of_file(self, path: Any) -> Findings:
         """Judge an ONNX file that stands for the candidate, in a session as it is by default, in this process."""

@@ -8,16 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from glassengine.backends.protocol.backend import TakingModels
+from glassengine.backends.registry import find_backend, get_backend
 from glassengine.candidates import BUILT, ENGINE, MODEL, QUANTIZED, RECORD, SERVED, WRITTEN, Kind, refuse
 from glassengine.diagnose.check_ladder import check_built, check_engine, check_model, check_record
+from glassengine.diagnose.ladder.quantized import is_quantized_candidate
 from glassengine.diagnose.ladder.request import CheckRequest
-from glassengine.diagnose.quantization.check import check_quantized_checkpoint, is_quantized_candidate
-from glassengine.diagnose.served.candidates import is_engine, is_written, open_candidate, open_record
-from glassengine.diagnose.served.check import check_served, check_written
+from glassengine.engine.run.engine import read_engine
+from glassengine.engine.store import files
+from glassengine.extensions import plugin
+from glassengine.program.loading.adapters import is_adapter
+from glassengine.program.onnx.stored.file import is_onnx
+from glassengine.recording.read.source import TensorSource, file_suffixes, open_source
 from glassengine.results import Comparison
-from glassengine.serving.protocol import ServedInSession
+from glassengine.serving.protocol import Served, ServedInSession, open_served, served_as
+from glassengine.stores.places import place
 
 
 @dataclass(frozen=True)
@@ -35,16 +43,72 @@ class Handler:
     run: Callable[[CheckRequest, Any], Comparison]
 
 
+def _is_engine(candidate: object) -> bool:
+    """Whether a candidate is an engine directory."""
+    return isinstance(candidate, (str, Path)) and (place(candidate) / "engine.json").is_file()
+
+
+def _is_record(candidate: object) -> bool:
+    """Whether a candidate is a record of tensors."""
+    if not isinstance(candidate, (str, Path)) or not place(candidate).exists():
+        return False
+    path = place(candidate)
+    if path.is_dir():
+        return not is_adapter(path) and not any((path / name).is_file() for name in ("config.json", "engine.json"))
+    return path.suffix.lower() in file_suffixes()
+
+
+def _open_record(request: CheckRequest) -> TensorSource | None:
+    """Return a candidate that is a record of tensors."""
+    return open_source(str(request.candidate)) if _is_record(request.candidate) else None
+
+
+def _open_served(request: CheckRequest) -> Served | None:
+    """Return a candidate that is a serving engine: by its kind, as an engine directory, or as a record of one."""
+    candidate = request.candidate
+    if candidate is None:
+        return None
+    served: Any = open_served(candidate if is_onnx(request.baseline) else served_as(candidate), request.serving)
+    if served is None and _is_engine(candidate):
+        engine = read_engine(str(candidate))
+        backend = find_backend(engine.manifest.backend)
+        if isinstance(backend, TakingModels):
+            return open_served(backend.served(engine.directory / files.MAIN), request.serving)
+        return None
+    record = _open_record(request) if served is None and request.map is None else None
+    if record is not None and (request.layout or record.metadata.get("layout")):
+        served = plugin("serving.recorded_engine").recorded_engine(record, request.layout)
+    found: Served | None = served
+    return found
+
+
+def _is_written(request: CheckRequest) -> bool:
+    """Whether the engine of a check is one that a back-end writes from a model."""
+    if request.candidate is not None or request.backend is None:
+        return False
+    return isinstance(get_backend(request.backend), TakingModels)
+
+
+def _by_plugin(module: str, name: str) -> Callable[[CheckRequest, Any], Comparison]:
+    """Return a function of a plugin, which is imported when it is called."""
+
+    def run(request: CheckRequest, opened: Any) -> Comparison:
+        found: Comparison = getattr(plugin(module), name)(request, opened)
+        return found
+
+    return run
+
+
 HANDLERS = (
-    Handler(SERVED, open_candidate, check_served),
-    Handler(WRITTEN, is_written, check_written),
+    Handler(SERVED, _open_served, _by_plugin("serving.check.check", "check_served")),
+    Handler(WRITTEN, _is_written, _by_plugin("serving.check.check", "check_written")),
     Handler(BUILT, lambda request: request.candidate is None, check_built),
-    Handler(ENGINE, lambda request: is_engine(request.candidate), check_engine),
-    Handler(RECORD, open_record, check_record),
+    Handler(ENGINE, lambda request: _is_engine(request.candidate), check_engine),
+    Handler(RECORD, _open_record, check_record),
     Handler(
         QUANTIZED,
         lambda request: is_quantized_candidate(request.baseline, request.candidate),
-        check_quantized_checkpoint,
+        _by_plugin("quantized.check", "check_quantized_checkpoint"),
     ),
     Handler(MODEL, lambda request: True, check_model),
 )

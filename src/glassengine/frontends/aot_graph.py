@@ -2,19 +2,26 @@
 
 TorchDynamo knows from which expression of the user's code each input is read; AOT autograd knows, for each input and
 output of the graphs that it makes, which of Dynamo's it is. Here the two are put together.
+
+Its joint graph is cut into a forward and a backward graph by torch, which lets the backward graph recompute values
+rather than keep them. Where such a value is read from a tensor that the forward graph writes to, like a counter or a
+running mean, that read would come after the write: torch 2.13 gives wrong gradients then, in silence
+(pytorch/pytorch#197039). Here those values are kept.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._functorch._aot_autograd import descriptors
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 from glassengine.executable.graph.graph import (
     CapturedGraph,
@@ -182,3 +189,30 @@ def _kind(text: str) -> InputKind:
 
 def _is_within(path: str, root: str) -> bool:
     return path == root or path.startswith((f"{root}.", f"{root}["))
+
+
+def partition(joint: GraphModule, joint_inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
+    """Return the forward and the backward graph of a joint graph.
+
+    Args:
+        joint: The graph; what must be kept is marked in it.
+        joint_inputs: Its inputs, fake.
+        options: Further arguments of torch's own partitioner.
+    """
+    for written in mutated_placeholders(joint.graph):
+        for reader in _readers(written):
+            # What the user's checkpointing says of a value stands.
+            reader.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+    parts: tuple[GraphModule, GraphModule] = min_cut_rematerialization_partition(joint, joint_inputs, **options)
+    return parts
+
+
+def _readers(value: Node) -> Iterator[Node]:
+    """Yield every node that computes something from `value`, through views of it, which are not copies."""
+    for user in value.users:
+        if not isinstance(user.target, torch._ops.OpOverload) or user.target._schema.is_mutable:
+            continue
+        if user.target.is_view:
+            yield from _readers(user)
+        else:
+            yield user

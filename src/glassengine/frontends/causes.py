@@ -147,16 +147,10 @@ _PATTERNS: tuple[tuple[str, Callable[[re.Match[str]], Cause]], ...] = (
         _TENSOR + r"stride mismatch at index (?P<dim>\d+)" + _WAS,
         _changed("stride", "the stride of {name} in dimension {dim} was {was} and is {now}"),
     ),
-    (
-        _TENSOR + "rank mismatch" + _WAS,
-        _changed("rank", "the number of dimensions of {name} was {was} and is {now}"),
-    ),
+    (_TENSOR + "rank mismatch" + _WAS, _changed("rank", "the number of dimensions of {name} was {was} and is {now}")),
     (_TENSOR + "dtype mismatch" + _WAS, _dtype),
     (_TENSOR + r"requires_grad mismatch\. expected requires_grad=(?P<was>[01]).*", _requires_grad),
-    (
-        _TENSOR + "device(?: index)? mismatch" + _WAS,
-        _changed("device", "the device of {name} was {was} and is {now}"),
-    ),
+    (_TENSOR + "device(?: index)? mismatch" + _WAS, _changed("device", "the device of {name} was {was} and is {now}")),
     (
         _TENSOR
         + r"dispatch key set mismatch\. expected DispatchKeySet\((?P<was>.*)\), actual DispatchKeySet\((?P<now>.*)\)",

@@ -25,12 +25,10 @@ from glassengine.errors import UnknownNameError
 from glassengine.executable.graph.graph import GraphKind
 from glassengine.executable.metrics.compilation import Occasion
 from glassengine.executable.run.executable import compile_graph
-from glassengine.frontends.aot_graph import Names, captured
+from glassengine.frontends.aot_graph import Names, captured, partition
 from glassengine.frontends.causes import RESUMED, occasion
 from glassengine.frontends.compiled_taps import handing_on, mark_taps_for, take_taps
-from glassengine.frontends.eager_debug import interpret
-from glassengine.frontends.eager_ops import op_runner
-from glassengine.frontends.partition import partition
+from glassengine.frontends.eager_debug import interpret, op_runner
 from glassengine.results.compilation import Cause
 
 MODES = ("compile", "eager_debug")

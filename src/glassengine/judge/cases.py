@@ -20,12 +20,12 @@ from glassengine.engine.prompts.prompts import load_tokenizer
 from glassengine.engine.prompts.tokenizing import encode, token_rows
 from glassengine.errors import UsageError
 from glassengine.program import LoadedModel, load_inputs
-from glassengine.program.export.examples import named_inputs
-from glassengine.program.inputs.given import steps_of
+from glassengine.program.inputs.user_inputs import steps_of
 from glassengine.program.kinds.causal_lm import accepted
+from glassengine.program.kinds.example_inputs import MadeUp
 from glassengine.program.kinds.image_text import first_constants, following_constants
-from glassengine.program.kinds.steps import MadeUp
 from glassengine.program.representation.program import Program
+from glassengine.program.representation.signature import named_inputs
 from glassengine.reading.files import read_text
 from glassengine.results.answer import InputUsed, Origin, input_used
 
@@ -53,7 +53,7 @@ class Case:
         tokens: [B, num_steps - 1] int64, what is decoded; None for what the untouched baseline picks.
         one_token: Whether a step has one token, also those of the prompt.
         constants: Inputs of the program that are the same in every step, by name; with images also where their
-            features go, see `program.image_text.rows_of`.
+            features go, see `program.kinds.image_text`.
         source: What the encoder of an encoder-decoder made `constants` from, as keyword arguments of the model.
         origin: Where the inputs come from.
         recipes: How generated inputs were made, by name.

@@ -1,4 +1,4 @@
-"""How far one op can legally be from its float64 result: an element-wise first-order rounding bound per class of op.
+"""Bounds the legal distance of one op from its float64 result: element-wise, first order, one rule per class of op.
 
     P      the op in float64 on the candidate's own inputs
     u      unit roundoff of the dtype in which the op rounds its result

@@ -1,4 +1,4 @@
-"""How accurate the elementwise kernels of a runtime are, beyond what rounding explains.
+"""Accuracy of a runtime's elementwise kernels beyond rounding.
 
 A runtime may compute an elementwise function to an absolute accuracy (a rational approximation of the sigmoid, say),
 where the rounding bound of its class is relative. That is a fact of the runtime, its version and its instruction set:

@@ -1,4 +1,4 @@
-"""What a program's graph says of one of its tensors, beside its value."""
+"""Facts about a tensor that a program's graph states, beside its value."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Implementations write minus infinity, the least number of a dtype (of float16, perhaps in a register of float32), or
 -1e4, -1e9, -1e30; a score added to one of them, or two of them added, hide as well. A softmax makes the same of all. So
 a value that hides is compared as that, not by its size, wherever a softmax is all that becomes of it (see
-`judge.exclusions.hidden_values`); elsewhere only what is too large for a number (`sentinel`) is compared by its
+`judge.exclusions.masked`); elsewhere only what is too large for a number (`sentinel`) is compared by its
 kind. Whether a place is hidden is always compared.
 """
 

@@ -1,4 +1,4 @@
-"""What rounding does to each op: which ops round at all, and how much noise a Monte-Carlo run adds.
+"""Models the rounding of each op: which ops round at all, and how much noise a Monte-Carlo run adds.
 
 Noise is uniform in [-u, u] relative to the result (near zero absolute, and never more than the number itself), plus the
 accumulation error of sums: sqrt(K / 6) u_acc sqrt(x^2 W^2) for products over K terms (the probabilistic bound of Higham

@@ -1,1 +1,1 @@
-"""What is known of each ATen op by itself: one row per op, and what its schema says of its arguments."""
+"""Traits of each ATen op: one row per op, and the arguments of its schema."""

@@ -1,4 +1,4 @@
-"""How many terms one sum inside of an op has: of products, convolutions, pools and reductions."""
+"""Counts the terms of one sum inside of an op: products, convolutions, pools and reductions."""
 
 from __future__ import annotations
 

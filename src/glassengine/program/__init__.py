@@ -8,20 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from glassengine.errors import UsageError
-from glassengine.program.generation.generation import Stages
-from glassengine.program.inputs.given import load_inputs
-from glassengine.program.inputs.modules import module_inputs
-from glassengine.program.inputs.programs import stored_inputs
+from glassengine.program.generation import LoadedModel, Stages
+from glassengine.program.inputs.modules import module_inputs, stored_inputs
+from glassengine.program.inputs.user_inputs import load_inputs
 from glassengine.program.kinds.causal_lm import is_pretrained
-from glassengine.program.kinds.example_inputs import example_inputs
-from glassengine.program.kinds.steps import MadeUp
+from glassengine.program.kinds.example_inputs import MadeUp, example_inputs
 from glassengine.program.listing.listing import OnStage, stage_of
-from glassengine.program.loading.load import LoadedModel, load_candidate, load_model
+from glassengine.program.loading.load import load_candidate, load_model
 from glassengine.program.representation.passes import apply_pass
 from glassengine.program.representation.program import Program
 from glassengine.program.representation.stored import load_names
-from glassengine.program.user_code.raised import forward_errors
-from glassengine.program.user_code.written_modules import uncompiled
+from glassengine.program.user_code.calls import forward_errors
+from glassengine.program.user_code.forward import uncompiled
 from glassengine.reading.copies import here
 from glassengine.sites import Site, SiteTable
 from glassengine.stores.places import remote
@@ -88,16 +86,8 @@ def export_programs(
 ) -> tuple[Program, ...]:
     """Export all programs of a loaded model: one, or two of which the last decodes; passes and stages are its.
 
-    Args:
-        model: As for `export_program`.
-        inputs: As for `export_program`.
-        passes: As for `export_program`.
-        on_stage: As for `export_program`.
-        on_encoder_stage: The same for what runs before the first step: an encoder, or the vision program.
-        specialized: As for `export_program`.
-
-    Raises:
-        UsageError: As `export_program`.
+    Arguments and errors are those of `export_program`. `on_encoder_stage` is the receiver of stages of what runs before
+    the first step: an encoder, or the vision program.
     """
     if inputs is None and model.stored is None and not is_pretrained(model.module):
         inputs = made_up_inputs(model)
@@ -110,6 +100,9 @@ def export_programs(
         stored = model.stored
         exported = (_stored(stored, passes),) if stored is not None else model.generation.export(model, inputs, stages)
         *earlier, program = exported
+    if on_encoder_stage is not None:
+        for one in earlier:
+            on_encoder_stage(stage_of(one, "functional"))
     if on_stage is not None:
         on_stage(stage_of(program, "functional"))
     for spec in passes:

@@ -1,4 +1,4 @@
-"""What the fixture `glass_check` is: comparisons that fail a test with the screen, and leave their figures with it."""
+"""The fixture `glass_check`: comparisons that fail a test with the screen, and leave their figures with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run of pytest says at its end of all comparisons, those of workers too, and the log of their findings."""
+"""Summarizes all comparisons of a pytest run, those of workers too, and logs their findings."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ def _check_archive(file: Any, where: str) -> None:
             is_note = not member.filename.endswith(".pkl") and not _TENSOR_DATA.fullmatch(member.filename)
             if is_note and member.file_size > _MAX_NOTE_BYTES:
                 got = f"{where}: {member.file_size:,} bytes in {shown(member.filename)}"
-                raise CorruptError("the file holds what no tensor needs", got=got)
+                raise CorruptError("unsupported object in a .pt file", got=got)
             if not member.filename.endswith(".pkl"):
                 continue
             if member.file_size > _MAX_PICKLE_BYTES:

@@ -176,7 +176,7 @@ class Row:
     Attributes:
         step: Its number.
         time: When it ended, seconds since 1970.
-        states: [columns], see `recording.layout.series`.
+        states: [columns], see `recording.series`.
         values: [columns], float32: norms of the finite elements, or numbers.
     """
 

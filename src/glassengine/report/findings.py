@@ -1,4 +1,4 @@
-"""What a comparison tells about places in code: one finding per mistake, with a rule, both source lines, a sentence.
+"""Findings about places in code: one per mistake, with a rule, both source lines, a sentence.
 
 SARIF, the text for coding agents, properties of tests and marks of other viewers are made from these.
 """

@@ -178,14 +178,14 @@ def _about(result: Comparison, found: Divergence) -> Iterator[Text]:
     for hint in words.hints_worth_a_line(found.hints)[1:_MAX_HINTS]:
         yield from _hint(hint)
     if not found.reproduction:
-        yield Text("  test     --reproduction DIR writes one that shows this without the models")
+        yield Text("  test     --reproduction DIR writes a test that shows this without the models")
     if found.introduced is not None and found.inherited is not None:
         yield Text(f"  rms      introduced {found.introduced:.3g}, inherited {found.inherited:.3g}")
     inherited = sum(pair.inherited for pair in result.pairs if pair.rung == found.rung)
     others = [d for d in result.origins if d.rung == found.rung and d.leads and d.site != found.site]
     if found.group is not None:
         others = [d for d in others if d.group != found.group]
-    yield Text(f"  after    {inherited} later tensors merely inherited an error")
+    yield Text(f"  after    {inherited} later tensors differ only because of it")
     said = found.hints[0].text if found.hints and found.hints[0].proven else None
     same = [d for d in others if said is not None and d.hints and d.hints[0].text == said]
     others = [d for d in others if d not in same]
@@ -368,7 +368,7 @@ def _bisection(found: Bisection) -> Iterator[Text]:
     if found.reproduction is not None:
         yield Text(f"  test     python {found.reproduction}/test_repro.py")
     else:
-        yield Text("  test     --reproduction DIR writes one of this piece alone")
+        yield Text("  test     --reproduction DIR writes a test of this piece alone")
     yield Text(f"  {found.num_trials} pieces of the graph were compiled")
 
 

@@ -1,4 +1,4 @@
-"""What an answer begins with: the results end to end, how finely was judged, where precision is lost."""
+"""The head of an answer: the results end to end, how finely it was judged, where precision is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What differs between the artifacts of two builds."""
+"""Differences between the artifacts of two builds."""
 
 from __future__ import annotations
 

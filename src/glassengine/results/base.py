@@ -1,4 +1,4 @@
-"""What every result is: verdicts, a frozen dataclass that becomes JSON, and the document of an error."""
+"""Base of every result: verdicts, a frozen dataclass that becomes JSON, and the document of an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `glass compare` and `glass check` return, what `--json` prints and what a report draws.
+"""The result of `glass compare` and `glass check`: `--json` prints it, and a report draws it.
 
 `SCHEMA_VERSION` changes when a key changes its meaning.
 """

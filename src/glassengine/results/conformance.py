@@ -1,4 +1,4 @@
-"""What a back-end was held to, and what it did not keep."""
+"""The result of a back-end's conformance tests."""
 
 from __future__ import annotations
 

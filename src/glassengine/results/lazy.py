@@ -1,4 +1,4 @@
-"""What lazy tensors have pending, and what was not recorded."""
+"""Pending graphs of lazy tensors, and operations that were not recorded."""
 
 from __future__ import annotations
 

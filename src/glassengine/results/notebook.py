@@ -1,4 +1,4 @@
-"""How results appear in notebooks: small tables without scripts, data frames, and plots by packages of an extra."""
+"""Shows results in notebooks: small tables without scripts, data frames, and plots by packages of an extra."""
 
 from __future__ import annotations
 

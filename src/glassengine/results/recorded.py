@@ -1,4 +1,4 @@
-"""What was recorded of a model or a script, and what a directory of snapshots holds."""
+"""Summaries of a recording of a model or a script, and of a directory of snapshots."""
 
 from __future__ import annotations
 

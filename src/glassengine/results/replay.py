@@ -1,4 +1,4 @@
-"""What came of a replay, and the smallest piece of a graph that a compiler breaks."""
+"""The result of a replay, and the smallest piece of a graph that a compiler breaks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `glass report` writes: where the page is, and the index of the data that lie beside it."""
+"""The result of `glass report`: the page, and the index of the data beside it."""
 
 from __future__ import annotations
 

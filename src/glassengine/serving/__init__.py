@@ -1,1 +1,1 @@
-"""Serving engines as candidates: what they load and run, and which of their tensors is which of the program's."""
+"""What a serving engine is as a candidate, and how one is opened and recorded; the engines are a plugin."""

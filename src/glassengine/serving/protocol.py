@@ -1,13 +1,12 @@
 """What a serving engine is asked as a candidate, and which engines there are: `--candidate gguf:FILE`.
 
-A candidate is named by its kind and where it is. Built-in kinds are a table here; other packages register theirs by an
-entry point of the group `glassengine.serving`, which is a function from what follows the colon, and `Options`, to a
-`Served`.
+A candidate is named by its kind and where it is. Built-in kinds are a table here, of the plugin `serving`. Other
+packages register theirs by an entry point of the group `glassengine.serving`: a function from what follows the colon,
+and `Options`, to a `Served`.
 """
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +16,8 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from glassengine.errors import UsageError
-from glassengine.plugins import SERVING, registered, remedy
-from glassengine.program.onnx.stored.file import is_onnx
+from glassengine.extensions import SERVING, plugin, registered, remedy
+from glassengine.program.onnx.stored.file import is_onnx, read_onnx
 from glassengine.program.onnx.stored.options import SessionSettings
 from glassengine.recording.read.source import TensorSource
 from glassengine.results import Kind
@@ -166,20 +165,15 @@ class ServedTogether(Served, Protocol):
 
 
 _BUILT_IN = {
-    "gguf": "glassengine.serving.ggml.candidate:open_gguf",
-    "genai": "glassengine.serving.onnx.candidate:open_genai",
-    "executorch": "glassengine.serving.executorch.candidate:open_executorch",
-    "openvino": "glassengine.serving.openvino.candidate:open_openvino",
-    "vllm": "glassengine.serving.vllm.candidate:open_vllm",
+    "gguf": ("serving.ggml.candidate", "open_gguf"),
+    "genai": ("serving.onnx.candidate", "open_genai"),
+    "executorch": ("serving.executorch.candidate", "open_executorch"),
+    "openvino": ("serving.openvino.candidate", "open_openvino"),
+    "vllm": ("serving.vllm.candidate", "open_vllm"),
 }
+"""Kind -> module of the plugin, and the function in it that opens such an engine."""
 _OF_OPENVINO = "openvino_model.xml"
-_DECODES = "glassengine.serving.onnx.decoder:is_decoder"
 _NAMED = re.compile(r"([a-z][a-z0-9_-]*):(.+)", re.DOTALL)
-
-
-def _named(place: str) -> Any:
-    module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def kinds() -> tuple[str, ...]:
@@ -205,7 +199,25 @@ def served_as(candidate: object) -> object:
     is_folder = (Path(candidate) / "genai_config.json").is_file()
     if not is_folder and not is_onnx(candidate):
         return candidate
-    return f"genai:{candidate}" if is_folder or _named(_DECODES)(candidate) else candidate
+    return f"genai:{candidate}" if is_folder or is_decoder(candidate) else candidate
+
+
+def is_decoder(place: str | Path) -> bool:
+    """Whether an ONNX file takes and returns a cache; its weights are not read."""
+    try:
+        graph = read_onnx(place, with_data=False).model.graph
+    except Exception:  # what is wrong with the file is said by who opens it
+        return False
+    results = {value.name for value in graph.output}
+    inputs = {value.name for value in graph.input} - {tensor.name for tensor in graph.initializer}
+    return any(result in results for name in inputs for result in results_of_cache(name))
+
+
+def results_of_cache(name: str) -> list[str]:
+    """Return what the result may be called that is an input of a decoder in its next step; none for other inputs."""
+    if not name.startswith("past"):
+        return []
+    return [name.replace(past, now, 1) for past, now in (("past_key_values", "present"), ("past", "present"))]
 
 
 def open_served(candidate: object, options: Options = Options()) -> Served | None:
@@ -219,7 +231,11 @@ def open_served(candidate: object, options: Options = Options()) -> Served | Non
         return None
     kind, place = found.groups()
     try:
-        opens = _named(_BUILT_IN[kind]) if kind in _BUILT_IN else registered(SERVING)[kind].load()
+        if kind in _BUILT_IN:
+            module, name = _BUILT_IN[kind]
+            opens = getattr(plugin(module), name)
+        else:
+            opens = registered(SERVING)[kind].load()
     except ImportError as error:
         hint = f"pip install 'glassengine[{kind}]'" if kind in _BUILT_IN else remedy(registered(SERVING)[kind])
         raise UsageError(f"candidates of the kind {kind!r} cannot be opened", got=str(error), hint=hint) from error

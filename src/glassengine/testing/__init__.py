@@ -1,1 +1,1 @@
-"""What other projects can test with: tiny models and what a back-end must do."""
+"""Tools for the tests of other projects: tiny models, and the conformance tests of back-ends."""

@@ -1,4 +1,4 @@
-"""What a back-end must do, as functions that its author can call.
+"""Conformance tests of a back-end, as functions that its author can call.
 
     subject = prepare(module_or_program, backend, directory)     every op observable, built, loaded
     report = check_generation(subject, batch=2, left_padding=3)  prefill and three decode steps

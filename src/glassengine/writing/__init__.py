@@ -1,1 +1,1 @@
-"""Where results are written, files that appear whole or not at all, and their checksums."""
+"""Writes results: places, files that appear whole or not at all, and their checksums."""

@@ -17,9 +17,8 @@ from glassengine.executable.cache.cache import examine_cache
 from glassengine.executable.metrics.compilation import Occasion, compilations
 from glassengine.executable.metrics.metrics import metrics, reset_metrics
 from glassengine.executable.run.executable import Executable
-from glassengine.frontends.eager_graph import Call, compile_call
-from glassengine.frontends.eager_ops import OpRunner
-from glassengine.frontends.eager_schema import examine
+from glassengine.frontends.eager_debug import OpRunner
+from glassengine.frontends.eager_graph import Call, compile_call, examine
 
 MM = torch.ops.aten.mm.default
 

@@ -11,8 +11,8 @@ import torch
 import glassengine as glass
 from glassengine.cli.main import main
 from glassengine.errors import UsageError
-from glassengine.executable.profile.client import request_profile
-from glassengine.executable.snapshot import environment
+from glassengine.executable.profile.server import request_profile
+from glassengine.executable.snapshot import snapshots
 from glassengine.testing import models
 
 
@@ -67,9 +67,9 @@ def test_u8_other_addresses_are_none(address: str) -> None:
 
 def test_u8_the_warning_names_lazy_tensors(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_hlo_snapshots --xla_dump_to=./dump")
-    monkeypatch.setattr(environment, "_was_asked", False)
+    monkeypatch.setattr(snapshots, "_saw_execution", False)
     with caplog.at_level(logging.WARNING, logger="glassengine"):
-        environment.tell_of_nothing()
+        snapshots.warn_without_executions()
     assert "on lazy tensors" in caplog.text and "XLA_FLAGS" in caplog.text
 
 

@@ -13,7 +13,7 @@ import pytest
 import glassengine as glass
 from glassengine.cli import options
 from glassengine.cli.main import main
-from glassengine.diagnose.quantization import effects
+from glassengine.plugins.quantized import effects
 from glassengine.progress import Work
 from glassengine.results import Interrupted
 from glassengine.testing import models

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from glassengine.diagnose import check
 from glassengine.errors import IncomparableError
-from glassengine.program.user_code.mode import in_training, in_words, that_matter
+from glassengine.program.user_code.forward import describe_training, influential_modes, training_modules
 from glassengine.results import Comparison
 from glassengine.testing.quantized import save_quantized
 from tests.diagnose.end_to_end.outside import Net, Words, changed, ids, x
@@ -92,12 +92,12 @@ def test_f48_a_file_has_no_mode_and_a_baseline_that_is_exported_for_it_is_none_o
 def test_a_draw_counts_even_where_it_changes_nothing() -> None:
     net = Net().eval()
     net.drop.p = 1e-9
-    assert in_training(net) == ()
-    assert that_matter(net, ["drop"], x()) == ["drop"]
+    assert training_modules(net) == ()
+    assert influential_modes(net, ["drop"], x()) == ["drop"]
     net.drop.p = 0.0
-    assert that_matter(net, ["drop"], x()) == []
+    assert influential_modes(net, ["drop"], x()) == []
     assert not net.drop.training
-    assert in_words("candidate", list("abcdef")).endswith("in training mode: a, b, c, d and 2 more")
+    assert describe_training("candidate", list("abcdef")).endswith("in training mode: a, b, c, d and 2 more")
 
 
 def test_f55_constants_and_results_without_inputs_are_noted() -> None:

@@ -21,8 +21,7 @@ import glassengine as glass
 from glassengine.backends.eager import EagerBackend
 from glassengine.engine import Engine, build_program
 from glassengine.engine.build.build import default_directory
-from glassengine.engine.build.describe import Settings
-from glassengine.engine.build.plan import BuildPlan, plan_build
+from glassengine.engine.build.plan import BuildPlan, Settings, plan_build
 from glassengine.engine.store import files
 from glassengine.engine.store.requests import parse_request
 from glassengine.errors import BackendError, CorruptError, UnknownNameError, UsageError
@@ -495,6 +494,6 @@ def test_s15_builds_into_one_directory(tmp_path: Path) -> None:
         raise CorruptError("planted")
 
     with pytest.raises(CorruptError):
-        files.unless_replaced(target, target.stat().st_ino, damaged)
+        files.load_unless_replaced(target, target.stat().st_ino, damaged)
     with pytest.raises(UsageError, match="another build has replaced the engine"):
-        files.unless_replaced(target, target.stat().st_ino + 1, damaged)
+        files.load_unless_replaced(target, target.stat().st_ino + 1, damaged)

@@ -15,7 +15,7 @@ import torch
 import glassengine as glass
 from glassengine.engine.ranks.children import Children
 from glassengine.engine.ranks.member import part_of
-from glassengine.engine.run.parallel import ParallelEngine
+from glassengine.engine.run.load import ParallelEngine
 from glassengine.engine.store import files
 from glassengine.engine.store.manifest import read_manifest
 from glassengine.errors import BackendError, UsageError

@@ -14,10 +14,8 @@ import glassengine as glass
 from glassengine.compare.compare import compare
 from glassengine.engine.build import ranks
 from glassengine.errors import BackendError
-from glassengine.program.parallel.local import Local
-from glassengine.program.parallel.placements import TENSOR_GROUP
-from glassengine.program.parallel.ranks import Layout
-from glassengine.program.parallel.rewrite import _Writer, program_of
+from glassengine.program.parallel.placements import TENSOR_GROUP, Local
+from glassengine.program.parallel.rewrite import Layout, _Writer, program_of
 from glassengine.program.representation.program import Program
 from glassengine.testing import models
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from glassengine.engine import Engine
-from glassengine.engine.prompts import files
-from glassengine.engine.prompts.files import read_chat, read_input_ids, read_prompt_file
-from glassengine.engine.prompts.prompts import pad_left
+from glassengine.engine.prompts import prompts
+from glassengine.engine.prompts.prompts import pad_left, read_chat, read_input_ids, read_prompt_file
 from glassengine.errors import UsageError
 from glassengine.testing.checkpoints import byte_tokenizer
 
@@ -78,7 +77,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, name: str, monkeypatch: pytes
     (tmp_path / name).write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UsageError, match="not a text file"):
         read_prompt_file(tmp_path / name)
-    monkeypatch.setattr(files, "MAX_BYTES", 2)
+    monkeypatch.setattr(prompts, "MAX_BYTES", 2)
     with pytest.raises(UsageError, match=r"3 bytes\n.*at most 2"):
         read_prompt_file(tmp_path / name)
 

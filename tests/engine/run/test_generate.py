@@ -14,7 +14,7 @@ import torch
 import glassengine as glass
 from glassengine.engine import Engine
 from glassengine.engine.prompts.prompts import pad_left
-from glassengine.engine.prompts.stream import TextStream
+from glassengine.engine.prompts.tokenizing import TextStream
 from glassengine.engine.run.sampling import FILE
 from glassengine.errors import UsageError
 from glassengine.testing.checkpoints import byte_tokenizer, save_checkpoint

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from glassengine.engine import Engine
-from glassengine.engine.session.checks import check_prompts, results_of
-from glassengine.engine.session.inputs_table import Row, refuse, render, render_tensors
+from glassengine.engine.session.checks import Row, check_prompts, refuse, render, render_tensors, results_of
 from glassengine.errors import CorruptError, UsageError
 
 

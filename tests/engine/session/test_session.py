@@ -205,7 +205,7 @@ def test_mask_of_booleans(engine: Engine) -> None:
 
 def test_order_of_calls(engine: Engine) -> None:
     session = engine.session(1, 3)
-    with pytest.raises(UsageError, match="decode comes after prefill"):
+    with pytest.raises(UsageError, match=r"call prefill\(\) before decode\(\)"):
         session.decode(torch.tensor([1]))
     session.prefill(torch.tensor([[3, 4]]))
     with pytest.raises(UsageError, match="prefilled already"):

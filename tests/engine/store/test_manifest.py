@@ -176,7 +176,7 @@ def test_changed_file(copy: Path) -> None:
 
 
 def test_large_files_are_hashed_when_asked(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("glassengine.engine.store.checked_files.HASHED_AT_LOAD_BYTES", 0)
+    monkeypatch.setattr("glassengine.engine.store.files.HASHED_AT_LOAD_BYTES", 0)
     path = copy / "config.json"
     path.write_text(path.read_text().replace("2", "3", 1))
     glass.load(copy)
@@ -186,7 +186,7 @@ def test_large_files_are_hashed_when_asked(copy: Path, monkeypatch: pytest.Monke
 
 def test_file_outside_of_the_engine(copy: Path) -> None:
     # The checksum of the manifest is right here: a whole engine can be forged.
-    from glassengine.engine.store.checked_files import check_files
+    from glassengine.engine.store.files import check_files
     from glassengine.engine.store.manifest import FileEntry
 
     manifest = read_manifest(copy).manifest

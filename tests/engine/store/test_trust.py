@@ -202,7 +202,7 @@ def sealed(directory: Path) -> None:
 def test_s2_large_native_code_is_hashed_whatever_its_size(
     native_engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("glassengine.engine.store.checked_files.HASHED_AT_LOAD_BYTES", 0)
+    monkeypatch.setattr("glassengine.engine.store.files.HASHED_AT_LOAD_BYTES", 0)
     mine = Path(shutil.copytree(native_engine.directory, tmp_path / "mine"))
     sealed(mine)
     package = mine / "main" / "model.pt2"

@@ -19,8 +19,7 @@ from pathlib import Path
 import pytest
 
 import glassengine as glass
-from glassengine.executable.profile.client import KEY_FILE
-from glassengine.executable.profile.server import MAX_CLIENTS
+from glassengine.executable.profile.server import KEY_FILE, MAX_CLIENTS
 from glassengine.reading.files import user_key
 from tests import children
 

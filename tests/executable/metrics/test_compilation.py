@@ -8,10 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from glassengine.executable.graph.difference import Outline, changes
 from glassengine.executable.graph.graph import CapturedGraph, GraphKind, input_spec
 from glassengine.executable.metrics import compilation
-from glassengine.executable.metrics.compilation import FIRST, KEPT, Occasion, compilations, note_compilation
+from glassengine.executable.metrics.compilation import (
+    FIRST,
+    KEPT,
+    Occasion,
+    Outline,
+    changes,
+    compilations,
+    note_compilation,
+)
 from glassengine.results.compilation import Cause, Compilation
 
 X, Y = torch.ones(2, 3), torch.zeros(2, 3)

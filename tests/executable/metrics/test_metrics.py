@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 import glassengine as glass
 from glassengine.errors import CorruptError, UsageError
 from glassengine.executable.metrics.metrics import RING, Registry
-from glassengine.executable.metrics.reader import parse_metrics, read_metrics
-from glassengine.executable.metrics.report import PERCENTILES, merge_metrics, summarize
+from glassengine.executable.metrics.report import PERCENTILES, merge_metrics, parse_metrics, read_metrics, summarize
 from glassengine.executable.run.executable import Executable
 from glassengine.results.metrics import MetricsReport, format_value
 from tests import children
@@ -221,7 +220,7 @@ def test_json_twin_is_the_same_report(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "no report of metrics"),
+        ("", "not a metrics report"),
         ("Metric: M\n  TotalSamples: 1\n", "'Accumulator'"),
         ("Metric: M\n  TotalSamples: 1\n  Accumulator: 3 parsecs\n", "3 parsecs"),
         ("Counter: N\n  Value: many\n", "many"),

@@ -19,8 +19,7 @@ from torch import nn
 import glassengine as glass
 from glassengine import spans
 from glassengine.errors import BackendError, CorruptError, UsageError
-from glassengine.executable.graph import observers
-from glassengine.executable.profile import tensorboard as profile_events
+from glassengine.executable.graph.execution import observers
 from glassengine.executable.profile.trace import Span, annotate, kind_of, nest, summarize
 from glassengine.executable.run.executable import Executable
 from tests import children
@@ -179,7 +178,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
         model(x)
         raise KeyError("of the user")
     assert (tmp_path / "profile-000001" / "profile.json").is_file(), "what was taken so far is kept"
-    assert not observers.observers() and not spans.is_recording()
+    assert not observers() and not spans.is_recording()
     assert not nn.modules.module._has_any_global_hook()
     with glass.profiler.profile(tmp_path) as second:
         model(x)
@@ -406,7 +405,7 @@ def test_scalars_that_cannot_be_written_do_not_end_a_profile(
     def full(*_: object) -> bool:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(profile_events, "write", full)
+    monkeypatch.setattr("glassengine.executable.profile.profile.write_scalars", full)
     with glass.profiler.profile(tmp_path):
         torch.ones(2).sum()
     assert glass.profiler.read(tmp_path)[0].data["wall_us"] > 0

@@ -23,8 +23,7 @@ from glassengine import spans
 from glassengine.errors import UsageError
 from glassengine.executable.profile import server as profile_server
 from glassengine.executable.profile import taker as profile_taker
-from glassengine.executable.profile.client import KEY_FILE
-from glassengine.executable.profile.server import ProfileServer
+from glassengine.executable.profile.server import KEY_FILE, ProfileServer
 from glassengine.executable.profile.taker import MAX_S, MAX_STEPS
 from glassengine.reading.files import user_key
 from tests import children

@@ -18,8 +18,7 @@ import torch
 import glassengine as glass
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.executable.run.executable import Executable
-from glassengine.executable.snapshot import callback as snapshot_callback
-from glassengine.executable.snapshot import store as snapshot_store
+from glassengine.executable.snapshot import policy, taker
 
 MakeExecutable = Callable[..., Executable]
 X = torch.arange(6.0).reshape(2, 3)
@@ -33,7 +32,7 @@ def executable(make_executable: MakeExecutable) -> Executable:
 @pytest.fixture(autouse=True)
 def _callback_as_before() -> Iterator[None]:
     yield
-    snapshot_callback.register_snapshot_callback(snapshot_callback.inputs_always)
+    policy.register_snapshot_callback(policy.inputs_always)
 
 
 def has(directory: Path) -> dict[int, str]:
@@ -149,7 +148,7 @@ def test_room_on_the_disk_is_looked_at_before_writing(
     tmp_path: Path, executable: Executable, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(snapshot_store.shutil, "disk_usage", lambda path: usage._replace(free=2000))
+    monkeypatch.setattr(taker.shutil, "disk_usage", lambda path: usage._replace(free=2000))
     with glass.snapshots.take(tmp_path / "new" / "dump", min_free_bytes=1990) as snapshots:
         executable.run([X])
     assert not (tmp_path / "new").exists()

@@ -13,9 +13,9 @@ import glassengine as glass
 from glassengine.capture.observers.hooks import observing
 from glassengine.capture.observers.interpreter import run_program
 from glassengine.errors import UsageError
-from glassengine.program.export.examples import named_inputs
 from glassengine.program.export.export import export_module
 from glassengine.program.representation.program import Program
+from glassengine.program.representation.signature import named_inputs
 
 X = torch.linspace(-2, 2, 8).reshape(2, 4)
 

@@ -10,10 +10,8 @@ from torch import nn
 from transformers import DynamicCache
 
 from glassengine.errors import UsageError
-from glassengine.program import export_programs, load_model
-from glassengine.program.generation import generation, kinds
-from glassengine.program.generation.generation import CAUSAL
-from glassengine.program.generation.kinds import IMAGE_TEXT
+from glassengine.program import export_programs, generation, load_model
+from glassengine.program.generation import CAUSAL, IMAGE_TEXT
 from glassengine.program.kinds import causal_lm, image_text
 from glassengine.program.kinds.image_text import index_of, padded_features, reason_against, require_features, rows_of
 from glassengine.testing import models
@@ -89,7 +87,7 @@ def test_a_model_that_cannot_be_traced_with_images_is_built_without(monkeypatch:
     def refuse(*_: Any, **__: Any) -> None:
         raise UsageError("torch.export cannot trace Vision", got="TypeError: planted\nand more")
 
-    monkeypatch.setattr(kinds, "export_image_text", refuse)
+    monkeypatch.setattr(generation, "export_image_text", refuse)
     monkeypatch.setattr(generation, "export_causal_lm", lambda module, **_: f"of text: {type(module).__name__}")
     loaded = load_model(models.llava(num_layers=1, image_size=8))
     assert export_programs(loaded) == ("of text: LlavaForConditionalGeneration",)

@@ -17,9 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.program import export_program
-from glassengine.program.inputs.given import load_inputs
-from glassengine.program.loading.fingerprint import fingerprint
-from glassengine.program.loading.load import load_model
+from glassengine.program.inputs.user_inputs import load_inputs
+from glassengine.program.loading.load import fingerprint, load_model
 from glassengine.testing import models
 from glassengine.testing.checkpoints import save_checkpoint
 

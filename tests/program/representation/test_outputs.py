@@ -15,12 +15,12 @@ from glassengine.errors import UnknownNameError, UsageError
 from glassengine.program.export.export import export_module
 from glassengine.program.representation.outputs import (
     DerivedValues,
-    _size,
     add_outputs,
     functional_form,
     is_view,
     plan_outputs,
     result_names,
+    size_of,
 )
 from glassengine.program.representation.program import Program
 
@@ -184,7 +184,7 @@ def test_bytes_of_dynamic_sizes(exported: Exported) -> None:
     ],
 )
 def test_sizes_are_evaluated_by_arithmetic_alone(expression: str, size: int) -> None:
-    assert _size(expression, {"batch": 2, "sequence": 5}) == size
+    assert size_of(expression, {"batch": 2, "sequence": 5}) == size
 
 
 def test_outputs_are_added_once_in_the_given_order(program: Program) -> None:

@@ -17,16 +17,16 @@ import torch
 
 from glassengine.backends.onnx import backend as onnx_backend
 from glassengine.backends.protocol.io import read_io
-from glassengine.backends.tensorrt_rtx.network import read_listing as read_network
 from glassengine.compare.matching.maps import load_map
-from glassengine.engine.prompts.files import read_chat, read_input_ids, read_prompt_file
+from glassengine.engine.prompts.prompts import read_chat, read_input_ids, read_prompt_file
 from glassengine.engine.run.sampling import _from_file
 from glassengine.engine.store.files import load_weights
 from glassengine.engine.store.manifest import read_manifest
 from glassengine.engine.store.requests import read_requests
 from glassengine.errors import CorruptError, GlassError, UsageError
-from glassengine.executable.metrics.reader import read_metrics
-from glassengine.executable.profile.reader import read_profiles
+from glassengine.executable.metrics.report import read_metrics
+from glassengine.executable.profile.trace import read_profiles
+from glassengine.plugins.tensorrt_rtx.network import read_listing as read_network
 from glassengine.program import load_inputs
 from glassengine.program.listing import artifacts
 from glassengine.program.listing.listing import read_listing

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from glassengine.errors import CorruptError, UsageError
-from glassengine.plugins import FORMATS
+from glassengine.extensions import FORMATS
 from glassengine.recording.formats.files import TorchFile
 from glassengine.recording.read import source as sources
 from glassengine.recording.read.reader import Recording

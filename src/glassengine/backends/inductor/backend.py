@@ -20,11 +20,10 @@ import torch
 
 from glassengine import environment
 from glassengine.accelerators import require_device
-from glassengine.backends.inductor.compiler_flags import flags_in_effect, read_flags
-from glassengine.backends.inductor.directory import use_private_directory
 from glassengine.backends.inductor.grouped_queries import with_grouped_queries
 from glassengine.backends.inductor.kernels import kernel_nodes, list_kernels
 from glassengine.backends.inductor.one_row import of_one_token, one_token_shapes
+from glassengine.backends.inductor.settings import flags_in_effect, read_flags, use_private_directory
 from glassengine.backends.protocol.backend import (
     Availability,
     Capabilities,
@@ -32,12 +31,12 @@ from glassengine.backends.protocol.backend import (
     Network,
     Run,
     Weights,
+    taking_list,
 )
-from glassengine.backends.protocol.devices import brought, device_of, moved
-from glassengine.backends.protocol.io import read_io, write_io
+from glassengine.backends.protocol.io import device_of, exported_on, read_io, running_on, write_io
 from glassengine.executable.cache.cache import CompilerCache
 from glassengine.program.representation.program import Program, copied_graph
-from glassengine.program.user_code.raised import described
+from glassengine.program.user_code.calls import described
 from glassengine.torch_versions import donated
 
 FREEZE_LIMIT_BYTES = 2 << 30
@@ -85,7 +84,7 @@ class InductorBackend:
                     exported, package_path=str(directory / name), inductor_configs=options
                 )
 
-        exported, is_on_cpu = moved(program, device_of(program)), device_of(program) == "cpu"
+        exported, is_on_cpu = exported_on(program, device_of(program)), device_of(program) == "cpu"
         compile_package(with_grouped_queries(exported) if is_on_cpu else exported, _PACKAGE)
         is_outside = is_on_cpu and not self.keeps_weights(program)
         # A profile takes the spans of kernels for those of one package.
@@ -140,7 +139,7 @@ class InductorBackend:
 
         # The library reads these where they are.
         run.constants = constants  # type: ignore[attr-defined]
-        return brought(run, order.device, order.caches)
+        return running_on(run, order.device, order.caches)
 
     def compile_graph(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> GraphFunction:
         """Compile in memory, with the sizes that the trace in progress has as symbols."""
@@ -151,13 +150,7 @@ class InductorBackend:
             artifact = torch._inductor.standalone_compile(
                 own, list(example_inputs), dynamic_shapes="from_tracing_context", **donated()
             )
-
-        def run(arguments: list[Any]) -> Any:
-            values = tuple(arguments)
-            arguments.clear()
-            return artifact(*values)
-
-        return run
+        return taking_list(artifact)
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         """Return those of Inductor: some change strides, as of a concatenation in which only one part is not empty."""

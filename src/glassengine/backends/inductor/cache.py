@@ -13,8 +13,7 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 
 from glassengine import environment
-from glassengine.backends.inductor.compiler_flags import read_flags
-from glassengine.backends.inductor.directory import use_private_directory
+from glassengine.backends.inductor.settings import read_flags, use_private_directory
 from glassengine.executable.cache.cache import Work
 from glassengine.executable.cache.key import Parts
 

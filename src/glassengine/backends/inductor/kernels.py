@@ -31,10 +31,6 @@ _NOTE = (
 def list_kernels(program: Program, package: Path) -> Network:
     """Return the network of a compiled package.
 
-    Args:
-        program: What was compiled.
-        package: The archive.
-
     Raises:
         BackendError: The package does not tell where its kernels came from.
     """

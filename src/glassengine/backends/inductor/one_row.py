@@ -41,8 +41,7 @@ def one_token_shapes(program: Program) -> dict[str, dict[int, int]]:
 def of_one_token(program: Program) -> ExportedProgram:
     """Return the program for a batch of 1 and a sequence of 1, with products of one row in place of linear layers.
 
-    Args:
-        program: One that has `one_token_shapes`, on the CPU; it stays as it is.
+    The program has `one_token_shapes`, is on the CPU, and stays as it is.
     """
     exported = program.exported
     tensors, dynamic = [], []

@@ -121,12 +121,7 @@ class OnnxBackend(ABC):
 
     @abstractmethod
     def _open(self, runtime: Any, directory: Path) -> Run:
-        """Return what runs `directory`.
-
-        Args:
-            runtime: The module `package`.
-            directory: What `build` wrote.
-        """
+        """Return what runs `directory`."""
 
     @abstractmethod
     def _optimized(self, directory: Path, program: Program, network: Network) -> Network | None:

@@ -204,9 +204,7 @@ def in_place_caches(graph: Any, caches: dict[str, str]) -> list[str]:
     the update is its direct result: then nothing can read a slot after it was overwritten, in any order the
     nodes run. Reading the shape does no harm.
 
-    Args:
-        graph: An `onnx_ir` graph.
-        caches: Input name -> output name.
+    `graph` is one of `onnx_ir`.
     """
     results = {value.name: value for value in graph.outputs}
     safe = []
@@ -322,10 +320,7 @@ def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
             context = op.Reshape(context, per_head)
         return context
 
-    return {
-        torch.ops.aten.index_copy.default: index_copy,
-        _ATTENTION: attention,
-    }
+    return {torch.ops.aten.index_copy.default: index_copy, _ATTENTION: attention}
 
 
 @contextlib.contextmanager

@@ -1,26 +1,37 @@
-"""Layers of an ONNX graph under the names of the program's nodes, and the listing of such a graph.
+"""The ONNX graph of an engine: read and checked, its layers named after the program's nodes, and listed.
 
-The converter keeps in each ONNX node the FX node that it came from. A layer that yields the value of an FX node is
-called like it, which makes the names of layers names that `--add-output` takes; every other layer of the expansion is
-called `<node>/<operation>_<n>`.
+A runtime follows what the file says of its data, so the file is checked before a runtime opens it. The converter keeps
+in each ONNX node the FX node that it came from. A layer that yields the value of an FX node has the name of that node,
+which `--add-output` takes; every other layer of the expansion is called `<node>/<operation>_<n>`.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import operator
 import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from glassengine.backends.onnx.stored import read_graph
 from glassengine.backends.protocol.backend import Layer, Network, NetworkTensor
+from glassengine.errors import CorruptError
+from glassengine.program.onnx.stored.declared import check_settings
+from glassengine.program.onnx.stored.file import MAX_BYTES
 from glassengine.program.onnx.stored.session import start
+from glassengine.program.onnx.stored.tensors import check_tensors
+from glassengine.program.onnx.stored.texts import check_texts
 from glassengine.program.representation.program import Program
+from glassengine.reading.documents import damaged
+from glassengine.reading.files import open_regular, read_bytes
+
+if TYPE_CHECKING:
+    import onnx
+
 
 NODE_KEY = "glassengine.node"
 """Key of a layer's metadata: the FX node that it carries out, alone or in part."""
@@ -95,13 +106,7 @@ def _same_kind(one: Any, other: Any) -> bool:
 
 
 def list_network(path: Path, program: Program, runtime: str) -> Network:
-    """Return the layers of an ONNX file.
-
-    Args:
-        path: What `export_onnx` wrote.
-        program: What was converted.
-        runtime: What the file is given to.
-    """
+    """Return the layers of an ONNX file."""
     model = read_graph(path)
     # The layers of a file that was given to us as it is know nothing of nodes; their values do.
     values = program.onnx.values if program.onnx is not None else {}
@@ -112,10 +117,7 @@ def list_network(path: Path, program: Program, runtime: str) -> Network:
 def list_optimized(path: Path, program: Program, network: Network) -> Network | None:
     """Return the layers that ONNX Runtime makes of an ONNX file; None where its weights are too large to be copied.
 
-    Args:
-        path: What `export_onnx` wrote.
-        program: What was converted.
-        network: What `list_network` made of the file.
+    `network` is what `list_network` made of it.
     """
     import onnx
 
@@ -200,3 +202,42 @@ def _attribute(entry: Any) -> Any:
     if isinstance(value, (onnx.GraphProto, onnx.SparseTensorProto, onnx.TypeProto)):
         return f"<{type(value).__name__}>"
     return list(value)
+
+
+def check_graph(directory: Path, name: str) -> None:
+    """Check the graph of an engine before a runtime opens it.
+
+    Running needs no onnx. Without it every file beside the graph has to be a plain one, and that weights
+    lie in the same directory is what ONNX Runtime checks by itself.
+
+    Raises:
+        CorruptError: It is damaged, or something in the directory is not a plain file.
+    """
+    if importlib.util.find_spec("onnx") is not None:
+        read_graph(directory / name)
+        return
+    for path in sorted(directory.rglob("*")):
+        if path.is_symlink() or not path.is_dir():
+            open_regular(path, inside=directory).close()
+
+
+def read_graph(path: Path) -> onnx.ModelProto:
+    """Return the graph of an engine; weights that lie in other files are checked, and not read.
+
+    Raises:
+        CorruptError: It is damaged, or a weight lies outside of the engine.
+    """
+    import onnx
+
+    model = onnx.ModelProto()
+    raw = read_bytes(path, most=MAX_BYTES, inside=path.parent)
+    try:
+        model.ParseFromString(raw)
+    except Exception as error:  # of protobuf, which has no types and several implementations
+        raise damaged(path.name, path, error) from error
+    if not model.ir_version or not model.graph.output:
+        raise CorruptError(f"{path.name} is damaged", got=f"{path}: no graph with outputs")
+    check_texts(model, path)
+    check_settings(model, path)
+    check_tensors(model, path)
+    return model

@@ -28,6 +28,7 @@ Run = Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
 Weights = Mapping[str, torch.Tensor]
 GraphFunction = Callable[[list[Any]], Any]
 """Takes the inputs of a graph as a list, which it empties, and returns its outputs as a sequence."""
+_STANDARD = frozenset({"aten", "prim", "prims", "higher_order"})
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,17 @@ class CachingGraphs(Protocol):
         """Return its option for the directory of its products."""
 
 
+def taking_list(function: Callable[..., Any]) -> GraphFunction:
+    """Return a function of a list of inputs, which it empties before `function` runs on them."""
+
+    def run(arguments: list[Any]) -> Any:
+        values = tuple(arguments)
+        arguments.clear()
+        return function(*values)
+
+    return run
+
+
 def effective_options(backend: Backend, program: Program) -> dict[str, Any]:
     """Return the options of a back-end that are in effect; its capabilities where it tells no more."""
     if isinstance(backend, Describing):
@@ -260,9 +272,6 @@ class Backend(Protocol):
             directory: What `build` wrote.
             weights: Qualified name -> tensor where `keeps_weights` is false; must stay alive as long as the result.
         """
-
-
-_STANDARD = frozenset({"aten", "prim", "prims", "higher_order"})
 
 
 def is_custom(node: torch.fx.Node) -> bool:

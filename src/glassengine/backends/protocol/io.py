@@ -1,4 +1,11 @@
-"""The order of inputs and outputs of a built executable, written beside it."""
+"""Inputs and outputs of a built executable: their order, written beside it, and their device.
+
+A program is exported on the CPU, named and stored there: it is the same for every device. A back-end compiles a moved
+copy of it for a GPU. Caches of a session lie on the device; inputs of a step are brought there, and its results go to
+the device of the inputs, so that observers find them on the host.
+
+Nothing here was ever run on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +13,19 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from glassengine.backends.protocol.devices import device_of
+import torch
+
+from glassengine.backends.protocol.backend import Run
 from glassengine.program.representation.outputs import result_names
-from glassengine.program.representation.program import Program
+from glassengine.program.representation.program import Program, copied_graph, rebuilt
 from glassengine.reading.documents import damaged, read_document
 
 _FILE = "io.json"
 _MAX_BYTES = 16 << 20
+DEVICE = "device"
+"""Key of a program's metadata while it is built: what it is built for, "cpu" or "cuda"."""
 
 
 @dataclass(frozen=True)
@@ -50,3 +62,42 @@ def read_io(directory: Path) -> IOOrder:
     if unknown:
         raise damaged(_FILE, directory / _FILE, f"{unknown[0]!r} is not an input")
     return order
+
+
+def device_of(program: Program) -> str:
+    """Return what a program is being built for."""
+    return str(program.metadata.get(DEVICE, "cpu"))
+
+
+def exported_on(program: Program, device: str) -> Any:
+    """Return the exported program on `device`, constants and places in the graph included; `program` stays as it is."""
+    if device == "cpu":
+        return program.exported
+    from torch.export.passes import move_to_device_pass
+
+    exported = program.exported
+    copied = rebuilt(exported, copied_graph(exported.graph), exported.graph_signature.output_specs)
+    # The pass changes what it is given.
+    copied._state_dict = dict(exported.state_dict)
+    copied._constants = dict(exported.constants)
+    return move_to_device_pass(copied, device)
+
+
+def running_on(run: Run, device: str, caches: Mapping[str, str]) -> Run:
+    """Return a function that runs on `device` with tensors from anywhere.
+
+    `run` writes the caches in place, and wants everything on `device`.
+    """
+    if device == "cpu":
+        return run
+
+    def from_anywhere(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        here = next((t.device for name, t in inputs.items() if name not in caches), torch.device("cpu"))
+        there = {name: tensor.to(device) for name, tensor in inputs.items()}
+        results = run(there)
+        for name in caches:
+            if there[name] is not inputs[name]:
+                inputs[name].copy_(there[name])
+        return {name: tensor.to(here) for name, tensor in results.items()}
+
+    return from_anywhere

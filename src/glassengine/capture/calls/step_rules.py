@@ -1,4 +1,4 @@
-"""Which calls of modules count as steps: entry points, shape inference, recomputation; and the token ids of a step.
+"""Decides which module calls count as steps (entry points, shape inference, recomputation), and reads their token ids.
 
 Entry points are modules that are called by themselves: ahead of a forward (an encoder), or with what came out of one. A
 serving engine computes logits after the model's own forward, of some rows of its result. Whether a module does that is

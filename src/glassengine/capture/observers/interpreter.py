@@ -11,7 +11,7 @@ from torch.fx.node import map_arg
 
 from glassengine import spans
 from glassengine.errors import IncomparableError, UsageError
-from glassengine.program.parallel.ranks import is_collective, is_sum
+from glassengine.program.parallel.rewrite import is_collective, is_sum
 from glassengine.program.representation.naming import of_any_layout
 from glassengine.program.representation.program import Program
 

@@ -1,4 +1,4 @@
-"""What the observers of a model deliver of a forward: tensors of calls, taps, caches, gradients of activations."""
+"""Hooks modules and delivers the tensors of a forward: calls, taps, caches, gradients of activations."""
 
 from __future__ import annotations
 

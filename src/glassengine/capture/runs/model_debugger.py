@@ -38,10 +38,7 @@ _MAX_DEPTH = 16
 
 @contextlib.contextmanager
 def model_addition_debugger_context(
-    model: nn.Module,
-    debug_path: str | Path | None = None,
-    do_prune_layers: bool = True,
-    use_repr: bool = True,
+    model: nn.Module, debug_path: str | Path | None = None, do_prune_layers: bool = True, use_repr: bool = True
 ) -> Iterator[nn.Module]:
     """Write what goes into and comes out of every module of `model` to a pair of JSON files when the block ends.
 

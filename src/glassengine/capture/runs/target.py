@@ -21,10 +21,11 @@ from glassengine.capture.observers.module_hooks import ModuleHooks
 from glassengine.capture.runs.known_tokens import KnownTokens
 from glassengine.capture.runs.record import own_directory, record
 from glassengine.errors import UsageError
-from glassengine.program.inputs.given import load_inputs
-from glassengine.program.inputs.programs import stored_inputs
-from glassengine.program.loading.load import LoadedModel, load_model
-from glassengine.program.user_code.raised import forward_errors
+from glassengine.program.generation import LoadedModel
+from glassengine.program.inputs.modules import stored_inputs
+from glassengine.program.inputs.user_inputs import load_inputs
+from glassengine.program.loading.load import load_model
+from glassengine.program.user_code.calls import forward_errors
 from glassengine.recording.layout.description import Facts
 from glassengine.recording.layout.layout import LeftOut
 from glassengine.recording.write.policy import Policy, WhenBehind

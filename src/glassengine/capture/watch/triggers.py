@@ -1,4 +1,4 @@
-"""When a step of a watched run is worth its values: what its numbers say, and what comes from outside."""
+"""Decides when a step of a watched run is recorded with values: by its numbers, or by a request from outside."""
 
 from __future__ import annotations
 

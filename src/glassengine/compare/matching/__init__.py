@@ -1,1 +1,1 @@
-"""Which tensors of two records belong together: names, maps, layouts, and the elements that count."""
+"""Pairs the tensors of two records: names, maps, layouts, and the elements that count."""

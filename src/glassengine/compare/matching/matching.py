@@ -1,4 +1,4 @@
-"""Which tensor of the baseline is judged against which of the candidate: by a map, by name, by alias.
+"""Pairs tensors of the baseline with tensors of the candidate: by a map, by name, by alias.
 
 From strict to loose, and never by position; the method is kept with the pair. Tensors pair within one step and rank.
 """

@@ -1,4 +1,4 @@
-"""Which elements of recorded tensors count: rows of padding, which two sides may fill differently, do not.
+"""Excludes rows of padding from a comparison, since two sides may fill them differently.
 
 A recording says where its padding is by the attention mask that the model was given, or, where an engine made it, by
 the lengths of its prompts. Which dimension holds the tokens is known from the recording or from its size; where

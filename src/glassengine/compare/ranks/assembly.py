@@ -1,4 +1,4 @@
-"""What the parts of one tensor make, each where it belongs: copies of each other, shares of a sum or of a mean."""
+"""Assembles the parts of one tensor: slices in their places, equal copies, shares of a sum or of a mean."""
 
 from __future__ import annotations
 

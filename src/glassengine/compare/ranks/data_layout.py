@@ -1,4 +1,4 @@
-"""Which rows and positions of the inputs each process was given, derived from the inputs themselves.
+"""Derives the rows and positions of the inputs that each process was given, from the inputs themselves.
 
 The inputs of the model are exact copies of parts of the whole inputs: of consecutive rows, of every n-th one, or of the
 first and the last of what is left, as long sequences are dealt out so that all have as much to attend to.

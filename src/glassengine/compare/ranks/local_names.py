@@ -1,4 +1,4 @@
-"""What the processes of one run call their own parts of a model: renumbered modules, and results of stages.
+"""Maps the module names of one process to those of the whole model: renumbered modules, and results of stages.
 
 A stage of a pipeline, or a process with some of the experts, may count its modules from 0. Which of the whole they are
 is derived from the tensors, otherwise from the order of the ranks. What a stage itself gets and gives is

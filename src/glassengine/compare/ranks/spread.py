@@ -1,4 +1,4 @@
-"""Where the parts that several processes have of one tensor lie in the whole.
+"""Finds the layout of a tensor that several processes hold in parts.
 
 Of a regular mesh of processes each dimension cuts one dimension of the tensor, or repeats it. Which does what is not
 written anywhere: of the few ways that fit the shapes, the one is taken in which most parts agree with the counterpart,

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from glassengine.deferred import deferred
 
 if TYPE_CHECKING:
-    from glassengine.executable.snapshot.callback import register_hlo_snapshot_callback
+    from glassengine.executable.snapshot.policy import register_hlo_snapshot_callback
 
 __all__ = ["register_hlo_snapshot_callback"]
 
-_PUBLIC = {"register_hlo_snapshot_callback": "glassengine.executable.snapshot.callback"}
+_PUBLIC = {"register_hlo_snapshot_callback": "glassengine.executable.snapshot.policy"}
 __getattr__, __dir__ = deferred(__name__, _PUBLIC)

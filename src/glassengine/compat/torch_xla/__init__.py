@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from glassengine.deferred import deferred
+from glassengine.extensions import plugin
 
 if TYPE_CHECKING:
     from glassengine.compat.torch_xla import amp, core, debug, distributed, experimental, runtime, test, utils
@@ -48,6 +49,7 @@ __all__ = [
     "utils",
 ]
 
+plugin("lazy")  # one that is missing is said here, for every module below
 _HERE = "glassengine.compat.torch_xla"
 _FUNCTIONS = f"{_HERE}.torch_xla"
 _PUBLIC = {

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from glassengine import environment
-from glassengine.engine.prompts.files import as_rows, read_input_ids
-from glassengine.engine.prompts.prompts import pad_left
+from glassengine.engine.prompts.prompts import as_rows, pad_left, read_input_ids
 from glassengine.engine.prompts.tokenizing import encode
 from glassengine.engine.run.engine import Engine
 from glassengine.engine.run.load import load

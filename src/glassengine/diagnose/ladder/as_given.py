@@ -25,8 +25,8 @@ from glassengine.program import LoadedModel
 from glassengine.program.onnx.stored.options import SessionSettings
 from glassengine.program.onnx.stored.session import OnnxModel
 from glassengine.program.representation.signature import named_results
-from glassengine.program.user_code.mode import Draws, in_words, is_whole, that_matter
-from glassengine.program.user_code.module_state import holding, own_copies
+from glassengine.program.user_code.forward import RandomDraws, all_in_training, describe_training, influential_modes
+from glassengine.program.user_code.module_state import applied_state, own_copies
 from glassengine.results import Findings, ResultComparison
 
 _SAME_DB, _LOST_DB = 40.0, 20.0
@@ -95,7 +95,7 @@ class Modes:
     @property
     def differences(self) -> list[str]:
         """What differs, in words."""
-        return [in_words(who, names) for who, names in self.mattering.items()]
+        return [describe_training(who, names) for who, names in self.mattering.items()]
 
 
 def modes_of(models: Mapping[str, LoadedModel], call_of: Callable[[str], Mapping[str, Any]]) -> Modes:
@@ -108,7 +108,7 @@ def modes_of(models: Mapping[str, LoadedModel], call_of: Callable[[str], Mapping
     found = Modes()
     baseline, candidate = models["baseline"], models.get("candidate")
     is_alone = candidate is None or candidate.stored is not None  # a file has no mode
-    if all(is_whole(one.module, one.training) for one in models.values()) or (
+    if all(all_in_training(one.module, one.training) for one in models.values()) or (
         candidate is not None and baseline.training == candidate.training
     ):
         if baseline.training:
@@ -117,9 +117,9 @@ def modes_of(models: Mapping[str, LoadedModel], call_of: Callable[[str], Mapping
     for who, one in models.items():
         names: list[str] = []
         with contextlib.suppress(Exception):  # the forward raises again where it is judged, and is reported there
-            names = that_matter(one.module, one.training, call_of(who)) if one.training else []
+            names = influential_modes(one.module, one.training, call_of(who)) if one.training else []
         if names and is_alone:
-            found.notes.append(f"{in_words(who, names)}; compared in evaluation mode")
+            found.notes.append(f"{describe_training(who, names)}; compared in evaluation mode")
         elif names:
             found.mattering[who] = names
     return found
@@ -204,18 +204,18 @@ class _Calls:
 def _calls(side: Any, step: Mapping[str, Any], changed: Mapping[str, Any]) -> _Calls | None:
     """Return what calls give; None where one raises, or draws random numbers."""
     module: nn.Module = side.module
-    draws = Draws()  # type: ignore[no-untyped-call]
+    draws = RandomDraws()  # type: ignore[no-untyped-call]
 
     def called(given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         return named_results(module(**own_copies(_arguments(side.arguments, given))))
 
     with torch.no_grad(), torch.random.fork_rng(devices=[]), draws:
         try:
-            with holding(module, side.state):
+            with applied_state(module, side.state):
                 kept = called(step)
                 first = {name: value.detach().clone() for name, value in kept.items()}
                 second = called(changed)
-            with holding(module, side.state):
+            with applied_state(module, side.state):
                 alone = called(changed)
         except Exception:  # of a user's code, which may not take such inputs
             return None
@@ -259,7 +259,8 @@ def _signal(baseline: torch.Tensor, value: torch.Tensor | None) -> float:
 _LEAST = 1.0
 """In dB: less is the rounding of another order."""
 _PART = 6.0
-"""What the optimizations change is part of a difference if it is at most so many dB smaller than that."""
+"""Optimizations cause a difference if their own change is at most so many dB smaller; a quantized file that loses more
+by them than this is wrong: its grids then explain less than a quarter of the noise."""
 
 
 def as_run(baseline: LoadedModel, candidate: LoadedModel | None, settings: SessionSettings) -> None:
@@ -283,7 +284,7 @@ def with_level(found: Findings, model: LoadedModel, written: Sequence[ResultComp
         model: What was run.
         written: The same results of the graph as it is written, where they were compared.
     """
-    module, texts = model.module, []
+    module, texts, wrong = model.module, [], []
     if not isinstance(module, OnnxModel) or module.settings is None:
         return found
     known = {one.name: one.snr_db for one in written}
@@ -294,10 +295,14 @@ def with_level(found: Findings, model: LoadedModel, written: Sequence[ResultComp
         between = decibels(noise / signal)
         if before is not None and before - one.snr_db >= _LEAST:
             texts.append(f"cost {before - one.snr_db:.1f} dB of {one.name}: {before:.1f} dB without them")
+            if before - one.snr_db > _PART:
+                wrong.append(texts[-1])
         elif before is None and not one.agrees and between < one.snr_db + _PART:
             texts.append(f"change {one.name}: {between:.1f} dB from the graph as it is written")
     if not texts:
         return found
-    notes = [f"ONNX Runtime's optimizations at level {module.settings.level!r} {text}" for text in dict.fromkeys(texts)]
+    said = f"ONNX Runtime's optimizations at level {module.settings.level!r} "
+    notes = [said + text for text in dict.fromkeys(texts)]
+    found.differences = [*found.differences, *(said + text for text in dict.fromkeys(wrong))]
     found.notes, found.explanation = [*notes, *found.notes], notes[0]
     return found

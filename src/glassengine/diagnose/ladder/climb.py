@@ -1,4 +1,4 @@
-"""What a check has climbed so far: its sides, its pairs, and what of them can be observed."""
+"""State of a check: its sides, its pairs, and the tensors of them that can be observed."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from glassengine.judge.verdict.score import Score
 from glassengine.numerics.kernels import UNMEASURED, Kernels
 from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
 from glassengine.program import LoadedModel, Program
-from glassengine.program.representation.derived import From
-from glassengine.program.representation.outputs import OutputPlan, plan_outputs
+from glassengine.program.representation.outputs import From, OutputPlan, plan_outputs
 from glassengine.results import Skipped, WeightsComparison
 
 BYTE_BUDGET = 1 << 30

@@ -29,8 +29,7 @@ from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.numerics.exemptions import together
 from glassengine.program import LoadedModel, export_programs
-from glassengine.program.generation.generation import CAUSAL, PLAIN, RECURRENT, Generation
-from glassengine.program.generation.kinds import ENCODER_DECODER, IMAGE_TEXT
+from glassengine.program.generation import CAUSAL, ENCODER_DECODER, IMAGE_TEXT, PLAIN, RECURRENT, Generation
 from glassengine.program.kinds.encoder_decoder import SOURCE_MASK, Encoder, start_token, takes_mask
 from glassengine.program.kinds.example_inputs import encoder_inputs
 from glassengine.program.kinds.image_text import (

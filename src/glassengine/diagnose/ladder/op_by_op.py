@@ -16,7 +16,7 @@ from torch.fx import Interpreter, Node
 
 from glassengine.backends.registry import choose_graph_backend
 from glassengine.errors import UsageError
-from glassengine.frontends.eager_ops import OpRunner, op_runner
+from glassengine.frontends.eager_debug import OpRunner, op_runner
 from glassengine.judge.graphs.by_name import SitePair
 from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.program import ProgramSide

@@ -26,7 +26,7 @@ from glassengine.diagnose.ladder.op_by_op import op_by_op
 from glassengine.engine.build.build import build_program
 from glassengine.engine.ranks.member import mesh_of, part_of
 from glassengine.engine.run.engine import Engine
-from glassengine.engine.run.parallel import ParallelEngine
+from glassengine.engine.run.load import ParallelEngine
 from glassengine.engine.store import files
 from glassengine.errors import GlassError, IncomparableError, UsageError
 from glassengine.judge.cases import Case, Inputs, causal_cases, module_cases
@@ -41,9 +41,9 @@ from glassengine.judge.sides.protocol import Arranged, Guarantee, Place
 from glassengine.judge.sides.ranks import RanksSide
 from glassengine.judge.verdict.score import Score
 from glassengine.program import LoadedModel, Program, export_program, load_inputs, made_up_inputs
-from glassengine.program.kinds.steps import MadeUp
+from glassengine.program.kinds.example_inputs import MadeUp
 from glassengine.program.parallel.placements import Mesh, Shard
-from glassengine.program.parallel.ranks import lay_out
+from glassengine.program.parallel.rewrite import lay_out
 from glassengine.program.representation.passes import apply_pass
 from glassengine.program.representation.stored import load_program
 from glassengine.progress import Progress, Work

@@ -19,9 +19,9 @@ from torch import nn
 from glassengine.errors import IncomparableError, UsageError
 from glassengine.judge.sides.arguments import Arguments, matched
 from glassengine.program import LoadedModel, Program, export_program
-from glassengine.program.kinds.steps import MadeUp
-from glassengine.program.user_code.module_state import ModuleState, remembers, states_before
-from glassengine.program.user_code.specialized import SPECIALIZED
+from glassengine.program.kinds.example_inputs import MadeUp
+from glassengine.program.user_code.module_state import ModuleState, changes_state, states_before
+from glassengine.program.user_code.tracing import SPECIALIZED
 from glassengine.progress import Progress, Work
 from glassengine.results import Findings, Result, Skipped, SliceMaxima
 
@@ -201,5 +201,5 @@ def _remembers(model: LoadedModel, step: Step) -> bool:
     if model.stored is not None or isinstance(module, PreTrainedModel):
         return False
     with contextlib.suppress(Exception):  # errors are raised where it is exported
-        return remembers(module, step)
+        return changes_state(module, step)
     return False

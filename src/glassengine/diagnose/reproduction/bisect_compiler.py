@@ -1,4 +1,4 @@
-"""Which part of a compiler breaks a graph, and the smallest piece of the graph that it breaks.
+"""Finds the part of a compiler that breaks a graph, and the smallest piece of the graph that it breaks.
 
 The graph is cut down to the smallest piece that fails in the same way (see `cut_graph`); then, for Inductor, torch's
 CompilerBisector switches off parts of the compiler on that piece until it works.
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from glassengine import starting
-from glassengine.backends.inductor.compiler_flags import read_flags
+from glassengine.backends.inductor.settings import read_flags
 from glassengine.backends.protocol.backend import Backend
 from glassengine.errors import GlassError, UsageError
 from glassengine.executable.graph.graph import CapturedGraph, InputSpec, input_spec

@@ -1,4 +1,4 @@
-"""What was found about a training run, and the answer that follows from it."""
+"""Findings about a training run, and the result concluded from them."""
 
 from __future__ import annotations
 

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from glassengine.diagnose.training.gradient_graph import Loss, state_of
 from glassengine.errors import UsageError
 from glassengine.program import load_inputs, load_model
-from glassengine.program.user_code.factory import load_function
+from glassengine.program.user_code.calls import load_function, raised_by
 from glassengine.program.user_code.module_state import own_copies
-from glassengine.program.user_code.raised import raised_by
 
 OptimizerFactory = Callable[[nn.Module], Any]
 """Makes the optimizer of a module, or (optimizer, scheduler of its learning rate)."""

@@ -1,4 +1,4 @@
-"""What is wrong in an update, by trying: the baseline's optimizer with one mistake makes what the candidate's made."""
+"""Names the mistake in an update by trial: the baseline's optimizer with one mistake reproduces the candidate's."""
 
 from __future__ import annotations
 

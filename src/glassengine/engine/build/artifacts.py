@@ -26,10 +26,16 @@ from typing import Any
 
 from glassengine import environment
 from glassengine.backends.protocol.backend import Backend, describe_network, effective_options, program_network
-from glassengine.engine.store.checked_files import hash_file
+from glassengine.engine.store.files import hash_file
 from glassengine.errors import UsageError
-from glassengine.program.listing.artifacts import FORMAT, MANIFEST, SCHEMA_VERSION, read_manifest
-from glassengine.program.listing.difference import diff_graphs, diff_text
+from glassengine.program.listing.artifacts import (
+    FORMAT,
+    MANIFEST,
+    SCHEMA_VERSION,
+    diff_graphs,
+    diff_text,
+    read_manifest,
+)
 from glassengine.program.listing.listing import NodeLine, Stage, graph_json, graph_text, list_nodes
 from glassengine.program.listing.python_source import module_source
 from glassengine.program.onnx.operators.function import OnnxVerifier

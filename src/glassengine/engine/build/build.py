@@ -8,47 +8,78 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import re
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 from torch import nn
 
 from glassengine import environment
 from glassengine.backends.protocol.backend import TakingModels
-from glassengine.backends.registry import choose_backend, choose_device, find_backend
-from glassengine.engine.build.agreement import require_agreement
+from glassengine.backends.registry import choose_backend, choose_device
 from glassengine.engine.build.artifacts import ArtifactWriter
-from glassengine.engine.build.describe import Settings, about_build
-from glassengine.engine.build.limits import DEFAULT_MAX_SEQ_LEN, check_dtype, check_sizes, check_written
-from glassengine.engine.build.options import BuildOptions, Inputs, Model
-from glassengine.engine.build.plan import BuildPlan, plan_build
+from glassengine.engine.build.checks import (
+    DEFAULT_MAX_SEQ_LEN,
+    check_dtype,
+    check_sizes,
+    check_written,
+    require_agreement,
+)
+from glassengine.engine.build.plan import BuildPlan, Settings, plan_build
 from glassengine.engine.build.ranks import check_mesh, mesh_for, write_ranks
-from glassengine.engine.build.write import write_engine
+from glassengine.engine.build.write import about_build, write_engine
 from glassengine.engine.run.engine import Engine
 from glassengine.engine.run.load import load
 from glassengine.engine.store import files
 from glassengine.engine.store.recorded_model import directory_to_record
 from glassengine.errors import UsageError
 from glassengine.program import LoadedModel, Program, export_programs, load_inputs, load_model, made_up_inputs
-from glassengine.program.export.examples import named_inputs
-from glassengine.program.generation.generation import PLAIN
-from glassengine.program.inputs.given import in_order
+from glassengine.program.generation import PLAIN
+from glassengine.program.inputs.user_inputs import in_order
 from glassengine.program.kinds.causal_lm import is_pretrained
 from glassengine.program.kinds.image_text import WITHOUT_IMAGES
 from glassengine.program.onnx.stored.file import is_onnx
 from glassengine.program.parallel.placements import Mesh
-from glassengine.program.user_code.written_modules import forward_parameters
+from glassengine.program.representation.signature import named_inputs
+from glassengine.program.user_code.forward import forward_parameters
 from glassengine.progress import Progress, Work, silent
 from glassengine.sites import patterns_of
 from glassengine.stores.places import Remote, place
 from glassengine.writing.files import remove_tree
 
 logger = logging.getLogger("glassengine")
+
+Model = str | Path | nn.Module
+Inputs = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+
+
+class BuildOptions(TypedDict, total=False):
+    """What `build` takes whether it builds or plans."""
+
+    backend: str | None
+    device: str | None
+    quantize: str | None
+    dtype: str
+    add_output: Sequence[str]
+    inputs: Inputs | None
+    passes: Sequence[str]
+    max_batch_size: int
+    max_seq_len: int | None
+    overwrite: bool
+    attn_implementation: str | None
+    trust_remote_code: bool
+    revision: str | None
+    adapter: str | Path | None
+    byte_budget: int | None
+    artifacts: str | Path | None
+    tensor_parallel: int
+    pipeline_parallel: int
+    progress: Progress
 
 
 @overload
@@ -185,9 +216,7 @@ def build(
         logger.warning("%s", note)
     if where is not None and target is not None and where.absolute().is_relative_to(target.absolute()):
         raise UsageError(
-            "artifacts cannot be inside of the engine",
-            got=str(where),
-            hint="another directory: --artifacts DIR",
+            "artifacts cannot be inside of the engine", got=str(where), hint="another directory: --artifacts DIR"
         )
     writer = encoder_writer = None
     with contextlib.ExitStack() as writing:
@@ -208,23 +237,30 @@ def build(
         )
         encoder = encoders[0] if encoders else None
         if program.generates and (reason := loaded.metadata.get(WITHOUT_IMAGES)):
-            settings = _without_images(settings, reason)
+            note = f"the engine generates from text alone: {reason}"
+            logger.warning("%s", note)
+            model_facts = {**settings.model, WITHOUT_IMAGES: reason}
+            settings = dataclasses.replace(settings, model=model_facts, notes=(*settings.notes, note))
         if dry_run:
             return plan_build(program, target or Path(tempfile.gettempdir()), settings, encoder=encoder)
         if program.generates and encoder is None and loaded.stored is None and not passes:
             require_agreement(loaded, program, settings.max_seq_len)
-        more: dict[str, Any] = {
-            "encoder": encoder,
-            "encoder_artifacts": encoder_writer,
-            "progress": progress,
-            "mesh": mesh,
-        }
+        made = functools.partial(
+            _build,
+            program,
+            settings=settings,
+            model=loaded,
+            artifacts=writer,
+            encoder=encoder,
+            encoder_artifacts=encoder_writer,
+            progress=progress,
+            mesh=mesh,
+        )
         if target is not None:
-            return _build(program, target, settings, loaded, writer, **more)
+            return made(target)
         temporary = Path(tempfile.mkdtemp(prefix="glassengine-"))
         try:
-            where = temporary / type(loaded.module).__name__
-            engine = _build(program, where, settings, loaded, writer, **more)
+            engine = made(temporary / type(loaded.module).__name__)
         except BaseException:
             remove_tree(temporary)
             raise
@@ -308,22 +344,14 @@ def _build(
             (aside / files.ENCODER).mkdir()
             name = f"{target.name}/{files.ENCODER}"
             write_engine(encoder, aside / files.ENCODER, name, alone, None, encoder_artifacts, progress=progress)
-        more: dict[str, Any] = {"has_encoder": encoder is not None, "progress": progress}
         if mesh is None:
-            write_engine(program, aside, target.name, settings, model, artifacts, **more)
+            has_encoder = encoder is not None
+            write_engine(
+                program, aside, target.name, settings, model, artifacts, has_encoder=has_encoder, progress=progress
+            )
         else:
-            backend = find_backend(settings.backend or "")
-            write_ranks(program, aside, target.name, settings, model, backend, mesh, progress=progress)
+            write_ranks(program, aside, target.name, settings, model, mesh, progress=progress)
         made = aside.stat().st_ino
     if isinstance(target, Remote):
         return load(target, trust=True)
-    return files.unless_replaced(target, made, lambda: load(target, trust=True))
-
-
-def _without_images(settings: Settings, reason: str) -> Settings:
-    """Say that an engine takes no images though its model does."""
-    note = f"the engine generates from text alone: {reason}"
-    logger.warning("%s", note)
-    return dataclasses.replace(
-        settings, model={**settings.model, WITHOUT_IMAGES: reason}, notes=(*settings.notes, note)
-    )
+    return files.load_unless_replaced(target, made, lambda: load(target, trust=True))

@@ -8,22 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from glassengine.backends.protocol.backend import Backend
-from glassengine.engine.build.describe import Settings, describe_engine
-from glassengine.engine.build.plan import planned_outputs
-from glassengine.engine.build.write import write_engine
-from glassengine.engine.ranks.member import as_if_joined, part_of
-from glassengine.engine.store import files
-from glassengine.engine.store.manifest import AddedOutput, CutWeight, write_manifest
+from glassengine.backends.registry import choose_backend
+from glassengine.engine.build.plan import Settings, planned_outputs
+from glassengine.engine.build.write import write_description, write_engine
+from glassengine.engine.ranks.member import part_of, placeholder_group
+from glassengine.engine.store.manifest import AddedOutput, CutWeight
 from glassengine.errors import UsageError
 from glassengine.program import LoadedModel, Program
 from glassengine.program.parallel.placements import Mesh
 from glassengine.program.parallel.plan import Plan, plan_ranks
-from glassengine.program.parallel.ranks import weight_placements
-from glassengine.program.parallel.rewrite import program_of
+from glassengine.program.parallel.rewrite import program_of, weight_placements
 from glassengine.program.parallel.stages import cut_stages, require_layers
-from glassengine.program.representation.program import copied_graph, rebuilt
+from glassengine.program.representation.program import copied_graph, rebuilt, without_dead_weights
 from glassengine.program.representation.stored import save_program
-from glassengine.program.user_code.prune import without_dead_weights
 from glassengine.progress import Progress, Work, silent
 
 
@@ -42,11 +39,7 @@ def mesh_for(tensor: int, pipeline: int) -> Mesh | None:
 def check_mesh(mesh: Mesh, model: LoadedModel, backend: Backend, unlike: Sequence[tuple[str, Any]]) -> None:
     """Refuse what cannot be shared among ranks, before anything is exported.
 
-    Args:
-        mesh: The ranks.
-        model: The model.
-        backend: What builds the parts.
-        unlike: (flag, value) of what was asked for, and engines of several ranks do not have.
+    `unlike` has (flag, value) of what engines of several ranks do not have.
 
     Raises:
         UsageError: Says why.
@@ -119,8 +112,7 @@ def _named_once(program: Program) -> Program:
 def _outputs_of(part: Program, added: Sequence[AddedOutput]) -> tuple[str, ...]:
     """Return the debug outputs of a build that one rank has, as they are asked for."""
     own = [entry for entry in added if part.sites.get(entry.site) is not None]
-    casts = [f":{entry.dtype}" if entry.cast is not None else "" for entry in own]
-    return tuple(f"{entry.site}{cast}" for entry, cast in zip(own, casts, strict=True))
+    return tuple(entry.site if entry.cast is None else f"{entry.site}:{entry.cast}" for entry in own)
 
 
 def write_ranks(
@@ -129,28 +121,18 @@ def write_ranks(
     name: str,
     settings: Settings,
     model: LoadedModel | None,
-    backend: Backend,
     mesh: Mesh,
     *,
     progress: Progress = silent,
 ) -> None:
     """Compile the part of every rank and write the engine around them.
 
-    Args:
-        program: Of one process, with weights.
-        directory: Empty.
-        name: Of the engine.
-        settings: What was asked for.
-        model: Where configuration, tokenizer and plan come from.
-        backend: What builds the parts.
-        mesh: The ranks.
-        progress: Called with an event when a stage begins.
-
     Raises:
         UsageError: The model cannot be shared so.
         BackendError: The back-end failed.
     """
     program = _named_once(program)
+    backend, _ = choose_backend(settings.backend)
     plan = plan_of(program, model, mesh)
     _, added, left_out = planned_outputs(program, settings)
     alone = dataclasses.replace(settings, implicit_outputs=False, passes=(), reloadable=False, notes=())
@@ -159,28 +141,23 @@ def write_ranks(
         progress(Work.COMPILING.says(f"rank {rank} of {mesh.size}", rank, mesh.size))
         where = part_of(directory, rank)
         where.mkdir()
-        with as_if_joined(mesh, rank):
+        with placeholder_group(mesh, rank):
             write_engine(part, where, f"{name}/{where.name}", alone, None, progress=silent)
     progress(Work.WRITING.says(f"writing {name}"))
     save_program(program, directory)
-    tokenizer = False
-    if model is not None:
-        revision = settings.model.get("revision")
-        tokenizer = files.copy_model_files(model.module, model.directory, revision, directory)
     notes = settings.notes if plan is None else (*settings.notes, *plan.notes)
-    manifest = describe_engine(
+    cuts = {} if plan is None else weight_placements(program, plan.layout)
+    write_description(
         program,
         backend,
         directory,
-        name=name,
-        settings=dataclasses.replace(settings, notes=notes),
-        added=(),
+        name,
+        dataclasses.replace(settings, notes=notes),
+        model,
+        added_outputs=(),
         left_out=left_out,
         weights="all",
         shares_weights=False,
-        tokenizer=tokenizer,
-        has_encoder=False,
+        mesh=dataclasses.asdict(mesh),
+        placements={weight: CutWeight(cut.axis, cut.blocks) for weight, cut in cuts.items()},
     )
-    cuts = {} if plan is None else weight_placements(program, plan.layout)
-    placements = {weight: CutWeight(cut.axis, cut.blocks) for weight, cut in cuts.items()}
-    write_manifest(dataclasses.replace(manifest, mesh=dataclasses.asdict(mesh), placements=placements), directory)

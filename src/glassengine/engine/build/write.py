@@ -1,27 +1,32 @@
-"""Write an engine into a directory: outputs added, compiled, with its weights, names and manifest."""
+"""Writes an engine into a directory: outputs added, compiled, with its weights, names and manifest."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import platform
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from glassengine.backends.protocol.backend import LARGEST, TakingModels
-from glassengine.backends.protocol.devices import DEVICE
+from glassengine import environment
+from glassengine.backends.protocol.backend import LARGEST, Backend, TakingModels
+from glassengine.backends.protocol.io import DEVICE
 from glassengine.backends.registry import choose_backend
 from glassengine.engine.build.artifacts import ArtifactWriter
-from glassengine.engine.build.describe import Settings, describe_engine
-from glassengine.engine.build.plan import planned_outputs
+from glassengine.engine.build.plan import Settings, planned_outputs
 from glassengine.engine.store import files
-from glassengine.engine.store.manifest import write_manifest
+from glassengine.engine.store.files import list_files
+from glassengine.engine.store.manifest import Manifest, TensorEntry, instruction_flags, write_manifest
 from glassengine.executable.graph.graph import captured_program
 from glassengine.executable.run.executable import compile_executable
 from glassengine.program import LoadedModel, Program
 from glassengine.program.listing.listing import stage_of
 from glassengine.program.representation.outputs import add_outputs
+from glassengine.program.representation.program import FIXED_INPUTS, GRAPH_LEVEL, SMALLEST
 from glassengine.program.representation.stored import save_program
 from glassengine.progress import Progress, Work, silent
 
@@ -41,15 +46,7 @@ def write_engine(
 ) -> None:
     """Compile a program and write everything that an engine consists of.
 
-    Args:
-        program: With weights.
-        directory: Empty, or with the engine of an encoder in it.
-        name: Of the engine.
-        settings: What was asked for.
-        model: Where configuration and tokenizer come from.
-        artifacts: Where the stages of the build are written to.
-        has_encoder: Whether the engine of an encoder lies in `directory`.
-        progress: Called with an event when a stage begins.
+    `directory` is empty, or holds the engine of an encoder.
 
     Raises:
         UsageError: An output that was asked for does not exist.
@@ -83,21 +80,24 @@ def write_engine(
     progress(Work.WRITING.says(f"writing {name}"))
     # The executable of an ONNX file is that file again, with its weights.
     write_all = not (backend.keeps_weights(program) and (settings.reloadable or program.onnx is not None))
-    has_tokenizer = _write_files(program, directory, model, settings, write_all=write_all)
-    manifest = describe_engine(
+    save_program(program, directory)
+    # Constants that tracing lifted out of the code are in no checkpoint.
+    weights = {**(program.exported.state_dict if write_all else {}), **program.exported.constants}
+    tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
+    files.save_weights(tensors, directory / files.WEIGHTS)
+    write_description(
         program,
         backend,
         directory,
-        name=name,
-        settings=settings,
-        added=added,
+        name,
+        settings,
+        model,
+        added_outputs=added,
         left_out=left_out,
         weights="all" if write_all else "constants",
         shares_weights=not backend.keeps_weights(executed),
-        tokenizer=has_tokenizer,
         has_encoder=has_encoder,
     )
-    write_manifest(manifest, directory)
 
 
 def _options(settings: Settings) -> dict[str, Any]:
@@ -106,16 +106,101 @@ def _options(settings: Settings) -> dict[str, Any]:
     return {"add_output": list(settings.add_output), **{name: getattr(settings, name) for name in names}}
 
 
-def _write_files(
-    program: Program, directory: Path, model: LoadedModel | None, settings: Settings, *, write_all: bool
-) -> bool:
-    """Write program, weights, configuration and tokenizer; return whether there is a tokenizer."""
-    save_program(program, directory)
-    exported = program.exported
-    # Constants that tracing lifted out of the code are in no checkpoint.
-    weights = {**(exported.state_dict if write_all else {}), **exported.constants}
-    tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
-    files.save_weights(tensors, directory / files.WEIGHTS)
-    if model is None:
-        return False
-    return files.copy_model_files(model.module, model.directory, settings.model.get("revision"), directory)
+def write_description(
+    program: Program,
+    backend: Backend,
+    directory: Path,
+    name: str,
+    settings: Settings,
+    model: LoadedModel | None,
+    **facts: Any,
+) -> None:
+    """Write configuration and tokenizer of the model, and the manifest of all that lies in `directory` by then.
+
+    `facts` are the fields of `Manifest` that nothing else tells.
+    """
+    tokenizer = False
+    if model is not None:
+        revision = settings.model.get("revision")
+        tokenizer = files.copy_model_files(model.module, model.directory, revision, directory)
+    is_causal_lm = program.layout is not None
+    versions = environment.versions()
+    manifest = Manifest(
+        name=name,
+        glassengine=str(versions["glassengine"]),
+        backend=backend.name,
+        kv=backend.capabilities.kv,
+        portable=backend.capabilities.portable,
+        requires={package: version for package in ("torch", backend.name) if (version := versions.get(package))},
+        versions=versions,
+        machine=platform.machine(),
+        cpu=environment.cpu_name(),
+        cpu_flags=instruction_flags(),
+        kind=program.kind,
+        dtype=str(program.metadata.get("dtype")),
+        graph_level=GRAPH_LEVEL,
+        max_batch_size=settings.max_batch_size if is_causal_lm else None,
+        max_seq_len=settings.max_seq_len if is_causal_lm else None,
+        vocab_size=_vocab_size(program),
+        kv_layout=program.layout.layers if program.layout is not None else (),
+        caches=program.caches,
+        inputs=tuple(TensorEntry(port.name, port.node, port.dtype, port.shape) for port in program.inputs),
+        outputs=_results(program),
+        ranges={} if is_causal_lm else _ranges(program),
+        fixed_inputs=dict(program.metadata.get(FIXED_INPUTS, {})),
+        passes=tuple(settings.passes),
+        model=dict(settings.model),
+        tokenizer=tokenizer,
+        files=list_files(directory),
+        command_line=tuple(environment.without_secrets(sys.argv)),
+        git=environment.git_revision(Path.cwd()),
+        notes=settings.notes,
+        device=settings.device,
+        quantize=settings.quantize or "",
+        **facts,
+    )
+    write_manifest(manifest, directory)
+
+
+def _vocab_size(program: Program) -> int | None:
+    if program.layout is None:
+        return None
+    size = program.sites.by_node[program.output_nodes["logits"]][0].shape[-1]
+    return size if isinstance(size, int) else None
+
+
+def _results(program: Program) -> tuple[TensorEntry, ...]:
+    entries = []
+    for name, node in program.output_nodes.items():
+        value = program.node(node).meta["val"]
+        sites = program.sites.by_node.get(node)
+        shape = sites[0].shape if sites else tuple(s if isinstance(s, int) else str(s) for s in value.shape)
+        entries.append(TensorEntry(name, node, str(value.dtype).removeprefix("torch."), shape))
+    return tuple(entries)
+
+
+def _ranges(program: Program) -> dict[str, tuple[int, int | None]]:
+    """Ranges of the dynamic sizes of a plain module."""
+    # The tracer knows more symbols: values that the graph reads from tensors, which may have no bounds at all.
+    sizes = {size for port in program.inputs for size in port.shape if isinstance(size, str)}
+    limit = sys.maxsize // 2
+    smallest = program.metadata.get(SMALLEST, {})
+    found = {}
+    for symbol, bounds in program.exported.range_constraints.items():
+        if str(symbol) in sizes:
+            upper = bounds.upper
+            lower = smallest.get(str(symbol), int(bounds.lower))
+            found[str(symbol)] = (lower, int(upper) if upper.is_finite and upper < limit else None)
+    return found
+
+
+def about_build(model: LoadedModel, backend: Backend, passes: Sequence[str]) -> dict[str, Any]:
+    """What the manifest of the artifacts says of a build before it has begun."""
+    return {
+        "model": model.spec,
+        "fingerprint": model.metadata.get("fingerprint"),
+        "kind": model.kind,
+        "dtype": model.dtype,
+        "backend": backend.name,
+        "passes": list(passes),
+    }

@@ -8,14 +8,14 @@ slow; how much a decoder can make of a token is bounded before it is used.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from glassengine.engine.prompts.templates import MOST_BYTES, MOST_MEMORY, MOST_SECONDS, bounded
 from glassengine.errors import CorruptError, UsageError
-from glassengine.program.loading import adapter_patterns
 from glassengine.reading.documents import parsed
 from glassengine.reading.files import shown
+from glassengine.reading.patterns import num_repeats
 
 # Of the text: a token of one byte takes 200 bytes here and there, and up to 20 as it is sent.
 _MEMORY_PER_BYTE = 512
@@ -25,6 +25,7 @@ _MOST_ITEMS = 1 << 30
 _MOST_GROWTH = 1024
 _MOST_DECODERS = 1000
 _MOST_REPEATS = 3
+TextCallback = Callable[[str], None]
 
 
 def encode(tokenizer: Any, prompts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
@@ -112,8 +113,34 @@ def _growth(pattern: dict[str, str], content: str, where: str) -> int:
     text = pattern.get("String")
     if text:
         return max(1, -(-len(content) // len(text)))
-    num_repeats = adapter_patterns.num_repeats(pattern.get("Regex", ""))
-    if num_repeats is None or num_repeats > _MOST_REPEATS:
+    repeats = num_repeats(pattern.get("Regex", ""))
+    if repeats is None or repeats > _MOST_REPEATS:
         got = f"{shown(where)}: {shown(pattern.get('Regex', ''))[:400]}"
         raise CorruptError("a pattern of the tokenizer's decoder may never finish", got=got)
     return len(content) + 1  # of nothing, between all characters
+
+
+class TextStream:
+    """Turns tokens into pieces of text that never have to be taken back."""
+
+    def __init__(self, tokenizer: Any, on_text: TextCallback) -> None:
+        self._tokenizer, self._on_text = tokenizer, on_text
+        self._sent = ""
+
+    def put(self, tokens: Sequence[int]) -> None:
+        """Send what is certain of all tokens so far: an unfinished character or trailing space may still change."""
+        text = self._text(tokens)
+        if not text.endswith("\ufffd"):
+            self._send(text.rstrip(" "))
+
+    def end(self, tokens: Sequence[int]) -> None:
+        """Send the rest."""
+        self._send(self._text(tokens))
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return decode(self._tokenizer, tokens)
+
+    def _send(self, text: str) -> None:
+        if len(text) > len(self._sent) and text.startswith(self._sent):
+            self._on_text(text[len(self._sent) :])
+            self._sent = text

@@ -1,15 +1,18 @@
 """The ranks of an engine as processes on this machine: started, asked for steps, and ended together.
 
 They are given everything through a connection that closes when this process ends, however it ends; then they end, too.
-They do not hear Ctrl-C of the terminal themselves. When one of them fails, all are ended, and the error names it.
+A message is a JSON document, and tensors as safetensors. Ranks do not hear Ctrl-C of the terminal themselves. When one
+of them fails, all are ended, and the error names it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import select
 import shutil
 import socket
+import struct
 import subprocess
 import tempfile
 import time
@@ -19,9 +22,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 
 from glassengine import environment, starting
-from glassengine.engine.ranks.messages import receive, send
 from glassengine.errors import BackendError, GlassError
 from glassengine.program.parallel.placements import Mesh
 from glassengine.reading.files import open_regular, printable
@@ -30,15 +34,16 @@ from glassengine.stores.places import place
 _GRACE_S = 2.0
 _MOST_WORDS = 2000
 MODULE = "glassengine.engine.run.rank"
+Message = tuple[dict[str, Any], dict[str, torch.Tensor]]
+"""A JSON document, and tensors."""
+_HEAD = struct.Struct("<QQ")
+_MOST_JSON, _MOST_DATA = 1 << 20, 1 << 40
+# Memory is taken as bytes come, not as a message says: twice of it at most, and this.
+_PIECE = 1 << 20
 
 
 class Children:
     """The ranks of an engine, each a process.
-
-    Args:
-        directory: Of the engine.
-        mesh: Its ranks.
-        trust: As in `load`.
 
     Raises:
         BackendError: A rank could not start; names it.
@@ -67,13 +72,11 @@ class Children:
                     )
                 )
         meeting = str(self._folder / "meeting")
-        self._ask({"do": "join", "directory": str(directory.absolute()), "trust": trust, "rendezvous": meeting})
-        self._answers(range(mesh.size))
+        self._call("join", directory=str(directory.absolute()), trust=trust, rendezvous=meeting)
 
     def open(self, batch_size: int, length: int) -> int:
         """Begin a session; return its number."""
-        self._ask({"do": "open", "batch_size": batch_size, "length": length})
-        document, _ = self._answers([0])[0]
+        document, _ = self._call("open", of_first=True, batch_size=batch_size, length=length)
         return int(document["number"])
 
     def record(self, number: int, path: str, rows: Sequence[Sequence[int]], overwrite: bool) -> None:
@@ -82,24 +85,19 @@ class Children:
         Raises:
             BackendError: A rank cannot; names it.
         """
-        rows = [list(row) for row in rows]
         path = str(place(path).absolute())
-        self._ask({"do": "record", "number": number, "path": path, "rows": rows, "overwrite": overwrite})
-        self._answers(range(self.mesh.size))
+        self._call("record", number=number, path=path, rows=[list(row) for row in rows], overwrite=overwrite)
 
     def end_step(
         self, number: int, step: int, tokens: Sequence[Sequence[int]], given: Mapping[str, torch.Tensor]
     ) -> None:
         """Have all ranks record what they made since the last step; see `Member.end_step`."""
-        rows = [list(row) for row in tokens]
-        self._ask({"do": "end_step", "number": number, "step": step, "tokens": rows}, given)
-        self._answers(range(self.mesh.size))
+        self._call("end_step", given, number=number, step=step, tokens=[list(row) for row in tokens])
 
     def end_record(self, number: int, failed: str | None) -> None:
         """End the recordings of a session; nothing where the ranks have ended already."""
         if not self._ended and self.stop.alive:
-            self._ask({"do": "end_record", "number": number, "failed": failed})
-            self._answers(range(self.mesh.size))
+            self._call("end_record", number=number, failed=failed)
 
     def close(self, number: int) -> None:
         """End a session; nothing where the ranks have ended already."""
@@ -115,26 +113,26 @@ class Children:
             BackendError: A rank failed; names it.
         """
         try:
-            self._ask({"do": "step", "number": number}, inputs)
-            return self._answers([0])[0][1]
+            return self._call("step", inputs, of_first=True, number=number)[1]
         except BaseException:
             # Ranks in the middle of a step would answer the next question with this one's answer.
             self._ended = True
             self.stop()
             raise
 
-    def _ask(self, document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+    def _call(
+        self, do: str, tensors: Mapping[str, torch.Tensor] | None = None, *, of_first: bool = False, **arguments: Any
+    ) -> Message:
+        """Let all ranks do something; return the answer of the first one, once it or all of them have answered."""
         if self._ended:
             raise BackendError("the ranks of this engine have ended", hint="load it again")
         for rank, connection in enumerate(self._connections):
             try:
-                send(connection, document, tensors)
+                send(connection, {"do": do, **arguments}, tensors)
             except OSError:
                 self._fail(rank, None)
-
-    def _answers(self, ranks: Any) -> dict[int, tuple[dict[str, Any], dict[str, torch.Tensor]]]:
-        """Wait for these ranks, listening to all."""
-        waiting, found = set(ranks), {}
+        waiting: set[int] = {0} if of_first else set(range(self.mesh.size))
+        found: dict[int, Message] = {}
         while waiting:
             ready, _, _ = select.select(self._connections, [], [])
             for connection in ready:
@@ -147,7 +145,7 @@ class Children:
                     self._fail(rank, message and message[0]["error"])
                 found[rank] = message
                 waiting.discard(rank)
-        return found
+        return found[0]
 
     def _fail(self, rank: int, error: Mapping[str, str] | None) -> NoReturn:
         """End all ranks, and raise what one of them says or left behind.
@@ -193,3 +191,54 @@ def _end(processes: list[subprocess.Popen[bytes]], connections: list[socket.sock
             process.kill()
             process.wait()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def send(
+    connection: socket.socket, document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None
+) -> None:
+    """Send one message.
+
+    Raises:
+        OSError: The other side is gone.
+    """
+    text = json.dumps(document).encode()
+    data = save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}) if tensors else b""
+    connection.sendall(_HEAD.pack(len(text), len(data)) + text)
+    connection.sendall(data)
+
+
+def receive(connection: socket.socket) -> Message | None:
+    """Return the next message; None where the other side has closed the connection.
+
+    Raises:
+        OSError: The connection broke, or something else than a message came.
+    """
+    head = _exactly(connection, _HEAD.size)
+    if head is None:
+        return None
+    text_size, data_size = _HEAD.unpack(head)
+    if text_size > _MOST_JSON or data_size > _MOST_DATA:
+        raise OSError("a message of a rank has an impossible size")
+    text, data = _exactly(connection, text_size), _exactly(connection, data_size)
+    if text is None or data is None:
+        return None
+    try:
+        document = json.loads(text)
+        if not isinstance(document, dict):
+            raise TypeError("not an object")
+        return document, load(bytes(data)) if data else {}
+    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise OSError(f"a message of a rank is damaged: {error}") from error
+
+
+def _exactly(connection: socket.socket, size: int) -> bytearray | None:
+    found, done = bytearray(), 0
+    while done < size:
+        if done == len(found):
+            found.extend(bytes(min(size - done, max(done, _PIECE))))
+        with memoryview(found) as view, view[done:] as rest:
+            count = connection.recv_into(rest)
+        if not count:
+            return None
+        done += count
+    return found

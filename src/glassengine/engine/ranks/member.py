@@ -10,16 +10,17 @@ import contextlib
 import itertools
 import math
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from glassengine import environment
-from glassengine.engine.session.kv_cache import KVCache
 from glassengine.engine.session.loaded import LoadedEngine
+from glassengine.engine.session.record import RankRecorder
+from glassengine.engine.session.session import KVCache
 from glassengine.engine.store.manifest import Manifest
 from glassengine.errors import BackendError, UsageError
 from glassengine.program.parallel.placements import TENSOR_GROUP, Mesh
@@ -41,11 +42,7 @@ def mesh_of(manifest: Manifest) -> Mesh:
 def join(mesh: Mesh, rank: int, device: str, rendezvous: str | None = None) -> None:
     """Join the process groups of an engine; every rank calls this once.
 
-    Args:
-        mesh: The ranks.
-        rank: Of this process.
-        device: "cpu" or "cuda".
-        rendezvous: File in which ranks of one machine meet; None takes what torchrun has set.
+    `rendezvous` is a file in which ranks of one machine meet; None takes what torchrun has set.
 
     Raises:
         BackendError: This torch has no collectives.
@@ -73,7 +70,7 @@ def join(mesh: Mesh, rank: int, device: str, rendezvous: str | None = None) -> N
 
 
 @contextlib.contextmanager
-def as_if_joined(mesh: Mesh, rank: int) -> Iterator[None]:
+def placeholder_group(mesh: Mesh, rank: int) -> Iterator[None]:
     """Register a group that exchanges nothing, for compilers that ask how large it is."""
     if mesh.tensor == 1 or not dist.is_available():
         yield
@@ -86,38 +83,17 @@ def as_if_joined(mesh: Mesh, rank: int) -> Iterator[None]:
         torch._C._distributed_c10d._unregister_process_group(_NAME)
 
 
-class StepRecorder(Protocol):
-    """Writes what this rank makes, step by step."""
-
-    def note(self, fed: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
-        """Take note of what was given and made in a piece of a step."""
-
-    def end_step(self, step: int, tokens: Sequence[Sequence[int]], inputs: Mapping[str, torch.Tensor]) -> None:
-        """Record a step that has run; see `record.RankRecorder`."""
-
-    def end(self, failed: str | None) -> None:
-        """End the recording."""
-
-
-Recording = Callable[[Path, LoadedEngine, int, Sequence[Sequence[int]], bool], StepRecorder]
-
-
 class Member:
     """What a rank does.
 
-    Args:
-        part: Its engine.
-        manifest: Of the whole engine.
-        rank: Of this process.
-        recording: Begins to record what it makes: directory, its engine, its number, prompts, whether to overwrite.
+    `part` is what it runs, `manifest` that of the whole engine.
     """
 
-    def __init__(self, part: LoadedEngine, manifest: Manifest, rank: int, recording: Recording) -> None:
-        self._recording = recording
+    def __init__(self, part: LoadedEngine, manifest: Manifest, rank: int) -> None:
         self.part, self.whole, self.rank, self.mesh = part, manifest, rank, mesh_of(manifest)
         self.stage, self.last = self.mesh.stage(rank), self.mesh.pipeline - 1
         self._caches: dict[int, KVCache] = {}
-        self._recorders: dict[int, StepRecorder] = {}
+        self._recorders: dict[int, RankRecorder] = {}
         self._numbers = itertools.count()
         ports = part.manifest.inputs
         self._received = [entry for entry in ports if entry.name.startswith(HANDED)]
@@ -143,7 +119,7 @@ class Member:
 
     def record(self, number: int, path: str, rows: Sequence[Sequence[int]], overwrite: bool) -> None:
         """Record the steps of a session from now on, into `rank<r>` of a directory."""
-        self._recorders[number] = self._recording(Path(path), self.part, self.rank, rows, overwrite)
+        self._recorders[number] = RankRecorder(Path(path), self.part, self.rank, rows, overwrite=overwrite)
 
     def end_step(
         self, number: int, step: int, tokens: Sequence[Sequence[int]], given: Mapping[str, torch.Tensor]
@@ -160,9 +136,7 @@ class Member:
     def step(self, number: int, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Run one step of a session; return its logits [B, S, V].
 
-        Args:
-            number: Of the session.
-            inputs: What every rank is given: tokens, mask, positions and slots.
+        `inputs` are those of all ranks: tokens, mask, positions and slots.
         """
         cache = self._caches[number]
         batch, sequence = inputs["input_ids"].shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,16 +14,16 @@ import torch
 from glassengine import asked, spans
 from glassengine.backends.protocol.backend import NamingKernels
 from glassengine.backends.registry import find_backend
-from glassengine.engine.prompts.files import Chat
-from glassengine.engine.prompts.prompts import Images, Request, TokenIds
-from glassengine.engine.prompts.stream import TextCallback
+from glassengine.engine.prompts.prompts import Chat, Images, Request, TokenIds
+from glassengine.engine.prompts.tokenizing import TextCallback
 from glassengine.engine.run.forward import forward
 from glassengine.engine.run.generate import StepCallback, generate
 from glassengine.engine.session.images import encode_images
 from glassengine.engine.session.loaded import LoadedEngine
+from glassengine.engine.session.record import SessionRecorder
 from glassengine.engine.session.session import Session
 from glassengine.engine.store import files
-from glassengine.engine.store.checked_files import check_files
+from glassengine.engine.store.files import check_files
 from glassengine.engine.store.manifest import Manifest, read_manifest, require_fit, require_intact, without_caches
 from glassengine.engine.store.trust import require_trust
 from glassengine.errors import UsageError
@@ -107,6 +108,16 @@ class Engine(LoadedEngine):
         """Return a session for `batch_size` sequences of at most `length` tokens; see `Session`."""
         return Session(self, batch_size, length, debug=debug, keep_steps=keep_steps, constants=constants)
 
+    def recorder(
+        self, path: str | Path, session: Session, rows: Sequence[Sequence[int]], *, overwrite: bool
+    ) -> contextlib.AbstractContextManager[StepCallback]:
+        """Return what records each step of `session`, whose prompts are `rows`, once it has run.
+
+        Raises:
+            UsageError: The recording cannot be written, or exists.
+        """
+        return SessionRecorder(path, session, rows, overwrite=overwrite)
+
     def generate(
         self,
         prompts: str | Sequence[str] | None = None,
@@ -181,6 +192,7 @@ class Engine(LoadedEngine):
             request,
             encoder=None if self.takes_images else self.encoder,
             encode=self.encode,
+            recorder=self.recorder,
             generation_config=generation_config,
             settings=settings,
             seed=seed,
@@ -229,7 +241,7 @@ class Engine(LoadedEngine):
         return forward(self, request, inputs, debug=debug, record=record, overwrite=overwrite)
 
 
-class OnDisk(NamedTuple):
+class StoredEngine(NamedTuple):
     """An engine on disk, found as it was written."""
 
     directory: Path
@@ -238,7 +250,7 @@ class OnDisk(NamedTuple):
     ours: bool
 
 
-def read_engine(directory: str | Path, *, verify: bool = False) -> OnDisk:
+def read_engine(directory: str | Path, *, verify: bool = False) -> StoredEngine:
     """Read what an engine says of itself, and check that it is whole and fits this machine.
 
     Args:
@@ -260,10 +272,10 @@ def read_engine(directory: str | Path, *, verify: bool = False) -> OnDisk:
     require_intact(manifest, intact, names)
     is_native = backend.capabilities.native_code
     check_files(manifest, path, verify=verify, always=(f"{files.MAIN}/",) if is_native else ())
-    return OnDisk(path, manifest, names, ours)
+    return StoredEngine(path, manifest, names, ours)
 
 
-def open_engine(found: OnDisk, *, trust: bool = False, model: str | Path | None = None) -> Engine:
+def open_engine(found: StoredEngine, *, trust: bool = False, model: str | Path | None = None) -> Engine:
     """Load an engine that one process runs; see `load`."""
     path, manifest, names, ours = found
     backend = find_backend(manifest.backend)

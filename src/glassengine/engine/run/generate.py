@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
 from glassengine.engine.prompts.prompts import Request, pad_left
-from glassengine.engine.prompts.stream import TextCallback, TextStream
-from glassengine.engine.prompts.tokenizing import decode
-from glassengine.engine.run.encode import Encode, encoded
-from glassengine.engine.run.image_prompts import image_constants, read_request
-from glassengine.engine.run.record import SessionRecorder
+from glassengine.engine.prompts.tokenizing import TextCallback, TextStream, decode
+from glassengine.engine.run.encoder_inputs import Encode, encoded, image_constants, read_request
 from glassengine.engine.run.sampling import Sampler, read_settings
 from glassengine.engine.session.checks import check_prompts, require_generating
 from glassengine.engine.session.loaded import LoadedEngine
@@ -27,14 +24,8 @@ from glassengine.results.engines import Generation
 StepCallback = Callable[[Session], None]
 
 
-@runtime_checkable
-class OfRanks(Protocol):
-    """An engine whose ranks record what they make."""
-
-    def recorder(
-        self, path: str | Path, session: Session, rows: Sequence[Sequence[int]], *, overwrite: bool
-    ) -> contextlib.AbstractContextManager[StepCallback]:
-        """See `parallel.ParallelEngine.recorder`."""
+Record = Callable[..., contextlib.AbstractContextManager[StepCallback]]
+"""`Engine.recorder`."""
 
 
 def generate(
@@ -43,6 +34,7 @@ def generate(
     *,
     encoder: LoadedEngine | None,
     encode: Encode,
+    recorder: Record,
     generation_config: Any,
     settings: Mapping[str, Any],
     seed: int | None,
@@ -56,21 +48,7 @@ def generate(
 ) -> Generation:
     """Generate; `Engine.generate` describes the arguments.
 
-    Args:
-        engine: The engine.
-        request: What to generate from.
-        encoder: That of an encoder-decoder; None without one.
-        encode: Runs it.
-        generation_config: Settings.
-        settings: Fields of `GenerationConfig` by name, laid over it.
-        seed: Of sampling.
-        prefill_chunk: Most tokens of a piece of the prefill.
-        debug: As in `Session`.
-        keep_steps: As in `Session`.
-        on_step: Called after each step.
-        on_text: Called with each new piece of text.
-        record: Directory of a recording.
-        overwrite: Replace it.
+    `encoder` and `encode` are those of the engine, if it has one; `recorder` makes what records each step.
 
     Raises:
         UsageError: Something does not fit the engine.
@@ -106,9 +84,9 @@ def generate(
     if engine.takes_images:
         constants = image_constants(manifest, encode, ids, mask, read.pixel_values, num_each)
     session = Session(engine, len(rows), length, debug=debug, keep_steps=keep_steps, constants=constants)
-    with _recorder(record, session, rows, overwrite) as recorder:
+    with contextlib.nullcontext() if record is None else recorder(record, session, rows, overwrite=overwrite) as own:
         stream = TextStream(read.tokenizer, on_text) if on_text is not None and read.tokenizer is not None else None
-        observers = [observer for observer in (recorder, on_step) if observer is not None]
+        observers = [observer for observer in (own, on_step) if observer is not None]
         made, prefill_s, decode_s = _loop(session, ids, mask, sampler, prefill_chunk, stream, observers)
     texts = None
     if read.tokenizer is not None:
@@ -128,22 +106,6 @@ def generate(
 
 def _nothing(got: str) -> UsageError:
     return UsageError("nothing would be generated", got=got, expected="at least 1 new token", hint="--max-new-tokens N")
-
-
-@contextlib.contextmanager
-def _recorder(
-    record: str | Path | None, session: Session, rows: Sequence[Sequence[int]], overwrite: bool
-) -> Iterator[StepCallback | None]:
-    if record is None:
-        yield None
-        return
-    engine = session.engine
-    if isinstance(engine, OfRanks):
-        own = engine.recorder(record, session, rows, overwrite=overwrite)
-    else:
-        own = SessionRecorder(record, session, rows, overwrite=overwrite)
-    with own as recorder:
-        yield recorder
 
 
 def _loop(

@@ -12,10 +12,13 @@ from typing import Any
 import torch
 
 from glassengine import environment
+from glassengine.engine.ranks.children import receive, send
 from glassengine.engine.ranks.member import Member
-from glassengine.engine.ranks.messages import receive, send
-from glassengine.engine.run.parallel import member_of
+from glassengine.engine.run.load import member_of
 from glassengine.errors import GlassError
+
+_CALLS = {"open": "", "close": "", "record": "", "end_step": "given", "end_record": "", "step": "inputs"}
+"""Method of a member -> the argument that the tensors of a message are; "" where it has none."""
 
 
 def serve(connection: socket.socket) -> None:
@@ -23,39 +26,24 @@ def serve(connection: socket.socket) -> None:
     member: Member | None = None
     while (message := receive(connection)) is not None:
         document, tensors = message
+        do = document.pop("do")
         try:
-            if document["do"] == "join":
-                member = member_of(
-                    Path(document["directory"]), trust=document["trust"], rendezvous=document["rendezvous"]
-                )
+            if do == "join":
+                member = member_of(Path(document.pop("directory")), **document)
                 send(connection, {"ready": True})
                 continue
             assert member is not None
-            if document["do"] == "open":
-                number = member.open(document["batch_size"], document["length"])
-                if member.rank == 0:
-                    send(connection, {"number": number})
-            elif document["do"] == "close":
-                member.close(document["number"])
-            elif document["do"] == "record":
-                member.record(document["number"], document["path"], document["rows"], document["overwrite"])
-                send(connection, {})
-            elif document["do"] == "end_step":
-                member.end_step(document["number"], document["step"], document["tokens"], tensors)
-                send(connection, {})
-            elif document["do"] == "end_record":
-                member.end_record(document["number"], document["failed"])
-                send(connection, {})
-            else:
-                outputs = member.step(document["number"], tensors)
-                if member.rank == 0:
-                    send(connection, {}, outputs)
+            given = {_CALLS[do]: tensors} if _CALLS[do] else {}
+            made = getattr(member, do)(**document, **given)
+            # All ranks make the same of a step.
+            if do != "close" and (member.rank == 0 or do not in ("open", "step")):
+                send(connection, {"number": made} if do == "open" else {}, made if do == "step" else None)
         except Exception as error:
-            send(connection, {"error": _told(error)})
+            send(connection, {"error": _error_fields(error)})
             raise
 
 
-def _told(error: Exception) -> dict[str, str]:
+def _error_fields(error: Exception) -> dict[str, str]:
     if isinstance(error, GlassError):
         return {"what": error.what, "got": str(error.got or ""), "hint": str(error.hint or "")}
     return {"what": "it failed", "got": f"{type(error).__name__}: {error}", "hint": ""}

@@ -76,6 +76,8 @@ _SAMPLING = {
 
 Choose = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Ended = Callable[[torch.Tensor], torch.Tensor]
+_MOST_STOPS = 20_000
+"""Characters of all stop strings: transformers tries each token of the vocabulary at each of them."""
 
 
 @functools.cache
@@ -94,10 +96,6 @@ def _host_class() -> Any:
             self.device = torch.device("cpu")
 
     return Host
-
-
-_MOST_STOPS = 20_000
-"""Characters of all stop strings: transformers tries each token of the vocabulary at each of them."""
 
 
 @dataclass(frozen=True)
@@ -195,12 +193,7 @@ class GenerationSettings:
 
 
 def read_settings(
-    directory: Path,
-    given: Any,
-    settings: Mapping[str, Any],
-    *,
-    max_length: int,
-    vocab_size: int | None,
+    directory: Path, given: Any, settings: Mapping[str, Any], *, max_length: int, vocab_size: int | None
 ) -> GenerationSettings:
     """Lay settings over one another as transformers' `generate` does: those given by name win, then `given`, then
     generation_config.json of the engine, then transformers' defaults.

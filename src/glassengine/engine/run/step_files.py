@@ -208,9 +208,7 @@ def _values(flat: torch.Tensor) -> str:
 def _file_stems(names: Iterable[str], named: Mapping[str, str]) -> dict[str, str]:
     """Return name -> what its files are called: a plain, short word each, also where letter case does not count.
 
-    Args:
-        names: Of the tensors of a step.
-        named: What those of earlier steps are called, which they stay.
+    Those of earlier steps stay what they are `named`.
     """
     stems = dict(named)
     taken = {stem.lower() for stem in named.values()}

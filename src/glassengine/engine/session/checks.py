@@ -1,5 +1,7 @@
-"""Inputs checked before they reach compiled code, which would read past the end of a tensor that is too small; and what
-comes out of it, by name.
+"""Inputs checked before they reach compiled code, which would read past the end of a tensor that is too small.
+
+The message of every refusal is a table of all inputs: what was given, what the engine was built for, what is wrong and
+what helps. The same table is logged of each step at level DEBUG.
 
 Shape legend: B batch, S new tokens.
 """
@@ -8,14 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from glassengine.engine.session.inputs_table import Row, refuse, row_of
 from glassengine.engine.store.manifest import Manifest
 from glassengine.errors import CorruptError, UsageError
-from glassengine.program.export.examples import named_inputs
+from glassengine.program.representation.signature import named_inputs
+
+_HEADER = ("input", "dtype", "device", "shape", "built for", "problem", "to do")
 
 
 def require_generating(manifest: Manifest) -> None:
@@ -45,13 +49,7 @@ def require_module(manifest: Manifest) -> None:
 
 
 def size_rows(manifest: Manifest, batch_size: int, length: int) -> list[Row]:
-    """Return the rows of the sizes of a session.
-
-    Args:
-        manifest: Of an engine of kind "causal_lm".
-        batch_size: Number of sequences B.
-        length: Tokens of the longest prompt and those to generate.
-    """
+    """Return the rows of the sizes of a session."""
     most, longest = manifest.max_batch_size or 0, manifest.max_seq_len or 0
     batch = ("", "")
     if batch_size < 1:
@@ -75,13 +73,7 @@ def token_row(
 ) -> Row:
     """Return the row of token ids [B, S].
 
-    Args:
-        manifest: Of an engine of kind "causal_lm".
-        tokens: What was given.
-        batch_size: B of the session.
-        room: Cache slots that are left.
-        new: S; None allows any.
-        name: What the caller called them.
+    `room` is what is left of the cache, `new` the tokens of a step, if it takes that many alone.
     """
     vocab = manifest.vocab_size
     built = f"int64 cpu [{batch_size}, {new or f'1..{room}'}]" + (f", ids 0..{vocab - 1}" if vocab else "")
@@ -119,13 +111,7 @@ def token_row(
 
 
 def constant_rows(manifest: Manifest, names: Sequence[str], constants: Mapping[str, torch.Tensor]) -> list[Row]:
-    """Return the rows of what the encoder of an encoder-decoder has made.
-
-    Args:
-        manifest: Of an engine of kind "causal_lm".
-        names: What it takes.
-        constants: What was given.
-    """
+    """Return the rows of what the encoder of an encoder-decoder has made."""
     entries = {entry.name: entry for entry in manifest.inputs}
     rows = []
     for name in names:
@@ -167,12 +153,6 @@ def mask_row(mask: Any, tokens: torch.Tensor) -> Row:
 def check_prompts(manifest: Manifest, tokens: torch.Tensor, mask: torch.Tensor, *, length: int) -> None:
     """Check prompts for a session that is still to be made.
 
-    Args:
-        manifest: Of an engine of kind "causal_lm".
-        tokens: [B, S].
-        mask: [B, S].
-        length: Tokens of the longest prompt and those to generate.
-
     Raises:
         UsageError: One message with a table of all inputs.
     """
@@ -186,10 +166,6 @@ def check_prompts(manifest: Manifest, tokens: torch.Tensor, mask: torch.Tensor, 
 
 def check_inputs(manifest: Manifest, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the tensors of `inputs` by the executable's names.
-
-    Args:
-        manifest: Of an engine of kind "module".
-        inputs: Keyword arguments.
 
     Raises:
         UsageError: One message with a table of all inputs.
@@ -273,3 +249,62 @@ def results_of(
         absent = next(name for name in found if name not in results)
         raise CorruptError(f"the engine {manifest.name!r} gives no {absent!r}", got=", ".join(outputs))
     return results
+
+
+@dataclass(frozen=True)
+class Row:
+    """One input.
+
+    Attributes:
+        name: As the engine calls it.
+        dtype: torch dtype name, or the type of a plain value; "-" where nothing was given.
+        device: Where it is.
+        shape: Its sizes, or the plain value itself.
+        built: What the engine was built for.
+        problem: What is wrong; empty when nothing is.
+        fix: The exact call or flag that helps.
+    """
+
+    name: str
+    dtype: str
+    device: str
+    shape: str
+    built: str
+    problem: str = ""
+    fix: str = ""
+
+
+def row_of(name: str, tensor: torch.Tensor, built: str, problem: str = "", fix: str = "") -> Row:
+    """Return the row of a tensor; its values are not looked at."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Row(name, dtype, str(tensor.device), str(list(tensor.shape)), built, problem, fix)
+
+
+def render(rows: Sequence[Row]) -> str:
+    """Return the table as text, a line per row; columns that are empty throughout are left out."""
+    cells = [[r.name, r.dtype, r.device, r.shape, r.built, r.problem or "ok", r.fix] for r in rows]
+    if not any(row.problem for row in rows):
+        cells = [cell[: 5 if any(row.built for row in rows) else 4] for cell in cells]
+    table = [list(_HEADER[: len(cells[0])]), *cells]
+    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table
+    )
+
+
+def render_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return the table of what a step is about to be given."""
+    return render([row_of(name, tensor, "") for name, tensor in tensors.items()])
+
+
+def refuse(engine: str, rows: Sequence[Row]) -> None:
+    """Raise if any row has a problem; the hint repeats what helps.
+
+    Raises:
+        UsageError: With the table of all rows.
+    """
+    fixes = dict.fromkeys(row.fix for row in rows if row.problem and row.fix)
+    if any(row.problem for row in rows):
+        raise UsageError(
+            f"the inputs do not fit the engine {engine!r}", got="\n" + render(rows), hint="; ".join(fixes) or None
+        )

@@ -23,10 +23,6 @@ class DebugBuffers(dict[str, torch.Tensor]):
 
     That is its site or node, or a pattern that names this tensor and no other, such as the end of its site. Only
     `buffers[name]` looks that far: keys, `in` and `get` know the names alone that it was asked for by.
-
-    Args:
-        values: Name -> tensor, in the order of the documents.
-        added_outputs: Name -> what is known of it, for those of them that were added to the engine.
     """
 
     def __init__(self, values: Mapping[str, torch.Tensor], added_outputs: Mapping[str, AddedOutput]) -> None:

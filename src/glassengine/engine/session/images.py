@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from glassengine.engine.session.inputs_table import Row, row_of
+from glassengine.engine.session.checks import Row, row_of
 from glassengine.engine.session.loaded import LoadedEngine
 from glassengine.engine.store.manifest import Manifest
 from glassengine.errors import UsageError
@@ -57,9 +57,7 @@ def encode_images(vision: LoadedEngine, **inputs: Any) -> torch.Tensor:
 class PromptImages:
     """What a session of an engine that takes images gives to its steps beside tokens.
 
-    Args:
-        manifest: Of an engine that takes images.
-        constants: Of `engine.encode`, and `image_rows` where each feature goes; None or empty for text alone.
+    `constants` are those of `engine.encode`, and `image_rows` where each feature goes; none for text alone.
 
     Attributes:
         constants: Inputs that no step changes: `image_features` [N, D].

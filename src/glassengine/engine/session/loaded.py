@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import re
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,19 @@ from glassengine.engine.session.checks import check_inputs, require_module, resu
 from glassengine.engine.store import files
 from glassengine.engine.store.manifest import AddedOutput, Manifest
 from glassengine.engine.store.recorded_model import load_recorded
-from glassengine.engine.store.requests import as_asked
 from glassengine.errors import UsageError
 from glassengine.executable.run.executable import Executable
 from glassengine.program import Program
-from glassengine.program.inputs.given import positional
+from glassengine.program.inputs.user_inputs import positional
 from glassengine.program.kinds.causal_lm import USER_MODULE
 from glassengine.program.kinds.image_text import FEATURES, INDEX
 from glassengine.program.onnx.stored.file import read_onnx
-from glassengine.program.representation.derived import comes_from_weights
-from glassengine.program.representation.outputs import PREFIX, DerivedValues
+from glassengine.program.representation.outputs import PREFIX, DerivedValues, comes_from_weights
 from glassengine.program.representation.stored import ONNX_GRAPH, load_graph, load_program
 from glassengine.sites import HasSites, SiteTable
 
+Step = tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]
+"""Inputs and outputs of a step by name."""
 STEP_INPUTS = ("input_ids", "attention_mask", "position_ids", "cache_position")
 """Inputs of a step beside the caches, which a session makes."""
 
@@ -148,15 +148,29 @@ class LoadedEngine(HasSites):
             outputs = self.executable.run(tensors)
             results = results_of(self.manifest, outputs, tensors, self.past_of)
             tensors |= {past: results[present] for past, present in self.manifest.caches.items()}
-            derived = None
-            for entry in self.manifest.added_outputs:
-                if entry.derived is None:
-                    value = outputs[PREFIX + entry.node]
-                else:
-                    derived = derived or self.derive(tensors, outputs)
-                    value = derived[entry.node].clone()
-                results[entry.name] = as_asked(value, entry.cast)
+            for name, value in self.debug_values(self.added_outputs, outputs, lambda: (tensors, outputs)).items():
+                results[name] = value if self.added_outputs[name].derived is None else value.clone()
         return results
+
+    def debug_values(
+        self, names: Iterable[str], outputs: Mapping[str, torch.Tensor], step: Callable[[], Step]
+    ) -> dict[str, torch.Tensor]:
+        """Return added outputs of one step by name, not copied.
+
+        `step` returns what other nodes are computed from: inputs, caches as they are after the step, and
+        outputs.
+        """
+        values: dict[str, torch.Tensor] = {}
+        derived = None
+        for name in names:
+            entry = self.added_outputs[name]
+            if entry.derived is None:
+                value = outputs[PREFIX + entry.node]
+            else:
+                derived = derived or self._derive(*step())
+                value = derived[entry.node]
+            values[name] = value if entry.cast is None else value.to(getattr(torch, entry.cast))
+        return values
 
     def runner(self, session: object, batch_size: int, length: int) -> Callable[..., Any]:
         """Return what runs a step of a session of this size; where others keep its caches, until it is gone."""
@@ -168,8 +182,8 @@ class LoadedEngine(HasSites):
         own = self.executable
         return Executable(own.name, step, graph=own.graph, backend=own.backend).run
 
-    def derive(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> DerivedValues:
-        """Return the values of nodes that are computed on reading, for one step; caches as they are after it."""
+    def _derive(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> DerivedValues:
+        """Return the values of nodes that are computed on reading."""
         needs_weights = any(comes_from_weights(entry.derived) for entry in self.manifest.added_outputs)
         return DerivedValues(self.program if needs_weights else self._graph, inputs, outputs)
 

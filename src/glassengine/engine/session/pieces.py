@@ -37,11 +37,7 @@ def automatic_chunk(batch_size: int, vocab_size: int | None, itemsize: int) -> i
 class PieceOutputs(Mapping[str, torch.Tensor]):
     """Outputs by name, each put together when it is first asked for.
 
-    Args:
-        pieces: Outputs of each piece in order; none where they were not kept.
-        batch_size: B.
-        sites: Of the engine's program.
-        nodes: Result -> node, e.g. of "logits".
+    `pieces` are the outputs of each piece, if they were kept; `nodes` maps results to nodes.
     """
 
     def __init__(

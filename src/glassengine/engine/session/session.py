@@ -3,7 +3,7 @@
 Slots of the cache are filled from left to right; a shorter prompt of a batch is padded on its left. Everything whose
 size is that of the cache is allocated once; a decode step writes one column of the mask and passes views.
 
-Shape legend: B batch, S new tokens, T cache length, V vocabulary.
+Shape legend: B batch, S new tokens, T cache length, V vocabulary, H key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -15,17 +15,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 
 from glassengine import spans
-from glassengine.engine.session.checks import constant_rows, mask_row, require_generating, size_rows, token_row
+from glassengine.accelerators import require_device
+from glassengine.engine.session.checks import (
+    Row,
+    constant_rows,
+    mask_row,
+    refuse,
+    render_tensors,
+    require_generating,
+    size_rows,
+    token_row,
+)
 from glassengine.engine.session.debug_buffers import DebugBuffers, select_names
 from glassengine.engine.session.images import PromptImages
-from glassengine.engine.session.inputs_table import Row, refuse, render_tensors
-from glassengine.engine.session.kv_cache import KVCache
-from glassengine.engine.session.loaded import LoadedEngine
+from glassengine.engine.session.loaded import LoadedEngine, Step
 from glassengine.engine.session.pieces import PieceOutputs
-from glassengine.engine.store.requests import as_asked
+from glassengine.engine.store.manifest import Manifest
 from glassengine.errors import UsageError
 from glassengine.program.kinds.image_text import INDEX
-from glassengine.program.representation.outputs import PREFIX, DerivedValues
 
 logger = logging.getLogger("glassengine")
 
@@ -42,7 +49,7 @@ class Session:
         keep_steps: How many of the last steps `debug_history` keeps.
         constants: Inputs that are the same in every step, of `engine.encode`; for an encoder-decoder, or with images.
             With images also `image_rows` [B, S], where their features are not those of the image tokens of the prompts
-            in order; see `program.image_text.rows_of`.
+            in order; see `program.kinds.image_text`.
 
     Attributes:
         step: The last step that ran: 0 after the prefill, -1 before.
@@ -89,7 +96,9 @@ class Session:
         self.position = 0
         self.debug_buffers = DebugBuffers({}, {})
         self.debug_history: deque[tuple[int, DebugBuffers]] = deque(maxlen=keep_steps)
-        self._names = self._selected(debug)
+        self._names: list[str] = []
+        if debug is not False:
+            self._names = engine.debug_names if debug is True else select_names(engine, debug)
         self._pasts = [name for name in manifest.caches if name in self._names]
         self._batch_size, self._length = batch_size, length
         self._cache = KVCache(manifest, batch_size, length)
@@ -210,7 +219,7 @@ class Session:
             UsageError: Before the prefill, wrong shape or vocabulary, or no slot is left.
         """
         if self.step < 0:
-            raise UsageError("decode comes after prefill", hint="session.prefill(input_ids)")
+            raise UsageError("call prefill() before decode()", hint="session.prefill(input_ids)")
         if isinstance(tokens, torch.Tensor) and tokens.dim() == 1:
             tokens = tokens.reshape(-1, 1)
         refuse(self.engine.manifest.name, [self._token_row(tokens, 1)])
@@ -283,9 +292,8 @@ class Session:
 
         `past_*` tensors are available only if `debug` names them: a step overwrites them.
         """
-        entries = self.engine.added_outputs
         values: dict[str, torch.Tensor] = {}
-        derived = None
+        added: list[str] = []
         for name in names:
             if name in self._before:
                 values[name] = self._before[name]
@@ -296,19 +304,13 @@ class Session:
             elif name in self.engine.past_of:
                 values[name] = self._cache.tensors[self.engine.past_of[name]].cpu()
             else:
-                entry = entries[name]
-                if entry.derived is None:
-                    value = self._outputs[PREFIX + entry.node]
-                else:
-                    derived = derived or self._derive()
-                    value = derived[entry.node]
-                values[name] = as_asked(value, entry.cast)
-        return values
+                added.append(name)
+        return values | self.engine.debug_values(added, self._outputs, self._whole_step)
 
-    def _derive(self) -> DerivedValues:
+    def _whole_step(self) -> Step:
         outputs = self._outputs.joinable() if isinstance(self._outputs, PieceOutputs) else self._outputs
         caches = {name: tensor.cpu() for name, tensor in self._cache.tensors.items()}
-        return self.engine.derive({**self._inputs, **caches}, outputs)
+        return {**self._inputs, **caches}, outputs
 
     def _collect(self, names: Iterable[str]) -> DebugBuffers:
         copies: dict[int, torch.Tensor] = {}
@@ -317,12 +319,6 @@ class Session:
             own = name in self._before
             collected[name] = value if own else copies.setdefault(id(value), _copy(value))
         return DebugBuffers(collected, self.engine.added_outputs)
-
-    def _selected(self, debug: bool | Sequence[str]) -> list[str]:
-        names = self.engine.debug_names
-        if isinstance(debug, bool):
-            return names if debug else []
-        return select_names(self.engine, debug)
 
     def _token_row(self, tokens: torch.Tensor, new: int | None) -> Row:
         room = self._length - self.position
@@ -336,3 +332,35 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     with torch.no_grad():
         return copy.copy_(tensor)
+
+
+class KVCache:
+    """Cache tensors [B, H, T, D] by `past_*` name, allocated once.
+
+    A back-end that mutates writes into them; a functional one returns new tensors, which then take their place.
+
+    Attributes:
+        tensors: What the next step reads.
+    """
+
+    def __init__(self, manifest: Manifest, batch_size: int, length: int) -> None:
+        elsewhere = f"to run it here: glass build {manifest.model.get('spec')} --backend inductor --device cpu"
+        require_device(manifest.device, f"the engine {manifest.name!r}", hint=elsewhere)
+        self._presents = manifest.caches
+        self._mutated = manifest.kv == "mutated"
+        entries = {entry.name: entry for entry in manifest.inputs if entry.name in manifest.caches}
+        sizes = {"batch": batch_size, "cache": length}
+        self.tensors: dict[str, torch.Tensor] = {
+            name: torch.zeros(
+                [size if isinstance(size, int) else sizes[size] for size in entry.shape],
+                dtype=getattr(torch, entry.dtype),
+                device=manifest.device,
+            )
+            for name, entry in entries.items()
+        }
+
+    def update(self, outputs: Mapping[str, torch.Tensor]) -> None:
+        """Take over the caches that a step returned."""
+        if not self._mutated:
+            for past, present in self._presents.items():
+                self.tensors[past] = outputs[present]

@@ -1,25 +1,27 @@
-"""Files of an engine: written aside then renamed, weights with shared tensors stored once, tokenizer files copied."""
+"""Files of an engine: listed and hashed, written aside then renamed; weights with shared tensors stored once."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import glob
+import hashlib
+import io
 import json
 import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from glassengine.engine.store.manifest import FILE
+from glassengine.engine.store.manifest import FILE, REBUILD, FileEntry, Manifest
 from glassengine.errors import CorruptError, GlassError, UsageError
 from glassengine.reading.documents import parsed
-from glassengine.reading.files import require_directory, shown
+from glassengine.reading.files import open_regular, require_directory, shown
 from glassengine.reading.tensors import open_safetensors, read_safetensors
 from glassengine.stores.places import Remote, delivered
 from glassengine.writing.files import exchange, remove_tree, save_safetensors
@@ -48,6 +50,8 @@ PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 """What a model of images and text reads images with."""
 
 Loaded = TypeVar("Loaded")
+HASHED_AT_LOAD_BYTES = 16 << 20
+"""Files up to this size are hashed at every load, larger ones only when asked to verify."""
 
 
 def require_own_folders(engine: Path) -> None:
@@ -159,13 +163,10 @@ def _replace(aside: Path, target: Path, *, overwrite: bool) -> None:
         return
 
 
-def unless_replaced(target: Path, made: int, read: Callable[[], Loaded]) -> Loaded:
+def load_unless_replaced(target: Path, made: int, read: Callable[[], Loaded]) -> Loaded:
     """Return what `read` makes of an engine that was just built, unless another build has replaced it.
 
-    Args:
-        target: Its directory.
-        made: The inode of that.
-        read: Loads it.
+    `made` is the inode of its directory.
 
     Raises:
         UsageError: It is another one by now, and cannot be read.
@@ -257,11 +258,7 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
 def copy_model_files(module: torch.nn.Module, source: str | None, revision: str | None, directory: Path) -> bool:
     """Write configuration, tokenizer and processor of a Hugging Face model; return whether there is a tokenizer.
 
-    Args:
-        module: The model; its configurations are written as they are in memory.
-        source: Directory or hub id that it was loaded from.
-        revision: Of a hub id.
-        directory: Where to write.
+    `source` is the directory or hub id that it was loaded from; configurations are written as they are in memory.
     """
     for attribute in ("config", "generation_config"):
         config: Any = getattr(module, attribute, None)
@@ -282,3 +279,49 @@ def copy_model_files(module: torch.nn.Module, source: str | None, revision: str 
         if found is not None:
             shutil.copyfile(found, directory / name)
     return any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"))
+
+
+def list_files(directory: Path) -> tuple[FileEntry, ...]:
+    """Return every file below `directory` except the manifest, with size and hash, sorted by path."""
+    found = []
+    for path in sorted(directory.rglob("*")):
+        if path.is_file() and path.name != FILE:
+            relative = path.relative_to(directory).as_posix()
+            found.append(FileEntry(relative, path.stat().st_size, hash_file(path)))
+    return tuple(found)
+
+
+def check_files(manifest: Manifest, directory: Path, *, verify: bool, always: Iterable[str] = ()) -> None:
+    """Refuse an engine whose files are missing or changed.
+
+    `verify` hashes files of every size, `always` those with such a prefix, else only small ones are hashed.
+
+    Raises:
+        CorruptError: Names the file and what is wrong with it.
+    """
+    for entry in manifest.files:
+        problem = None
+        try:
+            with open_regular(directory / entry.path, inside=directory) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != entry.size:
+                    problem = f"{size:,} bytes instead of {entry.size:,}"
+                elif verify or size <= HASHED_AT_LOAD_BYTES or entry.path.startswith(tuple(always)):
+                    problem = None if _hash(file) == entry.sha256 else "another checksum"
+        except CorruptError as error:
+            is_missing = not os.path.lexists(directory / entry.path.replace("\0", ""))
+            problem = "it is missing" if is_missing else error.what
+        except OSError as error:
+            problem = str(error.strerror)
+        if problem:
+            raise CorruptError(f"the engine {manifest.name!r} is damaged", got=f"{entry.path}: {problem}", hint=REBUILD)
+
+
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of a file, read in pieces."""
+    with open_regular(path, inside=path.parent) as file:
+        return _hash(file)
+
+
+def _hash(file: io.BufferedReader) -> str:
+    return hashlib.file_digest(file, "sha256").hexdigest()

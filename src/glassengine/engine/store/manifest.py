@@ -194,9 +194,7 @@ class Manifest(Result):
 def without_caches(manifest: Manifest, logits: str | None = None) -> Manifest:
     """Return the manifest of an engine whose caches lie elsewhere: they are neither inputs nor outputs of a step.
 
-    Args:
-        manifest: As it is stored.
-        logits: Their dtype, where it is not that of the program.
+    `logits` is their dtype, where it is not that of the program.
     """
     caches = {*manifest.caches, *manifest.caches.values()}
     outputs = [entry for entry in manifest.outputs if entry.name not in caches]
@@ -261,14 +259,23 @@ def read_manifest(directory: Path) -> ReadManifest:
 def require_fit(manifest: Manifest, *, portable: bool) -> None:
     """Refuse an engine that was not built for this machine.
 
-    Args:
-        manifest: Its manifest.
-        portable: Whether the back-end says that its files run on any processor.
+    `portable` is what the back-end says: its files run on any processor.
 
     Raises:
         BackendError: It was built for another processor or other versions; says which.
     """
-    reasons = _refusals(manifest, portable=portable)
+    here = environment.versions()
+    reasons = [
+        f"built with {package} {version}, here is {here.get(package) or 'none'}"
+        for package, version in manifest.requires.items()
+        if here.get(package) != version
+    ]
+    if not portable and manifest.machine != platform.machine():
+        reasons.append(f"built for {manifest.machine}, this machine is {platform.machine()}")
+    missing = [] if portable else sorted(set(manifest.cpu_flags) - environment.cpu_flags())
+    if missing:
+        lacking = f"{environment.cpu_name()} lacks: {' '.join(missing)}"
+        reasons.append(f"built on {manifest.cpu} with instructions that {lacking}")
     if reasons:
         raise BackendError(
             f"the engine {manifest.name!r} was not built for this machine",
@@ -280,10 +287,7 @@ def require_fit(manifest: Manifest, *, portable: bool) -> None:
 def require_intact(manifest: Manifest, intact: bool, program: Mapping[str, Any]) -> None:
     """Refuse a manifest that was edited.
 
-    Args:
-        manifest: The manifest.
-        intact: What `read_manifest` returned.
-        program: The content of `program.json`.
+    `intact` is what `read_manifest` returned, `program` the content of `program.json`.
 
     Raises:
         CorruptError: Says what contradicts the stored program, where that is known.
@@ -304,24 +308,6 @@ def require_intact(manifest: Manifest, intact: bool, program: Mapping[str, Any])
             got="another checksum",
             hint=REBUILD,
         )
-
-
-def _refusals(manifest: Manifest, *, portable: bool) -> list[str]:
-    reasons = []
-    here = environment.versions()
-    for package, version in manifest.requires.items():
-        if here.get(package) != version:
-            reasons.append(f"built with {package} {version}, here is {here.get(package) or 'none'}")
-    if portable:
-        return reasons
-    if manifest.machine != platform.machine():
-        reasons.append(f"built for {manifest.machine}, this machine is {platform.machine()}")
-    missing = sorted(set(manifest.cpu_flags) - environment.cpu_flags())
-    if missing:
-        reasons.append(
-            f"built on {manifest.cpu} with instructions that {environment.cpu_name()} lacks: {' '.join(missing)}"
-        )
-    return reasons
 
 
 def instruction_flags() -> tuple[str, ...]:

@@ -49,12 +49,7 @@ class RecordedModel(msgspec.Struct):
 
 
 def directory_to_record(source: str | None, revision: str | None) -> str | None:
-    """Return the directory of a checkpoint that an engine may name; None where its weights must be stored in it.
-
-    Args:
-        source: Hugging Face directory or id that the model was loaded from, if it was.
-        revision: Of a hub id.
-    """
+    """Return the directory of a checkpoint that an engine may name; None where its weights must be stored in it."""
     if source is None:
         return None
     directory = Path(source).expanduser()
@@ -66,7 +61,7 @@ def directory_to_record(source: str | None, revision: str | None) -> str | None:
             return None
         directory = Path(found).parent
     directory = directory.absolute()
-    return None if _why_not(directory) else str(directory)
+    return None if _refusal_reason(directory) else str(directory)
 
 
 def load_recorded(
@@ -87,9 +82,9 @@ def load_recorded(
     recorded = converted(said, RecordedModel, where)
     attention, adapter = recorded.attn_implementation, recorded.adapter
     named = model if model is not None else recorded.directory
-    reason = None if model is not None else "no directory" if named is None else _why_not(Path(named))
+    reason = None if model is not None else "no directory" if named is None else _refusal_reason(Path(named))
     if adapter is not None and reason is None:
-        reason = _why_not_adapter(Path(adapter))
+        reason = _adapter_refusal_reason(Path(adapter))
     if reason is None and attention is not None and not attention.isidentifier():
         reason = f"a custom attention implementation: {attention}"
     if reason is not None:
@@ -113,7 +108,7 @@ def load_recorded(
     return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
 
 
-def _why_not(directory: Path) -> str | None:
+def _refusal_reason(directory: Path) -> str | None:
     """Return why a directory is not loaded on the word of a file; None where nothing in it can run."""
     if not directory.is_dir():
         return "no such directory"
@@ -126,16 +121,16 @@ def _why_not(directory: Path) -> str | None:
         config = read_document(directory / CONFIG, dict[str, Any], most=MAX_CONFIG_BYTES, nonfinite=True)
     except GlassError as error:
         return f"{error.what}: {error.got}"
-    return next(_asks_for_code(config), None)
+    return next(_code_references(config), None)
 
 
-def _why_not_adapter(directory: Path) -> str | None:
+def _adapter_refusal_reason(directory: Path) -> str | None:
     if not directory.is_dir() or not is_regular(directory / ADAPTER_WEIGHTS):
         return f"the adapter {directory} has no {ADAPTER_WEIGHTS}"
     return None
 
 
-def _asks_for_code(config: dict[str, Any]) -> Iterator[str]:
+def _code_references(config: dict[str, Any]) -> Iterator[str]:
     """Yield what in a configuration names code: classes of its own, kernels that are fetched, weights of elsewhere."""
     waiting: list[Any] = [config]
     while waiting:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -148,10 +148,3 @@ def _of_layer(sites: SiteTable, path: str, number: str | None) -> tuple[str, str
         f"a site, node or layer of this engine; those{where}, nearest first: {', '.join(names)}",
         "names of TensorRT-LLM's layers are not those of this engine: list its own with glass sites MODEL [PATTERN]",
     )
-
-
-def as_asked(tensor: Any, dtype: str | None) -> Any:
-    """Return an output as it was asked for: cast to `dtype`, or as it is."""
-    import torch
-
-    return tensor if dtype is None else tensor.to(getattr(torch, dtype))

@@ -78,11 +78,7 @@ def compiled(
 ) -> Compiled:
     """Return the compiled `graph`: from the cache, or compiled and stored there.
 
-    Args:
-        name: Of the executable.
-        graph: The graph to compile.
-        compiler: Compiles; is called again if a cached product proves unusable.
-        cache: Of the back-end; None where its compiler keeps nothing.
+    `compiler` is called again if a cached product proves unusable; `cache` is None where it keeps nothing.
 
     Raises:
         Exception: Any exception of `compiler`.

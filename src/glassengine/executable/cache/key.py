@@ -23,9 +23,8 @@ _LONG = 60  # characters of a value above which only the words that differ are s
 def key_parts(graph: CapturedGraph, compiler: Parts) -> Parts:
     """Return everything that the compiled code of `graph` depends on.
 
-    Args:
-        graph: The graph to compile. Its operations and inputs are parts of their own: most misses are another input.
-        compiler: The parts of the back-end: its name, options and settings.
+    Operations and inputs are parts of their own: most misses are another input. `compiler` has those of the back-
+    end.
     """
     operations = [line.partition(" = ")[2] for line in graph.lines if " = input " not in line]
     return {
@@ -114,9 +113,7 @@ def differences(stored: Parts, wanted: Parts) -> list[Difference]:
 def explain_miss(wanted: Parts, stored: Iterable[tuple[str, Parts]]) -> str:
     """Return why no entry has the key of `wanted`: the difference to the nearest entry.
 
-    Args:
-        wanted: The parts of the lookup.
-        stored: (name, parts) of every entry.
+    `stored` are (name, parts) of every entry.
     """
     candidates = [(differences(parts, wanted), name) for name, parts in stored]
     if not candidates:

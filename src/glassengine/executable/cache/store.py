@@ -76,8 +76,7 @@ class Entry:
 class Store:
     """The entries of one directory.
 
-    Args:
-        root: Created with access for its owner only.
+    The directory is created with access for its owner only.
 
     Raises:
         UsageError: Another user owns the directory or can write to it.

@@ -1,4 +1,8 @@
-"""One run of one executable, and what may look at it."""
+"""One run of one executable, and its observers: snapshots, the search for non-finite values, profiles.
+
+Observers attach to `Executable.run`, the only place where a compiled graph runs, so every front end has all of them.
+Nothing is gathered for an unobserved execution.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ from typing import Any, Protocol
 from glassengine.executable.graph.graph import CapturedGraph
 
 Arguments = Mapping[str, Any] | list[Any]
+_attached: tuple[Observer, ...] = ()
+_sources: tuple[Callable[[], Observer | None], ...] = ()
 
 
 class Runnable(Protocol):
@@ -37,12 +43,7 @@ class Execution:
     """
 
     def __init__(
-        self,
-        executable: Runnable,
-        number: int,
-        device_index: int,
-        arguments: Arguments,
-        looking: tuple[Observer, ...],
+        self, executable: Runnable, number: int, device_index: int, arguments: Arguments, looking: tuple[Observer, ...]
     ) -> None:
         self._looking = looking
         self.executable = executable
@@ -91,3 +92,27 @@ class Observer(Protocol):
 
     def failed(self, execution: Execution, error: BaseException) -> None:
         """Look at a run that raised `error`, which is raised again afterwards; Ctrl-C is one as well."""
+
+
+def attach(observer: Observer) -> None:
+    """Let `observer` see every execution from now on; the first attached is asked first."""
+    global _attached
+    _attached = (*_attached, observer)
+
+
+def detach(observer: Observer) -> None:
+    """Undo `attach`; nothing happens where it is not attached."""
+    global _attached
+    _attached = tuple(other for other in _attached if other is not observer)
+
+
+def add_source(source: Callable[[], Observer | None]) -> None:
+    """Ask `source` before every execution from now on who looks at it, after those that are attached."""
+    global _sources
+    _sources = (*_sources, source)
+
+
+def observers() -> tuple[Observer, ...]:
+    """Return who looks now; the environment is asked each time, so that a loop may turn its variables on and off."""
+    found = tuple(observer for source in _sources if (observer := source()) is not None)
+    return (*_attached, *found) if found else _attached

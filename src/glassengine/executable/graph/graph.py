@@ -11,7 +11,7 @@ import enum
 import functools
 import hashlib
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from glassengine.program.representation.program import OnnxGraph, Program, copie
 GraphKind = Literal["inference", "forward", "backward", "engine"]
 InputKind = Literal["parameter", "buffer", "input", "size", "saved", "tangent", "other"]
 
+_NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"  # of torch.export, for nodes outside of every module
 _SYMBOL = re.compile(r"\b[suz]+f?\d+\b")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+|0x[0-9a-f]{6,}")
 
@@ -114,9 +115,14 @@ class CapturedGraph:
 
     def describe(self, node: Node) -> str:
         """Return where a node comes from: module path and source line of the user, as far as they are known."""
-        stack = node.meta.get("nn_module_stack") or {}
-        path = list(stack.values())[-1][0] if stack else ""
-        return ", ".join(part for part in (path, source_line(node)) if part)
+        return ", ".join(part for part in (module_path(node), source_line(node)) if part)
+
+
+def module_path(node: Node) -> str:
+    """Return the path of the innermost module that a node is in; "" for the root, or where unknown."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = str(list(stack.values())[-1][0]) if stack else ""
+    return "" if path == _NO_MODULE else path
 
 
 def input_spec(
@@ -170,18 +176,20 @@ def _without_placeholders(program: Program, kept: Collection[str]) -> GraphModul
 
 def mutated_placeholders(graph: torch.fx.Graph) -> set[Node]:
     """Return the placeholders that a call of `graph` writes to."""
-    found = set()
-    for node in graph.nodes:
-        if not isinstance(node.target, torch._ops.OpOverload):
+    return {written for node in graph.nodes for written in written_placeholders(node)}
+
+
+def written_placeholders(node: Node) -> Iterator[Node]:
+    """Yield the placeholders that a node writes to."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
             continue
-        for position, argument in enumerate(node.target._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-            for written in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(written, Node) and written.op == "placeholder":
-                    found.add(written)
-    return found
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        for written in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(written, Node) and written.op == "placeholder":
+                yield written
 
 
 def _sizes(sizes: Any) -> tuple[int | str, ...]:
@@ -205,7 +213,7 @@ def _canonical(module: GraphModule, inputs: tuple[InputSpec, ...] = ()) -> list[
             case "output":
                 text = f"return {_literal(node.args[0], position)}"
             case "get_attr":
-                text = f"constant {_constant(_attribute(module, str(node.target)))}"
+                text = f"constant {_constant(attribute(module, str(node.target)))}"
             case "call_function":
                 text = f"{_target(node.target)}({arguments})"
             case _:
@@ -247,7 +255,8 @@ def _target(target: Callable[..., Any]) -> str:
     return f"{module}.{name}".lstrip(".")
 
 
-def _attribute(module: torch.nn.Module, path: str) -> Any:
+def attribute(module: torch.nn.Module, path: str) -> Any:
+    """Return what a `get_attr` node of a graph names."""
     value: Any = module
     for part in path.split("."):
         value = getattr(value, part)

@@ -1,19 +1,23 @@
 """Why was it compiled? One line for every compilation, and the same as data.
 
 A front end says on which occasion it compiles and what it knows of the cause. The cause is set beside the difference
-from the nearest earlier graph, the most similar one among those of the same model or function.
+from the nearest earlier graph, the most similar one among those of the same model or function: inputs by name, then the
+first operation.
 
 The lines go to the logger "glassengine.compilations", at level INFO: on stderr with `GLASS_EXPLAIN=1` or `--metrics`.
 """
 
 from __future__ import annotations
 
+import difflib
+import functools
 import linecache
 import logging
+import re
 import sys
 import sysconfig
 import threading
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +26,9 @@ from typing import Any
 import torch
 
 from glassengine import environment
-from glassengine.executable.graph.difference import Outline, changes
-from glassengine.executable.graph.graph import CapturedGraph
+from glassengine.executable.graph.graph import CapturedGraph, InputSpec
 from glassengine.executable.metrics.metrics import registry
-from glassengine.results.compilation import Cause, Compilation
+from glassengine.results.compilation import Cause, Change, Compilation, What
 
 logger = logging.getLogger("glassengine.compilations")
 
@@ -39,6 +42,17 @@ _SKIPPED = (
     "<frozen",
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib", "scripts")),
 )
+
+_lock = threading.Lock()
+_compilations: list[Compilation] = []
+_earlier: defaultdict[str, deque[_Earlier]] = defaultdict(lambda: deque(maxlen=KEPT))
+_first_with: dict[str, str] = {}
+"""Hash of a graph -> the first executable made of it."""
+FIRST = Cause("first call", "it is called for the first time")
+_WINDOW = 200  # operations looked ahead, to tell one that was put in or left out from one that was replaced
+_NUMBERED = re.compile(r"input\d+")
+_VALUE = re.compile(r"%(\d+)")
+_FIELDS: tuple[What, ...] = ("dtype", "shape", "stride", "device", "requires_grad")
 
 
 @dataclass(frozen=True)
@@ -60,15 +74,6 @@ class _Earlier:
     name: str
     compile_id: str
     outline: Outline
-
-
-_lock = threading.Lock()
-_compilations: list[Compilation] = []
-_earlier: defaultdict[str, deque[_Earlier]] = defaultdict(lambda: deque(maxlen=KEPT))
-_first_with: dict[str, str] = {}
-"""Hash of a graph -> the first executable made of it."""
-
-FIRST = Cause("first call", "it is called for the first time")
 
 
 def compilations() -> tuple[Compilation, ...]:
@@ -108,7 +113,7 @@ def note_compilation(
     if graph is not None:
         registry.sample("TensorsGraphSize", graph.num_ops, "count")
     if environment.explain():
-        _be_heard()
+        _show_lines()
     logger.info("%s", noted)
 
 
@@ -152,8 +157,105 @@ def _user_frames() -> Iterator[str]:
         yield f"{file}:{frame.f_lineno} in {frame.f_code.co_name}" + (f": {code}" if code else "")
 
 
-def _be_heard() -> None:
+def _show_lines() -> None:
     if not logger.isEnabledFor(logging.INFO):
         logger.setLevel(logging.INFO)
     if not logger.hasHandlers():
         logger.addHandler(logging.StreamHandler())
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What is kept of a graph to find differences from later ones: no nodes and no tensors.
+
+    Attributes:
+        kind: Of the graph.
+        inputs: Its inputs by name.
+        ops: A text for each operation, and at last for what is returned; inputs by name, other values by number.
+        places: Where each of them comes from.
+    """
+
+    kind: str
+    inputs: dict[str, InputSpec]
+    ops: tuple[str, ...]
+    places: tuple[str, ...]
+
+    @staticmethod
+    def of(graph: CapturedGraph) -> Outline:
+        """Return the outline of a graph."""
+        names: dict[str, str] = {}
+        for index, spec in enumerate(graph.inputs):
+            names[str(index)] = f"<{spec.name}>"
+        ops: list[str] = []
+        places: list[str] = []
+        for index, (line, node) in enumerate(zip(graph.lines, graph.nodes, strict=True)):
+            if node.op == "placeholder":
+                continue
+            names[str(index)] = f"#{len(ops)}"
+            text = line.partition(" = ")[2]
+            ops.append(_VALUE.sub(lambda found: names.get(found[1], found[0]), text))
+            places.append(graph.describe(node))
+        return Outline(graph.kind, {spec.name: spec for spec in graph.inputs}, tuple(ops), tuple(places))
+
+    @functools.cached_property
+    def _content(self) -> Counter[str]:
+        parts = [f"{name} {spec} {spec.requires_grad}" for name, spec in self.inputs.items()]
+        return Counter([*parts, *self.ops])
+
+    def likeness(self, other: Outline) -> float:
+        """Return the equal share of both, 0 to 1, in any order."""
+        common = sum((self._content & other._content).values())
+        return 2 * common / ((self._content.total() + other._content.total()) or 1)
+
+
+def changes(before: Outline, after: Outline) -> tuple[Change, ...]:
+    """Return every difference of inputs and the first difference of operations; empty for equal graphs."""
+    found = [] if before.kind == after.kind else [Change("kind", "", before.kind, after.kind)]
+    found += _input_changes(before, after)
+    for number, (old, new) in enumerate(zip(before.ops, after.ops, strict=False)):
+        if old != new:
+            found.append(_op_change(before, after, number))
+            break
+    return tuple(found)
+
+
+def _op_change(before: Outline, after: Outline, number: int) -> Change:
+    """Return the change at the first operation that differs."""
+    old_ops, new_ops = ([_op(text) for text in side.ops[number : number + _WINDOW]] for side in (before, after))
+    tag = difflib.SequenceMatcher(None, old_ops, new_ops, autojunk=False).get_opcodes()[0][0]
+    old, new = ("" if tag == "insert" else before.ops[number]), ("" if tag == "delete" else after.ops[number])
+    place = (before if tag == "delete" else after).places[number]
+    what: What = "op"
+    if tag == "equal":
+        blank = re.compile(r"#\d+|<[^>]*>")
+        what = "order" if blank.sub("_", old) == blank.sub("_", new) else "constant"
+    return Change(what, f"{number} ({place})" if place else str(number), old, new)
+
+
+def _input_changes(before: Outline, after: Outline) -> Iterator[Change]:
+    def named(name: str, side: Outline) -> str:
+        """Return the name of an input; of one that has only a number also where it is first read."""
+        place = next((place for op, place in zip(side.ops, side.places, strict=True) if f"<{name}>" in op), "")
+        return f"{name} ({place})" if place and _NUMBERED.fullmatch(name) else name
+
+    # What the caller passes before what belongs to the model, which may be a lot.
+    for name, new in sorted(after.inputs.items(), key=lambda item: item[1].kind in ("parameter", "buffer")):
+        old = before.inputs.get(name)
+        if old is None:
+            yield Change("input", named(name, after), "", str(new))
+            continue
+        for field in _FIELDS:
+            was, is_now = getattr(old, field), getattr(new, field)
+            if was != is_now:
+                yield Change(field, named(name, after), _spell(was), _spell(is_now))
+    for name, old in before.inputs.items():
+        if name not in after.inputs:
+            yield Change("input", named(name, before), str(old), "")
+
+
+def _spell(value: object) -> str:
+    return f"({', '.join(map(str, value))})" if isinstance(value, tuple) else str(value)
+
+
+def _op(text: str) -> str:
+    return re.split(r"[( ]", text, maxsplit=1)[0]

@@ -1,26 +1,42 @@
-"""A report of metrics: its numbers, its text, and several of them merged.
+"""Reports of metrics: summarized, merged, and read from our JSON or from text of ours or of PyTorch/XLA, old or new.
 
 The text has the grammar of PyTorch/XLA. Two things are better. A duration is cut to whole nanoseconds from the front,
 never rounded in its parts, so that larger durations never print as smaller ones. And a rate is given only over a window
 of at least `MIN_WINDOW_NS` that begins before the first sample that it counts: where times are summed the window
 includes the first of them, and where values are, the first one only begins the window.
+
+PyTorch/XLA rounds each part of a duration while it subtracts the part rounded down: it prints 8.97 s as
+"09s969ms486.408us". This cannot always be undone, so durations of its reports are read as they are printed. Old reports
+say "Server" where new ones say "Device"; they are read under the new names.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from glassengine.errors import UsageError
-from glassengine.results.metrics import (
-    MetricsReport,
-    MetricSummary,
-    Samples,
-    Unit,
-)
+from glassengine.errors import CorruptError, UsageError
+from glassengine.reading.documents import parsed
+from glassengine.reading.files import read_text
+from glassengine.results.metrics import TIME_PARTS, MetricsReport, MetricSummary, Samples, Unit, number_from
+from glassengine.stores.places import place
 
 PERCENTILES = (1, 5, 10, 20, 50, 80, 90, 95, 99)
 MIN_WINDOW_NS = 100_000_000
+MAX_BYTES = 64 << 20
+"""A report is a few kilobytes; JSON with all samples of many metrics is a few megabytes."""
+_NEW_NAMES = {
+    "TransferToServerTime": "TransferToDeviceTime",
+    "TransferFromServerTime": "TransferFromDeviceTime",
+    "TransferToServerTransformTime": "TransferToDeviceTransformTime",
+}
+_HEAD = re.compile(r"\s*(Metric|Counter): (\S.*?)\s*$")
+_FIELD = re.compile(r"\s*(TotalSamples|Accumulator|Mean|StdDev|ValueRate|Rate|Percentiles|Value): (.*?)\s*$")
+_TIME = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m(?!s))?(?:(\d+)s)?(?:(\d+)ms)?(\d+(?:\.\d+)?)us")
+_BYTES = re.compile(r"(-?\d+(?:\.\d+)?)(B|KB|MB|GB|TB|PB)")
 
 
 def summarize(name: str, unit: Unit, total_samples: int, accumulator: float, samples: Samples) -> MetricSummary:
@@ -89,3 +105,90 @@ def _merge(group: Sequence[MetricSummary]) -> MetricSummary:
 def _percentiles(samples: Samples) -> dict[int, float]:
     values = sorted(value for _, value in samples)
     return {percent: values[percent * len(values) // 100] for percent in PERCENTILES} if values else {}
+
+
+def read_metrics(source: str | Path) -> MetricsReport:
+    """Read a report.
+
+    Args:
+        source: A file, or lines of text: what `metrics_report()` or `torch_xla.debug.metrics.metrics_report()` gave, a
+            log that contains one of them, or JSON: `metrics().to_dict()` or what a command printed with
+            `--json --metrics`.
+
+    Raises:
+        UsageError: There is no such file.
+        CorruptError: It holds no report, or a damaged one.
+    """
+    if isinstance(source, str) and ("\n" in source or source.lstrip().startswith("{")):
+        return _read(source, "the report")
+    file = place(source)
+    if not file.is_file():
+        raise UsageError("unknown file of metrics", got=str(source))
+    return _read(read_text(file, most=MAX_BYTES, errors="replace"), file.name)
+
+
+def _read(text: str, name: str) -> MetricsReport:
+    if not text.lstrip().startswith("{"):
+        return parse_metrics(text)
+    data = parsed(text, dict[str, Any], name, what="the report", nonfinite=True)
+    inner = data.get("metrics")
+    return MetricsReport.from_dict(inner if isinstance(inner, dict) else data)
+
+
+def parse_metrics(text: str) -> MetricsReport:
+    """Return the report in `text`; lines around its blocks are left out, so that a whole log may be given.
+
+    Raises:
+        CorruptError: There is no block in it, or a value within one cannot be read.
+    """
+    metrics: dict[str, dict[str, str]] = {}
+    counters: dict[str, dict[str, str]] = {}
+    block: dict[str, str] | None = None
+    for line in text.splitlines():
+        if head := _HEAD.match(line):
+            name = _NEW_NAMES.get(head[2], head[2])
+            # A log may hold several reports; the last one counts.
+            block = (metrics if head[1] == "Metric" else counters)[name] = {}
+        elif block is not None and (field := _FIELD.match(line)):
+            block[field[1]] = field[2]
+        else:
+            block = None
+    if not metrics and not counters:
+        raise CorruptError("not a metrics report", expected='lines like "Metric: CompileTime" or "Counter: MarkStep"')
+    try:
+        summaries = tuple(_metric(name, fields) for name, fields in sorted(metrics.items()))
+        values = {name: int(fields["Value"]) for name, fields in sorted(counters.items())}
+    except (KeyError, ValueError) as error:
+        raise CorruptError("a block of the report is damaged", got=f"{type(error).__name__}: {error}") from error
+    return MetricsReport(summaries, values)
+
+
+def _metric(name: str, fields: dict[str, str]) -> MetricSummary:
+    try:
+        accumulator, unit = _value(fields["Accumulator"])
+
+        def optional(key: str) -> float | None:
+            return _value(fields[key].removesuffix(" / second"))[0] if key in fields else None
+
+        percentiles = {}
+        for part in fields["Percentiles"].split("; ") if fields.get("Percentiles") else ():
+            percent, _, value = part.partition("%=")
+            percentiles[int(percent)] = _value(value)[0]
+        rate = float(fields["Rate"].removesuffix(" / second")) if "Rate" in fields else None
+        total = int(fields["TotalSamples"])
+        mean, std_dev = optional("Mean"), optional("StdDev")
+        return MetricSummary(name, unit, total, accumulator, optional("ValueRate"), rate, percentiles, mean, std_dev)
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"metric {name}: {error}") from error
+
+
+def _value(text: str) -> tuple[float, Unit]:
+    """Inverse of `metrics_report.format_value`; times in whole nanoseconds."""
+    if found := _TIME.fullmatch(text):
+        *parts, ms, us = found.groups()
+        sizes = [size for _, size in TIME_PARTS]
+        whole = sum(int(part or 0) * size for part, size in zip(parts, sizes, strict=True))
+        return number_from(whole + int(ms or 0) * 1_000_000 + round(number_from(float(us)) * 1000)), "ns"
+    if found := _BYTES.fullmatch(text):
+        return number_from(float(found[1]) * 1024 ** ("B", "KB", "MB", "GB", "TB", "PB").index(found[2])), "bytes"
+    return number_from(float(text)), "count"

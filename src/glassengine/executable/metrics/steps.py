@@ -26,6 +26,7 @@ logger = logging.getLogger("glassengine")
 
 MAX_QUEUED = 100
 """Asynchronous closures that may wait; ending a step then waits for one of them, as in PyTorch/XLA."""
+_before_end: list[Callable[[], object]] = []
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,6 @@ class _Steps:
 
 
 _steps = _Steps()
-_before_end: list[Callable[[], object]] = []
 
 
 def current_step() -> int:
@@ -176,11 +176,11 @@ def _finish() -> None:
         logger.warning("step closures that never ran, since no mark_step came after them: %d", len(_steps.closures))
 
 
-def _begin_anew() -> None:
+def _reset_in_child() -> None:
     global _steps
     _steps = _Steps()
 
 
 atexit.register(_finish)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_anew)
+    os.register_at_fork(after_in_child=_reset_in_child)

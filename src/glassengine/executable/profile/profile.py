@@ -12,38 +12,43 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import io
 import json
 import logging
 import os
 import re
+import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.profiler import ProfilerActivity
 
 from glassengine import environment, spans
 from glassengine.errors import UsageError
-from glassengine.executable.graph import observers
-from glassengine.executable.profile import tensorboard as profile_events
-from glassengine.executable.profile.trace import FORMAT, SCHEMA_VERSION, annotate, sealed, summarize
-from glassengine.executable.profile.watching import Executions, watch_modules
+from glassengine.executable.graph.execution import Execution, attach, detach
+from glassengine.executable.profile.trace import FORMAT, SCHEMA_VERSION, SUMMARY, annotate, sealed, summarize
+from glassengine.sites import ROOT
 from glassengine.stores.places import Remote, deliver, place
 from glassengine.writing.files import aside, next_directory, remove_tree
 
 logger = logging.getLogger("glassengine")
 
 TRACE = "rank{rank}.pt.trace.json.gz"
-SUMMARY = "profile.json"
 
 _MAX_JUMP_S = 0.05
 
 _one_at_a_time = threading.Lock()
 _active: Profile | None = None
+_NAME = re.compile(r"profile-(\d{1,9})")
 
 
 class Profile:
@@ -92,8 +97,8 @@ class Profile:
             spans.set_recording(1)
             self._watching.callback(spans.set_recording, -1)
             watching = Executions()
-            observers.attach(watching)
-            self._watching.callback(observers.detach, watching)
+            attach(watching)
+            self._watching.callback(detach, watching)
             self._watching.callback(watch_modules(watching.is_open))
             self._watching.callback(spans.on_step_end(self._count))
         except BaseException:
@@ -190,7 +195,7 @@ class Profile:
         with aside(self.directory / SUMMARY) as path:
             path.write_text(sealed(summary), encoding="utf-8")
         try:
-            profile_events.write(self.directory, summary)
+            write_scalars(self.directory, summary)
         except OSError as error:  # the profile itself is there
             logger.warning("no scalars for TensorBoard: %s (%s)", error.strerror or error, self.directory)
         logger.info("the profile is in %s", self.directory)
@@ -268,10 +273,7 @@ def _make_directory(root: Path) -> Path:
         ) from error
 
 
-_NAME = re.compile(r"profile-(\d{1,9})")
-
-
-def _begin_anew() -> None:
+def _reset_in_child() -> None:
     """A child that was forked while a profile is taken takes none: it would grow with every operation, and not end."""
     global _one_at_a_time
     if _one_at_a_time.locked():
@@ -283,4 +285,116 @@ def _begin_anew() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_anew)
+    os.register_at_fork(after_in_child=_reset_in_child)
+
+
+def write_scalars(directory: Path, summary: Mapping[str, Any]) -> bool:
+    """Write `step_ms` for every step and `total_ms/<kind>` for every kind of span; return whether it could be done.
+
+    Raises:
+        OSError: They cannot be written.
+    """
+    try:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+    except ImportError:  # TensorBoard is an extra
+        return False
+    # Not by its SummaryWriter, a thread of which writes: what goes wrong there is a traceback of that thread.
+    written, now = io.BytesIO(), time.time()
+    records = RecordWriter(written)
+    records.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
+
+    def add(tag: str, value: float, step: int) -> None:
+        found = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
+        records.write(Event(wall_time=now, step=step, summary=found).SerializeToString())
+
+    for step, length in enumerate(summary["steps_us"]):
+        add("step_ms", length / 1e3, step)
+    for kind, found in sorted(summary["kinds"].items()):
+        add(f"total_ms/{kind}", found["total_us"] / 1e3, 0)
+    name = f"events.out.tfevents.{now:.0f}.{socket.gethostname()}.{os.getpid()}.0"
+    with aside(directory / name) as path:
+        path.write_bytes(written.getvalue())
+    return True
+
+
+class Executions:
+    """Spans around executions."""
+
+    def __init__(self) -> None:
+        self._open = threading.local()
+
+    def before(self, execution: Execution) -> None:
+        """Open the span of an execution."""
+        entered = spans.span("execute", execution.executable.name)
+        entered.__enter__()
+        self._stack().append(entered)
+
+    def after(self, execution: Execution) -> None:
+        """Close it."""
+        self._leave()
+
+    def failed(self, execution: Execution, error: BaseException) -> None:
+        """Close it."""
+        self._leave()
+
+    def is_open(self) -> bool:
+        """Return whether this thread is within an execution."""
+        return bool(self._stack())
+
+    def _leave(self) -> None:
+        if stack := self._stack():
+            stack.pop().__exit__(None, None, None)
+
+    def _stack(self) -> list[contextlib.AbstractContextManager[Any]]:
+        if not hasattr(self._open, "stack"):
+            self._open.stack = []
+        found: list[contextlib.AbstractContextManager[Any]] = self._open.stack
+        return found
+
+
+def watch_modules(is_compiled: Callable[[], bool]) -> Callable[[], None]:
+    """Put a span around every call of a module outside compiled graphs, and return what undoes it.
+
+    The outermost module of a thread is the root; the others are called what the root calls them.
+
+    Where `is_compiled`, this thread runs a compiled graph, whose modules are not the user's.
+    """
+    names: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
+    state = threading.local()
+
+    def enter(module: nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling() or is_compiled():
+            return
+        if not hasattr(state, "stack"):
+            state.stack = []
+        root = state.stack[0][0] if state.stack else module
+        if root not in names:
+            found = root.named_modules()
+            names[root] = {id(child): path or ROOT for path, child in found}
+        entered = spans.span("module", names[root].get(id(module), type(module).__name__))
+        entered.__enter__()
+        state.stack.append((module, entered))
+
+    def leave(module: nn.Module, _: Any, __: Any) -> None:
+        if torch.compiler.is_compiling() or is_compiled():
+            return
+        stack = getattr(state, "stack", [])
+        # Calls that were open when the profile began are not on the stack.
+        if any(entered is module for entered, _ in stack):
+            while stack:
+                found, entered = stack.pop()
+                entered.__exit__(None, None, None)
+                if found is module:
+                    break
+
+    # Said by torch when a compiled module is first called: the extra span of its wrapper is what is wanted here.
+    warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
+    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo

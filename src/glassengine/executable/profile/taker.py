@@ -47,10 +47,7 @@ def check(steps: int, timeout_s: float) -> Asked:
     """
     if not 1 <= steps <= MAX_STEPS:
         raise UsageError(
-            "invalid number of steps of a profile",
-            got=f"{steps} steps",
-            expected=f"1 to {MAX_STEPS}",
-            hint="--steps N",
+            "invalid number of steps of a profile", got=f"{steps} steps", expected=f"1 to {MAX_STEPS}", hint="--steps N"
         )
     if not 0 <= timeout_s <= MAX_S:
         raise UsageError("invalid timeout", got=f"timeout_s={timeout_s}", expected=f"0 to {MAX_S:g} seconds")
@@ -58,11 +55,7 @@ def check(steps: int, timeout_s: float) -> Asked:
 
 
 class Taker:
-    """Takes profiles into one directory.
-
-    Args:
-        directory: Of the process that is profiled.
-    """
+    """Takes profiles into one directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -73,9 +66,7 @@ class Taker:
     def take(self, asked: Asked, is_left: Callable[[], bool] = lambda: False) -> dict[str, Any]:
         """Take a profile and return what it holds.
 
-        Args:
-            asked: Its bounds.
-            is_left: Whether the client that asked has left, which ends the profile.
+        It ends when the client that asked `is_left`.
 
         Raises:
             UsageError: Another one is being taken, or nothing can be written.

@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 
-import glassengine.executable.snapshot.environment  # noqa: F401  registers who the environment wants to look
+import glassengine.executable.snapshot.snapshots  # noqa: F401  registers who the environment wants to look
 from glassengine import environment, spans
 from glassengine.errors import BackendError, GlassError
 from glassengine.executable.cache.cache import CompilerCache, compiled
-from glassengine.executable.graph.execution import Arguments, Execution
+from glassengine.executable.graph.execution import Arguments, Execution, observers
 from glassengine.executable.graph.graph import CapturedGraph
-from glassengine.executable.graph.observers import observers
 from glassengine.executable.metrics.compilation import FIRST, Occasion, note_compilation
 from glassengine.executable.metrics.metrics import registry
 from glassengine.results.compilation import Cause
@@ -148,11 +147,7 @@ def compile_executable(
 ) -> None:
     """Compile one graph into `directory`.
 
-    Args:
-        name: Shown in messages.
-        compiler: Given by the back-end: writes its files into the directory.
-        directory: Exists and is empty.
-        graph: What is compiled, to explain the compilation later.
+    `compiler` writes its files into the empty directory; `graph` explains the compilation later.
 
     Raises:
         BackendError: The compiler failed; chains the original error.

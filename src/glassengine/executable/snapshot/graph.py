@@ -35,7 +35,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from glassengine.errors import CorruptError
-from glassengine.program.store.archive import inert_archive, load_archive
+from glassengine.executable.graph.graph import attribute
+from glassengine.program.representation.archive import inert_archive, load_archive
 from glassengine.program.user_code.tracing import fast_writing
 
 _SYMBOLS = {torch.SymInt: SymIntArgument, torch.SymFloat: SymFloatArgument, torch.SymBool: SymBoolArgument}
@@ -58,9 +59,7 @@ class FlatGraph:
 def flatten(module: GraphModule, *, with_source: bool = True) -> FlatGraph:
     """Return a copy of a captured graph, with the tensors that it holds as further inputs.
 
-    Args:
-        module: Flat; is not changed.
-        with_source: Keep the lines of the user's code.
+    Without `with_source` it has no lines of the user's code.
     """
     module = copy.deepcopy(module)
     last = None
@@ -69,7 +68,7 @@ def flatten(module: GraphModule, *, with_source: bool = True) -> FlatGraph:
             last = node
     constants: dict[str, torch.Tensor] = {}
     for node in list(module.graph.nodes):
-        value = _attribute(module, str(node.target)) if node.op == "get_attr" else None
+        value = attribute(module, str(node.target)) if node.op == "get_attr" else None
         if not isinstance(value, torch.Tensor):
             continue
         place = module.graph.inserting_before(None) if last is None else module.graph.inserting_after(last)
@@ -172,13 +171,6 @@ def _argument(value: Any) -> Any:
         return TensorArgument(name=value.name)
     symbol = _SYMBOLS.get(type(content))
     return ConstantArgument(name=value.name, value=content) if symbol is None else symbol(name=value.name)
-
-
-def _attribute(module: torch.nn.Module, path: str) -> Any:
-    value: Any = module
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _fake(module: GraphModule, value: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
-"""The layout of a snapshot on disk: one execution of one executable.
+"""The layout of a snapshot on disk: one execution of one executable, described by a sealed `meta.json`.
 
-    meta.json                what ran, on what, and an entry for every input and output; a checksum over all of it
+    meta.json                what ran, on what, and an entry for every input and output; a checksum over all of it,
+                             since another stride, key or plain value would change a replay in silence
     graph.pt2                the captured graph without values; a hard link where a snapshot beside it has the same one
     graph.onnx               in its place, where the graph is an ONNX file
     inputs.safetensors       values of the inputs before the run
@@ -15,11 +16,20 @@ tensors are called `<file>/<key>`, its metadata has `meta.json`, and the bytes o
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from glassengine.errors import CorruptError
+from glassengine.reading.documents import Size, parsed
+from glassengine.reading.files import read_bytes
+from glassengine.writing.checksums import document_checksum
 
 SCHEMA_VERSION = 2
 META = "meta.json"
@@ -33,6 +43,8 @@ MAX_META_BYTES = 64 << 20
 
 _LONGEST_NAME = 100
 _PLAIN = {"int": int, "float": float, "bool": bool, "str": str}
+_FIRST_SEALED = 2
+"""Version from which on a snapshot has a checksum."""
 
 
 def weights_file(number: int) -> str:
@@ -72,18 +84,22 @@ class Entry:
     name: str
     kind: str
     dtype: str
-    shape: tuple[int, ...] = ()
-    stride: tuple[int, ...] = ()
+    shape: tuple[Size, ...] = ()
+    stride: tuple[Size, ...] = ()
     device: str = ""
     requires_grad: bool = False
     is_mutated: bool = False
     file: str | None = None
     key: str | None = None
-    crc32: int | None = None
+    crc32: Size | None = None
     value: int | float | bool | str | None = None
     left_out: str | None = None
     sha256: str | None = None
     statistics: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.file is not None and not (TENSOR_FILE.fullmatch(self.file) and self.key is not None):
+            raise ValueError(f"values in {self.file!r}")
 
     @property
     def is_tensor(self) -> bool:
@@ -105,26 +121,6 @@ class Entry:
                 found[field.name] = list(value) if isinstance(value, tuple) else value
         return found
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Entry:
-        """Inverse of `to_dict`.
-
-        Raises:
-            ValueError: Something in it is of a wrong kind.
-            TypeError: It lacks something.
-        """
-        known = {field.name: data[field.name] for field in dataclasses.fields(cls) if field.name in data}
-        entry = cls(**{**known, "shape": tuple(data.get("shape", ())), "stride": tuple(data.get("stride", ()))})
-        sizes = (*entry.shape, *entry.stride)
-        texts = (entry.name, entry.kind, entry.dtype, entry.device, entry.file or "", entry.key or "")
-        if not all(type(size) is int and size >= 0 for size in sizes) or not all(type(t) is str for t in texts):
-            raise ValueError(f"a damaged entry: {str(data)[:200]}")
-        if not isinstance(entry.statistics, (dict, type(None))):
-            raise ValueError("damaged statistics")
-        if entry.file is not None and not (TENSOR_FILE.fullmatch(entry.file) and entry.key is not None):
-            raise ValueError(f"values in {entry.file!r}")
-        return entry
-
 
 def plain_entry(name: str, kind: str, value: Any) -> Entry:
     """Return the entry of an input or output that is not a tensor."""
@@ -143,3 +139,63 @@ def plain_value(entry: Entry) -> int | float | bool | str | None:
     if entry.dtype == "NoneType" or entry.value is None:
         return None
     return _PLAIN[entry.dtype](entry.value)  # type: ignore[no-any-return]
+
+
+class Meta(msgspec.Struct):
+    """The part of a `meta.json` that a reader depends on."""
+
+    schema_version: int
+    name: str
+    kind: str
+    reason: str
+    process: int
+    executable: int
+    device_index: int
+    execution: int
+    redacted: bool
+    inputs: tuple[Entry, ...]
+    outputs: tuple[Entry, ...] | None
+    rng: dict[str, Entry]
+    output_names: tuple[str, ...]
+    graph_hash: str | None
+    graph_file: Literal["graph.pt2", "graph.onnx"] = "graph.pt2"
+    graph_crc32: Size | None = None
+    origin: dict[str, Any] | None = None
+    checksum: str | None = None
+
+
+def read_meta(directory: Path) -> tuple[Meta, dict[str, Any]]:
+    """Return the `meta.json` in a snapshot's directory, typed and as it is.
+
+    Raises:
+        CorruptError: It is damaged, not what was written, or of a newer version.
+    """
+    path = directory / META
+    return parsed_meta(read_bytes(path, most=MAX_META_BYTES, inside=directory), path)
+
+
+def parsed_meta(text: bytes | str, where: Path) -> tuple[Meta, dict[str, Any]]:
+    """Return the text of a `meta.json`, typed and as it is; raises as `read_meta`."""
+    what = f"the description of the snapshot {where.parent.name if where.name == META else where.name}"
+    typed = parsed(text, Meta, where, what=what, version=SCHEMA_VERSION)
+    content = parsed(text, dict[str, Any], where, what=what)
+    found = content.pop("checksum", None)
+    if (found is not None or typed.schema_version >= _FIRST_SEALED) and found != document_checksum(content):
+        raise CorruptError(
+            f"{what} is not what was written",
+            got=f"{where}: another checksum",
+            hint="take the snapshot again, or copy it again from where it was taken",
+        )
+    return typed, content
+
+
+def sealed(content: Mapping[str, Any]) -> str:
+    """Return the text of a `meta.json` that `parsed_meta` accepts.
+
+    Raises:
+        ValueError: A number in it is not finite.
+    """
+    text = json.dumps({**content, "schema_version": SCHEMA_VERSION}, allow_nan=False)
+    known = json.loads(text)
+    known.pop("checksum", None)
+    return json.dumps({**known, "checksum": document_checksum(known)}, indent=1) + "\n"

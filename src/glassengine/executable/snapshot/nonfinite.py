@@ -22,13 +22,12 @@ from torch import Tensor
 from torch.fx import Interpreter, Node
 
 from glassengine.errors import GlassError
-from glassengine.executable.graph.graph import CapturedGraph
+from glassengine.executable.graph.graph import CapturedGraph, module_path, written_placeholders
 from glassengine.executable.snapshot.tensors import obstacle
 from glassengine.ops.traits import named
 from glassengine.program.kinds.causal_lm import USER_MODULE
 from glassengine.program.representation.naming import source_line
 
-_NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"  # of torch.export, for nodes outside of every module
 _NEVER_MASKS = frozenset({"parameter", "tangent"})
 
 
@@ -200,7 +199,7 @@ class _Watching(Interpreter):
         tensors = [item for item in torch.utils._pytree.tree_leaves(value) if isinstance(item, Tensor)]
         suspects = [tensor for _, tensor in probe(("", tensor) for tensor in tensors)]
         found = Kinds(*map(any, zip(FINITE, *map(kinds_of, suspects), strict=True)))
-        for written in _written_placeholders(n):
+        for written in written_placeholders(n):
             self.written[written] = n
         if any(found):
             self._judge(n, found)
@@ -223,8 +222,8 @@ class _Watching(Interpreter):
 
     def origin(self, node: Node) -> Origin:
         """Describe a guilty node."""
-        module = _module_path(node)
-        tops = {_module_path(other).partition(".")[0] for other in self._order}
+        module = module_path(node)
+        tops = {module_path(other).partition(".")[0] for other in self._order}
         if self._graph.kind == "engine" and tops <= {"", USER_MODULE}:  # what wraps a language model is not the user's
             module = module.removeprefix(USER_MODULE).removeprefix(".")
         count, total = self._counts[node]
@@ -254,12 +253,6 @@ class _Watching(Interpreter):
             self.guilty.add(node)
 
 
-def _module_path(node: Node) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
-    path = str(list(stack.values())[-1][0]) if stack else ""
-    return "" if path == _NO_MODULE else path
-
-
 def _sources(node: Node, written: Mapping[Node, Node], order: Mapping[Node, int]) -> list[Node]:
     """Return what a node reads; of an input that was written to before it, the node that wrote."""
     found = []
@@ -267,19 +260,6 @@ def _sources(node: Node, written: Mapping[Node, Node], order: Mapping[Node, int]
         writer = written.get(source)
         found.append(writer if writer is not None and order[writer] < order[node] else source)
     return found
-
-
-def _written_placeholders(node: Node) -> list[Node]:
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
-        return []
-    arguments = node.target._schema.arguments
-    return [
-        value
-        for position, argument in enumerate(arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-        for value in (node.args[position] if position < len(node.args) else node.kwargs.get(argument.name),)
-        if isinstance(value, Node) and value.op == "placeholder"
-    ]
 
 
 def _has_infinite_literal(node: Node) -> bool:

@@ -1,14 +1,15 @@
-"""What is to be kept of which executions, where, and how much of it."""
+"""Which executions get a snapshot, what it holds, and its limits: the policy, and the callback that chooses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from glassengine.errors import UnknownNameError, UsageError
-from glassengine.writing.files import local
+from glassengine.errors import UsageError
 
 Occasion = Literal["every", "nonfinite", "error"]
 KeepInputs = Literal["reference", "device", "host"]
@@ -17,6 +18,10 @@ KEEP_INPUTS: tuple[KeepInputs, ...] = get_args(KeepInputs)
 CONTENTS = ("inputs", "outputs", "inputs outputs")
 
 MIN_FREE_BYTES = 1 << 30
+logger = logging.getLogger("glassengine")
+Callback = Callable[[str, int, int], str]
+WORDS = frozenset({"inputs", "outputs"})
+_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -50,54 +55,84 @@ class Policy:
     redact: bool = False
 
 
-def make_policy(
-    directory: str | Path,
-    *,
-    on: str | Iterable[str],
-    contents: str,
-    keep_inputs: str,
-    ranks: int | Iterable[int] | None,
-    max_snapshots: int | None,
-    max_bytes: int | None,
-    min_free_bytes: int,
-    redact: bool,
-) -> Policy:
-    """Return a checked policy.
+def inputs_always(name: str, addressable_device_index: int, execution_count: int) -> str:
+    """Return the default content of a snapshot, without callback: the graph and its inputs."""
+    del name, addressable_device_index, execution_count
+    return "inputs"
+
+
+class _Registered:
+    """The callback in force; a class, so that the whole of it changes at once.
+
+    Attributes:
+        function: Returned to its owner on the next registration.
+        is_disabled: Whether it raised; it is not asked again.
+        complained: Invalid answers that were logged.
+    """
+
+    def __init__(self, function: Callback) -> None:
+        self.function = function
+        self.is_disabled = False
+        self.complained: set[str] = set()
+
+
+_registered = _Registered(inputs_always)
+
+
+def register_snapshot_callback(callback: Callback) -> Callback:
+    """Let `callback` decide, before each execution, what its snapshot holds.
+
+    It is asked while snapshots of every execution are asked for: by `glass.snapshots.take(DIRECTORY)` or by
+    `XLA_FLAGS="--xla_dump_hlo_snapshots --xla_dump_to=DIRECTORY"`. One that raises is logged once and not asked again:
+    no more snapshots are taken until another one is registered.
+
+    Args:
+        callback: Takes the name of the executable, the index of the device it runs on, and how many executions of it on
+            that device went before (0 for the first); returns "inputs", "outputs", "inputs outputs", or "" for no
+            snapshot. None counts as "".
+
+    Returns:
+        The callback before it; at first, one that always returns "inputs".
 
     Raises:
-        UnknownNameError: A word that means nothing here.
-        UsageError: A limit below zero, or nothing to do.
+        UsageError: It cannot be called.
     """
-    occasions = frozenset([on] if isinstance(on, str) else on)
-    for word in occasions:
-        _require("occasion of a snapshot", word, OCCASIONS, 'on="every", "nonfinite", "error"')
-    if not occasions:
-        raise UsageError("no occasion for a snapshot is named", got="on=()", expected=OCCASIONS, hint='on="every"')
-    words = " ".join(sorted(set(contents.split())))
-    _require("content of a snapshot", words, CONTENTS, 'contents="inputs outputs"')
-    _require("way to keep inputs", keep_inputs, KEEP_INPUTS, 'keep_inputs="host"')
-    for name, limit in (
-        ("max_snapshots", max_snapshots),
-        ("max_bytes", max_bytes),
-        ("min_free_bytes", min_free_bytes),
-    ):
-        if limit is not None and limit < 0:
-            raise UsageError(f"{name} is below zero", got=str(limit), expected="0 or more, or None for no limit")
-    chosen = None if ranks is None else frozenset([ranks] if isinstance(ranks, int) else ranks)
-    return Policy(
-        local(directory).absolute(),
-        occasions,
-        words,
-        keep_inputs,  # type: ignore[arg-type]  # checked above
-        chosen,
-        False,
-        max_snapshots,
-        max_bytes,
-        min_free_bytes,
-        redact,
-    )
+    global _registered
+    if not callable(callback):
+        raise UsageError(
+            "a snapshot callback is a function",
+            got=type(callback).__name__,
+            expected="name, addressable_device_index, execution_count -> words",
+            hint="register what the call before returned, to undo it",
+        )
+    with _lock:
+        previous, _registered = _registered, _Registered(callback)
+    return previous.function
 
 
-def _require(kind: str, word: str, known: Iterable[str], hint: str) -> None:
-    if word not in known:
-        raise UnknownNameError(kind, word, known, hint=hint)
+register_hlo_snapshot_callback = register_snapshot_callback
+"""As the document calls it."""
+
+
+def has_callback() -> bool:
+    """Return whether a callback is registered."""
+    return _registered.function is not inputs_always
+
+
+def ask_callback(name: str, device_index: int, execution: int) -> frozenset[str]:
+    """Return the words of the callback's answer that mean something; the others are logged once."""
+    registered = _registered
+    if registered.is_disabled:
+        return frozenset()
+    try:
+        answer = registered.function(name, device_index, execution)
+    except Exception:
+        registered.is_disabled = True
+        logger.exception("the snapshot callback failed in execution %d of %s; it is not asked again", execution, name)
+        return frozenset()
+    words = frozenset(answer.split()) if isinstance(answer, str) else frozenset()
+    unknown = words - WORDS if isinstance(answer, str) or answer is None else {repr(answer)}
+    for word in sorted(unknown - registered.complained):
+        registered.complained.add(word)
+        logger.warning("the snapshot callback answered %s; it knows '', 'inputs', 'outputs', 'inputs outputs'", word)
+    return words & WORDS

@@ -1,4 +1,4 @@
-"""`Snapshot`: one execution of one executable, read back. Reading it runs no code and needs none of the user's."""
+"""Reads snapshots, one or all of a directory: executions of executables. Reading runs no code and needs no model."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from torch.export import ExportedProgram
 from glassengine.errors import CorruptError, UnknownNameError, UsageError
 from glassengine.executable.snapshot import layout
 from glassengine.executable.snapshot.graph import load_graph
-from glassengine.executable.snapshot.layout import Entry
-from glassengine.executable.snapshot.meta import parsed_meta, read_meta, sealed
+from glassengine.executable.snapshot.layout import Entry, Meta, parsed_meta, read_meta, sealed
 from glassengine.executable.snapshot.nonfinite import Origin
 from glassengine.executable.snapshot.tensors import TensorFile, restored, write_tensors
-from glassengine.program.onnx.exported import TranslatedFile, translate_file
 from glassengine.program.onnx.stored.file import read_onnx
-from glassengine.program.store.archive import MAX_BYTES
+from glassengine.program.onnx.translated import TranslatedFile, translate_file
+from glassengine.program.representation.archive import MAX_BYTES
 from glassengine.reading.copies import here
+from glassengine.reading.documents import converted, damaged
 from glassengine.reading.files import is_regular, read_bytes
 from glassengine.recording.layout.statistics import summarize
 from glassengine.recording.layout.values import bytes_of
+from glassengine.results.recorded import ListedSnapshot
 from glassengine.stores.places import delivered, place
 from glassengine.writing.checksums import crc32
 from glassengine.writing.files import aside
@@ -50,32 +51,24 @@ class Snapshot:
         device_index: Where it ran.
         execution: How many executions of it there went before.
         graph_hash: Of the captured graph; None where there is none.
+        output_names: Of the results in the order of the graph.
         redacted: Whether it has no values.
         origin: The op that made the first value that is not finite; None where none was looked for or found.
     """
 
-    def __init__(self, path: Path, meta: dict[str, Any], packed: TensorFile | None) -> None:
+    def __init__(self, path: Path, meta: Meta, content: dict[str, Any], packed: TensorFile | None) -> None:
         self.path = path
+        self.meta = {name: value for name, value in content.items() if name not in ("inputs", "outputs", "rng")}
         self._packed = packed
         self._files: dict[str, TensorFile] = {}
-        try:
-            self.inputs = tuple(Entry.from_dict(entry) for entry in meta.pop("inputs"))
-            outputs = meta.pop("outputs")
-            self.outputs = outputs if outputs is None else tuple(Entry.from_dict(entry) for entry in outputs)
-            self.name = str(meta["name"])
-            self.kind = str(meta["kind"])
-            self.reason = str(meta["reason"])
-            self.process, self.executable, self.device_index, self.execution = (
-                int(meta[key]) for key in ("process", "executable", "device_index", "execution")
-            )
-            self.graph_hash: str | None = meta["graph_hash"]
-            self.redacted = bool(meta["redacted"])
-            self._rng = {str(device): Entry.from_dict(entry) for device, entry in meta.pop("rng").items()}
-            origin = meta.get("origin")
-            self.origin = None if origin is None else Origin(**origin)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise _damaged(path, error) from error
-        self.meta = meta
+        self.inputs, self.outputs, self._rng = meta.inputs, meta.outputs, meta.rng
+        self.name, self.kind, self.reason = meta.name, meta.kind, meta.reason
+        self.process, self.executable = meta.process, meta.executable
+        self.device_index, self.execution = meta.device_index, meta.execution
+        self.graph_hash, self._graph_file, self._graph_crc32 = meta.graph_hash, meta.graph_file, meta.graph_crc32
+        self.output_names, self.redacted = meta.output_names, meta.redacted
+        origin = meta.origin
+        self.origin = None if origin is None else converted(origin, Origin, path, what="the origin in the snapshot")
 
     @classmethod
     def open(cls, path: str | Path) -> Snapshot:
@@ -90,7 +83,7 @@ class Snapshot:
             packed = None if path.suffix in (".pt", ".pth", ".npz", ".json") else TensorFile(path)
             if packed is None or layout.META not in packed.metadata:
                 raise CorruptError("not a packed snapshot", got=str(path), hint="glass snapshot pack SNAPSHOT")
-            return cls(path, parsed_meta(packed.metadata[layout.META], path), packed)
+            return cls(path, *parsed_meta(packed.metadata[layout.META], path), packed)
         meta = path / layout.META
         if not meta.is_file():
             found = sorted(item.parent for item in path.glob(f"*/{layout.META}")) if path.is_dir() else []
@@ -103,17 +96,12 @@ class Snapshot:
                 expected=f"one of its {len(inside)} snapshots, such as {path / inside[-1]}" if inside else None,
                 hint="give the directory of one execution, or a packed file",
             )
-        return cls(path, read_meta(path), None)
+        return cls(path, *read_meta(path), None)
 
     @property
     def input_names(self) -> tuple[str, ...]:
         """Names of all inputs in the order of the graph's placeholders."""
         return tuple(entry.name for entry in self.inputs)
-
-    @property
-    def output_names(self) -> tuple[str, ...]:
-        """Names of the results in the order of the graph."""
-        return tuple(str(name) for name in self.meta["output_names"])
 
     @functools.cached_property
     def graph(self) -> ExportedProgram:
@@ -157,10 +145,6 @@ class Snapshot:
             return self._copied(lambda path: translate_file(read_onnx(path, with_data=False)))
         except UsageError as error:
             raise CorruptError(f"{layout.ONNX_GRAPH} cannot be read", got=f"{error.what}: {error.got}") from error
-
-    @property
-    def _graph_file(self) -> str:
-        return layout.ONNX_GRAPH if self.meta.get("graph_file") == layout.ONNX_GRAPH else layout.GRAPH
 
     def _copied(self, read: Callable[[Path], _T]) -> _T:
         """Read the graph from a file of its own, whose bytes were checked."""
@@ -254,7 +238,7 @@ class Snapshot:
             try:
                 return layout.plain_value(entry)
             except (KeyError, TypeError, ValueError) as error:
-                raise _damaged(self.path, error) from error
+                raise damaged(f"the snapshot {self.path.name}", self.path, error) from error
         tensor = self._values(entry)
         if torch.device(device).type != "cpu":
             tensor = tensor.to(device)
@@ -282,11 +266,55 @@ class Snapshot:
         return self._checked(torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0))
 
     def _checked(self, content: Tensor) -> Tensor:
-        known = self.meta.get("graph_crc32")
-        if known is not None and crc32(bytes_of(content)) != known:
+        if self._graph_crc32 is not None and crc32(bytes_of(content)) != self._graph_crc32:
             raise CorruptError("the bytes of the graph are not what was written", got=str(self.path / self._graph_file))
         return content
 
 
-def _damaged(path: Path, error: Exception) -> CorruptError:
-    return CorruptError(f"the snapshot {path.name} cannot be read", got=f"{type(error).__name__}: {error}")
+def list_snapshots(directory: str | Path) -> tuple[ListedSnapshot, ...]:
+    """Return every snapshot of a directory, by name; those that were never finished, and damaged ones, too.
+
+    Raises:
+        UsageError: There is none.
+    """
+    root = here(directory)
+    try:
+        found = sorted(path for path in root.iterdir() if path.is_dir())
+    except OSError as error:
+        raise UsageError("cannot read a directory of snapshots", got=f"{error.strerror} ({root})") from error
+    listed = []
+    for path in found:
+        if path.name.startswith(".") and path.name.endswith(".partial"):
+            listed.append(ListedSnapshot(path.name, "unfinished", num_bytes=_size(path)))
+        elif (path / layout.META).exists():
+            listed.append(_listed(path))
+    if not listed:
+        raise UsageError(
+            "no snapshots", got=str(root), hint="glass run ENGINE --snapshot DIR, or glass.snapshots.take(DIR)"
+        )
+    return tuple(listed)
+
+
+def _listed(path: Path) -> ListedSnapshot:
+    try:
+        snapshot = Snapshot.open(path)
+    except CorruptError as error:
+        return ListedSnapshot(path.name, "damaged", num_bytes=_size(path), problem=error.got)
+    has = {
+        "graph": snapshot.graph_hash is not None,
+        "inputs": bool(snapshot.inputs),
+        "outputs": snapshot.outputs is not None,
+        "redacted": snapshot.redacted,
+    }
+    origin = snapshot.origin
+    return ListedSnapshot(
+        path.name,
+        snapshot.reason,
+        tuple(word for word, there in has.items() if there),
+        None if origin is None else str(origin),
+        _size(path),
+    )
+
+
+def _size(path: Path) -> int:
+    return sum(item.stat().st_size for item in path.iterdir() if item.is_file())

@@ -7,12 +7,17 @@ its snapshot `NonFiniteError` is raised, in every execution that makes one.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
+import os
 import shlex
+import shutil
 import threading
 import traceback
 import weakref
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,16 +25,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glassengine import environment
+from glassengine import environment, spans
 from glassengine.executable.graph.execution import Execution
 from glassengine.executable.graph.graph import CapturedGraph
 from glassengine.executable.metrics.steps import current_step
-from glassengine.executable.snapshot import callback as snapshot_callback
 from glassengine.executable.snapshot.keeper import Keeper, rng_states, set_rng_states
 from glassengine.executable.snapshot.nonfinite import Finding, Kinds, NonFiniteError, find_origin, kinds_of, probe
-from glassengine.executable.snapshot.policy import Policy
-from glassengine.executable.snapshot.store import SnapshotStore
-from glassengine.executable.snapshot.writer import Taken
+from glassengine.executable.snapshot.policy import Policy, ask_callback, has_callback
+from glassengine.executable.snapshot.tensors import obstacle
+from glassengine.executable.snapshot.writer import SnapshotWriter, Taken
 
 logger = logging.getLogger("glassengine")
 
@@ -124,9 +128,9 @@ class SnapshotTaker:
             error.add_note(f"snapshot: {path}")
 
     def _words(self, execution: Execution) -> frozenset[str]:
-        if snapshot_callback.is_default():
+        if not has_callback():
             return frozenset(self.policy.contents.split())
-        return snapshot_callback.ask(execution.executable.name, execution.device_index, execution.number)
+        return ask_callback(execution.executable.name, execution.device_index, execution.number)
 
     def _require_finite(self, execution: Execution, pending: _Pending) -> None:
         found = {name: kinds for name, tensor in probe(_results(execution)) if any(kinds := kinds_of(tensor))}
@@ -142,7 +146,7 @@ class SnapshotTaker:
         # The snapshot comes first, so that it survives a failing search for the op.
         path = self._write_wrong(execution, pending, "nonfinite", {})
         finding = finding or self._examine(execution, pending, found)
-        raise self._stopped(execution, found, finding, path)
+        raise self._nonfinite_error(execution, found, finding, path)
 
     def _is_mask(self, execution: Execution, name: str, kinds: Kinds) -> bool:
         """Whether an output has no other infinities than those that were found to be those of a mask."""
@@ -164,7 +168,7 @@ class SnapshotTaker:
         finally:
             set_rng_states(before)
 
-    def _stopped(
+    def _nonfinite_error(
         self, execution: Execution, found: Mapping[str, Kinds], finding: Finding | None, path: Path | None
     ) -> NonFiniteError:
         origin = finding.origin if finding is not None else None
@@ -181,9 +185,7 @@ class SnapshotTaker:
             hint = f"glass replay {shlex.quote(str(where))} --first-nonfinite"
             hint += "" if path is not None else " (the first execution that went wrong)"
         error = NonFiniteError(
-            f"execution {number} of {name!r} made values that are not finite: {', '.join(names)}",
-            got=cause,
-            hint=hint,
+            f"execution {number} of {name!r} made values that are not finite: {', '.join(names)}", got=cause, hint=hint
         )
         error.snapshot, error.origin = where, origin
         return error
@@ -198,7 +200,8 @@ class SnapshotTaker:
             self._went_wrong = True
         if pending.path is None:
             outputs = dict(_results(execution)) if reason == "nonfinite" else None
-            self._wrong = self.store.write(_taken(execution, reason, pending, outputs=outputs, facts=facts))
+            taken = _taken(execution, reason, inputs=pending.kept, outputs=outputs, rng=pending.rng, facts=facts)
+            self._wrong = self.store.write(taken)
         else:
             is_missing = reason == "nonfinite" and "outputs" not in pending.words
             missing = dict(_results(execution)) if is_missing else {}
@@ -217,7 +220,6 @@ def process_index() -> int:
 def _taken(
     execution: Execution,
     reason: str,
-    pending: _Pending | None = None,
     *,
     inputs: Mapping[str, Any] | None = None,
     outputs: Mapping[str, Any] | None = None,
@@ -238,9 +240,9 @@ def _taken(
         graph,
         reason,
         process_index(),
-        pending.kept if pending is not None else inputs,
+        inputs,
         outputs,
-        pending.rng if pending is not None else rng or {},
+        rng or {},
         {"backend": executable.backend, "step": current_step(), **(facts or {})},
         problem,
     )
@@ -278,3 +280,97 @@ def _is_explained(finding: Finding | None, found: Mapping[str, Kinds], pending: 
     if any(kinds.positive for kinds in found.values()):
         return False
     return any(kinds_of(tensor).negative for _, tensor in probe((pending.kept or {}).items()))
+
+
+class SnapshotStore:
+    """Writes the snapshots of one policy; safe for several threads.
+
+    Attributes:
+        policy: Where they go, and their limits.
+        written: Those of this process, in order.
+        left_out: Reason -> how many snapshots, or parts of snapshots, it cost.
+        num_bytes: Disk space they take; what they share counts once.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.written: list[Path] = []
+        self.left_out: Counter[str] = Counter()
+        self.num_bytes = 0
+        self._writer = SnapshotWriter(policy.directory, redact=policy.redact)
+        self._lock = threading.Lock()
+        self._summarized = 0
+        atexit.register(self.close)
+
+    def write(self, taken: Taken) -> Path | None:
+        """Write a snapshot and return where it is, or None where it was left out."""
+        with self._lock:
+            reason = self._forbidden(taken)
+            if reason is not None:
+                self._leave_out(reason)
+                return None
+            path: Path | None = None
+            with self._surviving(), spans.span("snapshot", taken.name):
+                path = self._writer.write(taken)
+                self.written.append(path)
+                self.num_bytes += _own_bytes(path)
+            return path
+
+    def add(self, path: Path, *, outputs: Mapping[str, Any], facts: Mapping[str, Any] | None = None) -> bool:
+        """Add outputs and facts to a snapshot; return whether they could be written."""
+        with self._lock:
+            with self._surviving(), spans.span("snapshot", path.name):
+                self._writer.add(path, outputs=outputs, facts=facts or {})
+                self.num_bytes += sum(tensor.nbytes for tensor in outputs.values() if obstacle(tensor) is None)
+                return True
+            return False
+
+    def close(self) -> None:
+        """Log what was left out, once."""
+        atexit.unregister(self.close)
+        with self._lock:
+            total = sum(self.left_out.values())
+            if total == self._summarized:
+                return
+            self._summarized = total
+            reasons = "; ".join(f"{count}: {reason}" for reason, count in self.left_out.items())
+            logger.warning("%d snapshots in %s, left out %s", len(self.written), self.policy.directory, reasons)
+
+    def _forbidden(self, taken: Taken) -> str | None:
+        policy = self.policy
+        if policy.max_snapshots is not None and len(self.written) >= policy.max_snapshots:
+            return f"max_snapshots={policy.max_snapshots}"
+        size = self._writer.num_bytes(taken)
+        if policy.max_bytes is not None and self.num_bytes + size > policy.max_bytes:
+            return f"max_bytes={policy.max_bytes}"
+        try:
+            above = next(path for path in (policy.directory, *policy.directory.parents) if path.exists())
+            free = shutil.disk_usage(above).free
+        except OSError:
+            return None  # writing will say why
+        if free - size < policy.min_free_bytes:
+            return f"less than min_free_bytes={policy.min_free_bytes} would be free on the disk"
+        return None
+
+    @contextlib.contextmanager
+    def _surviving(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._leave_out(error.strerror or str(error))
+        except Exception as error:
+            # What cannot be read off a device in trouble must not hide the trouble.
+            logger.debug("a snapshot failed", exc_info=True)
+            self._leave_out(f"{type(error).__name__}: {str(error)[:300]}")
+
+    def _leave_out(self, reason: str) -> None:
+        if reason not in self.left_out:
+            logger.warning("a snapshot in %s is left out: %s", self.policy.directory, reason)
+            self._summarized += 1
+        self.left_out[reason] += 1
+
+
+def _own_bytes(directory: Path) -> int:
+    """Return the bytes of the files that no other snapshot shares."""
+    found = [entry.stat() for entry in os.scandir(directory)]
+    return sum(entry.st_size for entry in found if entry.st_nlink == 1)

@@ -1,12 +1,18 @@
-"""Tensors of a snapshot on disk: safetensors files written in one go, and tensors read back with their strides.
+"""Tensors of a snapshot on disk: written in one go, read back with their strides, and weights shared between snapshots.
 
-A file holds values in row-major order; what else a compiled graph depends on (strides) stands in `meta.json`.
+A file holds values in row-major order; what else a compiled graph depends on (strides) stands in `meta.json`. A later
+snapshot links to the file of weights of an earlier one where they are unchanged: the same memory, at the same version,
+still has the checksum that was written. The checksum alone finds writes through `.data`, which torch does not count.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+import os
+import shutil
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +20,7 @@ import torch
 from torch import Tensor
 
 from glassengine.errors import CorruptError
+from glassengine.executable.snapshot.layout import weights_file
 from glassengine.reading.tensors import open_safetensors
 from glassengine.recording.layout.layout import STORED
 from glassengine.recording.layout.values import bytes_of, dtype_name, why_not
@@ -22,6 +29,7 @@ from glassengine.writing.files import write_all
 
 _BATCH_BYTES = 8 << 20
 _PADDING = 8
+_MAX_FILES = 4  # of one snapshot; beyond that all of its weights are rewritten
 
 
 def obstacle(value: Any) -> str | None:
@@ -45,11 +53,6 @@ def write_tensors(
     """Write tensors by key, one large sequential write after another.
 
     Memory: one tensor is copied where it is elsewhere or not contiguous.
-
-    Args:
-        path: A new file.
-        tensors: Key -> dense tensor of a dtype of `recording.layout.layout.STORED`.
-        metadata: Of the file.
 
     Returns:
         CRC-32 of the bytes of each.
@@ -87,9 +90,7 @@ def write_tensors(
 class TensorFile:
     """A safetensors file, mapped; tensors are read one by one.
 
-    Args:
-        path: The file.
-        inside: As for `reading.files.open_regular`.
+    `inside` is as for `reading.files.open_regular`.
 
     Raises:
         CorruptError: The file is missing or damaged.
@@ -140,11 +141,7 @@ def restored(stored: Tensor, dtype: str, shape: Sequence[int], stride: Sequence[
 def copied(tensor: Tensor, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
     """Return a copy that autograd does not know, with the strides given where memory allows.
 
-    Args:
-        tensor: Values of `shape`, with any strides.
-        shape: Sizes.
-        stride: Steps in elements, of the copy; a dimension of step 0 is expanded. Other overlapping memory becomes
-            contiguous.
+    A dimension of step 0 is expanded. Other overlapping memory becomes contiguous.
     """
     own = [1 if step == 0 else size for size, step in zip(shape, stride, strict=True)]
     with torch.inference_mode(False), torch.no_grad():
@@ -167,3 +164,108 @@ def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
             return False
         end = step * (size - 1) + end
     return end <= 4 * torch.Size(shape).numel() + 4096
+
+
+@dataclass
+class Home:
+    """Where a snapshot is; None when it was given up."""
+
+    path: Path | None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the values of a tensor are within a snapshot."""
+
+    file: str
+    key: str
+    crc32: int
+
+
+@dataclass(frozen=True)
+class _Known:
+    home: Home
+    place: Place
+    version: int
+
+
+class SharedWeights:
+    """What the files written so far have."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], _Known] = {}
+
+    def is_known(self, tensor: Tensor) -> bool:
+        """Return whether the values of a tensor are probably in a file already."""
+        known = self._known.get(_identity(tensor))
+        return known is not None and known.version == _version(tensor)
+
+    def place(
+        self, home: Home, tensors: Mapping[str, Tensor], weights: Container[str], constant: Container[str]
+    ) -> dict[str, Place]:
+        """Link and write files of weights into the snapshot at `home`; return which tensors they have, and where.
+
+        Only `weights` are written if no file has them; those in `constant` never change, and need no second
+        look.
+
+        Raises:
+            OSError: A file cannot be written.
+        """
+        assert home.path is not None
+        shared: dict[tuple[Path, str], dict[str, _Known]] = {}
+        for name, tensor in tensors.items():
+            known = self._known.get(_identity(tensor))
+            if known is None or known.home.path is None or known.version != _version(tensor):
+                continue
+            if name in constant or crc32(bytes_of(tensor.detach())) == known.place.crc32:
+                shared.setdefault((known.home.path, known.place.file), {})[name] = known
+        found: dict[str, Place] = {}
+        number = 0
+        for (directory, file), names in shared.items() if len(shared) < _MAX_FILES else ():
+            if link(directory / file, home.path / weights_file(number)):
+                for name, known in names.items():
+                    found[name] = Place(weights_file(number), known.place.key, known.place.crc32)
+                number += 1
+        rest = {name: tensor for name, tensor in tensors.items() if name in weights and name not in found}
+        return found | self._write(home, weights_file(number), rest)
+
+    def _write(self, home: Home, file: str, tensors: Mapping[str, Tensor]) -> dict[str, Place]:
+        assert home.path is not None
+        # Tied weights are one tensor under several names.
+        first: dict[tuple[object, ...], str] = {}
+        for name, tensor in tensors.items():
+            first.setdefault(_identity(tensor), name)
+        if not first:
+            return {}
+        checksums = write_tensors(home.path / file, {file_key(name): tensors[name] for name in first.values()})
+        found = {}
+        for name, tensor in tensors.items():
+            key = file_key(first[_identity(tensor)])
+            found[name] = Place(file, key, checksums[key])
+            if tensor.numel():
+                self._known[_identity(tensor)] = _Known(home, found[name], _version(tensor))
+        return found
+
+
+def link(source: Path, target: Path) -> bool:
+    """Give an earlier file a second name, or copy it where the file system cannot; return whether it was there.
+
+    Raises:
+        OSError: The copy cannot be written.
+    """
+    with contextlib.suppress(OSError):
+        os.link(source, target)
+        return True
+    try:
+        shutil.copyfile(source, target)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _identity(tensor: Tensor) -> tuple[object, ...]:
+    return (str(tensor.device), tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version

@@ -10,11 +10,12 @@ import dataclasses
 import datetime as dt
 import errno
 import functools
+import hashlib
 import logging
 import os
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,19 +27,19 @@ from glassengine import environment
 from glassengine.errors import first_line
 from glassengine.executable.graph.graph import CapturedGraph
 from glassengine.executable.snapshot import layout
-from glassengine.executable.snapshot.entries import EntryWriter
 from glassengine.executable.snapshot.graph import flatten, graph_archive
-from glassengine.executable.snapshot.layout import Entry
-from glassengine.executable.snapshot.meta import read_meta, sealed
-from glassengine.executable.snapshot.tensors import obstacle
-from glassengine.executable.snapshot.weights import Home, link
-from glassengine.program.onnx.exported import without_data
+from glassengine.executable.snapshot.layout import Entry, plain_entry, read_meta, sealed
+from glassengine.executable.snapshot.tensors import Home, Place, SharedWeights, file_key, link, obstacle, write_tensors
+from glassengine.program.onnx.translated import without_data
+from glassengine.recording.layout.statistics import summarize
+from glassengine.recording.layout.values import bytes_of, dtype_name
 from glassengine.writing.checksums import crc32
 from glassengine.writing.files import aside, remove_tree
 
 logger = logging.getLogger("glassengine")
 
 _MAX_REASON = 200
+_WEIGHT_KINDS = ("parameter", "buffer", "constant")
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 
 
@@ -106,7 +107,7 @@ class SnapshotWriter:
     def __init__(self, directory: Path, *, redact: bool = False) -> None:
         self.directory = directory
         self._redact = redact
-        self._entries = EntryWriter(redact)
+        self._weights = SharedWeights()
         self._graphs: dict[tuple[int, str], _Graph] = {}
 
     def num_bytes(self, taken: Taken) -> int:
@@ -116,7 +117,7 @@ class SnapshotWriter:
         tensors = [*(taken.inputs or {}).values(), *(taken.outputs or {}).values()]
         if taken.inputs is not None and taken.graph is not None:
             tensors += taken.graph.weights.values()
-        return sum(t.nbytes for t in tensors if obstacle(t) is None and not self._entries.is_written(t))
+        return sum(t.nbytes for t in tensors if obstacle(t) is None and not self._weights.is_known(t))
 
     def write(self, taken: Taken) -> Path:
         """Write one snapshot and return where it is.
@@ -142,18 +143,15 @@ class SnapshotWriter:
     def add(self, path: Path, *, outputs: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         """Add what was known only after a snapshot had been written.
 
-        Args:
-            path: What `write` returned; without outputs.
-            outputs: Written unless there are none.
-            facts: Laid over `meta.json`.
+        `path` is what `write` returned, without outputs; `facts` are laid over `meta.json`.
 
         Raises:
             OSError: They cannot be written; the snapshot is what it was.
         """
-        meta = read_meta(path) | self._facts(facts)
+        meta = read_meta(path)[1] | self._facts(facts)
         try:
             if outputs:
-                entries = self._entries.write(Home(path), layout.OUTPUTS, _as("output", outputs))
+                entries = self._write_values(Home(path), layout.OUTPUTS, _as("output", outputs))
                 meta["outputs"] = [entry.to_dict() for entry in entries]
                 meta["output_names"] = meta["output_names"] or list(outputs)
             with aside(path / layout.META) as new:
@@ -181,11 +179,11 @@ class SnapshotWriter:
         if taken.inputs is not None:
             inputs = self._write_inputs(taken, graph.constants, home)
             if not self._redact:
-                rng = self._entries.write(home, layout.RNG, _as("other", taken.rng))
+                rng = self._write_values(home, layout.RNG, _as("other", taken.rng))
         outputs = None
         if taken.outputs is not None:
             outputs = [
-                entry.to_dict() for entry in self._entries.write(home, layout.OUTPUTS, _as("output", taken.outputs))
+                entry.to_dict() for entry in self._write_values(home, layout.OUTPUTS, _as("output", taken.outputs))
             ]
         known = taken.graph.output_names if taken.graph is not None else tuple(taken.outputs or ())
         return {
@@ -243,12 +241,36 @@ class SnapshotWriter:
             }
         given |= _as("constant", constants)
         found = []
-        for entry in self._entries.write(home, layout.INPUTS, given, constant=held.keys() | constants.keys()):
+        for entry in self._write_values(home, layout.INPUTS, given, constant=held.keys() | constants.keys()):
             spec = specs.get(entry.name)
             if spec is not None:
                 entry = dataclasses.replace(entry, requires_grad=spec.requires_grad, is_mutated=spec.is_mutated)
             found.append(entry)
         return found
+
+    def _write_values(
+        self, home: Home, file: str, values: Mapping[str, tuple[str, Any]], *, constant: Container[str] = ()
+    ) -> list[Entry]:
+        """Write the values, by name and with their kind, that can be written; return an entry for each of all.
+
+        All but weights, which have files of their own, go to `file`; those in `constant` never change.
+
+        Raises:
+            OSError: A file cannot be written.
+        """
+        assert home.path is not None
+        found = {name: _entry(name, kind, value, self._redact) for name, (kind, value) in values.items()}
+        kept = () if self._redact else [name for name in found if found[name].is_tensor and not found[name].left_out]
+        tensors: dict[str, Tensor] = {name: values[name][1] for name in kept}
+        weights = {name for name in tensors if values[name][0] in _WEIGHT_KINDS}
+        places = self._weights.place(home, tensors, weights, constant) if file == layout.INPUTS else {}
+        rest = {name: tensor for name, tensor in tensors.items() if name not in places}
+        if rest:
+            checksums = write_tensors(home.path / file, {file_key(name): tensor for name, tensor in rest.items()})
+            places |= {name: Place(file, file_key(name), checksums[file_key(name)]) for name in rest}
+        for name, place in places.items():
+            found[name] = dataclasses.replace(found[name], file=place.file, key=place.key, crc32=place.crc32)
+        return list(found.values())
 
 
 def _as(kind: str, values: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
@@ -306,3 +328,18 @@ def _surroundings(redact: bool) -> dict[str, Any]:
 @functools.cache
 def _machine() -> dict[str, Any]:
     return environment.describe()
+
+
+def _entry(name: str, kind: str, value: Any, redact: bool) -> Entry:
+    """Return the entry of an input or output, whether or not its values can be written."""
+    if not isinstance(value, Tensor):
+        entry = plain_entry(name, kind, value)
+        is_hidden = redact and isinstance(value, (float, str))
+        return dataclasses.replace(entry, value=None, left_out="redacted") if is_hidden else entry
+    stride = tuple(value.stride()) if value.layout == torch.strided else ()
+    shape, problem = tuple(value.shape), obstacle(value)
+    entry = Entry(name, kind, dtype_name(value.dtype), shape, stride, str(value.device), left_out=problem)
+    if problem is not None or not redact:
+        return entry
+    digest = hashlib.sha256(bytes_of(value.detach())).hexdigest()
+    return dataclasses.replace(entry, sha256=digest, statistics=summarize(value.detach()).to_dict())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 
 import torch
 from torch.fx import Node
@@ -39,15 +39,32 @@ def region_of(node: Node, found: Collection[str]) -> tuple[list[Node], list[Node
     return ops[::-1], ends
 
 
+def walk(
+    start: Iterable[Node], following: Callable[[Node], Iterable[Node]], depth: int | None = None
+) -> Iterator[Node]:
+    """Yield the nodes that at most `depth` steps lead to, nearest first, each once, without those at the start."""
+    layer = list(start)
+    known = set(layer)
+    while layer and depth != 0:
+        layer = list(dict.fromkeys(other for node in layer for other in following(node) if other not in known))
+        known.update(layer)
+        yield from layer
+        depth = None if depth is None else depth - 1
+
+
+def up(node: Node, depth: int | None = None) -> Iterator[Node]:
+    """Yield the nodes that `node` is made of, nearest first, up to `depth` steps above it; None for all."""
+    return walk([node], lambda one: one.all_input_nodes, depth)
+
+
+def down(start: Iterable[Node], within: Container[Node] | None = None, depth: int | None = None) -> Iterator[Node]:
+    """Yield the nodes that are made of some nodes, nearest first, of a region only where one is given."""
+    return walk(start, lambda one: (user for user in one.users if within is None or user in within), depth)
+
+
 def ancestors(node: Node, depth: int | None = None) -> set[Node]:
     """Return the nodes that `node` is made of, up to `depth` steps above it; None for all."""
-    found: set[Node] = set()
-    layer = {node}
-    while layer and (depth is None or depth > 0):
-        layer = {source for other in layer for source in other.all_input_nodes} - found
-        found |= layer
-        depth = None if depth is None else depth - 1
-    return found
+    return set(up(node, depth))
 
 
 def passes_on(node: Node) -> bool:
@@ -63,14 +80,16 @@ def origin_of(node: Node, known: Collection[str] = ()) -> Node:
     return node
 
 
+def readers_of(node: Node, is_passed: Callable[[Node], bool] | None = None) -> list[Node]:
+    """Return the ops that read the values of a node: of what passes these on (`passes_on`), those that read that."""
+    through = is_passed or passes_on
+    below = walk([node], lambda one: one.users if one is node or through(one) else ())
+    return [one for one in below if one.op == "call_function" and not through(one)]
+
+
 def partners_of(node: Node) -> list[tuple[Node, Node]]:
     """Return the ops that read what a node makes, each with another node of which it reads what that makes."""
-    readers = list(node.users)
-    for reader in readers:
-        if passes_on(reader):
-            readers += reader.users
-    ops = dict.fromkeys(reader for reader in readers if reader.op == "call_function" and not passes_on(reader))
-    found = [(op, origin_of(source)) for op in ops for source in op.all_input_nodes]
+    found = [(op, origin_of(source)) for op in readers_of(node) for source in op.all_input_nodes]
     return [(op, other) for op, other in dict.fromkeys(found) if other is not node and other.op == "call_function"]
 
 

@@ -23,8 +23,8 @@ from glassengine.executable.run.executable import compile_executable, compile_gr
 from glassengine.executable.snapshot import layout
 from glassengine.judge.graphs.flat import flat_program, with_values
 from glassengine.program.loading.onnx import onnx_program
-from glassengine.program.onnx.exported import without_data
 from glassengine.program.onnx.stored.file import OnnxFile, fill
+from glassengine.program.onnx.translated import without_data
 from glassengine.program.representation.program import Program, copied_graph
 
 GraphRun = Callable[[Sequence[Any]], Sequence[Any]]

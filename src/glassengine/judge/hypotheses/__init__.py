@@ -1,9 +1,10 @@
-"""What kind of mistake it is: typical mistakes are tried in float64, and one that makes what the candidate made is it.
+"""Names the kind of a mistake: typical ones are tried in float64, until one makes what the candidate made.
 
-    question    the baseline's op (or region) on the candidate's own inputs; what is right, what the candidate made
-    trial       the same in float64 with something changed: an argument, an operand, an op
-    catalog   the mistakes that people make, one family a file
-    explain     which of them reproduces the candidate's values up to rounding, and is not right itself
+    trials            the baseline's ops on the candidate's own inputs in float64, with something changed
+    mistakes          the catalog of mistakes that people make, each an edit of these ops
+    explain           which of them makes the candidate's values up to rounding, and is not right itself
+    mistake_search    from a flagged tensor to the questions about it
+    hints             the hints of each divergence of a side
 
 Every reported mistake is tried: a difference between two programs that changes no value explains nothing.
 """

@@ -1,4 +1,10 @@
-"""Try the catalog on one question and tell what holds."""
+"""Tries the catalog on one question and ranks what holds.
+
+Several mistakes may make one tensor. What leaves more than a proof does, says of another op only that it is another, or
+is written off the candidate's tensor itself (elements that are zero, a number beyond which nothing lies, an order of
+its slices) describes what came out as well as what was done: a mistake that says what was done, and makes the same, is
+the better one.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +12,32 @@ import dataclasses
 import logging
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from glassengine.judge.graphs.between import passes_on
+from glassengine.judge.graphs.between import ancestors, down, passes_on
+from glassengine.judge.hypotheses.mistakes.activations import activations
 from glassengine.judge.hypotheses.mistakes.arguments import as_theirs, same_op, usual
-from glassengine.judge.hypotheses.mistakes.catalog import FAMILIES, Family
-from glassengine.judge.hypotheses.mistakes.constants import origin_in
-from glassengine.judge.hypotheses.mistakes.layouts import reshaped, unturned
-from glassengine.judge.hypotheses.mistakes.masks import of_attention
+from glassengine.judge.hypotheses.mistakes.candidate_ops import another_op, one_for_several
+from glassengine.judge.hypotheses.mistakes.catalog import DESCRIBED, FAMILIES, Family
+from glassengine.judge.hypotheses.mistakes.fitted_constants import origin_in
+from glassengine.judge.hypotheses.mistakes.layouts import missing_rotation, reshaped
+from glassengine.judge.hypotheses.mistakes.masks import of_attention, pairs_between
 from glassengine.judge.hypotheses.mistakes.operands import exchanged, left_out
-from glassengine.judge.hypotheses.mistakes.operations import activations, other_ops
-from glassengine.judge.hypotheses.mistakes.roles import are_of_positions, is_counted_alone
-from glassengine.judge.hypotheses.mistakes.seen import only_hides, pairs_between
+from glassengine.judge.hypotheses.mistakes.operations import other_ops
+from glassengine.judge.hypotheses.mistakes.tensor_roles import OF_VALUES, are_of_positions, is_counted_alone, only_hides
 from glassengine.judge.hypotheses.mistakes.weights_read import weights
-from glassengine.judge.hypotheses.standing import Standing, as_certain, standing_of
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import OutOfWork
+from glassengine.judge.hypotheses.trials.trial import OutOfWork, edited, is_real
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
-from glassengine.results import TRIED, Altered, Hint, Kind
+from glassengine.results import Altered, Hint, Kind
 
 _log = logging.getLogger(__name__)
 
@@ -44,8 +51,8 @@ _MOST_FIRST = 3
 _OF_TWO: tuple[Family, ...] = (same_op, weights, as_theirs, of_attention, left_out, exchanged, activations, usual)
 _DIFFERS, _SEEN = 0.5, 0.8
 """Scores of what differs, and changes the result, but is not all of it; of an op that the candidate has instead."""
-_OF_PLACES = ("position", "other", "scale")
-"""Kinds of mistakes in numbers that may decide only what is seen."""
+_MAKER_WITHIN = 6
+"""Steps above the candidate's tensor within which the op stands that made it what it is."""
 _CLEARLY = 2.0
 """An activation of the candidate's own is nearer to what it made than the right one by this factor."""
 
@@ -65,12 +72,8 @@ def differences(question: Question) -> list[Hint]:
                     continue  # other numbers belong to other ops after them: tanh(x) is 2 sigmoid(2 x) - 1
                 made = question.trial.changed(hypothesis.edits)
                 if question.differs(made):
-                    left = None if made is None else question.unexplained(made)
-                    change = change_of(question, hypothesis)
                     evidence = "argument" if family is same_op else "weights"
-                    found.append(
-                        Hint(hypothesis.kind, hypothesis.text, _DIFFERS, evidence, change=change, unexplained=left)
-                    )
+                    found.append(hint_of(question, hypothesis, made, _DIFFERS, evidence))
         found += [] if found else _nearer_activation(question)
     except OutOfWork:
         pass
@@ -84,9 +87,7 @@ def _nearer_activation(question: Question) -> list[Hint]:
         name = str(hypothesis.values[1]) if hypothesis.values else ""
         made = question.trial.changed(hypothesis.edits) if name.partition(" ")[0] in theirs else None
         if made is not None and question.left(made) * _CLEARLY < question.of_right:
-            change, left = change_of(question, hypothesis), question.unexplained(made)
-            text = hypothesis.text
-            return [Hint(hypothesis.kind, text, _SEEN, "ops", change=change, unexplained=left)]
+            return [hint_of(question, hypothesis, made, _SEEN, "ops")]
     return []
 
 
@@ -95,15 +96,9 @@ def _goes_on_alike(question: Question, node: Node) -> bool:
     theirs = [other for other in question.theirs if other.target is node.target]
     if not theirs:
         return True
-    return _following(node, question.trial.ops) == _following(theirs[-1], question.theirs)
-
-
-def _following(node: Node, ops: Sequence[Node]) -> list[str]:
-    below = {node}
-    for op in ops:
-        if below & set(op.all_input_nodes):
-            below.add(op)
-    return sorted(op_name(op) for op in below - {node} if not passes_on(op))
+    both = (node, question.trial.ops), (theirs[-1], question.theirs)
+    here, there = ([op_name(op) for op in down([one], set(ops)) if not passes_on(op)] for one, ops in both)
+    return sorted(here) == sorted(there)
 
 
 def explain(question: Question) -> list[Hint]:
@@ -118,7 +113,7 @@ class Explanation:
 
     hint: Hint
     hypothesis: Hypothesis
-    standing: Standing
+    rank: Rank
 
 
 @torch.no_grad()
@@ -135,15 +130,14 @@ def explanation(question: Question) -> Explanation | None:
                 hint = _explained(question, hypothesis, score, near)
                 if hint is None:
                     continue
-                found = Explanation(as_certain(question, family, hint), hypothesis, standing_of(family, hint))
-                if best is None or found.standing > best.standing:
+                found = Explanation(as_certain(question, family, hint), hypothesis, rank_of(family, hint))
+                if best is None or found.rank > best.rank:
                     best = found
-                if best.standing is Standing.SETTLED:
+                if best.rank is Rank.SETTLED:
                     return best
             waiting.popleft()
         if best is None:
-            both = _of_two(question, near)
-            best = None if both is None else Explanation(*both, Standing.TOGETHER)
+            best = _of_two(question, near)
     except OutOfWork:
         question.trial.budget.num_skipped += len(waiting) or 1
     return best
@@ -152,7 +146,7 @@ def explanation(question: Question) -> Explanation | None:
 def _every(question: Question) -> Iterator[tuple[float, Family, Iterator[Hypothesis]]]:
     for score, family in FAMILIES:
         yield score, family, _fitting(family, question)
-    for family in (unturned, as_theirs, usual, other_ops, reshaped):
+    for family in (missing_rotation, as_theirs, usual, other_ops, reshaped):
         yield _EVERYWHERE, family, _everywhere(_fitting(family, question))
 
 
@@ -178,31 +172,26 @@ def _explained(
     text = text if pairs is None or pairs in text else f"{pairs}: {text}"
     if kind == "other" and _only_moves(question, hypothesis):
         kind = "permuted"
-    if kind in _OF_PLACES and only_hides(question, hypothesis.edits):
+    if kind in OF_VALUES and only_hides(question, hypothesis.edits):
         kind, text = "mask", f"other positions are seen: {text}"
-    elif are_of_positions(question, hypothesis.edits, kind) or _is_of_lost_positions(question, hypothesis, kind):
+    elif are_of_positions(question, hypothesis.edits, kind):
         kind = "position"
+    elif kind == "other" and hypothesis.lost is not None and is_counted_alone(question, hypothesis.lost):
+        kind = "position"  # a slope times the distance of positions, a table of sines
     return Hint(kind, text, score, proven=proven, change=change, unexplained=left)
 
 
 def _only_moves(question: Question, hypothesis: Hypothesis) -> bool:
     """Whether the one op that is changed makes the same elements in another order: heads repeated in turn, not each."""
-    nodes = list(hypothesis.edits)
-    right = question.trial.values[nodes[0]]
-    if len(nodes) > 1 or not isinstance(right, torch.Tensor) or not right.is_floating_point():
-        return False
-    made = hypothesis.edits[nodes[0]](question.trial.call(nodes[0]))
+    node, *others = hypothesis.edits
+    right = question.trial.values[node]
+    made = edited(question.trial.call(node), hypothesis.edits[node]) if is_real(right) and not others else None
     if not isinstance(made, torch.Tensor) or made.shape != right.shape:
         return False
     return torch.equal(*(tensor.double().flatten().sort().values for tensor in (right, made)))
 
 
-def _is_of_lost_positions(question: Question, hypothesis: Hypothesis, kind: Kind) -> bool:
-    """Whether what is left out is made of positions alone: a slope times their distance, a table of sines."""
-    return kind == "other" and hypothesis.lost is not None and is_counted_alone(question, hypothesis.lost)
-
-
-def _of_two(question: Question, near: list[tuple[float, Hypothesis]]) -> tuple[Hint, Hypothesis] | None:
+def _of_two(question: Question, near: list[tuple[float, Hypothesis]]) -> Explanation | None:
     """Return two mistakes that together make what the candidate made: one that leaves less, and another after it.
 
     More pairs fit by chance than single mistakes do, so that only a proof counts, and only where each of the two is
@@ -227,18 +216,19 @@ def _of_two(question: Question, near: list[tuple[float, Hypothesis]]) -> tuple[H
                 alone = rest.right, None if same is None else question.trial.changed(same.edits)
                 if not question.needs_both(trial.changed(second.edits), alone, num_tried):
                     continue
-                both = dataclasses.replace(
-                    first, text=f"{first.text}; and {hint.text}", edits={**first.edits, **second.edits}
-                )
-                left = share * (hint.unexplained or 0.0)
-                change = change_of(question, both)
-                is_of_positions = are_of_positions(question, both.edits, first.kind)
-                kind: Kind = "position" if is_of_positions else first.kind
-                found = dataclasses.replace(
-                    hint, kind=kind, text=both.text, change=change, unexplained=left, evidence=TRIED
-                )
-                return found, both
+                text, edits = f"{first.text}; and {hint.text}", {**first.edits, **second.edits}
+                both = dataclasses.replace(first, text=text, edits=edits)
+                kind: Kind = "position" if are_of_positions(question, edits, first.kind) else first.kind
+                left, change = share * (hint.unexplained or 0.0), change_of(question, both)
+                found = Hint(kind, text, hint.score, proven=True, change=change, unexplained=left)
+                return Explanation(found, both, Rank.TOGETHER)
     return None
+
+
+def hint_of(question: Question, hypothesis: Hypothesis, made: torch.Tensor | None, score: float, evidence: str) -> Hint:
+    """Return the hint of a mistake that need not be proven, by what it makes."""
+    left, change = None if made is None else question.unexplained(made), change_of(question, hypothesis)
+    return Hint(hypothesis.kind, hypothesis.text, score, evidence, change=change, unexplained=left)
 
 
 def change_of(question: Question, hypothesis: Hypothesis) -> Altered:
@@ -284,3 +274,36 @@ def _everywhere(hypotheses: Iterable[Hypothesis]) -> Iterator[Hypothesis]:
         edits = {node: edit for one in several for node, edit in one.edits.items()}
         if len(edits) > 1:
             yield dataclasses.replace(several[0], text=f"{text}, in {len(edits)} places", edits=edits)
+
+
+class Rank(IntEnum):
+    """How much an explanation settles, least first."""
+
+    NEARLY = 0
+    TOGETHER = 1
+    DESCRIBED = 2
+    FITS = 3
+    DONE = 4
+    SETTLED = 5
+
+
+def rank_of(family: Callable[..., Any], hint: Hint) -> Rank:
+    """Return how much a mistake settles that explains."""
+    is_described = family in DESCRIBED
+    if not hint.proven:
+        return Rank.NEARLY if is_described or hint.kind == "other" else Rank.FITS
+    if is_described:
+        return Rank.DESCRIBED
+    is_another = family in (another_op, one_for_several) and hint.kind == "other"
+    return Rank.DONE if is_another else Rank.SETTLED
+
+
+def as_certain(question: Question, family: Callable[..., Any], hint: Hint) -> Hint:
+    """Return a hint that is certain only if the ops of the candidate bear it out, where it describes what came out."""
+    makers = DESCRIBED.get(family, ())
+    # A factor is a description that any product bears out.
+    if not hint.proven or not makers or not question.theirs or hint.kind == "scale":
+        return hint
+    end = question.theirs[-1]
+    near = {op_name(node) for node in {*question.theirs, *ancestors(end, _MAKER_WITHIN)} if node.op == "call_function"}
+    return hint if near & set(makers) else dataclasses.replace(hint, proven=False)

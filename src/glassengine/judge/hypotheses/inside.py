@@ -8,8 +8,8 @@ makes. So a right body written with other ops is not a difference.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,11 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.errors import BackendError
+from glassengine.judge.hypotheses.trials.trial import is_real
 from glassengine.judge.replay.values import called
 from glassengine.numerics.float64 import retarget, target_of
 from glassengine.numerics.judgement import unit_roundoff
+from glassengine.program.onnx.operators.fallback import thresholds_of
 from glassengine.program.onnx.operators.function import Composite
 from glassengine.program.onnx.operators.trace import LABEL, NAME, Step, Tracer
 from glassengine.program.representation.naming import op_name
@@ -32,6 +34,8 @@ _EXACT = 2.0**-40
 """The same where nothing was rounded: both sides run in float64, and their weights are what they are."""
 _FAILS = (BackendError, RuntimeError, IndexError, ValueError, TypeError)
 _OTHERWISE = "its ops make the same, and its results are put together in another way"
+_ROWS, _APART, _SAME_LEAF = 1024, 1e-3, 1e-5
+"""Values that trees are tried on, their relative distance from a threshold, and that of results that are the same."""
 _MOST_SHOWN = 4
 """Elements of a tensor that is shown with its numbers."""
 
@@ -98,10 +102,6 @@ class _Run:
     results: tuple[Tensor, ...]
     is_whole: bool
 
-    def makers(self) -> dict[int, int]:
-        """Return tensor (by identity) -> place of the step that made it."""
-        return {id(tensor): place for place, step in enumerate(self.steps) for tensor in step.made}
-
 
 @torch.no_grad()
 def where_they_part(ours: Call, theirs: Call, dtypes: Collection[torch.dtype]) -> Inside | None:
@@ -124,20 +124,19 @@ def where_they_part(ours: Call, theirs: Call, dtypes: Collection[torch.dtype]) -
 
 
 def _apart(left: _Run, right: _Run, ours: Call, apart: float) -> Inside | None:
-    same = _Pairs(left, right, apart)
     if _are_named_alike(left, right):
         # One file is the other one, edited: each op has its counterpart in its place.
         for number, (a, b) in enumerate(zip(left.steps, right.steps, strict=True)):
             if not _all_same(a.made, b.made, apart):
-                return _described(left, right, number, number, same, ours, a.is_taken)
+                return _described(left, right, number, number, ours)
         return None if _all_same(left.results, right.results, apart) else Inside(_OTHERWISE, True, None)
+    of_left, of_right = _paired(left, right, apart)
     for is_taken in (True, False):
-        place = same.first(left, same.of_left, is_taken)
+        place = _first(left, of_left, is_taken)
         if place is not None:
-            return _described(left, right, place, same.first(right, same.of_right, is_taken), same, ours, is_taken)
-    if not _all_same(left.results, right.results, apart):
-        return Inside(_of_results(left, right, same), True, None)
-    return None
+            return _described(left, right, place, _first(right, of_right, is_taken), ours)
+    is_same = _all_same(left.results, right.results, apart)
+    return None if is_same else Inside(_of_results(left, right), True, None)
 
 
 def _are_named_alike(left: _Run, right: _Run) -> bool:
@@ -157,69 +156,55 @@ def _traced(call: Call) -> _Run | None:
     return _Run(tracer.steps, results, tracer.is_whole)
 
 
-class _Pairs:
-    """Which steps of two runs make the same.
-
-    Attributes:
-        of_left: Place of a step of the left run -> places of steps of the right one that make what it makes.
-        of_right: The other way round.
-    """
-
-    def __init__(self, left: _Run, right: _Run, apart: float) -> None:
-        self.apart = apart
-        self.of_left: dict[int, list[int]] = {}
-        self.of_right: dict[int, list[int]] = {}
-        known: dict[tuple[Any, ...], list[int]] = {}
-        for place, step in enumerate(right.steps):
-            known.setdefault(_kind(step.made), []).append(place)
-        sizes = {place: _size(step.made) for place, step in enumerate(right.steps)}
-        for place, step in enumerate(left.steps):
-            size = _size(step.made)
-            for other in known.get(_kind(step.made), ()):
-                is_like = abs(sizes[other] - size) <= 2 * apart * max(size, sizes[other])
-                theirs = right.steps[other]
-                if is_like and step.is_taken == theirs.is_taken and _all_same(step.made, theirs.made, apart):
-                    self.of_left.setdefault(place, []).append(other)
-                    self.of_right.setdefault(other, []).append(place)
-
-    def first(self, run: _Run, paired: dict[int, list[int]], is_taken: bool) -> int | None:
-        """Return the place of the first step of whose results nothing has a counterpart, nor what is made of them."""
-        made_by = run.makers()
-        meets: set[int] = set()
-        for place in reversed(range(len(run.steps))):
-            step = run.steps[place]
-            if place in meets or (place in paired and _is_telling(step.made)):
-                meets.update(made_by[id(tensor)] for tensor in step.read if id(tensor) in made_by)
-                meets.add(place)
-        return next(
-            (
-                place
-                for place, step in enumerate(run.steps)
-                if place not in paired and place not in meets and step.made and step.is_taken == is_taken
-            ),
-            None,
-        )
+def _paired(left: _Run, right: _Run, apart: float) -> tuple[set[int], set[int]]:
+    """Return the places of steps of each run that make what a step of the other one makes."""
+    known: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for place, step in enumerate(right.steps):
+        known[_kind(step.made)].append(place)
+    sizes = [_size(step.made) for step in right.steps]
+    pairs = []
+    for place, step in enumerate(left.steps):
+        size = _size(step.made)
+        for other in known.get(_kind(step.made), ()):
+            is_like = abs(sizes[other] - size) <= 2 * apart * max(size, sizes[other])
+            theirs = right.steps[other]
+            if is_like and step.is_taken == theirs.is_taken and _all_same(step.made, theirs.made, apart):
+                pairs.append((place, other))
+    return {place for place, _ in pairs}, {other for _, other in pairs}
 
 
-def _described(
-    left: _Run, right: _Run, place: int, other: int | None, same: _Pairs, call: Call, is_taken: bool
-) -> Inside:
-    step = left.steps[place]
+def _first(run: _Run, paired: Collection[int], is_taken: bool) -> int | None:
+    """Return the place of the first step of whose results nothing has a counterpart, nor what is made of them."""
+    # By identity.
+    made_by = {id(tensor): place for place, step in enumerate(run.steps) for tensor in step.made}
+    meets: set[int] = set()
+    for place in reversed(range(len(run.steps))):
+        step = run.steps[place]
+        if place in meets or (place in paired and _is_telling(step.made)):
+            meets |= {place, *(made_by[id(tensor)] for tensor in step.read if id(tensor) in made_by)}
+    for place, step in enumerate(run.steps):
+        if place not in paired and place not in meets and step.made and step.is_taken == is_taken:
+            return place
+    return None
+
+
+def _described(left: _Run, right: _Run, place: int, other: int | None, call: Call) -> Inside:
+    step, theirs = left.steps[place], None if other is None else right.steps[other]
     is_named = LABEL in step.node.meta
     label = step.label if is_named else op_name(step.node)
-    theirs = None if other is None else right.steps[other]
     if theirs is None:
-        said = _of_results(left, right, same)
+        said = _of_results(left, right)
     elif step.node.target != theirs.node.target:
         there = theirs.label if is_named else op_name(theirs.node)
         said = f"{label} here, {there} in the candidate"
     else:
         said = f"{label}: {_of_arguments(step, theirs) or 'makes something else from the same inputs'}"
-    branch = "" if is_taken else " in the branch that no input takes"
-    return Inside(f"inside of {call[0].__name__}{branch}: {said}", is_taken, label if is_named else None)
+    branch = "" if step.is_taken else " in the branch that no input takes"
+    text = f"inside of {call[0].__name__}{branch}: {said}"
+    return Inside(text, step.is_taken, label if is_named else None)
 
 
-def _of_results(left: _Run, right: _Run, same: _Pairs) -> str:
+def _of_results(left: _Run, right: _Run) -> str:
     """Say how two runs differ whose ops make the same."""
     ours, theirs = (Counter(step.node for step in run.steps if step.is_taken) for run in (left, right))
     if ours and theirs and max(ours.values()) != max(theirs.values()) and left.is_whole and right.is_whole:
@@ -249,41 +234,34 @@ def _of_arguments(ours: Step, theirs: Step) -> str | None:
         if x is None or y is None or (x.shape == y.shape and _is_same(x, y, _EXACT)):
             continue
         what = str(a.meta.get(NAME, name))
-        if x.numel() <= _MOST_SHOWN and y.numel() <= _MOST_SHOWN:
-            here, there = _numbers(x, y)
-            found.append(f"{what}: {here} here, {there} in the candidate")
-        else:
-            found.append(f"{what} is another in the candidate")
+        is_small = max(x.numel(), y.numel()) <= _MOST_SHOWN
+        said = ": {} here, {} in the candidate".format(*_numbers(x, y)) if is_small else " is another in the candidate"
+        found.append(f"{what}{said}")
     return "; ".join(found) or None
 
 
-def _leaves(step: Step) -> list[tuple[str, Any]]:
-    """Return name and value of each argument as the graph has it; what has none, by its place."""
+def _leaves(step: Step) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of each argument as the graph has it; what has none, by its place."""
     flat, _ = pytree.tree_flatten_with_path((step.node.args, dict(step.node.kwargs)))
-    found = []
     for path, leaf in flat:
         keys = [str(getattr(key, "key", getattr(key, "idx", ""))) for key in path]
-        name = keys[1] if keys[0] == "1" else f"input {keys[1]}"
         if leaf is not None and not isinstance(leaf, torch.dtype):
-            found.append((name, leaf))
-    return found
+            yield keys[1] if keys[0] == "1" else f"input {keys[1]}", leaf
 
 
 def _numbers(*tensors: Tensor) -> list[str]:
     """Return tensors with as many digits as tell them apart."""
     found: list[str] = []
     for digits in (5, 7, 9, 17):
-        values = [
-            ", ".join(f"{value:.{digits}g}" for value in tensor.double().flatten().tolist()) for tensor in tensors
-        ]
-        found = [text if tensor.numel() == 1 else f"[{text}]" for text, tensor in zip(values, tensors, strict=True)]
+        values = [[f"{value:.{digits}g}" for value in tensor.double().flatten().tolist()] for tensor in tensors]
+        found = [own[0] if len(own) == 1 else f"[{', '.join(own)}]" for own in values]
         if len(set(found)) == len(found):
             break
     return found
 
 
 def _kind(made: Sequence[Tensor]) -> tuple[Any, ...]:
-    return tuple((tuple(tensor.shape), tensor.is_floating_point()) for tensor in made)
+    return tuple((tensor.shape, tensor.is_floating_point()) for tensor in made)
 
 
 def _size(made: Sequence[Tensor]) -> float:
@@ -297,13 +275,52 @@ def _all_same(ours: Sequence[Tensor], theirs: Sequence[Tensor], apart: float) ->
 def _is_same(ours: Tensor, theirs: Tensor, apart: float) -> bool:
     if ours.shape != theirs.shape:
         return False
-    if not ours.is_floating_point() or not theirs.is_floating_point():
-        return torch.equal(ours.double(), theirs.double())
     a, b = ours.double(), theirs.double()
+    if not ours.is_floating_point() or not theirs.is_floating_point():
+        return torch.equal(a, b)
     size = float(a.abs().nan_to_num(0.0, 0.0, 0.0).max()) if a.numel() else 0.0
     return torch.allclose(a, b, rtol=apart, atol=apart * size, equal_nan=True)
 
 
 def _is_telling(made: Sequence[Tensor]) -> bool:
     """Whether values are so many, and so different, that two ops make them by chance only if they mean the same."""
-    return any(tensor.is_floating_point() and torch.unique(tensor).numel() > 2 for tensor in made)
+    return any(is_real(tensor) and torch.unique(tensor).numel() > 2 for tensor in made)
+
+
+def trees_differ(ours: Node, theirs: Node) -> str | None:
+    """Return what to say of two calls of trees that make different results of some values; None where none do.
+
+    Values are around all thresholds of both: the inputs of a check reach few of the leaves.
+    """
+    here, there = thresholds_of(ours.target), thresholds_of(theirs.target)
+    if not here or not there:
+        return None
+    probe = _around([*here, *there])
+    calls: list[tuple[Any, dict[str, Any]]] = [(node.target, dict(node.kwargs)) for node in (ours, theirs)]
+    try:
+        found = [pytree.tree_leaves(target(probe, **kwargs)) for target, kwargs in calls]
+    except _FAILS:
+        return None
+    for one, other in zip(*found, strict=False):
+        if not is_real(one) or not isinstance(other, Tensor):
+            continue  # of labels two may have as many votes
+        rows = len(probe)
+        if one.shape == other.shape:
+            apart = (one.double() - other.double()).abs().reshape(rows, -1).amax(1)
+            rows = int((apart > _SAME_LEAF * max(float(one.double().abs().max()), 1e-30)).sum())
+        if rows:
+            return f"the trees differ: {rows} of {len(probe)} rows around their thresholds end in another leaf"
+    return None
+
+
+def _around(thresholds: list[tuple[int, float]]) -> torch.Tensor:
+    """Return rows whose values are a little below or above thresholds of their features."""
+    generator = torch.Generator().manual_seed(0)
+    width = max(feature for feature, _ in thresholds) + 1
+    columns = []
+    for feature in range(width):
+        own = [value for other, value in thresholds if other == feature] or [0.0]
+        values = torch.tensor(own)[torch.randint(len(own), (_ROWS,), generator=generator)]
+        sign = torch.randint(2, (_ROWS,), generator=generator) * 2.0 - 1
+        columns.append(values + sign * _APART * values.abs().clamp(min=1e-2))
+    return torch.stack(columns, 1)

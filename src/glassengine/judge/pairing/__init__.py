@@ -1,1 +1,1 @@
-"""Which ops of two programs belong together, by the values that they compute."""
+"""Pairs the ops of two programs by the values that they compute."""

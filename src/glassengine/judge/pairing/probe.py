@@ -11,10 +11,10 @@ from torch.fx import Node
 
 from glassengine.capture.observers.interpreter import run_program
 from glassengine.judge.cases import Case, StepInputs, by_name, empty_caches
-from glassengine.program.export.examples import named_inputs
 from glassengine.program.kinds.image_text import ROWS
 from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.program import Program
+from glassengine.program.representation.signature import named_inputs
 
 NUM_STEPS = 2
 """Two, so that tensors of one shape in one step are distinguished by the other."""

@@ -1,1 +1,1 @@
-"""What the ops between a candidate's tensors should have made of the tensors that it really had."""
+"""Replays the ops between a candidate's tensors on the tensors that it really had."""

@@ -1,4 +1,4 @@
-"""What a piece of the baseline should give on a candidate's own tensors, and how a candidate's result is judged by it.
+"""Computes the expected result of a baseline piece on a candidate's own tensors, and judges the candidate's result.
 
 A piece is the ops between tensors that the candidate has and one that is judged (`graphs.cut.Piece`): one op, a region,
 a segment, a part of a snapshot's graph. It is run on what the candidate fed to its own ops, so that what these tensors

@@ -19,13 +19,13 @@ from torch.utils import _pytree as pytree
 
 from glassengine.errors import IncomparableError
 from glassengine.program import LoadedModel
-from glassengine.program.export.examples import named_inputs
 from glassengine.program.inputs.observe import Use, uses_of
 from glassengine.program.kinds.causal_lm import is_pretrained
-from glassengine.program.kinds.steps import MadeUp
+from glassengine.program.kinds.example_inputs import MadeUp
+from glassengine.program.representation.signature import named_inputs
+from glassengine.program.user_code.calls import described, forward_errors, source_of
+from glassengine.program.user_code.forward import forward_parameters
 from glassengine.program.user_code.module_state import run_alone
-from glassengine.program.user_code.raised import described, forward_errors, source_of
-from glassengine.program.user_code.written_modules import forward_parameters
 
 Step = Mapping[str, Any]
 
@@ -376,7 +376,7 @@ class _Match:
         if not is_pretrained(self._baseline.module):  # whose inputs may be tokens in another form
             with forward_errors(self._baseline.module, "the inputs fit neither side: the baseline's forward raised in"):
                 run_alone(self._baseline.module, first)
-        what = "the candidate takes other inputs than the baseline"
+        what = "the inputs of the candidate do not match those of the baseline"
         if self._failure is not None and source_of(self._failure, installed=False) is not None:
             what = "the candidate's forward raised on the inputs of the baseline"
         return IncomparableError(

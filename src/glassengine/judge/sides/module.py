@@ -18,13 +18,12 @@ from glassengine.judge.graphs.by_name import SitePair
 from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.arguments import Arguments
 from glassengine.judge.sides.protocol import Baseline, Guarantee, Observed, Place, Side, float_nodes
-from glassengine.program.kinds.causal_lm import accepted, cache_argument, expert_modules
-from glassengine.program.kinds.states import cache_tensors, forget
+from glassengine.program.kinds.causal_lm import accepted, cache_argument, cache_tensors, expert_modules, forget
 from glassengine.program.representation.program import Program
 from glassengine.program.representation.signature import named_results, plain_results
-from glassengine.program.user_code.mode import as_given
+from glassengine.program.user_code.calls import described, raised_in
+from glassengine.program.user_code.forward import restored_modes
 from glassengine.program.user_code.module_state import ModuleState, own_copies, run_with
-from glassengine.program.user_code.raised import described, raised_in
 
 
 @dataclass
@@ -109,7 +108,7 @@ class ModuleSide(Side):
                 self._results, self.plain = named_results(returned), plain_results(returned)
                 return
             seen = int(inputs.cache_position[-1]) + 1
-            with as_given(self.module, self.training):
+            with restored_modes(self.module, self.training):
                 self.logits, caches = self.decode(inputs, seen)
             self._results = {"logits": self.logits}
         for past, tensor in cache_tensors(caches).items():
@@ -121,7 +120,7 @@ class ModuleSide(Side):
     def forward(self, inputs: Mapping[str, Any]) -> Any:
         """Run a forward that nothing follows, and return what it returns."""
         given = taken_by(self.module, inputs) if self.arguments is None else self.arguments.of(inputs)
-        with as_given(self.module, self.training):
+        with restored_modes(self.module, self.training):
             returned, written = run_with(self.module, self.state, given)
         named = {n if self.arguments is None else self.arguments.ours(n): after for n, after in written.items()}
         self.written = named

@@ -96,8 +96,8 @@ def float_nodes(program: Program, kinds: Sequence[str], *, without: tuple[str, .
     """Return the nodes of floating dtype with a site of one of `kinds`.
 
     Module inputs are left out (they are outputs of something else), so are names that start with one of `without`,
-    nodes that depend on weights alone (they are taken from the weights, see `program.outputs`), random numbers, memory
-    that nothing has written, and what no result reads: the last states of a recurrence, say.
+    nodes that depend on weights alone (they are taken from the weights, see `program.representation.outputs`),
+    random numbers, memory that nothing has written, and what no result reads: the last states of a recurrence, say.
     """
     constant = {node.name for node in weight_only_nodes(program)}
     counted = [s for s in program.sites if s.kind in kinds and ":in" not in s.name and not s.name.startswith(without)]

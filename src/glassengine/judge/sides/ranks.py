@@ -23,7 +23,7 @@ from glassengine.judge.end_to_end import results_of
 from glassengine.judge.sides.program import ProgramSide
 from glassengine.judge.sides.protocol import Collective, Observed
 from glassengine.program.parallel.placements import Placement, Shard, shard_of, whole_of
-from glassengine.program.parallel.ranks import Layout, is_sum
+from glassengine.program.parallel.rewrite import Layout, is_sum
 from glassengine.program.parallel.stages import HANDED
 from glassengine.program.representation.program import Program
 from glassengine.results import Hint, Kind

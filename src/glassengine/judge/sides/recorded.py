@@ -30,8 +30,8 @@ from glassengine.judge.sides.module import ModuleSide
 from glassengine.judge.sides.protocol import Observed, Place, Side
 from glassengine.numerics.metrics.tolerance import is_inexact, precision_of
 from glassengine.program import LoadedModel
-from glassengine.program.generation.generation import Generation
-from glassengine.program.inputs.programs import inputs_in_file
+from glassengine.program.generation import Generation
+from glassengine.program.inputs.modules import inputs_in_file
 from glassengine.program.representation.program import Program
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource

@@ -1,4 +1,4 @@
-"""What a reproduction of a divergence needs, kept while the tensors of the step are available.
+"""Keeps the tensors that a reproduction of a divergence needs, while the tensors of the step are available.
 
 A divergence is described by two pieces: the baseline's op on the values that the candidate fed to its own (in float64:
 what should have come out), and what the candidate computes from these values, as far as its graph is known. A module

@@ -21,8 +21,8 @@ from glassengine.judge.verdict.score import Score
 from glassengine.numerics.exemptions import GAUGE
 from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
 from glassengine.numerics.verdict import Reference
-from glassengine.program.export.examples import named_inputs
 from glassengine.program.representation.program import Program
+from glassengine.program.representation.signature import named_inputs
 from glassengine.results import FLAGGED, Divergence, Pair, Verdict
 
 Made = Mapping[str, torch.Tensor]

@@ -19,7 +19,7 @@ from glassengine.judge.end_to_end import EndToEnd
 from glassengine.judge.exclusions.dead_elements import MOST_MARKED, Differing, differing, unread
 from glassengine.judge.exclusions.masked import completed
 from glassengine.judge.exclusions.sources_per_step import CHOICES, TEXTS
-from glassengine.judge.hypotheses.guesses import Guesses
+from glassengine.judge.hypotheses.hints import Hints
 from glassengine.judge.replay.expected import Replayed
 from glassengine.judge.sides.protocol import Observed, Side
 from glassengine.judge.verdict.drift import Drift
@@ -341,7 +341,7 @@ class Score:
                     self._differing[node.name] = judged.differing
                 self.divergences[node.name] = divergence
             if traits_of(node).reads_memory and self.sums.get(node.name) is None:
-                self.sums[node.name] = self._guesses.is_summed_coarsely(node, judged.tensor)
+                self.sums[node.name] = self._hints.is_summed_coarsely(node, judged.tensor)
         return is_tied or visited.why is Why.TIE
 
     def _judge(self, node: Node, observed: Observed, reference: Reference) -> Judged:
@@ -365,13 +365,13 @@ class Score:
             return dataclasses.replace(by_floor, contradicts=is_clean)
         exempt = exempt_by_replay(replayed, by_floor.exempt, tensor)
         by_replay = dataclasses.replace(by_floor, inherited=partial(inherited_in, replayed, reference), exempt=exempt)
-        other = self._guesses.not_reached(node) if local.verdict not in FLAGGED else None
+        other = self._hints.not_reached(node) if local.verdict not in FLAGGED else None
         if other is not None:
             local = Judgement("wrong", None, None, other)
         if local.verdict not in FLAGGED:
             judgement = local if is_clean or local.is_tie else accumulated
             return dataclasses.replace(by_replay, judgement=judgement, introduced=False, local=local)
-        if local.verdict == "suspicious" and self._guesses.differences(node, tensor, reference):
+        if local.verdict == "suspicious" and self._hints.differences(node, tensor, reference):
             # Two kinds of evidence: too large for rounding, and other arguments or weights than the baseline's.
             reason = "written differently, and too large for rounding"
             local = dataclasses.replace(local, verdict="wrong", reason=reason)
@@ -384,8 +384,8 @@ class Score:
         )
 
     @cached_property
-    def _guesses(self) -> Guesses:
-        return Guesses(self.program, self.side)
+    def _hints(self) -> Hints:
+        return Hints(self.program, self.side)
 
     def _site(self, node: Node, observed: Observed) -> str:
         """The op's site; a module's own where only modules were observed and this one is not what the op made."""
@@ -468,13 +468,13 @@ class Score:
         self, node: Node, observed: Observed, judged: Judged, reference: Reference, step: int
     ) -> Divergence:
         judgement = judged.judgement
-        hints = self._guesses.of(node, judged.tensor, reference, [other.name for other in self._flagged])
-        for name in self._guesses.covered:
+        hints = self._hints.of(node, judged.tensor, reference, [other.name for other in self._flagged])
+        for name in self._hints.covered:
             # Of a tensor that was flagged before and is made anew here, the proof is this one.
             if name in self.divergences and self.divergences[name].step == step:
                 less = (hint for hint in self.divergences[name].hints if not hint.proven)
                 self.divergences[name] = dataclasses.replace(self.divergences[name], hints=(hints[0], *less))
-        place = self._guesses.place
+        place = self._hints.place
         expected = reference.native if judged.predicted is None else judged.predicted
         rank, more = self.side.blamed(node, observed, expected)
         site = place or self.program.sites.by_node[node.name][0]
@@ -492,5 +492,5 @@ class Score:
             inherited=judged.inherited(),
             hints=tuple(sorted([*more, *hints], key=lambda hint: (-hint.proven, -hint.score))),
             rank=rank,
-            num_untried=self._guesses.num_untried,
+            num_untried=self._hints.num_untried,
         )

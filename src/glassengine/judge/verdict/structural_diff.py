@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from glassengine.judge.graphs.between import origin_of, passes_on, region_of
-from glassengine.judge.hypotheses.mistakes.roles import counts_alone, is_placed, turns
+from glassengine.judge.graphs.between import origin_of, passes_on, region_of, up
+from glassengine.judge.hypotheses.mistakes.tensor_roles import counts_alone, is_of_rotation, is_placed
 from glassengine.judge.hypotheses.trials.hypothesis import literals_of, shown
 from glassengine.judge.sides.protocol import Side
 from glassengine.ops.row import Rounding
@@ -124,7 +124,8 @@ def _is_placing(baseline: Program, node: Node, ops: Sequence[Node]) -> bool:
     if is_placed(node, stored):
         return True
     acting = [op for op in ops if not passes_on(op) and not counts_alone(op, stored)]
-    return bool(acting) and all(turns(op) or (op is node and any(map(turns, op.all_input_nodes))) for op in acting)
+    turning = [is_of_rotation(op) or (op is node and any(map(is_of_rotation, op.all_input_nodes))) for op in acting]
+    return bool(acting) and all(turning)
 
 
 def _is_another(
@@ -135,12 +136,7 @@ def _is_another(
         return list(theirs) == [op_name(origin_of(node))]
     if theirs or not ends:
         return False
-    above = {node.name}
-    waiting = [node]
-    while waiting:
-        sources = [source for source in waiting.pop().all_input_nodes if source.name not in above]
-        above.update(source.name for source in sources)
-        waiting += sources
+    above = {one.name for one in (node, *up(node))}
     return not any(partners[end.name] in above for end in ends)
 
 

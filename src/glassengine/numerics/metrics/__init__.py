@@ -1,1 +1,1 @@
-"""How far one tensor is from another."""
+"""Measures the distance between two tensors."""

@@ -1,4 +1,4 @@
-"""How far apart, in finer detail than figures: distances in representable values, sizes of errors, slices, patterns.
+"""Detailed distances of two tensors: representable values between them, sizes of errors, slices, patterns.
 
 Pure functions of two tensors of one shape, each one pass in blocks; nothing here is computed unless asked for.
 """

@@ -1,4 +1,4 @@
-"""How much two sets of logits disagree as distributions: the next token, divergence, perplexity."""
+"""Compares two sets of logits as distributions: next token, divergence, perplexity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far one tensor is from another: pure functions of two arrays, accumulated in float64 or as good."""
+"""Measures the distance between two tensors: pure functions of two arrays, accumulated in float64 or as good."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How two tensors differ along every axis, in one pass over blocks: mean squares of the error, slice by slice."""
+"""Measures the difference of two tensors along every axis, in one pass over blocks: mean squares, slice by slice."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What quantization does to a weight."""
+"""Measures the effect of quantization on weights and activations."""

@@ -1,4 +1,4 @@
-"""What a quantized product reads of its activations: ggml and ONNX Runtime round them to 8 bit integers.
+"""Rounds the activations of a quantized product: ggml and ONNX Runtime round them to 8 bit integers.
 
     F16, BF16   each number to the nearest
     Q8_0        blocks of 32: d = max |x| / 127, integers x / d, d itself rounded to float16

@@ -13,30 +13,52 @@ from torch.export.graph_signature import OutputKind
 from torch.utils import _pytree as pytree
 
 from glassengine.errors import UsageError
-from glassengine.program.export.examples import example_of, fixed_inputs, in_one_piece, named_inputs, place
-from glassengine.program.export.functional.conversion import decomposed, functional
+from glassengine.program.export.functionalize import decomposed, functional
 from glassengine.program.kinds import causal_lm, encoder_decoder, image_text
 from glassengine.program.listing.listing import OnStage, Stage
 from glassengine.program.representation.naming import Paths, build_sites, describe_shape
-from glassengine.program.representation.operand_dtypes import require_one_dtype
-from glassengine.program.representation.program import CALLED_AS, FIXED_INPUTS, SMALLEST, Port, Program
+from glassengine.program.representation.program import (
+    CALLED_AS,
+    FIXED_INPUTS,
+    SMALLEST,
+    Port,
+    Program,
+    without_dead_weights,
+)
 from glassengine.program.representation.signature import (
+    as_contiguous,
+    example_of,
+    fixed_inputs,
+    leave_meta_device,
+    named_inputs,
+    named_results,
     quiet,
+    require_one_dtype,
     require_unchanged_buffers,
     result_names,
+    small_sizes,
     tensor_results_only,
     user_inputs,
     with_state_as_results,
 )
-from glassengine.program.representation.small_sizes import small_sizes
-from glassengine.program.user_code.frames import helper_lines
-from glassengine.program.user_code.keywords import explicit_keywords, methods_of_classes, plain_results
-from glassengine.program.user_code.marks import collect_marks, marking
-from glassengine.program.user_code.module_state import run_alone
-from glassengine.program.user_code.prune import remove_dead_nodes, without_dead_weights
-from glassengine.program.user_code.raised import source_of
-from glassengine.program.user_code.specialized import real_values, without_assertions
-from glassengine.program.user_code.tracing import fast_tracing
+from glassengine.program.user_code.calls import source_of
+from glassengine.program.user_code.forward import explicit_keywords, exportable_results, methods_of_classes
+from glassengine.program.user_code.marks import (
+    collect_marks,
+    helper_lines,
+    marking,
+    remove_dead_nodes,
+)
+from glassengine.program.user_code.module_state import applied_state, run_alone
+from glassengine.program.user_code.tracing import (
+    SPECIALIZED,
+    WITH_VALUES,
+    WRITTEN_DOWN,
+    fast_tracing,
+    real_values,
+    without_assertions,
+    written_down,
+)
 
 
 def export_causal_lm(
@@ -52,7 +74,7 @@ def export_causal_lm(
     Raises:
         UsageError: The model has no plain key/value cache, or torch.export cannot trace it.
     """
-    has_values = place(model)
+    has_values = leave_meta_device(model)
     layout = causal_lm.probe_layout(model, has_values=has_values)
     parameter = next(p for p in model.parameters() if p.is_floating_point())
     wrapper = causal_lm.CausalLM(model, layout)
@@ -62,7 +84,6 @@ def export_causal_lm(
             wrapper,
             inputs,
             dynamic,
-            kind="causal_lm",
             prefix=causal_lm.USER_MODULE,
             input_names=causal_lm.input_names(layout),
             output_names=["logits"],
@@ -97,17 +118,13 @@ def export_module(
     steps = [inputs] if isinstance(inputs, Mapping) else list(inputs)
     if not steps:
         raise UsageError("no inputs to export with", hint="--inputs file.py:factory that returns a dict")
-    has_values = place(module)
+    has_values = leave_meta_device(module)
     example, dynamic = example_of(steps)
     program = traced_program(
         module,
         example,
         dynamic,
-        kind="module",
-        prefix="",
         input_names=list(named_inputs(example)),
-        output_names=None,
-        layout=None,
         metadata={**(metadata or {}), FIXED_INPUTS: fixed_inputs(example)},
         on_stage=on_stage,
         keeps_state=keeps_state,
@@ -123,24 +140,22 @@ def traced_program(
     inputs: dict[str, Any],
     dynamic: Any,
     *,
-    kind: str,
-    prefix: str,
     input_names: list[str],
-    output_names: list[str] | None,
-    layout: causal_lm.KVLayout | None,
     metadata: dict[str, Any],
-    on_stage: OnStage | None,
+    prefix: str = "",
+    output_names: list[str] | None = None,
+    layout: causal_lm.KVLayout | None = None,
+    on_stage: OnStage | None = None,
     is_part: bool = False,
     keeps_state: bool = False,
     with_values: bool = False,
 ) -> Program:
-    """Trace and name.
+    """Trace a module and name the tensors of its graph, see `named_program`.
 
-    `is_part` keeps what leads to the results, for a program that is not all of `module`; `with_values` lets the
-    exporter see the values of `inputs`, for which the program then holds alone.
+    `with_values` lets the exporter see the values of `inputs`, for which the program then holds alone.
     """
     # Compiled code relies on the strides of the example, and back-ends hand their inputs on as contiguous tensors.
-    inputs = pytree.tree_map_only(torch.Tensor, in_one_piece, inputs)
+    inputs = pytree.tree_map_only(torch.Tensor, as_contiguous, inputs)
     try:
         marked = marking(getattr(module, prefix) if prefix else module)
         seen = real_values() if with_values else nullcontext()
@@ -150,14 +165,17 @@ def traced_program(
             fast_tracing(dynamic),
             methods_of_classes(module),
             explicit_keywords(module, inputs),
-            plain_results(module),
+            exportable_results(module),
             marked,
             helper_lines(),
             seen,
         ):
             exported = torch.export.export(module, (), kwargs=inputs, dynamic_shapes=dynamic, strict=False)
         if on_stage is not None:
-            on_stage(_traced_stage(exported, input_names, output_names or result_names(exported), kind))
+            user, results = user_inputs(exported), output_names or result_names(exported)
+            symbols = _symbols(exported) if layout else {}
+            inputs_of = dict(zip(user, input_names, strict=True))
+            on_stage(Stage("exported", exported, inputs_of, tuple(results), {}, symbols))
         with torch.no_grad(), quiet(), fast_tracing(dynamic), real_values() if with_values else nullcontext():
             # Values decide what a graph made with them holds; it is run, too.
             exported = decomposed(exported) if with_values else functional(exported)
@@ -181,7 +199,6 @@ def traced_program(
     return named_program(
         exported,
         module,
-        kind=kind,
         prefix=prefix,
         input_names=input_names,
         output_names=output_names,
@@ -197,7 +214,6 @@ def named_program(
     *,
     input_names: Sequence[str],
     metadata: dict[str, Any],
-    kind: str = "module",
     prefix: str = "",
     output_names: list[str] | None = None,
     layout: causal_lm.KVLayout | None = None,
@@ -210,10 +226,9 @@ def named_program(
         module: What was exported; its submodules have the paths of the graph.
         input_names: Of the tensors that are given at run time, in order.
         metadata: Kept in the program.
-        kind: As in `Program`.
         prefix: Attribute of `module` that holds the user's module, or "".
         output_names: Of the results; None takes the keys of the containers that they come in.
-        layout: Of the cache.
+        layout: Of the cache of a program that generates; None for a module.
         is_part: Keep what leads to the results, for a program that is not all of `module`.
 
     Raises:
@@ -232,10 +247,9 @@ def named_program(
     signature = exported.graph_signature
     require_unchanged_buffers(signature.output_specs, type(module).__name__)
     placeholders = {node.name: node for node in graph.find_nodes(op="placeholder")}
-    user = user_inputs(exported)
-    symbols = _symbols(placeholders, user) if kind == "causal_lm" else {}
+    symbols = _symbols(exported) if layout else {}
     ports = []
-    for node_name, name in zip(user, input_names, strict=True):
+    for node_name, name in zip(user_inputs(exported), input_names, strict=True):
         value = placeholders[node_name].meta["val"]
         shape, _ = describe_shape(value, symbols)
         ports.append(Port(name, node_name, str(value.dtype).removeprefix("torch."), shape))
@@ -268,18 +282,13 @@ def named_program(
     )
     if paths.called_as:
         metadata = {**metadata, CALLED_AS: paths.called_as}
+    kind = "causal_lm" if layout else "module"
     return Program(exported, sites, kind, tuple(ports), outputs, caches, layout, metadata)
 
 
-def _traced_stage(exported: ExportedProgram, input_names: Sequence[str], results: Sequence[str], kind: str) -> Stage:
-    user = user_inputs(exported)
-    placeholders = {node.name: node for node in exported.graph.find_nodes(op="placeholder")}
-    symbols = _symbols(placeholders, user) if kind == "causal_lm" else {}
-    return Stage("exported", exported, dict(zip(user, input_names, strict=True)), tuple(results), {}, symbols)
-
-
-def _symbols(placeholders: Mapping[str, Any], user: Sequence[str]) -> dict[str, str]:
+def _symbols(exported: ExportedProgram) -> dict[str, str]:
     """Name the dynamic sizes of a causal LM; torch may or may not have unified them across inputs."""
+    placeholders = {node.name: node for node in exported.graph.find_nodes(op="placeholder")}
     roles: dict[str, tuple[str | None, ...]] = {
         "input_ids": ("batch", "sequence"),
         "attention_mask": ("batch", "cache"),
@@ -289,7 +298,7 @@ def _symbols(placeholders: Mapping[str, Any], user: Sequence[str]) -> dict[str, 
         image_text.INDEX: ("image_tokens",),
     }
     table: dict[str, str] = {}
-    for name in user:
+    for name in user_inputs(exported):
         # The cache holds keys and values [B, H, T, D], and states [B, ...] whose other sizes never change.
         long = "cache" if name.startswith("cache_") else "source"
         is_cache = name.startswith(("cache_", "cross_"))
@@ -298,3 +307,66 @@ def _symbols(placeholders: Mapping[str, Any], user: Sequence[str]) -> dict[str, 
             if role and not isinstance(size, int):
                 table[str(size)] = role
     return table
+
+
+def export_specialized(
+    module: nn.Module,
+    step: Mapping[str, Any],
+    *,
+    metadata: dict[str, Any] | None = None,
+    on_stage: OnStage | None = None,
+    keeps_state: bool = False,
+) -> Program:
+    """Export a module that looks at values, as `export_module` does, for the inputs of one step alone.
+
+    How it was traced is in the metadata.
+
+    Raises:
+        UsageError: It cannot be traced that way, either.
+    """
+    example = dict(step)
+    options: dict[str, Any] = {"input_names": list(named_inputs(example)), "on_stage": on_stage}
+    options |= {"keeps_state": keeps_state, "with_values": True}
+    known = {**(metadata or {}), FIXED_INPUTS: fixed_inputs(example)}
+    _, dynamic = example_of([example])
+    try:
+        told = {**known, SPECIALIZED: WITH_VALUES}
+        program = traced_program(module, example, dynamic, metadata=told, **options)
+        if _repeats(program, module, example):
+            return program
+        first = UsageError(f"the program that was exported of {type(module).__name__} gives other results than it")
+    except UsageError as error:
+        first = error
+    try:
+        with torch.no_grad(), quiet(), applied_state(module, None):
+            repeated = written_down(module, example)
+        told = {**known, SPECIALIZED: WRITTEN_DOWN}
+        return traced_program(repeated, example, dynamic, metadata=told, **options)
+    except Exception:
+        raise first from first.__cause__
+
+
+def _repeats(program: Program, module: nn.Module, example: Mapping[str, Any]) -> bool:
+    """Whether a program gives what its module gives: values that an exporter propagates may be others."""
+    given = named_inputs(example)
+    tensors = {**program.weights(), **{port.node: given[port.name] for port in program.inputs if port.name in given}}
+    placeholders = [node.name for node in program.graph.find_nodes(op="placeholder")]
+    if any(name not in tensors for name in placeholders):
+        return True  # it takes what only a run of its own can say
+    own = named_results(run_alone(module, example))
+    with torch.no_grad():
+        values = torch.fx.Interpreter(program.exported.graph_module).run(*(tensors[name] for name in placeholders))
+    outputs: Any = program.graph.output_node().args[0]
+    made = {getattr(node, "name", ""): value for node, value in zip(outputs, values, strict=True)}
+    found = {name: made.get(node) for name, node in program.output_nodes.items()}
+    return all(
+        value.is_complex() or _is_near(found[name], value)
+        for name, value in own.items()
+        if isinstance(found.get(name), torch.Tensor)
+    )
+
+
+def _is_near(one: Any, other: torch.Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    return torch.allclose(one.double(), other.double(), rtol=1e-3, atol=1e-3, equal_nan=True)

@@ -55,14 +55,18 @@ class Encoder(nn.Module):
 
     def forward(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return `cross_key_i` and `cross_value_i` [B, H, E, D]."""
-        user = getattr(self, USER_MODULE)
-        first = next(iter(inputs.values()))
-        token = torch.zeros((first.shape[0], 1), dtype=torch.int64, device=first.device)
-        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-        user(**inputs, decoder_input_ids=token, past_key_values=cache, use_cache=True)
+        cache, _ = _first_step(getattr(self, USER_MODULE), inputs)
         layers: list[Any] = cache.cross_attention_cache.layers
         tensors = [tensor for layer in layers for tensor in (layer.keys, layer.values)]
         return dict(zip(cross_names(len(layers)), tensors, strict=True))
+
+
+def _first_step(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> tuple[EncoderDecoderCache, Any]:
+    """Return the caches after one token, and what the model returns for it."""
+    first = next(iter(inputs.values()))
+    token = torch.zeros((first.shape[0], 1), dtype=torch.int64, device=first.device)
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    return cache, model(**inputs, decoder_input_ids=token, past_key_values=cache, use_cache=True)
 
 
 class _CrossLayer(CacheLayer):
@@ -142,12 +146,9 @@ def probe_layouts(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, has_v
         inputs: Of the encoder.
         has_values: Whether the weights have been loaded; else nothing is computed.
     """
-    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    first = next(iter(inputs.values()))
-    token = torch.zeros((first.shape[0], 1), dtype=torch.int64, device=first.device)
     shapes_only = contextlib.nullcontext() if has_values else FakeTensorMode(allow_non_fake_inputs=True)
     with torch.no_grad(), shapes_only:
-        result = model(**inputs, decoder_input_ids=token, past_key_values=cache, use_cache=True)
+        cache, result = _first_step(model, inputs)
 
     def layout(one: Any) -> KVLayout:
         sizes = ((layer.keys.shape, layer.values.shape) for layer in one.layers)

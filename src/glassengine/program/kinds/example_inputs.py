@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from glassengine.errors import GlassError, UsageError
-from glassengine.program.kinds.states import keeps_states
-from glassengine.program.kinds.steps import MadeUp
-from glassengine.program.user_code.raised import described
+from glassengine.program.kinds.causal_lm import keeps_states
+from glassengine.program.user_code.calls import described
 from glassengine.reading.documents import read_document
+from glassengine.results.answer import Origin
 
 SIZES = ((2, 6), (3, 9), (1, 1))
 """(B, S) of the steps: what differs is dynamic, and the last shows whether sizes of 1 will do."""
@@ -49,7 +49,7 @@ def example_inputs(module: nn.Module, directory: str | None = None) -> MadeUp:
 
     name = type(module).__name__
     if not isinstance(module, PreTrainedModel):
-        raise _needs_inputs(name, "its inputs are known to its author alone")
+        raise _needs_inputs(name, "its inputs do not follow from its configuration")
     parameters = inspect.signature(module.forward).parameters
     steps = MadeUp(recipes=_RECIPES)
     # A recurrence is unrolled, token by token.
@@ -83,7 +83,7 @@ def encoder_inputs(module: nn.Module, directory: str | None = None) -> MadeUp:
 
 
 @contextlib.contextmanager
-def said_of_made_up(module: nn.Module, steps: object) -> Iterator[None]:
+def explain_made_up_inputs(module: nn.Module, steps: object) -> Iterator[None]:
     """Say of a module that cannot be traced with made-up inputs that it may be for others.
 
     Args:
@@ -237,3 +237,27 @@ def _preprocessor_size(directory: str | None) -> int | tuple[int, int] | None:
     if size is not None and "height" in size and "width" in size:
         return size["height"], size["width"]
     return None if size is None else size.get("shortest_edge")
+
+
+class MadeUp(list[dict[str, Any]]):
+    """Generated steps.
+
+    Args:
+        steps: Keyword arguments of each.
+        recipes: How each input was made, by name, in words.
+        origin: Where they come from.
+        num_in_file: How many of them, the first ones, are stored in the file of the model.
+    """
+
+    def __init__(
+        self,
+        steps: Iterable[dict[str, Any]] = (),
+        *,
+        recipes: Mapping[str, str] | None = None,
+        origin: Origin = "made up",
+        num_in_file: int = 0,
+    ) -> None:
+        super().__init__(steps)
+        self.recipes = dict(recipes or {})
+        self.origin: Origin = origin
+        self.num_in_file = num_in_file

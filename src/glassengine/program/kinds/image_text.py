@@ -132,16 +132,9 @@ class Decoder(causal_lm.CausalLM):
         image_features: torch.Tensor,
         image_index: torch.Tensor,
     ) -> torch.Tensor:
-        """Return logits [B, S, V].
+        """Return logits [B, S, V] as `causal_lm.CausalLM` does, with `image_features` [N, D].
 
-        Args:
-            input_ids: As for `causal_lm.CausalLM`.
-            attention_mask: Likewise.
-            position_ids: Likewise.
-            cache_position: Likewise.
-            cache: Likewise.
-            image_features: [N, D].
-            image_index: [M] int64; 0 is the embedding of the image token itself, k the k-th feature.
+        `image_index` [M] int64: 0 is the embedding of the image token itself, k the k-th feature.
         """
         user: Any = getattr(self, USER_MODULE)
         embedding = user.get_input_embeddings()

@@ -15,11 +15,10 @@ from typing import Any
 import msgspec
 import torch
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
 from torch.fx import Node
 
 from glassengine.program.representation.naming import describe_shape, fingerprints, source_line
-from glassengine.program.representation.program import Program
+from glassengine.program.representation.program import Program, weight_names
 from glassengine.program.user_code.marks import MARK
 from glassengine.reading.documents import read_document
 
@@ -94,23 +93,13 @@ def stage_of(program: Program, name: str) -> Stage:
         names.setdefault(node, []).append(output)
     specs = program.exported.graph_signature.output_specs
     outputs = [names[spec.arg.name].pop(0) if names.get(spec.arg.name) else spec.arg.name for spec in specs]
-    symbols: dict[str, str] = {}
-    for port in program.inputs:
-        sizes = program.node(port.node).meta["val"].shape
-        symbols |= {str(size): text for size, text in zip(sizes, port.shape, strict=True) if isinstance(text, str)}
     # What a value goes into can be read from the graph; dozens of modules may take the same one.
     sites = {
         node: [site.name for site in found if site.kind == "op" or ":in" not in site.name]
         for node, found in program.sites.by_node.items()
     }
-    return Stage(name, program.exported, {port.node: port.name for port in program.inputs}, outputs, sites, symbols)
-
-
-def weight_targets(exported: ExportedProgram) -> dict[str, str]:
-    """Return placeholder -> qualified name, for parameters, buffers and lifted constants."""
-    kinds = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
-    specs = exported.graph_signature.input_specs
-    return {spec.arg.name: spec.target for spec in specs if spec.kind in kinds and spec.target is not None}
+    inputs = {port.node: port.name for port in program.inputs}
+    return Stage(name, program.exported, inputs, outputs, sites, program.symbols())
 
 
 def shown_nodes(graph: torch.fx.Graph) -> list[Node]:
@@ -121,7 +110,7 @@ def shown_nodes(graph: torch.fx.Graph) -> list[Node]:
 def list_nodes(stage: Stage) -> list[NodeLine]:
     """Return the listing of a stage, in graph order."""
     graph = stage.exported.graph
-    names = weight_targets(stage.exported) | dict(stage.inputs)
+    names = weight_names(stage.exported) | dict(stage.inputs)
     prints = fingerprints(graph, names)
     lines = []
     for node in shown_nodes(graph):

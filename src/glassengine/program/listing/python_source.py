@@ -16,7 +16,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import _get_qualified_name
 from torch.utils import _pytree as pytree
 
-from glassengine.program.listing.listing import NodeLine, Stage, shown_nodes, weight_targets
+from glassengine.program.listing.listing import NodeLine, Stage, shown_nodes
+from glassengine.program.representation.program import weight_names
 
 _MAX_EMBEDDED = 4096
 """Most elements of an integer example input that is written into the file: positions and masks must make sense."""
@@ -124,7 +125,7 @@ def module_source(stage: Stage, lines: list[NodeLine], title: str) -> str:
         title: First line of the file's docstring.
     """
     exported = stage.exported
-    code = _Code({line.name: line for line in lines}, weight_targets(exported))
+    code = _Code({line.name: line for line in lines}, weight_names(exported))
     body = code.function("forward", exported.graph_module, parameters=list(stage.inputs), method=True)
     tables = _tables(stage)
     libraries = sorted(code.namespaces - {"aten", "prim", "prims", "higher_order", "math"})
@@ -153,7 +154,7 @@ def _tables(stage: Stage) -> str:
     first: dict[Any, str] = {}
     tied: dict[str, str] = {}
     rows = []
-    for node, target in weight_targets(exported).items():
+    for node, target in weight_names(exported).items():
         value = values[target]
         identity = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
         if value.numel() and value.data_ptr() and identity in first:

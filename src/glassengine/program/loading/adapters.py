@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from glassengine.asked import is_factory
 from glassengine.errors import CorruptError, UnknownNameError, UsageError
-from glassengine.program.loading.adapter_patterns import matches
 from glassengine.program.loading.checkpoint_files import read_tensors
 from glassengine.reading.documents import parsed
 from glassengine.reading.files import read_bytes
+from glassengine.reading.patterns import matches
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -103,7 +103,7 @@ def base_and_adapter(spec: str, adapter: str | Path | None) -> tuple[str, str | 
         adapter: Directory of an adapter that was given beside it.
 
     Raises:
-        UsageError: Two adapters, or a base that is not there.
+        UsageError: Two adapters, or a base that is not named, not there, or would run code.
         CorruptError: The configuration of the adapter cannot be read.
     """
     directory = Path(spec).expanduser()
@@ -111,16 +111,6 @@ def base_and_adapter(spec: str, adapter: str | Path | None) -> tuple[str, str | 
         return spec, adapter
     if adapter is not None:
         raise UsageError("two adapters were given", got=f"{spec} and {adapter}", hint="give the base as MODEL")
-    return _base_of(directory), spec
-
-
-def _base_of(directory: Path) -> str:
-    """Return the base model that an adapter directory names.
-
-    Raises:
-        UsageError: It names none, one that is not there, or something that would run code.
-        CorruptError: Its configuration cannot be read.
-    """
     named, found = stated_base(directory)
     hint = f"give the base and the adapter: MODEL --adapter {directory}"
     if not named:
@@ -130,7 +120,7 @@ def _base_of(directory: Path) -> str:
         raise UsageError(f"the adapter {directory} names a base that is not a model directory", got=named, hint=hint)
     if found is None and (Path(named).is_absolute() or named.startswith(".")):
         raise UsageError(f"the base of the adapter {directory} is not there", got=named, hint=hint)
-    return named if found is None else str(found)
+    return named if found is None else str(found), spec
 
 
 def read_adapter(directory: str | Path) -> Adapter:

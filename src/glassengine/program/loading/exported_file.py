@@ -15,12 +15,11 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.errors import CorruptError, UsageError, first_line
-from glassengine.program.export.examples import named_inputs
 from glassengine.program.export.export import named_program
+from glassengine.program.representation.archive import inert_archive, load_archive
 from glassengine.program.representation.naming import Paths, is_tensor_node, op_name
 from glassengine.program.representation.program import FIXED_INPUTS, Program
-from glassengine.program.representation.signature import quiet, user_inputs
-from glassengine.program.store.archive import inert_archive, load_archive
+from glassengine.program.representation.signature import named_inputs, quiet, user_inputs
 from glassengine.taps import deliver, is_heard
 
 

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import logging
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from glassengine import asked
 from glassengine.errors import UsageError
-from glassengine.program.generation.generation import PLAIN, Generation
-from glassengine.program.generation.kinds import generation_of
+from glassengine.program.generation import LoadedModel, generation_of
 from glassengine.program.kinds.causal_lm import is_pretrained
 from glassengine.program.loading import adapters
-from glassengine.program.loading.fingerprint import fingerprint
 from glassengine.program.loading.from_transformers import DTYPES, from_transformers
 from glassengine.program.loading.stored import is_stored, read_stored
-from glassengine.program.representation.program import Program
-from glassengine.program.user_code.factory import call_factory, without_bars
-from glassengine.program.user_code.mode import in_training
-from glassengine.program.user_code.module_state import ModuleState
-from glassengine.program.user_code.written_modules import as_written, called_by_name
+from glassengine.program.user_code.calls import call_factory, without_bars
+from glassengine.program.user_code.forward import as_written, called_by_name, training_modules
 from glassengine.reading.copies import here
 from glassengine.stores.places import remote
 
@@ -36,42 +34,6 @@ _LIMITS = {
     "vocab_size": ("vocab_size",),
 }
 """Key of the metadata -> where configurations state it."""
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model as the user wrote it, put into evaluation mode.
-
-    Attributes:
-        module: The model.
-        spec: What was loaded, as given.
-        dtype: torch dtype name of its floating parameters.
-        directory: Hugging Face directory or id with configuration and tokenizer, if it came from one.
-        metadata: JSON values for engines and recordings.
-        generation: How it generates, if it does.
-        stored: The program that it is already, of an ONNX file or a .pt2 file: nothing is exported.
-        state: What it remembers when it is exported and run, where a forward changes that.
-        training: Paths of the modules that were in training mode when it was given.
-    """
-
-    module: nn.Module
-    spec: str
-    dtype: str
-    directory: str | None
-    metadata: dict[str, Any] = field(default_factory=dict)
-    generation: Generation = PLAIN
-    stored: Program | None = None
-    state: ModuleState | None = None
-    training: tuple[str, ...] = ()
-
-    @property
-    def kind(self) -> str:
-        """What manifests call it: "causal_lm" where any forward takes tokens, else "module"."""
-        return "causal_lm" if self.generation.takes_tokens else "module"
-
-    def judged_as(self, generation: Generation) -> LoadedModel:
-        """Return the same model, to be exported and run as another kind is."""
-        return replace(self, generation=generation)
 
 
 def load_model(
@@ -139,7 +101,7 @@ def load_model(
         read = adapters.read_adapter(adapter)
         if weights:
             adapters.merge(module, read)
-    training = in_training(module)
+    training = training_modules(module)
     with contextlib.suppress(NotImplementedError):  # what torch.export made has no other mode than that of its export
         module.eval()
     floating = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
@@ -168,10 +130,7 @@ def load_model(
 def load_candidate(candidate: str | Path | nn.Module, baseline: str | Path | nn.Module, **options: Any) -> LoadedModel:
     """Load what is judged beside `baseline`: a model, or an adapter, which stands for the baseline with it merged.
 
-    Args:
-        candidate: As for `load_model`.
-        baseline: Likewise.
-        options: Likewise.
+    Arguments are those of `load_model`.
 
     Raises:
         UsageError: As `load_model`, or the adapter names another base, which is here.
@@ -214,3 +173,44 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> None:
     if is_pretrained(module):
         config: Any = module.config
         config.dtype = dtype
+
+
+def fingerprint(module: nn.Module) -> str:
+    """Return a hash of the names, dtypes, shapes and values of all parameters and persistent buffers.
+
+    A quantized weight counts by what it is made of: codes, scales, zero points.
+    """
+    digest = hashlib.sha256()
+    for name, value in sorted(module.state_dict().items()):
+        for leaf in pytree.tree_leaves(value):
+            for part in _parts_of(leaf):
+                if not isinstance(part, torch.Tensor):
+                    digest.update(f"{name} {part!r}\n".encode())
+                    continue
+                digest.update(f"{name} {part.dtype} {tuple(part.shape)}\n".encode())
+                raw: Any = part.detach().cpu().contiguous().flatten()
+                if raw.numel():
+                    digest.update(raw.view(torch.uint8).numpy())
+    return digest.hexdigest()[:32]
+
+
+def _parts_of(leaf: Any) -> Iterator[Any]:
+    """Yield the plain tensors and values that something in a state_dict is made of."""
+    if isinstance(leaf, torch.Tensor) and is_traceable_wrapper_subclass(leaf):
+        names, context = leaf.__tensor_flatten__()
+        yield type(leaf).__qualname__
+        for name in names:
+            yield from _parts_of(getattr(leaf, name))
+        yield {key: value for key, value in dict(context or {}).items() if isinstance(value, (bool, int, float, str))}
+    elif isinstance(leaf, torch.Tensor) and leaf.is_quantized:
+        per_channel = leaf.qscheme() in (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
+        yield leaf.int_repr()
+        yield from (
+            (leaf.q_per_channel_scales(), leaf.q_per_channel_zero_points(), leaf.q_per_channel_axis())
+            if per_channel
+            else (leaf.q_scale(), leaf.q_zero_point())
+        )
+    elif isinstance(leaf, (torch.Tensor, bool, int, float, str, bytes, torch.dtype)):
+        yield leaf
+    elif leaf is not None:
+        yield type(leaf).__qualname__

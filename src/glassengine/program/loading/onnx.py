@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import Node
 
-from glassengine.program.onnx.exported import TranslatedFile, metadata_of, translate_file
 from glassengine.program.onnx.stored.file import OnnxFile
 from glassengine.program.onnx.stored.session import OnnxModel
 from glassengine.program.onnx.stored.types import UNKNOWN_SIZE, ValueType
+from glassengine.program.onnx.translated import TranslatedFile, metadata_of, translate_file
 from glassengine.program.representation.naming import source_line
 from glassengine.program.representation.program import OnnxGraph, Port, Program
 from glassengine.sites import Site, SiteTable, op_site

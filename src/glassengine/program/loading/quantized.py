@@ -20,22 +20,26 @@ import torch
 from torch import Tensor, nn
 
 from glassengine.errors import GlassError, UsageError
-from glassengine.program.loading.checkpoint_files import read_headers, read_tensors, weight_files
-from glassengine.program.loading.model_class import model_class_of, without_weights
-from glassengine.program.quantized import awq, bitsandbytes, compressed_tensors, float8, gptq, torchao
-from glassengine.program.quantized.grid import Grid, damaged
-from glassengine.program.quantized.parts import ELSEWHERE, Parts, Read
-from glassengine.program.user_code.factory import without_bars
+from glassengine.program.loading.checkpoint_files import (
+    model_class_of,
+    read_headers,
+    read_tensors,
+    weight_files,
+    without_weights,
+)
+from glassengine.program.quantized import bitsandbytes, packed_integers, scaled, torchao
+from glassengine.program.quantized.grid import ELSEWHERE, Grid, Parts, Read, damaged
+from glassengine.program.user_code.calls import without_bars
 from glassengine.reading.documents import read_document
 
 logger = logging.getLogger("glassengine")
 
 METHODS: dict[str, Callable[[Parts], Read]] = {
-    "gptq": gptq.read,
-    "awq": awq.read,
-    "compressed-tensors": compressed_tensors.read,
+    "gptq": packed_integers.read_gptq,
+    "awq": packed_integers.read_awq,
+    "compressed-tensors": scaled.read_compressed_tensors,
     "torchao": torchao.read,
-    "fp8": float8.read,
+    "fp8": scaled.read_fp8,
     "bitsandbytes": bitsandbytes.read,
 }
 """`quant_method` of config.json -> what reads such a checkpoint."""

@@ -13,7 +13,7 @@ from glassengine.program.loading.exported_file import read_exported
 from glassengine.program.loading.onnx import onnx_model, onnx_program
 from glassengine.program.onnx.stored.file import is_onnx, read_onnx
 from glassengine.program.representation.program import Program
-from glassengine.program.user_code.raised import RAISED
+from glassengine.program.user_code.calls import RAISED
 from glassengine.reading.files import shown
 
 ENDINGS = (".onnx", ".pt2")

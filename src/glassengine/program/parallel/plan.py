@@ -1,7 +1,7 @@
 """Which weights are cut, and how: by the plan that the model brings along, or by what its graph allows.
 
 A plan of transformers names modules and what is cut of their weights: rows of what makes a cut result ("colwise": the
-columns of the product), columns of what reads one ("rowwise"). Everything else follows (`ranks.lay_out`). Without one,
+columns of the product), columns of what reads one ("rowwise"). Everything else follows (`lay_out`). Without one,
 weights are found that can be cut so: products of the same tensor whose results flow, without a rank having to read
 another one's, into products that add up terms. Attention heads, pieces of a fused weight and the halves of a gate are
 respected by the rules for the ops between: where a cut would not fall on their borders, it is no such flow.
@@ -19,9 +19,8 @@ import torch
 from torch.fx import Node
 
 from glassengine.errors import UsageError
-from glassengine.program.parallel.local import name_of, shape_of
-from glassengine.program.parallel.placements import Shard
-from glassengine.program.parallel.ranks import Layout, lay_out
+from glassengine.program.parallel.placements import Shard, name_of, shape_of
+from glassengine.program.parallel.rewrite import Layout, lay_out
 from glassengine.program.representation.program import Program
 
 _WEIGHT_AT = {"linear": 1, "addmm": 2, "mm": 1}
@@ -216,10 +215,6 @@ def _pieces(node: Node) -> tuple[int, ...]:
 def _ends_well(program: Program, layout: Layout, products: Iterable[Node]) -> bool:
     """Whether what is cut ends in sums of terms, or in a result."""
     results = {program.node(name) for name in program.output_nodes.values()}
-    if all(_reaches_result(node, results) for node in products):
+    if all(node in results or not results.isdisjoint(node.users) for node in products):
         return True
     return any(step is not None and step.partial and not step.offset for step in layout.locals.values())
-
-
-def _reaches_result(node: Node, results: set[Node]) -> bool:
-    return node in results or any(user in results for user in node.users)

@@ -1,25 +1,28 @@
-"""Writes the graph of one rank: each op on its parts, and collectives between them."""
+"""The program of one rank: the whole program on parts of its tensors, with collectives where ranks must exchange them.
+
+Where weights lie is given; from there on the rules decide for every op how it runs. A weight or a cache that is whole
+and that every op would read cut is cut, too, so that a rank holds nothing that it does not read. The result is a
+program like any other: functional, named, with shapes of its own.
+"""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from glassengine.program.kinds.causal_lm import KVLayout
-from glassengine.program.parallel.local import Local, name_of
-from glassengine.program.parallel.placements import TENSOR_GROUP, Placement, Shard, shard_of
-from glassengine.program.parallel.ranks import Layout
-from glassengine.program.representation.program import Port, Program
+from glassengine.program.parallel.placements import TENSOR_GROUP, Local, Placement, Shard, name_of, shard_of
+from glassengine.program.parallel.rules import local, reads_sizes
+from glassengine.program.representation.program import Port, Program, keep_name, rebuilt
 from glassengine.sites import Site, SiteTable, op_site
 
 _aten = torch.ops.aten
@@ -27,6 +30,87 @@ _c10d = torch.ops._c10d_functional
 
 ORIGIN = "glassengine_origin"
 """Key of a node's meta: the node of the whole program that it belongs to."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything of a program lies among ranks.
+
+    Attributes:
+        ranks: How many there are.
+        inputs: Weights and caches that are cut, by placeholder.
+        locals: How each op runs of which an input is cut; None where it reads them whole.
+        placed: Where the result of each such op lies.
+        gathered: (tensor, op) for each tensor that is cut, and that an op must read whole.
+    """
+
+    ranks: int
+    inputs: Mapping[str, Shard]
+    locals: Mapping[str, Local | None]
+    placed: Mapping[str, Any]
+    gathered: tuple[tuple[str, str], ...]
+
+
+def lay_out(program: Program, weights: Mapping[str, Shard], ranks: int) -> Layout:
+    """Return where everything lies when these weights (by placeholder) are cut."""
+    names = {port.name: port.node for port in program.inputs}
+    caches = {names[past] for past in program.caches}
+    free = set(program.weights()) | caches
+    inputs = {name: cut for name, cut in weights.items() if cut.fits(ranks)}
+    while True:
+        layout, asked = _flow(program, inputs, ranks)
+        found = {
+            name: next(iter(cuts)) for name, cuts in asked.items() if name in free - inputs.keys() and len(cuts) == 1
+        }
+        more = {name: cut for name, cut in found.items() if cut is not None}
+        if not more:
+            return layout
+        inputs |= more
+
+
+def _flow(program: Program, inputs: Mapping[str, Shard], ranks: int) -> tuple[Layout, dict[str, set[Placement]]]:
+    placed: dict[str, Any] = {}
+    locals_: dict[str, Local | None] = {}
+    gathered: list[tuple[str, str]] = []
+    asked: dict[str, set[Placement]] = defaultdict(set)
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            placed[node.name] = inputs.get(node.name)
+        elif node.op == "call_function":
+            read = [item for item in node.all_input_nodes if placed[item.name] is not None]
+            placed[node.name] = None
+            if read:
+                step = local(node, lambda item: placed[item.name], ranks)
+                locals_[node.name] = step
+                placed[node.name] = step.out if step is not None else _none_of(node)
+            step = locals_.get(node.name)
+            for item in node.all_input_nodes:
+                want = None if step is None else step.wants.get(item, placed[item.name])
+                if isinstance(placed[item.name], Shard) and want != placed[item.name]:
+                    gathered.append((item.name, node.name))
+                if item.op == "placeholder" and not reads_sizes(node):
+                    asked[item.name].add(want)
+    return Layout(ranks, dict(inputs), locals_, placed, tuple(gathered)), asked
+
+
+def _none_of(node: Node) -> Any:
+    value = node.meta.get("val")
+    return tuple(None for _ in value) if isinstance(value, (list, tuple)) else None
+
+
+def is_sum(node: Node) -> bool:
+    """Whether ranks meet in a node to reduce what each of them has to one tensor."""
+    return node.target is _c10d.all_reduce.default
+
+
+def is_collective(node: Node) -> bool:
+    """Whether ranks meet in a node."""
+    return node.target in (_c10d.all_reduce.default, _c10d.all_gather_into_tensor.default)
+
+
+def weight_placements(program: Program, layout: Layout) -> dict[str, Shard]:
+    """Return qualified name -> cut, of the parameters and buffers that are cut."""
+    return {name: layout.inputs[node] for node, name in program.weight_names().items() if node in layout.inputs}
 
 
 def program_of(program: Program, layout: Layout, place: int) -> Program:
@@ -77,16 +161,14 @@ class _Writer:
         self._keep(node, made)
 
     def _keep(self, node: Node, made: Node) -> None:
-        if made.name != node.name:
-            made.name = node.name
-            self.graph._graph_namespace._used_names.add(node.name)
+        keep_name(made, node.name)
         made.meta[ORIGIN] = node.name
         self.made[node] = made
 
     def _call(self, target: Any, *args: Any, name: str | None = None, **kwargs: Any) -> Node:
         """Add a node with the value that it has for this rank; no name takes the next one of the current op."""
         assert self.origin is not None
-        name = name or f"{self.origin.name}_{name_of_target(target)}"
+        name = name or f"{self.origin.name}_{target._schema.name.rpartition('::')[2]}"
         made = self.graph.create_node("call_function", target, args, kwargs, name=name)
         made.meta = {k: v for k, v in self.origin.meta.items() if k not in ("val", "tensor_meta")}
         with self.mode:
@@ -104,11 +186,10 @@ class _Writer:
             want = wants.get(item, cut) if step is not None else None
             return self._moved(item, want)
 
-        if node.name not in self.layout.locals and self._is_as_before(node):
-            made = self.graph.node_copy(node, self.made.__getitem__)
-            self._keep(node, made)
-            return
         if node.name not in self.layout.locals:
+            if all(self.made[item].meta.get("val") is item.meta.get("val") for item in node.all_input_nodes):
+                self._keep(node, self.graph.node_copy(node, self.made.__getitem__))
+                return
             args, kwargs = map_arg((node.args, node.kwargs), lambda item: self.made[item])
         else:
             given = node.args if step is None or step.args is None else step.args
@@ -119,9 +200,6 @@ class _Writer:
         else:
             made = self._summed(node, step, args, kwargs)
         self._keep(node, made)
-
-    def _is_as_before(self, node: Node) -> bool:
-        return all(self.made[item].meta.get("val") is item.meta.get("val") for item in node.all_input_nodes)
 
     def _summed(self, node: Node, step: Local, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Node:
         """Add the terms of all ranks, then what is added once."""
@@ -191,31 +269,16 @@ class _Writer:
 
     def _program(self, outputs: Mapping[str, Node]) -> Program:
         program, exported = self.program, self.program.exported
-        signature = copy.copy(exported.graph_signature)
-        signature.output_specs = [
-            dataclasses.replace(spec, arg=TensorArgument(outputs[spec.arg.name].name))
-            for spec in signature.output_specs
-        ]
-        targets = {
-            str(spec.target): self.layout.inputs[spec.arg.name]
-            for spec in signature.input_specs
-            if spec.target is not None and spec.arg.name in self.layout.inputs
-        }
-        calls = copy.copy(exported.module_call_graph)
-        if calls and calls[0].signature is not None:
-            calls[0] = copy.copy(calls[0])
-            calls[0].signature = called = copy.copy(calls[0].signature)
-            called.outputs = [s.arg for s in signature.output_specs if s.kind is OutputKind.USER_OUTPUT]
-        made = ExportedProgram(
-            root=torch.fx.GraphModule(exported.graph_module, self.graph),
-            graph=self.graph,
-            graph_signature=signature,
-            state_dict={name: self._weight(value, targets.get(name)) for name, value in exported.state_dict.items()},
-            range_constraints=exported.range_constraints,
-            module_call_graph=calls,
+        cuts = weight_placements(program, self.layout)
+        made = rebuilt(
+            exported,
+            self.graph,
+            [
+                dataclasses.replace(spec, arg=TensorArgument(outputs[spec.arg.name].name))
+                for spec in exported.graph_signature.output_specs
+            ],
+            stored=lambda table: {name: self._weight(value, cuts.get(name)) for name, value in table.items()},
             example_inputs=self._examples(),
-            constants={name: self._weight(value, targets.get(name)) for name, value in exported.constants.items()},
-            verifiers=exported.verifiers,
         )
         nodes = {name: outputs[node].name for name, node in program.output_nodes.items()}
         return dataclasses.replace(
@@ -302,11 +365,6 @@ class _Writer:
 def _stems(name: str) -> list[str]:
     parts = name.split("_")
     return ["_".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
-
-
-def name_of_target(target: Any) -> str:
-    """Return what a new node that calls `target` is named after."""
-    return str(target._schema.name.rpartition("::")[2])
 
 
 def _value(node: Node) -> Any:

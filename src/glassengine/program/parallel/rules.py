@@ -14,9 +14,7 @@ from torch.fx import Node
 
 from glassengine.ops.arguments import argument
 from glassengine.ops.table import TABLE
-from glassengine.program.parallel import products
-from glassengine.program.parallel.local import Local, Placed, Rule, args_of, name_of, shape_of
-from glassengine.program.parallel.placements import Placement, Shard
+from glassengine.program.parallel.placements import Local, Placed, Placement, Rule, Shard, args_of, name_of, shape_of
 
 
 def local(node: Node, placed: Placed, ranks: int) -> Local | None:
@@ -71,13 +69,12 @@ def _pointwise(node: Node, placed: Placed, ranks: int) -> Local | None:
     return Local(out, wants)
 
 
-def _kept(*read: int, out_axis: Callable[[Node, int], int | None] | None = None, along: int | None = None) -> Rule:
+def _kept(read: str = "", *, out_axis: Callable[[Node, int], int | None] | None = None) -> Rule:
     """Ops that pass the first argument on, but read an axis (or several): any other may be cut.
 
     Args:
-        *read: Index of the argument that names the axis; none where no axis is read.
+        read: Argument that names the axis; none where no axis is read.
         out_axis: Axis of the input -> axis of the result; None where it is the same.
-        along: Axis that is read where the argument is not given.
     """
 
     def rule(node: Node, placed: Placed, ranks: int) -> Local | None:
@@ -86,8 +83,8 @@ def _kept(*read: int, out_axis: Callable[[Node, int], int | None] | None = None,
         if cut is None or any(placed(i) is not None for i in node.all_input_nodes if i is not source):
             return None
         rank = len(shape_of(source))
-        for index in read:
-            given = args_of(node)[index] if len(args_of(node)) > index else node.kwargs.get("dim", along)
+        if read:
+            given = argument(node, read)
             axes = given if isinstance(given, (list, tuple)) else [given]
             if given is None or any(_axis(axis, rank) == cut.axis for axis in axes):
                 return None
@@ -107,7 +104,7 @@ def _reduction(node: Node, placed: Placed, ranks: int) -> Local | None:
     source = args_of(node)[0]
     cut = placed(source)
     rank = len(shape_of(source))
-    given = args_of(node)[1] if len(args_of(node)) > 1 else node.kwargs.get("dim")
+    given = argument(node, "dim")
     if given is None or given == []:
         return None
     read = {_axis(axis, rank) for axis in (given if isinstance(given, (list, tuple)) else [given])}
@@ -149,7 +146,7 @@ def _written(node: Node, placed: Placed, ranks: int) -> Local | None:
 
 def _cat(node: Node, placed: Placed, ranks: int) -> Local | None:
     tensors: Any = args_of(node)[0]
-    axis = _axis(args_of(node)[1] if len(args_of(node)) > 1 else 0, len(shape_of(node)))
+    axis = _axis(argument(node, "dim"), len(shape_of(node)))
     cuts = [placed(item) for item in tensors]
     first = next(cut for cut in cuts if cut is not None)
     if first.axis != axis:
@@ -180,7 +177,7 @@ def _slice(node: Node, placed: Placed, ranks: int) -> Local | None:
 def _split(node: Node, placed: Placed, ranks: int) -> Local | None:
     source, sizes = args_of(node)[:2]
     cut = placed(source)
-    axis = args_of(node)[2] if len(args_of(node)) > 2 else node.kwargs.get("dim", 0)
+    axis = argument(node, "dim")
     pieces = node.meta["val"]
     if _axis(axis, len(shape_of(source))) != cut.axis:
         return Local(tuple(cut for _ in pieces), {source: cut})
@@ -252,7 +249,7 @@ def _attention(node: Node, placed: Placed, ranks: int) -> Local | None:
         if not own.fits(ranks):
             return None
         wants[item] = own
-    mask = args_of(node)[3] if len(args_of(node)) > 3 else node.kwargs.get("attn_mask")
+    mask = argument(node, "attn_mask")
     if isinstance(mask, Node):
         shape = shape_of(mask)
         wants[mask] = cut if len(shape) == 4 and shape[1] == shape_of(query)[1] else None
@@ -262,7 +259,7 @@ def _attention(node: Node, placed: Placed, ranks: int) -> Local | None:
 def _repeated(node: Node, placed: Placed, ranks: int) -> Local | None:
     source, times = args_of(node)[:2]
     cut = placed(source)
-    axis = args_of(node)[2] if len(args_of(node)) > 2 else node.kwargs.get("dim")
+    axis = argument(node, "dim")
     if axis is None or not isinstance(times, int):
         return None
     same = _axis(axis, len(shape_of(source))) == cut.axis
@@ -308,6 +305,71 @@ def _trailing(node: Node, axis: int) -> int | None:
     return axis if axis < len(shape_of(args_of(node)[0])) - len(args_of(node)[1]) else None
 
 
+def _linear(node: Node, placed: Placed, ranks: int) -> Local | None:
+    """[..., in] x [out, in]: rows of the weight make a cut result, columns terms of a sum."""
+    source, weight = args_of(node)[:2]
+    bias = argument(node, "bias")
+    last = len(shape_of(source)) - 1
+    return _product(node, placed, source, weight, bias, at=2, inner=(last, 1), outer=(None, 0), result=last)
+
+
+def _addmm(node: Node, placed: Placed, ranks: int) -> Local | None:
+    """[rows, in] x [in, out], and a bias."""
+    if node.kwargs:
+        return None
+    bias, source, weight = args_of(node)[:3]
+    return _product(node, placed, source, weight, bias, at=0, inner=(1, 0), outer=(0, 1), result=1)
+
+
+def _mm(node: Node, placed: Placed, ranks: int) -> Local | None:
+    """[rows, in] x [in, out]."""
+    source, weight = args_of(node)[:2]
+    return _product(node, placed, source, weight, None, at=None, inner=(1, 0), outer=(0, 1), result=1)
+
+
+def _batched(node: Node, placed: Placed, ranks: int) -> Local | None:
+    """[..., rows, in] x [..., in, out] of as many axes: cut along a common one, or as a single product."""
+    source, weight = args_of(node)[:2]
+    rank = len(shape_of(source))
+    if rank != len(shape_of(weight)) or rank < 2:
+        return None
+    for axis in range(rank - 2):
+        cut = placed(source) or placed(weight)
+        if cut.axis == axis and shape_of(source)[axis] == shape_of(weight)[axis]:
+            return Local(cut, {source: cut, weight: cut})
+    axes: dict[str, Any] = {"inner": (rank - 1, rank - 2), "outer": (rank - 2, rank - 1), "result": rank - 1}
+    return _product(node, placed, source, weight, None, at=None, **axes)
+
+
+def _product(
+    node: Node,
+    placed: Placed,
+    source: Any,
+    weight: Any,
+    bias: Any,
+    *,
+    at: int | None,
+    inner: tuple[int, int],
+    outer: tuple[int | None, int],
+    result: int,
+) -> Local | None:
+    """A product over the axes `inner` of source and weight; `outer` are the others, `at` is where the bias stands."""
+    left, right = placed(source), placed(weight)
+    added: dict[Node, Placement] = {} if bias is None else {bias: None}
+    if right is not None and right.axis == outer[1]:
+        if bias is not None:
+            added = {bias: right.on(len(shape_of(bias)) - 1)}
+        return Local(right.on(result), {source: None, weight: right, **added})
+    if right is None and left is not None and left.axis == inner[0]:
+        right = left.on(inner[1])
+    if right is not None and right.axis == inner[1]:
+        wants = {source: right.on(inner[0]), weight: right, **added}
+        return Local(None, wants, partial=True, addend=None if bias is None else at)
+    if right is None and left is not None and (bias is None or len(shape_of(bias)) == 1):
+        return Local(left, {source: left, weight: None, **added})
+    return None
+
+
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(["clone", "contiguous", "alias", "detach", "lift_fresh_copy"], _kept()),
     "type_as": _pointwise,
@@ -315,23 +377,24 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(["view", "_unsafe_view", "reshape"], _view),
     **dict.fromkeys(["transpose", "t"], _kept(out_axis=_transposed)),
     **dict.fromkeys(
-        ["softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "sort", "argsort", "flip"], _kept(1)
+        ["softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "sort", "argsort", "topk"],
+        _kept("dim"),
     ),
-    "topk": _kept(2, along=-1),
+    "flip": _kept("dims"),
     **dict.fromkeys(["sum", "mean", "amax", "amin", "logsumexp", "all", "any"], _reduction),
     **dict.fromkeys(["layer_norm", "rms_norm"], _kept(out_axis=_trailing)),
-    **dict.fromkeys(["bmm", "matmul"], products.batched),
+    **dict.fromkeys(["bmm", "matmul"], _batched),
     **dict.fromkeys(["split", "split_with_sizes"], _split),
     "permute": _kept(out_axis=_permuted),
     "unsqueeze": _kept(out_axis=_unsqueezed),
-    "squeeze": _kept(1, out_axis=_fewer),
-    "select": _kept(1, out_axis=_fewer),
-    "linear": products.linear,
-    "addmm": products.addmm,
-    "mm": products.mm,
+    "squeeze": _kept("dim", out_axis=_fewer),
+    "select": _kept("dim", out_axis=_fewer),
+    "linear": _linear,
+    "addmm": _addmm,
+    "mm": _mm,
     "embedding": _embedding,
     "index": _index,
-    "index_select": _kept(1),
+    "index_select": _kept("dim"),
     "index_copy": _written,
     "cat": _cat,
     "slice": _slice,

@@ -7,14 +7,12 @@ handed on.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind, OutputSpec, TensorArgument
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
@@ -22,8 +20,8 @@ from torch.utils import _pytree as pytree
 
 from glassengine.errors import UsageError
 from glassengine.program.kinds.causal_lm import KVLayout
-from glassengine.program.parallel.local import name_of
-from glassengine.program.representation.program import Port, Program
+from glassengine.program.parallel.placements import name_of
+from glassengine.program.representation.program import Port, Program, keep_name, rebuilt
 from glassengine.sites import SiteTable
 
 HANDED = "handed_on."
@@ -140,8 +138,11 @@ class _Stage:
 
     def _inputs(self, needed: set[Node], received: list[Node]) -> None:
         ports = {port.node: port for port in self.program.inputs}
+        program = self.program
         caches = {
-            port.node: self._present(port.name) for port in self.program.inputs if port.name in self.program.caches
+            port.node: program.output_nodes[program.caches[port.name]]
+            for port in program.inputs
+            if port.name in program.caches
         }
         specs = {spec.arg.name: spec for spec in self.program.exported.graph_signature.input_specs}
         for node in self.program.graph.nodes:
@@ -166,9 +167,6 @@ class _Stage:
             )
             self.ports.append(Port(HANDED + node.name, made.name, dtype, shape))
 
-    def _present(self, past: str) -> str:
-        return self.program.output_nodes[self.program.caches[past]]
-
     def _copy(self, node: Node) -> None:
         if name_of(node) == "sym_size" and node.args[0] not in self.made:
             args: Any = self._same_size(node)
@@ -176,9 +174,7 @@ class _Stage:
             args = map_arg(node.args, self.made.__getitem__)
         kwargs = map_arg(node.kwargs, self.made.__getitem__)
         made = self.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
-        if made.name != node.name:
-            made.name = node.name
-            self.graph._graph_namespace._used_names.add(node.name)
+        keep_name(made, node.name)
         made.meta = dict(node.meta)
         same = all(
             self.made[item].meta.get("val") is item.meta.get("val")
@@ -213,28 +209,18 @@ class _Stage:
             specs.append(OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(self.made[node].name), None))
             values.append(self.made[node])
         self.graph.output(tuple(values))
-        signature = copy.copy(old)
-        signature.input_specs, signature.output_specs = self.specs, specs
         targets = {spec.target for spec in self.specs}
         users = [spec.arg for spec in self.specs if spec.kind is InputKind.USER_INPUT]
-        results = [spec.arg for spec in specs if spec.kind is OutputKind.USER_OUTPUT]
-        calls = copy.copy(exported.module_call_graph)[:1]
-        if calls and calls[0].signature is not None:
-            calls[0] = copy.copy(calls[0])
-            calls[0].signature = called = copy.copy(calls[0].signature)
-            called.inputs, called.outputs = users, results
-            called.in_spec = pytree.tree_structure((tuple(range(len(users))), {}))
-            called.out_spec = pytree.tree_structure(tuple(range(len(results))))
-        made = ExportedProgram(
-            root=torch.fx.GraphModule(exported.graph_module, self.graph),
-            graph=self.graph,
-            graph_signature=signature,
-            state_dict={name: value for name, value in exported.state_dict.items() if name in targets},
-            range_constraints=exported.range_constraints,
-            module_call_graph=calls,
+        num_results = sum(spec.kind is OutputKind.USER_OUTPUT for spec in specs)
+        made = rebuilt(
+            exported,
+            self.graph,
+            specs,
+            input_specs=self.specs,
+            in_spec=pytree.tree_structure((tuple(range(len(users))), {})),
+            out_spec=pytree.tree_structure(tuple(range(num_results))),
+            stored=lambda table: {name: value for name, value in table.items() if name in targets},
             example_inputs=(tuple(self._examples(users)), {}),
-            constants={name: value for name, value in exported.constants.items() if name in targets},
-            verifiers=exported.verifiers,
         )
         names = {port.name for port in self.ports}
         caches = {past: present for past, present in program.caches.items() if past in names}

@@ -18,8 +18,17 @@ import torch
 from torch import Tensor
 
 from glassengine.errors import CorruptError
-from glassengine.program.quantized.grid import Grid, damaged, integer_grid, table_grid
-from glassengine.program.quantized.parts import Parts, Read, modules_with, require, rest
+from glassengine.program.quantized.grid import (
+    Grid,
+    Parts,
+    Read,
+    damaged,
+    integer_grid,
+    modules_with,
+    require,
+    rest,
+    table_grid,
+)
 from glassengine.reading.documents import Size, parsed
 
 _STATE = "quant_state.bitsandbytes__"

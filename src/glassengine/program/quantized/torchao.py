@@ -16,8 +16,17 @@ import torch
 from torch import Tensor
 
 from glassengine.errors import CorruptError
-from glassengine.program.quantized.grid import Grid, damaged, expand, float8_grid, integer_grid
-from glassengine.program.quantized.parts import Parts, Read, require, rest
+from glassengine.program.quantized.grid import (
+    Grid,
+    Parts,
+    Read,
+    damaged,
+    expand,
+    float8_grid,
+    integer_grid,
+    require,
+    rest,
+)
 from glassengine.reading.documents import Size, parsed
 
 _BY_CODES = ("Int8Tensor", "IntxUnpackedToInt8Tensor")

@@ -20,8 +20,7 @@ from torch.fx import Node
 from glassengine.errors import UsageError
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import base_name, named
-from glassengine.program.user_code.frames import is_users
-from glassengine.program.user_code.marks import Mark
+from glassengine.program.user_code.marks import Mark, is_users
 from glassengine.sites import ROOT, Site, SiteTable, op_site, port_site, tap_site, with_call
 
 _PLACEMENT = frozenset({"device", "pin_memory", "layout"})  # where, not what: the same on every device
@@ -73,6 +72,7 @@ class Paths:
     def __init__(self, root: nn.Module, prefix: str, graph: torch.fx.Graph) -> None:
         self._root = root
         self._prefix = prefix
+        self._modules = dict(root.named_modules(remove_duplicate=False))
         self._calls: dict[str, tuple[str, int]] = {}
         self.called_as: dict[str, str] = {}
         first_alias = {id(module): name or ROOT for name, module in root.get_submodule(prefix).named_modules()}
@@ -85,7 +85,7 @@ class Paths:
                     continue
                 if traced not in real_paths:
                     real_paths[traced] = self._without_slices(traced) if "slice(" in traced else traced
-                if not _has_module(root, real_paths[traced]):
+                if real_paths[traced] not in self._modules:
                     # A slice that was called, or the exporter's own entry on nodes that functionalisation made outside
                     # of every module.
                     self._calls[key] = (ROOT, 0)
@@ -94,7 +94,7 @@ class Paths:
                 if prefix and not traced:
                     self._calls[key] = (ROOT, 0)  # the wrapper: not the user's, so not a call of the user's root
                     continue
-                hooked = first_alias.get(id(root.get_submodule(real_paths[traced])), path)
+                hooked = first_alias.get(id(self._modules[real_paths[traced]]), path)
                 self._calls[key] = (path, num_calls[path])
                 names = with_call(hooked, num_hooked[hooked]), with_call(path, num_calls[path])
                 if names[0] != names[1]:
@@ -108,8 +108,7 @@ class Paths:
 
     def has_submodule(self, path: str, name: str) -> bool:
         """Whether the module at user path `path` has a child called `name`."""
-        full = ".".join(part for part in (self._prefix, "" if path == ROOT else path) if part)
-        return name in dict(self._root.get_submodule(full).named_children())
+        return ".".join(part for part in (self._prefix, "" if path == ROOT else path, name) if part) in self._modules
 
     def _user_path(self, real: str) -> str:
         if self._prefix and (real == self._prefix or real.startswith(f"{self._prefix}.")):
@@ -135,14 +134,6 @@ class Paths:
             module = getattr(module, name)
             parts.append(name)
         return path if in_slice is not None else ".".join(parts)
-
-
-def _has_module(root: nn.Module, path: str) -> bool:
-    try:
-        root.get_submodule(path)
-    except AttributeError:
-        return False
-    return True
 
 
 def source_line(node: Node) -> str | None:

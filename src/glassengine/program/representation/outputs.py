@@ -11,6 +11,7 @@ import ast
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.errors import UnknownNameError, UsageError
-from glassengine.program.representation.derived import Derived, From
 from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.program import Program, copied_graph, rebuilt
 
@@ -254,7 +254,7 @@ def _num_bytes(node: Node, program: Program, sizes: Mapping[str, int]) -> int:
     site = program.sites.by_node[node.name][0]
     total = int(node.meta["val"].dtype.itemsize)
     for size in site.shape:
-        total *= size if isinstance(size, int) else _size(size, sizes)
+        total *= size if isinstance(size, int) else size_of(size, sizes)
     return total
 
 
@@ -278,7 +278,7 @@ _FUNCTIONS: dict[str, Callable[..., int]] = {
 }
 
 
-def _size(expression: str, sizes: Mapping[str, int]) -> int:
+def size_of(expression: str, sizes: Mapping[str, int]) -> int:
     """Evaluate a dynamic size such as "2*batch*sequence"; unknown symbols and functions count as 1.
 
     The text may come from a file, so it is never handed to anything that evaluates Python (sympy does).
@@ -307,3 +307,29 @@ def _size(expression: str, sizes: Mapping[str, int]) -> int:
 def _flat_spec(specs: Iterable[OutputSpec]) -> Any:
     count = sum(spec.kind is OutputKind.USER_OUTPUT for spec in specs)
     return pytree.tree_structure(tuple(range(count)))
+
+
+class From(Enum):
+    """What a value is derived from; the value says it in a manifest and to people."""
+
+    WEIGHTS = "depends on weights alone"
+    CACHE = "the cache {} after the step"
+    INPUT = "the input {}"
+    OUTPUT = "the output {}"
+    VIEW = "a view of {}"
+
+
+@dataclass(frozen=True)
+class Derived:
+    """Where a value is taken from on reading, and what that is called."""
+
+    source: From
+    name: str = ""
+
+    def __str__(self) -> str:
+        return self.source.value.format(self.name)
+
+
+def comes_from_weights(text: str | None) -> bool:
+    """Whether what a manifest says of an output is that it depends on weights alone."""
+    return text == str(Derived(From.WEIGHTS))

@@ -22,8 +22,7 @@ from torch.utils import _pytree as pytree
 from glassengine.errors import UsageError
 from glassengine.program.representation.naming import describe_shape, fingerprints, is_tensor_node, op_name
 from glassengine.program.representation.program import Program, copied_graph, rebuilt
-from glassengine.program.user_code.factory import load_function
-from glassengine.program.user_code.raised import described
+from glassengine.program.user_code.calls import described, load_function
 from glassengine.sites import ROOT, Site, SiteTable, op_site
 
 
@@ -146,7 +145,7 @@ def _sites(program: Program, graph: torch.fx.Graph, renamed: Mapping[str, str]) 
     """Return the sites of `program` that survive, brought up to date, and those of inserted ops, in graph order."""
     names = program.weight_names() | {port.node: port.name for port in program.inputs}
     prints = fingerprints(graph, names)
-    symbols = _symbols(program)
+    symbols = program.symbols()
     kept: dict[str, list[Site]] = {}
     for site in program.sites:
         name = renamed.get(site.node, site.node)
@@ -171,15 +170,6 @@ def _sites(program: Program, graph: torch.fx.Graph, renamed: Mapping[str, str]) 
             dtype = str(value.dtype).removeprefix("torch.")
             op, print_ = op_name(node), prints[node]
             table += [replace(s, dtype=dtype, shape=shape, axes=axes, op=op, fingerprint=print_) for s in own]
-    return table
-
-
-def _symbols(program: Program) -> dict[str, str]:
-    """Return symbol -> "batch", "sequence", "cache", as the inputs of the program name them."""
-    table: dict[str, str] = {}
-    for port in program.inputs:
-        sizes = program.node(port.node).meta["val"].shape
-        table |= {str(size): text for size, text in zip(sizes, port.shape, strict=True) if isinstance(text, str)}
     return table
 
 

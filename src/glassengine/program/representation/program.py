@@ -7,7 +7,7 @@ of marks, and never exported twice: an engine is always judged with the program 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,8 +18,10 @@ from torch.export.graph_signature import InputKind, OutputKind
 from glassengine.program.kinds.causal_lm import KVLayout
 from glassengine.program.onnx.stored.file import OnnxFile
 from glassengine.program.user_code.module_state import STATE
+from glassengine.reading.documents import Size
 from glassengine.sites import HasSites, SiteTable
 
+_WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 GRAPH_LEVEL = "run_decompositions({})"
 CALLED_AS = "called_as"
 """Key of the metadata, for models that call one module by several names."""
@@ -36,7 +38,7 @@ class Port:
     name: str
     node: str
     dtype: str
-    shape: tuple[int | str, ...]
+    shape: tuple[Size | str, ...]
 
 
 @dataclass(frozen=True)
@@ -96,22 +98,20 @@ class Program(HasSites):
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return parameters, buffers and lifted constants by placeholder name."""
-        table: dict[str, torch.Tensor] = {}
-        for spec in self.exported.graph_signature.input_specs:
-            if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
-                assert spec.target is not None
-                store = self.exported.state_dict
-                value = store[spec.target] if spec.target in store else self.exported.constants[spec.target]
-                table[spec.arg.name] = value
-        return table
+        values = {**self.exported.constants, **self.exported.state_dict}
+        return {node: values[name] for node, name in self.weight_names().items()}
 
     def weight_names(self) -> dict[str, str]:
         """Return placeholder name -> qualified name, for parameters, buffers and lifted constants."""
-        return {
-            spec.arg.name: spec.target
-            for spec in self.exported.graph_signature.input_specs
-            if spec.target is not None and spec.kind is not InputKind.USER_INPUT
-        }
+        return weight_names(self.exported)
+
+    def symbols(self) -> dict[str, str]:
+        """Return dynamic size ("s27") -> its name among the inputs ("batch")."""
+        table: dict[str, str] = {}
+        for port in self.inputs:
+            sizes = self.node(port.node).meta["val"].shape
+            table |= {str(size): text for size, text in zip(sizes, port.shape, strict=True) if isinstance(text, str)}
+        return table
 
     def kept(self) -> frozenset[str]:
         """Return the placeholders that hold what the step before left: caches, and buffers that a forward writes."""
@@ -125,6 +125,19 @@ class Program(HasSites):
         return replace(self, exported=exported, output_nodes=table)
 
 
+def weight_names(exported: ExportedProgram) -> dict[str, str]:
+    """Return placeholder name -> qualified name, for parameters, buffers and lifted constants."""
+    specs = exported.graph_signature.input_specs
+    return {spec.arg.name: spec.target for spec in specs if spec.kind in _WEIGHTS and spec.target is not None}
+
+
+def keep_name(node: torch.fx.Node, name: str) -> None:
+    """Name a new node, also like a builtin of Python, which a graph would rename ("input" becomes "input_1")."""
+    if node.name != name:
+        node.name = name
+        node.graph._graph_namespace._used_names.add(name)
+
+
 def copied_graph(graph: torch.fx.Graph) -> torch.fx.Graph:
     """Return a copy in which every node has the name it has in `graph`.
 
@@ -133,19 +146,36 @@ def copied_graph(graph: torch.fx.Graph) -> torch.fx.Graph:
     """
     copied = copy.deepcopy(graph)
     for old, new in zip(graph.nodes, copied.nodes, strict=True):
-        if new.name != old.name:
-            new.name = old.name
-            copied._graph_namespace._used_names.add(old.name)
+        keep_name(new, old.name)
     return copied
 
 
 def rebuilt(
-    exported: ExportedProgram, graph: torch.fx.Graph, output_specs: Sequence[Any], *, out_spec: Any | None = None
+    exported: ExportedProgram,
+    graph: torch.fx.Graph,
+    output_specs: Sequence[Any],
+    *,
+    input_specs: Sequence[Any] | None = None,
+    in_spec: Any | None = None,
+    out_spec: Any | None = None,
+    stored: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
+    **changed: Any,
 ) -> ExportedProgram:
-    """Return an `ExportedProgram` with another graph and other outputs; weights are shared, not copied."""
+    """Return an `ExportedProgram` with another graph and other outputs; weights are shared, not copied.
+
+    Args:
+        exported: What stays as it is.
+        graph: The new graph.
+        output_specs: Of its results.
+        input_specs: Of its placeholders; None takes the old ones.
+        in_spec: Nesting of the inputs; None takes the old one.
+        out_spec: Nesting of the results; None takes the old one.
+        stored: Old weights, or constants, by name -> the new ones.
+        changed: Other arguments of `ExportedProgram`.
+    """
     signature = copy.copy(exported.graph_signature)
     signature.output_specs = list(output_specs)
-    root = torch.fx.GraphModule(exported.graph_module, graph)
+    signature.input_specs = list(signature.input_specs if input_specs is None else input_specs)
     calls = copy.copy(exported.module_call_graph)
     if calls and calls[0].signature is not None:
         calls[0] = copy.copy(calls[0])
@@ -153,14 +183,47 @@ def rebuilt(
         assert called is not None
         called.outputs = [s.arg for s in output_specs if s.kind is OutputKind.USER_OUTPUT]
         called.out_spec = called.out_spec if out_spec is None else out_spec
+        if in_spec is not None:
+            called.in_spec = in_spec
+            called.inputs = [s.arg for s in signature.input_specs if s.kind is InputKind.USER_INPUT]
+    parts = {
+        "range_constraints": exported.range_constraints,
+        "module_call_graph": calls,
+        "example_inputs": exported.example_inputs,
+        "verifiers": exported.verifiers,
+    }
     return ExportedProgram(
-        root=root,
+        root=torch.fx.GraphModule(exported.graph_module, graph),
         graph=graph,
         graph_signature=signature,
-        state_dict=exported.state_dict,
-        range_constraints=exported.range_constraints,
-        module_call_graph=calls,
-        example_inputs=exported.example_inputs,
-        constants=exported.constants,
-        verifiers=exported.verifiers,
+        state_dict=stored(exported.state_dict),
+        constants=stored(exported.constants),
+        **{**parts, **changed},
+    )
+
+
+def without_dead_weights(exported: ExportedProgram) -> ExportedProgram:
+    """Return the program without parameters, buffers and constants that nothing reads."""
+    placeholders = {node.name: node for node in exported.graph.find_nodes(op="placeholder")}
+    dead = {name for name in weight_names(exported) if not placeholders[name].users}
+    for name in dead:
+        exported.graph.erase_node(placeholders[name])
+    kept = [spec for spec in exported.graph_signature.input_specs if spec.arg.name not in dead]
+    names = {spec.target for spec in kept}
+    # Readers wonder about ranges of sizes that no tensor of the graph has.
+    symbols = {
+        symbol
+        for node in exported.graph.nodes
+        if isinstance(value := node.meta.get("val"), torch.Tensor)
+        for size in value.shape
+        if isinstance(size, torch.SymInt)
+        for symbol in size.node.expr.free_symbols  # type: ignore[attr-defined]
+    }
+    return rebuilt(
+        exported,
+        exported.graph,
+        exported.graph_signature.output_specs,
+        input_specs=kept,
+        stored=lambda table: {name: value for name, value in table.items() if name in names},
+        range_constraints={name: found for name, found in exported.range_constraints.items() if name in symbols},
     )

@@ -16,29 +16,20 @@ import torch
 from torch.export import ExportedProgram
 
 from glassengine.errors import CorruptError, UsageError
-from glassengine.program.kinds.causal_lm import KVLayout
-from glassengine.program.kinds.states import State
-from glassengine.program.onnx.exported import TranslatedFile, translate_file, without_data
+from glassengine.program.kinds.causal_lm import KVLayout, State
 from glassengine.program.onnx.stored.file import read_onnx
+from glassengine.program.onnx.translated import TranslatedFile, translate_file, without_data
+from glassengine.program.representation.archive import inert_archive, load_archive
 from glassengine.program.representation.program import GRAPH_LEVEL, OnnxGraph, Port, Program
-from glassengine.program.store.archive import inert_archive, load_archive
-from glassengine.program.user_code.raised import RAISED
+from glassengine.program.user_code.calls import RAISED
 from glassengine.program.user_code.tracing import fast_reading, fast_writing
 from glassengine.reading.documents import Size, converted, damaged, read_document
 from glassengine.sites import Site, SiteTable
 
 SCHEMA_VERSION = 1
-
-
 _NAMES_FILE = "program.json"
-
-
 _MAX_NAMES_BYTES = 256 << 20
-
-
 _MAX_NAMES_ITEMS = 8_000_000
-
-
 ONNX_GRAPH = "program.onnx"
 """File of an engine, in place of `program.pt2`, where MODEL was an ONNX file."""
 
@@ -106,13 +97,6 @@ def _without_data(value: Any) -> Any:
     return torch.nn.Parameter(bare, requires_grad=value.requires_grad) if is_parameter else bare
 
 
-class _Port(msgspec.Struct):
-    name: str
-    node: str
-    dtype: str
-    shape: tuple[Size | str, ...]
-
-
 class _Site(msgspec.Struct):
     name: str
     kind: Literal["op", "module", "tap", "kv"]
@@ -143,7 +127,7 @@ class _Names(msgspec.Struct):
 
     schema_version: int
     kind: Literal["causal_lm", "module"]
-    inputs: tuple[_Port, ...]
+    inputs: tuple[Port, ...]
     output_nodes: dict[str, str]
     caches: dict[str, str]
     layout: tuple[tuple[Size, Size, Size], ...] | None
@@ -170,7 +154,7 @@ def load_names(directory: Path) -> dict[str, Any]:
     states = tuple(State(*state) for state in names.states)
     return {
         "kind": names.kind,
-        "inputs": tuple(Port(port.name, port.node, port.dtype, port.shape) for port in names.inputs),
+        "inputs": names.inputs,
         "output_nodes": names.output_nodes,
         "caches": names.caches,
         "layout": KVLayout(names.layout, states) if names.layout else None,
@@ -239,14 +223,4 @@ def load_program(directory: Path, weights: Mapping[str, torch.Tensor]) -> Progra
             f"program.json does not belong to {'program.pt2' if stored is None else ONNX_GRAPH}",
             got=f"names of other nodes: {', '.join(sorted(unknown)[:5])}",
         )
-    return Program(
-        exported,
-        data["sites"],
-        data["kind"],
-        data["inputs"],
-        data["output_nodes"],
-        data["caches"],
-        data["layout"],
-        data["metadata"],
-        graph,
-    )
+    return Program(exported, onnx=graph, **data)

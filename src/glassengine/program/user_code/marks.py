@@ -1,20 +1,30 @@
-"""Marks: how names survive an export.
+"""What a trace keeps: names of modules, lines of helpers, and the ops that lead to results.
 
 While a model is traced, hooks on every module and the tap sink call `glass::mark(tensor, port)`. The op is registered
 as side-effecting, or dead-code elimination would drop it silently; it never feeds anything. After functionalisation
 the graph is in SSA form: `collect_marks` reads which node each mark points at and erases it. The path and call index of
 a mark come from its own `nn_module_stack`, because hooks run inside the call of their module.
+
+Of the frames that made an op, `torch.export` keeps those of functions called `forward`. A model that is written with
+methods and functions has one line there for all of them, so the frames that the innermost `forward` called are kept
+too, as far as they are of its folder: what a library makes of a call is not where the user wrote it.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import traceback
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
+from torch.fx import Graph
+from torch.fx.proxy import TracerBase
 
 from glassengine.sites import port_leaves
 from glassengine.taps import tap_sink
@@ -69,3 +79,52 @@ def collect_marks(graph: torch.fx.Graph) -> list[Mark]:
             found.append(Mark(source, port, node.meta.get("nn_module_stack", {})))
             graph.erase_node(node)  # nothing uses it
     return found
+
+
+NOT_THE_USERS = ("/glassengine/program/", "/torch/")
+
+
+def is_users(file: str) -> bool:
+    """Whether a frame of `file` is the user's: neither torch's nor that of an export."""
+    return not any(part in file for part in NOT_THE_USERS)
+
+
+def with_helpers(kept: traceback.StackSummary, frames: traceback.StackSummary) -> traceback.StackSummary:
+    """Return the frames `kept` of `frames`, outermost first, with the helpers of the innermost `forward`."""
+    places = [place for place, frame in enumerate(frames) if frame.name == "forward" and is_users(frame.filename)]
+    if not places:
+        return kept
+    forward, called = frames[places[-1]], frames[places[-1] + 1 :]
+    helpers = [frame for frame in called if _folder(frame.filename) == _folder(forward.filename)]
+    return traceback.StackSummary.from_list([*kept, *helpers])
+
+
+@functools.lru_cache(maxsize=4096)
+def _folder(file: str) -> Path:
+    return Path(file).parent
+
+
+def helper_lines() -> contextlib.AbstractContextManager[Any]:
+    """Let what is traced in the block keep the lines of helpers."""
+    # One step of export takes that from its tracer alone, without an option.
+    own = TracerBase._filter_traceback_frames
+
+    def kept(self: TracerBase, frames: traceback.StackSummary) -> traceback.StackSummary:
+        return with_helpers(own(self, frames), frames)
+
+    return mock.patch.object(TracerBase, "_filter_traceback_frames", kept)
+
+
+def remove_dead_nodes(graph: Graph, marks: Iterable[Mark]) -> list[Mark]:
+    """Erase what no result depends on, and return the marks of what is left.
+
+    Args:
+        graph: Functional and free of marks.
+        marks: What the erased marks named.
+    """
+    for node in reversed(list(graph.nodes)):
+        # Inputs are part of the signature. Assertions have no result, so that all that they read would stay.
+        if node.op in ("call_function", "get_attr") and not node.users:
+            graph.erase_node(node)
+    left = set(graph.nodes)
+    return [mark for mark in marks if mark.node in left]

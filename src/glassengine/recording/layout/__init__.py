@@ -1,1 +1,1 @@
-"""What a recording is on disk: names, records, frames, shards and statistics."""
+"""Format of a recording on disk: names, records, frames, shards and statistics."""

@@ -1,4 +1,4 @@
-"""What index and header say about tensors, made into text once and used for every step."""
+"""Describes tensors for index and header: text that is made once and used for every step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tensor is to a recording: its description, its bytes, or why it has none."""
+"""Stores a tensor's description and bytes, or the reason why it has none."""
 
 from __future__ import annotations
 

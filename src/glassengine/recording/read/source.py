@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from glassengine import asked
 from glassengine.blocks.arrays import Values
 from glassengine.errors import CorruptError, GlassError, UnknownNameError, UsageError
-from glassengine.plugins import FORMATS as REGISTERED
-from glassengine.plugins import registered, remedy
+from glassengine.extensions import FORMATS as REGISTERED
+from glassengine.extensions import registered, remedy
 from glassengine.reading.copies import here
 from glassengine.recording.formats.debug_tree import is_tree, open_tree, open_trees
 from glassengine.recording.formats.files import KINDS, SafetensorsObject
@@ -136,7 +136,7 @@ def open_source(path: str | Path) -> TensorSource:
 
     Files: `.pt`, `.pth`, `.safetensors`, `.npz`, `.npy`; `.json` of the debugger of transformers, of Polygraphy and of
     msprobe, distinguished by their content. Directories: `rank{r}/` of recordings, `step{i}.pt`, `<name>-step<i>.npy`,
-    and what these tools and the dumper of SGLang write. What other packages register (`plugins.FORMATS`).
+    and what these tools and the dumper of SGLang write. What other packages register (`extensions.FORMATS`).
 
     Raises:
         UsageError: It does not exist or is of no known kind.

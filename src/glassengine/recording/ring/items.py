@@ -1,4 +1,4 @@
-"""What a running model hands to the thread that writes, and what of it came one after another."""
+"""Items that a running model hands to the thread that writes, in order."""
 
 from __future__ import annotations
 

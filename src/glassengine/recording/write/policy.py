@@ -1,4 +1,4 @@
-"""What of a run is recorded: which sites, steps and values, how many bytes; and what triggers in a watched run."""
+"""Selects what a run records: sites, steps and values, and the number of bytes; and what triggers in a watched run."""
 
 from __future__ import annotations
 

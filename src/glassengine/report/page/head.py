@@ -167,7 +167,7 @@ def _about(result: Comparison, found: Divergence, pair: Pair | None) -> list[tup
     if found.reproduction:
         lines.append(("test", f"python {PurePath(found.reproduction) / 'test_repro.py'}"))
     if inherited := result.counts["inherited"]:
-        lines.append(("after", f"{inherited:,} later tensors merely inherited an error"))
+        lines.append(("after", f"{inherited:,} later tensors differ only because of it"))
     return lines
 
 

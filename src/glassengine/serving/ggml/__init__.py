@@ -1,1 +1,1 @@
-"""llama.cpp: GGUF files, and every tensor of ggml's graph."""
+"""Public names of `plugins.serving.ggml`."""

@@ -1,1 +1,1 @@
-"""vLLM, run by the interpreter that it is installed for: what records it there, and what reads that here."""
+"""Public names of `plugins.serving.vllm`."""

@@ -28,9 +28,9 @@ from glassengine.errors import UsageError
 from glassengine.executable.metrics.steps import add_step_closure as add_step_closure
 from glassengine.executable.metrics.steps import is_master_ordinal
 from glassengine.executable.metrics.steps import mark_step as end_step
-from glassengine.frontends.lazy.running import fetch, run_pending
-from glassengine.frontends.lazy.settings import Reason
-from glassengine.frontends.lazy.tensor import LazyTensor
+from glassengine.plugins.lazy.running import fetch, run_pending
+from glassengine.plugins.lazy.settings import Reason
+from glassengine.plugins.lazy.tensor import LazyTensor
 from glassengine.writing.files import open_for_torch
 
 T = TypeVar("T")

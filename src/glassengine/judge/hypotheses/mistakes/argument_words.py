@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from glassengine.judge.hypotheses.mistakes.meanings import BENDING, is_counted
+from glassengine.judge.hypotheses.mistakes.tensor_roles import BENDING, is_counted
 from glassengine.judge.hypotheses.trials.hypothesis import Literal, shown
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.ops.row import Rounding
@@ -25,28 +25,23 @@ _PLACES = frozenset({"arange", "linspace", "logspace", "roll"})
 
 def text_of(question: Question, literal: Literal, value: Any) -> str:
     """Return how the mistake is reported that this argument has another value."""
-    op, name = op_name(literal.node), name_of(question, literal)
-    if named(op).kind == "factor" and value == 1 and literal.value != 1:
-        verb = "multiplication" if op == "mul" else "division"
-        return f"the {verb} by {shown(literal.value)} is missing"
-    if named(op).kind == "term" and value == 0 and literal.value:
-        return f"{shown(literal.value)} is not {'added' if op == 'add' else 'subtracted'}"
-    if named(op).kind == "term" and isinstance(literal.value, int) and isinstance(value, (int, float)):
-        verb = "added" if op == "add" else "subtracted"
-        return f"{shown(literal.value)} is {verb} here, {shown(value)} in the candidate"
+    op, name, own = op_name(literal.node), name_of(question, literal), literal.value
+    kind, verb = named(op).kind, "added" if op == "add" else "subtracted"
+    if kind == "factor" and value == 1 and own != 1:
+        return f"the {'multiplication' if op == 'mul' else 'division'} by {shown(own)} is missing"
+    if kind == "term" and value == 0 and own:
+        return f"{shown(own)} is not {verb}"
+    if kind == "term" and isinstance(own, int) and isinstance(value, (int, float)):
+        return f"{shown(own)} is {verb} here, {shown(value)} in the candidate"
     if op == "getitem":
         source = literal.node.args[0]
         of = f" of {op_name(source)}" if isinstance(source, Node) and source.op == "call_function" else ""
-        return f"item {shown(literal.value)}{of} is taken here, item {shown(value)} in the candidate"
+        return f"item {shown(own)}{of} is taken here, item {shown(value)} in the candidate"
     if op == "clamp" and value is None:
-        return f"the clamp has no {name}: {shown(literal.value)} here"
-    return f"{op}: {name}: {_shown(literal, literal.value)} here, {_shown(literal, value)} in the candidate"
-
-
-def _shown(literal: Literal, value: Any) -> str:
-    if value is None:
-        return "1 / sqrt(head width)" if literal.name == "scale" else "default"
-    return shown(value)
+        return f"the clamp has no {name}: {shown(own)} here"
+    default = "1 / sqrt(head width)" if literal.name == "scale" else "default"
+    here, there = (default if one is None else shown(one) for one in (own, value))
+    return f"{op}: {name}: {here} here, {there} in the candidate"
 
 
 def name_of(question: Question, literal: Literal) -> str:
@@ -62,35 +57,32 @@ def name_of(question: Question, literal: Literal) -> str:
 
 def kind_of(question: Question, literal: Literal, value: Any) -> Kind:
     """Return the kind of the mistake that this argument has a value."""
+    name, op, own, node = literal.name, op_name(literal.node), literal.value, literal.node
+    kind = named(op).kind
     if is_epsilon(question, literal):
         return "eps"
-    name, op = literal.name, op_name(literal.node)
-    if name == "pad" and _is_moved(literal.value, value):
+    if name == "pad" and _is_moved(own, value):
         return "position"
     if name == "equation" and isinstance(value, str):
-        return _kind_of_equation(str(literal.value), value)
-    if name == "scale" or (named(op).kind == "factor" and isinstance(literal.value, (int, float))):
-        return "position" if is_counted(question, literal.node) else "scale"
+        return _kind_of_equation(str(own), value)
+    if name == "scale" or (kind == "factor" and isinstance(own, (int, float))):
+        return "position" if is_counted(question, node) else "scale"
     if name in _MASKS or (op == "masked_fill" and name == "value"):
         return "mask"
     if name == "reduction":
         return "scale"
-    if name == "approximate" or named(op).kind == "activation":
+    if name == "approximate" or kind == "activation":
         return "activation"
     # What an argument means is the op's own: no trait says it, and only a hint depends on it.
-    if op in ("permute", "transpose", "view", "reshape") or (name.startswith("dim") and _goes_along(literal.node)):
+    if op in ("permute", "transpose", "view", "reshape") or (name.startswith("dim") and _goes_along(node)):
         return "transposed"
-    if op == "flip":
-        return "permuted"
-    if op == "getitem":
-        return "swapped"
+    if op in ("flip", "getitem"):
+        return "permuted" if op == "flip" else "swapped"
     if op in ("slice", "select", "narrow") and name in ("start", "end", "index", "length"):
-        return "swapped" if _is_one_of_several(question, literal.node) else "position"
+        return "swapped" if _is_one_of_several(question, node) else "position"
     if op in _PLACES or (op == "pow" and name == "self"):
         return "position"
-    if op in ("add", "sub", "rsub") and isinstance(literal.value, int):
-        return _kind_of_term(question, literal.node)
-    return "other"
+    return _kind_of_term(question, node) if op in ("add", "sub", "rsub") and isinstance(own, int) else "other"
 
 
 def _goes_along(node: Node) -> bool:
@@ -111,8 +103,8 @@ def _is_moved(here: Any, there: Any) -> bool:
     """Whether both sides pad each axis by as much, at other ends of it: what is between is moved."""
     if not isinstance(here, (list, tuple)) or not isinstance(there, (list, tuple)) or len(here) != len(there):
         return False
-    pairs = ([first + last for first, last in zip(pad[::2], pad[1::2], strict=False)] for pad in (here, there))
-    return next(pairs) == next(pairs)
+    one, other = ([first + last for first, last in zip(p[::2], p[1::2], strict=False)] for p in (here, there))
+    return one == other
 
 
 def _kind_of_term(question: Question, node: Node) -> Kind:
@@ -137,15 +129,12 @@ def kind_of_op(node: Node, theirs: Node) -> Kind:
 
 def _is_one_of_several(question: Question, node: Node) -> bool:
     """Whether a tensor is taken apart into this piece and others that have nothing in common with it."""
-    source = node.args[0]
-    extent = _extent(node)
+    source, extent = node.args[0], _extent(node)
     if not isinstance(source, Node) or extent is None:
         return False
-    for user in question.users(source):
-        other = _extent(user) if user.target is node.target else None
-        if other is not None and other[0] == extent[0] and (other[1] >= extent[2] or other[2] <= extent[1]):
-            return True
-    return False
+    others = [_extent(user) for user in question.users(source) if user.target is node.target]
+    axis, start, end = extent
+    return any(one is not None and one[0] == axis and (one[1] >= end or one[2] <= start) for one in others)
 
 
 def _extent(node: Node) -> tuple[int, int, int] | None:
@@ -166,14 +155,9 @@ def _extent(node: Node) -> tuple[int, int, int] | None:
 
 def is_epsilon(question: Question, literal: Literal) -> bool:
     """Whether an argument keeps a divisor, a root or a logarithm away from zero."""
+    value, is_written = literal.value, op_name(literal.node) in ("add", "clamp", "clamp_min")  # how people write it
     if literal.name in ("eps", "epsilon"):
         return True
-    value = literal.value
-    if (
-        not isinstance(value, float)
-        or not 0 < value <= 1e-2
-        or op_name(literal.node) not in ("add", "clamp", "clamp_min")  # how people write it
-    ):
+    if not isinstance(value, float) or not 0 < value <= 1e-2 or not is_written or literal.name not in ("other", "min"):
         return False
-    is_read_so = value <= _TINY or any(traits_of(user).domain for user in question.users(literal.node))
-    return literal.name in ("other", "min") and is_read_so
+    return value <= _TINY or any(traits_of(user).domain for user in question.users(literal.node))

@@ -1,36 +1,31 @@
 """Non-tensor arguments of ops: epsilons, scales, dimensions, strides, flags, words, numbers written in a sum.
 
-First what the candidate's own ops have, then common values; `solved` has any number that fits.
+First what the candidate's own ops have, then common values; `fitted_constants` has any number that fits.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
-from glassengine.judge.graphs.between import passes_on
-from glassengine.judge.hypotheses.mistakes.argument_values import fitting, is_same, is_whole, usual_values
-from glassengine.judge.hypotheses.mistakes.argument_words import kind_of, kind_of_op, name_of, text_of
-from glassengine.judge.hypotheses.mistakes.meanings import turns
+from glassengine.judge.hypotheses.mistakes.argument_words import is_epsilon, kind_of, name_of, text_of
+from glassengine.judge.hypotheses.mistakes.tensor_roles import counts_alone, makes_sines
 from glassengine.judge.hypotheses.trials.hypothesis import (
     Hypothesis,
     Literal,
-    bound,
-    constants_of,
+    becoming,
     is_as_theirs,
     literals_of,
     shown,
-    tensors_of,
 )
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import Call, Edit
-from glassengine.numerics.float64 import retarget
-from glassengine.ops.traits import traits_of
+from glassengine.ops.traits import named, traits_of
 from glassengine.program.representation.naming import op_name
 
 _SKIPPED = frozenset(
@@ -38,6 +33,11 @@ _SKIPPED = frozenset(
 )
 _OF_SUMS = frozenset({"alpha", "beta"})
 """Factors of the terms of a sum, of which more is asked elsewhere; of an activation they are what it is."""
+_EPSILONS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10, 1e-12, 0.0)
+BASES = (1e2, 1e3, 1e4, 2e4, 5e4, 1e5, 1.5e5, 2e5, 5e5, 1e6, 5e6, 1e7)
+_SLOPES = (0.01, 0.1, 0.2, 0.3)
+_LEAST_PLACES = 3
+_WORDS = {"approximate": ("none", "tanh"), "rounding_mode": ("floor", "trunc")}
 
 
 def same_op(question: Question) -> Iterator[Hypothesis]:
@@ -47,7 +47,8 @@ def same_op(question: Question) -> Iterator[Hypothesis]:
         if there is None:
             continue
         ours = {literal.place: literal for literal in literals_of(node)}
-        ranks = _rank(next(iter(question.trial.call(node).args), None)), _rank(_read_first(there))
+        read = there.args[0].meta.get("val") if there.args and isinstance(there.args[0], Node) else None
+        ranks = _rank(next(iter(question.trial.call(node).args), None)), _rank(read)
         differing = [
             (ours[literal.place], literal.value)
             for literal in literals_of(there)
@@ -55,25 +56,13 @@ def same_op(question: Question) -> Iterator[Hypothesis]:
         ]
         if not differing:
             continue
-
-        def edit(call: Any, differing: Any = differing) -> Any:
-            args, kwargs = bound(call.node.target, call.args, call.kwargs)
-            positional = list(args)
-            for literal, value in differing:
-                if isinstance(literal.place, str):
-                    kwargs = {**kwargs, literal.place: value}
-                else:
-                    positional[literal.place] = value
-            return call.target(*positional, **kwargs)
-
-        text = "; ".join(
-            f"{name_of(question, literal)}: {shown(literal.value)} here, {shown(value)}" for literal, value in differing
-        )
-        several = f"{op_name(node)}: {text} in the candidate"
-        text = text_of(question, *differing[0]) if len(differing) == 1 else several
         first, value = differing[0]
-        kind = kind_of(question, first, value)
-        yield Hypothesis(kind, text, {node: edit}, name_of(question, first), (first.value, value))
+        text = text_of(question, first, value)
+        if len(differing) > 1:
+            said = [f"{name_of(question, one)}: {shown(one.value)} here, {shown(other)}" for one, other in differing]
+            text = f"{op_name(node)}: {'; '.join(said)} in the candidate"
+        kind, name = kind_of(question, first, value), name_of(question, first)
+        yield Hypothesis(kind, text, {node: becoming(differing)}, name, (first.value, value))
 
 
 def _in_its_place(question: Question, node: Node) -> Node | None:
@@ -90,75 +79,6 @@ def _rank(value: Any) -> int | None:
     return value.dim() if isinstance(value, torch.Tensor) else None
 
 
-def _read_first(node: Node) -> Any:
-    return node.args[0].meta.get("val") if node.args and isinstance(node.args[0], Node) else None
-
-
-def another_op(question: Question) -> Iterator[Hypothesis]:
-    """Yield: an op of the candidate, with its own numbers, instead of one of the baseline's."""
-    own = {node.target for node in question.trial.ops}
-    for theirs in question.theirs:
-        if theirs.target in own or passes_on(theirs):
-            continue
-        leaves, spec = pytree.tree_flatten((theirs.args, dict(theirs.kwargs)))
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Node)]
-        for node in reversed(question.trial.ops):
-            tensors = [source for _, source in tensors_of(question.trial, node)]
-            # Two products of the same tensors are one that is transposed, which is said of the tensor.
-            are_products = traits_of(node).reads_memory and traits_of(theirs).reads_memory
-            if len(tensors) == len(places) and not passes_on(node) and not are_products:
-                edits = {node: _called_as(theirs.target, leaves, spec, places)}
-                yield Hypothesis(kind_of_op(node, theirs), f"{_called(node, theirs)} in the candidate", edits)
-
-
-def one_for_several(question: Question) -> Iterator[Hypothesis]:
-    """Yield: one op of the candidate stands for several at the end of the piece: a softmax for an activation, say."""
-    trial, end = question.trial, question.trial.end
-    given = {source for _, source in tensors_of(trial, end)}
-    replaced = [node for node in trial.ops if not passes_on(node)]
-    for theirs in question.theirs:
-        leaves, spec = pytree.tree_flatten((theirs.args, dict(theirs.kwargs)))
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Node)]
-        if len(places) != 1 or passes_on(theirs) or theirs.target is end.target:
-            continue
-        for source in [*trial.inputs, *trial.ops[:-1]]:
-            value = trial.values[source]
-            if source in given or not isinstance(value, torch.Tensor) or value.shape != question.right.shape:
-                continue
-            first = next((node for node in replaced if source in node.all_input_nodes), end)
-            calls = _called_as(theirs.target, leaves, spec, places)
-
-            def edit(call: Call, value: torch.Tensor = value, calls: Edit = calls) -> Any:
-                return calls(Call(call.node, call.target, (value,), {}, call.value))
-
-            text = f"{op_name(first)} and what follows here, {op_name(theirs)} in the candidate"
-            yield Hypothesis(kind_of_op(first, theirs), text, {end: edit})
-
-
-def _called(node: Node, theirs: Node) -> str:
-    """Return the names of both ops, with their own numbers where the name is the same: arange 0 to 9, or 1 to 10."""
-    here, there = op_name(node), op_name(theirs)
-    if here != there:
-        return f"{here} here, {there}"
-    own = [", ".join(map(shown, constants_of([op]))) for op in (node, theirs)]
-    return f"{here}({own[0]}) here, {there}({own[1]})"
-
-
-def _called_as(target: Any, leaves: list[Any], spec: Any, places: list[int]) -> Edit:
-    def edit(call: Call) -> Any:
-        given = [leaf for leaf in pytree.tree_leaves((call.args, dict(call.kwargs))) if isinstance(leaf, torch.Tensor)]
-        filled = list(leaves)
-        for place, tensor in zip(places, given, strict=True):
-            filled[place] = tensor
-        args, kwargs = pytree.tree_unflatten(filled, spec)
-        made = target(*pytree.tree_map(retarget, args), **pytree.tree_map(retarget, kwargs))
-        # A largest value comes with its index.
-        is_several = isinstance(made, (tuple, list)) and isinstance(call.value, torch.Tensor)
-        return made[0] if is_several else made
-
-    return edit
-
-
 def as_theirs(question: Question) -> Iterator[Hypothesis]:
     """Yield: one argument has a value that the candidate's own ops have somewhere in their counterpart of the piece."""
     pool = [value for value in question.their_values if not is_whole(value)]
@@ -166,7 +86,7 @@ def as_theirs(question: Question) -> Iterator[Hypothesis]:
         for value in pool:
             value = fitting(literal, value)
             if value is not None:
-                yield becoming(question, literal, value)
+                yield with_value(question, literal, value)
 
 
 def usual(question: Question) -> Iterator[Hypothesis]:
@@ -174,19 +94,18 @@ def usual(question: Question) -> Iterator[Hypothesis]:
     for literal in literals(question):
         for value in usual_values(question, literal) if not is_whole(literal.value) else ():
             if not is_same(value, literal.value):
-                yield becoming(question, literal, value)
+                yield with_value(question, literal, value)
 
 
 def whole(question: Question) -> Iterator[Hypothesis]:
     """Yield the same for dimensions, indices and sizes: there are many, and some of them fit by chance."""
     pool = [value for value in question.their_values if is_whole(value)]
     for literal in literals(question):
-        if not is_whole(literal.value):
-            continue
-        theirs = (fitting(literal, value) for value in pool)
-        for value in [*(value for value in theirs if value is not None), *usual_values(question, literal)]:
+        theirs = [fitting(literal, value) for value in pool if is_whole(literal.value)]
+        usual = usual_values(question, literal) if is_whole(literal.value) else ()
+        for value in [*(value for value in theirs if value is not None), *usual]:
             if not is_same(value, literal.value):
-                yield becoming(question, literal, value)
+                yield with_value(question, literal, value)
 
 
 def literals(question: Question) -> Iterator[Literal]:
@@ -199,14 +118,13 @@ def literals(question: Question) -> Iterator[Literal]:
                 yield dataclasses.replace(literal, value=float(literal.value)) if is_real else literal
 
 
-def becoming(question: Question, literal: Literal, value: Any) -> Hypothesis:
+def with_value(question: Question, literal: Literal, value: Any) -> Hypothesis:
     """Return the hypothesis that one argument has another value."""
-    name = name_of(question, literal)
-    edits = {literal.node: literal.becoming(value)}
-    kind = kind_of(question, literal, value)
-    numbers = isinstance(value, float) and isinstance(literal.value, (int, float))
-    if kind == "scale" and numbers and value == -literal.value and turns(question, literal.node):
+    name, kind = name_of(question, literal), kind_of(question, literal, value)
+    is_negated = isinstance(value, float) and isinstance(literal.value, (int, float)) and value == -literal.value
+    if kind == "scale" and is_negated and makes_sines(question, literal.node):
         kind = "position"
+    edits = {literal.node: becoming([(literal, value)])}
     return Hypothesis(kind, text_of(question, literal, value), edits, name, (literal.value, value))
 
 
@@ -214,3 +132,132 @@ def _is_asked(literal: Literal) -> bool:
     if literal.name in _OF_SUMS:
         return traits_of(literal.node).kind == "activation"
     return literal.name not in _SKIPPED
+
+
+def fitting(literal: Literal, value: Any) -> Any:
+    """Return a value of the candidate as this argument would have it; None where it is no such value, or the same."""
+    own = literal.value
+    if isinstance(own, bool) or isinstance(value, bool) or value is None:
+        fits = isinstance(own, bool) and isinstance(value, bool)
+    elif isinstance(own, float) or (own is None and literal.name == "scale"):
+        fits = isinstance(value, (int, float))
+        value = float(value) if fits else value
+    elif isinstance(own, (list, tuple)):
+        fits = isinstance(value, (list, tuple)) and len(value) == len(own)
+    else:
+        fits = isinstance(own, (int, str)) and isinstance(value, int if isinstance(own, int) else str)
+    return value if fits and not is_same(value, own) else None
+
+
+def usual_values(question: Question, literal: Literal) -> Iterator[Any]:
+    """Yield values that people write in place of the one that an argument has."""
+    own, name, op = literal.value, literal.name, op_name(literal.node)
+    is_calculated = named(op).kind in ("factor", "term") or op == "pow"
+    if isinstance(own, bool):
+        yield not own
+    elif isinstance(own, str):
+        yield from _WORDS.get(name, ())
+    elif name == "scale" and "attention" in op:
+        yield from _scales(question, literal.node)
+    elif isinstance(own, float) or (is_calculated and name in ("other", "self")):
+        yield from _numbers(question, literal)
+    elif isinstance(own, int):
+        yield from _integers(question, literal)
+    elif isinstance(own, (list, tuple)):
+        yield from _lists(question, literal)
+    if op == "clamp" and own is not None:
+        yield None
+
+
+def _numbers(question: Question, literal: Literal) -> Iterator[Any]:
+    own = literal.value
+    if own is None:
+        return
+    if is_epsilon(question, literal):
+        yield from _EPSILONS
+        return
+    op = op_name(literal.node)
+    if named(op).kind == "factor":
+        yield 1.0
+        if own > 0:
+            yield from (own * own, math.sqrt(own), 1 / own if own else 1.0)
+        yield from (-own, 2 * own, own / 2)
+        yield from _by_one(question, literal)
+    elif named(op).kind == "term":
+        yield 0
+        yield from (own + 1, own - 1, -own, 2 * own, own / 2)
+    elif op == "pow" and literal.name == "self":
+        yield from BASES
+    elif op == "pow":
+        yield from (own + 1, own - 1, -own, own / 2, 2 * own)
+    else:
+        yield from (*_SLOPES, -own, 1.0, 0.0)
+
+
+def _by_one(question: Question, literal: Literal) -> Iterator[float]:
+    """Yield a step between places as it is where one place more, or one less, is counted: 1 / n for 1 / (n - 1)."""
+    node = question.own(literal.node)
+    size = getattr(question.trial.values[literal.node], "shape", (0,))[-1:]
+    if not size or size[0] < _LEAST_PLACES or not counts_alone(node, question.stored):
+        return
+    for there in (size[0] - 1, size[0] + 1):
+        yield from (literal.value * there / size[0], literal.value * size[0] / there)
+
+
+def _scales(question: Question, node: Node) -> Iterator[float]:
+    query = question.trial.values[node.args[0]]  # type: ignore[index]
+    width, heads = query.shape[-1], query.shape[-3] if query.dim() > 2 else 1
+    own = next((item.value for item in literals_of(node) if item.name == "scale"), None)
+    if own is None:
+        own = width**-0.5
+    yield from (width**-0.5, 1.0, own * own, math.sqrt(own), 1 / width, math.sqrt(width), 1 / own)
+    yield from ((width * heads) ** -0.5, own * 2, own / 2)
+
+
+def _integers(question: Question, literal: Literal) -> Iterator[int]:
+    own, name = literal.value, literal.name
+    if name.startswith("dim"):
+        first = _first_tensor(question, literal.node)
+        rank = first.dim() if first is not None else 0
+        yield from (axis for axis in range(rank) if axis != own % rank)
+    elif name in ("groups", "num_groups"):
+        yield from (n for n in (1, 2, 4, 8, 16, 32, own * 2, own // 2) if n > 0)
+    else:
+        yield from (0, 1) if name == "correction" else (own - 1, own + 1, own - 2, own + 2)
+
+
+def _lists(question: Question, literal: Literal) -> Iterator[list[Any]]:
+    own = list(literal.value)
+    if literal.name == "dims" and sorted(own) == list(range(len(own))) and len(own) <= 5:
+        yield from (list(order) for order in itertools.permutations(own))
+    elif literal.name.startswith("dim"):
+        first = _first_tensor(question, literal.node)
+        if first is not None:
+            yield from (list(dims) for dims in itertools.combinations(range(first.dim()), len(own)))
+    elif literal.name == "pad":
+        yield [item for pair in zip(own[1::2], own[::2], strict=False) for item in pair]
+    elif literal.name in ("stride", "padding", "dilation", "kernel_size", "output_padding"):
+        for step in (-1, 1):
+            yield [max(0, item + step) for item in own]
+        yield own[::-1]
+
+
+def _first_tensor(question: Question, node: Node) -> torch.Tensor | None:
+    sources = [question.trial.values.get(source) for source in node.all_input_nodes]
+    return next((value for value in sources if isinstance(value, torch.Tensor)), None)
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a literal is a whole number, or a list of such: a dimension, an index, a size."""
+    if isinstance(value, (list, tuple)):
+        return all(isinstance(item, int) for item in value)
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Whether two literals are equal, and a flag is no number."""
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return list(a) == list(b)
+    if isinstance(a, (int, float)) and isinstance(b, (int, float)) and not isinstance(a, bool):
+        return bool(a == b)
+    return bool(type(a) is type(b) and a == b)

@@ -4,89 +4,96 @@ then anything that fits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 
-from glassengine.judge.hypotheses.mistakes.arguments import (
-    another_op,
-    as_theirs,
-    one_for_several,
-    same_op,
-    usual,
-    whole,
-)
-from glassengine.judge.hypotheses.mistakes.coarser import coarser
-from glassengine.judge.hypotheses.mistakes.derivatives import derivatives
-from glassengine.judge.hypotheses.mistakes.fused import fused
-from glassengine.judge.hypotheses.mistakes.layouts import neighbors, permuted_operands, reshaped, unturned
-from glassengine.judge.hypotheses.mistakes.losses import losses, relabeled
-from glassengine.judge.hypotheses.mistakes.masks import of_attention
-from glassengine.judge.hypotheses.mistakes.more import done_more
-from glassengine.judge.hypotheses.mistakes.norms import variances
-from glassengine.judge.hypotheses.mistakes.operands import altered, another, another_inside, exchanged, left_out
-from glassengine.judge.hypotheses.mistakes.operations import activations, other_ops
-from glassengine.judge.hypotheses.mistakes.packed import packed
-from glassengine.judge.hypotheses.mistakes.parts import cut_off, dropped, parts, zeroed
-from glassengine.judge.hypotheses.mistakes.seen import counted, seen_pairs
-from glassengine.judge.hypotheses.mistakes.solved import bases, solved, stretched
-from glassengine.judge.hypotheses.mistakes.steps import steps
-from glassengine.judge.hypotheses.mistakes.weights_read import another_layer, another_module, every_weight, weights
-from glassengine.judge.hypotheses.mistakes.wholes import (
-    another_tensor,
-    done_twice,
-    in_its_own_dtype,
-    rearranged,
-    scaled,
+from glassengine.judge.hypotheses.mistakes import (
+    activations,
+    arguments,
+    candidate_ops,
+    fitted_constants,
+    global_transforms,
+    layouts,
+    losses,
+    masks,
+    operands,
+    operations,
+    precision,
+    unrolled_recurrence,
+    weights_read,
 )
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
 
 Family = Callable[[Question], Iterator[Hypothesis]]
 
-FAMILIES: tuple[tuple[float, Family], ...] = (
-    (1.0, same_op),
-    (1.0, weights),
-    (1.0, packed),
-    (0.98, as_theirs),
-    (0.97, of_attention),
-    (0.97, bases),
-    (0.97, stretched),
-    (0.97, losses),
-    (0.97, relabeled),
-    (0.97, derivatives),
-    (0.96, steps),
-    (0.96, exchanged),
-    (0.96, left_out),
-    (0.96, activations),
-    (0.95, other_ops),
-    (0.95, variances),
-    (0.95, usual),
-    (0.95, another_op),
-    (0.95, one_for_several),
-    (0.94, neighbors),
-    (0.94, unturned),
-    (0.94, reshaped),
-    (0.94, fused),
-    (0.93, whole),
-    (0.93, another_layer),
-    (0.93, another_module),
-    (0.93, every_weight),
-    (0.93, another),
-    (0.93, another_inside),
-    (0.92, another_tensor),
-    (0.92, altered),
-    (0.92, done_twice),
-    (0.92, in_its_own_dtype),
-    (0.92, coarser),
-    (0.92, cut_off),
-    (0.92, zeroed),
-    (0.92, dropped),
-    (0.91, done_more),
-    (0.91, permuted_operands),
-    (0.9, solved),
-    (0.85, rearranged),
-    (0.82, parts),
-    (0.81, seen_pairs),
-    (0.81, counted),
-    (0.8, scaled),
-)
+_BY_SCORE: dict[float, tuple[Family, ...]] = {
+    1.0: (arguments.same_op, weights_read.weights, weights_read.packed),
+    0.98: (arguments.as_theirs,),
+    0.97: (
+        masks.of_attention,
+        fitted_constants.bases,
+        fitted_constants.scaled_positions,
+        losses.losses,
+        losses.relabeled,
+        activations.derivatives,
+    ),
+    0.96: (unrolled_recurrence.recurrences, operands.exchanged, operands.left_out, activations.activations),
+    0.95: (
+        operations.other_ops,
+        operations.variances,
+        arguments.usual,
+        candidate_ops.another_op,
+        candidate_ops.one_for_several,
+    ),
+    0.94: (layouts.neighbors, layouts.missing_rotation, layouts.reshaped, layouts.fused),
+    0.93: (
+        arguments.whole,
+        weights_read.another_layer,
+        weights_read.another_module,
+        weights_read.every_weight,
+        operands.another,
+        operands.another_inside,
+    ),
+    0.92: (
+        global_transforms.another_tensor,
+        operands.altered,
+        global_transforms.done_twice,
+        precision.in_its_own_dtype,
+        precision.coarser,
+        global_transforms.cut_off,
+        global_transforms.zeroed,
+        global_transforms.dropped,
+    ),
+    0.91: (candidate_ops.extra_op, layouts.permuted_operands),
+    0.9: (fitted_constants.fitted_constants,),
+    0.85: (global_transforms.rearranged,),
+    0.82: (global_transforms.parts,),
+    0.81: (masks.mask_pairs, masks.counted),
+    0.8: (global_transforms.scaled,),
+}
+FAMILIES = tuple((score, family) for score, families in _BY_SCORE.items() for family in families)
 """Score and family. Each hint was tried and reproduces the candidate's result; the score only ranks."""
+
+DESCRIBED: dict[Family, Set[str]] = {
+    global_transforms.cut_off: {"clamp", "clamp_min", "clamp_max", "minimum", "maximum", "relu", "hardtanh", "relu6"},
+    global_transforms.dropped: {"dropout", "native_dropout", "bernoulli", "rand", "rand_like", "alpha_dropout"},
+    global_transforms.zeroed: {
+        "slice",
+        "narrow",
+        "constant_pad_nd",
+        "pad",
+        "zeros",
+        "zeros_like",
+        "new_zeros",
+        "where",
+    },
+    global_transforms.rearranged: {"roll", "flip", "index_select", "index", "gather", "take_along_dim"},
+    global_transforms.parts: {"index_put", "index_copy", "slice_scatter", "select_scatter", "copy", "cat", "where"},
+    layouts.permuted_operands: set(),
+    fitted_constants.fitted_constants: set(),
+    fitted_constants.scaled_positions: set(),
+    global_transforms.scaled: set(),
+    global_transforms.done_twice: set(),
+    global_transforms.another_tensor: set(),
+}
+"""Families that describe what came out -> ops, one of which a candidate has that does that; none: any op may do it."""

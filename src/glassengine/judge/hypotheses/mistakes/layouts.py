@@ -1,75 +1,77 @@
-"""Axes in another order: heads and their parts, halves against neighbors, parts of what was taken apart."""
+"""Axes in another order: heads and their parts, halves against neighbors, queries beside keys and values."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from glassengine.judge.graphs.between import passes_on
-from glassengine.judge.hypotheses.mistakes.meanings import is_of_places
-from glassengine.judge.hypotheses.mistakes.roles import turned_by
+from glassengine.judge.graphs.between import passes_on, walk
+from glassengine.judge.hypotheses.mistakes.tensor_roles import is_of_places, turned_by
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import Call, Edit, giving
+from glassengine.judge.hypotheses.trials.trial import Call, Edit, is_real
 from glassengine.numerics.metrics.orders import orders_of
 from glassengine.ops.traits import traits_of
+from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind
 
 _MOST_FACTORS = 4
 _PARTS = (3, 2)
 """What one product makes at once for each head: queries, keys and values, keys and values, a value and its gate."""
+_MOST_PARTS = 4
+_BESIDE = 2
+"""Keys and values, behind the queries that share them."""
 
 
 def reshaped(question: Question) -> Iterator[Hypothesis]:
     """Yield: what one axis is made of is taken, or put together, in another order (heads by their width)."""
-    for node in reversed(question.trial.ops):
-        given = question.trial.values.get(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
-        made = question.trial.values[node]
-        if (
-            traits_of(node).kind != "reshape"
-            or not isinstance(given, torch.Tensor)
-            or not isinstance(made, torch.Tensor)
-        ):
-            continue
+    for node, given, made in _views(question):
         yield from _not_transposed(question, node, made)
-        split, merged = meeting(given.shape, made.shape), meeting(made.shape, given.shape)
+        split, merged = meeting(given, made.shape), meeting(made.shape, given)
         for axis, first, parts in factored(split, made.shape):
             kind, how = _of_axes(question, node, first, parts)
-            for order in _orders(parts):
-                text = f"an axis is taken apart as {_in_words(parts, order, how)}"
-                yield Hypothesis(kind, text, {node: _split_as(split, axis, parts, order, made.shape)})
+            orders = [(parts, order, how) for order in _orders(parts)]
             for number in _PARTS if len(parts) == 2 and kind == "permuted" else ():
                 # Each head holds a part of queries, keys and values, or each of those holds its heads.
-                for finer, order in _finer(parts, number):
-                    text = f"an axis is taken apart as {_in_words(finer, order, 'parts of heads are mixed')}"
-                    yield Hypothesis(kind, text, {node: _split_as(split, axis, finer, order, made.shape)})
-        for _, first, parts in factored(merged, given.shape):
+                orders += [(finer, (1, 0, 2), "parts of heads are mixed") for finer in _finer(parts, number)]
+            for sizes, order, words in orders:
+                text = f"an axis is taken apart as {_in_words(sizes, order, words)}"
+                yield Hypothesis(kind, text, {node: _split_as(split, axis, sizes, order, made.shape)})
+        for _, first, parts in factored(merged, given):
             kind, how = _of_axes(question, node, first, parts)
             for order in _orders(parts):
                 text = f"axes are put together as {_in_words(parts, order, how)}"
                 yield Hypothesis(kind, text, {node: _merged_as(first, order, made.shape)})
 
 
+def _views(question: Question) -> Iterator[tuple[Node, torch.Size, torch.Tensor]]:
+    """Yield the ops that give a tensor another shape, the shape before and what they make; last ops first."""
+    for node in reversed(question.trial.ops):
+        given = question.trial.tensor(node.args[0]) if node.args else None
+        made = question.trial.tensor(node)
+        if traits_of(node).kind == "reshape" and given is not None and made is not None:
+            yield node, given.shape, made
+
+
 def _not_transposed(question: Question, node: Node, made: torch.Tensor) -> Iterator[Hypothesis]:
-    """What is put together was transposed before, and is not: heads and positions are mixed."""
+    """Yield: what is put together was transposed before, and is not: heads and positions are mixed."""
     source = node
     for _ in range(_MOST_FACTORS):
         above = source.args[0] if source.args else None
         if not isinstance(above, Node) or not passes_on(source):
             return
-        source = above
-        given = question.trial.values.get(source)
-        if not isinstance(given, torch.Tensor) or given.numel() != made.numel():
+        source, given = above, question.trial.tensor(above)
+        if given is None or given.numel() != made.numel():
             return
         if given.dim() > 2 and source is not node.args[0]:
-            before = given.reshape(made.shape)
             text = f"{question.label(source)} is put together without being transposed: heads and positions are mixed"
-            yield Hypothesis("transposed", text, {node: giving(before)})
+            yield Hypothesis("transposed", text, {node: given.reshape(made.shape)})
 
 
 def merges(question: Question, node: Node, value: torch.Tensor, a: int, b: int) -> bool:
@@ -124,13 +126,13 @@ def factored(joined: Sequence[int], parted: Sequence[int]) -> Iterator[tuple[int
             yield axis, start, parts
 
 
-def _finer(parts: Sequence[int], number: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield two parts with one of them in `number` of its own, and the order in which these come before the heads."""
+def _finer(parts: Sequence[int], number: int) -> Iterator[tuple[int, ...]]:
+    """Yield two parts with one of them in `number` of its own, which come before the heads elsewhere."""
     first, second = parts
     if second % number == 0 and second > number and first > 1:
-        yield (first, number, second // number), (1, 0, 2)
+        yield first, number, second // number
     if first % number == 0 and first > number and second > 1:
-        yield (number, first // number, second), (1, 0, 2)
+        yield number, first // number, second
 
 
 def _orders(parts: Sequence[int]) -> list[tuple[int, ...]]:
@@ -169,57 +171,144 @@ def _in_words(parts: Sequence[int], order: Sequence[int], how: str) -> str:
 def neighbors(question: Question) -> Iterator[Hypothesis]:
     """Yield: an op over halves of an axis (a rotation) takes neighbors, or the other way round."""
     trial = question.trial
-    for node in reversed(trial.ops):
-        made = trial.values[node]
-        if not isinstance(made, torch.Tensor) or not made.is_floating_point() or not made.dim() or made.shape[-1] % 2:
+    for node, made in trial.real_ops():
+        size = made.shape[-1] if made.dim() else 0
+        if size < 4 or size % 2:
             continue
-        if made.shape[-1] < 4:
-            continue
-        size = made.shape[-1]
-        for source in [*trial.inputs, *trial.ops]:
-            if source is node:
-                break
+        every = torch.arange(size)
+        orders = {
+            "pairs of neighbors are rotated in the candidate, halves here (interleaved)": every.reshape(-1, 2).T,
+            "halves are rotated in the candidate, pairs of neighbors here (interleaved)": every.reshape(2, -1).T,
+        }
+        for source in [*trial.inputs, *trial.ops[: trial.ops.index(node)]]:
             given = trial.values[source]
-            if not isinstance(given, torch.Tensor) or given.shape != made.shape or not given.is_floating_point():
+            if not is_real(given) or given.shape != made.shape:
                 continue
-            for text, order in _interleavings(size):
+            for text, places in orders.items():
+                order = places.reshape(-1)
                 changed = trial.changed_between(source, given[..., order], node)
                 if changed is not None and changed.shape == made.shape:
-                    yield Hypothesis("position", text, {node: giving(changed[..., torch.argsort(order)])})
+                    yield Hypothesis("position", text, {node: changed[..., torch.argsort(order)]})
 
 
-def _interleavings(size: int) -> list[tuple[str, torch.Tensor]]:
-    half = torch.arange(size).reshape(2, size // 2)
-    apart = torch.arange(size).reshape(size // 2, 2).T.reshape(-1)
-    return [
-        ("pairs of neighbors are rotated in the candidate, halves here (interleaved)", apart),
-        ("halves are rotated in the candidate, pairs of neighbors here (interleaved)", half.T.reshape(-1)),
-    ]
-
-
-def unturned(question: Question) -> Iterator[Hypothesis]:
+def missing_rotation(question: Question) -> Iterator[Hypothesis]:
     """Yield: what a rotation turns goes on as it is; of the same words for all, as they are left out together."""
     trial = question.trial
-    held = {node.name: trial.values[node] for node in [*trial.inputs, *trial.ops]}
+    held = {node.name: trial.tensor(node) for node in [*trial.inputs, *trial.ops]}
     for node in trial.ops:
-        own = question.named.get(node.name)
-        turned = None if own is None else turned_by(own)
-        value, made = None if turned is None else held.get(turned.name), trial.values[node]
-        if isinstance(value, torch.Tensor) and isinstance(made, torch.Tensor) and value.shape == made.shape:
-            yield Hypothesis("position", "a rotation by positions is left out", {node: giving(value)})
+        turned = turned_by(question.named[node.name]) if node.name in question.named else None
+        value, made = None if turned is None else held.get(turned.name), held[node.name]
+        if value is not None and made is not None and value.shape == made.shape:
+            yield Hypothesis("position", "a rotation by positions is left out", {node: value})
 
 
 def permuted_operands(question: Question) -> Iterator[Hypothesis]:
     """Yield: halves of an operand, or of each of its heads, are exchanged with neighbors or each other."""
-    trial = question.trial
-    for node in trial.inputs:
-        value = trial.values[node]
-        if not isinstance(value, torch.Tensor):
+    for node in question.trial.inputs:
+        value = question.trial.tensor(node)
+        for axis, size in enumerate(() if value is None else value.shape):
+            for text, order in orders_of(size) if size >= 4 and (size % 2 == 0 or size % 3 == 0) else ():
+                moved = value.index_select(axis, order)  # type: ignore[union-attr]
+                yield Hypothesis("permuted", f"{question.label(node)}: {text} (axis {axis})", {node: moved}, axis=axis)
+
+
+def fused(question: Question) -> Iterator[Hypothesis]:
+    """Yield: parts of one axis lie head by head and not one after the other, or the other way round."""
+    for (source, axis), readers in _taken_apart(question).items():
+        widths, value = _widths(question, source, axis, readers), question.trial.values[source]
+        if 1 < len(widths) <= _MOST_PARTS:
+            for order, text in _part_orders(widths, _heads_of(question, readers, set(widths))):
+                edits = {reader: _reordered(order, axis) for reader in readers}
+                yield Hypothesis("permuted", f"{question.label(source)} {text}", edits, axis=axis - value.dim())
+    for node, given, made in reversed([*_views(question)]):
+        yield from _not_grouped(question, node, given, made)
+
+
+def _taken_apart(question: Question) -> dict[tuple[Node, int], list[Node]]:
+    """Return what is split or sliced along an axis, and by which ops."""
+    found: dict[tuple[Node, int], list[Node]] = defaultdict(list)
+    for node in question.trial.ops:
+        if op_name(node) in ("split", "split_with_sizes", "chunk", "slice") and isinstance(node.args[0], Node):
+            given, place = question.trial.tensor(node.args[0]), 1 if op_name(node) == "slice" else 2
+            dim = node.args[place] if len(node.args) > place else node.kwargs.get("dim", 0)
+            if given is not None and isinstance(dim, int):
+                found[node.args[0], dim % given.dim()].append(node)
+    return found
+
+
+def _widths(question: Question, source: Node, axis: int, readers: Sequence[Node]) -> tuple[int, ...]:
+    """Return the widths of the parts in their order; slices are of one width, and as many as there is room for."""
+    values = question.trial.values
+    for reader in readers:
+        if isinstance(made := values[reader], (tuple, list)):
+            return tuple(part.shape[axis] for part in made)
+    size, widths = values[source].shape[axis], {values[reader].shape[axis] for reader in readers}
+    width = widths.pop() if len(widths) == 1 else 0
+    return (width,) * (size // width) if width and size % width == 0 else ()
+
+
+def _heads_of(question: Question, readers: Sequence[Node], widths: set[int]) -> dict[int, set[int]]:
+    """Return, for each width, in how many heads it is taken apart below."""
+    found: dict[int, set[int]] = defaultdict(set)
+    values = question.trial.values
+
+    def is_open(node: Node) -> bool:
+        return op_name(node) == "getitem" or (passes_on(node) and traits_of(node).kind != "reshape")
+
+    below = walk(readers, lambda one: one.users if one in readers or is_open(one) else ())
+    for node in (one for one in below if one in values and traits_of(one).kind == "reshape"):
+        given, made = values[node.all_input_nodes[0]], values[node]
+        joined = meeting(given.shape, made.shape) if isinstance(given, torch.Tensor) else ()
+        for place, _, parts in factored(joined, made.shape):
+            if len(parts) == 2 and joined[place] in widths:
+                found[joined[place]].add(parts[0])
+    return found
+
+
+def _part_orders(widths: Sequence[int], heads_of: dict[int, set[int]]) -> Iterator[tuple[torch.Tensor, str]]:
+    """Yield the places of what each part takes in the candidate, and in words."""
+    every, number = torch.arange(sum(widths)), len(widths)
+    if len(set(widths)) == 1:
+        for heads in sorted(heads_of[widths[0]]):
+            parts = (number, heads, widths[0] // heads)
+            for order in itertools.permutations(range(3)):
+                if order[0] == 0:  # the order within a part is that of a part alone
+                    continue
+                there = [parts[i] for i in order]
+                taken = every.reshape(there).permute([order.index(i) for i in range(3)]).reshape(-1)
+                how = f": each head holds its {number} parts" if order == (1, 0, 2) else ""
+                yield taken, f"is taken apart as {_product(there)} in the candidate, as {_product(parts)} here{how}"
+        return
+    # Queries share keys: as many groups as there are heads of the narrowest part.
+    for groups in sorted(heads_of[min(widths)]):
+        if groups > 1 and all(width % groups == 0 for width in widths):
+            grouped = torch.split(every.reshape(groups, -1), [width // groups for width in widths], dim=1)
+            text = f"holds its {number} parts in each of {groups} groups in the candidate"
+            yield torch.cat([part.reshape(-1) for part in grouped]), f"{text}, one part after the other here"
+
+
+def _not_grouped(question: Question, node: Node, given: Sequence[int], made: torch.Tensor) -> Iterator[Hypothesis]:
+    """Yield: a group of queries and their key and value lie together here, in the candidate all queries come first."""
+    joined = meeting(given, made.shape)
+    for axis, _, parts in factored(joined, made.shape):
+        if len(parts) != 3 or parts[1] <= _BESIDE + 1:
             continue
-        for axis in range(value.dim()):
-            size = value.shape[axis]
-            if size < 4 or (size % 2 and size % 3):
-                continue
-            for text, order in orders_of(size):
-                edit = giving(value.index_select(axis, order))
-                yield Hypothesis("permuted", f"{question.label(node)}: {text} (axis {axis})", {node: edit}, axis=axis)
+        groups, members, width = parts
+        sizes = [groups * (members - _BESIDE) * width, *[groups * width] * _BESIDE]
+        found = [part.reshape(groups, -1) for part in torch.split(torch.arange(sum(sizes)), sizes)]
+        text = f"holds one part after the other in the candidate, its {members} parts in each of {groups} groups here"
+        text = f"{question.label(node.all_input_nodes[0])} {text}"
+        yield Hypothesis("permuted", text, {node: _reordered(torch.cat(found, dim=1).reshape(-1), axis, joined)})
+
+
+def _reordered(order: torch.Tensor, axis: int, joined: Sequence[int] | None = None) -> Edit:
+    def edit(call: Call) -> Any:
+        given = call.args[0]
+        whole = given if joined is None else given.reshape(joined)
+        return call.again(whole.index_select(axis, order).reshape(given.shape), *call.args[1:], **call.kwargs)
+
+    return edit
+
+
+def _product(sizes: Sequence[int]) -> str:
+    return " x ".join(map(str, sizes))

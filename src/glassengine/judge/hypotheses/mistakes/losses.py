@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,64 +32,60 @@ def losses(question: Question) -> Iterator[Hypothesis]:
     for node in reversed(question.trial.ops):
         if op_name(node) not in _LOSSES or len(node.args) < 2:
             continue
-        logits, labels = (question.trial.values.get(s) if isinstance(s, Node) else None for s in node.args[:2])
-        if not isinstance(logits, Tensor) or not isinstance(labels, Tensor) or labels.is_floating_point():
+        logits, labels = (question.trial.tensor(source) for source in node.args[:2])
+        if logits is None or labels is None or labels.is_floating_point():
             continue
         if logits.dim() != 2 or labels.dim() != 1 or logits.numel() > _MOST_ELEMENTS:
             continue
         ignored = next((arg for arg in node.args[3:] if isinstance(arg, int) and arg < 0), _IGNORED)
-        yield from _moved(question, node, ignored)
-        yield from _averaged(question, node, logits, labels, ignored)
-        yield from _smoothed(question, node, logits, labels, ignored)
+        for by, text, value in _moved(question, node, ignored):
+            yield Hypothesis("position", text, {node: _loss(value)}, "shift", (None, by))
+        for kind, text, value in _averaged(question, node, logits, labels, ignored):
+            yield Hypothesis(kind, text, {node: _loss(value)})
+        yield from _smoothed(question, node, partial(F.cross_entropy, logits, labels, ignore_index=ignored))
 
 
-def _moved(question: Question, node: Node, ignored: int) -> Iterator[Hypothesis]:
+def _moved(question: Question, node: Node, ignored: int) -> Iterator[tuple[int, str, Tensor]]:
     """Yield: the label of another position than the next one, of all positions that have it."""
-    whole = [_whole(question, source) for source in node.args[:2]]
-    logits, labels = whole
+    logits, labels = (_whole(question, source) for source in node.args[:2])
     if logits is None or labels is None or logits.dim() != labels.dim() + 1 or logits.shape[:-1] != labels.shape:
         return
+    words = {0: "the position itself", 1: "the next position", -1: "the position before"}
     for by in range(-1, _MOST_MOVED + 1):
         size = labels.shape[-1] - abs(by)
         if size < 1:
             continue
-        start = (0, by) if by >= 0 else (-by, 0)
-        value = F.cross_entropy(
-            logits.narrow(-2, start[0], size).flatten(0, -2),
-            labels.narrow(-1, start[1], size).flatten(),
-            ignore_index=ignored,
-        )
-        which = {0: "the position itself", 1: "the next position", -1: "the position before"}.get(by)
-        text = f"the label of {which or f'the position {by} later'} is predicted in the candidate"
-        yield Hypothesis("position", text, {node: _loss(value)}, "shift", (None, by))
+        predicting, predicted = logits.narrow(-2, max(-by, 0), size), labels.narrow(-1, max(by, 0), size)
+        value = F.cross_entropy(predicting.flatten(0, -2), predicted.flatten(), ignore_index=ignored)
+        where = words.get(by, f"the position {by} later")
+        yield by, f"the label of {where} is predicted in the candidate", value
 
 
-def _averaged(question: Question, node: Node, logits: Tensor, labels: Tensor, ignored: int) -> Iterator[Hypothesis]:
+def _averaged(
+    question: Question, node: Node, logits: Tensor, labels: Tensor, ignored: int
+) -> Iterator[tuple[Kind, str, Tensor]]:
     """Yield: the mean counts what is ignored, or is one of the means of rows, or is a sum."""
     each = F.cross_entropy(logits, labels, ignore_index=ignored, reduction="none")
     counted = int((labels != ignored).sum())
     if not counted:
         return
-    means: list[tuple[Kind, str, Tensor]] = [("scale", "the sum of the losses, not their mean", each.sum())]
+    yield "scale", "the sum of the losses, not their mean", each.sum()
     if counted < len(labels):
         text = f"the mean is over all {len(labels)} labels, not over the {counted} that count"
-        means.append(("scale", text, each.sum() / len(labels)))
+        yield "scale", text, each.sum() / len(labels)
         every = F.cross_entropy(logits, labels.clamp(min=0), reduction="none")
-        means.append(("mask", "labels that are ignored here count in the candidate, as 0", every.mean()))
+        yield "mask", "labels that are ignored here count in the candidate, as 0", every.mean()
     rows = _whole(question, node.args[1], is_moved=True)
     if rows is not None and rows.dim() > 1 and rows.numel() == labels.numel():
         by_row, count = each.reshape(rows.shape).sum(-1), (rows != ignored).sum(-1)
-        means.append(("scale", "the mean of the means of the rows", (by_row / count.clamp(min=1)).mean()))
-    for kind, text, value in means:
-        yield Hypothesis(kind, text, {node: _loss(value)})
+        yield "scale", "the mean of the means of the rows", (by_row / count.clamp(min=1)).mean()
 
 
-def _smoothed(question: Question, node: Node, logits: Tensor, labels: Tensor, ignored: int) -> Iterator[Hypothesis]:
+def _smoothed(question: Question, node: Node, loss: Callable[..., Tensor]) -> Iterator[Hypothesis]:
     """Yield: labels are smoothed: by the number that fits, if it is one that people write."""
     ends = []
     for share in (0.0, 1.0):
-        value = F.cross_entropy(logits, labels, ignore_index=ignored, label_smoothing=share)
-        made = question.trial.changed({node: _loss(value)})
+        made = question.trial.changed({node: _loss(loss(label_smoothing=share))})
         if made is None or made.shape != question.actual.shape:
             return
         ends.append(made.double())
@@ -98,8 +95,7 @@ def _smoothed(question: Question, node: Node, logits: Tensor, labels: Tensor, ig
     share = float(f"{fitted:.2g}")
     rounding = _ROUNDINGS * question.noise * float(ends[0].square().sum() / power) ** 0.5 if power else 1.0
     if 0 < share < 1 and abs(fitted - share) <= rounding <= _SHARP * share:
-        value = F.cross_entropy(logits, labels, ignore_index=ignored, label_smoothing=share)
-        text = f"labels are smoothed by {share:g} in the candidate"
+        text, value = f"labels are smoothed by {share:g} in the candidate", loss(label_smoothing=share)
         yield Hypothesis("other", text, {node: _loss(value)}, "label_smoothing", (0.0, share))
 
 
@@ -115,14 +111,13 @@ def _whole(question: Question, source: object, *, is_moved: bool = False) -> Ten
         name = op_name(source) if isinstance(source, Node) else ""
         if not isinstance(source, Node) or source.op != "call_function":
             break
-        cut = name == "slice" and not is_moved
-        if not (passes_on(source) or cut or name in ("log_softmax", "_log_softmax", "clone", "_unsafe_view", "view")):
+        is_rows = name in ("log_softmax", "_log_softmax", "clone", "_unsafe_view", "view")
+        if not (passes_on(source) or is_rows or (name == "slice" and not is_moved)):
             break
         if is_moved and (value := question.trial.values.get(source)) is not None and value.dim() > 1:
             break
         source = source.args[0]
-    value = question.trial.values.get(source) if isinstance(source, Node) else None
-    return value if isinstance(value, Tensor) else None
+    return question.trial.tensor(source)
 
 
 def _loss(value: Tensor) -> Edit:
@@ -144,7 +139,7 @@ def relabeled(question: Question) -> Iterator[Hypothesis]:
     here, there = torch.unique(right[apart]), torch.unique(actual[apart])
     if len(here) == len(there) == 1 and bool((apart == (right == here[0])).all()):
         a, b = int(here[0]), int(there[0])
-        kind: Kind = "mask" if min(a, b) < 0 else "other"
         what = " is ignored here, and" if a < 0 <= b else ""
         text = f"{a}{what} is {b} in the candidate, wherever it stands"
-        yield Hypothesis(kind, text, {end: lambda call: torch.where(right == a, b, right)}, "value", (a, b))
+        kind: Kind = "mask" if min(a, b) < 0 else "other"
+        yield Hypothesis(kind, text, {end: torch.where(right == a, b, right)}, "value", (a, b))

@@ -1,4 +1,4 @@
-"""What an attention may see: causal or not, other masks, windows, heads that share keys in another order."""
+"""Masks that are another one: causal or not, windows, heads that share keys; which positions see which others."""
 
 from __future__ import annotations
 
@@ -8,83 +8,90 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from glassengine.judge.graphs.between import down
+from glassengine.judge.hypotheses.mistakes.tensor_roles import PLACING
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, bound
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import Call, Edit, giving
+from glassengine.judge.hypotheses.trials.trial import Call, Edit
 from glassengine.numerics.mask_values import HIDDEN
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of
+from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind
 
 _MOST_WINDOWS = 64
 _MASK, _DROPOUT, _CAUSAL = 3, 4, 5
+_NEAR = 10
+"""Ops below a mask within which an attention or a choice reads it."""
+_MOST_LISTED = 4
+_IN_TURN = "heads share keys in turn in the candidate, in groups here (repeat for repeat_interleave)"
 
 
 def of_attention(question: Question) -> Iterator[Hypothesis]:
-    """Yield: another mask of an attention in one op."""
+    """Yield: another mask of an attention in one op, its steps in another order, heads that share other keys."""
     for node in reversed(question.trial.ops):
         if traits_of(node).rounding is Rounding.ATTENTION:
-            yield from _masks(question, node)
-            yield from _written_out(question, node)
-            yield from _heads(question, node)
+            for text, seen in _other_masks(question, node):
+                yield Hypothesis("mask", text, {node: _masked(seen)})
+            for kind, text, made in _written_out(question, node):
+                yield Hypothesis(kind, text, {node: made})
+            for edit in _heads(question, node):
+                yield Hypothesis("permuted", _IN_TURN, {node: edit})
 
 
-def _masks(question: Question, node: Node) -> Iterator[Hypothesis]:
+def _other_masks(question: Question, node: Node) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Yield (words, what is seen) of masks that an attention may have instead; None for all."""
     args, _ = bound(node.target, node.args, node.kwargs)
-    query, key = (question.trial.values[args[i]] for i in (0, 1))
-    rows, columns = query.shape[-2], key.shape[-2]
-    mask = question.trial.values.get(args[_MASK]) if isinstance(args[_MASK], Node) else None
-    causal = torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
-    from_start = torch.ones(rows, columns, dtype=torch.bool).tril()
-    seen = _seen(mask, rows, columns) if mask is not None else from_start if args[_CAUSAL] else None
+    rows, columns = (question.trial.values[args[i]].shape[-2] for i in (0, 1))
+    mask = question.trial.tensor(args[_MASK])
+
+    def below(diagonal: int) -> torch.Tensor:
+        return torch.ones(rows, columns, dtype=torch.bool).tril(diagonal)
+
+    causal = below(columns - rows)
+    seen = _seen(mask, rows, columns) if mask is not None else below(0) if args[_CAUSAL] else None
     what = "the mask" if mask is not None else "the causal mask"
     if seen is not None:
-        yield Hypothesis("mask", f"{what} is missing", {node: _masked(None)})
-        yield Hypothesis("mask", f"{what} is inverted", {node: _masked(~seen)})
+        yield f"{what} is missing", None
+        yield f"{what} is inverted", ~seen
         if rows == columns:
-            yield Hypothesis("mask", f"{what} is transposed", {node: _masked(seen.transpose(-1, -2))})
+            yield f"{what} is transposed", seen.transpose(-1, -2)
     both = causal if seen is None else seen & causal
     if seen is None or not torch.equal(both, seen.expand(both.shape)):
-        yield Hypothesis("mask", "a causal mask that the baseline has not", {node: _masked(both)})
+        yield "a causal mask that the baseline has not", both
         if seen is not None:
-            yield Hypothesis("mask", f"{what} is missing; there is a causal mask instead", {node: _masked(causal)})
+            yield f"{what} is missing; there is a causal mask instead", causal
     if seen is not None:
         # The last position of a causal mask sees everything but padding.
         beside = seen[..., -1:, :].expand(seen.shape)
         if not torch.equal(seen, beside) and torch.equal(seen, beside & causal):
-            yield Hypothesis("mask", "the causal part of the mask is missing", {node: _masked(beside)})
+            yield "the causal part of the mask is missing", beside
         for by in (-1, 1, columns - rows):
             if by:
-                moved = torch.ones(rows, columns, dtype=torch.bool).tril(by)
                 text = "sees the next position" if by > 0 else "does not see itself"
                 text = f"a position {text}: the causal mask is moved by {by}"
-                yield Hypothesis("mask", text, {node: _masked(moved)})
+                yield text, below(by)
                 if mask is not None:
-                    yield Hypothesis("mask", text, {node: _masked(moved & beside)})
-        every = torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
-        if torch.equal((seen & every).expand(seen.shape), seen) and mask is not None:
-            yield Hypothesis("mask", "causal alone: the rest of the mask is missing", {node: _masked(every)})
+                    yield text, below(by) & beside
+        if mask is not None and torch.equal(both.expand(seen.shape), seen):
+            yield "causal alone: the rest of the mask is missing", causal
     apart = torch.arange(rows)[:, None] + (columns - rows) - torch.arange(columns)[None]
     for window in range(1, min(columns, _MOST_WINDOWS) + 1):
-        base = causal if seen is None else seen
         near = (apart < window) & (apart > -window)
-        text = f"a window of {window} positions in the candidate"
-        yield Hypothesis("mask", text, {node: _masked(base & near)})
-        if seen is not None:
-            yield Hypothesis("mask", text, {node: _masked(causal & near)})
+        for base in (causal,) if seen is None else (seen, causal):
+            yield f"a window of {window} positions in the candidate", base & near
 
 
-def _written_out(question: Question, node: Node) -> Iterator[Hypothesis]:
-    """An attention with its steps in another order, or one of them along another axis."""
+def _written_out(question: Question, node: Node) -> Iterator[tuple[Kind, str, torch.Tensor]]:
+    """Yield what an attention makes with its steps in another order, or one of them along another axis."""
     args, kwargs = bound(node.target, node.args, dict(node.kwargs))
     query, key, value = (question.trial.values[args[i]] for i in range(3))
     if kwargs.get("enable_gqa") or query.dim() < 3:
         return
     rows, columns = query.shape[-2], key.shape[-2]
-    mask = question.trial.values.get(args[_MASK]) if isinstance(args[_MASK], Node) else None
+    mask = question.trial.tensor(args[_MASK])
     seen = _seen(mask, rows, columns) if mask is not None else torch.ones(rows, columns, dtype=torch.bool)
-    if args[_CAUSAL]:
-        seen = seen.tril()
+    seen = seen.tril() if args[_CAUSAL] else seen
     scale = kwargs.get("scale")
     plain = query @ key.transpose(-1, -2)
     scores = plain * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -92,72 +99,140 @@ def _written_out(question: Question, node: Node) -> Iterator[Hypothesis]:
         scores = scores + torch.where(mask > HIDDEN, mask, 0.0)
     lowest = torch.finfo(torch.float32).min
     hidden = scores.masked_fill(~seen, lowest)
-    made: list[tuple[Kind, str, torch.Tensor]] = [
-        ("transposed", "softmax is over the queries (dim -2), not over the keys", hidden.softmax(-2) @ value),
-        ("mask", "the mask is inverted", scores.masked_fill(seen, lowest).softmax(-1) @ value),
-        ("other", "softmax is missing", scores.masked_fill(~seen, 0.0) @ value),
-        ("activation", "sigmoid instead of softmax", hidden.sigmoid() @ value),
-        ("mask", "the mask is multiplied after the softmax", (scores.softmax(-1) * seen) @ value),
-        ("mask", "hidden scores are zero, not minus infinity", scores.masked_fill(~seen, 0.0).softmax(-1) @ value),
-        (
-            "scale",
-            "the scores are scaled after the softmax",
-            (plain.masked_fill(~seen, lowest).softmax(-1) * scores / plain) @ value,
-        ),
-    ]
+    yield "transposed", "softmax is over the queries (dim -2), not over the keys", hidden.softmax(-2) @ value
+    yield "mask", "the mask is inverted", scores.masked_fill(seen, lowest).softmax(-1) @ value
+    yield "other", "softmax is missing", scores.masked_fill(~seen, 0.0) @ value
+    yield "activation", "sigmoid instead of softmax", hidden.sigmoid() @ value
+    yield "mask", "the mask is multiplied after the softmax", (scores.softmax(-1) * seen) @ value
+    zeros = scores.masked_fill(~seen, 0.0)
+    yield "mask", "hidden scores are zero, not minus infinity", zeros.softmax(-1) @ value
+    scaled = plain.masked_fill(~seen, lowest).softmax(-1) * scores / plain
+    yield "scale", "the scores are scaled after the softmax", scaled @ value
     if rows == columns:
         gathered = hidden.softmax(-1).transpose(-1, -2) @ value
-        made.append(("transposed", "the weights are transposed: each key gathers the values", gathered))
-    for kind, text, result in made:
-        yield Hypothesis(kind, text, {node: giving(result)})
+        yield "transposed", "the weights are transposed: each key gathers the values", gathered
 
 
-def _heads(question: Question, node: Node) -> Iterator[Hypothesis]:
+def _heads(question: Question, node: Node) -> Iterator[Edit]:
+    """Yield attention whose heads share keys in turn; keys may have been repeated before, for each group of heads."""
     args, _ = bound(node.target, node.args, node.kwargs)
     query, key = (question.trial.values[args[i]] for i in range(2))
     if query.dim() != 4 or key.dim() != 4:
         return
     heads, shared = query.shape[1], key.shape[1]
+
+    def repeated(call: Call) -> Any:
+        own, kwargs = bound(call.node.target, call.args, call.kwargs)
+        spread = [t.repeat(1, heads // shared, 1, 1) for t in own[1:3]]
+        return call.target(own[0], *spread, *own[3:], **{**kwargs, "enable_gqa": False})
+
     if shared < heads and heads % shared == 0 and shared > 1:
-        text = "heads share keys in turn in the candidate, in groups here (repeat for repeat_interleave)"
-
-        def edit(call: Call) -> Any:
-            own, kwargs = bound(call.node.target, call.args, call.kwargs)
-            spread = [t.repeat(1, heads // shared, 1, 1) for t in own[1:3]]
-            return call.target(own[0], *spread, *own[3:], **{**kwargs, "enable_gqa": False})
-
-        yield Hypothesis("permuted", text, {node: edit})
-    elif shared == heads:
-        yield from _spread(node, heads)
-
-
-def _spread(node: Node, heads: int) -> Iterator[Hypothesis]:
-    """Keys that were repeated before the attention: each group of heads has the same."""
-    for group in range(2, heads):
+        yield repeated
+    for group in range(2, heads) if shared == heads else ():
         if heads % group:
             continue
         order = torch.arange(heads).reshape(-1, group).T.reshape(-1)
 
-        def edit(call: Call, order: torch.Tensor = order, group: int = group) -> Any:
+        def in_turn(call: Call, order: torch.Tensor = order, group: int = group) -> Any:
             key, value = call.args[1], call.args[2]
             alike = key.reshape(key.shape[0], -1, group, *key.shape[2:])
             if not torch.equal(alike, alike[:, :, :1].expand_as(alike)):
                 raise ValueError("heads do not share keys")
             return call.target(call.args[0], key[:, order], value[:, order], *call.args[3:], **call.kwargs)
 
-        text = "heads share keys in turn in the candidate, in groups here (repeat for repeat_interleave)"
-        yield Hypothesis("permuted", text, {node: edit})
+        yield in_turn
 
 
 def _seen(mask: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     found = mask if mask.dtype is torch.bool else mask > HIDDEN
-    return found.expand(*found.shape[:-2], rows, columns) if found.dim() >= 2 else found.expand(rows, columns)
+    return found.expand(*found.shape[:-2], rows, columns)
 
 
 def _masked(seen: torch.Tensor | None) -> Edit:
     def edit(call: Call) -> Any:
         args, kwargs = bound(call.node.target, call.args, call.kwargs)
-        found = [*args[:_MASK], seen, args[_DROPOUT], False, *args[_CAUSAL + 1 :]]
-        return call.target(*found, **kwargs)
+        return call.target(*args[:_MASK], seen, args[_DROPOUT], False, *args[_CAUSAL + 1 :], **kwargs)
 
     return edit
+
+
+def mask_pairs(question: Question) -> Iterator[Hypothesis]:
+    """Yield: what is seen through a mask is other pairs of positions; the words say which."""
+    pairs = pairs_between(question, question.actual)
+    if pairs is not None:
+        yield Hypothesis("mask", pairs, {question.trial.end: question.actual.to(question.right.dtype)})
+
+
+def pairs_between(question: Question, made: torch.Tensor) -> str | None:
+    """Return how a mistake changes which positions are seen, whatever op it is in; None where it does not."""
+    right, end = question.right, question.trial.end
+    if right.shape != made.shape or right.dim() < 2 or right.shape[-1] < 2:
+        return None
+    here, there = _unhidden(right), _unhidden(made)
+    if here is None or there is None or torch.equal(here, there) or not _hides(question, end):
+        return None
+    is_hidden = right.dtype is torch.bool and any(op_name(user) == "masked_fill" for user in question.users(end))
+    return _described(~here, ~there) if is_hidden else _described(here, there)
+
+
+def counted(question: Question) -> Iterator[Hypothesis]:
+    """Yield: positions are others, where whole numbers are made from which sines or rows of a table are taken."""
+    right, actual, trial = question.right, question.actual, question.trial
+    if right.shape != actual.shape or not right.numel() or right.dtype is torch.bool:
+        return
+    are_whole = all(bool((tensor == tensor.round()).all()) for tensor in (right.double(), actual.double()))
+    dtypes = {getattr(question.own(node).meta.get("val"), "dtype", None) for node in [*trial.ops, *trial.inputs]}
+    below = down([question.own(trial.end)], depth=_NEAR)
+    if are_whole and dtypes & {torch.int64, torch.int32} and any(op_name(one) in PLACING for one in below):
+        apart = (right != actual).flatten().nonzero().flatten()
+        here, there = (int(tensor.flatten()[int(apart[0])]) for tensor in (right, actual))
+        text = f"position {here} is {there} in the candidate ({len(apart)} of {right.numel()} are others)"
+        yield Hypothesis("position", text, {trial.end: actual.to(right.dtype)}, "position", (here, there))
+
+
+def _unhidden(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return which elements of a mask are seen; None if it does not hide."""
+    if tensor.dtype is torch.bool:
+        return tensor
+    return tensor > HIDDEN if tensor.is_floating_point() and bool((tensor <= HIDDEN).any()) else None
+
+
+def _hides(question: Question, end: Node) -> bool:
+    """Whether what reads a tensor hides elements by it."""
+    own = question.own(end)
+    for node in (own, *down([own], depth=_NEAR)):
+        is_bool = getattr(node.meta.get("val"), "dtype", None) is torch.bool
+        for user in node.users:
+            is_choice = is_bool and op_name(user) in ("masked_fill", "where")
+            if traits_of(user).rounding is Rounding.ATTENTION or is_choice or "softmax" in op_name(user):
+                return True
+    return False
+
+
+def _described(right: torch.Tensor, actual: torch.Tensor) -> str:
+    """Return how two masks [..., rows, columns] differ, true where seen."""
+    if torch.equal(actual, ~right):
+        return "the mask is inverted"
+    more, fewer = actual & ~right, right & ~actual
+    said = [f"{verb} {_which(a)}" for a, verb in ((more, "sees"), (fewer, "does not see")) if bool(a.any())]
+    return f"a position {' and '.join(said)}"
+
+
+def _which(found: torch.Tensor) -> str:
+    rows, columns = found.shape[-2:]
+    any_of = found.reshape(-1, rows, columns).any(0)
+    row, column = any_of.nonzero().unbind(1)
+    # The last row is the last position, whatever was there before.
+    apart = sorted(set((column - row - (columns - rows)).tolist()))
+    if apart == [1]:
+        return "the next one"
+    if apart == [0]:
+        return "itself"
+    if min(apart) > 0:
+        return "later ones" if len(apart) > 1 else f"the one {apart[0]} later"
+    if max(apart) < 0 and len(apart) < columns - 1 and -max(apart) > 1:
+        return f"those {-max(apart)} and more before it"
+    listed = any_of.any(0).nonzero().flatten().tolist()
+    if len(listed) <= _MOST_LISTED:
+        return f"position {', '.join(map(str, listed))}"
+    return f"{int(found.sum())} of {found.numel()} others"

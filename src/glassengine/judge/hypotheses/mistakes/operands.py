@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
-from glassengine.judge.graphs.between import passes_on
+from glassengine.judge.graphs.between import passes_on, walk
 from glassengine.judge.graphs.by_name import argument_names
 from glassengine.judge.hypotheses.mistakes.layouts import merges
-from glassengine.judge.hypotheses.mistakes.meanings import is_counted, is_of_before, is_stored, least_position
-from glassengine.judge.hypotheses.mistakes.missing import choices, conditions, is_of_flags, of_missing
-from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, article, tensors_of, with_leaves
+from glassengine.judge.hypotheses.mistakes.tensor_roles import (
+    BENDING,
+    is_counted,
+    is_of_before,
+    is_stored,
+    least_position,
+)
+from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, article, reading, tensors_of
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import Call, giving
+from glassengine.judge.hypotheses.trials.trial import Edit, factor_between, is_real
 from glassengine.numerics.float64 import double
 from glassengine.numerics.mask_values import is_mask
 from glassengine.numerics.metrics.orders import kind_of_shift
@@ -30,33 +35,59 @@ _MOST_OTHERS = 48
 _MOST_AXES = 4
 _SCALED = 1e-6
 """By how much a tensor that is another one times a number may differ, relative to its largest element."""
+_KINDS_OF_MISSING: dict[Kind, frozenset[str]] = {
+    "activation": frozenset({"exp", "exp2", "log"}),
+    "mask": frozenset({"masked_fill", "tril", "triu"}),
+    "permuted": frozenset({"flip", "gather", "index", "index_select", "take_along_dim"}),
+    "position": frozenset({"roll"}),
+    "scale": frozenset({"neg", "reciprocal"}),
+    "stale": frozenset({"index_copy", "index_put", "slice_scatter", "select_scatter"}),
+    "transposed": frozenset({"permute", "transpose", "t"}),
+}
+"""What is not there where the op is left out: of what writes, the new values; of what turns over, a factor."""
 
 
 def exchanged(question: Question) -> Iterator[Hypothesis]:
-    """Yield: two tensors of one shape have changed places, for one op or for all."""
+    """Yield: two tensors of one shape have changed places, for one op or for all; parts of others, where joined."""
     trial = question.trial
     for node in reversed(trial.ops):
-        if traits_of(node).commutes:
-            continue
+        for (i, a), (j, b) in itertools.combinations(tensors_of(trial, node), 2):
+            if not traits_of(node).commutes and a is not b and _are_alike(trial.values[a], trial.values[b]):
+                yield _exchanged(question, node, (i, a), (j, b))
+    for node in trial.ops:
+        parts = [user for user in node.users if op_name(user) == "getitem" and user in trial.values]
+        for a, b in itertools.combinations(parts, 2):
+            if _are_alike(trial.values[a], trial.values[b]):
+                text = f"parts {a.args[1]} and {b.args[1]} of {op_name(node)} are exchanged"
+                yield Hypothesis("swapped", text, {a: trial.values[b], b: trial.values[a]})
+    for node in reversed(trial.ops):
+        # A token before all others, what is kept before.
         tensors = tensors_of(trial, node)
-        for (i, a), (j, b) in itertools.combinations(tensors, 2):
-            if a is b or not _are_alike(trial.values[a], trial.values[b]):
-                continue
-
-            def edit(call: Call, i: int = i, j: int = j, a: Node = a, b: Node = b) -> Any:
-                return with_leaves(call, {i: trial.values[b], j: trial.values[a]})
-
-            text = f"{_of_op(question, node, i, a, j, b)} are exchanged"
-            yield Hypothesis("swapped", text, {node: edit}, exchanged=(i, j))
-    yield from _parts(question)
-    yield from _joined(question)
+        if len(tensors) == 2 and argument_names(node.target)[:1] == ["tensors"]:
+            a, b = (source for _, source in tensors)
+            if a is not b and trial.values[a].shape != trial.values[b].shape:
+                yield _exchanged(question, node, *tensors)
     for a, b in itertools.combinations(trial.inputs, 2):
         if _are_alike(trial.values[a], trial.values[b]):
-            edits = {a: giving(trial.values[b]), b: giving(trial.values[a])}
-            yield Hypothesis("swapped", _exchange(question, a, b), edits)
+            text = _exchanged_inputs(question, a, b)
+            yield Hypothesis("swapped", text, {a: trial.values[b], b: trial.values[a]})
 
 
-def _exchange(question: Question, a: Node, b: Node) -> str:
+def _exchanged(question: Question, node: Node, one: tuple[int, Node], other: tuple[int, Node]) -> Hypothesis:
+    (i, a), (j, b) = one, other
+    names = argument_names(node.target)
+    own = [names[place] for place in (i, j) if place < len(names)]
+    if names[:1] == ["tensors"]:
+        what = f"parts {i} and {j} of {op_name(node)}"
+    elif len(own) == 2 and "self" not in own:
+        what = " and ".join(own)
+    else:  # the schema has no word for it
+        what = f"the operands {question.label(a)} and {question.label(b)} of {op_name(node)}"
+    edit = reading({i: question.trial.values[b], j: question.trial.values[a]})
+    return Hypothesis("swapped", f"{what} are exchanged", {node: edit}, exchanged=(i, j))
+
+
+def _exchanged_inputs(question: Question, a: Node, b: Node) -> str:
     names = f"{question.label(a)} and {question.label(b)}"
     for node, other in ((a, b), (b, a)):
         acts = [user for user in node.users if traits_of(user).kind == "activation"]
@@ -65,179 +96,183 @@ def _exchange(question: Question, a: Node, b: Node) -> str:
     return f"{names} are exchanged"
 
 
-def _parts(question: Question) -> Iterator[Hypothesis]:
-    """Parts of one split that have changed places."""
-    trial = question.trial
-    for node in trial.ops:
-        parts = [user for user in node.users if op_name(user) == "getitem" and user in trial.values]
-        for a, b in itertools.combinations(parts, 2):
-            if _are_alike(trial.values[a], trial.values[b]):
-                edits = {a: giving(trial.values[b]), b: giving(trial.values[a])}
-                text = f"parts {a.args[1]} and {b.args[1]} of {op_name(node)} are exchanged"
-                yield Hypothesis("swapped", text, edits)
-
-
-def _joined(question: Question) -> Iterator[Hypothesis]:
-    """Parts of other sizes that are put together in the other order: a token before all others, what is kept before."""
-    trial = question.trial
-    for node in reversed(trial.ops):
-        tensors = tensors_of(trial, node)
-        if len(tensors) == 2 and argument_names(node.target)[:1] == ["tensors"]:
-            (i, a), (j, b) = tensors
-            if a is not b and trial.values[a].shape != trial.values[b].shape:
-                edit = _with({i: trial.values[b], j: trial.values[a]})
-                text = f"{_of_op(question, node, i, a, j, b)} are exchanged"
-                yield Hypothesis("swapped", text, {node: edit}, exchanged=(i, j))
-
-
 def left_out(question: Question) -> Iterator[Hypothesis]:
     """Yield: an op, or one of its operands, is missing or counts twice."""
     trial = question.trial
     for node in reversed(trial.ops):
         made = trial.values[node]
-        if isinstance(made, torch.Tensor) and made.dtype is torch.bool:
-            yield from conditions(question, node, made)
-        if not isinstance(made, torch.Tensor) or not made.is_floating_point():
+        if isinstance(made, Tensor) and made.dtype is torch.bool:
+            yield from _conditions(question, node, made)
+        if not is_real(made):
             continue
         name, traits = op_name(node), traits_of(node)
-        tensors = tensors_of(trial, node)
-        names = argument_names(node.target)
+        tensors, names = tensors_of(trial, node), argument_names(node.target)
+        first = trial.values[tensors[0][1]] if tensors else None
         for place, source in tensors:
-            label = names[place] if place < len(names) else ""
-            value = trial.values[source]
+            label, what = names[place] if place < len(names) else "", question.label(source)
             if label == "bias" or place == traits.addend:
-                text = f"the bias of {name} is missing: {question.label(source)}"
-                edits = {node: _with({place: torch.zeros_like(value)})}
-                yield Hypothesis("bias missing", text, edits, "bias", (question.label(source), None))
+                zeros = reading({place: torch.zeros_like(trial.values[source])})
+                text = f"the bias of {name} is missing: {what}"
+                yield Hypothesis("bias missing", text, {node: zeros}, "bias", (what, None))
             elif traits.kind == "norm" and label == "weight":
-                text = f"the weight of {name} is missing: {question.label(source)}"
-                yield Hypothesis("scale", text, {node: _with({place: torch.ones_like(value)})})
-        if name == "einsum" and len(tensors) > 1:
-            for place, source in tensors:
-                ones = torch.ones_like(trial.values[source])
-                text = f"{question.label(source)} is not multiplied"
-                yield Hypothesis("scale", text, {node: _with({place: ones})}, lost=source)
+                ones = reading({place: torch.ones_like(trial.values[source])})
+                yield Hypothesis("scale", f"the weight of {name} is missing: {what}", {node: ones})
+        for place, source in tensors if name == "einsum" and len(tensors) > 1 else ():
+            ones = reading({place: torch.ones_like(trial.values[source])})
+            yield Hypothesis("scale", f"{question.label(source)} is not multiplied", {node: ones}, lost=source)
         # What a reversed subtraction is without its second operand is no value of the first.
         if traits.kind in ("term", "factor") and name != "rsub":
             if len(tensors) == 2:
                 counts = is_counted(question, node)
-                for found in _of_two(question, node, tensors):
-                    yield dataclasses.replace(found, kind="position") if counts else found
+                for kind, text, value, lost in _of_two(question, node, *(source for _, source in tensors)):
+                    yield Hypothesis("position" if counts else kind, text, {node: value}, lost=lost)
         elif name == "where":
-            yield from choices(question, node, made)
-        elif tensors and trial.values[tensors[0][1]].shape == made.shape:
-            first = trial.values[tensors[0][1]]
-            if first.is_floating_point() and not torch.equal(first, made):
-                yield Hypothesis(of_missing(node), f"{article(node)} is missing", {node: giving(first)})
+            yield from _choices(question, node, made)
+        elif is_real(first) and first.shape == made.shape and not torch.equal(first, made):
+            yield Hypothesis(_kind_of_missing(node), f"{article(node)} is missing", {node: first})
 
 
-def _of_two(question: Question, node: Node, tensors: list[tuple[int, Node]]) -> Iterator[Hypothesis]:
-    trial = question.trial
-    name, made = op_name(node), trial.values[node]
-    (_, a), (_, b) = tensors
+def _of_two(question: Question, node: Node, a: Node, b: Node) -> Iterator[tuple[Kind, str, Tensor, Node | None]]:
+    """Yield (kind, words, what is made, what is not read) where one of two operands is left out, or taken otherwise."""
+    name, made = op_name(node), question.trial.values[node]
     for kept, lost in ((a, b), (b, a)):
-        one, other = trial.values[kept], trial.values[lost]
+        one, other = question.trial.values[kept], question.trial.values[lost]
         # A condition that is multiplied is no number that could be added.
         if one.shape != made.shape or torch.bool in (one.dtype, other.dtype):
             continue
-        what = question.label(lost)
-        is_bias = name == "add" and (is_stored(question, lost) or other.dim() < made.dim())
-        if name == "add" and is_mask(other):
-            yield Hypothesis("mask", f"the mask is not added: {what}", {node: giving(one)}, lost=lost)
+        what, is_sum = question.label(lost), name == "add"
+        if is_sum and is_mask(other):
+            yield "mask", f"the mask is not added: {what}", one, lost
         elif traits_of(node).kind == "term":
-            verb = "added" if name == "add" else "subtracted"
+            verb, reverse = ("added", "subtracted") if is_sum else ("subtracted", "added")
+            is_bias = is_sum and (is_stored(question, lost) or other.dim() < made.dim())
             kind: Kind = "stale" if is_of_before(question, lost) else "bias missing" if is_bias else "other"
-            yield Hypothesis(kind, f"{what} is not {verb}", {node: giving(one)}, lost=lost)
-            yield Hypothesis(
-                "scale", f"{what} is {verb} twice", {node: giving(made + other if name == "add" else made - other)}
-            )
-            yield Hypothesis(
-                "scale",
-                f"{what} is {'subtracted' if name == 'add' else 'added'}",
-                {node: giving(one - other if name == "add" else one + other)},
-            )
-            yield Hypothesis("other", f"{what} is multiplied, not {verb}", {node: giving(one * other)})
+            yield kind, f"{what} is not {verb}", one, lost
+            yield "scale", f"{what} is {verb} twice", made + other if is_sum else made - other, None
+            yield "scale", f"{what} is {reverse}", one - other if is_sum else one + other, None
+            yield "other", f"{what} is multiplied, not {verb}", one * other, None
         elif name == "mul":
-            kind = "mask" if is_of_flags(other) else "scale"
-            yield Hypothesis(kind, f"{what} is not multiplied", {node: giving(one.expand(made.shape))}, lost=lost)
-            yield Hypothesis("scale", f"{what} is multiplied twice", {node: giving(made * other)})
-            yield Hypothesis("scale", f"1 + {what} is multiplied, not {what}", {node: giving(made + one)})
-            yield Hypothesis("scale", f"{what} - 1 is multiplied, not {what}", {node: giving(made - one)})
-            yield Hypothesis("other", f"{what} is added, not multiplied", {node: giving(one + other)})
-            yield Hypothesis("scale", f"it is divided by {what}, not multiplied", {node: giving(one / other)})
+            yield "mask" if _is_of_flags(other) else "scale", f"{what} is not multiplied", one, lost
+            yield "scale", f"{what} is multiplied twice", made * other, None
+            yield "scale", f"1 + {what} is multiplied, not {what}", made + one, None
+            yield "scale", f"{what} - 1 is multiplied, not {what}", made - one, None
+            yield "other", f"{what} is added, not multiplied", one + other, None
+            yield "scale", f"it is divided by {what}, not multiplied", one / other, None
         elif kept is a:
-            yield Hypothesis("scale", f"it is not divided by {what}", {node: giving(one)})
-            yield Hypothesis("scale", f"it is multiplied by {what}, not divided", {node: giving(one * other)})
+            yield "scale", f"it is not divided by {what}", one, None
+            yield "scale", f"it is multiplied by {what}, not divided", one * other, None
+
+
+def _kind_of_missing(node: Node) -> Kind:
+    """Return the kind of mistake that it is to leave out an op that makes one tensor of another."""
+    name = op_name(node)
+    if traits_of(node).kind in BENDING:
+        return "activation"
+    if name == "pow" and node.args[1:] == (-1,):
+        return "scale"
+    return next((kind for kind, names in _KINDS_OF_MISSING.items() if name in names), "other")
+
+
+def _conditions(question: Question, node: Node, made: Tensor) -> Iterator[Hypothesis]:
+    """Yield: of an op that decides what is hidden, one of two conditions is missing, or it holds everywhere."""
+    values, sources = question.trial.values, [source for _, source in tensors_of(question.trial, node)]
+    lost: dict[Node, Tensor] = {}
+    if len(sources) == 2 and all(values[source].dtype is torch.bool for source in sources):
+        lost = {source: values[kept].expand(made.shape) for source, kept in zip(sources, sources[::-1], strict=True)}
+    elif op_name(node) in ("le", "lt", "ge", "gt"):
+        lost = {node: torch.ones_like(made)}
+    for source, value in lost.items():
+        yield Hypothesis("mask", f"a condition of the mask is missing: {question.label(source)}", {node: value})
+
+
+def _choices(question: Question, node: Node, made: Tensor) -> Iterator[Hypothesis]:
+    """Yield: one of the two tensors between which a condition chooses is taken everywhere."""
+    condition, *tensors = [source for _, source in tensors_of(question.trial, node)]
+    for source in tensors:
+        value = question.trial.values[source]
+        if value.shape == made.shape and is_real(value):
+            text = f"{question.label(source)} is taken everywhere: {question.label(condition)} is not asked"
+            kind: Kind = "other" if _is_of_values(question, condition) else "mask"
+            yield Hypothesis(kind, text, {node: value}, lost=condition)
+
+
+def _is_of_values(question: Question, condition: Node) -> bool:
+    """Whether a condition compares the values of tensors, as a clamp does: no places are hidden by it."""
+    own = question.own(condition)
+    above = walk([own], lambda one: one.all_input_nodes if one is own or _dtype(one) is torch.bool else ())
+    return any(dtype is not None and dtype.is_floating_point for dtype in map(_dtype, above))
+
+
+def _dtype(node: Node) -> torch.dtype | None:
+    return getattr(node.meta.get("val"), "dtype", None)
+
+
+def _is_of_flags(value: Tensor) -> bool:
+    """Whether a tensor holds zeros and ones, and both: what is multiplied by it is hidden in part."""
+    if not value.numel() or not is_real(value):
+        return False
+    is_zero = value == 0
+    return bool((is_zero | (value == 1)).all()) and bool(is_zero.any()) and not bool(is_zero.all())
 
 
 def altered(question: Question) -> Iterator[Hypothesis]:
     """Yield: one tensor has the other sign, is counted from 1 (or 0), moved by one, turned around or transposed."""
-    trial = question.trial
     for node in _operands(question):
-        value = trial.values[node]
-        name = question.label(node)
-        if not isinstance(value, torch.Tensor):
+        value, name = question.trial.values[node], question.label(node)
+        if not isinstance(value, Tensor):
             continue
         if value.dtype is torch.bool:
-            yield Hypothesis("mask", f"{name} is inverted", {node: giving(~value)})
-        elif not value.is_floating_point():
-            for by in (-1, 1):
+            yield Hypothesis("mask", f"{name} is inverted", {node: ~value})
+        elif not is_real(value):
+            for by, how in ((-1, "1 too small"), (1, "1 too large")):
                 moved = (value + by).clamp(min=0) if bool((value >= 0).all()) else value + by
-                how = f"1 too {'small' if by < 0 else 'large'}"
                 text = f"positions are {how}: {name}" if _is_arange(question, node) else f"{name} is {how}"
-                yield Hypothesis("position", text, {node: giving(moved)})
+                yield Hypothesis("position", text, {node: moved})
         else:
             kind: Kind = "position" if is_counted(question, node) else "scale"
-            yield Hypothesis(kind, f"{name} has the other sign", {node: giving(-value)})
+            yield Hypothesis(kind, f"{name} has the other sign", {node: -value})
             if node.name in question.weights:
-                yield Hypothesis("scale", f"1 + {name} instead of {name}", {node: giving(value + 1)})
-                yield Hypothesis("scale", f"{name} - 1 instead of {name}", {node: giving(value - 1)})
-        least = least_position(value)
-        if least:
+                yield Hypothesis("scale", f"1 + {name} instead of {name}", {node: value + 1})
+                yield Hypothesis("scale", f"{name} - 1 instead of {name}", {node: value - 1})
+        if least := least_position(value):
             text = f"{name} begins at 0 in the candidate, at {least} here: each step counts from 0"
-            yield Hypothesis("position", text, {node: giving(value - least)}, "position", (least, 0))
+            yield Hypothesis("position", text, {node: value - least}, "position", (least, 0))
         yield from _moved(question, node, value)
 
 
-def _moved(question: Question, node: Node, value: torch.Tensor) -> Iterator[Hypothesis]:
+def _moved(question: Question, node: Node, value: Tensor) -> Iterator[Hypothesis]:
     name, is_weight = question.label(node), node.name in question.weights
     axes = [axis for axis in range(value.dim()) if value.shape[axis] > 1][-_MOST_AXES:]
     for axis in axes:
-        kind = "mask" if is_mask(value) else kind_of_shift(value.dim(), axis, is_weight=is_weight)
+        kind: Kind = "mask" if is_mask(value) else kind_of_shift(value.dim(), axis, is_weight=is_weight)
         for by in (1, -1):
-            text = f"{name} is moved by {by} along axis {axis}"
-            for moved in (value.roll(by, axis), _shifted(value, by, axis)):
-                yield Hypothesis(kind, text, {node: giving(moved)}, "shift", (0, by), axis)
-        text = f"{name} is turned around along axis {axis}"
-        yield Hypothesis("permuted", text, {node: giving(value.flip(axis))}, axis=axis)
+            around = value.roll(by, axis)
+            with_zeros = around.clone()
+            with_zeros.select(axis, 0 if by > 0 else -1).zero_()
+            for moved in (around, with_zeros):
+                text = f"{name} is moved by {by} along axis {axis}"
+                yield Hypothesis(kind, text, {node: moved}, "shift", (0, by), axis)
+        yield Hypothesis("permuted", f"{name} is turned around along axis {axis}", {node: value.flip(axis)}, axis=axis)
     if len(axes) > 1:
         text = f"{name} is turned around along axes {axes[-2:]}{': its kernel is flipped' if is_weight else ''}"
-        yield Hypothesis("permuted", text, {node: giving(value.flip(axes[-2:]))})
+        yield Hypothesis("permuted", text, {node: value.flip(axes[-2:])})
     for a, b in itertools.combinations(axes, 2):
         if value.shape[a] == value.shape[b]:
             text = f"{name} is transposed" if value.dim() == 2 else f"axes {a} and {b} of {name} are transposed"
             is_merged = value.dim() > 3 and merges(question, node, value, a, b)
             kind, text = ("permuted", f"{text}: heads are interleaved") if is_merged else ("transposed", text)
-            found = Hypothesis(kind, text, {node: giving(value.transpose(a, b))})
+            found = Hypothesis(kind, text, {node: value.transpose(a, b)})
             is_matrix = is_weight and value.dim() == 2
             yield dataclasses.replace(found, argument="transposed", values=(False, True)) if is_matrix else found
-
-
-def _shifted(value: torch.Tensor, by: int, axis: int) -> torch.Tensor:
-    """Move by one and let zeros come in."""
-    moved = value.roll(by, axis)
-    moved.select(axis, 0 if by > 0 else -1).zero_()
-    return moved
 
 
 def another(question: Question) -> Iterator[Hypothesis]:
     """Yield: another tensor of the same shape was read."""
     trial = question.trial
-    if question.is_another:
-        return
-    for node in _operands(question):
+    for node in _operands(question) if not question.is_another else ():
         value = trial.values[node]
-        if node.name in question.read and sum(user in trial.values for user in node.users) == 1:
+        readers = [user for user in node.users if user in trial.values]
+        if node.name in question.read and len(readers) == 1:
             continue  # the candidate reads the very tensor
         alike = [item for item in question.others.items() if _are_alike(item[1], value)]
         for name, found in alike[:_MOST_OTHERS]:
@@ -245,47 +280,41 @@ def another(question: Question) -> Iterator[Hypothesis]:
             other = double(found)
             if torch.equal(other, value):
                 continue
-            kind: Kind = "swapped" if value.is_floating_point() else "mask" if value.dtype is torch.bool else "position"
+            kind: Kind = "swapped" if is_real(value) else "mask" if value.dtype is torch.bool else "position"
             text = f"{name} instead of {question.label(node)}"
             factor = _factor(value, other)
+            source = question.named.get(question.sources.get(name, ""))
             if factor is not None:
                 kind, text = "scale", f"{question.label(node)} is scaled by {factor:.6g}: it is {name}"
-            elif _is_old(question, name, node):
+            elif source is not None and is_of_before(question, source) and not is_of_before(question, node):
                 kind = "stale"
-            yield Hypothesis(kind, text, {node: giving(other)})
-            readers = [user for user in node.users if user in trial.values]
+            yield Hypothesis(kind, text, {node: other})
             for reader in readers if len(readers) > 1 else ():
-                places = [place for place, leaf in tensors_of(trial, reader) if leaf is node]
-                edit = _with(dict.fromkeys(places, other))
+                edit = _reading_instead(question, reader, node, other)
                 yield Hypothesis(kind, f"{text}, where {op_name(reader)} reads it", {reader: edit})
 
 
-def _is_old(question: Question, name: str, node: Node) -> bool:
-    """Whether another tensor holds what the step before left, and what should have been read does not."""
-    other = question.named.get(question.sources.get(name, ""))
-    return other is not None and is_of_before(question, other) and not is_of_before(question, node)
+def _reading_instead(question: Question, reader: Node, node: Node, other: Tensor) -> Edit:
+    return reading({place: other for place, leaf in tensors_of(question.trial, reader) if leaf is node})
 
 
 def another_inside(question: Question) -> Iterator[Hypothesis]:
     """Yield: an op reads another tensor that the piece itself makes before it: the norm for what was normed."""
     trial = question.trial
     for place, node in enumerate(trial.ops):
-        if passes_on(node):
-            continue
-        for at, source in tensors_of(trial, node):
+        for at, source in tensors_of(trial, node) if not passes_on(node) else ():
             value = trial.values[source]
             for other in (one for one in trial.ops[:place] if one is not source and not passes_on(one)):
                 found = trial.values[other]
-                if _are_alike(found, value) and value.is_floating_point() and not torch.equal(found, value):
+                if _are_alike(found, value) and is_real(value) and not torch.equal(found, value):
                     text = f"{question.label(other)} instead of {question.label(source)}"
                     is_old = is_of_before(question, other) and not is_of_before(question, source)
-                    yield Hypothesis("stale" if is_old else "swapped", text, {node: _with({at: found})})
+                    yield Hypothesis("stale" if is_old else "swapped", text, {node: reading({at: found})})
 
 
-def _factor(value: torch.Tensor, other: torch.Tensor) -> float | None:
+def _factor(value: Tensor, other: Tensor) -> float | None:
     """Return the number that makes one tensor the other; None where none does."""
-    power = float(value.square().sum()) if value.is_floating_point() else 0.0
-    factor = float((value * other).sum()) / power if power and math.isfinite(power) else 0.0
+    factor = factor_between(value, other) if is_real(value) else 0.0
     is_scaled = factor and float((value * factor - other).abs().max()) <= _SCALED * float(other.abs().max())
     return factor if is_scaled else None
 
@@ -303,24 +332,9 @@ def _operands(question: Question) -> list[Node]:
 
 
 def _is_arange(question: Question, node: Node) -> bool:
-    return op_name(question.named.get(node.name, node)) == "arange"
-
-
-def _of_op(question: Question, node: Node, i: int, a: Node, j: int, b: Node) -> str:
-    names = argument_names(node.target)
-    if names[:1] == ["tensors"]:
-        return f"parts {i} and {j} of {op_name(node)}"
-    own = [names[place] for place in (i, j) if place < len(names)]
-    if len(own) == 2 and "self" not in own:
-        return " and ".join(own)
-    # The schema has no word for it.
-    return f"the operands {question.label(a)} and {question.label(b)} of {op_name(node)}"
+    return op_name(question.own(node)) == "arange"
 
 
 def _are_alike(a: Any, b: Any) -> bool:
-    both = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+    both = isinstance(a, Tensor) and isinstance(b, Tensor)
     return both and a.shape == b.shape and a.is_floating_point() == b.is_floating_point() and a.numel() > 0
-
-
-def _with(changed: dict[int, Any]) -> Any:
-    return lambda call: with_leaves(call, changed)

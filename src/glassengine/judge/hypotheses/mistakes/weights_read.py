@@ -1,9 +1,13 @@
-"""The weights of an op, and what the candidate's op in its place reads instead of them."""
+"""What the candidate reads instead of the weights of an op: others, in another order, or several of them as one.
+
+A checkpoint is converted by hand: queries, keys and values are put together head by head, where the port takes them
+apart one after the other. Each of the products is wrong then, and none of them alone.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,11 +15,11 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.judge.graphs.between import passes_on
-from glassengine.judge.hypotheses.mistakes.constants import base_of, of_another_base
-from glassengine.judge.hypotheses.mistakes.meanings import is_taken_apart
+from glassengine.judge.hypotheses.mistakes.fitted_constants import base_of, of_another_base
+from glassengine.judge.hypotheses.mistakes.tensor_roles import is_taken_apart
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import FAILS, Edit, giving
+from glassengine.judge.hypotheses.trials.trial import FAILS, Edit, factor_between, is_real
 from glassengine.numerics.float64 import retarget, target_of
 from glassengine.numerics.metrics.orders import called, order_between
 from glassengine.program.representation.naming import op_name
@@ -31,6 +35,8 @@ _EXCHANGED = ("with its halves exchanged", "0 and 1 are exchanged", "1 and 2 are
 """How it is put that a weight of several parts has two of them in each other's place."""
 _SAME = 2.0**-7
 """Weights in another precision are the same."""
+_PASSES_OF_ROWS = 24
+"""How often a weight is read where its rows are looked for in another one."""
 
 
 def weights(question: Question) -> Iterator[Hypothesis]:
@@ -39,22 +45,14 @@ def weights(question: Question) -> Iterator[Hypothesis]:
     What either side makes of weights alone counts as one: the product of a weight norm that the other side has folded.
     The number of differing elements comes last: it fits any mistake in a weight.
     """
-    trial = question.trial
+    trial, same = question.trial, _same(question)
     read = {node: question.label(node) for node in trial.inputs if node.name in question.weights}
-    ours = [
-        (node, label)
-        for node, label in _made_of(trial.ops, read)
-        if _joins(node) and isinstance(trial.values[node], torch.Tensor)
-    ]
-    theirs = _all_of_theirs(question)
-    others = _of_model(question)
+    ours = read | {node: label for node, label in _made_of(trial.ops, read) if _joins(node)}
+    theirs, others = _all_of_theirs(question), _of_model(question)
     counted = []
-    same = _same(question)
-    for node, label in [*read.items(), *ours]:
+    for node, label in ours.items():
         value = trial.values[node]
-        if not value.is_floating_point():
-            continue
-        for name, tensor in theirs:
+        for name, tensor in theirs if is_real(value) else ():
             forms = list(_as_ours(value, tensor))
             if forms and _is_same(value, forms[0], same):
                 continue  # a square one that is the same as it is, is not a transposed one that differs
@@ -62,7 +60,7 @@ def weights(question: Question) -> Iterator[Hypothesis]:
             for held in (form for form in forms if not _is_same(value, form, same)):
                 trial.budget.spend_passes(_PASSES, value)
                 kind, text = _told(question, node, relation(label, name, value, held, others, same))
-                found = Hypothesis(kind, text, {node: giving(held)})
+                found = Hypothesis(kind, text, {node: held})
                 if kind != "other":
                     yield found
                 elif node in read:
@@ -79,31 +77,28 @@ def _told(question: Question, node: Node, found: tuple[Kind, str]) -> tuple[Kind
 def _all_of_theirs(question: Question) -> list[tuple[str, torch.Tensor]]:
     """Return what the candidate's ops read as weights and make of these alone, by the name of the largest weight."""
     values = {name: tensor.detach() for name, tensor in question.their_weights.items()}
-    found = [(name, tensor.double()) for name, tensor in values.items() if tensor.is_floating_point()]
+    found = [(name, tensor.double()) for name, tensor in values.items() if is_real(tensor)]
     sources = {node for op in question.theirs for node in op.all_input_nodes}
     named = {node: question.held[node.name] for node in sources if node.name in question.held}
     made: dict[Node, Any] = {node: retarget(values[name]) for node, name in named.items() if name in values}
     for op, name in _made_of(question.theirs, named):
-        if not all(source in made for source in op.all_input_nodes):
-            continue
-        args, kwargs = torch.fx.node.map_arg((op.args, dict(op.kwargs)), made.__getitem__)
         try:
-            made[op] = target_of(op)(*pytree.tree_map(retarget, args), **pytree.tree_map(retarget, kwargs))
-        except FAILS:
+            arguments = torch.fx.node.map_arg((op.args, dict(op.kwargs)), made.__getitem__)
+            args, kwargs = pytree.tree_map(retarget, arguments)
+            made[op] = target_of(op)(*args, **kwargs)
+        except (KeyError, *FAILS):
             continue
-        if _joins(op) and isinstance(made[op], torch.Tensor) and made[op].is_floating_point():
+        if _joins(op) and is_real(made[op]):
             found.append((name, made[op]))
     return found
 
 
 def _made_of(ops: Sequence[Node], weights: Mapping[Node, str]) -> list[tuple[Node, str]]:
     """Return the ops that read weights alone, in order, each as "op of" the largest of these."""
-    found = dict(weights)
-    made = []
+    found, made = dict(weights), []
     for op in ops:
         if op.all_input_nodes and all(source in found for source in op.all_input_nodes):
-            largest = max(op.all_input_nodes, key=_elements)
-            found[op] = found[largest]
+            found[op] = found[max(op.all_input_nodes, key=_elements)]
             made.append((op, f"{op_name(op).strip('_')} of {found[op]}"))
     return made
 
@@ -119,14 +114,10 @@ def _elements(node: Node) -> int:
 
 
 def _of_model(question: Question) -> dict[str, torch.Tensor]:
-    """Return what else could have been read that is a weight."""
-    ends = {name[place:] for name in question.model for place in _starts(name)}
+    """Return what else could have been read that is a weight, by the last parts of its name."""
+    parts = [name.split(".") for name in question.model]
+    ends = {".".join(own[place:]) for own in parts for place in range(len(own))}
     return {name: tensor for name, tensor in question.others.items() if name in ends}
-
-
-def _starts(name: str) -> list[int]:
-    """Return where the parts of a name begin."""
-    return [0, *(place + 1 for place, letter in enumerate(name) if letter == ".")]
 
 
 def every_weight(question: Question) -> Iterator[Hypothesis]:
@@ -143,66 +134,61 @@ def every_weight(question: Question) -> Iterator[Hypothesis]:
         told: dict[str, tuple[Kind, str]] = {}
         read = (pytree.tree_leaves((op.args, dict(op.kwargs))) for op in (node, alike[0]))
         for ours, theirs in zip(*read, strict=False):
-            if not isinstance(ours, Node) or not isinstance(theirs, Node):
-                continue
-            own = question.held.get(theirs.name)
-            if own is None or ours.name not in question.weights or not trial.values[ours].is_floating_point():
+            own = question.held.get(theirs.name) if isinstance(theirs, Node) and isinstance(ours, Node) else None
+            if own is None or ours.name not in question.weights or not is_real(trial.values[ours]):
                 continue
             value = trial.values[ours]
             held = next(_as_ours(value, question.their_weights[own].detach().double()), None)
             trial.budget.spend_passes(_PASSES_OF_SAME, value)
             if held is not None and not _is_same(value, held, same):
                 trial.budget.spend_passes(_PASSES, value)
-                edits[ours] = giving(held)
-                is_so = relation(question.label(ours), own, value, held, others, same)
-                told[own] = _told(question, ours, is_so)
+                edits[ours] = held
+                told[own] = _told(question, ours, relation(question.label(ours), own, value, held, others, same))
         if len(edits) > 1:
-            first = next(iter(told))
-            rest = [name.rpartition(".")[2] for name in told if name != first]
-            yield Hypothesis(told[first][0], f"{told[first][1]}; {', '.join(rest)} with it", edits)
+            first, *rest = told
+            text = f"{told[first][1]}; {', '.join(name.rpartition('.')[2] for name in rest)} with it"
+            yield Hypothesis(told[first][0], text, edits)
 
 
 def another_layer(question: Question) -> Iterator[Hypothesis]:
     """Yield: all weights of the piece are those of another layer."""
     held = [node for node in question.trial.inputs if node.name in question.full]
-    if len(held) < 2:
-        return
     parts = [question.full[node.name].split(".") for node in held]
-    for place, part in enumerate(parts[0]):
-        if not part.isdigit() or any(
-            len(other) <= place or other[: place + 1] != parts[0][: place + 1] for other in parts
-        ):
+    for place, part in enumerate(parts[0]) if len(held) > 1 else ():
+        above = parts[0][:place]
+        if not part.isdigit() or any(other[: place + 1] != [*above, part] for other in parts):
             continue
         for number in range(_MOST_LAYERS):
-            names = [".".join([*other[:place], str(number), *other[place + 1 :]]) for other in parts]
-            if number == int(part) or not all(name in question.model for name in names):
-                continue
-            values = [question.model[name].detach().double() for name in names]
-            if all(value.shape == question.trial.values[node].shape for node, value in zip(held, values, strict=True)):
-                where = ".".join([*parts[0][:place], str(number)])
-                edits = {node: giving(value) for node, value in zip(held, values, strict=True)}
-                yield Hypothesis("swapped", f"the weights of another layer are read: of {where}", edits)
+            layer = [*above, str(number)]
+            edits = _of_names(question, held, [".".join([*layer, *other[place + 1 :]]) for other in parts])
+            if number != int(part) and edits is not None:
+                yield Hypothesis("swapped", f"the weights of another layer are read: of {'.'.join(layer)}", edits)
+
+
+def _of_names(question: Question, held: Sequence[Node], names: Sequence[str]) -> dict[Node, Edit] | None:
+    """Return other weights of the model instead of some that are held; None where these are no such weights."""
+    edits: dict[Node, Edit] = {}
+    for node, name in zip(held, names, strict=True):
+        value = question.model.get(name)
+        if value is None or value.shape != question.trial.values[node].shape:
+            return None
+        edits[node] = value.detach().double()
+    return edits
 
 
 def another_module(question: Question) -> Iterator[Hypothesis]:
     """Yield: all weights of the piece are those of another module of the same kind: of two norms, the other one."""
     held = [node for node in question.trial.inputs if node.name in question.full]
-    if len(held) < 2:
-        return
     parts = [question.full[node.name].rpartition(".") for node in held]
-    if len({module for module, _, _ in parts}) != 1:
+    if len(held) < 2 or len({module for module, _, _ in parts}) != 1:
         return
     own = parts[0][0]
     modules = dict.fromkeys(name.rpartition(".")[0] for name in question.model)
     near = sorted((other for other in modules if other != own), key=lambda other: -_shared(own, other))
     for other in near[:_MOST_LAYERS]:
-        values = [question.model.get(f"{other}.{name}") for _, _, name in parts]
-        if any(v is None or v.shape != question.trial.values[n].shape for n, v in zip(held, values, strict=True)):
-            continue
-        edits = {
-            node: giving(value.detach().double()) for node, value in zip(held, values, strict=True) if value is not None
-        }
-        yield Hypothesis("swapped", f"the weights of another module are read: of {other}", edits)
+        edits = _of_names(question, held, [f"{other}.{name}" for _, _, name in parts])
+        if edits is not None:
+            yield Hypothesis("swapped", f"the weights of another module are read: of {other}", edits)
 
 
 def _shared(one: str, other: str) -> int:
@@ -243,7 +229,7 @@ def relation(
         if order is not None:
             kind, how = called(order)
             what = ("rows", "columns")[axis] if ours.dim() == 2 else "elements" if ours.dim() == 1 else f"axis {axis}"
-            if how == "in reverse order" and ours.dim() > 2:
+            if bool((order.diff() == -1).all()) and ours.dim() > 2:
                 return kind, f"{there}: kernel flipped along axis {axis}"
             return kind, f"{there}: {what} {how}"
     spatial = tuple(range(2, ours.dim()))
@@ -253,8 +239,7 @@ def relation(
         for b in range(a):
             if ours.shape[a] == ours.shape[b] and _is_same(ours.transpose(a, b), theirs):
                 return "transposed", f"{there}: transposed (axes {b} and {a})"
-    power = float(ours.square().sum())
-    factor = float((ours * theirs).sum()) / power if power else 0.0
+    factor = factor_between(ours, theirs)
     if (dtype := _rounded(ours, theirs)) is not None:
         return "dtype", f"{there} is rounded to {dtype}"
     if factor and _is_same(ours * factor, theirs, same):
@@ -262,9 +247,9 @@ def relation(
     offset = float((theirs - ours).mean())
     if _is_same(ours + offset, theirs, same):
         return "scale", f"{there} is the baseline's plus {offset:.6g}"
-    bases = base_of(ours), base_of(theirs)
-    if bases[0] is not None and bases[1] is not None:
-        return "position", of_another_base(bases[0], bases[1])
+    here, other = base_of(ours), base_of(theirs)
+    if here is not None and other is not None:
+        return "position", of_another_base(here, other)
     levels = _levels(theirs)
     if levels is not None and (_levels(ours) or levels + 1) > levels:
         return "dtype", f"{there} has {levels} levels in a row: it is quantized"
@@ -294,14 +279,12 @@ def _as_ours(ours: torch.Tensor, theirs: torch.Tensor) -> Iterator[torch.Tensor]
 
 def _partly(ours: torch.Tensor, theirs: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield a table without its first rows, or its last ones, beside those: the port keeps them elsewhere."""
-    if ours.dim() != theirs.dim() or ours.dim() < 2:
-        return
-    differing = [axis for axis in range(ours.dim()) if ours.shape[axis] != theirs.shape[axis]]
-    if len(differing) != 1 or ours.shape[differing[0]] - theirs.shape[differing[0]] not in (1, 2):
-        return
-    axis, number = differing[0], ours.shape[differing[0]] - theirs.shape[differing[0]]
-    yield torch.cat([ours.narrow(axis, 0, number), theirs], axis)
-    yield torch.cat([theirs, ours.narrow(axis, theirs.shape[axis], number)], axis)
+    missing = [a - b for a, b in zip(ours.shape, theirs.shape, strict=False)]
+    differing = [axis for axis, number in enumerate(missing) if number]
+    if ours.dim() == theirs.dim() > 1 and len(differing) == 1 and missing[differing[0]] in (1, 2):
+        (axis,) = differing
+        yield torch.cat([ours.narrow(axis, 0, missing[axis]), theirs], axis)
+        yield torch.cat([theirs, ours.narrow(axis, theirs.shape[axis], missing[axis])], axis)
 
 
 def _is_same(ours: torch.Tensor, theirs: torch.Tensor, same: float = _SAME) -> bool:
@@ -318,7 +301,57 @@ def _same(question: Question) -> float:
 
 def _rounded(ours: torch.Tensor, theirs: torch.Tensor) -> str | None:
     """Return the dtype to which a weight was rounded; None where it was not."""
-    for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
-        if torch.equal(ours.float().to(dtype).double(), theirs):
-            return str(dtype).removeprefix("torch.")
-    return None
+    dtypes = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+    found = (dtype for dtype in dtypes if torch.equal(ours.float().to(dtype).double(), theirs))
+    return next((str(dtype).removeprefix("torch.") for dtype in found), None)
+
+
+def packed(question: Question) -> Iterator[Hypothesis]:
+    """Yield: what the candidate keeps as one weight has the rows of several of the baseline's in another order."""
+    trial = question.trial
+    edits: dict[Node, Edit] = {}
+    told: list[tuple[Kind, str]] = []
+    products: set[Node] = set()
+    # Matrices first: the biases are those of their products.
+    for name, tensor in sorted(question.their_weights.items(), key=lambda item: -item[1].dim()):
+        held = _held_apart(question, tensor, products) if is_real(tensor) else []
+        if not held or any(node in edits for node in held):
+            continue
+        theirs, ours = tensor.detach().double(), torch.cat([trial.values[node] for node in held])
+        trial.budget.spend_passes(_PASSES_OF_ROWS, ours)
+        order = order_between(ours, theirs, 0, _SAME)
+        if order is None:
+            continue
+        products.update(user for node in held for user in node.users if user in trial.values)
+        sizes = [trial.values[node].shape[0] for node in held]
+        kind, how = called(order)
+        labels = ", ".join(question.label(node) for node in held)
+        told.append(("swapped" if _are_exchanged(order, sizes) else kind, f"{name} holds the rows of {labels} {how}"))
+        edits |= zip(held, torch.split(theirs, sizes), strict=True)
+    if told:
+        yield Hypothesis(*told[0], edits)
+
+
+def _held_apart(question: Question, theirs: torch.Tensor, products: Collection[Node]) -> list[Node]:
+    """Return the weights of the piece that have the rows of one of the candidate's, in the order in which they run.
+
+    Of biases, only those of `products`, which read matrices that have been found.
+    """
+    values = question.trial.values
+    order = {op: place for place, op in enumerate(question.trial.ops)}
+    found = [
+        node
+        for node in question.trial.inputs
+        if node.name in question.weights and is_real(values[node])
+        if values[node].dim() == theirs.dim() > 0 and values[node].shape[1:] == theirs.shape[1:]
+        if theirs.dim() > 1 or any(user in products for user in node.users)
+    ]
+    found.sort(key=lambda node: min((order[user] for user in node.users if user in order), default=0))
+    return found if len(found) > 1 and sum(len(values[node]) for node in found) == len(theirs) else []
+
+
+def _are_exchanged(order: torch.Tensor, sizes: Sequence[int]) -> bool:
+    """Whether whole weights have changed places: keys stand where queries should."""
+    starts = [sum(sizes[:place]) for place in range(len(sizes))]
+    blocks = torch.split(order, list(sizes))
+    return all(int(block[0]) in starts and bool((block.diff() == 1).all()) for block in blocks)

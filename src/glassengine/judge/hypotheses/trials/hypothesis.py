@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,30 +51,32 @@ class Literal:
     value: Any
     place: int | str
 
-    def becoming(self, value: Any) -> Edit:
-        """Return the edit that gives the op another value."""
 
-        def edit(call: Call) -> Any:
-            args, kwargs = bound(call.node.target, call.args, call.kwargs)
-            if isinstance(self.place, str):
-                kwargs = {**kwargs, self.place: value}
+def becoming(changed: Sequence[tuple[Literal, Any]]) -> Edit:
+    """Return the edit that gives an op other values of some arguments."""
+
+    def edit(call: Call) -> Any:
+        args, kwargs = bound(call.node.target, call.args, call.kwargs)
+        positional = list(args)
+        for literal, value in changed:
+            if isinstance(literal.place, str):
+                kwargs[literal.place] = value
             else:
-                args = (*args[: self.place], value, *args[self.place + 1 :])
-            return call.target(*args, **kwargs)
+                positional[literal.place] = value
+        return call.target(*positional, **kwargs)
 
-        return edit
+    return edit
 
 
 def literals_of(node: Node) -> Iterator[Literal]:
     """Yield the non-tensor arguments of an op, defaults included."""
     names = argument_names(node.target)
     args, kwargs = bound(node.target, node.args, dict(node.kwargs))
-    for place, value in enumerate(args):
+    items: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for place, value in items:
         if _is_literal(value):
-            yield Literal(node, names[place] if place < len(names) else str(place), value, place)
-    for key, value in kwargs.items():
-        if _is_literal(value):
-            yield Literal(node, key, value, key)
+            name = names[place] if isinstance(place, int) and place < len(names) else str(place)
+            yield Literal(node, name, value, place)
 
 
 def is_as_theirs(ours: Literal, theirs: Literal, ranks: tuple[int | None, int | None]) -> bool:
@@ -85,51 +87,39 @@ def is_as_theirs(ours: Literal, theirs: Literal, ranks: tuple[int | None, int | 
         theirs: Of the candidate's.
         ranks: Number of dimensions of what either op reads first; None if that is not a tensor.
     """
-    here, there = ranks
-    if ours.value == theirs.value or here is None or there is None or here == there:
-        return bool(ours.value == theirs.value)
-    if ours.name in ("dim", "dim0", "dim1") and isinstance(ours.value, int) and isinstance(theirs.value, int):
-        return _from_end(ours.value, here) == _from_end(theirs.value, there)
-    if ours.name == "pad":
-        # From the last dimension on: those that are not padded may be left out.
-        length = 2 * max(here, there)
-        one, other = ([*value, *[0] * (length - len(value))] for value in (ours.value, theirs.value))
-        return one == other
-    return False
+    a, b, (here, there) = ours.value, theirs.value, ranks
+    if a != b and here is not None and there is not None and here != there:
+        if ours.name in ("dim", "dim0", "dim1") and isinstance(a, int) and isinstance(b, int):
+            return (a if a < 0 else a - here) == (b if b < 0 else b - there)
+        if ours.name == "pad":
+            # From the last dimension on: those that are not padded may be left out.
+            length = 2 * max(here, there)
+            return [*a, *[0] * (length - len(a))] == [*b, *[0] * (length - len(b))]
+    return bool(a == b)
 
 
-def _from_end(dim: int, rank: int) -> int:
-    return dim if dim < 0 else dim - rank
-
-
-def bound(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def bound(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a call with every default filled in, as far as the op says which they are."""
     schema = getattr(target, "_schema", None)
-    if schema is None:
-        return tuple(args), dict(kwargs)
-    positional = list(args)
-    named = dict(kwargs)
-    for index, argument in enumerate(schema.arguments):
+    positional, named = list(args), dict(kwargs)
+    for index, argument in enumerate(() if schema is None else schema.arguments):
+        has_default = argument.has_default_value()
         if argument.kwarg_only:
-            if argument.name not in named and argument.has_default_value():
+            if argument.name not in named and has_default:
                 named[argument.name] = argument.default_value
         elif index >= len(positional):
-            if argument.name in named:
-                positional.append(named.pop(argument.name))
-            elif argument.has_default_value():
-                positional.append(argument.default_value)
-            else:
+            if argument.name not in named and not has_default:
                 break
+            positional.append(named.pop(argument.name) if argument.name in named else argument.default_value)
     return tuple(positional), named
 
 
-def constants_of(nodes: Iterator[Node] | tuple[Node, ...] | list[Node]) -> list[Any]:
+def constants_of(nodes: Iterable[Node]) -> list[Any]:
     """Return the literal numbers, words and lists that some ops use, each once; without defaults."""
     found: list[Any] = []
-    for node in nodes:
-        for leaf in [*node.args, *node.kwargs.values()]:
-            if _is_literal(leaf) and not any(_is_equal(leaf, known) for known in found):
-                found.append(leaf)
+    for leaf in (leaf for node in nodes for leaf in (*node.args, *node.kwargs.values())):
+        if _is_literal(leaf) and not any(type(leaf) is type(known) and leaf == known for known in found):
+            found.append(leaf)
     return found
 
 
@@ -148,6 +138,11 @@ def with_leaves(call: Call, changed: Mapping[int, Any]) -> Any:
     leaves, spec = pytree.tree_flatten((call.args, dict(call.kwargs)))
     args, kwargs = pytree.tree_unflatten([changed.get(i, leaf) for i, leaf in enumerate(leaves)], spec)
     return call.target(*args, **kwargs)
+
+
+def reading(changed: Mapping[int, Any]) -> Edit:
+    """Return the edit by which an op reads other arguments, counted as leaves."""
+    return lambda call: with_leaves(call, changed)
 
 
 def shown(value: Any) -> str:
@@ -183,7 +178,3 @@ def _is_literal(value: Any) -> bool:
     if isinstance(value, (bool, int, float, str)) or value is None:
         return True
     return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(item, (int, float)) for item in value)
-
-
-def _is_equal(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and bool(a == b)

@@ -1,4 +1,4 @@
-"""What should have come out, and what did: the measure by which an explanation holds."""
+"""Expected and actual values of a piece, and the test whether an edit explains the difference."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 from glassengine.judge.graphs.cut import Piece
-from glassengine.judge.hypotheses.trials.trial import FAILS, Trial
+from glassengine.judge.hypotheses.trials.trial import FAILS, Trial, is_real
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.mask_values import sentinel
 
@@ -48,15 +49,14 @@ class Question:
         their_values: Literal and 0-dim constants that these ops use.
         their_weights: Weights of the candidate that these ops read, by name.
         held: Nodes of the candidate that are such weights -> their names.
-        read: Names of the piece's inputs that these ops read the counterparts of.
+        read: Inputs of the piece whose counterparts these ops read.
         stored: Names of all of the baseline's nodes that are weights.
         kept: Names of the baseline's inputs and buffers that hold what the step before left.
         sources: Name for people of each of `others` -> its node.
         full: Name of a node of the piece that is a weight -> its full name.
         model: Every weight of the baseline by its full name.
-        named: The baseline's own nodes by name: what reads a piece is not in it.
-        is_another: Whether what the candidate made belongs to other ops of the baseline: another tensor of the model is
-            no explanation then.
+        named: The baseline's own nodes by name; a piece holds copies of some.
+        is_another: Whether the candidate's tensor belongs to other ops of the baseline: no other tensor explains it.
         is_still_computed: Whether the candidate computes a node all the same that may have been left out.
         native: The piece in the candidate's dtype without casts to a finer one; None where it has no such casts.
     """
@@ -92,21 +92,27 @@ class Question:
         """Return what people call a node of the piece."""
         return self.labels.get(node.name, node.name)
 
+    def own(self, node: Node) -> Node:
+        """Return a node of the piece as it is in the baseline's whole graph."""
+        return self.named.get(node.name, node)
+
     def users(self, node: Node) -> list[Node]:
         """Return what reads a node of the piece in the baseline's whole graph."""
-        return list(self.named.get(node.name, node).users)
+        return list(self.own(node).users)
 
     def left(self, value: torch.Tensor | None) -> float:
         """Return how far a value is from what the candidate made, root mean square; infinite across masks."""
-        if (
-            value is None
-            or value.shape != self.actual.shape
-            or value.is_floating_point() != self.actual.is_floating_point()
-            or value.is_complex()
-            or self.actual.is_complex()
-        ):
-            return float("inf")
+        if value is None or value.is_complex() or self.actual.is_complex() or is_real(value) != is_real(self.actual):
+            return math.inf
         return _distance(value.double(), self.actual.double(), self.valid)
+
+    def _rounding(self, value: torch.Tensor) -> float:
+        """Return how much rounding leaves of a value, root mean square."""
+        return self.noise * max(_size(value, self.valid), self._size_of_right)
+
+    @cached_property
+    def _size_of_right(self) -> float:
+        return _size(self.right, self.valid)
 
     @cached_property
     def of_right(self) -> float:
@@ -116,24 +122,21 @@ class Question:
     def explains(self, value: torch.Tensor | None, left: float | None = None) -> bool:
         """Whether a value, `left` from what the candidate made, is that up to rounding, and the right one is not."""
         left, of_right = self.left(value) if left is None else left, self.of_right
-        if value is None or not left < float("inf") or left * _BETTER > of_right:
+        if value is None or not left < math.inf or left * _BETTER > of_right:
             return False
-        size = max(_size(value, self.valid), _size(self.right, self.valid))
-        if of_right <= _LEAST * self.noise * size:
-            return False  # nothing that rounding does not explain
-        if left > _ROUNDINGS * self.noise * size:
-            return False
+        rounding = self._rounding(value)
+        if of_right <= _LEAST * rounding or left > _ROUNDINGS * rounding:
+            return False  # nothing that rounding does not explain; more than it leaves
         # A mean over many elements does not show one that is not explained.
-        return _largest(value, self.actual, self.valid) <= 0.25 * max(
-            _largest(self.right, self.actual, self.valid), 4 * _ROUNDINGS * self.noise * size
-        )
+        most = max(_largest(self.right, self.actual, self.valid), 4 * _ROUNDINGS * rounding)
+        return _largest(value, self.actual, self.valid) <= 0.25 * most
 
     def is_apart(self, value: torch.Tensor | None) -> bool:
         """Whether a few elements show already that a value explains nothing, and comes no nearer than the right one.
 
         An explanation leaves no element farther off than `explains` allows, whichever are looked at.
         """
-        if value is None or value.shape != self.actual.shape or not value.is_floating_point():
+        if not is_real(value) or value.shape != self.actual.shape:
             return False
         where, theirs, right_error, most = self._sample
         if where is None:
@@ -146,10 +149,8 @@ class Question:
     @cached_property
     def _sample(self) -> tuple[torch.Tensor | None, torch.Tensor, float, float]:
         """Some elements that count: their places, what the candidate made, how far the right value is, and may be."""
-        nothing = None, self.actual, 0.0, 0.0
-        if self.right.shape != self.actual.shape or not self.actual.is_floating_point():
-            return nothing
-        if self.actual.numel() <= _SAMPLED or not self.right.is_floating_point():
+        nothing, are_real = (None, self.actual, 0.0, 0.0), is_real(self.actual) and is_real(self.right)
+        if not are_real or self.right.shape != self.actual.shape or self.actual.numel() <= _SAMPLED:
             return nothing
         step = self.actual.numel() // _SAMPLED | 1
         where = torch.arange(0, self.actual.numel(), step)
@@ -160,22 +161,19 @@ class Question:
         right = torch.where(usable, self.right.double().flatten()[where] - theirs, 0.0)
         if not where.numel() or not bool(right.isfinite().all()):
             return nothing
-        size = 2 * max(_size(self.actual, self.valid), _size(self.right, self.valid))
-        most = 0.25 * max(_largest(self.right, self.actual, self.valid), 4 * _ROUNDINGS * self.noise * size)
+        rounding = 2 * self._rounding(self.actual)
+        most = 0.25 * max(_largest(self.right, self.actual, self.valid), 4 * _ROUNDINGS * rounding)
         return where, theirs, float(right.square().mean().sqrt()), most
 
     def unexplained(self, value: torch.Tensor) -> float:
         """Return the share of the error that is left where a value is taken for the right one, 0 to 1."""
         left, of_right = self.left(value), self.of_right
-        if not of_right or not left:
-            return 0.0
-        return min(1.0, left / of_right) if of_right < float("inf") else 0.0
+        return min(1.0, left / of_right) if 0 < of_right < math.inf else 0.0
 
     def proves(self, value: torch.Tensor) -> bool:
         """Whether a value that explains is what the candidate made beyond doubt: nothing but rounding is left."""
         left = self.left(value)
-        size = max(_size(value, self.valid), _size(self.right, self.valid))
-        return left <= _CERTAIN * self.noise * size and left * _APART <= self.of_right
+        return left <= _CERTAIN * self._rounding(value) and left * _APART <= self.of_right
 
     def needs_both(self, both: torch.Tensor | None, alone: Sequence[torch.Tensor | None], num_tried: int) -> bool:
         """Whether two changes together explain what neither does alone, and not since so many pairs were tried.
@@ -190,14 +188,12 @@ class Question:
         """
         if both is None:
             return False
-        size = max(_size(both, self.valid), _size(self.right, self.valid))
-        for value in alone:
-            if value is None or value.shape != self.actual.shape:
-                continue
+        rounding = self._rounding(both)
+        for value in (one for one in alone if one is not None and one.shape == self.actual.shape):
             chance = 1.0
             for start in (0, 1):
                 near, far = (_of_every_other(one, self.actual, self.valid, start) for one in (both, value))
-                chance *= max(near, self.noise * size) / far if far else math.inf
+                chance *= max(near, rounding) / far if far else math.inf
             if not chance * num_tried * _APART <= 1:
                 return False
         return True
@@ -210,7 +206,7 @@ class Question:
         """
         if value is None or value.shape != self.right.shape:
             return True
-        rounding = self.noise * max(_size(value, self.valid), _size(self.right, self.valid))
+        rounding = self._rounding(value)
         if _distance(value.double(), self.right.double(), self.valid) > _ROUNDINGS * rounding:
             return True
         return self.of_right > rounding and self.left(value) * _NEARER < self.of_right
@@ -227,7 +223,7 @@ def noise_of(piece: Piece, right: torch.Tensor, actual: torch.Tensor) -> float:
     except FAILS:
         return 4 * least
     error = _distance(made.double(), right.double(), None) if made.shape == right.shape else 0.0
-    return max(least, error / size) if size and error < float("inf") else least
+    return max(least, error / size) if size and error < math.inf else least
 
 
 def _usable(value: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
@@ -236,12 +232,13 @@ def _usable(value: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor, valid: torch.Tensor | None) -> float:
-    if a.shape != b.shape:
-        return float("inf")
-    ours, theirs = _usable(a, valid), _usable(b, valid)
-    if not torch.equal(ours, theirs):
-        return float("inf")
-    error = torch.where(ours, a - b, 0.0)
+    """Return the root mean square of the difference; infinite where shapes or what is masked differ."""
+    if a.shape != b.shape or not torch.equal(ours := _usable(a, valid), _usable(b, valid)):
+        return math.inf
+    return _mean(torch.where(ours, a - b, 0.0))
+
+
+def _mean(error: torch.Tensor) -> float:
     return float(error.square().mean().sqrt()) if error.numel() else 0.0
 
 
@@ -252,13 +249,40 @@ def _of_every_other(a: torch.Tensor, b: torch.Tensor, valid: torch.Tensor | None
 
 def _largest(a: torch.Tensor, b: torch.Tensor, valid: torch.Tensor | None) -> float:
     if a.shape != b.shape:
-        return float("inf")
-    keep = _usable(a.double(), valid) & _usable(b.double(), valid)
-    error = torch.where(keep, a.double() - b.double(), 0.0).abs()
+        return math.inf
+    a, b = a.double(), b.double()
+    error = torch.where(_usable(a, valid) & _usable(b, valid), a - b, 0.0).abs()
     return float(error.max()) if error.numel() else 0.0
 
 
 def _size(value: torch.Tensor, valid: torch.Tensor | None) -> float:
     wide = value.double()
-    kept = torch.where(_usable(wide, valid), wide, 0.0)
-    return float(kept.square().mean().sqrt()) if kept.numel() else 0.0
+    return _mean(torch.where(_usable(wide, valid), wide, 0.0))
+
+
+def in_its_dtype(piece: Piece, actual: torch.Tensor) -> torch.Tensor | None:
+    """Return what a piece makes in the dtype of the model, where it casts to a finer one; None where it does not."""
+    own = actual.dtype
+    if not own.is_floating_point or unit_roundoff(own) <= unit_roundoff(torch.float32):
+        return None
+    values: dict[Node, Any] = {}
+    is_cast = False
+
+    def coarse(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(own) if is_real(value) else value
+        return own if value in (torch.float32, torch.float64) else value
+
+    try:
+        values.update(zip(piece.module.graph.find_nodes(op="placeholder"), piece.arguments(), strict=True))
+        for op in piece.ops:
+            args, kwargs = torch.fx.node.map_arg((op.args, dict(op.kwargs)), values.__getitem__)
+            is_cast = is_cast or torch.float32 in (*args, *kwargs.values())
+            called: Any = op.target
+            args, kwargs = pytree.tree_map(coarse, (args, kwargs))
+            values[op] = pytree.tree_map(coarse, called(*args, **kwargs))
+        (end,) = piece.module.graph.output_node().all_input_nodes
+    except FAILS:
+        return None
+    made = values[end]
+    return made.double() if is_cast and isinstance(made, torch.Tensor) else None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeGuard
 
 import torch
 from torch.fx import Node
@@ -73,6 +74,17 @@ class Budget:
         self.spend(number * _OF_ELEMENT * tensor.numel())
 
 
+def is_real(value: object) -> TypeGuard[torch.Tensor]:
+    """Whether a value is a tensor of floating numbers."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def factor_between(one: torch.Tensor, other: torch.Tensor, otherwise: float = 0.0) -> float:
+    """Return the number by which one tensor comes nearest to another; `otherwise` where it is zero, or infinite."""
+    power = float(one.square().sum())
+    return float((one * other).sum()) / power if power and math.isfinite(power) else otherwise
+
+
 class Call:
     """One node as it is computed in float64: the op, its arguments and what it makes."""
 
@@ -84,13 +96,13 @@ class Call:
         return self.target(*args, **kwargs)
 
 
-Edit = Callable[[Call], Any]
-"""Returns what a node makes instead."""
+Edit = Callable[[Call], Any] | torch.Tensor
+"""What a node makes instead: a tensor, or a function of its call."""
 
 
-def giving(value: Any) -> Edit:
-    """Return the edit by which a node makes this value, whatever it is given."""
-    return lambda call: value
+def edited(call: Call, edit: Edit) -> Any:
+    """Return what a node makes by an edit."""
+    return edit if isinstance(edit, torch.Tensor) else edit(call)
 
 
 class Trial:
@@ -125,6 +137,15 @@ class Trial:
         """What the piece makes."""
         found: torch.Tensor = self.values[self.end]
         return found
+
+    def tensor(self, item: Any) -> torch.Tensor | None:
+        """Return the tensor that an argument stands for; None where it is none of the piece."""
+        value = self.values.get(item) if isinstance(item, Node) else None
+        return value if isinstance(value, torch.Tensor) else None
+
+    def real_ops(self) -> Iterator[tuple[Node, torch.Tensor]]:
+        """Yield the ops that make floating numbers, with what they make, last ops first."""
+        return ((node, self.values[node]) for node in reversed(self.ops) if is_real(self.values[node]))
 
     def spend_first(self) -> None:
         """Take what the piece itself costs: once in float64, and once as the baseline rounds; raises `OutOfWork`."""
@@ -162,8 +183,8 @@ class Trial:
         try:
             for node in order:
                 call = self._call(node, values, is_known=node in edits and node not in below)
-                edit = edits.get(node) or self._made_by.get(node)
-                values[node] = call.value if edit is None else edit(call)
+                edit = edits.get(node, self._made_by.get(node))
+                values[node] = call.value if edit is None else edited(call, edit)
         except FAILS:
             return None
         return values

@@ -1,1 +1,1 @@
-"""The operators of ONNX as calls of torch, by kind."""
+"""What the nodes of a translated graph call: functions, graphs within, and nodes that are run alone."""

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from glassengine.errors import BackendError, first_line
 from glassengine.program.onnx.operators.function import OnnxFunction
-from glassengine.program.onnx.operators.tabular import DOMAIN
 from glassengine.program.onnx.stored.file import torch_dtype
 from glassengine.program.onnx.stored.session import start
 
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
     import onnx
 
 _STANDARD = ("", "ai.onnx")
+TABULAR = "ai.onnx.ml"
+"""Domain of trees, linear models and encoders."""
 _RANDOM = {
     "Bernoulli": "bernoulli",
     "Multinomial": "multinomial",
@@ -124,7 +125,7 @@ class OneNode:
     def has_reference(self) -> bool:
         """Whether anything else than the runtime defines what it computes."""
         return self._proto.domain in _STANDARD or (
-            self._proto.domain == DOMAIN and self._proto.op_type not in _OTHER_RESULTS
+            self._proto.domain == TABULAR and self._proto.op_type not in _OTHER_RESULTS
         )
 
     def _feeds(self, values: list[Tensor]) -> dict[str, Any]:

@@ -287,3 +287,17 @@ def _unpacked(raw: bytearray, number: int, dtype: torch.dtype) -> torch.Tensor:
     pairs = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
     values = torch.stack([pairs & 15, pairs >> 4], -1).flatten()[:number].to(torch.int8)
     return torch.where(values > 7, values - 16, values) if dtype is torch.int8 else values.to(dtype)
+
+
+def free_names(graph: onnx.GraphProto) -> list[str]:
+    """Return the values that a graph, or a graph within it, reads from outside."""
+    own = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
+    found: dict[str, None] = {}
+    for node in graph.node:
+        read = list(node.input)
+        for entry in node.attribute:
+            for inner in [entry.g] if entry.HasField("g") else entry.graphs:
+                read += free_names(inner)
+        found |= dict.fromkeys(name for name in read if name and name not in own)
+        own.update(node.output)
+    return [*found, *(value.name for value in graph.output if value.name not in own and value.name not in found)]

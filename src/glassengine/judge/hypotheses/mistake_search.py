@@ -1,0 +1,350 @@
+"""From a flagged tensor to a question: the baseline's piece on the candidate's values, and what is known of both."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from glassengine.judge.graphs.between import ancestors, down, passes_on, readers_of, region_of, up
+from glassengine.judge.graphs.cut import Piece, cut
+from glassengine.judge.hypotheses.explain import Explanation, Rank, differences, explanation
+from glassengine.judge.hypotheses.inside import Inside, inside_of
+from glassengine.judge.hypotheses.trials.hypothesis import constants_of, of_weight, short
+from glassengine.judge.hypotheses.trials.question import Question, in_its_dtype, noise_of
+from glassengine.judge.hypotheses.trials.trial import FAILS, OF_DIFFERENCES, Budget, Trial
+from glassengine.program.representation.program import Program
+from glassengine.results import Hint
+
+_USER = "user."
+_DEPTHS = (0, 1, 2, 4)
+"""How many ops above the flagged one are asked with it: where a tensor is observed need not be where it is made."""
+_NEAR = 8
+"""Steps above a tensor within which a weight is its own."""
+_MOST_OPS = 200
+_MOST_OTHERS = 64
+_LARGEST_OTHER = 1 << 24
+"""Elements of what else could have been read: the matrix of a large vocabulary in float64 is a gigabyte."""
+
+
+@dataclass
+class MistakeSearch:
+    """What is known of both sides where a tensor was flagged.
+
+    Attributes:
+        program: The baseline's.
+        values: What the candidate was given and made in this step, by node of `program`.
+        candidate: The candidate's program; None where it has none.
+        counterparts: Node of `program` -> node of `candidate`.
+        flagged: Nodes of `program` that were flagged in this step: they may be no counterparts at all.
+    """
+
+    program: Program
+    values: Mapping[str, Any]
+    candidate: Program | None = None
+    counterparts: Mapping[str, str] = field(default_factory=dict)
+    flagged: Collection[str] = ()
+    covered: Collection[str] = ()
+    """Flagged nodes that the piece of the last `hints` recomputes: its mistake explains them as well."""
+    place: str | None = None
+    """Node in which the mistake of the last `hints` was made: an unobserved one, inside of the region."""
+    num_skipped: int = 0
+    """Families of mistakes that the last `hints` did not try, since what one tensor may cost was spent."""
+
+    @torch.no_grad()
+    def hints(self, node: Node, actual: torch.Tensor, valid: torch.Tensor | None) -> list[Hint]:
+        """Return what explains a tensor: the kind of mistake with which the baseline's ops make it.
+
+        Args:
+            node: Of the baseline.
+            actual: What the candidate made in its place.
+            valid: Mask of the elements that count; None for all.
+        """
+        budget = Budget()
+        pieces = list(self._pieces(node))
+        best: tuple[Explanation, Question, frozenset[str]] | None = None
+        for names, piece in pieces:
+            budget.begin(is_last=piece is pieces[-1][1])
+            question = self.question(node, piece, actual, valid, budget)
+            found = None if question is None else explanation(question)
+            if found is not None and question is not None and (best is None or found.rank > best[0].rank):
+                best = found, question, names
+                if found.rank is Rank.SETTLED:
+                    break
+        self.num_skipped = 0 if best is not None else budget.num_skipped
+        if best is None:
+            return []
+        found, question, names = best
+        lost = found.hypothesis.lost
+        self.place = self._place(question.trial, found.hypothesis.edits)
+        anew = names if lost is None else {*names, lost.name}
+        self.covered = {name for name in self.flagged if name in anew and name != node.name}
+        return [found.hint]
+
+    def _pieces(self, node: Node) -> Iterator[tuple[frozenset[str], Piece]]:
+        """Yield the pieces that end in a node, from its own op on, with the names of their ops; each once."""
+        asked: set[frozenset[str]] = set()
+        for depth, besides in [(0, ()), *((depth, self.flagged) for depth in _DEPTHS)]:
+            piece = self._piece(node, depth, besides)
+            names = frozenset(op.name for op in piece.ops) if piece is not None else frozenset()
+            if piece is not None and len(piece.ops) <= _MOST_OPS and names not in asked:
+                asked.add(names)
+                yield names, piece
+
+    def _place(self, trial: Trial, edited: Collection[Node]) -> str | None:
+        """Return the op that a mistake is in; None for the last of the piece, and where the candidate's are known."""
+        if len(edited) != 1:
+            return None
+        (place,) = edited
+        if place.op == "placeholder":
+            readers = [op for op in trial.ops if place in op.all_input_nodes]
+            if len(readers) != 1:
+                return None
+            (place,) = readers
+        if place is trial.end or place.name in self._known:
+            return None
+        # Its other readers would be wrong as well, which is not known.
+        inside = {op.name for op in trial.ops}
+        own = self._own.get(place.name)
+        is_read_elsewhere = own is not None and any(user.name not in inside for user in own.users)
+        return None if is_read_elsewhere else place.name
+
+    @torch.no_grad()
+    def differences(self, node: Node, actual: torch.Tensor, valid: torch.Tensor | None) -> list[Hint]:
+        """Return what of the candidate's op is not the baseline's, and changes the result; arguments as for `hints`."""
+        piece = self.piece(node)
+        if piece is None or len(piece.ops) > _MOST_OPS:
+            return []
+        question = self.question(node, piece, actual, valid, Budget(OF_DIFFERENCES))
+        return [] if question is None else differences(question)
+
+    @cached_property
+    def _own(self) -> dict[str, Node]:
+        """The baseline's nodes by name."""
+        return {node.name: node for node in self.program.graph.nodes}
+
+    @cached_property
+    def _candidates(self) -> dict[str, Node]:
+        """The candidate's nodes by name; none where it has no program."""
+        return {} if self.candidate is None else {node.name: node for node in self.candidate.graph.nodes}
+
+    @cached_property
+    def _known(self) -> dict[str, Any]:
+        return {**self.program.weights(), **self.values}
+
+    def counterpart(self, node: Node) -> Node | None:
+        """Return the candidate's own node for one of the baseline's."""
+        return self._candidates.get(self.counterparts.get(node.name, ""))
+
+    def inside(self, node: Node) -> Inside | None:
+        """Return where the graphs inside of a branch, a loop or a recurrence part; None where they do not."""
+        there = self.counterpart(node)
+        if self.candidate is None or there is None:
+            return None
+        ports = {port.name: port.node for port in self.program.inputs}
+        ours = {port.node: ports[port.name] for port in self.candidate.inputs if port.name in ports}
+        ours |= {theirs: name for name, theirs in self.counterparts.items()}
+        weights = self.candidate.weights()
+
+        def theirs(source: Node) -> Any:
+            return weights[source.name] if source.name in weights else self.values[ours[source.name]]
+
+        tensors = [value for value in self._known.values() if isinstance(value, torch.Tensor)]
+        dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+        return inside_of(node, there, (lambda source: self._known[source.name], theirs), dtypes)
+
+    def piece(self, node: Node) -> Piece | None:
+        """Return what makes a node from what the candidate was observed to make; None where that is not known."""
+        return self._piece(node, 0, ())
+
+    def question(
+        self, node: Node, piece: Piece, actual: torch.Tensor, valid: torch.Tensor | None, budget: Budget | None = None
+    ) -> Question | None:
+        """Return the question of a piece; None where it does not run on the candidate's values, or makes the same."""
+        try:
+            trial = Trial(piece, budget)
+        except FAILS:
+            return None
+        right, program = trial.right, self.program
+        if not isinstance(right, torch.Tensor) or right.is_complex() or actual.is_complex():
+            return None
+        theirs, others = self._theirs(node), self._others(node, trial)
+        held = self._held(theirs)
+        their_weights = {} if self.candidate is None else {n: self.candidate.weights()[own] for own, n in held.items()}
+        labels = {short(self._site(name), self._site(node.name)): name for name in others}
+        full = {name: full.removeprefix(_USER) for name, full in program.weight_names().items()}
+        found = Question(
+            trial,
+            actual.double() if actual.is_floating_point() else actual,
+            None if valid is None or valid.shape != actual.shape else valid,
+            noise_of(piece, right, actual),
+            labels=self._labels(node, trial),
+            weights=frozenset(n.name for n in trial.inputs if n.name in program.weights()),
+            others={label: others[name] for label, name in labels.items()},
+            theirs=theirs,
+            their_values=[*constants_of(theirs), *(float(t) for t in their_weights.values() if t.dim() == 0)],
+            their_weights=their_weights,
+            full={n.name: full[n.name] for n in trial.inputs if n.name in full},
+            model={full[name]: tensor for name, tensor in program.weights().items()},
+            named=self._own,
+            is_another=self._is_another(node),
+            native=in_its_dtype(piece, actual),
+            held=held,
+            read=self._read(trial, theirs),
+            is_still_computed=lambda lost: is_still_computed(lost, program, self.candidate),
+            stored=frozenset(program.weights()),
+            kept=program.kept(),
+            sources=labels,
+        )
+        return found if found.left(right) > 0 else None
+
+    def _piece(self, node: Node, depth: int, besides: Collection[str]) -> Piece | None:
+        known = self._known
+        above = {node.name, *(op.name for op in up(node, depth) if op.op == "call_function")}
+        return cut([node], known, known.keys() - above - self._same(node) - set(besides))
+
+    def _same(self, node: Node) -> set[str]:
+        """Return what was flagged and is paired with the same tensor of the candidate: it is not made of itself."""
+        target = self.counterparts.get(node.name)
+        return {name for name in self.flagged if target is not None and self.counterparts.get(name) == target}
+
+    def _theirs(self, node: Node) -> list[Node]:
+        target = self.counterpart(node)
+        ops = set() if target is None else set(region_of(target, set(self.counterparts.values()))[0])
+        return [op for op in self._candidates.values() if op in ops]  # in the order in which they run
+
+    def _is_another(self, node: Node) -> bool:
+        """Whether the candidate's tensor passes on what is the counterpart of another op that `node` is not made of."""
+        target = self.counterpart(node)
+        ours = {theirs: name for name, theirs in self.counterparts.items() if name not in self.flagged}
+        for source in () if target is None else itertools.islice(_passed(target), 1, None):
+            if source.name in ours:
+                is_made_of = ours[source.name] in {other.name for other in ancestors(node)}
+                return not is_made_of and not self._is_read_alike(node)
+        return False
+
+    def _is_read_alike(self, node: Node) -> bool:
+        """Whether an op of both sides reads the two tensors: then they belong together, whatever they are."""
+        target = self.counterparts.get(node.name)
+        there = [other for user in readers_of(node) if (other := self.counterpart(user)) is not None]
+        return any(one.name == target for op in there for read in op.all_input_nodes for one in _passed(read))
+
+    def _read(self, trial: Trial, theirs: list[Node]) -> frozenset[str]:
+        """Return the inputs of which the candidate's op of the same name reads the counterpart; another op may too."""
+        sources = {(op.target, source.name) for op in theirs for source in op.all_input_nodes}
+        inside = [(n.name, user.target) for n in trial.inputs for user in n.users if user in trial.values]
+        return frozenset(name for name, target in inside if (target, self.counterparts.get(name)) in sources)
+
+    def _held(self, theirs: list[Node]) -> dict[str, str]:
+        """Return the weights that ops of the candidate read: node -> name."""
+        if self.candidate is None:
+            return {}
+        names, weights = self.candidate.weight_names(), self.candidate.weights()
+        read = {source.name for op in theirs for source in op.all_input_nodes if source.name in weights}
+        return {name: names.get(name, name).removeprefix(_USER) for name in sorted(read)}
+
+    def _labels(self, node: Node, trial: Trial) -> dict[str, str]:
+        site = self._site(node.name)
+        inside = {op.name: self._site(op.name) for op in [*trial.inputs, *trial.ops]}
+        names = self.program.weight_names()
+        return {name: of_weight(label) if name in names else short(label, site) for name, label in inside.items()}
+
+    def _site(self, name: str) -> str:
+        names = self.program.weight_names()
+        if name in names:
+            return names[name].removeprefix(_USER)
+        sites = self.program.sites.by_node.get(name, ())
+        ops = [site.name for site in sites if site.kind == "op"]
+        return ops[0] if ops else sites[0].name if sites else name
+
+    def _others(self, node: Node, trial: Trial) -> dict[str, torch.Tensor]:
+        """Return what else of this shape could have been read, by node: made before, nearest first, and weights."""
+        shapes = {tuple(value.shape) for n in trial.inputs if isinstance(value := trial.values[n], torch.Tensor)}
+        shapes.add(tuple(trial.right.shape))
+        inside = {op.name for op in trial.ops}
+        below = {one.name for one in down([one for one in self._own.values() if one.name in inside])}
+        # What is made of the piece's own tensors has the mistake, and explains nothing.
+        left_out = {*(n.name for n in trial.inputs), *inside, *below}
+        found: dict[str, torch.Tensor] = {}
+        for name, value in self._nearest(node):
+            if name in left_out or not isinstance(value, torch.Tensor) or tuple(value.shape) not in shapes:
+                continue
+            if len(found) == _MOST_OTHERS:
+                break
+            if value.numel() <= _LARGEST_OTHER:
+                found[name] = value.detach()
+        return found
+
+    def _nearest(self, node: Node) -> Iterator[tuple[str, Any]]:
+        """Yield what was made before a node and what is given, by how far from it that is made or first read."""
+        order = {name: place for place, name in enumerate(self._own)}
+        given = [one for one in self._own.values() if one.op == "placeholder"]
+        first = {one.name: min((order[user.name] for user in one.users), default=0) for one in given}
+        places = {name: first.get(name, order.get(name, 0)) for name in self._known}
+        here = order[node.name]
+        for name in sorted(places, key=lambda n: abs(places[n] - here)):
+            if name in first or order.get(name, here) < here:
+                yield name, self._known[name]
+
+
+def _passed(node: Node) -> Iterator[Node]:
+    """Yield a node, and what it passes on the values of."""
+    yield node
+    while passes_on(node) and node.args and isinstance(node.args[0], Node):
+        node = node.args[0]
+        yield node
+
+
+def is_still_computed(node: Node, program: Program, candidate: Program | None) -> bool:
+    """Whether only one op reads a node, and the candidate reads a weight of it as often.
+
+    The candidate's results need that weight. That it is left out explains nothing then: it is added elsewhere, or
+    the two tensors do not belong together.
+
+    Args:
+        node: Of the baseline, or a copy of it.
+        program: The baseline's.
+        candidate: The candidate's; None where it has none.
+    """
+    own = next((one for one in program.graph.nodes if one.name == node.name), None)
+    # What something else reads as well (a residual) is computed for that.
+    if candidate is None or own is None or len(own.users) != 1:
+        return False
+    both = [(_readers(one), one.weights()) for one in (program, candidate)]
+    weights = program.weights()
+    for value in (weights[source.name] for source in _read_by_it_alone(own) if source.name in weights):
+        # Weights of the same values (ones) are counted together: which is which is not known.
+        here, there = (
+            sum(number for name, number in readers.items() if name in held and _is_same(value, held[name]))
+            for readers, held in both
+        )
+        if there >= here:
+            return True
+    return False
+
+
+def _read_by_it_alone(node: Node) -> Iterator[Node]:
+    """Yield what a node is made of and nothing else is, a few steps up, itself included."""
+    layer, known = [node], {node}
+    for _ in range(_NEAR):
+        yield from layer
+        layer = [one for below in layer for one in below.all_input_nodes if one not in known and known >= {*one.users}]
+        known.update(layer)
+
+
+def _is_same(ours: Tensor, theirs: Tensor) -> bool:
+    forms = [ours, ours.T] if ours.dim() == 2 and ours.shape != theirs.shape else [ours]
+    return any(torch.equal(form, theirs) for form in forms)
+
+
+def _readers(program: Program) -> Counter[str]:
+    """Return node -> number of ops that read it and that a result needs."""
+    end = program.graph.output_node()
+    return Counter(source.name for node in (end, *up(end)) for source in node.all_input_nodes)

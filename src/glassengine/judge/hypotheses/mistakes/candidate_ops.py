@@ -1,0 +1,114 @@
+"""Ops of the candidate: instead of an op of the baseline, instead of several, or done to a tensor as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from glassengine.judge.graphs.between import passes_on
+from glassengine.judge.hypotheses.mistakes.argument_words import kind_of_op
+from glassengine.judge.hypotheses.mistakes.tensor_roles import BENDING
+from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, constants_of, shown, tensors_of
+from glassengine.judge.hypotheses.trials.question import Question
+from glassengine.judge.hypotheses.trials.trial import Call, is_real
+from glassengine.numerics.float64 import retarget
+from glassengine.ops.traits import traits_of
+from glassengine.program.representation.naming import op_name
+from glassengine.results import Kind
+
+
+def extra_op(question: Question) -> Iterator[Hypothesis]:
+    """Yield: an op that reads one tensor, and that only the candidate has, is done to a tensor as well."""
+    trial = question.trial
+    own = {node.target for node in trial.ops}
+    for theirs in question.theirs:
+        # A number that is multiplied or added is one of scale, or of what is lost, which other families have.
+        is_number = traits_of(theirs).kind in ("factor", "term")
+        if theirs.target in own or is_number or passes_on(theirs) or len(theirs.all_input_nodes) != 1:
+            continue
+        kind: Kind = "activation" if traits_of(theirs).kind in BENDING else "other"
+        done, number = _called_with(theirs)
+
+        def edit(call: Call, done: Callable[..., Any] = done, number: int = number) -> Any:
+            return done([call.value] * number)
+
+        for node in reversed([*trial.inputs, *trial.ops]):
+            if is_real(trial.values[node]) and node.name not in question.weights:
+                text = f"{op_name(theirs)} of {question.label(node)} in the candidate, none here"
+                yield Hypothesis(kind, text, {node: edit})
+
+
+def another_op(question: Question) -> Iterator[Hypothesis]:
+    """Yield: an op of the candidate, with its own numbers, instead of one of the baseline's."""
+    own = {node.target for node in question.trial.ops}
+    for theirs in question.theirs:
+        if theirs.target in own or passes_on(theirs):
+            continue
+        done, number = _called_with(theirs)
+
+        def edit(call: Call, done: Callable[..., Any] = done) -> Any:
+            leaves = pytree.tree_leaves((call.args, dict(call.kwargs)))
+            return _first_of(done([leaf for leaf in leaves if isinstance(leaf, Tensor)]), call)
+
+        for node in reversed(question.trial.ops):
+            # Two products of the same tensors are one that is transposed, which is said of the tensor.
+            are_products = traits_of(node).reads_memory and traits_of(theirs).reads_memory
+            if len(tensors_of(question.trial, node)) == number and not passes_on(node) and not are_products:
+                text = f"{_named(node, theirs)} in the candidate"
+                yield Hypothesis(kind_of_op(node, theirs), text, {node: edit})
+
+
+def one_for_several(question: Question) -> Iterator[Hypothesis]:
+    """Yield: one op of the candidate stands for several at the end of the piece: a softmax for an activation, say."""
+    trial, end = question.trial, question.trial.end
+    given = {source for _, source in tensors_of(trial, end)}
+    replaced = [node for node in trial.ops if not passes_on(node)]
+    for theirs in question.theirs:
+        done, number = _called_with(theirs)
+        if number != 1 or passes_on(theirs) or theirs.target is end.target:
+            continue
+        for source in [*trial.inputs, *trial.ops[:-1]]:
+            value = trial.tensor(source)
+            if source in given or value is None or value.shape != question.right.shape:
+                continue
+            first = next((node for node in replaced if source in node.all_input_nodes), end)
+
+            def edit(call: Call, value: Tensor = value, done: Callable[..., Any] = done) -> Any:
+                return _first_of(done([value]), call)
+
+            text = f"{op_name(first)} and what follows here, {op_name(theirs)} in the candidate"
+            yield Hypothesis(kind_of_op(first, theirs), text, {end: edit})
+
+
+def _named(node: Node, theirs: Node) -> str:
+    """Return the names of both ops, with their own numbers where the name is the same: arange 0 to 9, or 1 to 10."""
+    here, there = op_name(node), op_name(theirs)
+    if here != there:
+        return f"{here} here, {there}"
+    own = [", ".join(map(shown, constants_of([op]))) for op in (node, theirs)]
+    return f"{here}({own[0]}) here, {there}({own[1]})"
+
+
+def _called_with(theirs: Node) -> tuple[Callable[[Sequence[Any]], Any], int]:
+    """Return what calls an op of the candidate, with its own numbers, on other tensors, and how many these are."""
+    leaves, spec = pytree.tree_flatten((theirs.args, dict(theirs.kwargs)))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Node)]
+    target: Any = theirs.target
+
+    def done(tensors: Sequence[Any]) -> Any:
+        filled = [*leaves]
+        for place, tensor in zip(places, tensors, strict=True):
+            filled[place] = tensor
+        args, kwargs = pytree.tree_map(retarget, pytree.tree_unflatten(filled, spec))
+        return target(*args, **kwargs)
+
+    return done, len(places)
+
+
+def _first_of(made: Any, call: Call) -> Any:
+    """Return what stands for the result of a call: a largest value comes with its index."""
+    return made[0] if isinstance(made, (tuple, list)) and isinstance(call.value, Tensor) else made

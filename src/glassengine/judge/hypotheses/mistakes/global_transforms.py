@@ -1,0 +1,207 @@
+"""What the candidate made, described as a whole or in part: scaled, in another order, zero, cut off, dropped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from glassengine.judge.hypotheses.mistakes.tensor_roles import PLACING, comes_from
+from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, reading, tensors_of
+from glassengine.judge.hypotheses.trials.question import Question
+from glassengine.judge.hypotheses.trials.trial import factor_between, is_real
+from glassengine.numerics.float64 import double
+from glassengine.numerics.mask_values import sentinel
+from glassengine.numerics.metrics.orders import called, kind_of_shift, order_between
+from glassengine.ops.traits import traits_of
+from glassengine.program.representation.naming import op_name
+from glassengine.results import Kind
+
+_ORDERED = 1e-3
+_PASSES_OF_ORDER = 12
+"""How often a tensor is read where its slices are looked for in another one."""
+_LEAST_OPS = 3
+"""Fewer ops that are done twice have names: a factor, a sum, an activation."""
+_ONE = 1e-5
+"""A factor nearer to one is none that anybody writes."""
+_LEAST = 8
+"""Elements below which a part is no evidence."""
+_MOST_DROPPED = 0.75
+_WRITES = ("index_copy", "index_put", "slice_scatter", "select_scatter", "scatter", "copy")
+"""Ops that put new values beside old ones."""
+_APART = 16.0
+"""Slices are wrong that are this many roundings away."""
+
+
+def another_tensor(question: Question) -> Iterator[Hypothesis]:
+    """Yield: what was made is another tensor of the model, or an input of the op itself."""
+    trial, end = question.trial, question.trial.end
+    if question.is_another:
+        return
+    # What a product takes comes out of it by the wrong pair alone.
+    read = [] if any(traits_of(node).reads_memory for node in trial.ops) else trial.inputs
+    inputs = {question.label(node): trial.values[node] for node in read}
+    # Tensors of one model are near each other: what another op of another kind makes is so by the wrong pair.
+    alike = {n: v for n, v in question.others.items() if n.rpartition("/")[2].partition(".")[0] == op_name(end)}
+    for name, value in {**alike, **inputs}.items():
+        if isinstance(value, Tensor) and value.shape == question.actual.shape:
+            if name in inputs:
+                # What goes in comes out: all that is made of it is missing.
+                yield Hypothesis(_kind_of_all(question, name), f"nothing is done: it is {name}", {end: value})
+            else:
+                yield Hypothesis("stale", f"it is {name}", {end: double(value)})
+
+
+def done_twice(question: Question) -> Iterator[Hypothesis]:
+    """Yield: what is made is put in once more: it is rotated or normed twice."""
+    trial, right = question.trial, question.right
+    if not is_real(right) or (len(trial.ops) < _LEAST_OPS and traits_of(trial.end).kind != "norm"):
+        return
+    for node in trial.inputs:
+        value = trial.values[node]
+        if is_real(value) and value.shape == right.shape and node.name not in question.weights:
+            made = trial.changed_between(node, right, trial.end)
+            if made is not None:
+                label = question.label(node)
+                text = f"it is done twice: what is made of {label} takes its place once more"
+                yield Hypothesis(_kind_of_all(question, label), text, {trial.end: made})
+
+
+def _kind_of_all(question: Question, name: str) -> Kind:
+    """Return the kind of the mistake that all that is done to a tensor is not, or twice: positions may be put in."""
+    others = [node for node in question.trial.inputs if question.label(node) != name]
+    is_turned = any(comes_from(question, node, PLACING) for node in others)
+    return "position" if is_turned or any(op_name(node) in PLACING for node in question.trial.ops) else "other"
+
+
+def rearranged(question: Question) -> Iterator[Hypothesis]:
+    """Yield: the right values, in another order along one axis, or with two axes exchanged."""
+    right, actual, end = question.right, question.actual, question.trial.end
+    if not is_real(actual) or right.shape != actual.shape:
+        return
+    for axis in reversed(range(right.dim())):
+        question.trial.budget.spend_passes(_PASSES_OF_ORDER, right)
+        order = order_between(right.double(), actual.double(), axis, max(16 * question.noise, _ORDERED))
+        if order is not None:
+            kind, how = called(order)
+            kind = kind_of_shift(right.dim(), axis, is_weight=False) if kind == "position" else kind
+            text = f"the right values {how}, along axis {axis} (of {right.shape[axis]})"
+            yield Hypothesis(kind, text, {end: right.index_select(axis, order)}, axis=axis)
+    for a in range(right.dim()):
+        for b in range(a):
+            if right.shape[a] == right.shape[b] > 1:
+                text = f"the right values with axes {b} and {a} transposed"
+                yield Hypothesis("transposed", text, {end: right.transpose(a, b)})
+
+
+def scaled(question: Question) -> Iterator[Hypothesis]:
+    """Yield: the right values times a number, or plus one."""
+    right, actual, end = question.right, question.actual, question.trial.end
+    if not is_real(actual) or not is_real(right) or right.shape != actual.shape:
+        return
+    keep = (right.abs() < sentinel(right.dtype)) & (actual.abs() < sentinel(actual.dtype))
+    keep = keep if question.valid is None else keep & question.valid
+    a, b = right[keep], actual.double()[keep]
+    if a.numel() < 4:
+        return
+    factor = factor_between(a, b, 1.0)
+    if abs(factor - 1) > _ONE and factor:  # what makes zeros of all values is no factor that anybody wrote
+        sign = abs(factor + 1) < 1e-6
+        text = "the right values with the other sign" if sign else f"{factor:.6g} times the right values"
+        factor = -1.0 if sign else factor
+        yield Hypothesis("scale", text, {end: right * factor}, "factor", (1.0, factor))
+    offset = float((b - a).mean())
+    if abs(offset) > _ONE * float(a.square().mean().sqrt()):
+        yield Hypothesis("other", f"the right values plus {offset:.6g}", {end: right + offset}, "offset", (0.0, offset))
+
+
+def _is_comparable(question: Question, least: int, *, is_finite: bool) -> bool:
+    """Whether enough numbers were made, of the right shape."""
+    right, actual = question.right, question.actual
+    if right.shape != actual.shape or not is_real(right) or right.numel() < least:
+        return False
+    return not is_finite or bool(actual.isfinite().all())
+
+
+def parts(question: Question) -> Iterator[Hypothesis]:
+    """Yield: some indices of one axis are zero, or the right values times a number; the others are right."""
+    right, actual, end = question.right, question.actual, question.trial.end
+    if not _is_comparable(question, _LEAST, is_finite=True):
+        return
+    error = (actual - right).abs()
+    error = error if question.valid is None else torch.where(question.valid, error, 0.0)
+    size = float(right[right.abs() < sentinel(right.dtype)].square().mean().sqrt())
+    is_wrong = error > _APART * question.noise * max(size, 1e-300)
+    for axis in range(right.dim()):
+        where = is_wrong.movedim(axis, 0).flatten(1).any(1) if right.dim() > 1 else is_wrong
+        count = int(where.sum())
+        if not 0 < count <= right.shape[axis] // 2:
+            continue
+        index = where.nonzero().flatten()
+        a, b = right.index_select(axis, index), actual.index_select(axis, index)
+        is_zero = not bool(b.any())
+        factor = 0.0 if is_zero else factor_between(a, b)
+        text = f"index {int(index[0])} of axis {axis} is " if count == 1 else ""
+        text = text or f"{count} of {right.shape[axis]} indices of axis {axis} are "
+        text += "zero" if is_zero else f"{factor:.6g} times the right values"
+        kind: Kind = "stale" if op_name(end) in _WRITES else "other" if is_zero else "scale"
+        changed = right.clone().index_copy_(axis, index, a * factor)
+        yield Hypothesis(kind, text, {end: changed}, "factor", (1.0, factor), axis)
+
+
+def cut_off(question: Question) -> Iterator[Hypothesis]:
+    """Yield: the right values, cut off at a number below, above or both."""
+    right, actual, end = question.right, question.actual, question.trial.end
+    if not _is_comparable(question, _LEAST, is_finite=True):
+        return
+    low, high = float(actual.min()), float(actual.max())
+    # One number everywhere is nothing of the right values.
+    for least, most in ((low, high), (None, high), (low, None)) if low != high else ():
+        made = right.clamp(least, most)
+        if int((made != right).sum()) < 2:
+            continue
+        ends = (("below", least), ("above", most))
+        said = " and ".join(f"{word} {value:.6g}" for word, value in ends if value is not None)
+        what = "the result" if traits_of(end).kind == "reshape" else f"the result of {op_name(end)}"
+        yield Hypothesis("other", f"{what} is cut off {said}", {end: made}, "clamp", (None, [least, most]))
+
+
+def dropped(question: Question) -> Iterator[Hypothesis]:
+    """Yield: some elements are zero, wherever they are, and the others scaled up: a dropout that was left on."""
+    right, actual, end = question.right, question.actual, question.trial.end
+    if not _is_comparable(question, 4 * _LEAST, is_finite=False):
+        return
+    lost = (actual == 0) & (right != 0)
+    share = float(lost.double().mean())
+    if not 0 < share <= _MOST_DROPPED:
+        return
+    kept = ~lost & (right.abs() < sentinel(right.dtype))
+    factor = factor_between(right[kept], actual.double()[kept])
+    if abs(factor - 1) <= 0.01 or not math.isfinite(factor):
+        return  # an activation that cuts off makes zeros as well, but scales nothing
+    made = torch.where(lost, 0.0, right * factor)
+    if lost.shape[0] > 1 and bool((lost == lost[:1]).all()):
+        # Chance does not choose the same elements in every row.
+        text = f"{factor:.6g} times the right values, where a mask does not make zeros of them"
+        yield Hypothesis("scale", text, {end: made}, "factor", (1.0, factor))
+    elif factor > 1:
+        text = f"a dropout is on: {share:.1%} of the elements are zero, the others {factor:.4g} times"
+        yield Hypothesis("other", text, {end: made}, "p", (0.0, 1 - 1 / factor))
+
+
+def zeroed(question: Question) -> Iterator[Hypothesis]:
+    """Yield: the first or the last slice of what a product reads is zero: a position that was never written."""
+    trial = question.trial
+    for node in reversed(trial.ops):
+        for place, source in tensors_of(trial, node) if traits_of(node).reads_memory else ():
+            value = trial.values[source]
+            if not is_real(value) or source.name in question.weights:
+                continue
+            for axis in range(1, value.dim() - 1):
+                for index, which in ((0, "first"), (-1, "last")) if value.shape[axis] > 1 else ():
+                    changed = value.clone()
+                    changed.select(axis, index).zero_()
+                    text = f"the {which} of axis {axis} of {question.label(source)} is zero"
+                    yield Hypothesis("other", text, {node: reading({place: changed})}, axis=axis)

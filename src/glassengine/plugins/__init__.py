@@ -1,0 +1,1 @@
+"""Parts of the package that the rest works without. They are reached by `extensions`, and nothing else imports them."""

@@ -1,0 +1,270 @@
+"""Runs what is pending: all of it at the end of a step, or the graph of one tensor when its data is asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._guards import TracingContext, tracing
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import _disable_current_modes
+
+from glassengine.backends.protocol.backend import CachingGraphs, CompilingGraphs, DecomposingGraphs
+from glassengine.errors import BackendError, UsageError
+from glassengine.executable.metrics.compilation import FIRST, Occasion
+from glassengine.executable.metrics.metrics import registry
+from glassengine.executable.run.executable import compile_graph
+from glassengine.plugins.lazy.graphs import Pending, captured, pending
+from glassengine.plugins.lazy.memory import viewed
+from glassengine.plugins.lazy.observed import awaited
+from glassengine.plugins.lazy.output_inference import takes_any_number
+from glassengine.plugins.lazy.settings import Graph, Reason, Variant, bytes_of, settings
+from glassengine.plugins.lazy.sizes import constant, fitted, foreseen, sample_of, skeleton
+from glassengine.plugins.lazy.symbols import Pattern, Sample
+from glassengine.plugins.lazy.user_code import names_of, user_line
+from glassengine.plugins.lazy.values import NUMBER_DTYPES, Value, counts, pending_memories
+from glassengine.results.compilation import Cause
+
+logger = logging.getLogger("glassengine.lazy")
+
+_MOST_CALLS_AGAIN = 256
+"""In the graph of a tensor that is read; of a larger one all that other tensors hold is kept."""
+_MOST_VARIANTS = 3
+"""Of a graph with other numbers as constants, before all its numbers are inputs."""
+_MOST_SAMPLES = 8
+"""Of the sizes of one graph that are kept: two tell what follows from one size, more what follows from several."""
+
+
+_lock = threading.RLock()
+_numbers = itertools.count()
+
+
+def run_pending(reason: Reason = Reason("step", "mark_step")) -> int:  # noqa: B008  it does not change
+    """Run everything that is pending as one graph, and return how many tensors that were."""
+    with _lock:
+        values = {id(memory.value): memory.value for memory in pending_memories()}
+        for one in awaited():
+            if one.value.data is None and not viewed(one.value):
+                values[id(one.value)] = one.value
+        if reason.kind == "read" and values:
+            _note_read(values, reason)
+        _run(list(values.values()), reason)
+        return len(values)
+
+
+def fetch(values: Sequence[Value], reason: Reason) -> list[torch.Tensor]:
+    """Return the data of values; one graph computes those of them that are pending.
+
+    What views alone make of data is read without a graph.
+    """
+    with _lock:
+        wanted: dict[int, Value] = {}
+        for value in values:
+            if value.data is None and not viewed(value):
+                wanted[id(value)] = value
+        if wanted:
+            if settings.unread:
+                raise UsageError(
+                    f"a value is needed inside of {settings.unread}, which would cut its graph in two",
+                    got=f"{reason.text} at {user_line()}",
+                    hint="return the tensor and read it after the call, or in a step closure",
+                )
+            if reason.kind != "debug":
+                _note_read(wanted, reason)
+            _run(list(wanted.values()), reason)
+        start = time.perf_counter_ns()
+        found = [value.data for value in values]
+        if reason.kind == "read":
+            registry.sample("TransferFromDeviceTime", time.perf_counter_ns() - start, "ns")
+        return found  # type: ignore[return-value]
+
+
+def _note_read(values: Mapping[int, Value], reason: Reason) -> None:
+    where = user_line()
+    registry.count("TensorRead")
+    registry.count(f"TensorRead::{reason.text} at {where}")
+    logger.info("the graph of %s ran for %s at %s", _spelled(values), reason.text, where)
+
+
+def _spelled(values: Mapping[int, Value]) -> str:
+    first = next(iter(values.values()))
+    return str(first.spec) if len(values) == 1 else f"{len(values)} tensors"
+
+
+def _run(values: list[Value], reason: Reason) -> None:
+    if not values:
+        return
+    made_by = pending(values)
+    if reason.kind != "step" and len(made_by.calls) > _MOST_CALLS_AGAIN:
+        # Else each read of code without steps would compute all of it once more.
+        calls = {call.number for call in made_by.calls}
+        kept = {id(value): value for value in values}
+        for memory in pending_memories():
+            if memory.value.call.number in calls:  # type: ignore[union-attr]
+                kept[id(memory.value)] = memory.value
+        made_by = pending(list(kept.values()))
+    compiler = settings.compiler()
+    form = skeleton(made_by)
+    sample = None if form is None else sample_of(made_by)
+    key = compiler.name, form or made_by.key
+    graph = settings.graphs.setdefault(key, Graph())
+    variant = next((variant for variant in graph.variants if variant.fits(made_by.numbers, sample)), None)
+    if variant is None:
+        variant = _compiled(made_by, graph, sample, compiler)
+        graph.variants.append(variant)
+    inputs: list[Any] = []
+    if variant.sizes is not None and sample is not None:
+        inputs += [sample.inputs[place] for place in variant.sizes.symbols]
+    inputs += [value.data for value in made_by.leaves]
+    inputs += [_number(made_by.numbers[index]) for index in variant.hoisted]
+    with _alone():
+        results = variant.executable.run(inputs)
+    for value, result in zip(made_by.outputs, results, strict=True):
+        value.data = _kept(value, result)
+    for value in made_by.outputs:
+        value.call = None
+    for told in dict.fromkeys(one.told for one in awaited()):
+        told()
+
+
+def _kept(value: Value, result: torch.Tensor) -> torch.Tensor:
+    """Return a result with the strides that were foreseen."""
+    if value.spec.fits(result):
+        return result
+    if result.shape != value.spec.shape or result.dtype is not value.spec.dtype:
+        raise BackendError(
+            "a back-end returned another kind of tensor than its graph does",
+            got=f"{str(result.dtype).removeprefix('torch.')}{list(result.shape)}",
+            expected=str(value.spec),
+        )
+    with _alone():
+        return value.spec.empty().copy_(result)
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Run a graph as it was recorded: nothing that is in effect now changes its operations."""
+    with _disable_current_modes(), torch.no_grad(), torch._C._DisableAutocast():
+        yield
+
+
+def _compiled(made_by: Pending, graph: Graph, sample: Sample | None, compiler: CompilingGraphs) -> Variant:
+    everything = frozenset(range(len(made_by.numbers)))
+    hoisted = frozenset(_operands(made_by))
+    cause = FIRST if len(settings.graphs) == 1 else _NEW
+    if graph.variants:
+        latest = graph.variants[-1]
+        changed = {index for index, value in latest.constants if bytes_of(made_by.numbers[index]) != value}
+        cause = _NUMBER if changed else _SIZE
+        many = changed and len(graph.variants) >= _MOST_VARIANTS
+        hoisted = everything if many else frozenset((*latest.hoisted, *changed))
+
+    def made(sizes: tuple[Pattern, Sample] | None) -> Variant:
+        return _with_inputs(
+            made_by, hoisted, compiler, lambda numbers: _variant(made_by, numbers, compiler, cause, sizes)
+        )
+
+    if sample is None:
+        return made(None)
+    earlier = [known for known in graph.samples if known != sample]
+    guess = None if earlier else foreseen(made_by)
+    samples = (sample, *earlier, *([guess] if guess else ()))
+    graph.samples = [sample, *earlier][:_MOST_SAMPLES]
+    pattern = fitted(samples)
+    if pattern is not None and pattern.symbols and not {sample.inputs[place] for place in pattern.symbols} & {0, 1}:
+        try:
+            return made((pattern, sample))
+        except Exception as error:  # a compiler may take no symbols: sizes that are known are always right
+            logger.info("a graph is compiled for one size alone: %s", error)
+    return made((constant(sample), sample))
+
+
+def _with_inputs(
+    made_by: Pending,
+    hoisted: frozenset[int],
+    compiler: CompilingGraphs,
+    compiled: Callable[[frozenset[int]], Variant],
+) -> Variant:
+    """Compile a graph with as many of its numbers as inputs as the back-end takes."""
+    known = settings.constant.setdefault(compiler.name, {})
+    if isinstance(compiler, DecomposingGraphs):
+        _learn_constants(made_by, known, compiler)
+    numbers = hoisted - _constants(made_by, known)
+    while True:
+        try:
+            return compiled(numbers)
+        except BackendError as error:
+            if not numbers:
+                raise
+            logger.info("some numbers of a graph cannot be inputs of it: %s", error)
+        _learn_constants(made_by, known, compiler)
+        fewer = numbers - _constants(made_by, known)
+        numbers = fewer if fewer != numbers else frozenset()
+
+
+def _learn_constants(made_by: Pending, known: dict[OpOverload, bool], compiler: CompilingGraphs) -> None:
+    """Find out of which operations a back-end needs to know the numbers, of those that are not known yet."""
+    table: Mapping[Any, Any] | None = None
+    for call in made_by.calls:
+        if call.numbers and call.operation.target not in known:
+            if table is None:
+                table = compiler.decompositions() if isinstance(compiler, DecomposingGraphs) else {}
+            known[call.operation.target] = not takes_any_number(call, table)
+
+
+def _constants(made_by: Pending, known: Mapping[OpOverload, bool]) -> frozenset[int]:
+    """Return the numbers that the back-end needs to know when it compiles, as the weight of `torch.lerp`."""
+    found: list[int] = []
+    start = 0
+    for call in made_by.calls:
+        if known.get(call.operation.target):
+            found += range(start, start + len(call.numbers))
+        start += len(call.numbers)
+    return frozenset(found)
+
+
+_NEW = Cause("operations", "other operations were recorded than before")
+_NUMBER = Cause("argument", "a number changed")
+_SIZE = Cause("size", "a size changed, and others with it in another way than was foreseen")
+
+
+def _variant(
+    made_by: Pending,
+    hoisted: frozenset[int],
+    compiler: CompilingGraphs,
+    cause: Cause,
+    sizes: tuple[Pattern, Sample] | None,
+) -> Variant:
+    graph, fakes, mode, pattern = captured(made_by, hoisted, names_of(made_by), sizes)
+    cache = compiler.graph_cache() if isinstance(compiler, CachingGraphs) else None
+    with _alone(), tracing(TracingContext(mode)):
+        executable = compile_graph(
+            f"lazy/{next(_numbers)}", graph, lambda: compiler.compile_graph(graph.module, fakes), cache,
+            Occasion((("", cause),)),
+        )  # fmt: skip
+    executable.backend = compiler.name
+    constants = tuple((index, bytes_of(number)) for index, number in enumerate(made_by.numbers) if index not in hoisted)
+    return Variant(executable, tuple(sorted(hoisted)), constants, pattern)
+
+
+def _operands(made_by: Pending) -> Iterator[int]:
+    """Yield the numbers that are computed with: those of an optimizer change from step to step."""
+    start = 0
+    for call in made_by.calls:
+        # A float among integers is one that is rounded to them, as the label that stands for none.
+        if any(value.spec.dtype.is_floating_point or value.spec.dtype.is_complex for value in call.reads):
+            yield from (start + index for index, is_operand in enumerate(call.operation.operands) if is_operand)
+        start += len(call.numbers)
+
+
+def _number(number: float) -> torch.Tensor:
+    return torch.tensor(number, dtype=NUMBER_DTYPES[type(number)])
+
+
+registry.add_source(counts)

@@ -1,0 +1,1 @@
+"""Operators of ONNX by ATen ops and by definitions."""

@@ -1,0 +1,207 @@
+"""A quantized candidate beside its unquantized baseline: what each layer costs, and what is a mistake.
+
+    weights     each pair by name: within the step of its own grid, or a mistake (`numerics.quantization.weight_error`)
+    outputs     the baseline runs; each module with a quantized weight runs again with it, on the same inputs
+    logits      the baseline runs once per quantized weight, with that one in place, and once as the candidate
+
+Both sides are loaded in float32, so that the rounding of a smaller dtype is not taken for quantization.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from glassengine.diagnose.ladder.request import CheckRequest
+from glassengine.errors import IncomparableError
+from glassengine.judge.cases import Inputs, other_tokens, read_inputs
+from glassengine.judge.sides.module import threads_for
+from glassengine.numerics.quantization import rescaling
+from glassengine.numerics.quantization.weight_error import WeightError, judge_weight
+from glassengine.plugins.quantized.effects import (
+    Weight,
+    checkpoint_drift,
+    difference,
+    forwards_of,
+    one_by_one,
+    outcome_of,
+    watching,
+)
+from glassengine.plugins.quantized.result import RUNG, findings_of, finished, result_of
+from glassengine.program import LoadedModel, load_model
+from glassengine.program.loading.quantized import quantization_steps
+from glassengine.progress import Progress, Work, silent
+from glassengine.results import (
+    CaseInputs,
+    Comparison,
+    DriftRow,
+    Findings,
+    Interrupted,
+    Policy,
+    Quantization,
+    Skipped,
+)
+from glassengine.results.answer import Origin, input_used
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_quantized_checkpoint(request: CheckRequest, _: Any) -> Comparison:
+    """Load both sides, in float32 unless another dtype is given, and judge them with `check_quantized`.
+
+    Every weight is judged, whatever the least coverage is.
+
+    Raises:
+        UsageError: A side cannot be loaded.
+        IncomparableError: As `check_quantized`.
+    """
+    progress, policy = request.progress, replace(request.policy, min_coverage=0.0)
+    dtype = "float32" if request.dtype == "auto" else request.dtype
+    progress(Work.LOADING.says("loading the baseline"))
+    ours = load_model(request.baseline, dtype=dtype, adapter=request.adapter, **request.loading)
+    progress(Work.DEQUANTIZING.says("dequantizing the candidate"))
+    candidate = str(request.candidate)
+    theirs = load_model(candidate, dtype=dtype, **request.loading)
+    steps_of = quantization_steps(candidate, **request.loading)
+    with threads_for(ours.module):
+        given = read_inputs(request.inputs)
+        found = check_quantized(
+            ours, theirs, steps_of, given=given, steps=request.steps, policy=policy, progress=progress
+        )
+        found.differences = other_tokens(ours, theirs.directory, given)
+        return found.conclude(policy)
+
+
+@torch.no_grad()
+def check_quantized(
+    baseline: LoadedModel,
+    candidate: LoadedModel,
+    steps_of: Mapping[str, Tensor],
+    *,
+    given: Inputs = None,
+    steps: int = 3,
+    policy: Policy,
+    progress: Progress = silent,
+    weights: Mapping[str, Tensor] | None = None,
+) -> Findings:
+    """Judge a quantized model against the unquantized one, and say which layers cost how much.
+
+    Args:
+        baseline: In float32; its weights are exchanged for a while and put back.
+        candidate: Dequantized, in float32; or as it runs, with `weights`.
+        steps_of: Parameter -> step of each element, see `quantization_steps`.
+        given: Inputs, as `check` reads them.
+        steps: Tokens that the baseline adds to each prompt.
+        policy: Of `check`; every weight is judged, whatever the least coverage is.
+        progress: Called with an event when a stage begins.
+        weights: What the candidate's quantized weights stand for, where it is not dequantized.
+
+    Raises:
+        IncomparableError: No quantized weight has a counterpart of its shape in the baseline.
+    """
+    ours, theirs = _weights_of(baseline.module), {**_weights_of(candidate.module), **(weights or {})}
+    both = [name for name in ours if name in theirs and ours[name].shape == theirs[name].shape]
+    quantized = [name for name in both if name in steps_of]
+    if not quantized:
+        raise IncomparableError(
+            f"no quantized weight of {candidate.spec} is one of {baseline.spec}",
+            got=", ".join(list(steps_of)[:3]),
+            expected=", ".join(list(ours)[:3]),
+        )
+    progress(Work.JUDGING.says(f"judging {len(quantized)} quantized weights"))
+    different = [name for name in both if name not in steps_of and not _is_same(ours[name], theirs[name])]
+    found_weights, different = _judge(ours, theirs, steps_of, quantized, different)
+    progress(Work.RUNNING.says("running the baseline"))
+    forwards = forwards_of(baseline, given, steps)
+    parameters = dict(baseline.module.named_parameters())
+    with watching(baseline.module, parameters, found_weights):
+        expected = outcome_of(baseline.module, forwards)
+    found = outcome_of(candidate.module, forwards)
+    total = difference(expected, found)
+    progress(Work.JUDGING.says("measuring the drift"))
+    drift = checkpoint_drift(baseline.module, candidate.module, forwards)
+    stopped = one_by_one(baseline.module, parameters, found_weights, forwards, expected, progress)
+    result = Quantization(
+        method=str((candidate.metadata.get("quantization") or {}).get("method")),
+        num_tokens=len(expected.rows),
+        logits_snr_db=total["snr_db"],
+        kl=total["kl"],
+        token_agreement=total["agreement"],
+        weights=finished(found_weights),
+        different=tuple(different),
+    )
+    only = [
+        Skipped(name, "baseline", "the candidate has no such weight of its shape", rung=RUNG)
+        for name in ours
+        if name not in both
+    ]
+    only += [
+        Skipped(name, "candidate", "the baseline has no such weight of its shape", rung=RUNG)
+        for name in theirs
+        if name not in both
+    ]
+    ends = result_of(expected, found, total, len(forwards))
+    last = DriftRow(ends.name, ends.name, "result", len(forwards), total["snr_db"], total["cosine"])
+    answer = findings_of(baseline, candidate, result, only, both, policy)
+    answer.costs, answer.results = ([ends], []) if ends.reason is None else ([], [ends])  # another shape is no loss
+    answer.drift = [*drift, last]
+    answer.inputs = [_inputs(f"forward {at}", one, is_given=given is not None) for at, one in enumerate(forwards)]
+    if stopped is not None:
+        answer.interrupt(stopped)
+        raise Interrupted(answer.conclude(policy))
+    return answer
+
+
+def _inputs(name: str, forward: Mapping[str, Any], *, is_given: bool) -> CaseInputs:
+    origin: Origin = "given" if is_given else "built-in prompts" if "input_ids" in forward else "made up"
+    tensors = {key: value for key, value in forward.items() if isinstance(value, Tensor)}
+    return CaseInputs(name, 1, tuple(input_used(key, one, step=0, origin=origin) for key, one in tensors.items()))
+
+
+def _weights_of(module: nn.Module) -> dict[str, Tensor]:
+    stored = module.state_dict().keys()
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {name: tensor.detach() for name, tensor in tensors.items() if name in stored and tensor.is_floating_point()}
+
+
+def _is_same(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether two weights are the same, in the dtype of either checkpoint."""
+    return any(torch.equal(ours.to(dtype), theirs.to(dtype)) for dtype in _DTYPES)
+
+
+def _judge(
+    ours: Mapping[str, Tensor],
+    theirs: Mapping[str, Tensor],
+    steps_of: Mapping[str, Tensor],
+    quantized: Sequence[str],
+    different: Sequence[str],
+) -> tuple[list[Weight], list[str]]:
+    """Return the quantized weights, judged, and the unquantized ones that nothing explains."""
+
+    def judged(name: str, baseline: Tensor) -> WeightError:
+        same = {other: ours[other] for other in quantized if other != name and ours[other].shape == ours[name].shape}
+        return judge_weight(baseline, theirs[name], steps_of[name], same)
+
+    weights = {name: Weight(name, judged(name, ours[name]), theirs[name], steps_of[name]) for name in quantized}
+    fitted = {}
+    for name, weight in weights.items():
+        if weight.error.mistakes and ours[name].dim() == 2:
+            factors = rescaling.fit(ours[name], theirs[name])
+            if factors is not None and not judged(name, factors.scaled(ours[name])).mistakes:
+                fitted[name] = factors
+    vectors = [(ours[name], theirs[name]) for name in different if ours[name].dim() == 1]
+    for name, factors in rescaling.undone(fitted, vectors).items():
+        weight = weights[name]
+        weight.is_rescaled, weight.error = True, judged(name, factors.scaled(ours[name]))
+        weight.value, weight.step = factors.undone(theirs[name]).float(), factors.undone(steps_of[name]).float()
+    known = [fitted[name] for name, weight in weights.items() if weight.is_rescaled]
+    left = [
+        name
+        for name in different
+        if ours[name].dim() != 1 or not rescaling.is_undone_vector(ours[name], theirs[name], known)
+    ]
+    return list(weights.values()), left

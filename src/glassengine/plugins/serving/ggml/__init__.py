@@ -1,0 +1,1 @@
+"""llama.cpp: GGUF files, and every tensor of ggml's graph."""

@@ -1,0 +1,114 @@
+"""What a file of OpenVINO holds for each parameter: constants by the traced names, and what makes numbers of them."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from glassengine.plugins.serving.parameters import Unread, as_parameter
+from glassengine.serving.protocol import ServedWeight
+
+_FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "f64": torch.float64}
+_SHAPED = ("Convert", "Reshape", "Unsqueeze")
+_ROUNDED = ("u8", "i8", "u4", "i4")
+_MADE_BY = ("Convert", "Subtract", "Multiply", "Reshape")
+"""What a constant goes through on its way to a product: its zero, its scale, its groups put together."""
+
+
+def held(openvino: Any, model: Any, module: nn.Module) -> Unread:
+    """Return what a file has for the parameters of a module, read when it is asked for.
+
+    Args:
+        openvino: The package.
+        model: Read, not compiled.
+        module: The checkpoint's.
+    """
+    constants = {op.get_friendly_name(): op for op in model.get_ordered_ops() if op.get_type_name() == "Constant"}
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    found = {name: constants.get(f"self.{name}", constants.get(f"self.{name}_compressed")) for name in parameters}
+    unnamed = _unnamed(model)
+    for name, parameter in parameters.items():
+        if found[name] is None and parameter.dim() == 1:
+            near = unnamed.get(name.rpartition(".")[0], ())
+            found[name] = next((one for one in near if _is_rounded(openvino, one, parameter)), None)
+    return Unread(
+        {
+            name: partial(_weight, openvino, model, constant, parameters[name])
+            for name, constant in found.items()
+            if constant is not None
+        }
+    )
+
+
+def _unnamed(model: Any) -> dict[str, list[Any]]:
+    """Return constants that ops of a module multiply with or add, by module: those of norms have no names."""
+    found: dict[str, list[Any]] = {}
+    for op in model.get_ordered_ops():
+        path, _, rest = op.get_friendly_name().removeprefix("__module.").partition("/")
+        if rest and op.get_type_name() in ("Multiply", "Add"):
+            for one in op.inputs():
+                source = one.get_source_output().get_node()
+                while source.get_type_name() in _SHAPED:
+                    source = source.input(0).get_source_output().get_node()
+                if source.get_type_name() == "Constant" and source.get_element_type().get_type_name() in _FLOATS:
+                    found.setdefault(path, []).append(source)
+    return found
+
+
+def _is_rounded(openvino: Any, constant: Any, parameter: Tensor) -> bool:
+    """Whether a constant has the numbers of a parameter, rounded to the type that it is stored in."""
+    if math.prod(constant.get_output_shape(0)) != parameter.numel():
+        return False
+    dtype = _FLOATS[constant.get_element_type().get_type_name()]
+    return torch.equal(_values(openvino, constant).flatten(), parameter.detach().to(dtype).float())
+
+
+def _weight(openvino: Any, model: Any, constant: Any, parameter: Tensor) -> ServedWeight:
+    """Return one weight; `model` is given lest it be gone, and what reads the constant with it."""
+    stored = (constant.get_friendly_name(),)
+    kind = constant.get_element_type().get_type_name()
+    values = _values(openvino, constant)
+    if kind in _FLOATS:
+        return as_parameter(stored, None, [values], [None], (kind.upper(),), parameter)
+    arithmetic = _arithmetic(constant)
+    if kind not in _ROUNDED or "Multiply" not in arithmetic:
+        return ServedWeight(stored, None, types=(kind,), reason=f"numbers of the type {kind} are not compared")
+    bits = int(kind[1:])
+    low, high = (0, 2**bits - 1) if kind[0] == "u" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    scale = _values(openvino, arithmetic["Multiply"])
+    zero = _values(openvino, arithmetic["Subtract"]) if "Subtract" in arithmetic else 0.0
+    step = scale.abs().expand(values.shape)
+    step = torch.where((values == low) | (values == high), -step, step).reshape(parameter.shape)
+    value = ((values - zero) * scale).reshape(parameter.shape)
+    return as_parameter(stored, None, [value], [step], (kind,), parameter)
+
+
+def _arithmetic(constant: Any) -> dict[str, Any]:
+    """Return the constants that are subtracted from integers, and that they are multiplied with."""
+    found: dict[str, Any] = {}
+    op = constant
+    while True:
+        readers = list(op.output(0).get_target_inputs())
+        following = readers[0].get_node() if len(readers) == 1 else None
+        if following is None or following.get_type_name() not in _MADE_BY:
+            return found
+        others = [one.get_source_output().get_node() for one in following.inputs()]
+        other = next((one for one in others if one.get_friendly_name() != op.get_friendly_name()), None)
+        while other is not None and other.get_type_name() == "Convert":
+            other = other.input(0).get_source_output().get_node()
+        if other is not None and other.get_type_name() != "Constant":
+            return found
+        if other is not None:
+            found[following.get_type_name()] = other
+        op = following
+
+
+def _values(openvino: Any, constant: Any) -> Tensor:
+    """Return the numbers of a constant in float32, those of four bits one by one."""
+    wide = openvino.opset13.convert(constant, "f32")
+    compiled = openvino.compile_model(openvino.Model([wide], []), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    return torch.from_numpy(compiled([])[0].copy())

@@ -1,1 +1,0 @@
-"""Functional graphs by rewriting: the rules, op by op."""

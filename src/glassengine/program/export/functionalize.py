@@ -1,0 +1,85 @@
+"""Make a traced graph functional by rewriting it: the graph of `run_decompositions({})`, in a twentieth of its time.
+
+`run_decompositions` executes the graph twice more on fake tensors with symbolic sizes. Most of what it finds, the trace
+has found already: all ops but a few stay as they are. Here those are copied with their description, and the rules of
+functionalization are applied to the nodes: an op in place becomes its functional twin; a view of memory that was
+written since is taken again, from the new value, where it is next used; ops that may return their input (`to`,
+`contiguous`, `reshape`) become what they did in the trace. A graph that holds anything else goes the long way. Tests
+show that both ways give the same graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind, TensorArgument
+from torch.fx import Graph
+
+from glassengine.program.export.functional_rules import Rewriter, Unknown
+from glassengine.program.representation.program import rebuilt
+
+
+def functional(exported: ExportedProgram) -> ExportedProgram:
+    """Return a program that was just traced with a functional graph, `linear` and attention whole, names in order.
+
+    Args:
+        exported: As traced: the fake tensors of its graph share memory where its tensors do. It stays as it is.
+    """
+    try:
+        return rewritten(exported)
+    except Unknown:
+        return decomposed(exported)
+
+
+def rewritten(exported: ExportedProgram) -> ExportedProgram:
+    """Return the functional program by rewriting the graph.
+
+    Raises:
+        Unknown: The graph holds what the rules here do not cover.
+    """
+    graph, output_specs = Rewriter(exported).run()
+    new = _number(graph)
+    for spec in output_specs:
+        if isinstance(spec.arg, TensorArgument):
+            spec.arg.name = new[spec.arg.name]
+    return rebuilt(exported, graph, output_specs, verifiers=None)  # that of a trace allows mutations
+
+
+def decomposed(exported: ExportedProgram) -> ExportedProgram:
+    """Return the functional program by running the graph, its nodes named as `rewritten` names them.
+
+    Torch numbers them by all that it computes on the way, sizes included: `mul_1331` is the eighth product of tensors.
+    """
+    found: ExportedProgram = exported.run_decompositions({})
+    new = _number(found.graph)
+    specs = found.graph_signature.output_specs
+    for spec in specs:
+        if isinstance(getattr(spec.arg, "name", None), str):
+            spec.arg.name = new.get(spec.arg.name, spec.arg.name)
+    found.module_call_graph[0].signature.outputs = [s.arg for s in specs if s.kind is OutputKind.USER_OUTPUT]
+    found.graph_module.recompile()
+    return found
+
+
+def _number(graph: Graph) -> dict[str, str]:
+    """Name the ops of a graph by what they are and count them in order; return the new name of each node."""
+    space = Graph()._graph_namespace
+    new = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            space._used_names.add(node.name)
+    for node in graph.nodes:
+        kept = node.op == "placeholder"
+        new[node.name] = node.name if kept else space.create_name(_plain_name(graph, node.target), None)
+    for node in graph.nodes:
+        node.name = new[node.name]
+    graph._graph_namespace = space
+    return new
+
+
+def _plain_name(graph: Graph, target: Any) -> str:
+    is_number = target is torch.ops.aten.sym_size.int  # the exporter writes its overload out
+    is_op = isinstance(target, torch._ops.OpOverload) and not is_number
+    return graph._target_to_str(target.overloadpacket.__name__ if is_op else target)

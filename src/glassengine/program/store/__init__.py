@@ -1,1 +1,0 @@
-"""Stored programs: what may be read of them without running code."""

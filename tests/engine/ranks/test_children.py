@@ -1,0 +1,65 @@
+"""Messages between a process and its ranks."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import tracemalloc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from glassengine.engine.ranks.children import receive, send
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield ours, theirs
+
+
+def test_messages_arrive_as_they_were_sent(pair: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = pair
+    values = torch.arange(3_000_000, dtype=torch.float32)
+    document = {"do": "step", "directory": "/x/\udc80"}
+    sender = threading.Thread(target=send, args=(ours, document, {"x": values}))
+    sender.start()
+    found = receive(theirs)
+    sender.join()
+    assert found is not None and found[0] == document and torch.equal(found[1]["x"], values)
+    send(ours, {})
+    assert receive(theirs) == ({}, {})
+    ours.close()
+    assert receive(theirs) is None
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        struct.pack("<QQ", 1 << 62, 0),
+        struct.pack("<QQ", 2, 1 << 62) + b"{}",
+        struct.pack("<QQ", 2, 0) + b"[]",
+        struct.pack("<QQ", 2, 0) + b"\xff\xff",
+        struct.pack("<QQ", 100_000, 0) + b"[" * 100_000,
+        struct.pack("<QQ", 2, 12) + b"{}" + b"not a tensor",
+    ],
+)
+def test_what_is_no_message_breaks_the_connection(pair: tuple[socket.socket, socket.socket], frame: bytes) -> None:
+    ours, theirs = pair
+    ours.sendall(frame)
+    with pytest.raises(OSError, match="of a rank"):
+        receive(theirs)
+
+
+def test_memory_is_taken_for_what_comes(pair: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = pair
+    ours.sendall(struct.pack("<QQ", 2, 1 << 39) + b"{}" + bytes(1000))
+    ours.close()
+    tracemalloc.start()
+    assert receive(theirs) is None
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 8 << 20

@@ -1,0 +1,36 @@
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from glassengine.errors import UsageError
+from glassengine.numerics.quantization.weight_error import judge_weight
+from glassengine.plugins.serving.ggml.types import BY_NAME, READ_AS, TYPES, dequantized, step_of
+
+
+def test_blocks_are_those_of_gguf() -> None:
+    for number, kind in TYPES.items():
+        own = gguf.GGMLQuantizationType(number)
+        assert (own.name, *gguf.GGML_QUANT_SIZES[own]) == (kind.name, kind.block, kind.block_bytes)
+    assert READ_AS.keys() <= BY_NAME.keys()
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_a_quantized_weight_is_within_its_steps(name: str) -> None:
+    kind, x = BY_NAME[name], torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    data = gguf.quants.quantize(x.numpy(), gguf.GGMLQuantizationType(kind.number))
+    found = dequantized(data.reshape(-1), (16, 64), kind)
+    error = judge_weight(x, found, step_of(found, kind))
+    assert not error.mistakes and 0.2 < error.rms_steps < 0.4
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("F32", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16)])
+def test_floats_are_what_they_are(name: str, dtype: torch.dtype) -> None:
+    x = torch.randn(3, 5).to(dtype)
+    assert torch.equal(dequantized(x.view(torch.uint8).numpy().reshape(-1), (3, 5), BY_NAME[name]), x.float())
+
+
+def test_a_type_that_nobody_dequantizes_is_named() -> None:
+    # Every type of the table that gguf has no code for.
+    with pytest.raises(UsageError, match="does not dequantize"):
+        dequantized(np.zeros(40, np.uint8), (32,), type(BY_NAME["Q8_0"])(9, "Q8_1", 32, 40))

@@ -1,0 +1,49 @@
+from types import SimpleNamespace
+
+import pytest
+
+from glassengine.errors import UnknownNameError, UsageError
+from glassengine.plugins.serving.alignment import layouts, numbers_of, table_of
+
+CONFIG = SimpleNamespace(
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    hidden_size=64,
+    num_hidden_layers=2,
+    intermediate_size=128,
+    rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+)
+ARCHITECTURES = (
+    *("llama", "smollm3", "granite", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "gemma2", "gemma3", "phi3", "olmo2"),
+    *("starcoder2", "stablelm", "gpt2", "bert"),
+)
+
+
+def test_numbers_of_a_checkpoint() -> None:
+    found = numbers_of(CONFIG)
+    assert (found["head_dim"], found["rotated"], found["q_width"], found["kv_width"]) == (16, 8, 64, 32)
+    assert found["experts"] is None
+    with pytest.raises(UsageError, match="names no heads"):
+        numbers_of(SimpleNamespace())
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_table_is_a_map(architecture: str) -> None:
+    table = table_of("ggml", architecture, numbers_of(CONFIG))
+    assert all(rule.is_optional for rule in table.weights)
+    assert table.rules is not None or architecture == "bert"
+
+
+def test_numbers_are_filled_in() -> None:
+    table = table_of("ggml", "llama", numbers_of(CONFIG))
+    rule = next(rule for rule in table.weights if "q_proj.weight" in rule.baseline)
+    assert dict(rule.candidate_ops[0].arguments) == {"dim": 0, "width": 16, "rotated": 8}
+
+
+def test_what_has_no_table_is_named() -> None:
+    assert layouts() == ["executorch", "ggml", "onnx", "openvino", "sglang", "vllm"]
+    with pytest.raises(UnknownNameError, match="unknown layout 'lmdeploy'"):
+        table_of("lmdeploy", "llama", {})
+    with pytest.raises(UnknownNameError, match="'lama'") as found:
+        table_of("ggml", "lama", {})
+    assert "llama" in str(found.value)

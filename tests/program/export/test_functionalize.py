@@ -1,0 +1,220 @@
+"""Functional graphs made by rewriting: the same as torch makes by running, for every rule, and for whole models."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim, ExportedProgram
+
+from glassengine.program import export_program, load_model
+from glassengine.program.export import export
+from glassengine.program.export.export import export_module
+from glassengine.program.export.functional_rules import Unknown
+from glassengine.program.export.functionalize import decomposed, functional, rewritten
+from glassengine.testing import models
+from tests.corpus import families
+
+
+def described(exported: ExportedProgram) -> list[str]:
+    """Everything that is read of a program later on."""
+
+    def kind(value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.storage_offset()} {value.requires_grad}"
+        return str([kind(item) for item in value] if isinstance(value, (list, tuple)) else value)
+
+    lines = []
+    for node in exported.graph.nodes:
+        stack, line = node.meta.get("nn_module_stack") or {}, node.meta.get("stack_trace") or ""
+        what = f"{node.name} = {node.op} {node.target} {node.args} {sorted(node.kwargs.items())}"
+        where = f"{list(stack.items())} {line if node.op == 'call_function' else ''}"
+        lines.append(f"{what} :: {kind(node.meta.get('val'))} @ {where}")
+    signature = exported.graph_signature
+    lines += [str(spec) for spec in [*signature.input_specs, *signature.output_specs]]
+    return [*lines, str(exported.module_call_graph), str(exported.range_constraints)]
+
+
+def traced(function: Callable[..., Any], *sizes: tuple[int, ...], module: nn.Module | None = None) -> ExportedProgram:
+    """Export `function`, whose inputs are dynamic in their first dimension."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = module or nn.Linear(6, 6)
+
+        def forward(self, *inputs: torch.Tensor) -> Any:
+            return function(self.inner, *inputs)
+
+    inputs = tuple(torch.ones(size) for size in sizes)
+    dynamic = (tuple({0: Dim.DYNAMIC} for _ in sizes),)
+    with torch.no_grad():
+        return torch.export.export(Model().eval(), inputs, dynamic_shapes=dynamic, strict=False)
+
+
+def written_cache(inner: nn.Module, x: torch.Tensor, cache: torch.Tensor) -> Any:
+    """Views of a tensor that was written: taken before, after, twice, and through one another."""
+    before = cache.transpose(1, 2)
+    cache.index_copy_(1, torch.arange(2), x[:, :2])
+    after = cache[:, None].expand(-1, 3, -1, -1)
+    first = inner(after.reshape(x.shape[0], 3 * 4, -1))
+    cache.mul_(2)
+    return first, before @ x[:, :4], after.sum(0), cache + 1
+
+
+def parts(_: nn.Module, x: torch.Tensor) -> Any:
+    """Chunks and splits, of which not all are used; and of what was written."""
+    a, _, c = x.chunk(3, dim=2)
+    d, e = x.split([2, 2], dim=1)
+    y = x + 1
+    f, g = y.split(3, dim=-1)
+    y.add_(1)
+    return a + c, d @ e.transpose(1, 2), f * g, torch.topk(x, 2).values, x.unbind(1)[3] + 1
+
+
+def conversions(_: nn.Module, x: torch.Tensor) -> Any:
+    """What may be its input, and what copies."""
+    y = x.float().contiguous().to(torch.float64).to("cpu", torch.float32)
+    z = y.transpose(1, 2).contiguous()
+    flat = z.reshape(z.shape[0], 24).view(-1, 2, 12).reshape(-1, 24)
+    return flat.to(torch.int64, copy=True), y.transpose(1, 2).reshape(y.shape[0], 24), z.type_as(y), y.half().float()
+
+
+def constants(_: nn.Module, x: torch.Tensor, state: torch.Tensor) -> Any:
+    """Constants of the code, and a state that is replaced."""
+    empty, weights = torch.tensor([]), torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    state.copy_(x * weights)
+    return torch.cat((empty, weights)) + x, state.sum(1)
+
+
+def convolution(inner: nn.Module, x: torch.Tensor) -> Any:
+    """A norm by stored statistics, a dropout that drops nothing, an image laid flat."""
+    return inner(x[:1].contiguous()), inner(x).sum(0).flatten()
+
+
+SMALL: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], Callable[[], nn.Module] | None]] = {
+    "written": (written_cache, ((2, 4, 6), (2, 4, 6)), None),
+    "parts": (parts, ((2, 4, 6),), None),
+    "conversions": (conversions, ((2, 4, 6),), None),
+    "constants": (constants, ((2, 4, 6), (2, 4, 6)), None),
+    "convolution": (
+        convolution,
+        ((2, 3, 4, 4),),
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Dropout()),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_rewritten_graph_is_that_of_torch(name: str) -> None:
+    function, sizes, module = SMALL[name]
+    exported = traced(function, *sizes, module=module and module())
+    before = described(exported)
+    with torch.no_grad():
+        found = described(rewritten(exported))
+        assert described(exported) == before
+        assert found == described(decomposed(exported))
+
+
+def changes_a_part(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = x + 1
+    y[:, 0] = 0.0
+    return y
+
+
+def returns_its_input(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x.mul_(2)
+
+
+def finds_a_size(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(0, 1).reshape(-1, 6)
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.add_(1)
+        return x + self.seen
+
+
+@pytest.mark.parametrize(
+    ("function", "module"),
+    [
+        (changes_a_part, None),
+        (returns_its_input, None),
+        (finds_a_size, None),
+        (lambda inner, x: inner(x), Counts()),
+        (lambda inner, x: inner(x), nn.Upsample(scale_factor=2)),
+        (lambda inner, x: x[:, x.sum().int().item() :], None),
+    ],
+)
+def test_what_has_no_rule_is_left_to_torch(function: Callable[..., Any], module: nn.Module | None) -> None:
+    exported = traced(function, (2, 4, 6), module=module)
+    with pytest.raises(Unknown):
+        rewritten(exported)
+    found = functional(exported)
+    assert not any(node.target._schema.is_mutable for node in found.graph.nodes if hasattr(node.target, "_schema"))
+    result = found.graph.output_node().args[0]
+    names = {spec.arg.name for spec in found.graph_signature.output_specs}
+    assert {node.name for node in result} == names  # type: ignore[union-attr]
+    x = torch.randn(2, 4, 6)
+    results = [copy.deepcopy(program).module(check_guards=False)(x.clone()) for program in (exported, found)]
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("batches", [(2,), (2, 5)])
+def test_a_model_without_a_rule_is_exported(batches: tuple[int, ...]) -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return changes_a_part(self, x)
+
+    program = export_module(Model(), [{"x": torch.ones(batch, 4, 6)} for batch in batches])
+    with pytest.raises(Unknown):
+        rewritten(traced(changes_a_part, (2, 4, 6)))
+    result = program.exported.module(check_guards=False)(x=torch.ones(2, 4, 6))
+    torch.testing.assert_close(result, changes_a_part(Model(), torch.ones(2, 4, 6)))
+
+
+def test_names_are_counted_by_op() -> None:
+    # Torch counts products of sizes, too.
+    program = export_program(load_model(models.llama(num_hidden_layers=1)))
+    sums = [node.name for node in program.graph.nodes if node.name.startswith("add")]
+    assert sums == ["add", *(f"add_{number}" for number in range(1, len(sums)))]
+
+
+def compared(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any]) -> bool:
+    """Make a program; return whether its graph was rewritten, which is then that of torch."""
+    found = []
+
+    def both(exported: ExportedProgram) -> ExportedProgram:
+        try:
+            short = rewritten(exported)
+        except Unknown:
+            found.append(False)
+            return decomposed(exported)
+        assert described(short) == described(decomposed(exported))
+        found.append(True)
+        return short
+
+    monkeypatch.setattr(export, "functional", both)
+    make()
+    return all(found)
+
+
+def test_a_decoder_is_rewritten_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compared(monkeypatch, lambda: export_program(load_model(models.llama(num_hidden_layers=1))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [name for name in families.FAMILIES if name not in ("bundled", "llama-1024")])
+def test_every_family_is_rewritten_as_torch_does(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = compared(monkeypatch, lambda: families.make_bench(family, "float32"))
+    # Parts of a tensor are written; a size is found by a reshape that copies.
+    assert short == (family not in ("deepseek", "bloom"))
