@@ -84,7 +84,7 @@ def require_no_memory(model: LoadedModel, steps: Sequence[Step]) -> None:
     """
     if len(steps) > 1 and _remembers(model, steps[0]):
         raise IncomparableError(
-            "the baseline remembers something from one step to the next, and the candidate is no module",
+            "the baseline remembers something from one step to the next: only another module is judged beside it",
             got=f"{len(steps)} steps; a forward changes what {type(model.module).__name__} holds",
             expected="one step, or what is remembered as arguments and results",
             hint="--candidate file.py:factory judges each step with what both remember before it",
