@@ -13,10 +13,10 @@ from glassengine.deferred import deferred
 
 if TYPE_CHECKING:
     from glassengine.executable.profile.profile import Profile, profile
-    from glassengine.executable.profile.reader import StoredProfile
-    from glassengine.executable.profile.reader import read_profiles as read
     from glassengine.executable.profile.server import ProfileServer, start_server
     from glassengine.executable.profile.server import request_profile as request
+    from glassengine.executable.profile.trace import StoredProfile
+    from glassengine.executable.profile.trace import read_profiles as read
     from glassengine.spans import Trace
 
 __all__ = ["Profile", "ProfileServer", "StoredProfile", "Trace", "profile", "read", "request", "start_server"]
@@ -24,10 +24,10 @@ __all__ = ["Profile", "ProfileServer", "StoredProfile", "Trace", "profile", "rea
 _PUBLIC = {
     "Profile": "glassengine.executable.profile.profile",
     "ProfileServer": "glassengine.executable.profile.server",
-    "StoredProfile": "glassengine.executable.profile.reader",
+    "StoredProfile": "glassengine.executable.profile.trace",
     "Trace": "glassengine.spans",
     "profile": "glassengine.executable.profile.profile",
-    "read": "glassengine.executable.profile.reader:read_profiles",
+    "read": "glassengine.executable.profile.trace:read_profiles",
     "request": "glassengine.executable.profile.server:request_profile",
     "start_server": "glassengine.executable.profile.server",
 }

@@ -106,7 +106,7 @@ def read_program(here: Path, shared: Path) -> int:
 
 
 def read_profile(here: Path, shared: Path) -> int:
-    from glassengine.executable.profile.reader import read_profiles
+    from glassengine.executable.profile.trace import read_profiles
 
     found, _ = read_profiles(here / "it")
     return say(json.dumps(found.data, allow_nan=False))

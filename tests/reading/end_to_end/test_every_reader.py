@@ -25,7 +25,7 @@ from glassengine.engine.store.manifest import read_manifest
 from glassengine.engine.store.requests import read_requests
 from glassengine.errors import CorruptError, GlassError, UsageError
 from glassengine.executable.metrics.report import read_metrics
-from glassengine.executable.profile.reader import read_profiles
+from glassengine.executable.profile.trace import read_profiles
 from glassengine.plugins.tensorrt_rtx.network import read_listing as read_network
 from glassengine.program import load_inputs
 from glassengine.program.listing import artifacts

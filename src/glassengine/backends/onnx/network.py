@@ -20,11 +20,10 @@ import torch
 
 from glassengine.backends.protocol.backend import Layer, Network, NetworkTensor
 from glassengine.errors import CorruptError
-from glassengine.program.onnx.stored.declared import check_settings
+from glassengine.program.onnx.stored.declared import check_settings, check_texts
 from glassengine.program.onnx.stored.file import MAX_BYTES
 from glassengine.program.onnx.stored.session import start
 from glassengine.program.onnx.stored.tensors import check_tensors
-from glassengine.program.onnx.stored.texts import check_texts
 from glassengine.program.representation.program import Program
 from glassengine.reading.documents import damaged
 from glassengine.reading.files import open_regular, read_bytes

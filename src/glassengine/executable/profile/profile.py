@@ -35,7 +35,7 @@ from torch.profiler import ProfilerActivity
 from glassengine import environment, spans
 from glassengine.errors import UsageError
 from glassengine.executable.graph.execution import Execution, attach, detach
-from glassengine.executable.profile.trace import FORMAT, SCHEMA_VERSION, annotate, sealed, summarize
+from glassengine.executable.profile.trace import FORMAT, SCHEMA_VERSION, SUMMARY, annotate, sealed, summarize
 from glassengine.sites import ROOT
 from glassengine.stores.places import Remote, deliver, place
 from glassengine.writing.files import aside, next_directory, remove_tree
@@ -43,7 +43,6 @@ from glassengine.writing.files import aside, next_directory, remove_tree
 logger = logging.getLogger("glassengine")
 
 TRACE = "rank{rank}.pt.trace.json.gz"
-SUMMARY = "profile.json"
 
 _MAX_JUMP_S = 0.05
 

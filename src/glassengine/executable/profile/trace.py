@@ -1,7 +1,7 @@
-"""A trace of torch.profiler: our spans made readable, and where the time went.
+"""The trace of a profile and its summary `profile.json`: our spans made readable, where the time went, and read back.
 
 The trace is the JSON object that Chrome and Perfetto read: `traceEvents` with one event per span ("ph": "X"), times in
-microseconds. Spans of one thread are nested by time.
+microseconds. Spans of one thread are nested by time. `glass profile DIR` shows the summary.
 """
 
 from __future__ import annotations
@@ -11,17 +11,30 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
+import msgspec
+
+from glassengine.errors import CorruptError, UsageError
+from glassengine.reading.copies import here
+from glassengine.reading.documents import Size, parsed
+from glassengine.reading.files import read_bytes
 from glassengine.spans import PREFIX, Kernels
 from glassengine.writing.checksums import document_checksum
 
+SUMMARY = "profile.json"
 FORMAT = "glass-profile"
 SCHEMA_VERSION = 2
 OUTSIDE = "(outside of modules)"
 
 Event = dict[str, Any]
 Trace = dict[str, Any]
+# Version from which on a profile has a checksum.
+_FIRST_SEALED = 2
+_MAX_BYTES = 128 << 20
+# Two levels for each span within another.
+_MAX_DEPTH = 400
 
 
 @dataclass
@@ -180,3 +193,99 @@ def _name_kernels(execution: Span, kernels: Kernels) -> None:
                 span.event["name"] = site
                 position = ahead + 1
                 break
+
+
+class _Kind(msgspec.Struct):
+    count: Size
+    total_us: float
+
+
+class _Path(msgspec.Struct):
+    calls: Size
+    own_us: float
+
+
+class _Flame(msgspec.Struct):
+    count: Size
+    total_us: float
+    own_us: float
+    children: dict[str, _Flame]
+
+
+class _Profile(msgspec.Struct):
+    """The content of `profile.json`, see `summarize`."""
+
+    format: Literal["glass-profile"]
+    schema_version: int
+    wall_us: float
+    num_steps: Size
+    kinds: dict[str, _Kind]
+    paths: dict[str, _Path]
+    flame: dict[str, _Flame]
+    steps_us: list[float]
+    checksum: str | None = None
+
+
+@dataclass(frozen=True)
+class StoredProfile:
+    """A profile on disk.
+
+    Attributes:
+        directory: That holds it.
+        data: Of its `profile.json`; times in microseconds, see `summarize`.
+    """
+
+    directory: Path
+    data: dict[str, Any]
+
+
+def read_profiles(
+    directory: str | Path, *, against: str | Path | None = None
+) -> tuple[StoredProfile, StoredProfile | None]:
+    """Return a profile and the one it is compared with.
+
+    Args:
+        directory: A profile, or a directory of profiles, of which the newest is meant.
+        against: The other one, named in the same way; None: the one before, if there is any.
+
+    Raises:
+        UsageError: No profile exists.
+        CorruptError: A profile is damaged or of a newer schema.
+    """
+    given = here(directory)
+    path = _newest(given)
+    if against is not None:
+        other = here(against)
+        return _read(path, inside=given), _read(_newest(other), inside=other)
+    numbered = _profiles(path.parent) if re.fullmatch(r"profile-\d+", path.name) else []
+    before = [other for other in numbered if other.name < path.name]
+    return _read(path, inside=given), _read(before[-1], inside=path.parent) if before else None
+
+
+def _newest(directory: Path) -> Path:
+    if (directory / SUMMARY).is_file():
+        return directory
+    found = _profiles(directory) if directory.is_dir() else []
+    if not found:
+        raise UsageError(
+            "no profile found", got=str(directory), expected=f"profile-NNNNNN/{SUMMARY}", hint="glass run --profile DIR"
+        )
+    return found[-1]
+
+
+def _profiles(directory: Path) -> list[Path]:
+    found = (path for path in directory.iterdir() if re.fullmatch(r"profile-\d+", path.name))
+    return sorted(path for path in found if (path / SUMMARY).is_file())
+
+
+def _read(directory: Path, *, inside: Path) -> StoredProfile:
+    """Read a profile below `inside`, which the user named; a link instead of a profile leads out of it."""
+    path = directory / SUMMARY
+    raw = read_bytes(path, most=_MAX_BYTES, inside=inside)
+    parsed(raw, _Profile, path, what="the profile", version=SCHEMA_VERSION, depth=_MAX_DEPTH)
+    data = parsed(raw, dict[str, Any], path, what="the profile", depth=_MAX_DEPTH)
+    found = data.pop("checksum", None)
+    if (found is not None or data["schema_version"] >= _FIRST_SEALED) and found != document_checksum(data):
+        hint = "take the profile again, or copy it again from where it was taken"
+        raise CorruptError("the profile is not what was written", got=f"{path}: another checksum", hint=hint)
+    return StoredProfile(directory, data)

@@ -23,10 +23,9 @@ from glassengine.errors import UsageError
 from glassengine.plugins.onnx.definitions import STANDARD, definition, with_attributes
 from glassengine.plugins.onnx.operators import elementwise, neural, pooling, quantized, recurrent, resize, shapes  # noqa: F401  (they fill the table)
 from glassengine.plugins.onnx.operators.table import TRANSLATIONS, Call, OnnxNode
-from glassengine.program.onnx.operators.control import Body, called_function, if_else, loop, scan
+from glassengine.program.onnx.operators.control import LABEL, NAME, Body, called_function, if_else, loop, scan
 from glassengine.program.onnx.operators.fallback import one_node
 from glassengine.program.onnx.operators.function import OnnxFunction
-from glassengine.program.onnx.operators.trace import LABEL, NAME
 from glassengine.program.onnx.stored.file import constant_of, free_names, tensor_of, torch_dtype
 from glassengine.program.onnx.stored.types import UNKNOWN_SIZE, ValueType
 

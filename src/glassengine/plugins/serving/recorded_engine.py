@@ -11,7 +11,7 @@ from torch import nn
 
 from glassengine.errors import UsageError
 from glassengine.plugins.serving.alignment import require_layout
-from glassengine.plugins.serving.described import described
+from glassengine.plugins.serving.request_rows import described
 from glassengine.recording.read.source import TensorSource
 from glassengine.serving.protocol import (
     Run,

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from glassengine.plugins.serving.ggml.child import find_library
-from glassengine.plugins.serving.ggml.opened import Opened
+from glassengine.plugins.serving.ggml.library import Opened
 from glassengine.plugins.serving.ggml.tokens import _split_of, vocabulary_of
 from glassengine.plugins.serving.ggml.write import write_gguf
 

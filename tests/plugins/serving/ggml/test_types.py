@@ -5,7 +5,7 @@ import torch
 
 from glassengine.errors import UsageError
 from glassengine.numerics.quantization.weight_error import judge_weight
-from glassengine.plugins.serving.ggml.types import BY_NAME, READ_AS, TYPES, dequantized, step_of
+from glassengine.plugins.serving.ggml.types import BY_NAME, READ_AS, TYPES, dequantized, q4_k, step_of
 
 
 def test_blocks_are_those_of_gguf() -> None:
@@ -34,3 +34,16 @@ def test_a_type_that_nobody_dequantizes_is_named() -> None:
     # Every type of the table that gguf has no code for.
     with pytest.raises(UsageError, match="does not dequantize"):
         dequantized(np.zeros(40, np.uint8), (32,), type(BY_NAME["Q8_0"])(9, "Q8_1", 32, 40))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-4, 0.0])
+def test_numbers_of_q4_k_are_within_half_a_step(scale: float) -> None:
+    random = np.random.default_rng(0)
+    values = (random.standard_normal((3, 512)) * scale).astype(np.float32)
+    values[0, :32] = np.abs(values[0, :32]) + 3 * scale  # a part without a minimum
+    back = gguf.quants.dequantize(q4_k(values), gguf.GGMLQuantizationType.Q4_K)
+    parts, found = values.reshape(-1, 32), back.reshape(-1, 32)
+    steps = (parts.max(-1) - np.minimum(parts.min(-1), 0)) / 15
+    rms = np.sqrt(np.square(found - parts).mean(-1))
+    assert (rms <= 0.5 * steps + 1e-7).all()
+    assert q4_k(values).shape == (3, 288) and q4_k(values).dtype == np.uint8

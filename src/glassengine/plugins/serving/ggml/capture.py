@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from glassengine.plugins.serving.ggml.library import CALLBACK, Library
-from glassengine.plugins.serving.ggml.opened import Opened
+from glassengine.plugins.serving.ggml.library import CALLBACK, Library, Opened
 
 _DTYPES = {
     "f32": "<f4",

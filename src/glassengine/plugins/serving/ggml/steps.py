@@ -16,8 +16,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from glassengine.plugins.serving.ggml.library import Library
-from glassengine.plugins.serving.ggml.opened import Opened
+from glassengine.plugins.serving.ggml.library import Library, Opened
 
 
 def serve(lines: BinaryIO, answers: BinaryIO) -> None:

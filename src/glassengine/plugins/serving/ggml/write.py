@@ -16,9 +16,8 @@ from glassengine.compare.matching.layouts import Operation, apply
 from glassengine.compare.matching.maps import Rule
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.plugins.serving.alignment import numbers_of, table_of
-from glassengine.plugins.serving.ggml.quantize import q4_k
 from glassengine.plugins.serving.ggml.tokens import Vocabulary, add_vocabulary
-from glassengine.plugins.serving.ggml.types import BY_NAME, TensorType
+from glassengine.plugins.serving.ggml.types import BY_NAME, TensorType, q4_k
 from glassengine.plugins.serving.ggml.weights import stored_names
 
 ARCHITECTURES = {

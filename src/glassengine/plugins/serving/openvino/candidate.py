@@ -16,8 +16,7 @@ from torch import nn
 
 from glassengine.backends.openvino import shared_core
 from glassengine.errors import BackendError, UsageError, first_line
-from glassengine.plugins.serving.openvino.held import held
-from glassengine.plugins.serving.openvino.names import key_of, observed
+from glassengine.plugins.serving.openvino.graph import held, key_of, observed
 from glassengine.recording.write.writer import RecordingWriter
 from glassengine.serving.protocol import Options, Run, ServedWeight, Setting
 

@@ -1,9 +1,10 @@
-"""What an ONNX graph says of its values, refused where no tensor of torch could be so."""
+"""Refuses what an ONNX graph declares and no tensor of torch can be, and names that are not text."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from glassengine import environment
 from glassengine.errors import CorruptError
@@ -19,6 +20,8 @@ MAX_INPUT_ELEMENTS = 1 << 27
 """Of an input of fixed size: inputs are made up where none are given, a few at a time."""
 
 _SETTINGS = "ort_config"
+_PROSE = frozenset({"doc_string", "producer_name", "producer_version"})
+"""What people wrote, in any encoding; nothing depends on it."""
 
 
 def check_declared(model: onnx.ModelProto, path: Path) -> None:
@@ -65,3 +68,32 @@ def check_settings(model: onnx.ModelProto, path: Path) -> None:
             got=f"metadata {_SETTINGS}",
             hint="unset ORT_LOAD_CONFIG_FROM_MODEL: they are ignored then",
         )
+
+
+def check_texts(model: onnx.ModelProto, path: Path) -> None:
+    """Refuse a model with a name that is not text.
+
+    Raises:
+        CorruptError: There is one.
+    """
+    waiting: list[Any] = [model]
+    while waiting:
+        for field, values in _fields(waiting.pop()):
+            if field.type == field.TYPE_MESSAGE:
+                waiting += values
+            elif field.type == field.TYPE_STRING and field.name not in _PROSE:
+                wrong = next((text for text in values if isinstance(text, bytes)), None)
+                if wrong is not None:
+                    raise CorruptError("a name in an ONNX file is not text", got=f"{path.name}: {wrong[:80]!r}")
+
+
+def _fields(message: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield (field, values) of what is set; the data of tensors are not copied."""
+    known = message.DESCRIPTOR.fields_by_name
+    if message.DESCRIPTOR.name == "TensorProto":
+        yield known["name"], [message.name]
+        yield known["external_data"], message.external_data
+        return
+    for field, value in message.ListFields():
+        is_one = isinstance(value, str | bytes | int | float) or hasattr(value, "ListFields")
+        yield field, [value] if is_one else value

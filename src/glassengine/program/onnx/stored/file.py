@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from glassengine.errors import BackendError, CorruptError, UsageError, first_line
-from glassengine.program.onnx.stored.declared import check_declared
+from glassengine.program.onnx.stored.declared import check_declared, check_texts
 from glassengine.program.onnx.stored.results import return_tensors
 from glassengine.program.onnx.stored.tensors import bits, check_tensors, place
-from glassengine.program.onnx.stored.texts import check_texts
 from glassengine.reading.files import open_regular, read_bytes
 
 if TYPE_CHECKING:

@@ -7,17 +7,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from glassengine.errors import BackendError, first_line
 from glassengine.program.onnx.stored.file import OnnxFile
 from glassengine.program.onnx.stored.options import SessionSettings
-from glassengine.program.onnx.stored.saturation import in_uint8
 from glassengine.taps import deliver
 
 if TYPE_CHECKING:
     import onnx
+
+    from glassengine.program.onnx.stored.file import OnnxFile
 
 
 def with_outputs(model: onnx.ModelProto, names: Sequence[str]) -> onnx.ModelProto:
@@ -63,6 +65,14 @@ def open_session(file: OnnxFile, outputs: Sequence[str]) -> Any:
     known = "standard operators, or those of ONNX Runtime (com.microsoft)"
     with told(f"ONNX Runtime does not take {file.path.name}", known):
         return start(model.SerializeToString(), options)
+
+
+_SHIFT = 128
+_OPERATORS = {
+    **dict.fromkeys(("MatMulInteger", "ConvInteger"), (1, 3)),
+    **dict.fromkeys(("QLinearMatMul", "QLinearConv", "QGemm"), (3, 5)),
+}
+"""Operator -> places of its weight and of the zero point of that."""
 
 
 class OnnxModel(nn.Module):
@@ -162,3 +172,32 @@ def told(what: str, expected: str | None = None) -> Iterator[None]:
         yield
     except Exception as error:
         raise BackendError(what, got=f"{type(error).__name__}: {first_line(error)}", expected=expected) from error
+
+
+def in_uint8(file: OnnxFile, model: onnx.ModelProto) -> None:
+    """Store weights of int8 that uint8 is multiplied by as uint8, in a copy of a file's graph.
+
+    Many x86 processors add products of uint8 and int8 in pairs of 16 bits that overflow; those of uint8 are exact
+    everywhere. The numbers stay the same with a zero point that is 128 larger. So what a kernel of the user's session
+    loses by saturation is a cost, and no mistake of the file.
+    """
+    from onnx import TensorProto, numpy_helper
+
+    types = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
+    for node in model.graph.node:
+        places = _OPERATORS.get(node.op_type, (0, 0))
+        if not any(places) or types.get(node.input[places[0]]) != TensorProto.INT8:
+            continue
+        node.input.extend([""] * (places[1] + 1 - len(node.input)))
+        # The zero point of what is multiplied is at 2: that of integers which the graph makes itself is uint8.
+        is_uint8 = types.get(node.input[2], TensorProto.UINT8) == TensorProto.UINT8
+        if not is_uint8 or node.input[places[1]] not in (*types, ""):
+            continue
+        for place in places:
+            name = node.input[place]
+            node.input[place] = new = f"{name} in uint8"
+            if new not in types:
+                types[new] = TensorProto.UINT8
+                own = file.weights()[name].numpy() if name else np.array(0)
+                value = (own.astype(np.int16) + _SHIFT).astype(np.uint8)
+                model.graph.initializer.append(numpy_helper.from_array(value, new))

@@ -31,9 +31,11 @@ LLAMA_CPP = {
 CHILD = """
 import ctypes as c
 
-from glassengine.plugins.serving.ggml import capture, opened
+from glassengine.plugins.serving.ggml import capture
 
-decode, note, quiet = opened.Opened.decode, capture._Nodes.callback, False
+from glassengine.plugins.serving.ggml import library
+
+decode, note, quiet = library.Opened.decode, capture._Nodes.callback, False
 
 
 def callback(self, tensor, ask, data):
@@ -66,7 +68,7 @@ def planted(self, context, rows):
     return decode(self, context, [(0, past + FIRST, tokens)])
 
 
-opened.Opened.decode, capture._Nodes.callback, main = planted, callback, capture.main
+library.Opened.decode, capture._Nodes.callback, main = planted, callback, capture.main
 """
 
 

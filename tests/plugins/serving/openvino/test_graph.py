@@ -13,8 +13,7 @@ from openvino import opset13 as ops
 from torch import nn
 
 from glassengine.errors import UsageError
-from glassengine.plugins.serving.openvino.held import held
-from glassengine.plugins.serving.openvino.names import key_of, observed
+from glassengine.plugins.serving.openvino.graph import held, key_of, observed
 from glassengine.serving.protocol import Options, open_served
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from glassengine.plugins.serving.ggml import opened
+from glassengine.plugins.serving.ggml import library as llama_cpp
 
 
 class _Library:
@@ -29,8 +29,8 @@ class _Library:
 
 def test_what_logs_outlives_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pointer to it is of the process: a later line would be written by memory that was freed."""
-    monkeypatch.setattr(opened, "Library", _Library)
-    model = opened.Opened("library", "file")
+    monkeypatch.setattr(llama_cpp, "Library", _Library)
+    model = llama_cpp.Opened("library", "file")
     library: Any = model.library
     del model
     gc.collect()

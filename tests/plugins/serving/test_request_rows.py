@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from glassengine.errors import CorruptError, UsageError
-from glassengine.plugins.serving.described import DescribedForwards, described
+from glassengine.plugins.serving.request_rows import DescribedForwards, described
 from glassengine.plugins.serving.requests import Forwards
 from glassengine.recording.formats.folders import ServerFolder
 from glassengine.recording.layout.layout import Entry
