@@ -35,6 +35,7 @@ PAGES = [
     "notebooks-and-viewers.md",
     "onnx-and-pt2.md",
     "quantized-and-adapted.md",
+    "the-prompt-differs.md",
     "trust.md",
     "watching.md",
     "what-kind-of-mistake.md",

@@ -25,6 +25,7 @@ class Directory:
 
         self._path = path
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        self._tokenizer.model_max_length = 1 << 62  # transformers warns of texts that are longer
         added = {number: token.content for number, token in self._tokenizer.added_tokens_decoder.items()}
         special = {name: _numbers(getattr(self._tokenizer, f"{name}_token_id", None)) for name in SPECIAL}
         vocabulary = Vocabulary(pieces_of(self._tokenizer.get_vocab(), added), special, added)

@@ -66,7 +66,7 @@ SHAPES = (
     Shape("system", {"messages": [_SYSTEM, _USER], **_PROMPT}, (("system prompt", "pirate"),)),
     Shape("several turns", {"messages": [_USER, _REPLY, _MORE], **_PROMPT}, (("earlier turn", "Lima"),)),
     Shape(
-        "system, several turns",
+        "system and several turns",
         {"messages": [_SYSTEM, _USER, _REPLY, _MORE], **_PROMPT},
         (("system prompt", "pirate"),),
     ),

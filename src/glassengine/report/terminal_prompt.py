@@ -61,8 +61,8 @@ def _finding(one: PromptFinding) -> Iterator[Text]:
 
 def _example(example: PromptExample) -> Iterator[Text]:
     text = example.text if len(example.text) <= _LONGEST else f"{example.text[:_LONGEST]}..."
-    yield Text(f"  text       {text!r}")
+    yield Text(f"  text       {repr(text)[1:-1]}")
     for name in ("baseline", "candidate"):
         ids, shown = getattr(example, name), getattr(example, f"{name}_shown")
         pieces = " | ".join(repr(piece)[1:-1] for piece in shown)
-        yield Text(f"  {name:<10} {pieces}" + (f"   {list(ids)}" if ids else ""))
+        yield Text(f"  {name:<10} {pieces or '(nothing)'}" + (f"   {list(ids)}" if ids else ""))
