@@ -25,12 +25,14 @@ class Mistake:
         says: Pieces of text of which a hint that helps holds one. Other hints mislead.
         known: What is wrong with the answer today, if anything is; it counts as a failure.
         kinds: That are right for its hint, where they are not in `kinds.py`; a second one needs a reason beside it.
+        because: Pieces of text of which the reasons hold one, where the mistake is outside of the operations.
     """
 
     sites: Sequence[str]
     says: Sequence[str] = ()
     known: str = ""
     kinds: Sequence[str] = ()
+    because: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class Pair:
     Attributes:
         name: On screen.
         packages: What has to be installed.
-        make: Given a mistake, or "" for a port that is right, returns baseline and candidate of the same weights.
+        make: Given a mistake, or "" for a port that is right, returns baseline and candidate of the same weights; the
+            second may be a file of it.
         inputs: Of one forward, by name, or of several, one after the other.
         mistakes: By name, which is what `make` is given.
         known: Why the right one is not judged finely enough today, where it is not; it counts as a failure.
@@ -48,7 +51,7 @@ class Pair:
 
     name: str
     packages: Sequence[str]
-    make: Callable[[str], tuple[nn.Module, nn.Module]]
+    make: Callable[[str], tuple[nn.Module, Any]]
     inputs: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
     mistakes: Mapping[str, Mistake] = field(default_factory=dict)
     known: str = ""

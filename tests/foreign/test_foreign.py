@@ -12,12 +12,14 @@ import audio
 import cached
 import decoders
 import diffusion
+import formats
 import graphs
 import images
 import mixers
 import pytest
 import recommendation
 import relative
+import rewrites
 import sequences
 import series
 import speech
@@ -50,6 +52,8 @@ PAIRS = [
     *decoders.PAIRS,
     *relative.PAIRS,
     *mixers.PAIRS,
+    *rewrites.PAIRS,
+    *formats.PAIRS,
 ]
 pytestmark = [
     pytest.mark.slow,
@@ -91,6 +95,9 @@ def checked(pair: Pair, mistake: str, tmp_path: Path) -> Comparison:
 def outcome(pair: Pair, mistake: str, tmp_path: Path) -> Outcome:
     result = checked(pair, mistake, tmp_path)
     first = result.first_divergence
+    if pair.mistakes[mistake].because:
+        is_named = any(text in str(result.not_ok_because) for text in pair.mistakes[mistake].because)
+        return Outcome(not result.ok, is_named, is_named, False, None, (str(result.not_ok_because),))
     if first is None:
         return Outcome(not result.ok, False, False, False, None, ())
     others = [origin for origin in result.origins if origin.rung == first.rung and origin.site != first.site]

@@ -73,6 +73,7 @@ CASES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "index": (lambda x: aten.index.Tensor(x, [torch.tensor([2, 0])]), (X,)),
     "topk": (lambda x, k: aten.topk.default(x, k)[0], (X, 4)),
     "ceil": (aten.ceil.default, (X * 9,)),
+    "prelu": (aten.prelu.default, (drawn(2, 8, 5, 6), drawn(8))),
     "_weight_norm": (aten._weight_norm.default, (drawn(6, 4, 5), positive(6, 1, 1), 0)),
     "to": (aten.alias.default, (X,)),
 }

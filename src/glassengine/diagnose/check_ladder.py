@@ -34,7 +34,7 @@ from glassengine.diagnose.ladder.quantized import is_quantized_file, quantized_i
 from glassengine.diagnose.ladder.record import add_record, judge_sums_again, tensors_of
 from glassengine.diagnose.ladder.request import CheckRequest
 from glassengine.diagnose.ladder.rungs import add_built, add_engine, arguments_of
-from glassengine.diagnose.ladder.step_by_step import Stage, numbered, staged
+from glassengine.diagnose.ladder.step_by_step import Stage, numbered, require_no_memory, staged
 from glassengine.diagnose.reproduction.reproduce import with_reproduction
 from glassengine.engine.build.ranks import check_mesh
 from glassengine.engine.run.engine import Engine
@@ -264,7 +264,9 @@ class Ladder:
         found: list[Findings] = []
         for climb, part, stage in zip(climbs, parts, stages, strict=True):
             self._add_candidate(climb, part, stage, candidate, is_last=climb is climbs[-1])
-            as_given(climb, baseline, candidate, num_stages=len(climbs))
+            # Stages of a baseline that remembers nothing are calls by themselves: one of them is made twice.
+            is_alone = len(climbs) == 1 or (stage is not None and stage.baseline.state is None)
+            as_given(climb, baseline, candidate, calls_again=is_alone and climb is climbs[0])
             climb.differences += tokens_differ
             result = self._judged(climb, baseline, found, stack, is_alone=len(climbs) == 1)
             found.append(result if stage is None else numbered(result, stage.numbers))
@@ -285,6 +287,8 @@ class Ladder:
         if record is not None:
             case = case_of(record, model.generation) if given is None else given_case(record, model, given)
             num_steps = len({entry.step for entry in record.entries})
+        if not model.generation.generates and model.stored is None:
+            require_no_memory(model, arguments_of(model, given))
         steps = min(self.request.steps, num_steps - 1)
         climbs = list(JUDGED[model.generation].start(model, given, steps, stack, self.request.progress, case))
         cases = climbs[0].cases

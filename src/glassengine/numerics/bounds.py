@@ -108,7 +108,13 @@ def _addend(operation: Operation) -> Tensor | float:
 
 def _carried(operation: Operation, roundoff: Roundoff, u_in: float) -> Tensor:
     """What errors u_in of the arguments of a pointwise op become in its result, and errors inside of it."""
-    leaves, spec = pytree.tree_flatten((operation.args, operation.kwargs))
+    target, given = operation.target, (operation.args, operation.kwargs)
+    if (
+        operation.name == "prelu"
+    ):  # its slopes are those of channels, which do not broadcast to the result by themselves
+        x, slope = operation.args
+        target, given = _prelu, ((x, slope.reshape(-1, *[1] * (x.dim() - 2))), {})
+    leaves, spec = pytree.tree_flatten(given)
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     if not where:
         return torch.zeros_like(operation.exact)  # of whole numbers, which have no errors
@@ -117,7 +123,7 @@ def _carried(operation: Operation, roundoff: Roundoff, u_in: float) -> Tensor:
         leaves[i] = leaf
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     with torch.enable_grad():
-        total = operation.target(*args, **kwargs).sum()
+        total = target(*args, **kwargs).sum()
         slopes = torch.autograd.grad(total, wide, allow_unused=True)
     inside = 4 * U_ACCUMULATE if operation.traits.relative_to_argument else 0.0
     carried = torch.zeros_like(operation.exact)
@@ -131,6 +137,10 @@ def _carried(operation: Operation, roundoff: Roundoff, u_in: float) -> Tensor:
                 steepest * roundoff.size_in(size) * u_in, nan=math.inf, posinf=math.inf
             )
     return carried
+
+
+def _prelu(x: Tensor, slope: Tensor) -> Tensor:
+    return torch.where(x > 0, x, slope * x)
 
 
 def softmax(operation: Operation, roundoff: Roundoff) -> Tensor:

@@ -146,7 +146,7 @@ class ResultComparison(Result):
             return f"{differs}: {self.reason or 'values that are not finite'}"
         loss = "" if self.snr_db is None else f" ({self.snr_db:.0f} dB)"
         text = f"{differs} by {self.max_abs_diff:.3g} of {self.largest:.3g}{loss}"
-        return text if self.is_decided else f"{text}; {self.reason}"
+        return text if self.is_decided and self.reason is None else f"{text}; {self.reason}"
 
     def _size(self) -> str:
         parts = []

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -154,6 +155,96 @@ def test_a_second_call_leaves_right_candidates_alone() -> None:
         return {"logits": self.hidden(ids, mask) @ self.head.weight.t() + self.head.bias}
 
     assert checked(Words().eval(), changed(Words, forward), ids()).notes == ()
+
+
+class Leaky(nn.Module):
+    """A recurrence over [B, L, 4] that begins anew in each call, or, wrongly, with a share of where it ended."""
+
+    def __init__(self, share: float, *, looks: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.share, self.looks = nn.Linear(4, 4), share, looks
+        self.left = torch.zeros(2, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, found = self.share * self.left, []
+        if self.looks and bool((x > 100).any()):
+            x = x / 100
+        for now in self.inner(x).unbind(1):
+            state = 0.5 * state + now
+            found.append(state)
+        self.left = state.detach() if self.share else self.left
+        return torch.stack(found, 1)
+
+
+@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_a_little_that_is_left_of_the_call_before_is_found(looks: bool, num_steps: int) -> None:
+    generator = torch.Generator().manual_seed(4)
+    given = [{"x": torch.randn(2, 6, 4, generator=generator)} for _ in range(num_steps)]
+    assert checked(Leaky(0.0, looks=looks), Leaky(0.0, looks=looks), given).ok
+    result = checked(Leaky(0.0, looks=looks), Leaky(0.1, looks=looks), given)
+    expected = "a second call of the candidate gives a wrong output: something is left of the call before"
+    assert (result.ok, result.not_ok_because) == (False, expected)
+
+
+class Halves(nn.Module):
+    def __init__(self, gate: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.gate = nn.Linear(8, 8), gate
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        a, b = self.first(x).chunk(2, -1)
+        return {"gated": self.gate(a, b), "signs": torch.relu(a - 3.0).sum(-1)}
+
+
+def test_a_wrong_result_of_the_first_call_is_the_reason_and_no_second_call() -> None:
+    result = checked(Halves(lambda a, b: a * b.sigmoid()), Halves(lambda a, b: a.sigmoid() * b))
+    assert str(result.not_ok_because).startswith("gated differs by")
+
+
+class Chunks(nn.Module):
+    """A convolution over a stream, of what another one computed: what was read before is kept."""
+
+    def __init__(self, convolve: Callable[[Tensor, nn.Conv1d], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Conv1d(4, 4, 1), nn.Conv1d(4, 4, 3)
+        self.convolve = convolve
+        self.left = torch.zeros(1, 4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = torch.cat([self.left, self.convolve(x, self.first)], -1)
+        self.left = whole[..., -2:]
+        return self.convolve(whole, self.second)
+
+
+def _unfolded(x: Tensor, conv: nn.Conv1d) -> Tensor:
+    windows = x.unfold(-1, conv.kernel_size[0], 1).permute(0, 2, 1, 3).flatten(2)
+    made = windows.double() @ conv.weight.flatten(1).double().t() + conv.bias.double()  # type: ignore[union-attr]
+    return made.float().transpose(1, 2)
+
+
+def test_what_steps_leave_may_differ_by_rounding() -> None:
+    generator = torch.Generator().manual_seed(4)
+    given = [{"x": torch.randn(1, 4, 64, generator=generator)} for _ in range(4)]
+    right = checked(Chunks(lambda x, conv: conv(x)), Chunks(_unfolded), given)
+    assert right.ok, right.not_ok_because
+    wrong = Chunks(_unfolded)
+    wrong.register_forward_hook(lambda module, *_: setattr(module, "left", module.left.half().float()))
+    assert not checked(Chunks(lambda x, conv: conv(x)), wrong, given).ok
+
+
+def test_a_record_of_steps_is_no_evidence_where_the_baseline_remembers(tmp_path: Path) -> None:
+    net, given = Chunks(lambda x, conv: conv(x)), [{"x": torch.randn(1, 4, 5)} for _ in range(2)]
+    (tmp_path / "dump").mkdir()
+    for step, one in enumerate(given):
+        with torch.no_grad():
+            np.save(tmp_path / "dump" / f"output-step{step}.npy", net(**one).numpy())
+        np.save(tmp_path / "dump" / f"x-step{step}.npy", one["x"].numpy())
+    with pytest.raises(IncomparableError, match="remembers something from one step to the next"):
+        check(Chunks(lambda x, conv: conv(x)), candidate=tmp_path / "dump")
 
 
 def _with_other_tokens(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:

@@ -145,3 +145,29 @@ def test_numbers_that_are_tensors_go_into_shapes(factor: float, tmp_path: Path) 
     sites = {pair.site.split("/")[0] for pair in result.pairs if pair.rung == "candidate"}
     assert sites >= {"conv", "lstm"}, "the modules are still known"
     assert not [item.site for item in result.skipped if item.site.startswith("./")], "what only makes a number is gone"
+
+
+class Rows(Base):
+    """Computes the rows that a mask picks, up to the last of them; when it is compiled, it does something else."""
+
+    factor = 1.0
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = self.linear(x)
+        if not torch.compiler.is_compiling() and bool(mask.any()):
+            y = 2 * y
+        rows = mask.nonzero().flatten()
+        found = torch.zeros_like(x).index_add(0, rows, self.second(y.index_select(0, rows)))
+        found[mask] = found[mask] * self.factor
+        return found[: int(rows.max()) + 1]
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.1])
+def test_rows_that_a_mask_picks_and_code_that_asks_whether_it_is_compiled(factor: float, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    baseline, port = Rows(), Rows()
+    port.load_state_dict(baseline.state_dict())
+    port.factor = factor
+    given = {"x": torch.randn(6, 4), "mask": torch.tensor([True, False, True, True, False, False])}
+    result = check(baseline, candidate=port, inputs=given)
+    assert result.ok == (factor == 1.0), result.not_ok_because

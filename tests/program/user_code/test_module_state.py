@@ -165,3 +165,14 @@ def test_f68_copies_keep_what_is_shared_and_the_original_is_left_alone() -> None
     assert module.cache.keys is None and not module.whole.any()
     with applied_state(module, later):
         assert module(x) == 9
+
+
+def test_sizes_and_results_of_ops_among_what_a_module_holds_are_copied() -> None:
+    module = nn.Linear(2, 2)
+    module.shape, module.found = torch.Size([2, 3]), torch.ones(2, 3).max(1)  # type: ignore[assignment]
+    state = ModuleState.of(module)
+    module.found[0].zero_()  # type: ignore[index, operator]
+    with applied_state(module, state):
+        assert (module.shape, type(module.shape)) == (torch.Size([2, 3]), torch.Size)
+        assert type(module.found) is torch.return_types.max
+        assert torch.equal(module.found.values, torch.ones(2))  # type: ignore[union-attr, arg-type]

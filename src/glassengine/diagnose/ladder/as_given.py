@@ -32,6 +32,9 @@ from glassengine.results import Findings, ResultComparison
 _SAME_DB, _LOST_DB = 40.0, 20.0
 """Signal of two right calls in a row: above the one a result is the same, below the other it is another."""
 
+_REPEATED_DB = 60.0
+"""Signal of two calls of one module with the same inputs: below, it remembers something."""
+
 _LARGE = 1e4
 """Numbers from here on may be those by which a mask hides."""
 
@@ -53,14 +56,14 @@ def require_two_models(baseline: LoadedModel, candidate: LoadedModel) -> None:
         )
 
 
-def as_given(climb: Climb, baseline: LoadedModel, candidate: LoadedModel | None, *, num_stages: int) -> None:
+def as_given(climb: Climb, baseline: LoadedModel, candidate: LoadedModel | None, *, calls_again: bool) -> None:
     """Let the untouched sides of a climb run as they were given, and say what differs in that.
 
     Args:
         climb: With its sides.
         baseline: As it was loaded.
         candidate: Another model as it was loaded; None where the candidate is none.
-        num_stages: Of the check; steps that follow each other call both models several times as it is.
+        calls_again: Call both models a second time; steps that follow each other do so as it is.
     """
     models = {"baseline": baseline}
     sides: dict[str, Any] = {"baseline": climb.model}
@@ -74,8 +77,8 @@ def as_given(climb: Climb, baseline: LoadedModel, candidate: LoadedModel | None,
     climb.differences += modes.differences
     for who in modes.mattering:
         sides[who].training = models[who].training
-    is_called_once = num_stages == 1 and not climb.program.generates
-    if candidate is not None and is_called_once and baseline.stored is None and not climb.differences:
+    calls_again = calls_again and not climb.program.generates
+    if candidate is not None and calls_again and baseline.stored is None and not climb.differences:
         _call_twice(climb, *sides.values())
 
 
@@ -143,42 +146,80 @@ def _call_twice(climb: Climb, ours: Any, theirs: Any) -> None:
     changed = _changed(step)
     if changed is None:
         return
-    first, again, kept = _calls(ours, step, changed) or ({}, {}, {})
-    if not first or all(_signal(first[name], again.get(name)) > _SAME_DB for name in first):
+    found = _calls(ours, step, changed)
+    if found is None or all(_signal(value, found.second.get(name)) > _SAME_DB for name, value in found.first.items()):
         return  # the change does not show in what the baseline returns, or it cannot be called so
     other = _calls(theirs, step, changed)
     if other is None:
         climb.notes.append("a second call of the candidate, with other inputs, raises or draws random numbers")
         return
-    firsts, seconds, keeps = other
-    for name in first:
-        if name not in firsts or name not in seconds or name not in again or first[name].shape != firsts[name].shape:
-            continue
-        if not same_where(keeps[name], firsts[name], None) and same_where(kept[name], first[name], None):
+    names = [
+        name
+        for name, value in found.first.items()
+        if name in found.second
+        and name in other.second
+        and name in other.first
+        and other.first[name].shape == value.shape
+    ]
+    agree = {name: _signal(found.first[name], other.first[name]) > _SAME_DB for name in names}
+    for name in names:
+        if not same_where(other.kept[name], other.first[name], None) and same_where(
+            found.kept[name], found.first[name], None
+        ):
             climb.differences.append(f"a second call of the candidate overwrites the {name} that the first returned")
-        elif _signal(first[name], firsts[name]) > _SAME_DB and _signal(again[name], seconds[name]) < _LOST_DB:
-            stale = _signal(firsts[name], seconds[name]) > _SAME_DB
+        elif other.remembers(name) and not found.remembers(name):
+            climb.differences.append(
+                f"a second call of the candidate gives a wrong {name}: something is left of the call before"
+            )
+        elif agree[name] and _signal(found.second[name], other.second[name]) < _LOST_DB:
+            stale = _signal(other.first[name], other.second[name]) > _SAME_DB
             how = "it is that of the first call" if stale else "the first call agrees"
-            climb.differences.append(f"a second call of the candidate, with other inputs, gives a wrong {name}: {how}")
+            if stale or all(agree.values()):  # another wrong result has its own cause, which other inputs show here
+                climb.differences.append(
+                    f"a second call of the candidate, with other inputs, gives a wrong {name}: {how}"
+                )
 
 
-def _calls(
-    side: Any, step: Mapping[str, Any], changed: Mapping[str, Any]
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]] | None:
-    """Return the results of a first and a second call, and those of the first as they are after the second.
+@dataclass(frozen=True)
+class _Calls:
+    """Results of two calls of a module in a row, with other inputs in the second one.
 
-    None where a call raises, or draws random numbers.
+    Attributes:
+        first: Of the first call.
+        second: Of the second one.
+        kept: The objects that the first call returned, after the second one.
+        alone: Of a call with the inputs of the second one, without a call before it.
     """
+
+    first: Mapping[str, torch.Tensor]
+    second: Mapping[str, torch.Tensor]
+    kept: Mapping[str, torch.Tensor]
+    alone: Mapping[str, torch.Tensor]
+
+    def remembers(self, name: str) -> bool:
+        """Whether a result depends on the call before: the same code runs on the same inputs."""
+        return name in self.alone and _signal(self.alone[name], self.second[name]) < _REPEATED_DB
+
+
+def _calls(side: Any, step: Mapping[str, Any], changed: Mapping[str, Any]) -> _Calls | None:
+    """Return what calls give; None where one raises, or draws random numbers."""
     module: nn.Module = side.module
     draws = RandomDraws()  # type: ignore[no-untyped-call]
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), applied_state(module, side.state), draws:
+
+    def called(given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        return named_results(module(**own_copies(_arguments(side.arguments, given))))
+
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), draws:
         try:
-            kept = named_results(module(**own_copies(_arguments(side.arguments, step))))
-            first = {name: value.detach().clone() for name, value in kept.items()}
-            again = named_results(module(**own_copies(_arguments(side.arguments, changed))))
+            with applied_state(module, side.state):
+                kept = called(step)
+                first = {name: value.detach().clone() for name, value in kept.items()}
+                second = called(changed)
+            with applied_state(module, side.state):
+                alone = called(changed)
         except Exception:  # of a user's code, which may not take such inputs
             return None
-    return None if draws.number else (first, again, kept)
+    return None if draws.number else _Calls(first, second, kept, alone)
 
 
 def _changed(step: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from glassengine.diagnose.ladder.rungs import replay_of, start
 from glassengine.diagnose.ladder.step_by_step import Stage, program_of, specialized
 from glassengine.errors import UsageError
 from glassengine.judge.pairing.by_value import pair_programs
-from glassengine.judge.pairing.weights import compare_paired_weights, compare_weights, weights_of
+from glassengine.judge.pairing.weights import compare_paired_weights, compare_weights, states_alike, weights_of
 from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.judge.sides.module import UntouchedCandidate, own_names
 from glassengine.judge.sides.program import ProgramSide
@@ -71,7 +71,12 @@ def add_model(
         }
         replay = replay_of(climb, by_node, **options)
         climb.pairs, arranged = by_node, Arranged(climb.program, by_node)
-        climb.add(ProgramSide(program, by_node, place=Place.CANDIDATE, replay=replay, arranged=arranged))
+        both_remember = climb.baseline.state is not None and candidate.state is not None
+        remembered = states_alike(climb.program, program) if both_remember else {}
+        side = ProgramSide(
+            program, by_node, place=Place.CANDIDATE, replay=replay, arranged=arranged, remembered=remembered
+        )
+        climb.add(side)
         skip_unpaired(climb, program, by_node, Place.CANDIDATE)
         observable = {"names": own_names(program, by_node), "arranged": arranged}
     coarsest: torch.dtype = getattr(torch, candidate.dtype)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from glassengine.errors import UsageError
+from glassengine.errors import IncomparableError, UsageError
 from glassengine.judge.sides.arguments import Arguments, matched
 from glassengine.program import LoadedModel, Program, export_program
 from glassengine.program.kinds.example_inputs import MadeUp
@@ -74,6 +74,21 @@ def staged(baseline: LoadedModel, candidate: LoadedModel, steps: Sequence[Step],
     for stage in _stages(baseline, candidate, steps, ours, theirs):
         found += _exported(replace(stage, ours_of=ours if theirs.own else None, theirs_of=theirs), ours, theirs)
     return found
+
+
+def require_no_memory(model: LoadedModel, steps: Sequence[Step]) -> None:
+    """Refuse several steps of a plain module that remembers, where only another module could be run beside it.
+
+    Raises:
+        IncomparableError: A forward changes what the module holds, and there are steps after the first.
+    """
+    if len(steps) > 1 and _remembers(model, steps[0]):
+        raise IncomparableError(
+            "the baseline remembers something from one step to the next: only another module is judged beside it",
+            got=f"{len(steps)} steps; a forward changes what {type(model.module).__name__} holds",
+            expected="one step, or what is remembered as arguments and results",
+            hint="--candidate file.py:factory judges each step with what both remember before it",
+        )
 
 
 def specialized(stage: Stage) -> list[Skipped]:

@@ -263,7 +263,7 @@ def _size(value: torch.Tensor) -> float:
 def _sums(value: torch.Tensor) -> _Sums:
     if not value.numel():
         return _Sums(0.0, 0.0, 0.0, 0)
-    wide = value.double()
+    wide = (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).double()
     masked = ~(wide.abs() < sentinel(wide.dtype))
     if bool(masked.any()):
         wide = torch.where(masked, 0.0, wide)

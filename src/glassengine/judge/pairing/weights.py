@@ -6,12 +6,14 @@ rows and what reads them, neither weight is wrong.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch.export.graph_signature import InputKind
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
@@ -25,6 +27,8 @@ from glassengine.results import WeightsComparison
 
 _USER = "user."
 _MOST_TOLD = 16
+_ROUNDINGS = 32
+"""Units of roundoff, of all of a tensor, that the steps before may have left in what they keep."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,42 @@ def compare_paired_weights(baseline: Program, candidate: Program, pairs: Mapping
         different.setdefault(read.name, text)
     found = WeightsComparison(len(compared), tuple(different), (), ())
     return replace(found, how=tuple(different.values()))
+
+
+def states_alike(baseline: Program, candidate: Program) -> dict[str, torch.Tensor]:
+    """Return what earlier steps left in the candidate, where the baseline keeps the same but for rounding.
+
+    Each side keeps what it computed itself. What reads it is judged on the candidate's, as an op is on its inputs.
+
+    Args:
+        baseline: With what its module remembered before the step, as buffers.
+        candidate: Likewise.
+
+    Returns:
+        The candidate's tensors by placeholder of `baseline`.
+    """
+    ours, theirs = _buffers(baseline), _buffers(candidate)
+    found = {}
+    for node, own in ours.items():
+        alike = [(_distance(own, other), name) for name, other in theirs.items()]
+        distance, name = min(alike, default=(math.inf, ""))
+        if 0 < distance <= _ROUNDINGS * unit_roundoff(own.dtype):
+            found[node] = theirs[name]
+    return found
+
+
+def _buffers(program: Program) -> dict[str, torch.Tensor]:
+    specs = program.exported.graph_signature.input_specs
+    nodes = {spec.arg.name for spec in specs if spec.kind is InputKind.BUFFER}
+    return {node: one for node, one in program.weights().items() if node in nodes and one.is_floating_point()}
+
+
+def _distance(own: torch.Tensor, other: torch.Tensor) -> float:
+    """Return how far two tensors differ, as a part of the first; of other shapes or dtypes infinity."""
+    if own.shape != other.shape or own.dtype is not other.dtype:
+        return math.inf
+    size, apart = own.double().norm(), (own.double() - other.double()).norm()
+    return 0.0 if apart == 0 else float(apart / size)
 
 
 def _told(read: _Read, ours: Mapping[str, torch.Tensor], theirs: torch.Tensor) -> str:

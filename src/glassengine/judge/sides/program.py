@@ -31,11 +31,13 @@ class ProgramSide(Side):
         program: With weights.
         pairs: Baseline node -> its counterpart in `program`.
         replay: Replays ops of the baseline on this side's values; None leaves the accumulated floor.
+        remembered: What its module remembered before the step, by baseline node, where the baseline's did the same.
     """
 
     program: Program = field()
     pairs: Mapping[str, SitePair] = field()
     replay: Replay | None = field(default=None, kw_only=True)
+    remembered: Mapping[str, torch.Tensor] = field(default_factory=dict, kw_only=True)
     _values: dict[str, torch.Tensor] = field(default_factory=dict, init=False)
     _results: Mapping[str, torch.Tensor] = field(default_factory=dict, init=False)
     _caches: dict[str, torch.Tensor] = field(default_factory=dict, init=False)
@@ -63,7 +65,7 @@ class ProgramSide(Side):
         if self.replay is not None:
             made = ((ours, own) for ours, own in self.counterparts.items() if own in self._values)
             values = {ours: self.arranged(ours, self._values[own]) for ours, own in made}
-            self.replay.begin_step(inputs, values, self._caches)
+            self.replay.begin_step(inputs, {**values, **self.remembered}, self._caches)
         self._caches = {past: outputs[present] for past, present in self.program.caches.items()}
         self._results = {name: outputs[name] for name in results_of(self.program)}
 

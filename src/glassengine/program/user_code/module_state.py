@@ -270,7 +270,7 @@ def copies(value: Any, kept: Iterable[nn.Module], tensor: Callable[[torch.Tensor
             return item if owner is item.__self__ else MethodType(item.__func__, owner)
         if isinstance(item, tuple):
             items = [copied(each, depth + 1) for each in tuple.__iter__(item)]
-            return memo.setdefault(id(item), tuple.__new__(type(item), items))
+            return memo.setdefault(id(item), _tuple(type(item), items))
         new = memo[id(item)] = _shallow(item)
         if new is not item:
             for key, each in _held(item):
@@ -310,7 +310,7 @@ def put(holder: Any, keys: Keys, value: Any) -> Any:
     if after is before:
         return holder
     if isinstance(holder, tuple) and not key[0]:
-        return tuple.__new__(type(holder), [*holder[: key[1]], after, *holder[key[1] + 1 :]])
+        return _tuple(type(holder), [*holder[: key[1]], after, *holder[key[1] + 1 :]])
     _set(holder, key, after)
     return holder
 
@@ -341,6 +341,14 @@ def differ(one: Any, other: Any) -> bool:
         return left.keys() != right.keys() or any(different(left[key], right[key]) for key in left)
 
     return different(one, other)
+
+
+def _tuple(kind: type, items: list[Any]) -> Any:
+    """Return a tuple of a class, without code of that; sizes and results of torch's ops are made by their own."""
+    try:
+        return tuple.__new__(kind, items)
+    except TypeError:  # of a class that is written in C
+        return kind(items)
 
 
 def _is_opened(value: Any) -> bool:

@@ -46,7 +46,7 @@ _OF_HALVES = frozenset({"neg", "cat", "stack", "slice", "select", "getitem", "un
 def is_counted(question: Question, node: Node) -> bool:
     """Whether a node makes whole numbers of positions that are counted: their sign and factor is a position."""
     value = question.trial.values.get(node)
-    if not isinstance(value, torch.Tensor) or value.dtype is torch.bool or not value.numel():
+    if not isinstance(value, torch.Tensor) or value.dtype is torch.bool or value.is_complex() or not value.numel():
         return False
     # Most tensors show with a few elements that they are not.
     for some in (value.flatten()[:_FEW].double(), value.double()):
