@@ -62,7 +62,18 @@ LAZY = [
 
 def test_what_the_public_sees() -> None:
     assert set(glass.__all__) - {"__version__"} == {
-        *("build", "check", "check_training", "compare", "export", "list_backends", "load", "open", "record"),
+        *(
+            "build",
+            "check",
+            "check_prompt",
+            "check_training",
+            "compare",
+            "export",
+            "list_backends",
+            "load",
+            "open",
+            "record",
+        ),
         *("mark_step", "replay", "sites", "tap"),
         *("Comparison", "Divergence", "Engine", "GlassError", "Recording", "Session", "Watch"),
         *NAMESPACES,

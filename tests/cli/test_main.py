@@ -568,6 +568,7 @@ COMMAND_LINES = {
     "show": "recording",
     "compare": "one other",
     "check": "model",
+    "check-prompt": "one other",
     "check-training": "model --candidate other",
     "profile": "trace",
     "snapshot": "show snapshot",

@@ -14,6 +14,7 @@ from glassengine.prompt.settings import NAMES, TOKENS
 from glassengine.prompt.side import Conversation, Opened, Setting
 from glassengine.prompt.templates import TOOLS
 from glassengine.reading.documents import read_document
+from glassengine.reading.files import read_text
 
 _MOST_BYTES = 64 << 20
 _LIMITS = {
@@ -101,7 +102,7 @@ def _known(number: Any) -> tuple[int, ...]:
 def _template(path: Path) -> str | None:
     file = path / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")[: 1 << 20]
+        return read_text(file, most=_MOST_BYTES)
     config = path / "tokenizer_config.json"
     found = read_document(config, dict, most=_MOST_BYTES) if config.is_file() else {}
     template = found.get("chat_template") if isinstance(found, dict) else None
