@@ -61,6 +61,7 @@ def compare_sides(baseline: PromptSide, candidate: PromptSide, specs: tuple[str,
             continue
         findings, compared[part] = compare(baseline, candidate)
         found += findings
+    found += [PromptFinding("tokens", "warning of the engine", "note", line) for line in candidate.opened.warnings]
     found = [_limited(candidate, one) for one in found]
     found.sort(key=lambda one: (_LEVELS.index(one.level), one.part != "tokens"))
     ok = bool(compared.get("tokens")) and not any(one.level == "wrong" for one in found)

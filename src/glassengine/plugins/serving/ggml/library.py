@@ -231,22 +231,22 @@ def _only(raw: bytes, wanted: bytes, name: str) -> int:
 
 
 _ERRORS_FROM = 3
-_LOGGED: list[str] = []
+LOGGED: list[str] = []
 
 
 def _log(level: int, text: bytes | None, _: object) -> None:
     if level >= _ERRORS_FROM and text:
-        _LOGGED.append(text.decode("utf-8", "replace").strip()[:400])
-        del _LOGGED[:-20]
+        LOGGED.append(text.decode("utf-8", "replace").strip()[:400])
+        del LOGGED[:-20]
 
 
 # Of the process, as the library's own pointer to it is: models come and go.
-_LOG = c.CFUNCTYPE(None, c.c_int, c.c_char_p, Pointer)(_log)
+LOG = c.CFUNCTYPE(None, c.c_int, c.c_char_p, Pointer)(_log)
 
 
 def logged() -> str:
     """Return the last lines that the library wrote about errors."""
-    return " ".join(_LOGGED[-3:])
+    return " ".join(LOGGED[-3:])
 
 
 class Opened:
@@ -264,7 +264,7 @@ class Opened:
         self.library = Library(library)
         self._alive: list[Any] = []
         if not verbose:
-            self.library.llama_log_set(_LOG, None)
+            self.library.llama_log_set(LOG, None)
         self.library.llama_backend_init()
         if self.library.has("ggml_backend_load_all_from_path"):
             self.library.ggml_backend_load_all_from_path(str(Path(library).parent).encode())

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from glassengine.errors import UsageError
-from glassengine.plugins.serving.ggml import opened as llama
 from glassengine.plugins.serving.ggml.child import find_library
 from glassengine.plugins.serving.ggml.file import GgufFile
-from glassengine.plugins.serving.ggml.library import Library, Opaque, Pointer
+from glassengine.plugins.serving.ggml.library import LOG, LOGGED, Library, Opaque, Pointer, logged
 from glassengine.prompt.huggingface import rendered
 from glassengine.prompt.side import Conversation, Opened, Setting, Vocabulary, bytes_of
 
@@ -69,14 +68,14 @@ class GgufSide:
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(self._library, name)
             function.restype, function.argtypes = result, arguments
-        self._library.llama_log_set(llama._LOG, None)
+        self._library.llama_log_set(LOG, None)
         self._library.llama_backend_init()
         self._model = _load(self._library, path, _vocab_only(self._library))
         if not self._model:
-            raise UsageError("llama.cpp does not load the vocabulary", got=f"{path}: {llama.logged()}")
+            raise UsageError("llama.cpp does not load the vocabulary", got=f"{path}: {logged()}")
         self._vocab = self._library.llama_model_get_vocab(self._model)
         self._room = (c.c_int32 * (1 << 20))()
-        warnings = [line for line in llama._LOGGED if "pre-tokenizer" in line or "DEGRADED" in line]
+        warnings = [line for line in LOGGED if "pre-tokenizer" in line or "DEGRADED" in line]
         vocabulary = self._vocabulary(file)
         template = file.settings.get("tokenizer.chat_template")
         self._texts = {
@@ -187,6 +186,6 @@ def _vocab_only(library: Library) -> int:
         for at in sorted(zeros, key=lambda one: abs(one - _VOCAB_ONLY)):
             model = _load(library, path, at)
             if model:
-                llama._LOGGED.clear()
+                LOGGED.clear()
                 return at
     raise UsageError("vocab_only is not found in llama_model_params", got="this build of llama.cpp")
