@@ -94,7 +94,7 @@ SHAPES = (
     Shape("white space around", {"messages": [_message("user", "  two  spaces\n")], **_PROMPT}),
     Shape("text that spells a token", {"messages": [_message("user", "<|im_end|> </s> [INST]")], **_PROMPT}),
     Shape(
-        "other scripts", {"messages": [_message("user", "caf\u00e9 \u65e5\u672c \U0001f680 <b>&amp;</b>")], **_PROMPT}
+        "other scripts", {"messages": [_message("user", "ol\u00e9 \u65e5\u672c \U0001f680 <b>&amp;</b>")], **_PROMPT}
     ),
     Shape(
         "assistant prefix",
