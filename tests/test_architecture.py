@@ -261,6 +261,8 @@ def test_plugins_are_reached_by_the_registry_alone() -> None:
     asked = {plugin for module in MODULES for plugin in re.findall(r'plugin\("([\w.]+)"', text_of(module))}
     assert asked and all(f"{PACKAGE}.plugins.{plugin}" in MODULES for plugin in asked)
     assert {path.parent.name for path in (SOURCE / "plugins").glob("*/__init__.py")} == extensions.EXTRAS.keys()
+    named = {module for module in MODULES if f"{PACKAGE}.plugins" in text_of(module) and not plugin_of(module)}
+    assert named == {extensions.__name__}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ import pytest
 
 import glassengine as glass
 from glassengine.errors import UsageError
+from glassengine.extensions import plugin
+from glassengine.serving import protocol
 from glassengine.serving.protocol import Setting, kinds, open_served
 
 
@@ -11,6 +13,12 @@ def test_what_names_a_candidate() -> None:
     assert "gguf" in kinds()
     assert open_served("package.module:factory") is None and open_served("file.py:factory") is None
     assert open_served(Path("gguf:x")) is None and open_served(None) is None
+
+
+@pytest.mark.parametrize("kind", protocol._BUILT_IN)
+def test_each_kind_is_opened_by_a_function_of_the_plugin(kind: str) -> None:
+    module, name = protocol._BUILT_IN[kind]
+    assert callable(getattr(plugin(module), name))
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -31,9 +31,7 @@ LLAMA_CPP = {
 CHILD = """
 import ctypes as c
 
-from glassengine.plugins.serving.ggml import capture
-
-from glassengine.plugins.serving.ggml import library
+from glassengine.plugins.serving.ggml import capture, library
 
 decode, note, quiet = library.Opened.decode, capture._Nodes.callback, False
 
@@ -68,7 +66,8 @@ def planted(self, context, rows):
     return decode(self, context, [(0, past + FIRST, tokens)])
 
 
-library.Opened.decode, capture._Nodes.callback, main = planted, callback, capture.main
+library.Opened.decode, capture._Nodes.callback = planted, callback
+raise SystemExit(capture.main())
 """
 
 
