@@ -124,7 +124,7 @@ class Spikes(nn.Module):
         return {"spikes": torch.stack(spikes), "potential": torch.stack(potentials)}
 
 
-TIMES = {"x": 3 * torch.randn(5, 3, 6, generator=G)}
+TIMES = {"x": 6 * torch.randn(5, 3, 6, generator=G)}
 
 
 def spikes(mistake: str) -> tuple[nn.Module, Any]:
