@@ -23,7 +23,7 @@ from glassengine.backends.registry import choose_backend, get_backend
 from glassengine.candidates import QUANTIZED_MODEL, expected, refuse
 from glassengine.compare.matching.maps import load_map
 from glassengine.diagnose.ladder.accumulated import judge_alike
-from glassengine.diagnose.ladder.as_given import as_given, as_run, require_two_models, with_level
+from glassengine.diagnose.ladder.as_given import as_given, as_run, require_two_models, with_level, with_order
 from glassengine.diagnose.ladder.bisect_release import bisect_release
 from glassengine.diagnose.ladder.climb import Climb
 from glassengine.diagnose.ladder.generations import JUDGED, joined
@@ -270,7 +270,7 @@ class Ladder:
             climb.differences += tokens_differ
             result = self._judged(climb, baseline, found, stack, is_alone=len(climbs) == 1)
             found.append(result if stage is None else numbered(result, stage.numbers))
-        result = with_level(reduce(joined, found), candidate or baseline)
+        result = with_level(with_order(reduce(joined, found), candidate), candidate or baseline)
         if request.reproduction is None or result.first_divergence is None:
             return result
         request.progress(Work.WRITING.says("writing a reproduction"))

@@ -207,3 +207,42 @@ def test_f53_results_are_what_a_plain_session_gives(pair: str, tmp_path: Path) -
     audited(found, expected, value)
     is_wrong = pair.startswith("another")
     assert found.ok != is_wrong, found.not_ok_because
+
+
+class Pair(nn.Module):
+    """Two results of one shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.box, self.score = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.box(x), torch.relu(self.score(x))
+
+
+@pytest.mark.parametrize("names", [("box", "score"), ("score", "box")])
+def test_results_in_another_order_are_named(names: tuple[str, str], tmp_path: Path) -> None:
+    net, helper = Pair().eval(), onnx.helper
+    tensors = [
+        numpy_helper.from_array(tensor.detach().numpy(), name.replace(".", "_"))
+        for name, tensor in net.state_dict().items()
+    ]
+    nodes = [
+        helper.make_node("Gemm", ["x", "box_weight", "box_bias"], ["box"], transB=1),
+        helper.make_node("Gemm", ["x", "score_weight", "score_bias"], ["h"], transB=1),
+        helper.make_node("Relu", ["h"], ["score"]),
+    ]
+    ends = [
+        helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [3, size])
+        for name, size in zip(("x", *names), (8, 4, 4), strict=True)
+    ]
+    graph = helper.make_graph(nodes, "graph", ends[:1], ends[1:], tensors)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, tmp_path / "pair.onnx")
+    result = glass.check(net, candidate=tmp_path / "pair.onnx", inputs={"x": torch.randn(3, 8, generator=DRAW)})
+    assert result.ok == (names == ("box", "score")), result.not_ok_because
+    if not result.ok:
+        assert result.standing == "results differ" and "in another order: result 0 is box, its number 1" in str(
+            result.not_ok_because
+        )

@@ -18,6 +18,7 @@ from torch import nn
 
 from glassengine.diagnose.ladder.climb import Climb
 from glassengine.errors import IncomparableError, UsageError
+from glassengine.judge.end_to_end import results_of
 from glassengine.judge.sides.arguments import CACHE, Arguments
 from glassengine.numerics.counted import same_where
 from glassengine.numerics.metrics.drift import decibels, loss_of
@@ -274,6 +275,25 @@ def as_run(baseline: LoadedModel, candidate: LoadedModel | None, settings: Sessi
             model.module.settings = its_own
     if settings.given and (candidate is None or not isinstance(candidate.module, OnnxModel)):
         raise UsageError("--session-options are for an ONNX file as candidate", expected="--candidate model.onnx")
+
+
+def with_order(found: Findings, candidate: LoadedModel | None) -> Findings:
+    """Name results that a file returns in another order than a tuple of the baseline: its user takes them by place."""
+    if candidate is None or candidate.stored is None:
+        return found
+    places = {name: place for place, name in enumerate(results_of(candidate.stored))}
+    own = {
+        int(one.name): one.candidate_name
+        for one in found.results
+        if one.name.isdigit() and one.candidate_name in places and not one.candidate_name.isdigit()
+    }
+    moved = {place: name for place, name in own.items() if places[name] != place}
+    if moved and {places[name] for name in own.values()} == own.keys():
+        order = ", ".join(
+            f"result {place} is {name}, its number {places[name]}" for place, name in sorted(moved.items())
+        )
+        found.differences = [*found.differences, f"the candidate returns its results in another order: {order}"]
+    return found
 
 
 def with_level(found: Findings, model: LoadedModel, written: Sequence[ResultComparison] = ()) -> Findings:
