@@ -479,6 +479,22 @@ def test_a_dead_reference_is_found(reference: str, dead: bool, root: Path) -> No
     assert is_dead(reference, root / "src" / "glassengine") is dead
 
 
+RELATIVE = re.compile(r"(?:What|How|Where|Who|Which|When|That|Whether)\b(?!.*\?)")
+
+
+def test_a_module_docstring_states_a_role(root: Path) -> None:
+    """It begins with a noun or a verb, not with a relative clause."""
+    found = {
+        str(path.relative_to(root)): first
+        for path in (root / "src").rglob("*.py")
+        if RELATIVE.match(
+            first := (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+        )
+    }
+    assert found == {}
+    assert RELATIVE.match("What a build would make.") and not RELATIVE.match("Plans a build.")
+
+
 def test_every_decision_has_a_number_of_its_own(root: Path) -> None:
     numbers = [path.name[:3] for path in (root / "docs" / "decisions").glob("[0-9]*.md")]
     assert sorted(numbers) == sorted(set(numbers))

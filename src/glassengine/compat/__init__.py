@@ -1,4 +1,4 @@
-"""What other tools call by name, so that a script of theirs needs other imports only.
+"""Modules under the names of other tools, so that a script of theirs needs other imports only.
 
 | of | names |
 |---|---|

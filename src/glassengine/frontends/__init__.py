@@ -1,1 +1,1 @@
-"""Where graphs come from, other than engines: `torch.compile`, op-by-op debugging."""
+"""Sources of graphs other than engines: `torch.compile`, op-by-op debugging."""

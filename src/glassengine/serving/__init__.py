@@ -1,1 +1,1 @@
-"""What a serving engine is as a candidate, and how one is opened and recorded; the engines are a plugin."""
+"""The interface of serving engines as candidates, their opening and recording; the engines are a plugin."""

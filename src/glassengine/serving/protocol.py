@@ -1,4 +1,4 @@
-"""What a serving engine is asked as a candidate, and which engines there are: `--candidate gguf:FILE`.
+"""The interface of a serving engine as a candidate, and the list of engines: `--candidate gguf:FILE`.
 
 A candidate is named by its kind and where it is. Built-in kinds are a table here, of the plugin `serving`. Other
 packages register theirs by an entry point of the group `glassengine.serving`: a function from what follows the colon,

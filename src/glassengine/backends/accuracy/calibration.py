@@ -1,4 +1,4 @@
-"""Which accuracy the kernels of a back-end have: from the cache, from the table that ships, or measured now.
+"""Finds the accuracy of a back-end's kernels: from the cache, from the table that ships, or by a measurement.
 
 `glass doctor --calibrate` measures all back-ends. A check measures a runtime that neither the cache nor the table has
 once, which takes a few seconds; where that fails, the nearest entry of the table holds, with a warning.

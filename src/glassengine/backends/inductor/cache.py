@@ -1,4 +1,4 @@
-"""How Inductor finds again what it compiled: its own caches on disk, in a directory of their own for each graph."""
+"""Caches the libraries of Inductor on disk, in a directory of their own for each graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the back-ends have in common that are given the program as an ONNX graph, to be run by a runtime for such."""
+"""Base of the back-ends that run the program as an ONNX graph."""
 
 from __future__ import annotations
 

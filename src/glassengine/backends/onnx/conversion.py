@@ -1,4 +1,4 @@
-"""What makes a conversion to ONNX fast: a graph that needs no decomposition is not traced again.
+"""Converts to ONNX without a second trace where no op needs a decomposition.
 
 `torch.onnx.export` runs every graph through `run_decompositions`, which executes it twice on fake tensors: half of the
 time of a conversion. A program in functional form holds next to no op without a translation, and those that are there

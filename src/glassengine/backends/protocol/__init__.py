@@ -1,1 +1,1 @@
-"""What a back-end is: availability, capabilities, build, load; devices, and the order of inputs and outputs."""
+"""The interface of back-ends: availability, capabilities, build, load; devices, and the order of inputs and outputs."""

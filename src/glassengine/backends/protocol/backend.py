@@ -1,4 +1,4 @@
-"""What a back-end is: availability, capabilities, build, load; and, where it can tell, options and network."""
+"""The interface of a back-end: availability, capabilities, build, load; options and network where it has them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What PyTorch/XLA has and has no meaning here: it can be imported, and raises an error when it is called."""
+"""Names of PyTorch/XLA without a meaning here: they can be imported, and raise an error when they are called."""
 
 from __future__ import annotations
 

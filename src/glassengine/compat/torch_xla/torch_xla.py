@@ -1,4 +1,4 @@
-"""What `torch_xla` itself defines: its device, steps, compiled regions, and the start of a program."""
+"""The names of `torch_xla` itself: its device, steps, compiled regions, and the start of a program."""
 
 from __future__ import annotations
 

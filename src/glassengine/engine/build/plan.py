@@ -1,4 +1,4 @@
-"""What a build makes: its settings, its debug outputs resolved to sites, and the plan that a dry run returns.
+"""Plans a build: its settings, its debug outputs resolved to sites, and the result of a dry run.
 
 `--add-output` and TRTLLM_ADD_OUTPUT take `SITE|NODE|GLOB[=ALIAS][:DTYPE]`. An alias of a pattern that matches several
 tensors gets an index, `ALIAS_0`, `ALIAS_1`, ... in graph order. Without an alias an output is called by its site, or,

@@ -1,4 +1,4 @@
-"""What runs before the first step: the encoder of an encoder-decoder, or the vision program of a model with images.
+"""Runs the programs before the first step: the encoder, or the vision program of a model with images.
 
 Decoding of an encoder-decoder begins with a start token. Images go through the processor of the model, as
 `AutoProcessor` of transformers loads it, which writes as many image tokens into a prompt as its image has features.

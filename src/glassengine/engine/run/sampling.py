@@ -1,4 +1,4 @@
-"""How the next token is chosen and when a sequence ends: by transformers' own generation settings and classes.
+"""Chooses the next token and ends sequences, by transformers' own generation settings and classes.
 
 Nothing of a setting is interpreted here: its meaning (defaults, order of the processors, stopping) is that of the
 installed transformers, whose `GenerationMixin` builds the objects. What it would do in another loop than that of greedy

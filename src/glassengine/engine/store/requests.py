@@ -1,4 +1,4 @@
-"""What a user writes to ask for outputs: `PATTERN[=ALIAS][:DTYPE]`, alias files, and names of another tool's layers.
+"""Parses requests for outputs: `PATTERN[=ALIAS][:DTYPE]`, alias files, and names of another tool's layers.
 
 An alias file is a JSON object, {"pattern": "alias"}: `--add-output @FILE`, the same text in TRTLLM_ADD_OUTPUT, and
 `glass compare --map FILE` read it alike.

@@ -1,4 +1,4 @@
-"""Which executions get a snapshot, what it holds, and its limits: the policy, and the callback that chooses."""
+"""Policy of snapshots: which executions get one, its content and limits, and the callback that chooses."""
 
 from __future__ import annotations
 

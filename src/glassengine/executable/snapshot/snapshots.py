@@ -1,4 +1,4 @@
-"""Who asks for snapshots: `glass.snapshots.take`, or environment variables of PyTorch NeuronX, read at each execution.
+"""Requests for snapshots: `glass.snapshots.take`, or environment variables of PyTorch NeuronX, read at each execution.
 
     XLA_FLAGS="--xla_dump_hlo_snapshots --xla_dump_to=DIR"      every execution (torch-neuronx 2.1)
     XLA_FLAGS="--xla_dump_to=DIR" NEURON_DUMP_HLO_SNAPSHOT=1    every execution (1.13)

@@ -1,4 +1,4 @@
-"""What the direction of an error shows where its size is that of rounding: a literal, coarse sums, other weights.
+"""Hints from the direction of an error as large as rounding: a literal, coarse sums, other weights.
 
 If the candidate computes with another number, its error is the difference that this number makes, once, in every part
 of the tensor. Rounding is a share of that difference near zero, or another one in each part. A number that is written

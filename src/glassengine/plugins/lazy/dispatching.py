@@ -1,4 +1,4 @@
-"""What becomes of each operation on a lazy tensor when it is called.
+"""Dispatches each operation on a lazy tensor when it is called.
 
 Random numbers are drawn when the user's code draws them, from torch's own generator, and are inputs of the graph: the
 same seed gives the numbers that code without lazy tensors gets, on every back-end and wherever a graph begins.

@@ -1,4 +1,4 @@
-"""What becomes of a call of each operation, by its schema."""
+"""Rules for recording a call of each operation, by its schema."""
 
 from __future__ import annotations
 

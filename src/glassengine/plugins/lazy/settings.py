@@ -1,4 +1,4 @@
-"""How graphs are compiled and run, and which have been."""
+"""Settings of compiling and running graphs, and the graphs that ran."""
 
 from __future__ import annotations
 

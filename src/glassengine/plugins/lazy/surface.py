@@ -1,4 +1,4 @@
-"""What users call: how tensors and modules become lazy, how their graphs are run, and what is pending."""
+"""Public functions: make tensors and modules lazy, run their graphs, and list pending ones."""
 
 from __future__ import annotations
 

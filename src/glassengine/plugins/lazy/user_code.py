@@ -1,4 +1,4 @@
-"""What the code of the user says: the line that runs, and the names of parameters and buffers by its variables."""
+"""Finds the running line of user code, and the names of parameters and buffers by its variables."""
 
 from __future__ import annotations
 

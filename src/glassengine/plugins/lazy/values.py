@@ -1,4 +1,4 @@
-"""What is recorded: values, and the operations that make them.
+"""The recorded graph: values, and the operations that make them.
 
 A value never changes. One that an operation makes refers to the operation, and that to the values it reads, and to
 nothing that comes after it: what no tensor needs any more is freed by itself. A value that was computed or brought in

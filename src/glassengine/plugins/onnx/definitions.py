@@ -1,4 +1,4 @@
-"""What an ONNX operator is defined by, in terms of others; and what a call of a function puts into its nodes."""
+"""Definitions of ONNX operators by others, and the bodies of functions put in place of their calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a quantized weight does: at the output of its module, and at the logits, everything else being unquantized.
+"""Measures the effect of a quantized weight at the output of its module and at the logits, all else unquantized.
 
 A module runs again on the inputs it had, so that an error made before it does not count. To compare with, it also runs
 with a weight that is moved by up to half a step at random: what rounding to nearest would make.

@@ -1,4 +1,4 @@
-"""Which tensor of a serving engine is which of the program's: tables, in the format of `--map`.
+"""Aligns the tensors of a serving engine with those of the program: tables, in the format of `--map`.
 
 A table is a file `<layout>/tables/<name>.json`:
 

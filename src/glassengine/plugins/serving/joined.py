@@ -1,4 +1,4 @@
-"""What the ranks of a server have of a model that is spread over them, as a recording of one process.
+"""Joins the recordings of a server's ranks to one of a single process.
 
 A table says which tensors are parts (`Table.ranks`): heads side by side, the parts of fused projections, halves of gate
 and up; where there are more ranks than key heads, some have the same one. Everything else is a copy in every rank. A

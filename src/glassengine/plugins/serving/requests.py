@@ -1,4 +1,4 @@
-"""What a server computes, forward by forward, as each request saw it: the prefill and decode steps of a program.
+"""Reads a server's forwards as each request saw them: the prefill and decode steps of a program.
 
 A server concatenates the rows of all requests, takes prompts in chunks, and reads the beginning of a prompt from its
 prefix cache. A recording of it says in `forwards` which rows are of which request; here every position of a request is

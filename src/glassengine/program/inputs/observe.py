@@ -1,4 +1,4 @@
-"""What a forward does with each of its inputs: which table it indexes, what it is compared with, what reads it first.
+"""Observes the use of each input in a forward: the table it indexes, comparisons, and its first reader.
 
 The forward runs once, on values that no table refuses, while every op of torch is watched. A tensor that holds an
 input's own values, moved, cast, or times one number plus another, stands for that input; the op that reads it as

@@ -1,4 +1,4 @@
-"""Where a tensor lies among ranks, whole or cut along one axis, and how one op runs on parts of its tensors."""
+"""Placements of a tensor among ranks, whole or cut along one axis, and one op on parts of its tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which weights are cut, and how: by the plan that the model brings along, or by what its graph allows.
+"""Plans the cut of weights: by the plan that the model brings along, or by its graph.
 
 A plan of transformers names modules and what is cut of their weights: rows of what makes a cut result ("colwise": the
 columns of the product), columns of what reads one ("rowwise"). Everything else follows (`lay_out`). Without one,

@@ -1,4 +1,4 @@
-"""What an op does to tensors that are cut: a rule for each kind of op, none where its inputs must be whole.
+"""Rules for ops on tensors that are cut: one for each kind of op, none where inputs must be whole.
 
 A rule says how the inputs must lie so that each rank can run the op on its own part, and how the result lies then. An
 op without one reads whole inputs on every rank, which is right for any op and costs a collective.

@@ -1,4 +1,4 @@
-"""What a trace keeps: names of modules, lines of helpers, and the ops that lead to results.
+"""Marks that a trace keeps: names of modules, lines of helpers, and the ops that lead to results.
 
 While a model is traced, hooks on every module and the tap sink call `glass::mark(tensor, port)`. The op is registered
 as side-effecting, or dead-code elimination would drop it silently; it never feeds anything. After functionalisation

@@ -1,4 +1,4 @@
-"""What a module remembers from one forward to the next: buffers, tensors and numbers that its attributes hold.
+"""State of a module between forwards: buffers, tensors and numbers that its attributes hold.
 
 A key/value cache of a reference implementation is such state: written in place, or replaced, in attributes or in
 objects that these hold. It is taken as it is before a step, put into the module while that step is exported or run,

@@ -1,4 +1,4 @@
-"""How an argument of an op is named, and a mistake in it worded: an operand of a sum below a root is an epsilon."""
+"""Words for an argument of an op and for a mistake in it: an operand of a sum below a root is an epsilon."""
 
 from __future__ import annotations
 

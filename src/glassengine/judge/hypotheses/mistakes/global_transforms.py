@@ -1,4 +1,4 @@
-"""What the candidate made, described as a whole or in part: scaled, in another order, zero, cut off, dropped."""
+"""Mistakes in a whole tensor: scaled, in another order, zero, cut off, dropped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with a loss: labels moved, smoothed or not ignored, a mean over others; and labels that are others."""
+"""Mistakes in a loss: labels moved, smoothed or not ignored, a mean over other elements, other labels."""
 
 from __future__ import annotations
 

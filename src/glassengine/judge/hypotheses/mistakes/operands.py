@@ -1,4 +1,4 @@
-"""What ops read: exchanged, left out, taken twice, negated, moved by one, or another tensor altogether."""
+"""Mistakes in operands: exchanged, left out, taken twice, negated, moved by one, or another tensor altogether."""
 
 from __future__ import annotations
 

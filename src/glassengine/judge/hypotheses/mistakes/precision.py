@@ -1,4 +1,4 @@
-"""What is rounded on the way: operands and results in a dtype with fewer bits than the program has."""
+"""Mistakes in precision: operands and results in a dtype with fewer bits than the program has."""
 
 from __future__ import annotations
 

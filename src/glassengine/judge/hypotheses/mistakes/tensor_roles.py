@@ -1,4 +1,4 @@
-"""What a tensor is for, whatever op it is in: it counts positions, turns by them, hides, or is of the step before."""
+"""Finds the role of a tensor, whatever op it is in: positions, rotations, masks, the state of the step before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the candidate reads instead of the weights of an op: others, in another order, or several of them as one.
+"""Mistakes in weights: others are read, in another order, or several of them as one.
 
 A checkpoint is converted by hand: queries, keys and values are put together head by head, where the port takes them
 apart one after the other. Each of the products is wrong then, and none of them alone.

@@ -1,1 +1,1 @@
-"""What is tried: a piece of the baseline with one mistake in it, against what the candidate made."""
+"""Trials: a piece of the baseline with one mistake in it, against the candidate's result."""

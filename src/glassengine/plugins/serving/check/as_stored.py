@@ -1,4 +1,4 @@
-"""What the weights of a file cost: the engine's results beside those of the checkpoint as it was given.
+"""Measures the cost of a file's weights: the engine's results beside those of the checkpoint as it was given.
 
 The judge compares an engine with the weights that the engine has, to tell a mistake from what it rounds. A user has the
 checkpoint and the file: both run here end to end on the same tokens, and every result of every step is compared as it

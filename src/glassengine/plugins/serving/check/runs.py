@@ -1,4 +1,4 @@
-"""What a serving engine is run on, and what it showed: recordings by rung and prompt."""
+"""Runs of a serving engine and their recordings, by rung and prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of the nodes of an ONNX graph beside their values: what they read, and the numbers they use."""
+"""Facts about the nodes of an ONNX graph beside their values: what they read, and the numbers they use."""
 
 from __future__ import annotations
 

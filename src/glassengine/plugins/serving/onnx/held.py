@@ -1,4 +1,4 @@
-"""What each node of an ONNX graph holds: the weight, bias and table that it reads, by the name of the value it makes.
+"""Maps each node of an ONNX graph to the weight, bias and table that it reads, by the name of its value.
 
     /model/layers.0/attn/o_proj/MatMul/output_0:weight     [out, in], whether it is a MatMul, a Gemm or a MatMulNBits
     /model/layers.0/attn/qkv_proj/Add/output_0:bias        the vector that is added

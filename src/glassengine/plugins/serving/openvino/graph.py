@@ -1,4 +1,4 @@
-"""What is what in a graph of OpenVINO: its constants by parameters, its outputs by operations of the traced modules.
+"""Names the parts of a graph of OpenVINO: constants by parameters, outputs by operations of the traced modules.
 
 The converter names what it makes of an operation by module and operation (`__module.model.norm/aten::mul/Multiply_1`),
 and numbers repetitions in an order of its own. So repetitions are numbered here, and only where each is made of the one

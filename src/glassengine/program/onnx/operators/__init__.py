@@ -1,1 +1,1 @@
-"""What the nodes of a translated graph call: functions, graphs within, and nodes that are run alone."""
+"""Operations of a translated ONNX graph: functions, graphs within, and nodes that are run alone."""

@@ -1,4 +1,4 @@
-"""What a node of a translated ONNX graph calls: named by the ATen op whose rounding it has, evaluated by torch."""
+"""The function in a node of a translated ONNX graph: named by the ATen op whose rounding it has, evaluated by torch."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What runs in ExecuTorch's interpreter, where this package is not: it needs ExecuTorch and torch alone."""
+"""Code for ExecuTorch's interpreter, where this package is missing: it needs ExecuTorch and torch alone."""

@@ -1,1 +1,1 @@
-"""What runs in vLLM's interpreter, where this package is not: it needs torch alone. The folder goes on PYTHONPATH."""
+"""Code for vLLM's interpreter, where this package is missing: it needs torch alone. The folder goes on PYTHONPATH."""
