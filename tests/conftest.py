@@ -174,7 +174,25 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+SLOW_VARIANTS = Path(__file__).with_name("slow_variants.txt")
+
+
+def _mark_slow_variants(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests of the list as slow; a line that no test has is an error where its file was collected whole."""
+    lines = SLOW_VARIANTS.read_text(encoding="utf-8").splitlines()
+    listed = {line for line in lines if line and not line.startswith("#")}
+    names = {item.nodeid.removeprefix("tests/"): item for item in items}
+    for name in listed & names.keys():
+        names[name].add_marker(pytest.mark.slow)
+    files = {name.partition("::")[0] for name in names}
+    gone = [name for name in sorted(listed - names.keys()) if name.partition("::")[0] in files]
+    if gone and not any("::" in word for word in config.args):
+        raise pytest.UsageError(f"{SLOW_VARIANTS.name} names tests that are gone: {', '.join(gone[:3])}")
+
+
+@pytest.hookimpl(tryfirst=True)  # before marks select
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _mark_slow_variants(config, items)
     # Workers must collect the same names: an address in one is another in each.
     unstable = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if unstable:

@@ -28,6 +28,7 @@ def marks_of(function: ast.FunctionDef) -> str:
 
 def test_named_tests_exist(root: Path, promises: Promises) -> None:
     missing = []
+    variants = {f"tests/{line}" for line in (root / "tests/slow_variants.txt").read_text(encoding="utf-8").splitlines()}
     for row, name, slow in promises:
         path, _, function = name.partition("::")
         found = functions_of(root / path) if (root / path).is_file() else {}
@@ -35,7 +36,7 @@ def test_named_tests_exist(root: Path, promises: Promises) -> None:
         if node is None:
             missing.append(f"{row}: {name}")
         else:
-            is_slow = "@pytest.mark.slow" in f"@{marks_of(node)}".replace(" ", " @")
+            is_slow = "@pytest.mark.slow" in f"@{marks_of(node)}".replace(" ", " @") or name in variants
             assert slow == is_slow, f"{name}: the page and its mark differ about whether it is slow"
             assert "[" not in name or "parametrize" in marks_of(node), f"{name} has no parameters"
     assert missing == []

@@ -9,8 +9,9 @@ from glassengine.prompt.settings import compare_settings
 from glassengine.prompt.side import PromptSide
 from glassengine.prompt.templates import compare_templates
 from glassengine.prompt.tokens import compare_tokens
-from glassengine.prompt.worker import Remote, open_both
+from glassengine.prompt.worker import Remote, answer, kind_of
 from glassengine.results.prompt import PromptComparison, PromptFinding, PromptPart
+from glassengine.workers.processes import Processes
 
 _LEVELS = ("wrong", "limit", "note")
 _PARTS: tuple[
@@ -34,13 +35,14 @@ def check_prompt(baseline: str, candidate: str) -> PromptComparison:
         UsageError: A side is not there, or has no tokenizer.
         BackendError: The process of a side has ended.
     """
-    sides = [Remote(baseline), Remote(candidate)]
+    for spec in (baseline, candidate):
+        kind_of(spec)  # refuses what is missing before a process starts
+    workers = Processes(answer, 1)
     try:
-        open_both(sides)
-        return compare_sides(sides[0], sides[1], (baseline, candidate))
+        ours, theirs = Remote("baseline", baseline, workers), Remote("candidate", candidate, workers)
+        return compare_sides(ours, theirs, (baseline, candidate))
     finally:
-        for side in sides:
-            side.close()
+        workers.close()
 
 
 def compare_sides(baseline: PromptSide, candidate: PromptSide, specs: tuple[str, str]) -> PromptComparison:

@@ -1,14 +1,14 @@
-"""The process in which a side lives: what it reads may crash it, or ask for all memory or time.
+"""The process in which both sides live: what it reads may crash it, or ask for all memory or time.
 
-A tokenizer of Rust or C++ may end its process on a hostile file, and a chat template is a program. Each side has a
-process of its own with limits of memory and processor time, and both open their files at the same time.
+A tokenizer of Rust or C++ may end its process on a hostile file, and a chat template is a program. So they run in a
+process with limits of memory and processor time. To import transformers takes longer than to open most tokenizers:
+both sides share one process.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,35 +24,33 @@ MEMORY = 12 << 30
 SECONDS = 240
 """Of processor time, for all requests together."""
 
-_side: PromptSide | None = None
+_sides: dict[str, PromptSide] = {}
 
 
-def answer(request: tuple[str, Any]) -> Any:
+def answer(request: tuple[str, str, Any]) -> Any:
     """Open a side, or ask the one that is open; runs in the worker.
 
     Raises:
         GlassError: The side cannot be opened.
     """
-    global _side
-    verb, value = request
+    name, verb, value = request
     if verb == "open":
         _limit()
         try:
-            _side = _open(value)
+            _sides[name] = _open(value)
         except (GlassError, KeyboardInterrupt):
             raise
         except BaseException as error:  # of Rust: no Exception
             raise UsageError(
                 "the tokenizer cannot be opened", got=f"{value}: {first_line(error) or type(error).__name__}"
             ) from None
-        return _side.opened
-    assert _side is not None
+        return _sides[name].opened
     if verb == "encode":
-        return _side.encode(value[0], special=value[1])
+        return _sides[name].encode(value[0], special=value[1])
     if verb == "encode by file":
-        return _side.encode_by_file(value)
+        return _sides[name].encode_by_file(value)
     try:
-        return _side.render(value), None
+        return _sides[name].render(value), None
     except ValueError as error:
         return None, str(error)
     except (MemoryError, RecursionError) as error:
@@ -112,30 +110,20 @@ EXPECTED = "a directory of transformers, FILE.gguf, genai:DIR, or FILE.model of 
 
 
 class Remote:
-    """A side in a process of its own.
+    """A side in the process of a comparison.
 
     Args:
+        name: "baseline" or "candidate".
         spec: What a user writes.
+        workers: The process, which runs `answer`.
+
+    Raises:
+        GlassError: The files cannot be read, or ended the process.
     """
 
-    opened: Opened
-
-    def __init__(self, spec: str) -> None:
-        kind_of(spec)
-        self.spec = spec
-        self._workers = Processes(answer, 1)
-
-    def open(self) -> None:
-        """Read the files.
-
-        Raises:
-            GlassError: They cannot be read, or ended the process.
-        """
-        self.opened = self._ask("open", self.spec)
-
-    def close(self) -> None:
-        """End the process."""
-        self._workers.close()
+    def __init__(self, name: str, spec: str, workers: Processes) -> None:
+        self.name, self.spec, self._workers = name, spec, workers
+        self.opened: Opened = self._ask("open", spec)
 
     def encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
         """Return the ids of each text."""
@@ -155,7 +143,7 @@ class Remote:
         return str(text)
 
     def _ask(self, verb: str, value: Any) -> Any:
-        (found,) = self._workers.run([(verb, value)], attempts=1)
+        (found,) = self._workers.run([(self.name, verb, value)], attempts=1)
         if isinstance(found, Died):
             raise BackendError(
                 "the process of a tokenizer has ended",
@@ -163,11 +151,3 @@ class Remote:
                 expected=f"at most {MEMORY >> 30} GiB and {SECONDS} s of processor time",
             )
         return found
-
-
-def open_both(sides: Sequence[Remote]) -> None:
-    """Open sides at the same time."""
-    with ThreadPoolExecutor(len(sides)) as pool:
-        opened: list[Callable[[], object]] = [pool.submit(side.open).result for side in sides]
-        for result in opened:
-            result()

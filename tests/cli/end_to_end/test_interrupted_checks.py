@@ -13,6 +13,7 @@ import pytest
 import glassengine as glass
 from glassengine.cli import options
 from glassengine.cli.main import main
+from glassengine.plugins.quantized import check as quantized_check
 from glassengine.plugins.quantized import effects
 from glassengine.progress import Work
 from glassengine.results import Interrupted
@@ -129,6 +130,7 @@ def test_f70_weights_that_were_judged_are_kept(
             raise KeyboardInterrupt
         return real(*outcomes)
 
+    assert quantized_check  # imported before, so that it keeps its own function
     monkeypatch.setattr(effects, "difference", difference)
     command = ["check", str(base), "--candidate", str(tmp_path / "quantized"), "--steps", "0"]
     assert main([*command, "--json", str(tmp_path / "found.json")]) == 130
