@@ -179,7 +179,7 @@ SLOW_VARIANTS = Path(__file__).with_name("slow_variants.txt")
 
 def _mark_slow_variants(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tests of the list as slow; a line that no test has is an error where its file was collected whole."""
-    lines = SLOW_VARIANTS.read_text(encoding="utf-8").splitlines()
+    lines = SLOW_VARIANTS.read_text(encoding="utf-8").splitlines() if SLOW_VARIANTS.is_file() else []
     listed = {line for line in lines if line and not line.startswith("#")}
     names = {item.nodeid.removeprefix("tests/"): item for item in items}
     for name in listed & names.keys():
