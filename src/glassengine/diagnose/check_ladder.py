@@ -34,7 +34,7 @@ from glassengine.diagnose.ladder.quantized import is_quantized_file, quantized_i
 from glassengine.diagnose.ladder.record import add_record, judge_sums_again, tensors_of
 from glassengine.diagnose.ladder.request import CheckRequest
 from glassengine.diagnose.ladder.rungs import add_built, add_engine, arguments_of
-from glassengine.diagnose.ladder.step_by_step import Stage, numbered, require_no_memory, staged
+from glassengine.diagnose.ladder.step_by_step import Stage, numbered, staged
 from glassengine.diagnose.reproduction.reproduce import with_reproduction
 from glassengine.engine.build.ranks import check_mesh
 from glassengine.engine.run.engine import Engine
@@ -287,8 +287,6 @@ class Ladder:
         if record is not None:
             case = case_of(record, model.generation) if given is None else given_case(record, model, given)
             num_steps = len({entry.step for entry in record.entries})
-        if not model.generation.generates and model.stored is None:
-            require_no_memory(model, arguments_of(model, given))
         steps = min(self.request.steps, num_steps - 1)
         climbs = list(JUDGED[model.generation].start(model, given, steps, stack, self.request.progress, case))
         cases = climbs[0].cases

@@ -23,6 +23,7 @@ from glassengine.diagnose.ladder.climb import (
     skip_unpaired,
 )
 from glassengine.diagnose.ladder.op_by_op import op_by_op
+from glassengine.diagnose.ladder.step_by_step import require_no_memory
 from glassengine.engine.build.build import build_program
 from glassengine.engine.ranks.member import mesh_of, part_of
 from glassengine.engine.run.engine import Engine
@@ -83,6 +84,8 @@ def start(
         given = arguments_of(model, inputs)
         cases = module_cases(given)
     if exported is None:
+        if given is not None and not model.generation.generates:
+            require_no_memory(model, given)
         progress(Work.EXPORTING.says("exporting the program"))
     program = export_program(model, inputs=given) if exported is None else exported
     side = untouched(model, program, arguments)
