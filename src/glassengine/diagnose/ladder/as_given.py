@@ -260,8 +260,9 @@ def _signal(baseline: torch.Tensor, value: torch.Tensor | None) -> float:
 _LEAST = 1.0
 """In dB: less is the rounding of another order."""
 _PART = 6.0
-"""Optimizations cause a difference if their own change is at most so many dB smaller; a quantized file that loses more
-by them than this is wrong: its grids then explain less than a quarter of the noise."""
+"""Optimizations cause a difference if their own change is at most so many dB smaller."""
+_MOST_LOST = 6.0
+"""A quantized file that loses more dB by optimizations is wrong: its grids explain less than a quarter of the noise."""
 
 
 def as_run(baseline: LoadedModel, candidate: LoadedModel | None, settings: SessionSettings) -> None:
@@ -315,7 +316,7 @@ def with_level(found: Findings, model: LoadedModel, written: Sequence[ResultComp
         between = decibels(noise / signal)
         if before is not None and before - one.snr_db >= _LEAST:
             texts.append(f"cost {before - one.snr_db:.1f} dB of {one.name}: {before:.1f} dB without them")
-            if before - one.snr_db > _PART:
+            if before - one.snr_db > _MOST_LOST:
                 wrong.append(texts[-1])
         elif before is None and not one.agrees and between < one.snr_db + _PART:
             texts.append(f"change {one.name}: {between:.1f} dB from the graph as it is written")
@@ -324,5 +325,6 @@ def with_level(found: Findings, model: LoadedModel, written: Sequence[ResultComp
     said = f"ONNX Runtime's optimizations at level {module.settings.level!r} "
     notes = [said + text for text in dict.fromkeys(texts)]
     found.differences = [*found.differences, *(said + text for text in dict.fromkeys(wrong))]
-    found.notes, found.explanation = [*notes, *found.notes], notes[0]
+    found.notes = [*notes, *found.notes]
+    found.explanation = None if wrong else notes[0]  # a difference is the reason already
     return found
