@@ -218,6 +218,7 @@ def test_a_begin_that_template_and_tokenizer_write_is_a_note(trained: Path, tmp_
         ("repetition_penalty", {"repetition_penalty": 1.1}),
         ("eos_token_id", {"eos_token_id": 1}),
         ("top_k", {"top_k": 20}),
+        ("top_k", {"top_k": 0}),
         ("top_p", {"top_p": None}),
     ],
 )
@@ -227,6 +228,34 @@ def test_a_planted_difference_of_settings_is_named(
     other = copied(trained, tmp_path / "other", "generation_config.json", lambda one: one.update(change))
     result = compared(trained, other)
     assert wrong(result) == [name] and not result.ok
+
+
+def test_what_transformers_takes_without_being_told_is_no_difference(trained: Path, tmp_path: Path) -> None:
+    other = copied(trained, tmp_path / "other", "generation_config.json", lambda one: one.update(top_k=50, min_p=0.0))
+    assert compared(trained, other).ok
+
+
+def test_settings_that_the_candidate_lacks_are_named(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained, tmp_path / "other")
+    (tmp_path / "other" / "generation_config.json").unlink()
+    result = compared(trained, tmp_path / "other")
+    assert not result.ok and wrong(result) == ["temperature", "top_p"]
+
+
+def test_a_chat_template_that_the_candidate_lacks_is_named(trained: Path, tmp_path: Path) -> None:
+    other = copied(trained, tmp_path / "other", "tokenizer_config.json", lambda one: one.pop("chat_template"))
+    result = compared(trained, other)
+    assert not result.ok and wrong(result) == ["no chat template"]
+
+
+def test_tokens_that_the_candidate_lacks_are_named(trained: Path, tmp_path: Path) -> None:
+    def cut(document: dict[str, Any]) -> None:
+        model = document["model"]
+        last = max(model["vocab"], key=model["vocab"].__getitem__)
+        del model["vocab"][last]
+        model["merges"] = [pair for pair in model["merges"] if "".join(pair) != last]
+
+    assert wrong(compared(trained, copied(trained, tmp_path / "other", "tokenizer.json", cut)))[0] == "missing tokens"
 
 
 def test_a_directory_is_the_same_as_itself(trained: Path) -> None:
@@ -294,6 +323,7 @@ def without_normalizer(trained: Path, target: Path) -> Path:
         ("special token bos", {"bos_token_id": 3}),
         ("merge order", {"merges": "shuffled"}),
         ("added token", {"token_type": "normal"}),
+        ("eos_token_id", {"generation": [1, 3]}),
     ],
 )
 def test_a_gguf_file_is_tokenized_by_llama_cpp(
@@ -305,6 +335,9 @@ def test_a_gguf_file_is_tokenized_by_llama_cpp(
     if changes.get("merges") == "shuffled":
         shuffle(document)
         changes = {"merges": [" ".join(pair) for pair in document["model"]["merges"]]}
+    if "generation" in changes:
+        (base / "generation_config.json").write_text(json.dumps({**GENERATION, "eos_token_id": changes["generation"]}))
+        changes = {}
     if changes.get("token_type") == "normal":
         changes = {"token_type": [1] * len(document["model"]["vocab"])}
     result = compared(base, gguf_of(base, tmp_path / "model.gguf", **changes))
@@ -318,6 +351,18 @@ def test_llama_cpp_cannot_normalize_and_that_is_a_limit(trained: Path, tmp_path:
     assert result.ok and [one.cause for one in result.findings if one.level == "limit"] == ["normalization (NFC)"]
 
 
+def genai_of(trained: Path, folder: Path, change: dict[str, Any], template: str = TEMPLATE) -> str:
+    copied(trained, folder, "tokenizer_config.json", lambda one: one.update(chat_template=template))
+    decoder = {"filename": "m.onnx", "head_size": 32, "hidden_size": 64, "num_attention_heads": 2}
+    decoder |= {"num_hidden_layers": 1, "num_key_value_heads": 2}
+    model = {"type": "llama", "bos_token_id": 0, "eos_token_id": [1, 4], "pad_token_id": 2, "vocab_size": 1500}
+    model |= {"context_length": 512, "decoder": decoder}
+    search = {"max_length": 512, "temperature": 0.6, "top_p": 0.95, "do_sample": True, **change.get("search", {})}
+    settings = {name: value for name, value in change.items() if name != "search"}
+    (folder / "genai_config.json").write_text(json.dumps({"model": {**model, **settings}, "search": search}))
+    return f"genai:{folder}"
+
+
 @pytest.mark.parametrize(
     ("causes", "change"),
     [([], {}), (["special token eos", "eos_token_id"], {"eos_token_id": 2}), (["top_p"], {"search": {"top_p": 0.5}})],
@@ -326,17 +371,30 @@ def test_a_folder_of_genai_is_tokenized_by_its_engine(
     causes: list[str], change: dict[str, Any], trained: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("onnxruntime_genai")
-    folder = tmp_path / "genai"
-    shutil.copytree(trained, folder)
-    decoder = {"filename": "m.onnx", "head_size": 32, "hidden_size": 64, "num_attention_heads": 2}
-    decoder |= {"num_hidden_layers": 1, "num_key_value_heads": 2}
-    model = {"type": "llama", "bos_token_id": 0, "eos_token_id": [1, 4], "pad_token_id": 2, "vocab_size": 1500}
-    model |= {"context_length": 512, "decoder": decoder}
-    search = {"max_length": 512, "temperature": 0.6, "top_p": 0.95, "do_sample": True, **change.pop("search", {})}
-    (folder / "genai_config.json").write_text(json.dumps({"model": {**model, **change}, "search": search}))
-    result = compared(trained, f"genai:{folder}")
+    result = compared(trained, genai_of(trained, tmp_path / "genai", change))
     assert wrong(result) == causes, result.findings
     assert {one.cause for one in result.findings if one.level == "limit"} >= {"no BOS"}
+
+
+@pytest.mark.parametrize(
+    ("template", "other", "level"),
+    [
+        ("{% if messages %}\n" + TEMPLATE + "{% endif %}", None, "limit"),  # the engine keeps the line end
+        (TEMPLATE, TEMPLATE.replace("<|im_end|>\\n", "<|im_end|>"), "wrong"),
+    ],
+)
+def test_only_what_the_engine_makes_of_the_same_template_is_a_limit(
+    template: str, other: str | None, level: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("onnxruntime_genai")
+    base = copied(trained, tmp_path / "base", "tokenizer_config.json", lambda one: one.update(chat_template=template))
+    spec = genai_of(trained, tmp_path / "genai", {}, other or template)
+    result = compared(base, spec)
+    levels = {one.level for one in result.findings if one.part == "template"}
+    assert level in levels and result.ok == (level == "limit"), result.findings
+    assert main(["check-prompt", str(base), spec]) == (0 if result.ok else 1)
+    shown = capsys.readouterr().out.splitlines()[0]
+    assert shown.startswith("ok: nothing differs but what the engine" if result.ok else "NOT OK: template: ")
 
 
 def test_the_command_shows_the_first_cause(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

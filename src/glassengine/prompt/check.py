@@ -19,7 +19,7 @@ _PARTS: tuple[
 ] = (
     ("tokens", "no tokenizer", lambda side: side.opened.vocabulary, compare_tokens),
     ("template", "no chat template", lambda side: side.opened.template, compare_templates),
-    ("settings", "no generation settings", lambda side: side.opened.settings, compare_settings),
+    ("settings", "no generation settings", lambda side: side.opened.settings is not None, compare_settings),
 )
 """Part, the words for a side without it, the test whether a side has it, the comparison."""
 
@@ -56,13 +56,16 @@ def compare_sides(baseline: PromptSide, candidate: PromptSide, specs: tuple[str,
         ]
         if without:
             skipped[part] = f"{words} in {' and '.join(without)}"
-            if part == "template" and without == ["candidate"]:
-                found.append(
-                    PromptFinding("template", "no chat template", "note", "the candidate has no chat template")
-                )
+            if part == "template" and without == ["candidate"] and candidate.opened.has_templates:
+                detail = "the baseline has a chat template, the candidate has none"
+                found.append(PromptFinding("template", words, "wrong", detail))
             continue
-        findings, compared[part] = compare(baseline, candidate)
+        findings, number = compare(baseline, candidate)
         found += findings
+        if number:
+            compared[part] = number
+        else:
+            skipped[part] = f"{words} in baseline and candidate"
     found += [PromptFinding("tokens", "warning of the engine", "note", line) for line in candidate.opened.warnings]
     found = [_limited(candidate, one) for one in found]
     found.sort(key=lambda one: (_LEVELS.index(one.level), one.part != "tokens"))

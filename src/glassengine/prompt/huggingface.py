@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from glassengine.prompt.settings import NAMES, TOKENS
-from glassengine.prompt.side import SPECIAL, Conversation, Opened, Setting, Vocabulary, pieces_of
+from glassengine.prompt.settings import TOKENS, stated_in
+from glassengine.prompt.side import SPECIAL, Conversation, Opened, Setting, Vocabulary, numbers_of, pieces_of
 from glassengine.reading.documents import read_document
 
 _MOST_BYTES = 64 << 20
@@ -23,23 +23,21 @@ class Directory:
     def __init__(self, path: Path) -> None:
         from transformers import AutoTokenizer
 
-        self._path = path
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         self._tokenizer.model_max_length = 1 << 62  # transformers warns of texts that are longer
         added = {number: token.content for number, token in self._tokenizer.added_tokens_decoder.items()}
-        special = {name: _numbers(getattr(self._tokenizer, f"{name}_token_id", None)) for name in SPECIAL}
+        special = {name: numbers_of(getattr(self._tokenizer, f"{name}_token_id", None)) for name in SPECIAL}
         vocabulary = Vocabulary(pieces_of(self._tokenizer.get_vocab(), added), special, added)
         template = self._tokenizer.chat_template
         if isinstance(template, dict):
             template = template.get("default")
-        config = _document(path / "config.json")
-        text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
-        rows = text.get("vocab_size") if isinstance(text, dict) else None
+        config = document(path / "config.json")
+        text = config.get("text_config")
+        rows = (text if isinstance(text, dict) else config).get("vocab_size")
         self.opened = Opened(
             "transformers",
             vocabulary,
             template,
-            renders=template is not None,
             settings=settings_of(path, config),
             rows=rows if isinstance(rows, int) else None,
         )
@@ -57,6 +55,10 @@ class Directory:
         """Return the text of a conversation."""
         return rendered(self._tokenizer.apply_chat_template, conversation)
 
+    def render_by_file(self, conversation: Conversation) -> str | None:
+        """Return None: transformers is the engine."""
+        return None
+
 
 class SentencepieceFile:
     """A sentencepiece model as a side: it never reads special text as special.
@@ -73,9 +75,10 @@ class SentencepieceFile:
         texts = [self._model.id_to_piece(number) for number in range(size)]
         is_special = [self._model.is_control(number) or self._model.is_unknown(number) for number in range(size)]
         added = {number: text for number, text in enumerate(texts) if is_special[number]}
-        special = {name: _numbers(getattr(self._model, f"{name}_id")()) for name in SPECIAL}
+        special = {name: numbers_of(getattr(self._model, f"{name}_id")()) for name in SPECIAL}
         pieces = pieces_of({text: number for number, text in enumerate(texts)}, added)
-        self.opened = Opened("sentencepiece", Vocabulary(pieces, special, added, reads_special=False))
+        vocabulary = Vocabulary(pieces, special, added, reads_special=False)
+        self.opened = Opened("sentencepiece", vocabulary, has_templates=False)
 
     def encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
         """Return the ids of each text; the library adds a BOS only when it is asked for."""
@@ -88,6 +91,10 @@ class SentencepieceFile:
     def render(self, conversation: Conversation) -> str:
         """Raise: there is no template."""
         raise ValueError("a sentencepiece file has no chat template")
+
+    def render_by_file(self, conversation: Conversation) -> str | None:
+        """Return None: there is no template."""
+        return None
 
 
 def rendered(apply: Any, conversation: Conversation) -> str:
@@ -104,28 +111,44 @@ def rendered(apply: Any, conversation: Conversation) -> str:
         raise ValueError(f"{type(error).__name__}: {error}") from None
 
 
-def settings_of(path: Path, config: Mapping[str, Any]) -> dict[str, Setting]:
-    """Return what generation_config.json states, and of token ids what config.json does."""
-    stated = _document(path / "generation_config.json")
-    found = {
-        name: Setting(stated[name], f"generation_config.json: {name}") for name in NAMES if stated.get(name) is not None
+def rendered_by_transformers(template: str | None, vocabulary: Vocabulary, conversation: Conversation) -> str:
+    """Return what transformers' Jinja makes of a template, with the special tokens of a vocabulary.
+
+    Raises:
+        ValueError: The template refuses the conversation.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    tokens = {
+        f"{name}_token": vocabulary.pieces[ids[0]].decode("utf-8", "replace") if ids else ""
+        for name, ids in vocabulary.special.items()
     }
-    for name in TOKENS:
-        if name not in found and config.get(name) is not None:
-            found[name] = Setting(config[name], f"config.json: {name}")
-    return found
+
+    def apply(messages: Any, *, tokenize: bool, **options: Any) -> str:
+        (found,), _ = render_jinja_template(conversations=[messages], chat_template=template, **tokens, **options)
+        return str(found)
+
+    return rendered(apply, conversation)
 
 
-def _document(path: Path) -> dict[str, Any]:
+def settings_of(path: Path, config: Mapping[str, Any]) -> dict[str, Setting] | None:
+    """Return what generation_config.json states, and of token ids what config.json does; None without either file."""
+    file = path / "generation_config.json"
+    if not config and not file.is_file():
+        return None
+    return stated_in(config, "config.json: ", TOKENS) | stated_in(document(file), "generation_config.json: ")
+
+
+def document(path: Path) -> dict[str, Any]:
+    """Return a JSON object; an empty one where the file is missing.
+
+    Raises:
+        CorruptError: The file is no JSON object.
+    """
     if not path.is_file():
         return {}
     found: dict[str, Any] = read_document(path, dict, most=_MOST_BYTES)
     return found
-
-
-def _numbers(value: Any) -> tuple[int, ...]:
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return tuple(one for one in values if isinstance(one, int) and one >= 0)
 
 
 def _by_file(path: Path) -> Any:
@@ -152,10 +175,10 @@ def described(path: Path) -> Vocabulary:
 
     own = Tokenizer.from_file(str(path))
     added = {number: token.content for number, token in own.get_added_tokens_decoder().items()}
-    config = _document(path.with_name("tokenizer_config.json"))
+    config = document(path.with_name("tokenizer_config.json"))
     special = {}
     for name in SPECIAL:
         token = config.get(f"{name}_token")
         text = token.get("content") if isinstance(token, dict) else token
-        special[name] = _numbers(own.token_to_id(text)) if isinstance(text, str) else ()
+        special[name] = numbers_of(own.token_to_id(text)) if isinstance(text, str) else ()
     return Vocabulary(pieces_of(own.get_vocab(True), added), special, added)

@@ -54,18 +54,18 @@ class Opened:
         engine: Name of the program that tokenizes.
         vocabulary: None where the side has no tokenizer.
         template: Source of the chat template; None where the side has none.
-        renders: Whether the side renders conversations itself.
+        has_templates: Whether the engine knows chat templates at all.
         lacks: Arguments of templates that the engine does not have.
-        settings: Name of transformers -> value; None where the side states none.
+        settings: Name of transformers -> value; None where the side has no place for them.
         rows: Rows of the table of embeddings; None if unknown.
-        limits: Cause of a difference -> why the engine cannot avoid it, whatever file it reads.
+        limits: Cause of a difference of tokens -> why the engine cannot avoid it, whatever file it reads.
         warnings: Lines that the engine logged while it opened the file.
     """
 
     engine: str
     vocabulary: Vocabulary | None
     template: str | None = None
-    renders: bool = False
+    has_templates: bool = True
     lacks: Sequence[str] = ()
     settings: Mapping[str, Setting] | None = None
     rows: int | None = None
@@ -90,6 +90,19 @@ class PromptSide(Protocol):
         Raises:
             ValueError: The template refuses it; has the template's message.
         """
+
+    def render_by_file(self, conversation: Conversation) -> str | None:
+        """Return the text that transformers makes of the side's own template; None where `render` does just that.
+
+        Raises:
+            ValueError: As for `render`.
+        """
+
+
+def numbers_of(value: Any) -> tuple[int, ...]:
+    """Return the token ids in a value: one, several, or none; negative ones stand for none."""
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return tuple(int(one) for one in values if isinstance(one, int) and one >= 0)
 
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from glassengine.prompt.side import Conversation, PromptSide
-from glassengine.results.prompt import PromptExample, PromptFinding
+from glassengine.results.prompt import PromptExample, PromptFinding, PromptLevel
 
 _AROUND = 40
 """Characters of a rendered text that are shown on both sides of its first difference."""
 _REFUSED = "\x00refused: "
-TOOLS = "definitions of tools"
-"""Cause of a difference within the JSON text of the tools alone."""
+_ENGINE = "the engine renders templates otherwise"
+"""Cause of a difference that the same template does not have in transformers."""
 
 
 @dataclass(frozen=True)
@@ -106,27 +106,36 @@ SHAPES = (
 
 
 def compare_templates(baseline: PromptSide, candidate: PromptSide) -> tuple[list[PromptFinding], int]:
-    """Return the causes by which rendered conversations differ, and the number of conversations."""
+    """Return the causes by which rendered conversations differ, and the number of conversations that a side rendered.
+
+    Where transformers makes the baseline's text of the candidate's own template, the candidate's engine is the cause:
+    that is a limit, whatever differs.
+    """
     groups: dict[str, list[tuple[Shape, str, str]]] = {}
     of_candidate: list[tuple[Shape, str]] = []
     lacks = {*baseline.opened.lacks, *candidate.opened.lacks}
     shapes = [shape for shape in SHAPES if not lacks & shape.conversation.keys()]
+    number = 0
     for shape in shapes:
         ours, theirs = _rendered(baseline, shape.conversation), _rendered(candidate, shape.conversation)
         if not theirs.startswith(_REFUSED):
             of_candidate.append((shape, theirs))
-        # Both may refuse, in words of their own.
-        if ours != theirs and not (ours.startswith(_REFUSED) and theirs.startswith(_REFUSED)):
-            groups.setdefault(_cause(shape, ours, theirs), []).append((shape, ours, theirs))
+        if ours.startswith(_REFUSED) and theirs.startswith(_REFUSED):
+            continue  # each in words of its own
+        number += 1
+        if ours != theirs:
+            cause = _ENGINE if _rendered_by_file(candidate, shape) == ours else _cause(shape, ours, theirs)
+            groups.setdefault(cause, []).append((shape, ours, theirs))
     found = []
     for cause, cases in sorted(groups.items(), key=lambda item: -len(item[1])):
         shape, ours, theirs = min(cases, key=lambda case: len(case[1]))
         names = ", ".join(case[0].name for case in cases[:4]) + (", ..." if len(cases) > 4 else "")
         shown = _windows(ours, theirs)
         example = PromptExample(json.dumps(shape.conversation, ensure_ascii=False), (), (), [shown[0]], [shown[1]])
-        detail = f"{len(cases)} of {len(shapes)} conversations: {names}"
-        found.append(PromptFinding("template", cause, "wrong", detail, len(cases), len(shapes), example))
-    return [*found, *_twice(candidate, of_candidate), *_unkept(baseline, candidate)], len(shapes)
+        detail = f"{len(cases)} of {number} conversations: {names}"
+        level: PromptLevel = "limit" if cause == _ENGINE else "wrong"
+        found.append(PromptFinding("template", cause, level, detail, len(cases), number, example))
+    return [*found, *_twice(candidate, of_candidate), *_unkept(baseline, candidate)], number
 
 
 def _rendered(side: PromptSide, conversation: Conversation) -> str:
@@ -136,18 +145,11 @@ def _rendered(side: PromptSide, conversation: Conversation) -> str:
         return f"{_REFUSED}{error}"
 
 
-def _is_of_tools(conversation: Conversation, ours: str, theirs: str) -> bool:
-    """Whether two texts are the same before and behind the JSON text of the tools."""
-    texts = [
-        json.dumps(part, ensure_ascii=False)
-        for tool in conversation.get("tools", ())
-        for part in (tool, tool["function"])
-    ]
-    at = next((text for text in texts if text in ours), None)
-    if at is None:
-        return False
-    before, _, behind = ours.partition(at)
-    return theirs.startswith(before) and theirs.endswith(behind) and len(theirs) >= len(before) + len(behind)
+def _rendered_by_file(side: PromptSide, shape: Shape) -> str | None:
+    try:
+        return side.render_by_file(shape.conversation)
+    except ValueError:
+        return None
 
 
 def _cause(shape: Shape, ours: str, theirs: str) -> str:
@@ -160,8 +162,6 @@ def _cause(shape: Shape, ours: str, theirs: str) -> str:
             return f"{part} dropped" if mark in ours else f"{part} kept, which the baseline drops"
     if "".join(ours.split()) == "".join(theirs.split()):
         return "white space of the template"
-    if _is_of_tools(shape.conversation, ours, theirs):
-        return TOOLS
     short, long = sorted((ours, theirs), key=len)
     if long.endswith(short) or long.startswith(short):
         place = "begin" if long.endswith(short) else "end"

@@ -66,6 +66,7 @@ def compare_tokens(baseline: PromptSide, candidate: PromptSide) -> tuple[list[Pr
         spelled = [text for text in {*a.added.values(), *b.added.values()} if text]
         probes = [probe for probe in probes if not any(text in probe[1] for text in spelled)]
     texts = [text for _, text in probes]
+    added = sorted({*a.added.items(), *b.added.items()}, key=lambda item: -len(item[1]))
     ours = _bare(baseline, a, ends[0], texts)
     theirs = _bare(candidate, b, ends[1], texts)
     groups: dict[str, _Group] = {}
@@ -73,7 +74,8 @@ def compare_tokens(baseline: PromptSide, candidate: PromptSide) -> tuple[list[Pr
     for (group, text), x, y in zip(probes, ours, theirs, strict=True):
         if x != y:
             differ.add(group)
-            groups.setdefault(_cause(a, b, group, text, x, y), _Group()).cases.append((text, x, y))
+            cause = _of_added(added, text, x, y) or _cause(a, b, group, x, y)
+            groups.setdefault(cause, _Group()).cases.append((text, x, y))
     found = [*_of_vocabulary(a, b), *_of_rows(baseline, candidate), *_of_special(a, b), *_of_ends(a, *ends)]
     for cause, one in _joined(groups, differ).items():
         text, x, y = one.shortest()
@@ -132,7 +134,17 @@ def _of_vocabulary(a: Vocabulary, b: Vocabulary) -> list[PromptFinding]:
             f"baseline, {_quoted(b.pieces[first])} in the candidate"
         )
         found.append(PromptFinding("tokens", "vocabulary", "wrong", detail, len(others), both))
-    lost = [number for number in a.added if number >= len(b.pieces) or not b.pieces[number]]
+    gone = [
+        number
+        for number, piece in enumerate(a.pieces)
+        if piece and not _PADDING.fullmatch(piece) and (number >= len(b.pieces) or not b.pieces[number])
+    ]
+    lost = [number for number in gone if number in a.added]
+    plain = [number for number in gone if number not in a.added]
+    if plain:
+        first = plain[0]
+        detail = f"the candidate lacks {len(plain)} tokens of the baseline: id {first} is {_quoted(a.pieces[first])}"
+        found.append(PromptFinding("tokens", "missing tokens", "wrong", detail, len(plain), len(a.pieces)))
     if lost:
         more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
         detail = f"the candidate has no token {a.added[lost[0]]!r} (id {lost[0]}){more}"
@@ -221,13 +233,15 @@ def _deviating(
     return None
 
 
-def _cause(a: Vocabulary, b: Vocabulary, group: str, text: str, x: list[int], y: list[int]) -> str:
-    for number, token in sorted(a.added.items(), key=lambda item: -len(item[1])):
+def _of_added(added: Sequence[tuple[int, str]], text: str, x: list[int], y: list[int]) -> str | None:
+    """Return the cause where one side alone splits an added token from a text; the longest ones come first."""
+    for number, token in added:
         if token and token in text and (number in x) != (number in y):
             return "added token not split" if number in x else "added token split, which the baseline reads as text"
-    for number, token in sorted(b.added.items(), key=lambda item: -len(item[1])):
-        if token and token in text and number in y and number not in x:
-            return "added token split, which the baseline reads as text"
+    return None
+
+
+def _cause(a: Vocabulary, b: Vocabulary, group: str, x: list[int], y: list[int]) -> str:
     s, t = _joined_bytes(a, x), _joined_bytes(b, y)
     if s != t:
         return _cause_of_bytes(b, s, t, y)

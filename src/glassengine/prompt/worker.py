@@ -24,6 +24,9 @@ MEMORY = 12 << 30
 SECONDS = 240
 """Of processor time, for all requests together."""
 
+EXPECTED = "a directory of transformers, FILE.gguf, genai:DIR, or FILE.model of sentencepiece"
+"""Forms of a side."""
+
 _sides: dict[str, PromptSide] = {}
 
 
@@ -50,7 +53,8 @@ def answer(request: tuple[str, str, Any]) -> Any:
     if verb == "encode by file":
         return _sides[name].encode_by_file(value)
     try:
-        return _sides[name].render(value), None
+        side = _sides[name]
+        return side.render(value) if verb == "render" else side.render_by_file(value), None
     except ValueError as error:
         return None, str(error)
     except (MemoryError, RecursionError) as error:
@@ -73,14 +77,10 @@ def _open(spec: str) -> PromptSide:
 
     kind, path = kind_of(spec)
     if kind == "gguf":
-        found: PromptSide = plugin("serving.ggml.prompt").GgufSide(path)
-    elif kind == "genai":
-        found = plugin("serving.onnx.prompt").GenaiSide(path)
-    elif kind == "sentencepiece":
-        found = huggingface.SentencepieceFile(path)
-    else:
-        found = huggingface.Directory(path)
-    return found
+        return plugin("serving.ggml.prompt").GgufSide(path)  # type: ignore[no-any-return]
+    if kind == "genai":
+        return plugin("serving.onnx.prompt").GenaiSide(path)  # type: ignore[no-any-return]
+    return huggingface.SentencepieceFile(path) if kind == "sentencepiece" else huggingface.Directory(path)
 
 
 def kind_of(spec: str) -> tuple[str, Path]:
@@ -104,9 +104,6 @@ def kind_of(spec: str) -> tuple[str, Path]:
     elif not path.is_file():
         raise UsageError("no such file", got=spec, expected=EXPECTED)
     return kind, path
-
-
-EXPECTED = "a directory of transformers, FILE.gguf, genai:DIR, or FILE.model of sentencepiece"
 
 
 class Remote:
@@ -137,10 +134,18 @@ class Remote:
 
     def render(self, conversation: Conversation) -> str:
         """Return the text of a conversation."""
-        text, error = self._ask("render", dict(conversation))
+        return str(self._rendered("render", conversation))
+
+    def render_by_file(self, conversation: Conversation) -> str | None:
+        """Return the text that transformers makes of the side's own template."""
+        return self._rendered("render by file", conversation)
+
+    def _rendered(self, verb: str, conversation: Conversation) -> str | None:
+        text: str | None
+        text, error = self._ask(verb, dict(conversation))
         if error is not None:
             raise ValueError(error)
-        return str(text)
+        return text
 
     def _ask(self, verb: str, value: Any) -> Any:
         (found,) = self._workers.run([(self.name, verb, value)], attempts=1)

@@ -45,6 +45,9 @@ def _headline(result: PromptComparison) -> str:
         return f"{wrong[0].part}: {wrong[0].cause}{more}"
     if not result.ok:
         return "no tokens were compared"
+    limits = ", ".join(dict.fromkeys(one.cause for one in result.findings if one.level == "limit"))
+    if limits:
+        return f"nothing differs but what the engine cannot do otherwise: {limits}"
     return "the same tokens, templates and settings, as far as they were compared"
 
 

@@ -12,8 +12,8 @@ from glassengine.errors import UsageError
 from glassengine.plugins.serving.ggml.child import find_library
 from glassengine.plugins.serving.ggml.file import GgufFile
 from glassengine.plugins.serving.ggml.library import LOG, LOGGED, Library, Opaque, Pointer, logged
-from glassengine.prompt.huggingface import rendered
-from glassengine.prompt.side import Conversation, Opened, Setting, Vocabulary, bytes_of
+from glassengine.prompt.huggingface import rendered_by_transformers
+from glassengine.prompt.side import Conversation, Opened, Setting, Vocabulary, bytes_of, numbers_of
 
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "llama_vocab_bos": (c.c_int32, [Pointer]),
@@ -78,16 +78,11 @@ class GgufSide:
         warnings = [line for line in LOGGED if "pre-tokenizer" in line or "DEGRADED" in line]
         vocabulary = self._vocabulary(file)
         template = file.settings.get("tokenizer.chat_template")
-        self._texts = {
-            f"{name}_token": vocabulary.pieces[ids[0]].decode("utf-8", "replace") if ids else ""
-            for name, ids in vocabulary.special.items()
-        }
         table = file.tensors.get("token_embd.weight")
         self.opened = Opened(
             "llama.cpp",
             vocabulary,
             template if isinstance(template, str) else None,
-            renders=False,
             settings=self._settings(file, vocabulary),
             rows=None if table is None else table.shape[0],
             limits=_LIMITS,
@@ -105,9 +100,9 @@ class GgufSide:
         ends = [number for number in added if library.llama_vocab_is_eog(vocab, number)]
         eos = library.llama_vocab_eos(vocab)
         special = {
-            "bos": _known(library.llama_vocab_bos(vocab)),
-            "eos": tuple(dict.fromkeys([*_known(eos), *ends])),
-            "pad": _known(library.llama_vocab_pad(vocab)),
+            "bos": numbers_of(library.llama_vocab_bos(vocab)),
+            "eos": tuple(dict.fromkeys([*numbers_of(eos), *ends])),
+            "pad": numbers_of(library.llama_vocab_pad(vocab)),
             "unk": tuple(number for number in range(size) if attributes[number] & _UNKNOWN)[:1],
         }
         return Vocabulary(pieces, special, added)
@@ -140,19 +135,12 @@ class GgufSide:
 
     def render(self, conversation: Conversation) -> str:
         """Return the text that transformers' Jinja makes of the template in the file."""
-        from transformers.utils.chat_template_utils import render_jinja_template
+        assert self.opened.vocabulary is not None
+        return rendered_by_transformers(self.opened.template, self.opened.vocabulary, conversation)
 
-        def apply(messages: Any, *, tokenize: bool, **options: Any) -> str:
-            (found,), _ = render_jinja_template(
-                conversations=[messages], chat_template=self.opened.template, **self._texts, **options
-            )
-            return str(found)
-
-        return rendered(apply, conversation)
-
-
-def _known(number: int) -> tuple[int, ...]:
-    return (number,) if number >= 0 else ()
+    def render_by_file(self, conversation: Conversation) -> str | None:
+        """Return None: llama.cpp's own Jinja is not asked."""
+        return None
 
 
 def _load(library: Library, path: Path, vocab_only: int) -> Any:

@@ -9,20 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from glassengine.errors import UsageError
-from glassengine.prompt.huggingface import described
-from glassengine.prompt.settings import NAMES, TOKENS
-from glassengine.prompt.side import Conversation, Opened, Setting
-from glassengine.prompt.templates import TOOLS
-from glassengine.reading.documents import read_document
+from glassengine.prompt.huggingface import described, document, rendered_by_transformers
+from glassengine.prompt.settings import TOKENS, stated_in
+from glassengine.prompt.side import Conversation, Opened, numbers_of
 from glassengine.reading.files import read_text
 
-_MOST_BYTES = 64 << 20
+_MOST_TEMPLATE = 1 << 20
 _LIMITS = {
     "normalization (NFC)": "ONNX Runtime GenAI does not normalize texts",
     "text after a NUL": "a text of ONNX Runtime GenAI ends at a NUL",
     "no BOS": "the tokenizer of ONNX Runtime GenAI adds no BOS: the template has to",
-    TOOLS: "ONNX Runtime GenAI rewrites the definitions of tools for its templates",
-    "white space of the template": "the templates of ONNX Runtime GenAI have no trim_blocks and lstrip_blocks",
 }
 
 
@@ -44,30 +40,21 @@ class GenaiSide:
 
         self._tokenizer: Any = onnxruntime_genai.Tokenizer(str(path))
         vocabulary = described(path / "tokenizer.json")
-        ends = tuple(int(one) for one in self._tokenizer.eos_token_ids)
         special = {
             **vocabulary.special,
-            "bos": _known(self._tokenizer.bos_token_id),
-            "eos": ends,
-            "pad": _known(self._tokenizer.pad_token_id),
+            "bos": numbers_of(self._tokenizer.bos_token_id),
+            "eos": tuple(int(one) for one in self._tokenizer.eos_token_ids),
+            "pad": numbers_of(self._tokenizer.pad_token_id),
         }
-        config = read_document(file, dict, most=_MOST_BYTES)
-        model = config.get("model") if isinstance(config, dict) else None
-        search = config.get("search") if isinstance(config, dict) else None
-        settings = {
-            name: Setting(search[name], f"genai_config.json: search.{name}")
-            for name in NAMES
-            if isinstance(search, dict) and search.get(name) is not None
-        }
-        for name in TOKENS:
-            if isinstance(model, dict) and model.get(name) is not None:
-                settings[name] = Setting(model[name], f"genai_config.json: model.{name}")
-        rows = model.get("vocab_size") if isinstance(model, dict) else None
+        config = document(file)
+        model, search = (_object(config.get(name)) for name in ("model", "search"))
+        settings = stated_in(model, "genai_config.json: model.", TOKENS)
+        settings |= stated_in(search, "genai_config.json: search.")
+        rows = model.get("vocab_size")
         self.opened = Opened(
             "ONNX Runtime GenAI",
             dataclasses.replace(vocabulary, special=special, can_be_bare=False),
             _template(path),
-            renders=True,
             lacks=("continue_final_message",),
             settings=settings,
             rows=rows if isinstance(rows, int) else None,
@@ -94,16 +81,19 @@ class GenaiSide:
         except Exception as error:  # of the engine, about the template
             raise ValueError(str(error)) from None
 
+    def render_by_file(self, conversation: Conversation) -> str | None:
+        """Return the text that transformers makes of the folder's template: the engine's Jinja is another one."""
+        assert self.opened.vocabulary is not None
+        return rendered_by_transformers(self.opened.template, self.opened.vocabulary, conversation)
 
-def _known(number: Any) -> tuple[int, ...]:
-    return (int(number),) if isinstance(number, int) and number >= 0 else ()
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _template(path: Path) -> str | None:
     file = path / "chat_template.jinja"
     if file.is_file():
-        return read_text(file, most=_MOST_BYTES)
-    config = path / "tokenizer_config.json"
-    found = read_document(config, dict, most=_MOST_BYTES) if config.is_file() else {}
-    template = found.get("chat_template") if isinstance(found, dict) else None
+        return read_text(file, most=_MOST_TEMPLATE)
+    template = document(path / "tokenizer_config.json").get("chat_template")
     return template if isinstance(template, str) else None
