@@ -246,3 +246,27 @@ def test_results_in_another_order_are_named(names: tuple[str, str], tmp_path: Pa
         assert result.standing == "results differ" and "in another order: result 0 is box, its number 1" in str(
             result.not_ok_because
         )
+
+
+@pytest.mark.parametrize("apart", [0.0, 1e-8])
+def test_results_that_are_alike_are_in_their_order(apart: float, tmp_path: Path) -> None:
+    class Alike(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = torch.tanh(x)
+            return y * 1.0, y * (1.0 + apart)
+
+    helper = onnx.helper
+    nodes = [helper.make_node("Tanh", ["x"], ["y"])]
+    nodes += [helper.make_node("Mul", ["y", name], [f"{name}_result"]) for name in ("one", "other")]
+    sizes = [
+        helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [3, 8])
+        for name in ("x", "one_result", "other_result")
+    ]
+    factors = [
+        numpy_helper.from_array(np.float32(value), name) for name, value in (("one", 1.0), ("other", 1.0 + apart))
+    ]
+    graph = helper.make_graph(nodes, "graph", sizes[:1], sizes[1:], factors)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, tmp_path / "alike.onnx")
+    result = glass.check(Alike(), candidate=tmp_path / "alike.onnx", inputs={"x": torch.randn(3, 8, generator=DRAW)})
+    assert "another order" not in str(result.not_ok_because), result.not_ok_because

@@ -181,3 +181,4 @@ def test_f58_results_are_paired_by_what_they_hold() -> None:
     assert by_value({"a": x, "b": y}, {"c": y, "d": x}) == {"a": "d", "b": "c"}
     assert by_value({"a": x}, {"c": x, "d": x.clone()}) == {"a": "d"}
     assert by_value({"a": x, "b": y}, {"c": x * 1.001, "d": -y}) == {"a": "c", "b": "d"}
+    assert by_value({"a": x, "b": x.clone()}, {"c": x, "d": x.clone()}) == {"a": "c", "b": "d"}

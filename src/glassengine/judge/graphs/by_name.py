@@ -13,6 +13,7 @@ a module returns a tensor. A result that went unpaired would go unjudged, and th
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -199,6 +200,8 @@ def _shown(arguments: dict[str, Any], name: str) -> str:
 
 _NEAR = 0.1
 """Distance of two results that may be the same one, relative to its size; whether it is wrong is judged later."""
+_AS_NEAR = 4.0
+"""Results whose distances differ by no more than this factor are as near as each other: both may be rounding."""
 
 
 def paired_results(baseline: Program, candidate: Program) -> dict[str, str]:
@@ -250,7 +253,7 @@ def by_value(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, st
     """Return which results of unrelated names belong together: those near each other, the others as `in_order` says.
 
     A port may return the states of all layers where the baseline returns the last. Of equal ones it is the last, which
-    all layers have made.
+    all layers have made. Where both sides return as many, a result in the same place comes before one about as near.
 
     Args:
         ours: Name -> result, or the fake of one.
@@ -264,6 +267,10 @@ def by_value(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, st
                 error = float((made.double() - value.double()).norm())
                 apart |= {(name, other): error} if error <= _NEAR * float(value.double().norm()) else {}
     found: dict[str, str] = {}
+    for name, other in zip(ours, theirs, strict=True) if len(ours) == len(theirs) else ():
+        nearest = min((error for (one, _), error in apart.items() if one == name), default=math.inf)
+        if apart.get((name, other), math.inf) <= _AS_NEAR * nearest < math.inf:
+            found[name] = other
     for name, other in sorted(apart, key=apart.__getitem__):
         if name not in found and other not in found.values():
             found[name] = other
