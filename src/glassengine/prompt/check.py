@@ -1,10 +1,11 @@
-"""Compares two sides before the first operation: tokens, chat templates, generation settings."""
+"""Compares two sides before the first operation: tokens, chat templates, generation settings, processors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 
+from glassengine.prompt.processors import compare_processors
 from glassengine.prompt.settings import compare_settings
 from glassengine.prompt.side import PromptSide
 from glassengine.prompt.templates import compare_templates
@@ -13,6 +14,8 @@ from glassengine.prompt.worker import Remote, answer, kind_of
 from glassengine.results.prompt import PromptComparison, PromptFinding, PromptPart
 from glassengine.workers.processes import Processes
 
+_RARE = ("processor", "loading")
+"""Parts that most sides do not have."""
 _LEVELS = ("wrong", "limit", "note")
 _PARTS: tuple[
     tuple[PromptPart, str, Callable[[PromptSide], object], Callable[..., tuple[list[PromptFinding], int]]], ...
@@ -20,6 +23,7 @@ _PARTS: tuple[
     ("tokens", "no tokenizer", lambda side: side.opened.vocabulary, compare_tokens),
     ("template", "no chat template", lambda side: side.opened.template, compare_templates),
     ("settings", "no generation settings", lambda side: side.opened.settings is not None, compare_settings),
+    ("processor", "no processor", lambda side: side.opened.has_processor, compare_processors),
 )
 """Part, the words for a side without it, the test whether a side has it, the comparison."""
 
@@ -54,6 +58,8 @@ def compare_sides(baseline: PromptSide, candidate: PromptSide, specs: tuple[str,
         without = [
             name for name, side in zip(("baseline", "candidate"), (baseline, candidate), strict=True) if not has(side)
         ]
+        if len(without) == 2 and part in _RARE:
+            continue
         if without:
             skipped[part] = f"{words} in {' and '.join(without)}"
             if part == "template" and without == ["candidate"] and candidate.opened.has_templates:

@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from glassengine.prompt.processors import of_directory
 from glassengine.prompt.settings import TOKENS, stated_in
 from glassengine.prompt.side import (
     SPECIAL,
     Conversation,
     Opened,
+    Processed,
     PromptSide,
     Setting,
     Vocabulary,
@@ -43,12 +45,15 @@ class Directory(PromptSide):
         config = document(path / "config.json")
         text = config.get("text_config")
         rows = (text if isinstance(text, dict) else config).get("vocab_size")
+        names = ("preprocessor_config.json", "processor_config.json")
+        self._path, self._processors = path, {key: 0 for name in names for key in document(path / name)}
         self.opened = Opened(
             "transformers",
             vocabulary,
             template,
             settings=settings_of(path, config),
             rows=rows if isinstance(rows, int) else None,
+            has_processor=bool(self._processors),
         )
         self._file = _by_file(path)
 
@@ -63,6 +68,10 @@ class Directory(PromptSide):
     def render(self, conversation: Conversation) -> str:
         """Return the text of a conversation."""
         return rendered(self._tokenizer.apply_chat_template, conversation)
+
+    def process(self) -> Mapping[str, Processed | str]:
+        """Return what the processors of transformers do."""
+        return of_directory(self._path, self._processors)
 
 
 class SentencepieceFile(PromptSide):

@@ -58,6 +58,7 @@ class Opened:
         lacks: Arguments of templates that the engine does not have.
         settings: Name of transformers -> value; None where the side has no place for them.
         rows: Rows of the table of embeddings; None if unknown.
+        has_processor: Whether the side takes images or sounds.
         limits: Cause of a difference of tokens -> why the engine cannot avoid it, whatever file it reads.
         warnings: Lines that the engine logged while it opened the file.
     """
@@ -69,8 +70,24 @@ class Opened:
     lacks: Sequence[str] = ()
     settings: Mapping[str, Setting] | None = None
     rows: int | None = None
+    has_processor: bool = False
     limits: Mapping[str, str] = field(default_factory=dict)
     warnings: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Processed:
+    """What a processor of images or sounds does.
+
+    Attributes:
+        facts: Name -> number, text, or tuple of these.
+        outputs: Name of a sample -> the array that the processor makes of it; a text says why it refuses.
+        near: How far right outputs may be apart, root mean square.
+    """
+
+    facts: Mapping[str, Any]
+    outputs: Mapping[str, Any]
+    near: float
 
 
 class PromptSide:
@@ -101,6 +118,10 @@ class PromptSide:
             ValueError: As for `render`.
         """
         return None
+
+    def process(self) -> Mapping[str, Processed | str]:
+        """Return what the processors do, by "image" and "audio"; a text says why one cannot be tried."""
+        return {}
 
 
 def numbers_of(value: Any) -> tuple[int, ...]:

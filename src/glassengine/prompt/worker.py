@@ -8,14 +8,14 @@ both sides share one process.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from glassengine.errors import BackendError, GlassError, UsageError, first_line
 from glassengine.extensions import plugin
-from glassengine.prompt.side import Conversation, Opened, PromptSide
+from glassengine.prompt.side import Conversation, Opened, Processed, PromptSide
 from glassengine.workers.processes import Processes
 from glassengine.workers.protocol import Died
 
@@ -52,6 +52,8 @@ def answer(request: tuple[str, str, Any]) -> Any:
         return _sides[name].encode(value[0], special=value[1])
     if verb == "encode by file":
         return _sides[name].encode_by_file(value)
+    if verb == "process":
+        return _sides[name].process()
     try:
         side = _sides[name]
         return side.render(value) if verb == "render" else side.render_by_file(value), None
@@ -139,6 +141,11 @@ class Remote(PromptSide):
     def render_by_file(self, conversation: Conversation) -> str | None:
         """Return the text that transformers makes of the side's own template."""
         return self._rendered("render by file", conversation)
+
+    def process(self) -> Mapping[str, Processed | str]:
+        """Return what the processors do."""
+        found: Mapping[str, Processed | str] = self._ask("process", None)
+        return found
 
     def _rendered(self, verb: str, conversation: Conversation) -> str | None:
         text: str | None

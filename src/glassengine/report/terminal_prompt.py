@@ -14,7 +14,13 @@ _MOST = 6
 """Findings that are drawn; the JSON document has all."""
 _LONGEST = 60
 _STYLES = {"wrong": "red", "limit": "yellow", "note": "dim"}
-_UNITS = {"tokens": "texts", "template": "conversations", "settings": "settings"}
+_UNITS = {
+    "tokens": "texts",
+    "template": "conversations",
+    "settings": "settings",
+    "processor": "images and sounds",
+    "loading": "parameters",
+}
 
 
 def prompt(result: PromptComparison) -> RenderableType:

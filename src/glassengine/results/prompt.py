@@ -1,4 +1,4 @@
-"""The result of a prompt comparison: tokens, templates and settings of two sides."""
+"""The result of a prompt comparison: tokens, templates, settings, processors and loading of two sides."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 from glassengine.results.base import Result
 
-PromptPart = Literal["tokens", "template", "settings"]
+PromptPart = Literal["tokens", "template", "settings", "processor", "loading"]
 PromptLevel = Literal["wrong", "limit", "note"]
 
 
@@ -65,7 +65,7 @@ class PromptComparison(Result):
         candidate: Spec of the candidate.
         ok: Whether something was compared and nothing is wrong.
         findings: Wrong ones first, then by the number of probes that show them.
-        compared: Part -> number of probes, conversations or values that were compared.
+        compared: Part -> number of probes, conversations, samples or values that were compared.
         skipped: Part -> why it was not compared.
         engines: Names of the programs that tokenize: of the baseline, of the candidate.
     """
