@@ -21,7 +21,7 @@ class Port:
 
     Args:
         spec: `file.py:factory`.
-        known: Vocabulary of the baseline, for what the object does not tell of its own.
+        known: Vocabulary of the baseline, for what the object does not have.
 
     Raises:
         UsageError: The function raised, or returns no tokenizer.
@@ -40,7 +40,9 @@ class Port:
         vocabulary = Vocabulary(pieces, special, added, can_be_bare=_SWITCH in self._options)
         template = getattr(self._tokenizer, "chat_template", None)
         has_templates = isinstance(template, str) and hasattr(self._tokenizer, "apply_chat_template")
-        self.opened = Opened(spec, vocabulary, template if has_templates else None, has_templates=has_templates)
+        self.opened = Opened(
+            type(self._tokenizer).__name__, vocabulary, template if has_templates else None, has_templates=has_templates
+        )
 
     def _accepted(self, spec: str) -> Mapping[str, Any]:
         """Return the first options that `encode` takes."""
