@@ -9,14 +9,14 @@ from typing import Any
 from glassengine.errors import UsageError
 from glassengine.program.user_code.calls import call_factory
 from glassengine.prompt.huggingface import rendered
-from glassengine.prompt.side import SPECIAL, Conversation, Opened, Vocabulary, numbers_of, pieces_of
+from glassengine.prompt.side import SPECIAL, Conversation, Opened, PromptSide, Vocabulary, numbers_of, pieces_of
 
 _SWITCH = "add_special_tokens"
 _OPTIONS: Sequence[Mapping[str, Any]] = ({_SWITCH: False}, {"allowed_special": "all"}, {})
 """Of `encode`: of transformers and tokenizers, of tiktoken, of others."""
 
 
-class Port:
+class Port(PromptSide):
     """An object with `encode(text)`; `get_vocab`, ids of special tokens and a chat template are used where it has them.
 
     Args:
@@ -68,14 +68,6 @@ class Port:
         options = self._options if _SWITCH not in self._options else {_SWITCH: special}
         return [self._ids(text, options) for text in texts]
 
-    def encode_by_file(self, texts: Sequence[str]) -> list[list[int]] | None:
-        """Return None: there is no file."""
-        return None
-
     def render(self, conversation: Conversation) -> str:
         """Return the text of a conversation."""
         return rendered(self._tokenizer.apply_chat_template, conversation)
-
-    def render_by_file(self, conversation: Conversation) -> str | None:
-        """Return None: nothing else reads the template."""
-        return None
