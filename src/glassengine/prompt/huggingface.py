@@ -7,13 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from glassengine.prompt.settings import TOKENS, stated_in
-from glassengine.prompt.side import SPECIAL, Conversation, Opened, Setting, Vocabulary, numbers_of, pieces_of
+from glassengine.prompt.side import (
+    SPECIAL,
+    Conversation,
+    Opened,
+    PromptSide,
+    Setting,
+    Vocabulary,
+    numbers_of,
+    pieces_of,
+)
 from glassengine.reading.documents import read_document
 
 _MOST_BYTES = 64 << 20
 
 
-class Directory:
+class Directory(PromptSide):
     """The tokenizer as transformers loads it; code in the directory is never run.
 
     Args:
@@ -55,12 +64,8 @@ class Directory:
         """Return the text of a conversation."""
         return rendered(self._tokenizer.apply_chat_template, conversation)
 
-    def render_by_file(self, conversation: Conversation) -> str | None:
-        """Return None: transformers is the engine."""
-        return None
 
-
-class SentencepieceFile:
+class SentencepieceFile(PromptSide):
     """A sentencepiece model as a side: it never reads special text as special.
 
     Args:
@@ -83,18 +88,6 @@ class SentencepieceFile:
     def encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
         """Return the ids of each text; the library adds a BOS only when it is asked for."""
         return [list(self._model.encode(text, add_bos=special)) for text in texts]
-
-    def encode_by_file(self, texts: Sequence[str]) -> list[list[int]] | None:
-        """Return None: the file is all there is."""
-        return None
-
-    def render(self, conversation: Conversation) -> str:
-        """Raise: there is no template."""
-        raise ValueError("a sentencepiece file has no chat template")
-
-    def render_by_file(self, conversation: Conversation) -> str | None:
-        """Return None: there is no template."""
-        return None
 
 
 def rendered(apply: Any, conversation: Conversation) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 SPECIAL = ("bos", "eos", "pad", "unk")
 Conversation = Mapping[str, Any]
@@ -73,16 +73,18 @@ class Opened:
     warnings: Sequence[str] = ()
 
 
-class PromptSide(Protocol):
+class PromptSide:
     """A tokenizer with its template, in a process of its own."""
 
     opened: Opened
 
     def encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
         """Return the ids of each text, with or without the tokens at its ends."""
+        raise NotImplementedError
 
     def encode_by_file(self, texts: Sequence[str]) -> list[list[int]] | None:
         """Return the bare ids that the tokenizer's file alone gives; None where the engine is all there is."""
+        return None
 
     def render(self, conversation: Conversation) -> str:
         """Return the text that the chat template makes of a conversation.
@@ -90,6 +92,7 @@ class PromptSide(Protocol):
         Raises:
             ValueError: The template refuses it; has the template's message.
         """
+        raise ValueError("the side has no chat template")
 
     def render_by_file(self, conversation: Conversation) -> str | None:
         """Return the text that transformers makes of the side's own template; None where `render` does just that.
@@ -97,6 +100,7 @@ class PromptSide(Protocol):
         Raises:
             ValueError: As for `render`.
         """
+        return None
 
 
 def numbers_of(value: Any) -> tuple[int, ...]:

@@ -106,7 +106,7 @@ def kind_of(spec: str) -> tuple[str, Path]:
     return kind, path
 
 
-class Remote:
+class Remote(PromptSide):
     """A side in the process of a comparison.
 
     Args:

@@ -13,7 +13,7 @@ from glassengine.plugins.serving.ggml.child import find_library
 from glassengine.plugins.serving.ggml.file import GgufFile
 from glassengine.plugins.serving.ggml.library import LOG, LOGGED, Library, Opaque, Pointer, logged
 from glassengine.prompt.huggingface import rendered_by_transformers
-from glassengine.prompt.side import Conversation, Opened, Setting, Vocabulary, bytes_of, numbers_of
+from glassengine.prompt.side import Conversation, Opened, PromptSide, Setting, Vocabulary, bytes_of, numbers_of
 
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "llama_vocab_bos": (c.c_int32, [Pointer]),
@@ -48,7 +48,7 @@ _LIMITS = {
 }
 
 
-class GgufSide:
+class GgufSide(PromptSide):
     """The vocabulary of a GGUF file in llama.cpp.
 
     Args:
@@ -129,18 +129,10 @@ class GgufSide:
             found.append(self._room[: max(number, 0)])
         return found
 
-    def encode_by_file(self, texts: Sequence[str]) -> list[list[int]] | None:
-        """Return None: llama.cpp is the only reader of the vocabulary."""
-        return None
-
     def render(self, conversation: Conversation) -> str:
         """Return the text that transformers' Jinja makes of the template in the file."""
         assert self.opened.vocabulary is not None
         return rendered_by_transformers(self.opened.template, self.opened.vocabulary, conversation)
-
-    def render_by_file(self, conversation: Conversation) -> str | None:
-        """Return None: llama.cpp's own Jinja is not asked."""
-        return None
 
 
 def _load(library: Library, path: Path, vocab_only: int) -> Any:
