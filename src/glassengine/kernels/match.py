@@ -44,7 +44,7 @@ def assert_matches(
         The figures.
 
     Raises:
-        AssertionError: A difference is no rounding. It has the element, both values, which elements, and the kind.
+        AssertionError: A difference is not rounding. It has the element, both values, which elements, and the kind.
         UsageError: The reference cannot be judged by.
     """
     found = matches(actual, reference, inputs, accumulation=accumulation, check_dtype=check_dtype, seed=seed)
@@ -209,7 +209,7 @@ def _rank(one: TensorMatch) -> tuple[int, float]:
 def called(function: Callable[..., Any], inputs: Any) -> tuple[Callable[..., Any], list[Any]]:
     """Return a function of places, and the arguments for it, of inputs in any form."""
     if not callable(function):
-        raise UsageError(f"{type(function).__name__} is no function", hint="assert_matches(actual, reference, inputs)")
+        raise UsageError(f"{type(function).__name__} is not a function", hint="assert_matches(actual, reference, inputs)")
     if isinstance(inputs, Mapping):
         names = list(inputs)
         return lambda *args: function(**dict(zip(names, args, strict=True))), list(inputs.values())

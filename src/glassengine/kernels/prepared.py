@@ -78,7 +78,7 @@ class Part:
         )
 
     def _tied(self, which: int, candidate: Tensor) -> Tensor | None:
-        """Return where another choice is legal; None if the tensor is no choice."""
+        """Return where another choice is legal; None if the tensor is not a choice."""
         module = self.trace.module
         if module is None:
             return None
