@@ -209,7 +209,7 @@ def _rank(one: TensorMatch) -> tuple[int, float]:
 def called(function: Callable[..., Any], inputs: Any) -> tuple[Callable[..., Any], list[Any]]:
     """Return a function of places, and the arguments for it, of inputs in any form."""
     if not callable(function):
-        raise UsageError("not a function", got=type(function).__name__, hint="assert_matches(actual, reference, inputs)")
+        raise UsageError("not a function", got=type(function).__name__, hint="matches(actual, reference, inputs)")
     if isinstance(inputs, Mapping):
         names = list(inputs)
         return lambda *args: function(**dict(zip(names, args, strict=True))), list(inputs.values())
