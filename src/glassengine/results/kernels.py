@@ -1,4 +1,4 @@
-"""What comes of a function beside its reference: figures of each tensor, the kind of mistake, and sweeps."""
+"""Results of functions beside references: figures of each tensor, kinds of mistakes, sweeps."""
 
 from __future__ import annotations
 
