@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,14 +42,12 @@ class Directory(PromptSide):
         if isinstance(template, dict):
             template = template.get("default")
         config = document(path / "config.json")
-        text = config.get("text_config")
-        rows = (text if isinstance(text, dict) else config).get("vocab_size")
         self.opened = Opened(
             "transformers",
             vocabulary,
             template,
             settings=settings_of(path, config),
-            rows=rows if isinstance(rows, int) else None,
+            rows=_rows(config),
         )
         self._file = _by_file(path)
 
@@ -122,6 +121,43 @@ def rendered_by_transformers(template: str | None, vocabulary: Vocabulary, conve
         return str(found)
 
     return rendered(apply, conversation)
+
+
+_NAMES = (
+    "*token*",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.jinja",
+    "chat_template*",
+    "*processor_config.json",
+    "tekken*",
+)
+"""Files of tokenizers, templates and processors."""
+
+
+def same_files(ours: Path, theirs: Path) -> int:
+    """Return how many files of the prompt two directories have, with the same bytes and settings; 0 where not."""
+    names, others = (
+        {path.name for pattern in _NAMES for path in folder.glob(pattern) if path.is_file()}
+        for folder in (ours, theirs)
+    )
+    facts = []
+    for folder in (ours, theirs):
+        config = document(folder / "config.json")
+        settings = settings_of(folder, config) or {}
+        facts.append([{name: one.value for name, one in settings.items()}, config.get("model_type"), _rows(config)])
+    if facts[0] != facts[1] or names != others or (ours / "additional_chat_templates").exists():
+        return 0
+    is_same = all(filecmp.cmp(ours / name, theirs / name, shallow=False) for name in names)
+    return len(names) if is_same else 0
+
+
+def _rows(config: Mapping[str, Any]) -> int | None:
+    """Return the rows of the table of embeddings."""
+    text = config.get("text_config")
+    rows = (text if isinstance(text, dict) else config).get("vocab_size")
+    return rows if isinstance(rows, int) else None
 
 
 def settings_of(path: Path, config: Mapping[str, Any]) -> dict[str, Setting] | None:

@@ -7,6 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from glassengine.errors import UsageError
+
+
+class NoTokenizer(UsageError):
+    """A side has no tokenizer at all."""
+
+
 SPECIAL = ("bos", "eos", "pad", "unk")
 Conversation = Mapping[str, Any]
 """Arguments of a chat template: `messages`, and perhaps `tools`, `add_generation_prompt` and variables."""

@@ -13,9 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from glassengine.asked import function, is_factory
 from glassengine.errors import BackendError, GlassError, UsageError, first_line
 from glassengine.extensions import plugin
-from glassengine.prompt.side import Conversation, Opened, PromptSide
+from glassengine.prompt.side import Conversation, NoTokenizer, Opened, PromptSide
 from glassengine.workers.processes import Processes
 from glassengine.workers.protocol import Died
 
@@ -24,7 +25,7 @@ MEMORY = 12 << 30
 SECONDS = 240
 """Of processor time, for all requests together."""
 
-EXPECTED = "a directory of transformers, FILE.gguf, genai:DIR, or FILE.model of sentencepiece"
+EXPECTED = "a directory of transformers, FILE.gguf, genai:DIR, FILE.model of sentencepiece, or file.py:factory"
 """Forms of a side."""
 
 _sides: dict[str, PromptSide] = {}
@@ -80,6 +81,11 @@ def _open(spec: str) -> PromptSide:
         return plugin("serving.ggml.prompt").GgufSide(path)  # type: ignore[no-any-return]
     if kind == "genai":
         return plugin("serving.onnx.prompt").GenaiSide(path)  # type: ignore[no-any-return]
+    if kind == "port":
+        from glassengine.prompt.port import Port
+
+        baseline = _sides.get("baseline")
+        return Port(spec, None if baseline is None else baseline.opened.vocabulary)
     return huggingface.SentencepieceFile(path) if kind == "sentencepiece" else huggingface.Directory(path)
 
 
@@ -92,6 +98,9 @@ def kind_of(spec: str) -> tuple[str, Path]:
     prefix, _, rest = spec.partition(":")
     if prefix in ("gguf", "genai") and rest:
         kind, path = prefix, Path(rest)
+    elif is_factory(spec):
+        function(spec)
+        return "port", Path(rest)
     else:
         path = Path(spec)
         kind = {".gguf": "gguf", ".model": "sentencepiece"}.get(path.suffix, "directory")
@@ -100,7 +109,7 @@ def kind_of(spec: str) -> tuple[str, Path]:
             raise UsageError("no such directory", got=spec, expected=EXPECTED)
         names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt", "vocab.json", "tekken.json")
         if not any((path / name).is_file() for name in names):
-            raise UsageError("the directory has no tokenizer", got=spec, expected=", ".join(names[:4]))
+            raise NoTokenizer("the directory has no tokenizer", got=spec, expected=", ".join(names[:4]))
     elif not path.is_file():
         raise UsageError("no such file", got=spec, expected=EXPECTED)
     return kind, path
