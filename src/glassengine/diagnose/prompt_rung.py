@@ -89,7 +89,7 @@ def _compared(
     if found is None:
         is_text = isinstance(request.inputs, str) and Path(request.inputs).suffix == ".txt"
         texts = prompt_texts(str(request.inputs))[:_MOST_TEXTS] if is_text else ()
-        found = compare_in(workers, baseline, candidate, texts)
+        found = compare_in(workers, baseline, candidate, texts, python=request.serving.python)
     return replace(found, baseline=sides[0], candidate=sides[1])
 
 
