@@ -17,7 +17,7 @@ def test_it_has_verdict_op_both_excerpts_hint_and_next_command(wrong: Comparison
     lines = text.splitlines()
     assert lines[0].startswith("NOT OK: ") and "verdict: wrong" in text
     assert "op: ./silu.0 (candidate: ./gelu.0)" in text
-    assert "mistake: activation: silu here, gelu in the candidate" in text
+    assert "mistake: activation: silu in the baseline, gelu in the candidate" in text
     assert f">    12 |         {GUILTY}" in text and "     13 |         return self.down(hidden)" in text
     assert ">    12 |         return self.down(nn.functional.silu(self.up(x)))" in text
     assert lines[-1].startswith("next: change ") and lines[-1].endswith("models/port.py:net")

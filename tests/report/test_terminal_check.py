@@ -83,15 +83,17 @@ def test_it_fits_a_screen_of_24_rows(found: Comparison) -> None:
 def test_a_proof_is_a_mistake_with_its_line_and_what_is_less_is_left_out(found: Comparison) -> None:
     first = found.first_divergence
     assert first is not None
-    proof = Hint("eps", "eps: 1e-06 here, 0.001 in the candidate", 1.0, proven=True, line="x = norm(x, 1e-06)")
-    ops = Hint("other", "the baseline has add here, the candidate nothing", 0.6, evidence="ops")
+    proof = Hint(
+        "eps", "eps: 1e-06 in the baseline, 0.001 in the candidate", 1.0, proven=True, line="x = norm(x, 1e-06)"
+    )
+    ops = Hint("other", "the baseline has add, the candidate nothing", 0.6, evidence="ops")
     engine = Hint("other", "only the engine with debug outputs is wrong", 1.0, evidence="observer")
     origins = [dataclasses.replace(first, site=site, hints=(proof,)) for site in ("./norm1.0", "./norm2.0")]
     for others, shown in (((ops,), False), ((engine,), True)):
         named = dataclasses.replace(first, hints=(proof, *others))
         crowded = dataclasses.replace(found, first_divergence=named, origins=(named, *origins))
         lines = screen(crowded)
-        assert "  mistake  eps: eps: 1e-06 here, 0.001 in the candidate" in lines
+        assert "  mistake  eps: eps: 1e-06 in the baseline, 0.001 in the candidate" in lines
         assert "  line     x = norm(x, 1e-06)" in lines
         assert any(line.startswith("  hint") for line in lines) == shown
         assert "  also     the same mistake in 2 other places" in map(str, _about(crowded, named))

@@ -171,7 +171,9 @@ def decide(findings: Findings, policy: Policy) -> Decision:
 
 def _decide(findings: Findings, policy: Policy) -> Decision:
     first, results = findings.first_divergence, findings.results
-    inside = findings.inside_reason or (f"a tensor is {findings.inside} at {first.site}" if first is not None else None)
+    inside = findings.inside_reason or (
+        f"the first {findings.inside} op is {first.site}" if first is not None else None
+    )
     if findings.wrong_weights is not None:
         return Decision("weights differ", findings.wrong_weights)
     if findings.differences:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from glassengine.diagnose import check
 
 WRONG = {
-    "late": ("position", "arange(6, False) here, arange(1, 7, False) in the candidate"),
-    "ahead": ("position", "slice: start: 0 here, -6"),
+    "late": ("position", "arange(6, False) in the baseline, arange(1, 7, False) in the candidate"),
+    "ahead": ("position", "start of slice: 0 in the baseline, -6"),
     "halves": ("swapped", "are exchanged"),
     "norm again": ("swapped", "instead of"),
 }

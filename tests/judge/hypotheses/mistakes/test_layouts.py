@@ -150,7 +150,7 @@ def test_parts_of_heads(right: Callable[..., Tensor], wrong: Callable[..., Tenso
         (
             grouped,
             one_after_the_other,
-            "one part after the other in the candidate, its 4 parts in each of 2 groups here",
+            "one part after the other in the candidate, its 4 parts in each of 2 groups in the baseline",
         ),
     ],
 )

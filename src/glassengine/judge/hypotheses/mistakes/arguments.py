@@ -59,7 +59,10 @@ def same_op(question: Question) -> Iterator[Hypothesis]:
         first, value = differing[0]
         text = text_of(question, first, value)
         if len(differing) > 1:
-            said = [f"{name_of(question, one)}: {shown(one.value)} here, {shown(other)}" for one, other in differing]
+            said = [
+                f"{name_of(question, one)}: {shown(one.value)} in the baseline, {shown(other)}"
+                for one, other in differing
+            ]
             text = f"{op_name(node)}: {'; '.join(said)} in the candidate"
         kind, name = kind_of(question, first, value), name_of(question, first)
         yield Hypothesis(kind, text, {node: becoming(differing)}, name, (first.value, value))
