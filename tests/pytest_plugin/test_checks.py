@@ -127,7 +127,7 @@ def test_a_failing_test_shows_the_screen_and_leaves_junit_and_sarif(
     for part in (
         "glass: ",
         ">       glass_check(Net().eval(), Wrong().eval(), inputs=INPUTS)",
-        "NotOk: NOT OK: output differs by",
+        "NotOk: NOT OK: gelu in place of silu (proven)",
         "first divergence: ./silu.0",
         "silu in the baseline, gelu in the candidate",
         "hidden = nn.functional.gelu(self.up(x))",

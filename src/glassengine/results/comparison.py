@@ -109,6 +109,11 @@ class Divergence(Result):
         )
 
     @property
+    def noun(self) -> str:
+        """What its site is: an op of a graph, or a tensor of a record."""
+        return "tensor" if self.node is None else "op"
+
+    @property
     def leads(self) -> bool:
         """Whether it stands for its group, or for itself alone."""
         return self.group is None or bool(self.also_at)

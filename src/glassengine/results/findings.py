@@ -4,7 +4,7 @@
 
     weights differ     a weight of a served file is another: this is known before anything runs
     results differ     the sides differ as a user runs them, or a result is beyond its floor, whatever lies inside
-    differs inside     a tensor is wrong, from its own inputs, though these inputs may hide it from the results
+    differs inside     an op is wrong, from its own inputs, though these inputs may hide it from the results
     token changes      the release engine picks another token than the engine with debug outputs
     over budget        a result has a smaller signal-to-noise ratio than --min-snr
     too little judged  nothing is wrong, and a result was not compared, or less than --min-coverage was judged finely
@@ -61,7 +61,7 @@ class Findings:
         environment: Of the baseline.
         candidate_environment: Of the candidate; None for the baseline's.
         inside: The worst verdict of what lies inside: tensors, ops, weights.
-        inside_reason: What is wrong inside, in words; None for "a tensor is wrong at" the first divergence.
+        inside_reason: What is wrong inside, in words; None names the first divergence.
         wrong_weights: Which weights of a served file are not the baseline's, in words; None where none.
         differences: What differs between the sides as a user runs them, in words.
         token_change: Which token the release engine picks otherwise; None where none.
@@ -172,7 +172,7 @@ def decide(findings: Findings, policy: Policy) -> Decision:
 def _decide(findings: Findings, policy: Policy) -> Decision:
     first, results = findings.first_divergence, findings.results
     inside = findings.inside_reason or (
-        f"the first {findings.inside} op is {first.site}" if first is not None else None
+        f"the first {findings.inside} {first.noun} is {first.site}" if first is not None else None
     )
     if findings.wrong_weights is not None:
         return Decision("weights differ", findings.wrong_weights)

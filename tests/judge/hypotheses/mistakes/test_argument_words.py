@@ -50,8 +50,8 @@ def test_the_kind_follows_from_what_the_argument_means(mistake: str, tmp_path: P
 MISSING = {
     "not turned over": ("scale", "pow is missing"),
     "in logarithms": ("activation", "exp is missing"),
-    "another grid": ("position", "linspace: start"),
-    "along rows": ("transposed", "cumsum: dim"),
+    "another grid": ("position", "start of linspace"),
+    "along rows": ("transposed", "dim of cumsum"),
 }
 
 

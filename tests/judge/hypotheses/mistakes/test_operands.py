@@ -89,7 +89,7 @@ def test_positions_that_each_step_counts_from_zero() -> None:
     hint = told(lambda p, b: p[..., None] * b, lambda p, b: (p - p[:, :1])[..., None] * b, given)
     assert (hint.kind, hint.text) == (
         "position",
-        "positions begins at 0 in the candidate, at 5 here: each step counts from 0",
+        "positions begins at 0 in the candidate, at 5 in the baseline: each step counts from 0",
     )
     question = asked(lambda x: x.exp(), torch.zeros_like, {"x": drawn(4, 8)})
     assert not explain(dataclasses.replace(question, theirs=(), their_values=()))

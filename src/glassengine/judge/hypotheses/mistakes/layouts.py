@@ -295,7 +295,7 @@ def _part_orders(widths: Sequence[int], heads_of: dict[int, set[int]]) -> Iterat
 
 
 def _not_grouped(question: Question, node: Node, given: Sequence[int], made: torch.Tensor) -> Iterator[Hypothesis]:
-    """Yield: a group of queries, their key and value lie together in the baseline, all queries first in the candidate."""
+    """Yield: a group of queries, key and value lie together in the baseline, all queries first in the candidate."""
     joined = meeting(given, made.shape)
     for axis, _, parts in factored(joined, made.shape):
         if len(parts) != 3 or parts[1] <= _BESIDE + 1:
