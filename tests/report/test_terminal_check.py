@@ -80,6 +80,25 @@ def test_it_fits_a_screen_of_25_rows(found: Comparison) -> None:
     assert len(screen(found)) <= 25
 
 
+@pytest.mark.parametrize("width", [80, 100])
+def test_f78_lines_are_wrapped_at_words_below_their_text_and_name_the_next_command(
+    found: Comparison, width: int
+) -> None:
+    first = found.first_divergence
+    assert first is not None
+    told = " ".join(["words that tell something"] * 6)
+    hint = Hint("scale", told, 0.9)
+    crowded = dataclasses.replace(found, first_divergence=dataclasses.replace(first, hints=(hint,)))
+    console = Console(file=io.StringIO(), width=width, markup=False, highlight=False)
+    console.print(check(crowded, ["check", "net.py:net", "--candidate", "port.py:port"]))
+    lines = console.file.getvalue().rstrip("\n").split("\n")  # type: ignore[attr-defined]
+    assert len(lines) <= 25 and all(len(line) <= width for line in lines)
+    assert lines[1].startswith("results ") and lines[2].startswith("next     change ")
+    at = next(place for place, line in enumerate(lines) if line.startswith("  hint"))
+    rest = [lines[at + offset] for offset in range(1, 2)]
+    assert all(line.startswith(" " * 11) and line.strip().split()[0] in told.split() for line in rest)
+
+
 def test_a_proof_is_a_mistake_with_its_line_and_what_is_less_is_left_out(found: Comparison) -> None:
     first = found.first_divergence
     assert first is not None

@@ -118,6 +118,11 @@ class Finding:
     hints: Sequence[Hint] = ()
 
     @property
+    def at(self) -> str:
+        """File and line of the candidate, without folders."""
+        return "this op" if self.candidate is None else f"{Path(self.candidate.file).name}:{self.candidate.line}"
+
+    @property
     def is_shared(self) -> bool:
         """Whether both sides run one line: what the candidate gives to it is the mistake, and not the line."""
         return self.candidate is not None and self.candidate == self.baseline
@@ -218,7 +223,9 @@ def next_step(result: Comparison, command: Sequence[str]) -> str:
         test = shlex.quote(str(Path(origin.reproduction) / "test_repro.py"))
         return f"python {test}  # fails until the op is right; then {again}"
     if found is not None and found.is_shared:
-        return f"both sides run this line: change what the candidate gives to it (weights, configuration), then {again}"
+        return (
+            f"both sides run {found.at}: change what the candidate gives to it (weights, configuration), then {again}"
+        )
     if found is not None and found.candidate is not None:
         return f"change {found.candidate.place}, then {again}"
     if command[:1] == ["check"]:

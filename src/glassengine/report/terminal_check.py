@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _ROWS, _COLUMNS = 25, 100
 _RESULTS = ("results ", "         ")
-_LABEL = re.compile(r" *[a-z]+ {2,}|compared |baseline {2}|candidate ")
+_LABEL = re.compile(r" *[a-z]+ {2,}|compared | {2}(?:baseline|candidate) ")
 """The word before a line, and the space up to its text."""
 _HEAD, _LEAST_ROWS = 5, 3
 """Lines of the head of a table, and the fewest rows of one."""
@@ -157,8 +157,8 @@ def _next(result: Comparison, command: Sequence[str]) -> Iterator[Text]:
 
 def _short_source(source: str) -> str:
     """Return "file:line: code" with the end of a long path."""
-    place, code = parts_of_source(source)
-    return f"{short(place)}: {code}" if code else short(place)
+    code = parts_of_source(source)[1]
+    return f"{words.place_of(source)}: {code}" if code else words.place_of(source)
 
 
 def _ladder(result: Comparison) -> Table:
@@ -443,7 +443,7 @@ def quantization(result: Comparison, found: Quantization) -> RenderableType:
     if result.skipped:
         tail.append(Text(f"not judged: {len(result.skipped)} weights that only one side has (--json has all)"))
     # The table has its head of two lines, a rule, an empty line at both ends, and a line for what is not shown.
-    left = _ROWS - 6 - _rows([head, *total, *tail])
+    left = _ROWS - 7 - _rows([head, *total, *tail])
     # Where nothing is a mistake, the question is where the signal goes.
     drift = [drift_table(result.drift, _DRIFT_ROWS)] if result.drift and not result.origins else []
     left -= sum(table.row_count + _DRIFT_HEAD for table in drift)

@@ -100,7 +100,7 @@ def mistake(found: Divergence) -> str | None:
     else:
         text = f"{sides['other']} in place of {sides['one']}{place}"
     own = found.candidate_source if found.candidate_source != found.source else None
-    return f"{text} (proven)" + (f": {short(parts_of_source(own)[0])}" if own else "")
+    return f"{text} (proven)" + (f": {place_of(own)}" if own else "")
 
 
 def rung(name: str) -> str:
@@ -127,6 +127,12 @@ def parts_of_source(source: str) -> tuple[str, str]:
     """Return (place, code) of "file:line: code"; what names no line is a place."""
     found = parts_of_line(source)
     return (source, "") if found is None else (f"{found[0]}:{found[1]}", found[2])
+
+
+def place_of(source: str) -> str:
+    """Return "file:line" of "file:line: code": below the working directory, or the end of a long path."""
+    path, here = Path(parts_of_source(source)[0]), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else short(str(path))
 
 
 def step_of(result: Comparison, found: Divergence) -> str:

@@ -263,6 +263,12 @@ class Comparison(Result):
     reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
 
+    def __repr__(self) -> str:
+        """Return one line: whether it is ok, and why not."""
+        why = self.verdict if self.ok else f"{self.not_ok_because or self.standing}"
+        sides = f"{self.baseline} (baseline), {self.candidate} (candidate)"
+        return f"<Comparison {'ok' if self.ok else 'NOT OK'}: {why}; {sides}>"
+
     def _repr_html_(self) -> str:
         """Return what a notebook shows."""
         return notebook.comparison_card(self)
