@@ -110,6 +110,15 @@ def command(
     jobs: Annotated[
         int, typer.Option(metavar="N", help="Judge the cases (prompts) of a candidate in N processes.")
     ] = 1,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.py:FN", help="Function that returns the tokenizer of a candidate without files of one."
+        ),
+    ] = None,
+    only: Annotated[
+        str | None, typer.Option(metavar="RUNG", help="Judge this rung alone: prompt, which loads no model.")
+    ] = None,
     *,
     checkpoint: AdaptedCheckpoint,
     verdicts: Verdicts,
@@ -151,6 +160,8 @@ def command(
                 tensor_parallel=tensor_parallel,
                 pipeline_parallel=pipeline_parallel,
                 jobs=jobs,
+                tokenizer=tokenizer,
+                only=only,
                 progress=progress,
                 **vars(checkpoint),
             )

@@ -41,7 +41,7 @@ from glassengine.engine.run.engine import Engine
 from glassengine.engine.run.load import load
 from glassengine.errors import IncomparableError, UnknownNameError, UsageError
 from glassengine.extensions import plugin
-from glassengine.judge.cases import in_one_forward, other_tokens, read_inputs, texts_of, tokens_in_one_forward
+from glassengine.judge.cases import in_one_forward, read_inputs, texts_of, tokens_in_one_forward
 from glassengine.judge.sides.module import threads_for
 from glassengine.judge.sides.protocol import Place
 from glassengine.judge.sides.recorded import (
@@ -134,21 +134,18 @@ class Ladder:
         self.skipped: list[Skipped] = []
         baseline, given = self._given(baseline, alone=alone)
         candidate: LoadedModel | None = None
-        tokens_differ: list[str] = []
         if request.candidate is not None and self.engine is None and self.record is None:
-            candidate, baseline, given, tokens_differ = self._load_candidate(baseline, given)
+            candidate, baseline, given = self._load_candidate(baseline, given)
         as_run(baseline, candidate, request.serving.session)
         if candidate is not None:
-            found = self._check_quantized(baseline, candidate, given, tokens_differ)
+            found = self._check_quantized(baseline, candidate, given)
             if found is not None:
                 return found
         with ExitStack() as stack:
             stack.enter_context(threads_for(baseline.module))
-            return self._climb(baseline, candidate, given, tokens_differ, stack)
+            return self._climb(baseline, candidate, given, stack)
 
-    def _check_quantized(
-        self, baseline: LoadedModel, candidate: LoadedModel, given: Any, tokens_differ: list[str]
-    ) -> Findings | None:
+    def _check_quantized(self, baseline: LoadedModel, candidate: LoadedModel, given: Any) -> Findings | None:
         """Judge a candidate with quantized weights beside a baseline without; None for any other."""
         request = self.request
         held = quantized_in_memory(baseline, candidate)
@@ -169,7 +166,6 @@ class Ladder:
                 given,
                 steps=request.steps,
                 policy=self.policy,
-                differences=tokens_differ,
                 progress=request.progress,
             )
         return found
@@ -215,8 +211,8 @@ class Ladder:
     def _without_decoding(self, why: str) -> None:
         self.skipped = [Skipped("decode steps", "both", f"{why}, without a decode loop")]
 
-    def _load_candidate(self, baseline: LoadedModel, given: Any) -> tuple[LoadedModel, LoadedModel, Any, list[str]]:
-        """Return the candidate, the baseline and the inputs as both can be judged, and how their tokens differ."""
+    def _load_candidate(self, baseline: LoadedModel, given: Any) -> tuple[LoadedModel, LoadedModel, Any]:
+        """Return the candidate, the baseline and the inputs as both can be judged."""
         request = self.request
         request.progress(Work.LOADING.says("loading the candidate"))
         assert request.candidate is not None
@@ -229,7 +225,6 @@ class Ladder:
             more = error.expected.replace(FORMS, expected())
             raise UsageError(error.what, got=error.got, expected=more, hint=error.hint) from error
         require_two_models(baseline, other)
-        tokens_differ = other_tokens(baseline, other.directory, given)
         other = other.judged_as(other.generation.alone)
         if baseline.generation.generates and not other.generation.generates:
             given = tokens_in_one_forward(baseline, other.module, given)
@@ -237,14 +232,13 @@ class Ladder:
             self._without_decoding("the candidate is a plain module")
         elif other.generation.generates and not baseline.generation.generates:
             given, other = in_one_forward(given), other.judged_as(PLAIN)
-        return other, baseline, given, tokens_differ
+        return other, baseline, given
 
     def _climb(
         self,
         baseline: LoadedModel,
         candidate: LoadedModel | None,
         given: Any,
-        tokens_differ: Sequence[str],
         stack: ExitStack,
     ) -> Findings:
         """Judge each program of the baseline (or each stage of a plain module), and join what was found."""
@@ -267,7 +261,6 @@ class Ladder:
             # Stages of a baseline that remembers nothing are calls by themselves: one of them is made twice.
             is_alone = len(climbs) == 1 or (stage is not None and stage.baseline.state is None)
             as_given(climb, baseline, candidate, calls_again=is_alone and climb is climbs[0])
-            climb.differences += tokens_differ
             result = self._judged(climb, baseline, found, stack, is_alone=len(climbs) == 1)
             found.append(result if stage is None else numbered(result, stage.numbers))
         result = with_level(with_order(reduce(joined, found), candidate), candidate or baseline)

@@ -11,6 +11,7 @@ from torch import nn
 from glassengine import asked
 from glassengine.candidates import flags_of, require_kind
 from glassengine.diagnose.ladder.request import CheckRequest
+from glassengine.diagnose.prompt_rung import beside, check_only
 from glassengine.diagnose.reproduction.files import require_free
 from glassengine.diagnose.router import route
 from glassengine.engine.build.ranks import mesh_for
@@ -54,6 +55,8 @@ def check(
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
     jobs: int = 1,
+    tokenizer: str | None = None,
+    only: str | None = None,
     progress: Progress = silent,
 ) -> Comparison:
     """Judge a candidate against a baseline and say which op, on which rung, introduced an error first.
@@ -98,6 +101,8 @@ def check(
         tensor_parallel: As for `build`, of the engine that is built: its ranks are a rung of their own.
         pipeline_parallel: As for `build`.
         jobs: Processes of this machine that judge the cases (prompts), each a case at a time; 1 is this one.
+        tokenizer: Of the candidate, where it has no files of one: `file.py:factory` of an object with `encode(text)`.
+        only: "prompt" compares what goes in (tokens, chat templates, settings) and loads no model.
         progress: Called with an event when a stage begins.
 
     Raises:
@@ -143,4 +148,7 @@ def check(
     request.require_jobs()
     if request.reproduction is not None:
         require_free(request.reproduction)
-    return route(request)
+    if only is not None:
+        return check_only(request, only, tokenizer)
+    with beside(request, tokenizer) as with_prompt:
+        return with_prompt(route(request))

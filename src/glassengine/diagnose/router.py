@@ -16,7 +16,7 @@ from glassengine.backends.registry import find_backend, get_backend
 from glassengine.candidates import BUILT, ENGINE, MODEL, QUANTIZED, RECORD, SERVED, WRITTEN, Kind, refuse
 from glassengine.diagnose.check_ladder import check_built, check_engine, check_model, check_record
 from glassengine.diagnose.ladder.quantized import is_quantized_candidate
-from glassengine.diagnose.ladder.request import CheckRequest
+from glassengine.diagnose.ladder.request import CheckRequest, Model
 from glassengine.engine.run.engine import read_engine
 from glassengine.engine.store import files
 from glassengine.extensions import plugin
@@ -24,7 +24,7 @@ from glassengine.program.loading.adapters import is_adapter
 from glassengine.program.onnx.stored.file import is_onnx
 from glassengine.recording.read.source import TensorSource, file_suffixes, open_source
 from glassengine.results import Comparison
-from glassengine.serving.protocol import Served, ServedInSession, open_served, served_as
+from glassengine.serving.protocol import Served, ServedInSession, is_kind, open_served, served_as
 from glassengine.stores.places import place
 
 
@@ -63,17 +63,24 @@ def _open_record(request: CheckRequest) -> TensorSource | None:
     return open_source(str(request.candidate)) if _is_record(request.candidate) else None
 
 
-def _open_served(request: CheckRequest) -> Served | None:
-    """Return a candidate that is a serving engine: by its kind, as an engine directory, or as a record of one."""
+def served_spec(request: CheckRequest) -> Model | None:
+    """Return the candidate, by kind and place where it is served; an engine directory may hold such a file."""
     candidate = request.candidate
-    if candidate is None:
-        return None
-    served: Any = open_served(candidate if is_onnx(request.baseline) else served_as(candidate), request.serving)
-    if served is None and _is_engine(candidate):
+    spec: Any = candidate if is_onnx(request.baseline) else served_as(candidate)
+    if not is_kind(spec) and _is_engine(candidate):
         engine = read_engine(str(candidate))
         backend = find_backend(engine.manifest.backend)
-        if isinstance(backend, TakingModels):
-            return open_served(backend.served(engine.directory / files.MAIN), request.serving)
+        return backend.served(engine.directory / files.MAIN) if isinstance(backend, TakingModels) else candidate
+    found: Model | None = spec
+    return found
+
+
+def _open_served(request: CheckRequest) -> Served | None:
+    """Return a candidate that is a serving engine: by its kind, as an engine directory, or as a record of one."""
+    if request.candidate is None:
+        return None
+    served: Any = open_served(served_spec(request), request.serving)
+    if served is None and _is_engine(request.candidate):
         return None
     record = _open_record(request) if served is None and request.map is None else None
     if record is not None and (request.layout or record.metadata.get("layout")):

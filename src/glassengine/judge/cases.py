@@ -380,30 +380,6 @@ def empty_caches(program: Program, named: Mapping[str, torch.Tensor]) -> dict[st
     return program.layout.allocate(batch, length, dtype)
 
 
-def other_tokens(model: LoadedModel, directory: str | None, inputs: Inputs) -> list[str]:
-    """Return in words that the tokenizer of a candidate makes other tokens of the given texts; empty where it does not.
-
-    Args:
-        model: The baseline, whose tokens both sides get.
-        directory: Of the candidate.
-        inputs: Of the check; token ids are not tokenized by anybody.
-    """
-    if not model.generation.takes_tokens or directory is None or not (inputs is None or isinstance(inputs, str)):
-        return []
-    ours, theirs = tokenizer_of(model.directory), tokenizer_of(directory)
-    if ours is None or theirs is None:
-        return []
-    texts = prompt_texts(inputs)
-    for text, own, other in zip(texts, token_rows(ours, texts), token_rows(theirs, texts), strict=True):
-        if own != other:
-            at = next(
-                (i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), min(len(own), len(other))
-            )
-            shown = f"{other[at : at + 4]} at token {at}, baseline {own[at : at + 4]}"
-            return [f"the candidate's tokenizer gives other tokens for {text[:40]!r}: {shown}"]
-    return []
-
-
 def texts_of(
     model: LoadedModel, cases: Sequence[Case], chosen: Mapping[str, Sequence[int]]
 ) -> dict[str, tuple[str, ...]]:

@@ -1,10 +1,13 @@
-"""Compares two sides before the first operation: tokens, chat templates, generation settings."""
+"""Compares two sides before the first operation: tokens, chat templates, generation settings, processors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 
+from glassengine.prompt.huggingface import same_files
+from glassengine.prompt.processors import compare_processors
 from glassengine.prompt.settings import compare_settings
 from glassengine.prompt.side import PromptSide
 from glassengine.prompt.templates import compare_templates
@@ -13,6 +16,8 @@ from glassengine.prompt.worker import Remote, answer, kind_of
 from glassengine.results.prompt import PromptComparison, PromptFinding, PromptPart
 from glassengine.workers.processes import Processes
 
+_RARE = ("processor", "loading")
+"""Parts that most sides do not have."""
 _LEVELS = ("wrong", "limit", "note")
 _PARTS: tuple[
     tuple[PromptPart, str, Callable[[PromptSide], object], Callable[..., tuple[list[PromptFinding], int]]], ...
@@ -20,6 +25,7 @@ _PARTS: tuple[
     ("tokens", "no tokenizer", lambda side: side.opened.vocabulary, compare_tokens),
     ("template", "no chat template", lambda side: side.opened.template, compare_templates),
     ("settings", "no generation settings", lambda side: side.opened.settings is not None, compare_settings),
+    ("processor", "no processor", lambda side: side.opened.has_processor, compare_processors),
 )
 """Part, the words for a side without it, the test whether a side has it, the comparison."""
 
@@ -28,25 +34,52 @@ def check_prompt(baseline: str, candidate: str) -> PromptComparison:
     """Compare tokenizer, chat template and generation settings of two sides; no model is run.
 
     Args:
-        baseline: A directory of transformers, `FILE.gguf`, `genai:DIR`, or a sentencepiece `FILE.model`.
+        baseline: A directory of transformers, `FILE.gguf`, `genai:DIR`, a sentencepiece `FILE.model`, or
+            `file.py:factory` of a tokenizer.
         candidate: The same.
 
     Raises:
         UsageError: A side is not there, or has no tokenizer.
         BackendError: The process of a side has ended.
     """
-    for spec in (baseline, candidate):
-        kind_of(spec)  # refuses what is missing before a process starts
-    workers = Processes(answer, 1)
-    try:
-        ours, theirs = Remote("baseline", baseline, workers), Remote("candidate", candidate, workers)
-        return compare_sides(ours, theirs, (baseline, candidate))
-    finally:
-        workers.close()
+    with closing(Processes(answer, 1)) as workers:
+        return compare_in(workers, baseline, candidate)
 
 
-def compare_sides(baseline: PromptSide, candidate: PromptSide, specs: tuple[str, str]) -> PromptComparison:
-    """Compare two sides that are open."""
+def compare_in(workers: Processes, baseline: str, candidate: str, texts: Sequence[str] = ()) -> PromptComparison:
+    """Compare two sides that a worker opens.
+
+    Args:
+        workers: One process, which runs `worker.answer`.
+        baseline: As for `check_prompt`.
+        candidate: As for `check_prompt`.
+        texts: Are tried beside the probes.
+
+    Raises:
+        UsageError: As for `check_prompt`.
+        BackendError: The process of a side has ended.
+    """
+    kinds = [kind_of(spec)[0] for spec in (baseline, candidate)]  # refuses what is missing before a process starts
+    specs = {"candidate": candidate, "baseline": baseline}
+    # What lacks a tokenizer ends this before transformers is imported; a port may be known by the baseline's pieces.
+    order = sorted(specs, key=lambda name: (kinds[1] == "port") == (name == "candidate"))
+    sides = {name: Remote(name, specs[name], workers) for name in order}
+    return compare_sides(sides["baseline"], sides["candidate"], (baseline, candidate), texts)
+
+
+def compare_files(baseline: str, candidate: str) -> PromptComparison | None:
+    """Return the comparison of two directories with the same files and settings; None where something may differ."""
+    (kind, ours), (other, theirs) = kind_of(baseline), kind_of(candidate)
+    number = same_files(ours, theirs) if (kind, other) == ("directory", "directory") else 0
+    if not number:
+        return None
+    return PromptComparison(baseline, candidate, True, [], {"files": number}, {}, ("transformers", "transformers"))
+
+
+def compare_sides(
+    baseline: PromptSide, candidate: PromptSide, specs: tuple[str, str], texts: Sequence[str] = ()
+) -> PromptComparison:
+    """Compare two sides that are open; `texts` are tried beside the probes."""
     found: list[PromptFinding] = []
     compared: dict[str, int] = {}
     skipped: dict[str, str] = {}
@@ -54,13 +87,16 @@ def compare_sides(baseline: PromptSide, candidate: PromptSide, specs: tuple[str,
         without = [
             name for name, side in zip(("baseline", "candidate"), (baseline, candidate), strict=True) if not has(side)
         ]
+        if len(without) == 2 and part in _RARE:
+            continue
         if without:
             skipped[part] = f"{words} in {' and '.join(without)}"
             if part == "template" and without == ["candidate"] and candidate.opened.has_templates:
                 detail = "the baseline has a chat template, the candidate has none"
                 found.append(PromptFinding("template", words, "wrong", detail))
             continue
-        findings, number = compare(baseline, candidate)
+        given = (texts,) if part == "tokens" else ()
+        findings, number = compare(baseline, candidate, *given)
         found += findings
         if number:
             compared[part] = number

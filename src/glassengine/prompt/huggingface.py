@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import filecmp
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from glassengine.prompt.processors import of_directory
 from glassengine.prompt.settings import TOKENS, stated_in
-from glassengine.prompt.side import SPECIAL, Conversation, Opened, Setting, Vocabulary, numbers_of, pieces_of
+from glassengine.prompt.side import (
+    SPECIAL,
+    Conversation,
+    Opened,
+    Processed,
+    PromptSide,
+    Setting,
+    Vocabulary,
+    numbers_of,
+    pieces_of,
+)
 from glassengine.reading.documents import read_document
 
 _MOST_BYTES = 64 << 20
 
 
-class Directory:
+class Directory(PromptSide):
     """The tokenizer as transformers loads it; code in the directory is never run.
 
     Args:
@@ -32,14 +44,15 @@ class Directory:
         if isinstance(template, dict):
             template = template.get("default")
         config = document(path / "config.json")
-        text = config.get("text_config")
-        rows = (text if isinstance(text, dict) else config).get("vocab_size")
+        names = ("preprocessor_config.json", "processor_config.json")
+        self._path, self._processors = path, {key: 0 for name in names for key in document(path / name)}
         self.opened = Opened(
             "transformers",
             vocabulary,
             template,
             settings=settings_of(path, config),
-            rows=rows if isinstance(rows, int) else None,
+            rows=_rows(config),
+            has_processor=bool(self._processors),
         )
         self._file = _by_file(path)
 
@@ -55,12 +68,12 @@ class Directory:
         """Return the text of a conversation."""
         return rendered(self._tokenizer.apply_chat_template, conversation)
 
-    def render_by_file(self, conversation: Conversation) -> str | None:
-        """Return None: transformers is the engine."""
-        return None
+    def process(self) -> Mapping[str, Processed | str]:
+        """Return what the processors of transformers do."""
+        return of_directory(self._path, self._processors)
 
 
-class SentencepieceFile:
+class SentencepieceFile(PromptSide):
     """A sentencepiece model as a side: it never reads special text as special.
 
     Args:
@@ -83,18 +96,6 @@ class SentencepieceFile:
     def encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
         """Return the ids of each text; the library adds a BOS only when it is asked for."""
         return [list(self._model.encode(text, add_bos=special)) for text in texts]
-
-    def encode_by_file(self, texts: Sequence[str]) -> list[list[int]] | None:
-        """Return None: the file is all there is."""
-        return None
-
-    def render(self, conversation: Conversation) -> str:
-        """Raise: there is no template."""
-        raise ValueError("a sentencepiece file has no chat template")
-
-    def render_by_file(self, conversation: Conversation) -> str | None:
-        """Return None: there is no template."""
-        return None
 
 
 def rendered(apply: Any, conversation: Conversation) -> str:
@@ -129,6 +130,43 @@ def rendered_by_transformers(template: str | None, vocabulary: Vocabulary, conve
         return str(found)
 
     return rendered(apply, conversation)
+
+
+_NAMES = (
+    "*token*",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.jinja",
+    "chat_template*",
+    "*processor_config.json",
+    "tekken*",
+)
+"""Files of tokenizers, templates and processors."""
+
+
+def same_files(ours: Path, theirs: Path) -> int:
+    """Return how many files of the prompt two directories have, with the same bytes and settings; 0 where not."""
+    names, others = (
+        {path.name for pattern in _NAMES for path in folder.glob(pattern) if path.is_file()}
+        for folder in (ours, theirs)
+    )
+    facts = []
+    for folder in (ours, theirs):
+        config = document(folder / "config.json")
+        settings = settings_of(folder, config) or {}
+        facts.append([{name: one.value for name, one in settings.items()}, config.get("model_type"), _rows(config)])
+    if facts[0] != facts[1] or names != others or (ours / "additional_chat_templates").exists():
+        return 0
+    is_same = all(filecmp.cmp(ours / name, theirs / name, shallow=False) for name in names)
+    return len(names) if is_same else 0
+
+
+def _rows(config: Mapping[str, Any]) -> int | None:
+    """Return the rows of the table of embeddings."""
+    text = config.get("text_config")
+    rows = (text if isinstance(text, dict) else config).get("vocab_size")
+    return rows if isinstance(rows, int) else None
 
 
 def settings_of(path: Path, config: Mapping[str, Any]) -> dict[str, Setting] | None:

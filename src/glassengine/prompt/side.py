@@ -5,7 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
+
+from glassengine.errors import UsageError
+
+
+class NoTokenizer(UsageError):
+    """A side has no tokenizer at all."""
+
 
 SPECIAL = ("bos", "eos", "pad", "unk")
 Conversation = Mapping[str, Any]
@@ -58,6 +65,7 @@ class Opened:
         lacks: Arguments of templates that the engine does not have.
         settings: Name of transformers -> value; None where the side has no place for them.
         rows: Rows of the table of embeddings; None if unknown.
+        has_processor: Whether the side takes images or sounds.
         limits: Cause of a difference of tokens -> why the engine cannot avoid it, whatever file it reads.
         warnings: Lines that the engine logged while it opened the file.
     """
@@ -69,20 +77,38 @@ class Opened:
     lacks: Sequence[str] = ()
     settings: Mapping[str, Setting] | None = None
     rows: int | None = None
+    has_processor: bool = False
     limits: Mapping[str, str] = field(default_factory=dict)
     warnings: Sequence[str] = ()
 
 
-class PromptSide(Protocol):
+@dataclass(frozen=True)
+class Processed:
+    """What a processor of images or sounds does.
+
+    Attributes:
+        facts: Name -> number, text, or tuple of these.
+        outputs: Name of a sample -> the array that the processor makes of it; a text says why it refuses.
+        near: How far right outputs may be apart, root mean square.
+    """
+
+    facts: Mapping[str, Any]
+    outputs: Mapping[str, Any]
+    near: float
+
+
+class PromptSide:
     """A tokenizer with its template, in a process of its own."""
 
     opened: Opened
 
     def encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
         """Return the ids of each text, with or without the tokens at its ends."""
+        raise NotImplementedError
 
     def encode_by_file(self, texts: Sequence[str]) -> list[list[int]] | None:
         """Return the bare ids that the tokenizer's file alone gives; None where the engine is all there is."""
+        return None
 
     def render(self, conversation: Conversation) -> str:
         """Return the text that the chat template makes of a conversation.
@@ -90,6 +116,7 @@ class PromptSide(Protocol):
         Raises:
             ValueError: The template refuses it; has the template's message.
         """
+        raise ValueError("the side has no chat template")
 
     def render_by_file(self, conversation: Conversation) -> str | None:
         """Return the text that transformers makes of the side's own template; None where `render` does just that.
@@ -97,6 +124,11 @@ class PromptSide(Protocol):
         Raises:
             ValueError: As for `render`.
         """
+        return None
+
+    def process(self) -> Mapping[str, Processed | str]:
+        """Return what the processors do, by "image" and "audio"; a text says why one cannot be tried."""
+        return {}
 
 
 def numbers_of(value: Any) -> tuple[int, ...]:

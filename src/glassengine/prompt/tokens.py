@@ -56,12 +56,14 @@ class _Group:
         return min(self.cases, key=lambda case: len(case[0]))
 
 
-def compare_tokens(baseline: PromptSide, candidate: PromptSide) -> tuple[list[PromptFinding], int]:
-    """Return the differences of two tokenizers, and the number of probes that were tried."""
+def compare_tokens(
+    baseline: PromptSide, candidate: PromptSide, texts: Sequence[str] = ()
+) -> tuple[list[PromptFinding], int]:
+    """Return the differences of two tokenizers, and the number of probes that were tried; `texts` are some of them."""
     a, b = baseline.opened.vocabulary, candidate.opened.vocabulary
     assert a is not None and b is not None
     ends = _ends_of(baseline, a), _ends_of(candidate, b)
-    probes = probes_of(a, b)
+    probes = [*(("given", text) for text in texts), *probes_of(a, b)]
     if not (a.reads_special and b.reads_special):
         spelled = [text for text in {*a.added.values(), *b.added.values()} if text]
         probes = [probe for probe in probes if not any(text in probe[1] for text in spelled)]

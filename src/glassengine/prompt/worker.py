@@ -8,14 +8,15 @@ both sides share one process.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from glassengine.asked import function, is_factory
 from glassengine.errors import BackendError, GlassError, UsageError, first_line
 from glassengine.extensions import plugin
-from glassengine.prompt.side import Conversation, Opened, PromptSide
+from glassengine.prompt.side import Conversation, NoTokenizer, Opened, Processed, PromptSide
 from glassengine.workers.processes import Processes
 from glassengine.workers.protocol import Died
 
@@ -24,7 +25,7 @@ MEMORY = 12 << 30
 SECONDS = 240
 """Of processor time, for all requests together."""
 
-EXPECTED = "a directory of transformers, FILE.gguf, genai:DIR, or FILE.model of sentencepiece"
+EXPECTED = "a directory of transformers, FILE.gguf, genai:DIR, FILE.model of sentencepiece, or file.py:factory"
 """Forms of a side."""
 
 _sides: dict[str, PromptSide] = {}
@@ -52,6 +53,8 @@ def answer(request: tuple[str, str, Any]) -> Any:
         return _sides[name].encode(value[0], special=value[1])
     if verb == "encode by file":
         return _sides[name].encode_by_file(value)
+    if verb == "process":
+        return _sides[name].process()
     try:
         side = _sides[name]
         return side.render(value) if verb == "render" else side.render_by_file(value), None
@@ -80,6 +83,11 @@ def _open(spec: str) -> PromptSide:
         return plugin("serving.ggml.prompt").GgufSide(path)  # type: ignore[no-any-return]
     if kind == "genai":
         return plugin("serving.onnx.prompt").GenaiSide(path)  # type: ignore[no-any-return]
+    if kind == "port":
+        from glassengine.prompt.port import Port
+
+        baseline = _sides.get("baseline")
+        return Port(spec, None if baseline is None else baseline.opened.vocabulary)
     return huggingface.SentencepieceFile(path) if kind == "sentencepiece" else huggingface.Directory(path)
 
 
@@ -92,6 +100,9 @@ def kind_of(spec: str) -> tuple[str, Path]:
     prefix, _, rest = spec.partition(":")
     if prefix in ("gguf", "genai") and rest:
         kind, path = prefix, Path(rest)
+    elif is_factory(spec):
+        function(spec)
+        return "port", Path(rest)
     else:
         path = Path(spec)
         kind = {".gguf": "gguf", ".model": "sentencepiece"}.get(path.suffix, "directory")
@@ -100,13 +111,13 @@ def kind_of(spec: str) -> tuple[str, Path]:
             raise UsageError("no such directory", got=spec, expected=EXPECTED)
         names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt", "vocab.json", "tekken.json")
         if not any((path / name).is_file() for name in names):
-            raise UsageError("the directory has no tokenizer", got=spec, expected=", ".join(names[:4]))
+            raise NoTokenizer("the directory has no tokenizer", got=spec, expected=", ".join(names[:4]))
     elif not path.is_file():
         raise UsageError("no such file", got=spec, expected=EXPECTED)
     return kind, path
 
 
-class Remote:
+class Remote(PromptSide):
     """A side in the process of a comparison.
 
     Args:
@@ -139,6 +150,11 @@ class Remote:
     def render_by_file(self, conversation: Conversation) -> str | None:
         """Return the text that transformers makes of the side's own template."""
         return self._rendered("render by file", conversation)
+
+    def process(self) -> Mapping[str, Processed | str]:
+        """Return what the processors do."""
+        found: Mapping[str, Processed | str] = self._ask("process", None)
+        return found
 
     def _rendered(self, verb: str, conversation: Conversation) -> str | None:
         text: str | None

@@ -15,7 +15,7 @@ from typing import Literal
 from glassengine.errors import GlassError
 from glassengine.reading.files import is_regular, read_text
 from glassengine.report.words import pair_of, size
-from glassengine.results import FLAGGED, VERDICTS, Comparison, Divergence, Hint, Pair, Standing
+from glassengine.results import FLAGGED, VERDICTS, Comparison, Divergence, Hint, Pair, Standing, worst
 from glassengine.sites import parts_of_line
 
 Level = Literal["error", "warning"]
@@ -23,6 +23,7 @@ Level = Literal["error", "warning"]
 _MOST_SOURCE_BYTES = 4 << 20
 
 RULES: dict[str, str] = {
+    "prompt-differs": "Both sides make other tokens or texts of the same prompt.",
     "wrong": "An operation makes an error that rounding does not explain.",
     "suspicious": "An operation makes an error that is large for rounding.",
     "results-differ": "The results of both sides differ, and no single operation is named.",
@@ -34,6 +35,7 @@ RULES: dict[str, str] = {
 """Rule -> what it says."""
 
 _RULE_OF: dict[Standing, str] = {
+    "prompt differs": "prompt-differs",
     "results differ": "results-differ",
     "differs inside": "wrong",
     "token changes": "token-changes",
@@ -42,7 +44,9 @@ _RULE_OF: dict[Standing, str] = {
     "too little judged": "too-little-judged",
 }
 
-_BY_OPS: frozenset[Standing] = frozenset({"ok", "results differ", "differs inside", "token changes", "weights differ"})
+_BY_OPS: frozenset[Standing] = frozenset(
+    {"ok", "prompt differs", "results differ", "differs inside", "token changes", "weights differ"}
+)
 """Where a wrong op is why a comparison is not ok, or shows why."""
 
 
@@ -138,11 +142,12 @@ def findings(result: Comparison) -> list[Finding]:
     if first is not None and first.verdict in FLAGGED:
         origins.insert(0, first)
     origins = _once(result, origins)
-    # Where that was asked for, and there is no wrong one, it is the suspicious that make it fail.
-    least = max((VERDICTS.index(origin.verdict) for origin in origins), default=0)
+    # Where that was asked for, and nothing is wrong, it is the suspicious that make it fail.
+    told = _of_prompt(result)
+    least = VERDICTS.index("wrong" if told else worst(origin.verdict for origin in origins))
     decides = not result.ok and result.standing in _BY_OPS
     pairs = _pairs_of(result, origins)
-    found = [
+    found = told + [
         _of_origin(origin, pairs.get(_key(origin), ()), decides and VERDICTS.index(origin.verdict) >= least)
         for origin in origins
     ]
@@ -151,6 +156,11 @@ def findings(result: Comparison) -> list[Finding]:
         text = result.not_ok_because or RULES[rule]
         found.append(Finding(rule, "error", None if first is None else first.site, text))
     return sorted(found, key=lambda finding: finding.level != "error")
+
+
+def _of_prompt(result: Comparison) -> list[Finding]:
+    wrong = () if result.prompt is None else result.prompt.wrong
+    return [Finding("prompt-differs", "error", None, f"{one.part}: {one.cause}: {one.detail}.") for one in wrong]
 
 
 def _once(result: Comparison, origins: Sequence[Divergence]) -> list[Divergence]:

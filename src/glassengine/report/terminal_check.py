@@ -19,6 +19,7 @@ from rich.text import Text
 from glassengine.report import words
 from glassengine.report.findings import next_step
 from glassengine.report.table import VERDICT_STYLES, mark
+from glassengine.report.terminal_prompt import prompt
 from glassengine.report.words import (
     cost_line,
     exempt,
@@ -44,6 +45,7 @@ _HEAD, _LEAST_ROWS = 5, 3
 _MAX_RESULTS, _MAX_INPUTS, _MAX_NOTES = 3, 3, 3
 _MAX_HINTS, _MAX_ORIGINS, _MAX_REASONS, _MAX_MISTAKES = 2, 2, 4, 4
 _MAX_OUTPUTS, _MAX_OPS = 20, 8
+_MAX_PROMPT, _LONGEST_SHOWN = 2, 40
 _LEAST_DRIFT_ROWS, _DRIFT_ROWS, _DRIFT_HEAD = 6, 6, 4
 _NAME = 21
 """Characters of the name of a weight that fit into one row of 80 columns."""
@@ -57,6 +59,8 @@ def check(result: Comparison, command: Sequence[str] = ()) -> RenderableType:
         result: Of a check.
         command: The command line that gave it, after `glass`; the next command is made from it.
     """
+    if result.prompt is not None and not result.counts["compared"]:
+        return prompt(result.prompt)
     if result.quantization is not None and not result.fineness:
         return quantization(result, result.quantization)
     return _Screen(result, command)
@@ -80,7 +84,7 @@ class _Screen:
         divergence = [] if result.first_divergence is None else list(_divergence(result, result.first_divergence))
         results = [line for line in head if line.plain.startswith(_RESULTS)]
         rest_of_head = [line for line in head if line not in results]
-        top = [headline(result), *results, *_next(result, self.command), compared(result)]
+        top = [headline(result), *results, *_because(result), *_next(result, self.command), compared(result)]
         weights = list(_weights(result))
         first = result.first_divergence
         rest = [*([] if first is None else _about(result, first)), *_severity(result), *_written_differently(result)]
@@ -148,6 +152,11 @@ def headline(result: Comparison) -> Text:
 def compared(result: Comparison) -> Text:
     """Return what was compared."""
     return Text(f"compared {short(result.baseline)} (baseline) with {short(result.candidate)} (candidate)")
+
+
+def _because(result: Comparison) -> Iterator[Text]:
+    if words.named_mistake(result) is not None and (reasons := words.other_reasons(result)):
+        yield Text(f"because  {reasons}")
 
 
 def _next(result: Comparison, command: Sequence[str]) -> Iterator[Text]:
@@ -285,12 +294,24 @@ def _skipped(result: Comparison) -> Iterator[Text]:
 
 def answer(result: Comparison) -> Iterator[Text]:
     """Yield the lines."""
+    yield from _prompt(result)
     yield from _results(result)
     yield from _inputs(result)
     yield from (Text(f"note     {note}", style="yellow") for note in result.notes[:_MAX_NOTES])
     if result.fineness:
         left_out = exempt(result.exemptions)
         yield Text(f"judged   {judged(result.fineness[0])}{f'; not counted: {left_out}' if left_out else ''}")
+
+
+def _prompt(result: Comparison) -> Iterator[Text]:
+    for one in () if result.prompt is None else result.prompt.wrong[:_MAX_PROMPT]:
+        yield Text(f"prompt   {one.part}: {one.cause}: {one.detail}")
+        if one.example is not None:
+            ours, theirs = (
+                " | ".join(shown)[:_LONGEST_SHOWN] or "nothing"
+                for shown in (one.example.baseline_shown, one.example.candidate_shown)
+            )
+            yield Text(f"example  {one.example.text[:_LONGEST_SHOWN]!r}: {ours!r}, in the candidate {theirs!r}")
 
 
 def _results(result: Comparison) -> Iterator[Text]:

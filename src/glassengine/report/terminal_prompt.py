@@ -14,7 +14,14 @@ _MOST = 6
 """Findings that are drawn; the JSON document has all."""
 _LONGEST = 60
 _STYLES = {"wrong": "red", "limit": "yellow", "note": "dim"}
-_UNITS = {"tokens": "texts", "template": "conversations", "settings": "settings"}
+_UNITS = {
+    "tokens": "texts",
+    "template": "conversations",
+    "settings": "settings",
+    "processor": "images and sounds",
+    "loading": "parameters",
+    "files": "files",
+}
 
 
 def prompt(result: PromptComparison) -> RenderableType:
@@ -24,7 +31,7 @@ def prompt(result: PromptComparison) -> RenderableType:
 
 def _lines(result: PromptComparison) -> Iterator[Text]:
     head = mark(result.ok)
-    head.append(f": {_headline(result)}")
+    head.append(f": {result.in_words()}")
     yield head
     engines = result.engines
     yield Text(f"baseline {result.baseline} ({engines[0]}), candidate {result.candidate} ({engines[1]})")
@@ -36,19 +43,6 @@ def _lines(result: PromptComparison) -> Iterator[Text]:
         yield from _finding(finding)
     if len(result.findings) > _MOST:
         yield Text(f"... and {len(result.findings) - _MOST} more (--json has all)")
-
-
-def _headline(result: PromptComparison) -> str:
-    wrong = [one for one in result.findings if one.level == "wrong"]
-    if wrong:
-        more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        return f"{wrong[0].part}: {wrong[0].cause}{more}"
-    if not result.ok:
-        return "no tokens were compared"
-    limits = ", ".join(dict.fromkeys(one.cause for one in result.findings if one.level == "limit"))
-    if limits:
-        return f"nothing differs but what the engine cannot do otherwise: {limits}"
-    return "the same tokens, templates and settings, as far as they were compared"
 
 
 def _finding(one: PromptFinding) -> Iterator[Text]:

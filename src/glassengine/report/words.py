@@ -68,18 +68,32 @@ class Headline(NamedTuple):
 def headline(result: Comparison) -> Headline:
     """Return the first words of an answer."""
     mark = "ok" if result.ok else "NOT OK"
-    named = None if result.ok or result.first_divergence is None else mistake(result.first_divergence)
-    if named is not None:
+    if (named := named_mistake(result)) is not None:
         return Headline(mark, named)
     if result.not_ok_because:
         # Why it is not ok, and nothing that sounds like the opposite.
         return Headline(mark, ("too little was judged: " if result.too_little else "") + result.not_ok_because)
     if result.verdict in FLAGGED:
         return Headline(mark, f"worst verdict {result.verdict}", True)
+    if result.prompt is not None and not result.counts["compared"]:
+        return Headline(mark, result.prompt.in_words())
     if result.verdict == "identical":
         return Headline(mark, "bitwise identical")
     by_signal = any(found.judged_by == "signal" for found in result.results)
     return Headline(mark, f"every difference is explained by {'the quantization' if by_signal else 'rounding'}")
+
+
+def named_mistake(result: Comparison) -> str | None:
+    """Return the proven mistake that is why a comparison is not ok, in a sentence."""
+    found = result.first_divergence
+    return mistake(found) if found is not None and result.standing in ("results differ", "differs inside") else None
+
+
+def other_reasons(result: Comparison) -> str:
+    """Return why a comparison is not ok beside its results and its first divergence."""
+    known = {found.in_words() for found in result.results}
+    parts = (result.not_ok_because or "").split("; ")
+    return "; ".join(part for part in parts if part not in known and "the first " not in part)
 
 
 def mistake(found: Divergence) -> str | None:

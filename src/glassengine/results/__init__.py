@@ -72,6 +72,7 @@ from glassengine.results.findings import (
     Policy,
     decide,
     over_budget,
+    with_prompt,
 )
 from glassengine.results.hints import (
     KINDS,
@@ -197,5 +198,6 @@ __all__ = [
     "failure",
     "over_budget",
     "tally_of",
+    "with_prompt",
     "worst",
 ]

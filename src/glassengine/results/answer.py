@@ -14,7 +14,14 @@ if TYPE_CHECKING:
 
 
 Standing = Literal[
-    "ok", "results differ", "differs inside", "token changes", "weights differ", "over budget", "too little judged"
+    "ok",
+    "prompt differs",
+    "results differ",
+    "differs inside",
+    "token changes",
+    "weights differ",
+    "over budget",
+    "too little judged",
 ]
 """Why a comparison is ok or not; `docs/concepts.md` has the rule."""
 

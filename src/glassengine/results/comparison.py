@@ -14,6 +14,7 @@ from glassengine.results.answer import CaseInputs, DriftRow, Exemption, Fineness
 from glassengine.results.base import Result, Verdict
 from glassengine.results.hints import Hint, Quantization
 from glassengine.results.pairs import Counts, Pair, TokenAgreement
+from glassengine.results.prompt import PromptComparison
 
 SCHEMA_VERSION = 1
 
@@ -218,7 +219,7 @@ class Comparison(Result):
         weights: Those of both sides; None where they are from one place.
         written_differently: Ops that both sides have and write otherwise.
         quantization: Of a quantized candidate.
-        standing: Why it is ok or not, as one of seven words.
+        standing: Why it is ok or not, as one of eight words.
         results: Those of both sides end to end, on each rung.
         fineness: How finely the inside was judged, the rung first that the verdict rests on.
         inputs: What all sides ran on.
@@ -228,6 +229,7 @@ class Comparison(Result):
         notes: Sentences about the candidate as a whole.
         generates: Whether step 0 is a prefill, and the others decode.
         reads: Of a check, site -> sites whose tensors its op reads.
+        prompt: Tokens, templates and settings of both sides; None where a side has none, or they were not compared.
         schema_version: Changes when a key changes its meaning.
     """
 
@@ -261,6 +263,7 @@ class Comparison(Result):
     notes: tuple[str, ...] = ()
     generates: bool = False
     reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    prompt: PromptComparison | None = None
     schema_version: int = SCHEMA_VERSION
 
     def __repr__(self) -> str:

@@ -2,6 +2,7 @@
 
 `docs/concepts.md` has the rule with its cases. `decide` applies it in this order:
 
+    prompt differs     the sides make other tokens or texts of the same prompt: this is known before anything runs
     weights differ     a weight of a served file is another: this is known before anything runs
     results differ     the sides differ as a user runs them, or a result is beyond its floor, whatever lies inside
     differs inside     an op is wrong, from its own inputs, though these inputs may hide it from the results
@@ -14,7 +15,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from glassengine.results.answer import CaseInputs, DriftRow, Exemption, Fineness, ResultComparison, Standing
@@ -22,6 +23,7 @@ from glassengine.results.base import VERDICTS, Verdict, worst
 from glassengine.results.comparison import Comparison, Divergence, Rung, Skipped, WeightsComparison, WrittenDifferently
 from glassengine.results.hints import Quantization
 from glassengine.results.pairs import Counts, Pair, TokenAgreement, counts_of
+from glassengine.results.prompt import RUNG, PromptComparison
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,23 @@ def _decide(findings: Findings, policy: Policy) -> Decision:
             text += "; the results agree"
         return Decision("too little judged", f"{text}; {findings.missing}" if findings.missing else text)
     return Decision("ok")
+
+
+def with_prompt(result: Comparison, prompt: PromptComparison) -> Comparison:
+    """Return a comparison with the rung of its prompts before all others; with a wrong one it is not ok."""
+    verdict: Verdict = "wrong" if prompt.wrong else "identical"
+    number = prompt.compared.get("tokens", 0) or sum(prompt.compared.values())
+    guarantee = "judged by files" if "files" in prompt.compared else "judged by texts"
+    note = None if prompt.wrong else prompt.in_words()
+    rung = Rung(RUNG, prompt.baseline, prompt.candidate, verdict, guarantee, number, note=note)
+    result = replace(result, prompt=prompt, rungs=(rung, *result.rungs), verdict=worst([verdict, result.verdict]))
+    if not prompt.wrong:
+        return result
+    first, more = prompt.wrong[0], len(prompt.wrong) - 1
+    reason = f"the prompts differ: {first.cause}: {first.detail}" + (f", and {more} more" if more else "")
+    if result.not_ok_because:
+        reason += f"; {result.not_ok_because}"
+    return replace(result, ok=False, standing="prompt differs", not_ok_because=reason, too_little=False)
 
 
 def over_budget(results: Sequence[ResultComparison | DriftRow], min_snr: float | None) -> str | None:

@@ -1,4 +1,4 @@
-"""The result of a prompt comparison: tokens, templates and settings of two sides."""
+"""The result of a prompt comparison: tokens, templates, settings, processors and loading of two sides."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Literal
 
 from glassengine.results.base import Result
 
-PromptPart = Literal["tokens", "template", "settings"]
+PromptPart = Literal["tokens", "template", "settings", "processor", "loading"]
 PromptLevel = Literal["wrong", "limit", "note"]
+RUNG = "prompt"
+"""Name of the rung of a check."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +60,15 @@ class PromptFinding:
 
 @dataclass(frozen=True)
 class PromptComparison(Result):
-    """What `glass check-prompt` returns.
+    """What `glass check-prompt` returns, and the rung `prompt` of a check.
 
     Attributes:
         baseline: Spec of the baseline.
         candidate: Spec of the candidate.
         ok: Whether something was compared and nothing is wrong.
         findings: Wrong ones first, then by the number of probes that show them.
-        compared: Part -> number of probes, conversations or values that were compared.
+        compared: Part -> number of probes, conversations, samples or values that were compared; "files" -> number of
+            files, where all of both sides are the same and nothing was tried.
         skipped: Part -> why it was not compared.
         engines: Names of the programs that tokenize: of the baseline, of the candidate.
     """
@@ -78,3 +81,22 @@ class PromptComparison(Result):
     skipped: Mapping[str, str]
     engines: tuple[str, str]
     schema_version: int = 1
+
+    @property
+    def wrong(self) -> list[PromptFinding]:
+        """What makes it not ok."""
+        return [one for one in self.findings if one.level == "wrong"]
+
+    def in_words(self) -> str:
+        """Return the answer in a line: the first cause, or what was the same."""
+        if self.wrong:
+            more = f", and {len(self.wrong) - 1} more" if len(self.wrong) > 1 else ""
+            return f"{self.wrong[0].part}: {self.wrong[0].cause}{more}"
+        if not self.ok:
+            return "no tokens were compared"
+        limits = ", ".join(dict.fromkeys(one.cause for one in self.findings if one.level == "limit"))
+        if limits:
+            return f"nothing differs but what the engine cannot do otherwise: {limits}"
+        if "files" in self.compared:
+            return "both sides have the same files of tokenizer, template and settings"
+        return "the same tokens, templates and settings, as far as they were compared"

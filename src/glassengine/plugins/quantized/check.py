@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from glassengine.diagnose.ladder.request import CheckRequest
 from glassengine.errors import IncomparableError
-from glassengine.judge.cases import Inputs, other_tokens, read_inputs
+from glassengine.judge.cases import Inputs, read_inputs
 from glassengine.judge.sides.module import threads_for
 from glassengine.numerics.quantization import rescaling
 from glassengine.numerics.quantization.weight_error import WeightError, judge_weight
@@ -69,11 +69,9 @@ def check_quantized_checkpoint(request: CheckRequest, _: Any) -> Comparison:
     steps_of = quantization_steps(candidate, **request.loading)
     with threads_for(ours.module):
         given = read_inputs(request.inputs)
-        found = check_quantized(
+        return check_quantized(
             ours, theirs, steps_of, given=given, steps=request.steps, policy=policy, progress=progress
-        )
-        found.differences = other_tokens(ours, theirs.directory, given)
-        return found.conclude(policy)
+        ).conclude(policy)
 
 
 @torch.no_grad()

@@ -42,7 +42,6 @@ def check_quantized_module(
     *,
     steps: int = 3,
     policy: Policy,
-    differences: Sequence[str] = (),
     progress: Progress = silent,
 ) -> Findings:
     """Judge a quantized module: each weight by the step of its grid, the results by what the weights explain.
@@ -54,7 +53,6 @@ def check_quantized_module(
         given: Inputs, as `check` reads them; None makes some up.
         steps: As for `check_quantized`.
         policy: Of `check`; every weight is judged, whatever the least coverage is.
-        differences: Between the sides as a user runs them, in words.
         progress: Called with an event when a stage begins.
     """
     if not baseline.generation.takes_tokens:
@@ -83,7 +81,7 @@ def check_quantized_module(
         _add_unexplained(found, apart, cost)
     modes = modes_of({"baseline": baseline, "candidate": candidate}, lambda who: forwards[0])
     found.notes = modes.notes
-    found.differences = [*differences, *modes.differences]
+    found.differences = modes.differences
     return found
 
 

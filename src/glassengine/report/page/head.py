@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from glassengine.reading.files import printable
 from glassengine.report import words
 from glassengine.results import Comparison, Divergence, DriftRow, Pair, QuantizedWeight, Replayed
+from glassengine.results.prompt import PromptFinding
 from glassengine.results.stored import Stored
 
 _MOST_ORIGINS = 100
@@ -119,7 +120,7 @@ def _compared(result: Comparison, pair: Pair | None) -> Head:
     sentence = why
     if found is not None:
         first = _sentence(result, found)
-        mistake = None if result.ok else words.mistake(found)
+        mistake = words.named_mistake(result)
         sentence = first if mistake is None else f"{mistake[:1].upper()}{mistake[1:]}."
         lines = [] if mistake is None else [("where", first)]
         if result.ok or result.not_ok_because:
@@ -412,6 +413,11 @@ def tables_of(result: Comparison) -> list[Table]:
     if inputs:
         columns = ("case", "step", "origin", "input", "how it was made")
         found.append(table("Inputs", "What all sides ran on, and whether it was made up.", columns, inputs))
+    if result.prompt is not None and result.prompt.findings:
+        columns = ("part", "cause", "level", "detail", "text", "baseline", "candidate")
+        causes = [_prompt(one) for one in result.prompt.findings]
+        what = "Tokens, templates and settings of both sides, tried before the first operation."
+        found.append(table("Prompt", what, columns, causes, is_open=bool(result.prompt.wrong)))
     if result.fineness:
         rows = [(one.rung, words.judged(one)) for one in result.fineness]
         found.append(table("Fineness", "How finely the inside was judged.", ("rung", "judged"), rows))
@@ -434,6 +440,9 @@ def tables_of(result: Comparison) -> list[Table]:
     return found
 
 
+_OF_LEVEL = {"wrong": "wrong", "limit": "suspicious", "note": "none"}
+
+
 def table(
     title: str, sentence: str, columns: tuple[str, ...], rows: Sequence[Sequence[Cell]], *, is_open: bool = False
 ) -> Table:
@@ -446,6 +455,14 @@ def table(
 
 def _printable(cell: Cell) -> Cell:
     return cell._replace(text=printable(cell.text)) if isinstance(cell, Chip) else printable(cell)
+
+
+def _prompt(one: PromptFinding) -> tuple[Cell, ...]:
+    tried = one.example
+    shown = (
+        ("", "", "") if tried is None else (tried.text, *map(" | ".join, (tried.baseline_shown, tried.candidate_shown)))
+    )
+    return one.part, one.cause, Chip(_OF_LEVEL[one.level], one.level), one.detail, *shown
 
 
 def _drift(row: DriftRow) -> tuple[str, ...]:

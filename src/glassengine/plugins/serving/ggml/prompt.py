@@ -13,7 +13,16 @@ from glassengine.plugins.serving.ggml.child import find_library
 from glassengine.plugins.serving.ggml.file import GgufFile
 from glassengine.plugins.serving.ggml.library import LOG, LOGGED, Library, Opaque, Pointer, logged
 from glassengine.prompt.huggingface import rendered_by_transformers
-from glassengine.prompt.side import Conversation, Opened, Setting, Vocabulary, bytes_of, numbers_of
+from glassengine.prompt.side import (
+    Conversation,
+    NoTokenizer,
+    Opened,
+    PromptSide,
+    Setting,
+    Vocabulary,
+    bytes_of,
+    numbers_of,
+)
 
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "llama_vocab_bos": (c.c_int32, [Pointer]),
@@ -48,14 +57,15 @@ _LIMITS = {
 }
 
 
-class GgufSide:
+class GgufSide(PromptSide):
     """The vocabulary of a GGUF file in llama.cpp.
 
     Args:
         path: Of the file.
 
     Raises:
-        UsageError: The file has no vocabulary, or llama.cpp does not load it.
+        NoTokenizer: The file has no vocabulary.
+        UsageError: llama.cpp does not load it.
         CorruptError: The file is damaged.
     """
 
@@ -63,7 +73,7 @@ class GgufSide:
         file = GgufFile(path)
         model = file.settings.get("tokenizer.ggml.model")
         if model in (None, "none"):
-            raise UsageError("the GGUF file has no tokenizer", got=str(path), hint="convert it with its tokenizer")
+            raise NoTokenizer("the GGUF file has no tokenizer", got=str(path), hint="convert it with its tokenizer")
         self._library = Library(str(find_library(None)))
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(self._library, name)
@@ -129,18 +139,10 @@ class GgufSide:
             found.append(self._room[: max(number, 0)])
         return found
 
-    def encode_by_file(self, texts: Sequence[str]) -> list[list[int]] | None:
-        """Return None: llama.cpp is the only reader of the vocabulary."""
-        return None
-
     def render(self, conversation: Conversation) -> str:
         """Return the text that transformers' Jinja makes of the template in the file."""
         assert self.opened.vocabulary is not None
         return rendered_by_transformers(self.opened.template, self.opened.vocabulary, conversation)
-
-    def render_by_file(self, conversation: Conversation) -> str | None:
-        """Return None: llama.cpp's own Jinja is not asked."""
-        return None
 
 
 def _load(library: Library, path: Path, vocab_only: int) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 from glassengine.errors import UsageError
 from glassengine.prompt.huggingface import described, document, rendered_by_transformers
 from glassengine.prompt.settings import TOKENS, stated_in
-from glassengine.prompt.side import Conversation, Opened, numbers_of
+from glassengine.prompt.side import Conversation, Opened, PromptSide, numbers_of
 from glassengine.reading.files import read_text
 
 _MOST_TEMPLATE = 1 << 20
@@ -22,7 +22,7 @@ _LIMITS = {
 }
 
 
-class GenaiSide:
+class GenaiSide(PromptSide):
     """The tokenizer of a GenAI folder; no model file is opened.
 
     Args:
@@ -64,10 +64,6 @@ class GenaiSide:
     def encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
         """Return the ids of each text; the engine has no switch for the tokens at the ends."""
         return [[int(one) for one in self._tokenizer.encode(text)] for text in texts]
-
-    def encode_by_file(self, texts: Sequence[str]) -> list[list[int]] | None:
-        """Return the ids of `tokenizer.json`, which the engine reads by code of its own."""
-        return None
 
     def render(self, conversation: Conversation) -> str:
         """Return the text that the engine's own Jinja makes of a conversation."""
