@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from glassengine import environment
-from glassengine.asked import HUB_ID, is_factory
+from glassengine.asked import HUB_ID
 from glassengine.diagnose.ladder.request import CheckRequest
 from glassengine.diagnose.router import served_spec
 from glassengine.errors import GlassError, UnknownNameError, UsageError, first_line
@@ -99,12 +99,10 @@ def _sides_of(request: CheckRequest, tokenizer: str | None) -> tuple[str, str] |
     if other is None or not isinstance(request.baseline, str | Path) or not isinstance(other, str | Path):
         return None
     baseline = base_and_adapter(str(request.baseline), None)[0]
-    if tokenizer is None and is_factory(str(other)):
-        return None  # it returns a model, which would be built twice
     try:
         for side in (baseline, str(other)):
-            if not _is_hub_id(side):
-                kind_of(side)
+            if not _is_hub_id(side) and kind_of(side)[0] == "port" and side != tokenizer:
+                return None  # it returns a model, which would be built twice
     except UsageError:
         if tokenizer is not None:
             raise
