@@ -155,8 +155,8 @@ def compared(result: Comparison) -> Text:
 
 
 def _because(result: Comparison) -> Iterator[Text]:
-    if words.named_mistake(result) is not None and (reasons := words.other_reasons(result)):
-        yield Text(f"because  {reasons}")
+    if words.named_mistake(result) is not None and result.other_reasons:
+        yield Text(f"because  {'; '.join(result.other_reasons)}")
 
 
 def _next(result: Comparison, command: Sequence[str]) -> Iterator[Text]:

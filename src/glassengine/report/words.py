@@ -27,6 +27,7 @@ from glassengine.results import (
     SeriesComparison,
     SeriesPoint,
     SideBySide,
+    Standing,
 )
 from glassengine.results.answer import Exemption, InputUsed
 from glassengine.results.artifacts import Difference
@@ -43,6 +44,8 @@ _TRAINED = ("forward", "backward", "run", "update")
 AGREEMENT = {"bitwise": "bitwise equal", "within rounding": "within rounding", "beyond": "beyond rounding"}
 _STANDING = {"same": "the series are the same", "apart": "the series part", "uncalibrated": "the series differ"}
 _MAX_NAMES = 3
+_OF_OPS: frozenset[Standing] = frozenset({"results differ", "differs inside"})
+"""Where a wrong op is why a comparison is not ok."""
 _SIDES = re.compile(
     r"(?:(?P<what>[^:;]+): (?P<ours>[^:;]+) in the baseline, (?P<theirs>[^;]+?)"
     r"|(?P<one>\w+(?: \(\w+\))?) in the baseline, (?P<other>(?!not )\w+(?: \(\w+\))?))"
@@ -86,14 +89,7 @@ def headline(result: Comparison) -> Headline:
 def named_mistake(result: Comparison) -> str | None:
     """Return the proven mistake that is why a comparison is not ok, in a sentence."""
     found = result.first_divergence
-    return mistake(found) if found is not None and result.standing in ("results differ", "differs inside") else None
-
-
-def other_reasons(result: Comparison) -> str:
-    """Return why a comparison is not ok beside its results and its first divergence."""
-    known = {found.in_words() for found in result.results}
-    parts = (result.not_ok_because or "").split("; ")
-    return "; ".join(part for part in parts if part not in known and "the first " not in part)
+    return mistake(found) if found is not None and result.standing in _OF_OPS else None
 
 
 def mistake(found: Divergence) -> str | None:

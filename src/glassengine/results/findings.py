@@ -47,10 +47,17 @@ class Policy:
 
 @dataclass(frozen=True)
 class Decision:
-    """Why a comparison is ok or not, as a type and in words; None where it is ok."""
+    """Why a comparison is ok or not, as a type and in words; None where it is ok.
+
+    Attributes:
+        standing: As a type.
+        reason: In words.
+        beside: What of the reason is told neither by the results nor by the first divergence.
+    """
 
     standing: Standing
     reason: str | None = None
+    beside: tuple[str, ...] = ()
 
 
 @dataclass
@@ -154,6 +161,7 @@ class Findings:
             verdict=self.verdict,
             standing=decision.standing,
             not_ok_because=decision.reason,
+            other_reasons=decision.beside,
             too_little=decision.standing == "too little judged",
         )
 
@@ -161,14 +169,15 @@ class Findings:
 def decide(findings: Findings, policy: Policy) -> Decision:
     """Apply the rule of the module's docstring, and add to its reason what explains it."""
     decision = _decide(findings, policy)
-    reason, is_mild = decision.reason, decision.standing in ("ok", "too little judged")
+    reason, beside = decision.reason, decision.beside
+    is_mild = decision.standing in ("ok", "too little judged")
     if findings.explanation is not None and not is_mild:
-        reason = f"{reason}; {findings.explanation}"
+        reason, beside = f"{reason}; {findings.explanation}", (*beside, findings.explanation)
     if findings.interruption is None:
-        return Decision(decision.standing, reason)
+        return Decision(decision.standing, reason, beside)
     if is_mild:
         return Decision("too little judged", findings.interruption)
-    return Decision(decision.standing, f"{reason} ({findings.interruption})")
+    return Decision(decision.standing, f"{reason} ({findings.interruption})", (*beside, findings.interruption))
 
 
 def _decide(findings: Findings, policy: Policy) -> Decision:
@@ -179,11 +188,13 @@ def _decide(findings: Findings, policy: Policy) -> Decision:
     if findings.wrong_weights is not None:
         return Decision("weights differ", findings.wrong_weights)
     if findings.differences:
-        return Decision("results differ", "; ".join(dict.fromkeys(findings.differences)))
+        told = tuple(dict.fromkeys(findings.differences))
+        return Decision("results differ", "; ".join(told), told)
+    beside = () if findings.inside_reason is None else (findings.inside_reason,)
     different = [result for result in results if policy.fails(result.verdict)]
     if different:
         also = f"; {inside}" if inside is not None and policy.fails(findings.inside) else ""
-        return Decision("results differ", f"{different[-1].in_words()}{also}")
+        return Decision("results differ", f"{different[-1].in_words()}{also}", beside if also else ())
     if policy.fails(findings.inside):
         if inside is None:
             return Decision("weights differ", "weights differ")
@@ -191,7 +202,7 @@ def _decide(findings: Findings, policy: Policy) -> Decision:
         is_hidden = bool(results) and all(r.agrees and r.judged_by == "noise floor" for r in results)
         is_hidden = is_hidden and findings.inside_reason is None
         hidden = "differs inside, not in the results: " if is_hidden else ""
-        return Decision("differs inside", hidden + inside)
+        return Decision("differs inside", hidden + inside, beside)
     if findings.token_change is not None:
         return Decision(
             "token changes", f"the release engine picks another token than the engine: {findings.token_change}"
