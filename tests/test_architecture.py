@@ -34,7 +34,7 @@ FLOORS = (
     {"plugins.cluster", "plugins.tensorrt_rtx", "serving"},
     {"frontends", "engine"},
     {"judge", "plugins.lazy"},
-    {"diagnose"},
+    {"diagnose", "kernels"},
     {"plugins.quantized"},
     {"plugins.serving"},
     {"commands", "compat", "lazy", "metrics", "profiler", "snapshots"},

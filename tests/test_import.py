@@ -74,7 +74,7 @@ def test_what_the_public_sees() -> None:
             "open",
             "record",
         ),
-        *("mark_step", "replay", "sites", "tap"),
+        *("assert_matches", "matches", "mark_step", "replay", "sites", "tap"),
         *("Comparison", "Divergence", "Engine", "GlassError", "Recording", "Session", "Watch"),
         *NAMESPACES,
     }

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from glassengine.engine.session.session import Session
     from glassengine.errors import GlassError
     from glassengine.executable.metrics.steps import mark_step
+    from glassengine.kernels.match import assert_matches, matches
     from glassengine.program import sites
     from glassengine.prompt.check import check_prompt
     from glassengine.recording.read.export import export
@@ -52,6 +53,7 @@ __all__ = [
     "Session",
     "Watch",
     "__version__",
+    "assert_matches",
     "build",
     "check",
     "check_prompt",
@@ -63,6 +65,7 @@ __all__ = [
     "list_backends",
     "load",
     "mark_step",
+    "matches",
     "metrics",
     "open",
     "profiler",
@@ -82,6 +85,7 @@ _PUBLIC = {
     "Recording": "glassengine.recording.read.reader",
     "Session": "glassengine.engine.session.session",
     "Watch": "glassengine.recording.write.policy",
+    "assert_matches": "glassengine.kernels.match",
     "build": "glassengine.engine.build.build",
     "check": "glassengine.diagnose",
     "check_prompt": "glassengine.prompt.check",
@@ -93,6 +97,7 @@ _PUBLIC = {
     "list_backends": "glassengine.backends.registry",
     "load": "glassengine.engine.run.load",
     "mark_step": "glassengine.executable.metrics.steps",
+    "matches": "glassengine.kernels.match",
     "metrics": "glassengine.metrics",
     "open": "glassengine.recording.read.source:open_dump",
     "profiler": "glassengine.profiler",

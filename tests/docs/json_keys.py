@@ -22,6 +22,7 @@ for _module in pkgutil.iter_modules(results.__path__, f"{results.__name__}."):
 FUNCTIONS_ONLY = {
     *("ConformanceReport", "ErrorHistogram", "Finding", "LogitsDifference", "PatternMismatches"),
     *("Fallback", "PendingTensor"),
+    *("KernelMistake", "Match", "Sweep", "SweepCase", "TensorMatch"),
     *("Decision", "Findings", "Policy"),
 }
 """What only functions of Python return."""

@@ -1,0 +1,211 @@
+"""Judges one tensor of a result beside the float64 reference: floor, bound, ties, and what overflows."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from glassengine.kernels.regions import described
+from glassengine.kernels.trace import OnlyOp
+from glassengine.numerics.floor import Counted, slice_means
+from glassengine.numerics.judgement import Judgement, smallest_precise, unit_roundoff
+from glassengine.numerics.limits import limits
+from glassengine.numerics.verdict import Reference
+from glassengine.results import Verdict
+from glassengine.results.kernels import TensorMatch
+
+RIGHT = ("identical", "rounding")
+_CHEAP = 2.0
+"""Noise ratio that needs no noise run: the floor of the reference in its own dtype is one of rounding."""
+FEW_RUNS, MANY_RUNS = 2, 8
+_BEYOND = 8.0
+_FAR = 16.0
+
+Runs = Callable[[int], list[Tensor]]
+"""How many -> results of so many runs with rounding noise."""
+
+
+@dataclasses.dataclass
+class Expectation:
+    """What a tensor should be.
+
+    Attributes:
+        exact: In float64, or the integers and bools themselves.
+        native: Of the reference in its own dtype.
+        runs: Makes results of noise runs.
+        only: The op, where the reference is one that rounds.
+        tied: Takes an integer candidate; says where another choice is legal.
+    """
+
+    exact: Tensor
+    native: Tensor
+    runs: Runs
+    only: OnlyOp | None = None
+    tied: Callable[[Tensor], Tensor | None] | None = None
+
+    @cached_property
+    def bound(self) -> Tensor | None:
+        """The rounding bound; None where there is none."""
+        return None if self.only is None else self.only.bound()
+
+    @torch.no_grad()
+    def judge(self, candidate: Tensor) -> Judgement:
+        """Judge a candidate: cheaply where that decides, else with as much noise as it takes."""
+        exact, native = self.exact, self.native
+        if candidate.shape != exact.shape:
+            return Judgement("wrong", None, None, f"shape {list(candidate.shape)}, expected {list(exact.shape)}")
+        if not exact.numel():
+            return Judgement("identical", None, None)
+        if exact.dtype == torch.bool or not (exact.is_floating_point() or exact.is_complex()):
+            return self._whole_numbers(candidate)
+        if candidate.is_complex() != exact.is_complex() or candidate.dtype == torch.bool:
+            return Judgement("wrong", None, None, f"{candidate.dtype} in place of {native.dtype}")
+        if candidate.dtype is native.dtype and torch.equal(candidate, native):
+            return Judgement("identical", 0.0, None)
+        quick = self._quick(candidate)
+        if quick is not None:
+            return quick
+        candidate, bound = self._accepting_overflow(candidate), self.bound
+        for number in (0, FEW_RUNS, MANY_RUNS):
+            found = self._by(candidate, self.runs(number), bound)
+            if found.verdict in RIGHT or found.noise_ratio is None:
+                break
+        return found
+
+    def _quick(self, candidate: Tensor) -> Judgement | None:
+        """Return the judgment of what is within the error of the reference in its own dtype; None for the rest."""
+        exact = self.exact
+        if not exact.is_floating_point() or candidate.element_size() < self.native.element_size():
+            return None
+        error = candidate.double().sub_(exact)
+        size, ratio = error.abs(), math.inf
+        own, others = slice_means([error.square_(), self.native.double().sub_(exact).square_()], Counted(None))
+        if own.mean <= _CHEAP**2 * others.mean < math.inf:
+            ratio = own.mean / others.mean
+            for ours, theirs in zip(own.by_axis, others.by_axis, strict=True):
+                ratio = max(ratio, float((ours / theirs.clamp(min=others.mean)).amax()))
+        found = Judgement("rounding", ratio**0.5, own.mean**0.5)
+        if self.only is None:
+            return found if ratio <= _CHEAP**2 else None
+        if ratio <= _CHEAP**2:
+            # Small elements may hide an error beside large ones: those are held against the bound.
+            u, tiny = unit_roundoff(candidate.dtype), smallest_precise(candidate.dtype)
+            far = torch.add(size, exact.abs(), alpha=-_FAR * u) > _FAR * tiny
+            if not bool(far.any()):
+                return found
+            bound, size = self.only.bound(far), size[far]
+        else:
+            bound = self.bound
+        is_within = bound is not None and bool((size <= bound).all())
+        return dataclasses.replace(found, noise_ratio=None, bound_ratio=1.0) if is_within else None
+
+    def _reference(self, candidate: Tensor, runs: list[Tensor]) -> Reference:
+        reference = Reference(self.exact, self.native, runs, dtype=self.native.dtype, valid=None)
+        return reference if candidate.is_complex() else reference.kept_in(candidate.dtype)
+
+    def _by(self, candidate: Tensor, runs: list[Tensor], bound: Tensor | None) -> Judgement:
+        reference = self._reference(candidate, runs)
+        if bound is None:
+            return reference.judge(candidate)
+        if self.native.is_floating_point() and unit_roundoff(candidate.dtype) > unit_roundoff(self.native.dtype):
+            bound = bound + unit_roundoff(candidate.dtype) * self.exact.abs() * 1.3
+        return reference.judge_introduced(candidate, bound)
+
+    def _accepting_overflow(self, candidate: Tensor) -> Tensor:
+        """Return the candidate with what overflows as the reference does in its own dtype as float64 has it."""
+        native = self.native
+        if not native.is_floating_point() or not candidate.is_floating_point():
+            return candidate
+        largest = limits(candidate.dtype).largest
+        if candidate.element_size() >= 4:
+            largest = torch.finfo(candidate.dtype).max
+        odd = ~candidate.isfinite()
+        if not bool(odd.any()):
+            return candidate
+        beyond = self.exact.isfinite() & (self.exact.abs() >= largest * (1 - unit_roundoff(candidate.dtype)))
+        same = (candidate.isnan() & native.isnan()) | (candidate.double() == native.double())
+        legal = odd & ((beyond & (candidate.sign() == self.exact.sign())) | (self.exact.isfinite() & same))
+        return torch.where(legal, self.exact, candidate.double()) if bool(legal.any()) else candidate
+
+    def _whole_numbers(self, candidate: Tensor) -> Judgement:
+        if candidate.is_floating_point() or candidate.is_complex():
+            return Judgement("wrong", None, None, f"{candidate.dtype} in place of {self.native.dtype}")
+        differs = candidate.to(self.exact.dtype) != self.exact
+        if not bool(differs.any()):
+            return Judgement("identical", 0.0, 0.0)
+        tied = self.tied(candidate) if self.tied is not None else None
+        if tied is not None:
+            differs &= ~tied
+        if bool(differs.any()):
+            runs = [self.native, *self.runs(MANY_RUNS)]
+            moved = [run == candidate for run in runs if run.shape == candidate.shape]
+            differs &= ~torch.stack(moved).any(0)
+        count = int(differs.sum())
+        if not count:
+            return Judgement("rounding", None, None, "ties: other choices are as good", is_tie=True)
+        return Judgement("wrong", None, None, f"{count} of {differs.numel()} elements differ")
+
+
+def figures(path: str, expectation: Expectation, candidate: Tensor, found: Judgement) -> TensorMatch:
+    """Return the figures of a judged tensor, and of a wrong one which elements are wrong."""
+    dtype = str(candidate.dtype).removeprefix("torch.")
+    plain = TensorMatch(
+        path, tuple(expectation.exact.shape), dtype, found.verdict, found.noise_ratio, found.bound_ratio, found.reason
+    )
+    if found.verdict in RIGHT or candidate.shape != expectation.exact.shape or not candidate.numel():
+        return plain
+    beyond, score = beyond_rounding(expectation, candidate)
+    place = int(score.flatten().argmax())
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), score.shape)) if score.dim() else ()
+    expected, actual = (float(t[index].abs() if t.is_complex() else t[index]) for t in (expectation.exact, candidate))
+    return dataclasses.replace(
+        plain,
+        index=index,
+        expected=expected,
+        actual=actual,
+        ulp=_ulp(expected, actual, candidate.dtype),
+        where=described(beyond),
+        num_beyond=int(beyond.sum()),
+    )
+
+
+def beyond_rounding(expectation: Expectation, candidate: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (bool mask of the elements that are beyond rounding, error of each in units of rounding)."""
+    exact = expectation.exact
+    if not exact.is_floating_point() or not candidate.is_floating_point():
+        differs = candidate != exact
+        return differs, differs.double()
+    value = candidate.double()
+    same = (value == exact) | (value.isnan() & exact.isnan())
+    error = torch.where(same, 0.0, (value - exact).abs()).nan_to_num(math.inf, math.inf)
+    u, tiny = unit_roundoff(candidate.dtype), smallest_precise(candidate.dtype)
+    if expectation.bound is not None:
+        unit = expectation.bound + u * exact.abs().nan_to_num(0.0, 0.0, 0.0)
+        score = error / unit.clamp(min=tiny)
+        return score > 1, score
+    errors = [(run.double() - exact).nan_to_num(0.0, 0.0, 0.0) for run in (expectation.native, *expectation.runs(2))]
+    square = torch.stack([e.square() for e in errors]).mean(0)
+    size = exact.nan_to_num(0.0, 0.0, 0.0)
+    level = (square.mean() + square + (u * size).square() / 3 + tiny**2).sqrt()
+    score = error / level
+    return score > _BEYOND, score
+
+
+def _ulp(expected: float, actual: float, dtype: torch.dtype) -> float | None:
+    if not dtype.is_floating_point or not math.isfinite(expected) or not math.isfinite(actual):
+        return None
+    info = torch.finfo(dtype)
+    spacing = max(math.ldexp(info.eps, math.frexp(abs(expected))[1] - 1) if expected else 0.0, info.tiny * info.eps)
+    return abs(actual - expected) / spacing
+
+
+def worst_of(found: Sequence[TensorMatch]) -> Verdict:
+    """Return the worst verdict."""
+    from glassengine.results import worst
+
+    return worst(one.verdict for one in found)

@@ -1,0 +1,240 @@
+"""`glass.matches` and `glass.assert_matches`: a function, or what it made, beside its reference, without tolerances."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from glassengine.errors import UsageError
+from glassengine.kernels.arrays import as_tensors
+from glassengine.kernels.leaves import RIGHT, figures
+from glassengine.kernels.prepared import Prepared, same
+from glassengine.kernels.trace import copied, tensors_of
+from glassengine.kernels.words import explained
+from glassengine.numerics.judgement import Judgement
+from glassengine.numerics.ops import ACCUMULATIONS, Accumulation
+from glassengine.results import worst
+from glassengine.results.base import VERDICTS
+from glassengine.results.kernels import KernelMistake, Match, TensorMatch
+
+_MOST_WRONG_PARTS = 2
+"""Parts that are judged with all noise once they are wrong: more do not change the verdict."""
+
+
+def assert_matches(
+    actual: Any,
+    reference: Callable[..., Any],
+    inputs: Any = (),
+    *,
+    accumulation: str | None = None,
+    check_dtype: bool = True,
+    seed: int = 0,
+) -> Match:
+    """Raise an AssertionError unless rounding explains how `actual` differs from `reference(*inputs)`.
+
+    The arguments are those of `matches`.
+
+    Returns:
+        The figures.
+
+    Raises:
+        AssertionError: A difference is not rounding. It has the element, both values, which elements, and the kind.
+        UsageError: The reference cannot be judged by.
+    """
+    found = matches(actual, reference, inputs, accumulation=accumulation, check_dtype=check_dtype, seed=seed)
+    if not found.ok:
+        raise AssertionError(explained(found))
+    return found
+
+
+def matches(
+    actual: Any,
+    reference: Callable[..., Any],
+    inputs: Any = (),
+    *,
+    accumulation: str | None = None,
+    check_dtype: bool = True,
+    seed: int = 0,
+) -> Match:
+    """Judge `actual` beside `reference(*inputs)`: rounding, or a mistake. There is no tolerance.
+
+    The reference runs in float64, in its own dtype, and with legal rounding after each of its operations.
+
+    Args:
+        actual: The function under test, which is called on copies of the inputs, or what it made: a tensor, an array
+            or a tree of them.
+        reference: A function or module in PyTorch, as plain as possible.
+        inputs: A tensor, the arguments as a sequence, or keyword arguments as a mapping.
+        accumulation: How products may be summed: "float32", "tf32", "bfloat16", "float16". By default as torch's
+            settings have it for the reference.
+        check_dtype: Whether a result of another dtype than the reference's is wrong.
+        seed: Of the noise.
+
+    Raises:
+        UsageError: The reference can neither be traced nor run in float64, or draws random numbers.
+    """
+    call, args = called(reference, inputs)
+    prepared = Prepared(call, as_tensors(args), how(accumulation), seed)
+    return judged(actual, inputs, prepared, accumulation=accumulation or "", check_dtype=check_dtype)
+
+
+def judged(actual: Any, inputs: Any, prepared: Prepared, *, accumulation: str, check_dtype: bool = True) -> Match:
+    """Judge a candidate beside a reference that is prepared on the same inputs."""
+    from glassengine.kernels.mistakes import mistakes_of
+
+    written: list[Tensor | None] = []
+    candidate = actual
+    is_function = callable(actual) and not isinstance(actual, Tensor)
+    if is_function:
+        call, args = called(actual, inputs)
+        own = copied(args)
+        with torch.no_grad():
+            candidate = call(*own)
+        written = list(tensors_of(as_tensors(own)))
+    found, notes = _compared(candidate, written, prepared, check_dtype)
+    verdict = worst(one.verdict for one in found)
+    ok = verdict in RIGHT
+    trace = prepared.trace
+    mistakes: tuple[KernelMistake, ...] = ()
+    if not ok:
+        given = (lambda *a: called_on(actual, inputs, a)) if is_function else None
+        mistakes = mistakes_of(found, prepared, as_tensors(candidate), given)
+    return Match(
+        ok=ok,
+        verdict=verdict,
+        tensors=tuple(found),
+        mistakes=mistakes,
+        num_ops=len(trace.steps),
+        not_traced=trace.why_not,
+        accumulation=accumulation or _declared(),
+        notes=tuple(notes),
+    )
+
+
+def called_on(actual: Callable[..., Any], inputs: Any, args: Sequence[Any]) -> Any:
+    """Call a function on other arguments, given as `inputs` are."""
+    call, _ = called(actual, inputs)
+    with torch.no_grad():
+        return as_tensors(call(*args))
+
+
+def _compared(
+    candidate: Any, written: list[Tensor | None], prepared: Prepared, check_dtype: bool
+) -> tuple[list[TensorMatch], list[str]]:
+    pairs, found = _paired(as_tensors(candidate), prepared)
+    notes = []
+    for path, which, tensor in pairs:
+        native = prepared.native[which]
+        if tensor.dtype is not native.dtype:
+            text = f"{tensor.dtype} in place of {native.dtype}".replace("torch.", "")
+            notes.append(f"{path or 'the result'} is {text}")
+            if check_dtype:
+                found.append(_refused(path, native, tensor, f"dtype: {text}"))
+                continue
+        found.append(_judged_tensor(path, which, tensor.detach().cpu(), prepared))
+    before = tensors_of(prepared.inputs)
+    for i, (after, writes) in enumerate(zip(written, prepared.writes, strict=False)):
+        if after is None:
+            continue
+        path, which = f"inputs[{i}] after the call", prepared.num_results + i
+        if writes:
+            found.append(_judged_tensor(path, which, after.detach().cpu(), prepared))
+        elif not same(after, before[i]):
+            found.append(_refused(path, before[i], after, "the reference does not write to it"))
+    return found, notes
+
+
+def _paired(candidate: Any, prepared: Prepared) -> tuple[list[tuple[str, int, Tensor]], list[TensorMatch]]:
+    """Return (path, number, tensor) of the tensors of a candidate, and what does not fit the reference."""
+    trees = [pytree.tree_flatten_with_path(tree)[0] for tree in (candidate, prepared.result)]
+    theirs, ours = ([(pytree.keystr(k), v) for k, v in side if v is not None] for side in trees)
+    if len(theirs) != len(ours):
+        nothing = torch.empty(0)
+        reason = f"{len(theirs)} results, expected {len(ours)}"
+        return [], [_refused("", nothing, nothing, reason)]
+    pairs: list[tuple[str, int, Tensor]] = []
+    found: list[TensorMatch] = []
+    which = 0
+    for (_, value), (path, native) in zip(theirs, ours, strict=True):
+        if not isinstance(native, Tensor):
+            if isinstance(value, Tensor) or value != native:
+                found.append(_refused(path, torch.empty(0), torch.empty(0), f"{value!r}, expected {native!r}"))
+            continue
+        if isinstance(value, Tensor):
+            pairs.append((path, which, value))
+        else:
+            found.append(_refused(path, native, torch.empty(0), f"{type(value).__name__}, expected a tensor"))
+        which += 1
+    return pairs, found
+
+
+def _refused(path: str, native: Tensor, tensor: Tensor, reason: str) -> TensorMatch:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorMatch(path, tuple(native.shape), dtype, "wrong", None, None, reason)
+
+
+def _judged_tensor(path: str, which: int, tensor: Tensor, prepared: Prepared) -> TensorMatch:
+    if tensor.shape != prepared.native[which].shape:
+        shapes = f"shape {list(tensor.shape)}, expected {list(prepared.native[which].shape)}"
+        return _refused(path, prepared.native[which], tensor, shapes)
+    worst_one: TensorMatch | None = None
+    num_wrong = num_beyond = 0
+    for number, (part, rows) in enumerate(prepared.parts()):
+        if prepared.rows is not None and not number and prepared.depends_on_rows(part):
+            prepared.rows = None
+            return _judged_tensor(path, which, tensor, prepared)
+        expectation, own = part.expectation(which), rows(tensor)
+        found: Judgement = expectation.judge(own)
+        one = figures(path, expectation, own, found)
+        num_beyond += one.num_beyond
+        if worst_one is None or _rank(one) > _rank(worst_one):
+            worst_one = one
+        num_wrong += found.verdict not in RIGHT
+        if num_wrong >= _MOST_WRONG_PARTS:
+            break
+    assert worst_one is not None
+    return dataclasses.replace(worst_one, num_beyond=num_beyond, shape=tuple(tensor.shape))
+
+
+def _rank(one: TensorMatch) -> tuple[int, float]:
+    return VERDICTS.index(one.verdict), one.noise_ratio or 0.0
+
+
+def called(function: Callable[..., Any], inputs: Any) -> tuple[Callable[..., Any], list[Any]]:
+    """Return a function of places, and the arguments for it, of inputs in any form."""
+    if not callable(function):
+        raise UsageError("not a function", got=type(function).__name__, hint="matches(actual, reference, inputs)")
+    if isinstance(inputs, Mapping):
+        names = list(inputs)
+        return lambda *args: function(**dict(zip(names, args, strict=True))), list(inputs.values())
+    if isinstance(inputs, (list, tuple)):
+        return lambda *args: function(*args), list(inputs)
+    return lambda *args: function(*args), [inputs]
+
+
+def how(accumulation: str | None) -> Accumulation:
+    """Return how products may be summed."""
+    name = accumulation or _declared()
+    if name not in ACCUMULATIONS:
+        raise UsageError(f"unknown accumulation {name!r}", expected=list(ACCUMULATIONS))
+    return ACCUMULATIONS[name]
+
+
+def _declared() -> str:
+    """Return how torch sums products of float32 by its settings."""
+    return {"highest": "float32", "high": "tf32", "medium": "bfloat16"}[torch.get_float32_matmul_precision()]
+
+
+def takes(function: Callable[..., Any]) -> int | None:
+    """Return how many arguments a function takes by place; None where it does not say."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)

@@ -1,0 +1,303 @@
+"""A reference prepared on inputs: its float64 results, noise and bounds, as a whole or rows by rows."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from glassengine.judge.exclusions.ties import is_comparison, ranking, tied_choices
+from glassengine.kernels.leaves import Expectation
+from glassengine.kernels.trace import OnlyOp, Trace, copied, tensors_of, traced
+from glassengine.numerics.ops import Accumulation
+
+_LARGE = 1 << 22
+"""Elements of inputs and results from which on rows are judged in parts."""
+_PART = 1 << 18
+"""Elements of a part, so that float64 stays within the caches."""
+_NATIVE = 16.0
+"""Errors of the reference in its own dtype, over those of a noise run, from which on rows depend on each other."""
+
+
+class Part:
+    """Some rows, or all: the reference on their inputs, in float64 and with noise.
+
+    Args:
+        trace: Of the reference on inputs of these shapes.
+        inputs: Of the rows.
+        native: The tensors of the reference's result in its own dtype, then its inputs after the call.
+        seed: Of the noise.
+    """
+
+    def __init__(self, trace: Trace, inputs: Sequence[Any], native: list[Tensor], seed: int) -> None:
+        self.trace, self.inputs, self.native = trace, inputs, [t.detach().cpu() for t in native]
+        self._generator = torch.Generator().manual_seed(seed)
+        self._runs: list[list[Tensor]] = []
+
+    @cached_property
+    def _found(self) -> tuple[list[Tensor], OnlyOp | None]:
+        (results, after), only = self.trace.exact(self.inputs)
+        return [*results, *after], only
+
+    @property
+    def exact(self) -> list[Tensor]:
+        """The results in float64, then the inputs after the call."""
+        return self._found[0]
+
+    def only(self, which: int) -> OnlyOp | None:
+        """Return the only op that rounds, if it makes this tensor."""
+        only, exact = self._found[1], self.exact[which]
+        return only if only is not None and exact.is_floating_point() and only.value.shape == exact.shape else None
+
+    def runs(self, which: int, number: int) -> list[Tensor]:
+        """Return one tensor of so many noise runs."""
+        while len(self._runs) < number:
+            results, after = self.trace.noisy(self.inputs, self._generator)
+            self._runs.append([*results, *after])
+        return [run[which] for run in self._runs[:number]]
+
+    def expectation(self, which: int) -> Expectation:
+        """Return what tensor number `which` should be."""
+        exact, native = self.exact[which], self.native[which]
+        if not native.is_floating_point() and not native.is_complex():
+            exact = exact.to(native.dtype) if exact.dtype != native.dtype else exact
+        return Expectation(
+            exact,
+            native,
+            partial(self.runs, which),
+            self.only(which),
+            partial(self._tied, which),
+        )
+
+    def _tied(self, which: int, candidate: Tensor) -> Tensor | None:
+        """Return where another choice is legal; None if the tensor is not a choice."""
+        module = self.trace.module
+        if module is None:
+            return None
+        outputs = pytree.tree_leaves(next(n for n in module.graph.nodes if n.op == "output").args)
+        node = outputs[which] if which < len(outputs) else None
+        place = None
+        while isinstance(node, Node) and node.op == "call_function" and not (ranking(node) or is_comparison(node)):
+            if getattr(node.target, "__name__", "") == "getitem":
+                place = node.args[1]
+            elif not str(node.target).startswith(("aten.to", "aten._to_copy", "aten.detach", "aten.clone")):
+                return None
+            node = node.args[0]
+        if not isinstance(node, Node) or node.op != "call_function":
+            return None
+        seen: dict[str, Any] = {}
+
+        def note(one: Node, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if one is node:
+                seen.update(args=args, value=value)
+            return value
+
+        self.trace.edited(self.inputs, note)
+        exact = seen["value"] if place is None else seen["value"][place]
+        if exact.shape != candidate.shape:
+            return None
+        rounds = any(source in self.trace.rounding for source in _above(node))
+        u_in = 0.0
+        if rounds:
+            values = seen["args"][0]
+            u_in = max(self._spread(node, values), 2.0**-24)
+        return tied_choices(node, seen["args"], exact, candidate, u_in)
+
+    def _spread(self, node: Node, values: Tensor) -> float:
+        """Return the largest relative error that rounding makes of what a choice reads."""
+        found: list[Tensor] = []
+
+        def note(one: Node, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if one is node:
+                found.append(args[0])
+
+        self.trace.watched(self.inputs, self._generator, note)
+        size = float(values.abs().mean()) or 1.0
+        error = (found[0] - values).abs().nan_to_num(0.0, 0.0, 0.0)
+        return float((error / values.abs().clamp(min=size * 2.0**-10)).amax()) if error.numel() else 0.0
+
+
+def _above(node: Node) -> set[Node]:
+    seen: set[Node] = set()
+    waiting = [node]
+    while waiting:
+        for source in waiting.pop().all_input_nodes:
+            if source not in seen:
+                seen.add(source)
+                waiting.append(source)
+    return seen
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How the rows of all results go with rows of inputs.
+
+    Attributes:
+        axis: Of the results and of these inputs.
+        sliced: Places of the inputs that have the rows, among all leaves.
+        size: Number of rows.
+        step: Rows of a part.
+    """
+
+    axis: int
+    sliced: tuple[int, ...]
+    size: int
+    step: int
+
+    def starts(self) -> list[int]:
+        """Return the first row of each part; the last part overlaps, so that all have one shape."""
+        return [min(start, self.size - self.step) for start in range(0, self.size, self.step)]
+
+    def of(self, tensor: Tensor, start: int) -> Tensor:
+        """Return some rows."""
+        return tensor.narrow(self.axis, start, self.step)
+
+
+class Prepared:
+    """A reference on inputs.
+
+    Args:
+        reference: The function.
+        inputs: Its arguments.
+        accumulation: Of products.
+        seed: Of the noise.
+    """
+
+    def __init__(
+        self, reference: Callable[..., Any], inputs: Sequence[Any], accumulation: Accumulation, seed: int
+    ) -> None:
+        self.reference, self.inputs = reference, list(inputs)
+        self._how, self._seed = accumulation, seed
+        own = copied(self.inputs)
+        with torch.no_grad():
+            self.result = reference(*own)
+        self.num_results = len(tensors_of(self.result))
+        before, after = tensors_of(self.inputs), tensors_of(own)
+        self.writes = [not same(a, b) for a, b in zip(before, after, strict=True)]
+        # What it does not write to is compared with what was given.
+        self.native = [*tensors_of(self.result), *after]
+        self.rows = None if any(self.writes) else self._rows()
+
+    def parts(self) -> Iterator[tuple[Part, Callable[[Tensor], Tensor]]]:
+        """Yield each part, and what takes its rows of a candidate's tensor."""
+        if self.rows is None:
+            yield self.whole, lambda tensor: tensor
+            return
+        for start in self.rows.starts():
+            yield self._part(start), partial(self.rows.of, start=start)
+
+    @cached_property
+    def whole(self) -> Part:
+        """All rows."""
+        return Part(traced(self.reference, self.inputs, self._how), self.inputs, self.native, self._seed)
+
+    @cached_property
+    def trace(self) -> Trace:
+        """The reference as it is traced: on all inputs, or on those of a part."""
+        return self.whole.trace if self.rows is None else traced(self.reference, self._sliced(0), self._how)
+
+    def sample(self) -> Part:
+        """Return a part that one may compute many times."""
+        return self.whole if self.rows is None else self._part(0)
+
+    def _part(self, start: int) -> Part:
+        assert self.rows is not None
+        results = [self.rows.of(t, start) for t in self.native[: self.num_results]]
+        inputs = self._sliced(start)
+        return Part(self.trace, inputs, [*results, *tensors_of(inputs)], self._seed + start)
+
+    def _sliced(self, start: int, rows: Rows | None = None) -> list[Any]:
+        rows = rows or self.rows
+        assert rows is not None
+        leaves, spec = pytree.tree_flatten(self.inputs)
+        for place in rows.sliced:
+            leaves[place] = rows.of(leaves[place], start)
+        found: list[Any] = pytree.tree_unflatten(leaves, spec)
+        return found
+
+    def _rows(self) -> Rows | None:
+        """Return how large results go with rows of the inputs; None for small ones, and where they do not."""
+        results = self.native[: self.num_results]
+        leaves = pytree.tree_leaves(self.inputs)
+        total = sum(t.numel() for t in self.native)
+        if total < _LARGE or not results or any(not t.is_floating_point() for t in results):
+            return None
+        for axis in (0, 1):
+            sizes = {t.shape[axis] if t.dim() > axis else 0 for t in results}
+            size = sizes.pop()
+            if sizes or size < 8:
+                continue
+            places = [
+                i
+                for i, leaf in enumerate(leaves)
+                if isinstance(leaf, Tensor) and leaf.dim() > axis and leaf.shape[axis] == size
+            ]
+            step = max(1, min(size // 4, math.ceil(size * _PART / total)))
+            for sliced in _choices(places):
+                rows = Rows(axis, sliced, size, step)
+                if self._fits(rows):
+                    return rows
+        return None
+
+    @torch.no_grad()
+    def _fits(self, rows: Rows) -> bool:
+        """Whether the reference on some rows gives these rows of its results."""
+        for start in (0, rows.size // 2):
+            try:
+                found = tensors_of(self.reference(*copied_rows(self._sliced(start, rows))))
+            except (RuntimeError, IndexError, ValueError):
+                return False
+            for one, native in zip(found, self.native, strict=False):
+                own = rows.of(native, start)
+                if one.shape != own.shape or not is_near(one, own):
+                    return False
+        return True
+
+    def depends_on_rows(self, part: Part) -> bool:
+        """Whether the reference gave other rows than it gives on these rows alone: they depend on others after all."""
+        for which in range(self.num_results):
+            exact, native = part.exact[which], part.native[which]
+            error = (native.double() - exact).nan_to_num(0.0, 0.0, 0.0)
+            noise = (part.runs(which, 1)[0] - exact).nan_to_num(0.0, 0.0, 0.0)
+            if float(error.square().mean()) > _NATIVE**2 * float(noise.square().mean()):
+                return True
+        return False
+
+
+def copied_rows(inputs: Sequence[Any]) -> list[Any]:
+    """Return copies of rows, without the memory around them."""
+    found: list[Any] = pytree.tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, list(inputs))
+    return found
+
+
+def _choices(places: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield subsets of inputs, all of them first: at most 15."""
+    few = places[:4]
+    yield tuple(places)
+    for number in range(len(few), 0, -1):
+        yield from (subset for subset in itertools.combinations(few, number) if subset != tuple(places))
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same, NaN for NaN."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if torch.equal(one, other):
+        return True
+    if not one.is_floating_point():
+        return False
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def is_near(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same but for a hundredth, which no other rows are."""
+    a, b = one.double().nan_to_num(0.0, 0.0, 0.0), other.double().nan_to_num(0.0, 0.0, 0.0)
+    return float((a - b).square().mean()) <= 1e-4 * float(b.square().mean())

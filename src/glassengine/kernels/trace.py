@@ -1,0 +1,304 @@
+"""The reference as a graph of its operations, run in float64: exactly, with rounding noise, or with one edit.
+
+The graph is that of one call on the real inputs, so that loops and branches on values are as they were. A reference
+that cannot be traced is run as a whole: in float64, and on inputs that differ by rounding.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
+
+from glassengine.errors import UsageError, first_line
+from glassengine.numerics.bounds import rounding_bound
+from glassengine.numerics.float64 import double, retarget, target_of
+from glassengine.numerics.judgement import smallest_precise, unit_roundoff
+from glassengine.numerics.noise import disturbed, noisy, rounded, rounds
+from glassengine.numerics.ops import Accumulation, Operation, Roundoff
+from glassengine.ops.row import Rounding
+from glassengine.ops.traits import base_name, traits_of
+from glassengine.program.representation.outputs import is_view
+
+Edit = Callable[[Node, Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Node, its value and the float64 arguments it was computed from -> another value of it."""
+
+_OF_BOUND = 0.5
+"""Noise of an op of several steps, as a share of its rounding bound: formulas differ by more than a rounded result."""
+
+
+def wide(value: Any) -> Any:
+    """Return an argument in float64 and on the processor: a tensor as a copy, a dtype, a device."""
+    if isinstance(value, Tensor):
+        own = value.detach().cpu()
+        made = double(own)
+        return made.clone(memory_format=torch.preserve_format) if made.dtype is own.dtype else made
+    return torch.device("cpu") if isinstance(value, torch.device) else retarget(value)
+
+
+def _narrow_device(value: Any) -> Any:
+    return torch.device("cpu") if isinstance(value, torch.device) else retarget(value)
+
+
+@dataclass
+class Trace:
+    """A reference on inputs of one shape.
+
+    Attributes:
+        reference: The function.
+        module: Its graph; None where it cannot be traced.
+        why_not: Why it cannot be traced.
+        accumulation: Of products.
+        steps: The ops that it called, in order.
+    """
+
+    reference: Callable[..., Any]
+    module: GraphModule | None
+    why_not: str | None
+    accumulation: Accumulation
+    steps: list[Node] = field(default_factory=list)
+
+    @cached_property
+    def rounding(self) -> list[Node]:
+        """The ops that round."""
+        return [node for node in self.steps if _rounds(node)]
+
+    @torch.no_grad()
+    def exact(self, inputs: Sequence[Any]) -> tuple[Any, OnlyOp | None]:
+        """Return (tensors of the result in float64, tensors of the inputs after the call), and the only op that rounds.
+
+        The op is None where several round, or none.
+        """
+        if self.module is None:
+            return self._whole(pytree.tree_map(wide, list(inputs))), None
+        lane = _Lane(self, None)
+        lane.kept = self.rounding[0] if len(self.rounding) == 1 else None
+        return lane.on(inputs), lane.only
+
+    @torch.no_grad()
+    def noisy(self, inputs: Sequence[Any], generator: torch.Generator) -> Any:
+        """Return the results with one sample of legal rounding after each op."""
+        if self.module is not None:
+            return _Lane(self, generator).on(inputs)
+
+        def moved(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                return wide(value)
+            return disturbed(wide(value), unit_roundoff(value.dtype), generator, smallest_precise(value.dtype))
+
+        return self._whole(pytree.tree_map(moved, list(inputs)))
+
+    @torch.no_grad()
+    def edited(self, inputs: Sequence[Any], edit: Edit) -> Any:
+        """Return the results in float64 with the values of some ops replaced."""
+        assert self.module is not None
+        return _Lane(self, None, edit).on(inputs)
+
+    @torch.no_grad()
+    def watched(self, inputs: Sequence[Any], generator: torch.Generator, note: Callable[..., None]) -> None:
+        """Show each op of a noise run, with its arguments."""
+        assert self.module is not None
+        lane = _Lane(self, generator)
+        lane.note = note
+        lane.on(inputs)
+
+    def _whole(self, inputs: Sequence[Any]) -> Any:
+        try:
+            return [double(t) for t in tensors_of(self.reference(*inputs))], tensors_of(inputs)
+        except Exception as error:
+            raise UsageError(
+                "the reference can neither be traced nor run in float64",
+                got=f"{self.why_not}; {type(error).__name__}: {first_line(error)}",
+                hint="give a reference in plain PyTorch, without a test of its dtype",
+            ) from error
+
+
+@dataclass(frozen=True)
+class OnlyOp:
+    """An op with its float64 arguments and result.
+
+    Attributes:
+        node: What is called.
+        value: Its result.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        roundoff: How its result is rounded.
+        how: How products are summed.
+    """
+
+    node: Node
+    value: Tensor
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    roundoff: Roundoff
+    how: Accumulation
+
+    @torch.no_grad()
+    def bound(self, where: Tensor | None = None) -> Tensor | None:
+        """Return its rounding bound; None where it has none.
+
+        Args:
+            where: Bool mask in the shape of the result: for these elements alone.
+        """
+        r, args, kwargs, value = self.roundoff, self.args, self.kwargs, self.value
+        if traits_of(self.node).multiplies and self.how.u_operands:
+            r = Roundoff(r.u, self.how.u_operands, tiny=r.tiny, u_sums=r.u_sums)
+        is_alone = traits_of(self.node).rounding is Rounding.POINTWISE
+        try:
+            if where is not None and is_alone:
+                picked = partial(_picked, where, value.shape)
+                args, kwargs, value = map_aggregate(args, picked), map_aggregate(kwargs, picked), value[where]
+            found = rounding_bound(Operation(base_name(self.node.target), target_of(self.node), args, kwargs, value), r)
+        except (RuntimeError, IndexError, TypeError, ValueError):
+            return None  # a form of the op that its bound does not know
+        return found if found is None or is_alone or where is None else found[where]
+
+
+def _picked(where: Tensor, shape: torch.Size, value: Any) -> Any:
+    return value.expand(shape)[where] if isinstance(value, Tensor) and value.dim() else value
+
+
+def traced(reference: Callable[..., Any], inputs: Sequence[Any], accumulation: Accumulation) -> Trace:
+    """Run a reference once on copies of `inputs`, and keep what it called."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    copies = copied(inputs)
+
+    def call(*args: Any) -> Any:
+        return tensors_of(reference(*args)), tensors_of(args)
+
+    make = make_fx(call, tracing_mode="real", pre_dispatch=True, _error_on_data_dependent_ops=False)
+    with torch.no_grad():
+        try:
+            module = make(*copies)
+        except Exception as error:
+            why = f"{type(error).__name__}: {first_line(error)}"
+            return Trace(reference, None, why, accumulation)
+        nodes = [node for node in module.graph.nodes if node.op == "call_function"]
+        for node in nodes:
+            if "nondeterministic_seeded" in str(getattr(node.target, "tags", "")) and traits_of(node).is_random:
+                raise UsageError(
+                    "the reference draws random numbers",
+                    got=str(node.target),
+                    hint="pass them as inputs, or judge the sampler with glass.testing.matches_distribution",
+                )
+    return Trace(reference, module, None, accumulation, nodes)
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Return the tensors of a tree, in order."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def copied(inputs: Any) -> Any:
+    """Return inputs with copies of their tensors: same strides, and tensors that share memory share it again."""
+    stores: dict[int, Tensor] = {}
+
+    def copy(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+            return value.clone() if isinstance(value, Tensor) else value
+        storage = value.untyped_storage()
+        key = storage.data_ptr()
+        if key not in stores:
+            flat = torch.empty(0, dtype=value.dtype, device=value.device).set_(storage)
+            stores[key] = flat.clone()
+        own = stores[key]
+        if own.dtype is not value.dtype:
+            own = own.view(torch.uint8).view(value.dtype)
+        return own.as_strided(value.shape, value.stride(), value.storage_offset())
+
+    return pytree.tree_map(copy, list(inputs))
+
+
+def _rounds(node: Node) -> bool:
+    if node.op != "call_function" or not _floats(node.meta.get("val")):
+        return False
+    if traits_of(node).casts:
+        source, target = (one.meta["val"].dtype for one in (node.args[0], node))  # type: ignore[union-attr]
+        is_float = source.is_floating_point and target.is_floating_point
+        return bool(is_float and torch.finfo(source).bits > torch.finfo(target).bits)
+    return not is_view(node) and node.target is not operator.getitem and rounds(node)
+
+
+def _floats(value: Any) -> list[Tensor]:
+    return [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+class _Lane(Interpreter):
+    """One run of the graph in float64."""
+
+    def __init__(self, trace: Trace, generator: torch.Generator | None, edit: Edit | None = None) -> None:
+        assert trace.module is not None
+        super().__init__(trace.module, garbage_collect_values=True)
+        self._generator, self._edit, self._how = generator, edit, trace.accumulation
+        self.kept: Node | None = None
+        self.only: OnlyOp | None = None
+        self.note: Callable[..., None] | None = None
+
+    def on(self, inputs: Sequence[Any]) -> Any:
+        """Return (results, inputs afterwards), each the list of their tensors."""
+        return self.run(*map(wide, pytree.tree_leaves(list(inputs))))
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return wide(super().get_attr(target, args, kwargs))
+
+    def run_node(self, n: Node) -> Any:
+        if n.op != "call_function":
+            return super().run_node(n)
+        given: tuple[Any, Any] = self.fetch_args_kwargs_from_env(n)
+        args, kwargs = map_aggregate(given[0], _narrow_device), map_aggregate(given[1], _narrow_device)
+        call: Any = target_of(n) if isinstance(n.target, torch._ops.OpOverload) else n.target
+        value = call(*args, **kwargs)
+        own = n.meta.get("val")
+        if traits_of(n).casts and value is args[0] and isinstance(n.args[0], Node):
+            # In its own dtype it was a copy, which what follows may write to.
+            is_copy = isinstance(own, Tensor) and own.dtype is not n.args[0].meta["val"].dtype
+            value = value.clone() if is_copy else value
+        if self.note is not None:
+            self.note(n, value, args, kwargs)
+        if n is self.kept and isinstance(value, Tensor) and not _is_mutable(n):
+            self.only = OnlyOp(n, value, args, kwargs, self._roundoff(n), self._how)
+        if self._edit is not None:
+            return _written(n, value, self._edit(n, value, args, kwargs))
+        if self._generator is not None and _rounds(n):
+            return _written(n, value, self._noised(n, value, args, kwargs))
+        return value
+
+    def _roundoff(self, node: Node) -> Roundoff:
+        dtype = _floats(node.meta["val"])[0].dtype
+        return Roundoff(unit_roundoff(dtype), tiny=smallest_precise(dtype), u_sums=self._how.u_sums)
+
+    def _noised(self, node: Node, value: Any, args: Any, kwargs: Any) -> Any:
+        assert self._generator is not None
+        r, generator = self._roundoff(node), self._generator
+        if not isinstance(value, Tensor):
+            if traits_of(node).choice is not None:
+                return value
+            return pytree.tree_map(lambda t: rounded(t, r.u, generator, None, r.tiny) if _floats(t) else t, value)
+        found = noisy(node, value, args, kwargs, r.u, generator, self._how, r.tiny)
+        if traits_of(node).rounding is Rounding.COMPOSITE:
+            bound = OnlyOp(node, value, args, kwargs, r, self._how).bound()
+            if bound is not None:
+                unit = torch.rand(value.shape, generator=generator, dtype=torch.float64) * 2 - 1
+                moved = found + bound * _OF_BOUND * unit
+                found = torch.where(moved.isfinite(), moved, found)
+        return found
+
+
+def _is_mutable(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _written(node: Node, value: Any, other: Any) -> Any:
+    """Return another value of a node; written into its first argument where the op writes there."""
+    if not _is_mutable(node) or not isinstance(value, Tensor) or other is value:
+        return other
+    return value.copy_(other)

@@ -1,0 +1,140 @@
+"""`glass.matches`: right implementations pass, wrong ones are found, and messages say where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import glassengine as glass
+from glassengine.errors import UsageError
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def softmax(x: Tensor) -> Tensor:
+    e = torch.exp(x - x.amax(-1, keepdim=True))
+    return e / e.sum(-1, keepdim=True)
+
+
+def by_exp2(x: Tensor) -> Tensor:
+    e = torch.exp2((x - x.amax(-1, keepdim=True)) * 1.4426950408889634)
+    return e / e.sum(-1, keepdim=True)
+
+
+def with_a_tail(x: Tensor) -> Tensor:
+    y = F.softmax(x, -1).clone()
+    y[..., -3:] = 0
+    return y
+
+
+@pytest.mark.parametrize("reference", [softmax, lambda x: F.softmax(x, -1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_right_formulas_match(reference: Any, dtype: torch.dtype) -> None:
+    x = drawn(64, 200, dtype=dtype)
+    for right in (softmax, lambda x: by_exp2(x.float()).to(x.dtype), lambda x: F.softmax(x.float(), -1).to(x.dtype)):
+        assert glass.matches(right, reference, (x,)).ok
+        assert glass.assert_matches(right(x), reference, x).ok
+
+
+def test_the_message_says_where_and_how_far() -> None:
+    with pytest.raises(AssertionError) as caught:
+        glass.assert_matches(with_a_tail, softmax, (drawn(64, 200),))
+    text = str(caught.value)
+    assert "the last 3 columns (192 beyond rounding)" in text and "ulp apart" in text, text
+
+
+def test_scale_is_found() -> None:
+    found = glass.matches(lambda x: softmax(x) * 1.0001, softmax, (drawn(64, 200),))
+    assert found.verdict == "wrong" and found.worst is not None and found.worst.num_beyond > 1000
+
+
+def test_inputs_that_are_written_are_seen() -> None:
+    def writes(x: Tensor) -> Tensor:
+        return x.add_(1) * 2
+
+    def right(x: Tensor) -> Tensor:
+        return (x + 1) * 2
+
+    x = drawn(4, 4)
+    before = x.clone()
+    assert not glass.matches(writes, right, (x,)).ok
+    assert not glass.matches(right, writes, (x,)).ok
+    assert glass.matches(writes, writes, (x,)).ok
+    assert torch.equal(x, before)
+
+
+def test_integers_are_exact_but_for_ties() -> None:
+    def top(x: Tensor) -> tuple[Tensor, Tensor]:
+        values, places = x.topk(5)
+        return values, places
+
+    def from_behind(x: Tensor) -> tuple[Tensor, Tensor]:
+        values, places = x.flip(-1).topk(5)
+        return values, x.shape[-1] - 1 - places
+
+    x = drawn(16, 64).round()
+    assert glass.matches(from_behind, top, (x,)).ok
+    assert not torch.equal(from_behind(x)[1], top(x)[1])
+    assert not glass.matches(lambda x: (top(x)[0], top(x)[1] * 0), top, (x,)).ok
+    assert not glass.matches(lambda x: x.argmax(-1) + 1, lambda x: x.argmax(-1), (x,)).ok
+
+
+def test_dtypes_shapes_and_trees() -> None:
+    x = drawn(8, 8)
+    assert not glass.matches(lambda x: x.double(), lambda x: x * 1, (x,)).ok
+    assert glass.matches(lambda x: (x * 2).bfloat16(), lambda x: x + x, (x,), check_dtype=False).ok
+    assert not glass.matches(lambda x: x[:4], lambda x: x + 0, (x,)).ok
+    assert not glass.matches(lambda x: (x, x), lambda x: (x,), (x,)).ok
+    assert glass.matches(lambda x: {"a": [x, 3]}, lambda x: {"a": [x + 0, 3]}, {"x": x}).ok
+    assert not glass.matches(lambda x: {"a": [x, 4]}, lambda x: {"a": [x + 0, 3]}, {"x": x}).ok
+
+
+def test_what_is_not_finite_is_compared_by_kind() -> None:
+    x = drawn(8, 8)
+    x[0, 0], x[1, 1] = float("nan"), float("inf")
+    assert glass.matches(lambda x: x + x, lambda x: x * 2, (x,)).ok
+    assert not glass.matches(lambda x: (x * 2).nan_to_num(), lambda x: x * 2, (x,)).ok
+    large = torch.full((4,), 300.0, dtype=torch.float16)
+    assert glass.matches(lambda x: x * x, lambda x: x.square(), (large,)).ok
+    assert glass.matches(lambda x: (x.float() * x.float()).half(), lambda x: x.square(), (large,)).ok
+
+
+def test_arrays_are_tensors() -> None:
+    x = np.random.default_rng(0).standard_normal((5, 7)).astype(np.float32)
+    assert glass.matches(np.tanh, torch.tanh, (x,)).ok
+    assert not glass.matches(lambda x: np.tanh(x) * 1.001, torch.tanh, (x,)).ok
+
+
+def test_large_tensors_are_judged_by_rows() -> None:
+    x = drawn(1500, 2048)
+    assert glass.matches(by_exp2, softmax, (x,)).ok
+    found = glass.matches(with_a_tail, softmax, (x,))
+    assert not found.ok and found.worst is not None and found.worst.where == "the last 3 columns"
+    assert glass.matches(lambda x: x.T.contiguous().cumsum(1).T, lambda x: x.cumsum(0), (x,)).ok
+
+
+def test_loops_and_branches_on_values() -> None:
+    def loops(x: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for row in range(int(x[0, 0].item() > 0) + 2):
+            out[row] = x[row].softmax(-1)
+        return out
+
+    x = drawn(8, 8)
+    assert glass.matches(lambda x: loops(x) * 1, loops, (x,)).ok
+    assert not glass.matches(lambda x: loops(x) * 1.001, loops, (x,)).ok
+
+
+def test_random_references_and_wrong_words_are_refused() -> None:
+    x = drawn(4, 4)
+    with pytest.raises(UsageError, match="random"):
+        glass.matches(x, lambda x: F.dropout(x, 0.5), (x,))
+    with pytest.raises(UsageError, match="accumulation"):
+        glass.matches(x, lambda x: x, (x,), accumulation="float3")
