@@ -1,4 +1,4 @@
-"""Compares two sides before the first operation: tokens, chat templates, generation settings."""
+"""Compares two sides before the first operation: tokens, chat templates, generation settings, processors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from contextlib import closing
 from dataclasses import replace
 
 from glassengine.prompt.huggingface import same_files
+from glassengine.prompt.loading import compare_loading
+from glassengine.prompt.processors import compare_processors
 from glassengine.prompt.settings import compare_settings
 from glassengine.prompt.side import PromptSide
 from glassengine.prompt.templates import compare_templates
@@ -15,6 +17,8 @@ from glassengine.prompt.worker import Remote, answer, kind_of
 from glassengine.results.prompt import PromptComparison, PromptFinding, PromptPart
 from glassengine.workers.processes import Processes
 
+_RARE = ("processor", "loading")
+"""Parts that most sides do not have."""
 _LEVELS = ("wrong", "limit", "note")
 _PARTS: tuple[
     tuple[PromptPart, str, Callable[[PromptSide], object], Callable[..., tuple[list[PromptFinding], int]]], ...
@@ -22,6 +26,8 @@ _PARTS: tuple[
     ("tokens", "no tokenizer", lambda side: side.opened.vocabulary, compare_tokens),
     ("template", "no chat template", lambda side: side.opened.template, compare_templates),
     ("settings", "no generation settings", lambda side: side.opened.settings is not None, compare_settings),
+    ("processor", "no processor", lambda side: side.opened.has_processor, compare_processors),
+    ("loading", "no weights", lambda side: side.opened.has_weights, compare_loading),
 )
 """Part, the words for a side without it, the test whether a side has it, the comparison."""
 
@@ -83,7 +89,9 @@ def compare_sides(
         without = [
             name for name, side in zip(("baseline", "candidate"), (baseline, candidate), strict=True) if not has(side)
         ]
-        if without:
+        if len(without) == 2 and part in _RARE:
+            continue
+        if without and part != "loading":  # each side by itself
             skipped[part] = f"{words} in {' and '.join(without)}"
             if part == "template" and without == ["candidate"] and candidate.opened.has_templates:
                 detail = "the baseline has a chat template, the candidate has none"
@@ -99,7 +107,8 @@ def compare_sides(
     found += [PromptFinding("tokens", "warning of the engine", "note", line) for line in candidate.opened.warnings]
     found = [_limited(candidate, one) for one in found]
     found.sort(key=lambda one: (_LEVELS.index(one.level), one.part != "tokens"))
-    ok = bool(compared.get("tokens")) and not any(one.level == "wrong" for one in found)
+    is_text = any(side.opened.vocabulary is not None for side in (baseline, candidate))
+    ok = bool(compared.get("tokens") if is_text else compared) and not any(one.level == "wrong" for one in found)
     engines = (baseline.opened.engine, candidate.opened.engine)
     return PromptComparison(*specs, ok, found, compared, skipped, engines)
 

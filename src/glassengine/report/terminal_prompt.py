@@ -14,7 +14,14 @@ _MOST = 6
 """Findings that are drawn; the JSON document has all."""
 _LONGEST = 60
 _STYLES = {"wrong": "red", "limit": "yellow", "note": "dim"}
-_UNITS = {"tokens": "texts", "template": "conversations", "settings": "settings", "files": "files"}
+_UNITS = {
+    "tokens": "texts",
+    "template": "conversations",
+    "settings": "settings",
+    "processor": "images and sounds",
+    "loading": "parameters",
+    "files": "files",
+}
 
 
 def prompt(result: PromptComparison) -> RenderableType:

@@ -1,4 +1,4 @@
-"""The result of a prompt comparison: tokens, templates and settings of two sides."""
+"""The result of a prompt comparison: tokens, templates, settings, processors and loading of two sides."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from typing import Literal
 
 from glassengine.results.base import Result
 
-PromptPart = Literal["tokens", "template", "settings"]
+PromptPart = Literal["tokens", "template", "settings", "processor", "loading"]
+_SAME = {
+    "tokens": "tokens",
+    "template": "templates",
+    "settings": "settings",
+    "processor": "processors",
+    "loading": "parameters",
+}
 PromptLevel = Literal["wrong", "limit", "note"]
 RUNG = "prompt"
 """Name of the rung of a check."""
@@ -67,8 +74,8 @@ class PromptComparison(Result):
         candidate: Spec of the candidate.
         ok: Whether something was compared and nothing is wrong.
         findings: Wrong ones first, then by the number of probes that show them.
-        compared: Part -> number of probes, conversations or values that were compared; "files" -> number of files,
-            where all of both sides are the same and nothing was tried.
+        compared: Part -> number of probes, conversations, samples or values that were compared; "files" -> number of
+            files, where all of both sides are the same and nothing was tried.
         skipped: Part -> why it was not compared.
         engines: Names of the programs that tokenize: of the baseline, of the candidate.
     """
@@ -99,4 +106,5 @@ class PromptComparison(Result):
             return f"nothing differs but what the engine cannot do otherwise: {limits}"
         if "files" in self.compared:
             return "both sides have the same files of tokenizer, template and settings"
-        return "the same tokens, templates and settings, as far as they were compared"
+        parts = ", ".join(words for part, words in _SAME.items() if part in self.compared)
+        return f"the same {parts}, as far as they were compared"
