@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import ImageOps
 
+from glassengine.cli.main import main
 from glassengine.prompt.processors import compare_processors, of_directory, processed
 from glassengine.prompt.side import Opened, Processed, PromptSide
 from glassengine.results.prompt import PromptFinding
@@ -255,3 +256,14 @@ def test_a_processor_that_cannot_be_tried_is_a_note(tmp_path: Path) -> None:
     theirs = configured({"image_processor_type": "NoSuchProcessor"}, tmp_path)
     found, number = compare_processors(of_clip(), theirs)
     assert number == 0 and [(one.level, one.cause) for one in found] == [("note", "image: not compared")]
+
+
+def test_a_directory_of_an_image_model_needs_no_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, change in (("ours", {}), ("same", {}), ("theirs", {"resample": 2})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "preprocessor_config.json").write_text(json.dumps({**CLIP, **change}))
+    assert main(["check-prompt", str(tmp_path / "ours"), str(tmp_path / "same")]) == 0
+    assert capsys.readouterr().out.startswith("ok: the same processors, as far as they were compared")
+    assert main(["check-prompt", str(tmp_path / "ours"), str(tmp_path / "theirs")]) == 1
+    shown = capsys.readouterr().out
+    assert shown.startswith("NOT OK: processor: image: resampling") and "compared 8 images and sounds" in shown

@@ -31,4 +31,4 @@ def command(
     answer(result.to_dict, show)
     if result.ok:
         return 0
-    return 1 if result.compared.get("tokens") else 4
+    return 1 if result.wrong else 4

@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import replace
 
 from glassengine.prompt.huggingface import same_files
+from glassengine.prompt.loading import compare_loading
 from glassengine.prompt.processors import compare_processors
 from glassengine.prompt.settings import compare_settings
 from glassengine.prompt.side import PromptSide
@@ -26,6 +27,7 @@ _PARTS: tuple[
     ("template", "no chat template", lambda side: side.opened.template, compare_templates),
     ("settings", "no generation settings", lambda side: side.opened.settings is not None, compare_settings),
     ("processor", "no processor", lambda side: side.opened.has_processor, compare_processors),
+    ("loading", "no weights", lambda side: side.opened.has_weights, compare_loading),
 )
 """Part, the words for a side without it, the test whether a side has it, the comparison."""
 
@@ -89,7 +91,7 @@ def compare_sides(
         ]
         if len(without) == 2 and part in _RARE:
             continue
-        if without:
+        if without and part != "loading":  # each side by itself
             skipped[part] = f"{words} in {' and '.join(without)}"
             if part == "template" and without == ["candidate"] and candidate.opened.has_templates:
                 detail = "the baseline has a chat template, the candidate has none"
@@ -105,7 +107,8 @@ def compare_sides(
     found += [PromptFinding("tokens", "warning of the engine", "note", line) for line in candidate.opened.warnings]
     found = [_limited(candidate, one) for one in found]
     found.sort(key=lambda one: (_LEVELS.index(one.level), one.part != "tokens"))
-    ok = bool(compared.get("tokens")) and not any(one.level == "wrong" for one in found)
+    is_text = any(side.opened.vocabulary is not None for side in (baseline, candidate))
+    ok = bool(compared.get("tokens") if is_text else compared) and not any(one.level == "wrong" for one in found)
     engines = (baseline.opened.engine, candidate.opened.engine)
     return PromptComparison(*specs, ok, found, compared, skipped, engines)
 

@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from glassengine.prompt.loading import has_weights, loaded
 from glassengine.prompt.processors import of_directory
 from glassengine.prompt.settings import TOKENS, stated_in
 from glassengine.prompt.side import (
     SPECIAL,
     Conversation,
+    Loaded,
     Opened,
     Processed,
     PromptSide,
@@ -26,26 +28,16 @@ _MOST_BYTES = 64 << 20
 
 
 class Directory(PromptSide):
-    """The tokenizer as transformers loads it; code in the directory is never run.
+    """Tokenizer, processors and checkpoint as transformers loads them; code in the directory is never run.
 
     Args:
         path: Of the directory.
     """
 
     def __init__(self, path: Path) -> None:
-        from transformers import AutoTokenizer
-
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        self._tokenizer.model_max_length = 1 << 62  # transformers warns of texts that are longer
-        added = {number: token.content for number, token in self._tokenizer.added_tokens_decoder.items()}
-        special = {name: numbers_of(getattr(self._tokenizer, f"{name}_token_id", None)) for name in SPECIAL}
-        vocabulary = Vocabulary(pieces_of(self._tokenizer.get_vocab(), added), special, added)
-        template = self._tokenizer.chat_template
-        if isinstance(template, dict):
-            template = template.get("default")
+        vocabulary, template = self._tokens(path) if has_any(path, TOKENIZERS) else (None, None)
         config = document(path / "config.json")
-        names = ("preprocessor_config.json", "processor_config.json")
-        self._path, self._processors = path, {key: 0 for name in names for key in document(path / name)}
+        self._path, self._processors = path, {key: 0 for name in PROCESSORS for key in document(path / name)}
         self.opened = Opened(
             "transformers",
             vocabulary,
@@ -53,8 +45,22 @@ class Directory(PromptSide):
             settings=settings_of(path, config),
             rows=_rows(config),
             has_processor=bool(self._processors),
+            has_weights=has_weights(path),
         )
         self._file = _by_file(path)
+
+    def _tokens(self, path: Path) -> tuple[Vocabulary, str | None]:
+        """Open the tokenizer; return its vocabulary and chat template."""
+        from transformers import AutoTokenizer
+
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        self._tokenizer.model_max_length = 1 << 62  # transformers warns of texts that are longer
+        added = {number: token.content for number, token in self._tokenizer.added_tokens_decoder.items()}
+        special = {name: numbers_of(getattr(self._tokenizer, f"{name}_token_id", None)) for name in SPECIAL}
+        template = self._tokenizer.chat_template
+        if isinstance(template, dict):
+            template = template.get("default")
+        return Vocabulary(pieces_of(self._tokenizer.get_vocab(), added), special, added), template
 
     def encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
         """Return the ids of each text."""
@@ -71,6 +77,13 @@ class Directory(PromptSide):
     def process(self) -> Mapping[str, Processed | str]:
         """Return what the processors of transformers do."""
         return of_directory(self._path, self._processors)
+
+    def load(self) -> Loaded:
+        """Return what transformers takes of the checkpoint."""
+        try:
+            return loaded(self._path)
+        except Exception as error:  # of a class of transformers, about the configuration
+            return Loaded(0, reason=f"{type(error).__name__}: {error}")
 
 
 class SentencepieceFile(PromptSide):
@@ -96,6 +109,15 @@ class SentencepieceFile(PromptSide):
     def encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
         """Return the ids of each text; the library adds a BOS only when it is asked for."""
         return [list(self._model.encode(text, add_bos=special)) for text in texts]
+
+
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt", "vocab.json", "tekken.json")
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+
+
+def has_any(path: Path, names: Sequence[str]) -> bool:
+    """Whether a directory has one of some files."""
+    return any((path / name).is_file() for name in names)
 
 
 def rendered(apply: Any, conversation: Conversation) -> str:

@@ -66,6 +66,7 @@ class Opened:
         settings: Name of transformers -> value; None where the side has no place for them.
         rows: Rows of the table of embeddings; None if unknown.
         has_processor: Whether the side takes images or sounds.
+        has_weights: Whether the side has a checkpoint of which the headers can be read.
         limits: Cause of a difference of tokens -> why the engine cannot avoid it, whatever file it reads.
         warnings: Lines that the engine logged while it opened the file.
     """
@@ -78,6 +79,7 @@ class Opened:
     settings: Mapping[str, Setting] | None = None
     rows: int | None = None
     has_processor: bool = False
+    has_weights: bool = False
     limits: Mapping[str, str] = field(default_factory=dict)
     warnings: Sequence[str] = ()
 
@@ -95,6 +97,27 @@ class Processed:
     facts: Mapping[str, Any]
     outputs: Mapping[str, Any]
     near: float
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a model takes of its checkpoint.
+
+    Attributes:
+        number: Parameters of the checkpoint.
+        missing: Parameters of the model that the checkpoint lacks.
+        unexpected: Parameters of the checkpoint that the model does not take.
+        mismatched: Words about parameters of other shapes.
+        untied: Words about pairs that the configuration ties and the file does not.
+        reason: Why nothing of this is known; None if it is.
+    """
+
+    number: int
+    missing: Sequence[str] = ()
+    unexpected: Sequence[str] = ()
+    mismatched: Sequence[str] = ()
+    untied: Sequence[str] = ()
+    reason: str | None = None
 
 
 class PromptSide:
@@ -129,6 +152,10 @@ class PromptSide:
     def process(self) -> Mapping[str, Processed | str]:
         """Return what the processors do, by "image" and "audio"; a text says why one cannot be tried."""
         return {}
+
+    def load(self) -> Loaded:
+        """Return what the model takes of its checkpoint."""
+        return Loaded(0)
 
 
 def numbers_of(value: Any) -> tuple[int, ...]:

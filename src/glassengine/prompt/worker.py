@@ -16,7 +16,8 @@ from typing import Any
 from glassengine.asked import function, is_factory
 from glassengine.errors import BackendError, GlassError, UsageError, first_line
 from glassengine.extensions import plugin
-from glassengine.prompt.side import Conversation, NoTokenizer, Opened, Processed, PromptSide
+from glassengine.prompt.huggingface import PROCESSORS, TOKENIZERS, Directory, SentencepieceFile, has_any
+from glassengine.prompt.side import Conversation, Loaded, NoTokenizer, Opened, Processed, PromptSide
 from glassengine.workers.processes import Processes
 from glassengine.workers.protocol import Died
 
@@ -49,14 +50,14 @@ def answer(request: tuple[str, str, Any]) -> Any:
                 "the tokenizer cannot be opened", got=f"{value}: {first_line(error) or type(error).__name__}"
             ) from None
         return _sides[name].opened
+    side = _sides[name]
     if verb == "encode":
-        return _sides[name].encode(value[0], special=value[1])
-    if verb == "encode by file":
-        return _sides[name].encode_by_file(value)
-    if verb == "process":
-        return _sides[name].process()
+        return side.encode(value[0], special=value[1])
+    if verb == "encode_by_file":
+        return side.encode_by_file(value)
+    if verb in ("process", "load"):
+        return getattr(side, verb)()
     try:
-        side = _sides[name]
         return side.render(value) if verb == "render" else side.render_by_file(value), None
     except ValueError as error:
         return None, str(error)
@@ -76,8 +77,6 @@ def _limit() -> None:
 
 
 def _open(spec: str) -> PromptSide:
-    from glassengine.prompt import huggingface
-
     kind, path = kind_of(spec)
     if kind == "gguf":
         return plugin("serving.ggml.prompt").GgufSide(path)  # type: ignore[no-any-return]
@@ -88,7 +87,7 @@ def _open(spec: str) -> PromptSide:
 
         baseline = _sides.get("baseline")
         return Port(spec, None if baseline is None else baseline.opened.vocabulary)
-    return huggingface.SentencepieceFile(path) if kind == "sentencepiece" else huggingface.Directory(path)
+    return SentencepieceFile(path) if kind == "sentencepiece" else Directory(path)
 
 
 def kind_of(spec: str) -> tuple[str, Path]:
@@ -109,9 +108,9 @@ def kind_of(spec: str) -> tuple[str, Path]:
     if kind in ("genai", "directory"):
         if not path.is_dir():
             raise UsageError("no such directory", got=spec, expected=EXPECTED)
-        names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt", "vocab.json", "tekken.json")
-        if not any((path / name).is_file() for name in names):
-            raise NoTokenizer("the directory has no tokenizer", got=spec, expected=", ".join(names[:4]))
+        names = TOKENIZERS if kind == "genai" else TOKENIZERS + PROCESSORS
+        if not has_any(path, names):
+            raise NoTokenizer("the directory has no tokenizer", got=spec, expected=", ".join(TOKENIZERS[:4]))
     elif not path.is_file():
         raise UsageError("no such file", got=spec, expected=EXPECTED)
     return kind, path
@@ -140,7 +139,7 @@ class Remote(PromptSide):
 
     def encode_by_file(self, texts: Sequence[str]) -> list[list[int]] | None:
         """Return the bare ids by the tokenizer's file alone."""
-        found: list[list[int]] | None = self._ask("encode by file", list(texts))
+        found: list[list[int]] | None = self._ask("encode_by_file", list(texts))
         return found
 
     def render(self, conversation: Conversation) -> str:
@@ -154,6 +153,11 @@ class Remote(PromptSide):
     def process(self) -> Mapping[str, Processed | str]:
         """Return what the processors do."""
         found: Mapping[str, Processed | str] = self._ask("process", None)
+        return found
+
+    def load(self) -> Loaded:
+        """Return what the model takes of its checkpoint."""
+        found: Loaded = self._ask("load", None)
         return found
 
     def _rendered(self, verb: str, conversation: Conversation) -> str | None:

@@ -228,6 +228,9 @@ def next_step(result: Comparison, command: Sequence[str]) -> str:
         return "nothing; both sides agree" if found is None else f"nothing has to be done; watch {found.site}"
     if result.too_little:
         return f"{_with_document(command)}, and read .skipped for what was not judged and why"
+    if found is not None and found.rule == "prompt-differs" and result.prompt is not None:
+        sides = shlex.join([result.prompt.baseline, result.prompt.candidate])
+        return f"make the prompts the same (glass check-prompt {sides} shows all), then {again}"
     origin = None if found is None else found.divergence
     if origin is not None and origin.reproduction:
         test = shlex.quote(str(Path(origin.reproduction) / "test_repro.py"))

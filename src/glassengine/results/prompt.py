@@ -9,6 +9,13 @@ from typing import Literal
 from glassengine.results.base import Result
 
 PromptPart = Literal["tokens", "template", "settings", "processor", "loading"]
+_SAME = {
+    "tokens": "tokens",
+    "template": "templates",
+    "settings": "settings",
+    "processor": "processors",
+    "loading": "parameters",
+}
 PromptLevel = Literal["wrong", "limit", "note"]
 RUNG = "prompt"
 """Name of the rung of a check."""
@@ -99,4 +106,5 @@ class PromptComparison(Result):
             return f"nothing differs but what the engine cannot do otherwise: {limits}"
         if "files" in self.compared:
             return "both sides have the same files of tokenizer, template and settings"
-        return "the same tokens, templates and settings, as far as they were compared"
+        parts = ", ".join(words for part, words in _SAME.items() if part in self.compared)
+        return f"the same {parts}, as far as they were compared"
