@@ -212,7 +212,7 @@ class Comparison(Result):
         rungs: Of a check, one per implementation.
         severity: Of a check, rung -> agreement of tokens and KL divergence of the logits; decides nothing by itself.
         not_ok_because: Why not, in one sentence.
-        other_reasons: What of it is told neither by `results` nor by `first_divergence`.
+        other_reasons: Parts of it beside `results` and `first_divergence`.
         too_little: Whether nothing was found wrong, but too little was judged (exit status 4).
         calibration: What verdicts on two records rest on: "uncalibrated", or what they were calibrated by; None where
             models were run.

@@ -52,7 +52,7 @@ class Decision:
     Attributes:
         standing: As a type.
         reason: In words.
-        beside: What of the reason is told neither by the results nor by the first divergence.
+        beside: Parts of the reason beside the results and the first divergence.
     """
 
     standing: Standing
