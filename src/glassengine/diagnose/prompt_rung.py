@@ -101,8 +101,8 @@ def _sides_of(request: CheckRequest, tokenizer: str | None) -> tuple[str, str] |
     baseline = base_and_adapter(str(request.baseline), None)[0]
     try:
         for side in (baseline, str(other)):
-            if not _is_hub_id(side):
-                kind_of(side)
+            if not _is_hub_id(side) and kind_of(side)[0] == "port" and side != tokenizer:
+                return None  # it returns a model, which would be built twice
     except UsageError:
         if tokenizer is not None:
             raise

@@ -15,7 +15,7 @@ from typing import Literal
 
 from glassengine.prompt.probes import ENDS, probes_of
 from glassengine.prompt.side import SPECIAL, PromptSide, Vocabulary
-from glassengine.results.prompt import PromptExample, PromptFinding
+from glassengine.results.prompt import PromptExample, PromptFinding, PromptLevel
 
 _PADDING = re.compile(
     rb"\[PAD\d+\]|<\|?(?:reserved|unused|extra|special|placeholder)[^>]*>|\[unused\d+\]|<0x[0-9A-F]{2}>"
@@ -155,16 +155,16 @@ def _of_vocabulary(a: Vocabulary, b: Vocabulary) -> list[PromptFinding]:
 
 
 def _of_rows(*sides: PromptSide) -> list[PromptFinding]:
-    """Name ids that the table of embeddings of their own side has no row for."""
+    """Name ids that the table of embeddings of their own side has no row for: a note unless the other side has them."""
+    tables = [side.opened.rows for side in sides]
+    sizes = [len(side.opened.vocabulary.pieces) if side.opened.vocabulary is not None else 0 for side in sides]
+    beyond = [rows is not None and size > rows for size, rows in zip(sizes, tables, strict=True)]
     found = []
-    for name, side in zip(("baseline", "candidate"), sides, strict=True):
-        vocabulary, rows = side.opened.vocabulary, side.opened.rows
-        if vocabulary is not None and rows is not None and len(vocabulary.pieces) > rows:
-            size = len(vocabulary.pieces)
+    for name, rows, size, is_beyond in zip(("baseline", "candidate"), tables, sizes, beyond, strict=True):
+        if is_beyond and rows is not None:
+            level: PromptLevel = "note" if all(beyond) or (name == "baseline" and tables[1] is None) else "wrong"
             detail = f"the tokenizer of the {name} has ids up to {size - 1}, its table of embeddings {rows} rows"
-            found.append(
-                PromptFinding("tokens", "vocabulary beyond the embeddings", "wrong", detail, size - rows, size)
-            )
+            found.append(PromptFinding("tokens", "vocabulary beyond the embeddings", level, detail, size - rows, size))
     return found
 
 

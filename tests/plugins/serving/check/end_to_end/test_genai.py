@@ -64,7 +64,8 @@ def planted(folder: Path, tmp_path: Path, plant: Plant, steps: int = 1) -> Compa
 def require_healthy(found: Comparison) -> None:
     assert found.ok and found.verdict == "rounding" and not found.origins, found.not_ok_because
     assert found.coverage == 1.0
-    assert [rung.name for rung in found.rungs] == ["weights", "program", "record", "record as deployed"]
+    names = [rung.name for rung in found.rungs if rung.name != "prompt"]  # some folders have a tokenizer
+    assert names == ["weights", "program", "record", "record as deployed"]
     assert max(pair.bound_ratio or 0.0 for pair in found.pairs if pair.rung != "weights") <= 1.0
 
 

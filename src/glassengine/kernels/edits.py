@@ -1,0 +1,544 @@
+"""Changes of one operation, or of one input, of a reference: the mistakes that people make in kernels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Node
+
+from glassengine.kernels.written_out import Change, WrittenOut
+from glassengine.ops.arguments import argument
+from glassengine.ops.traits import base_name, traits_of
+from glassengine.results.kernels import MistakeKind
+
+_EPS = (0.0, 1e-12, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
+_BLOCKS = (1, 2, 3, 4, 8, 16, 32, 64, 128, 256)
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu by tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu by sigmoid": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "leaky relu": F.leaky_relu,
+    "relu squared": lambda x: F.relu(x).square(),
+    "softplus": F.softplus,
+    "elu": F.elu,
+    "exp": torch.exp,
+}
+_OTHERS: dict[str, dict[str, Callable[..., Any]]] = {
+    "exp": {"exp2": lambda x: torch.exp2(x), "expm1": lambda x: torch.expm1(x)},
+    "log": {"log2": lambda x: torch.log2(x), "log1p": lambda x: torch.log1p(x)},
+    "amax": {"amin": torch.amin},
+    "sqrt": {"nothing": lambda x: x},
+    "square": {"abs": torch.abs},
+    "maximum": {"minimum": torch.minimum},
+    "add": {"sub": lambda a, b, **k: a - b},
+    "sub": {"add": lambda a, b, **k: a + b},
+    "mul": {"div": lambda a, b: a / b},
+    "div": {"mul": lambda a, b: a * b},
+    "cos": {"sin": lambda x: torch.sin(x)},
+    "sin": {"cos": lambda x: torch.cos(x)},
+}
+_ROUNDED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_REDUCES = {"sum", "mean", "amax", "amin", "prod"}
+_MOST_NODES = 80
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One mistake in a reference.
+
+    Attributes:
+        kind: In one word.
+        text: In a sentence.
+        changes: Ops with other values.
+        inputs: Inputs with other values, by number.
+        weight: How unlikely it is, beside others that explain as much.
+    """
+
+    kind: MistakeKind
+    text: str
+    changes: Mapping[Node, Change] = field(default_factory=dict)
+    inputs: Mapping[int, Tensor] = field(default_factory=dict)
+    weight: int = 0
+
+
+def mistakes_in(written: WrittenOut) -> Iterator[Mistake]:
+    """Yield mistakes, the usual ones first."""
+    yield from _of_inputs(written)
+    if len(written.nodes) > _MOST_NODES:
+        return
+    yield from _of_all_reductions(written)
+    for node in written.nodes:
+        value = written.values[node]
+        if isinstance(value, Tensor) and (value.is_floating_point() or value.dtype is torch.bool):
+            yield from _left_out(node, written)
+            yield from _numbers(node)
+            yield from _replaced(node, written)
+            yield from _operands(node, written)
+            yield from _masks(node, value)
+            yield from _shortened(node, written)
+    for node in written.nodes:
+        yield from _rounded(node, written)
+
+
+def _name(node: Node) -> str:
+    return base_name(node.target) if node.op == "call_function" else "input"
+
+
+def _called(written: WrittenOut, node: Any) -> str:
+    """Return what an operand is called."""
+    if node in written.placeholders:
+        return f"argument {written.placeholders.index(node)}"
+    if not isinstance(node, Node):
+        return f"{node:g}" if isinstance(node, float) else str(node)
+    return {"amax": "the maximum", "mean": "the mean", "sum": "the sum", "sqrt": "the root"}.get(
+        _name(node), f"the result of {_name(node)}"
+    )
+
+
+def _kind_left_out(written: WrittenOut, node: Node, other: Any) -> MistakeKind:
+    name = _name(node)
+    if name in ("add", "sub"):
+        if isinstance(other, (int, float)):
+            return "eps" if abs(other) < 0.01 else "bias missing"
+        if name == "add" and other in written.placeholders:
+            ours, value = written.values[other], written.values[node]
+            return "bias missing" if ours.numel() < value.numel() else "argument ignored"
+        return "statistics" if isinstance(other, Node) and _name(other) == "mean" else "operation left out"
+    if name in ("mul", "div"):
+        is_number = isinstance(other, (int, float)) or (isinstance(other, Node) and not written.values[other].dim())
+        return "scale" if is_number else "argument ignored" if other in written.placeholders else "operation left out"
+    if traits_of(node).kind == "activation" or name in ("gelu", "sigmoid", "tanh", "relu"):
+        return "activation"
+    return "mask" if name in ("where", "masked_fill", "tril", "triu") else "operation left out"
+
+
+def _left_out(node: Node, written: WrittenOut) -> Iterator[Mistake]:
+    value, name = written.values[node], _name(node)
+    if traits_of(node).casts or name in ("view", "expand", "clone", "detach", "reshape", "_unsafe_view", "ones"):
+        return
+    operands = [a for a in node.args if isinstance(a, Node) and isinstance(written.values[a], Tensor)]
+    numbers = [a for a in node.args if isinstance(a, (int, float)) and not isinstance(a, bool)]
+    for operand in operands:
+        own = written.values[operand]
+        if not own.is_floating_point() or not value.is_floating_point():
+            continue
+        sizes = zip(reversed(own.shape), reversed(value.shape), strict=False)
+        if own.dim() > value.dim() or any(a not in (1, b) for a, b in sizes):
+            continue
+        rest = [a for a in operands if a is not operand] or numbers[:1]
+        other = rest[0] if rest else None
+        # What is kept is as large as the result, as a rule.
+        weight = 0 if own.shape == value.shape else 2
+        kind = _kind_left_out(written, node, other)
+        yield Mistake(kind, _text_left_out(written, node, other), {node: _takes(operand, written)}, weight=weight)
+    top = node.args[0] if name == "div" else None
+    if isinstance(top, Node) and _name(top) == "exp" and _name(top.args[0]) == "sub":  # type: ignore[arg-type]
+        scores = top.args[0].args[0]  # type: ignore[union-attr]
+        yield Mistake("operation left out", "the softmax is left out", {node: lambda v, a, k: written.values[scores]})  # type: ignore[index]
+
+
+def _takes(operand: Node, written: WrittenOut) -> Change:
+    place = operand
+
+    def change(value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        own = next((a for a in args if isinstance(a, Tensor) and a is written.values[place]), written.values[place])
+        return own.expand(value.shape)
+
+    return change
+
+
+def _text_left_out(written: WrittenOut, node: Node, other: Any) -> str:
+    name = _name(node)
+    what = _called(written, other) if other is not None else ""
+    return {
+        "add": f"{what} is not added",
+        "sub": f"{what} is not subtracted",
+        "mul": f"it is not multiplied by {what}",
+        "div": f"it is not divided by {what}",
+    }.get(name, f"{name} is left out")
+
+
+def _numbers(node: Node) -> Iterator[Mistake]:
+    """Other numbers among the arguments: eps, factors, exponents, dimensions, diagonals, flags."""
+    name = _name(node)
+    for place, given in enumerate(node.args):
+        if isinstance(given, bool):
+            yield _argument(
+                "operation replaced", f"{name} with {not given} in place of {given}", node, place, not given
+            )
+        elif isinstance(given, float) or (isinstance(given, int) and name in ("mul", "div", "add", "pow", "sub")):
+            yield from _other_number(node, place, float(given))
+        elif isinstance(given, int) and name in ("tril", "triu"):
+            for by in (-2, -1, 1, 2):
+                yield _argument("mask", f"the mask is moved by {by}", node, place, given + by)
+    if name in ("tril", "triu") and len(node.args) == 1:
+        for by in (-2, -1, 1, 2):
+            yield Mistake("mask", f"the mask is moved by {by}", {node: _called_again(node, (by,))}, weight=1)
+
+
+def _other_number(node: Node, place: int, given: float) -> Iterator[Mistake]:
+    name = _name(node)
+    if name in ("add", "sub") and 0 < abs(given) < 0.01:
+        for eps in _EPS:
+            if eps != given:
+                yield _argument("eps", f"eps is {eps:g} in place of {given:g}", node, place, eps)
+        for user in node.users:
+            if _name(user) in ("sqrt", "rsqrt"):
+                yield Mistake("eps", "eps is added outside of the root", {user: _eps_outside(given)})
+    elif name in ("mul", "div"):
+        size = abs(given) or 1.0
+        others = {1.0, -given, 1 / size, size**2, size**0.5, 2 * given, given / 2, math.log2(math.e), math.log(2)}
+        for other in sorted(others - {given}):
+            yield _argument("scale", f"a factor is {other:.6g} in place of {given:.6g}", node, place, other)
+    elif name == "pow":
+        for other in (0.5, 1.0, 2.0, 3.0, -0.5, -1.0):
+            if other != given:
+                text = f"the exponent is {other:g} in place of {given:g}"
+                yield _argument("operation replaced", text, node, place, other)
+
+
+def numbers_in(written: WrittenOut) -> Iterator[tuple[Node, int, float]]:
+    """Yield (op, place, number) of factors, and of numbers that are added."""
+    for node in written.nodes:
+        for place, given in enumerate(node.args):
+            is_number = isinstance(given, (int, float)) and not isinstance(given, bool) and given
+            if is_number and place < 2 and _name(node) in ("mul", "div", "add", "sub"):
+                yield node, place, float(given)
+
+
+def with_number(node: Node, place: int, number: float) -> Mistake:
+    """Return the mistake of another number."""
+    given = float(node.args[place])  # type: ignore[arg-type]
+    kind: MistakeKind = "scale" if _name(node) in ("mul", "div") else "eps" if abs(given) < 0.01 else "bias missing"
+    return _argument(kind, f"a number is {number:.6g} in place of {given:.6g}", node, place, number)
+
+
+def _on_arguments(function: Callable[..., Any]) -> Change:
+    return lambda value, args, kwargs: function(*args, **kwargs)
+
+
+def _on_first(function: Callable[[Tensor], Tensor]) -> Change:
+    return lambda value, args, kwargs: function(args[0])
+
+
+def _made_of(function: Callable[..., Any], *given: Any) -> Change:
+    return lambda value, args, kwargs: function(*given)
+
+
+def _made_in(dtype: torch.dtype) -> Change:
+    return lambda value, args, kwargs: value.to(dtype).double()
+
+
+def _hidden(hidden: Tensor, *, unmasked: bool = False) -> Change:
+    return lambda value, args, kwargs: (args[1] if unmasked else value).masked_fill(hidden, -math.inf)
+
+
+def _backwards(target: Any, dim: int) -> Change:
+    return lambda value, args, kwargs: target(args[0].flip(dim), *args[1:], **kwargs).flip(dim)
+
+
+def _operands_of(written: WrittenOut, node: Node) -> list[Any]:
+    return [written.values[a] if isinstance(a, Node) else a for a in node.args]
+
+
+def _eps_outside(eps: float) -> Change:
+    return lambda value, args, kwargs: torch.sqrt(args[0] - eps) + eps
+
+
+def _argument(kind: MistakeKind, text: str, node: Node, place: int, other: Any) -> Mistake:
+    def change(value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return node.target(*args[:place], other, *args[place + 1 :], **kwargs)  # type: ignore[operator]
+
+    return Mistake(kind, text, {node: change})
+
+
+def _called_again(node: Node, more: tuple[Any, ...]) -> Change:
+    return lambda value, args, kwargs: node.target(*args, *more, **kwargs)  # type: ignore[operator]
+
+
+def _replaced(node: Node, written: WrittenOut) -> Iterator[Mistake]:
+    """Another op in its place."""
+    name, value = _name(node), written.values[node]
+    is_activation = traits_of(node).kind == "activation" or name == "gelu"
+    gate = _gate(node, written)
+    if is_activation or gate is not None:
+        for called, function in _ACTIVATIONS.items():
+            text = f"{called} in place of {'silu' if gate is not None else name}"
+            if gate is not None:
+                yield Mistake("activation", text, {node: _made_of(function, written.values[gate])})
+            else:
+                yield Mistake("activation", text, {node: _on_first(function)})
+    for called, other in _OTHERS.get(name, {}).items():
+        weight = 1 if name in ("add", "sub", "mul", "div") else 0
+        kind: MistakeKind = "operation left out" if called == "nothing" else "operation replaced"
+        text = f"{called} in place of {name}" if called != "nothing" else f"{name} is left out"
+        yield Mistake(kind, text, {node: _on_arguments(other)}, weight=weight)
+    if name in ("mean", "sum"):
+        n = max(1, written.values[node.args[0]].numel() // max(1, value.numel()))  # type: ignore[index]
+        factor = n if name == "mean" else 1 / n
+        other_name = "sum" if name == "mean" else "mean"
+        text = f"the {other_name} in place of the {name}"
+        yield Mistake("statistics", text, {node: lambda v, a, k: v * factor})
+        if name == "mean" and n > 1:
+            by = n / (n - 1)
+            yield Mistake("statistics", f"divided by n - 1, not by n = {n}", {node: lambda v, a, k: v * by})
+    if name == "square" and isinstance(node.args[0], Node) and _name(node.args[0]) == "sub":
+        before = node.args[0].args[0]
+        if isinstance(before, Node):
+            text = "the squares are taken before the mean is subtracted"
+            yield Mistake("statistics", text, {node: lambda v, a, k: written.values[before].square()})
+    if name == "where" and not isinstance(node.args[2], Node) and written.values[node.args[0]].dim():  # type: ignore[index]
+        for by in (0.0, -1.0, -10.0):
+            text = f"masked with {by:g} in place of {node.args[2]}"
+            yield Mistake("mask", text, {node: _made_of(torch.where, *_operands_of(written, node)[:2], by)})
+
+
+def _gate(node: Node, written: WrittenOut) -> Node | None:
+    """Return x of x sigmoid(x)."""
+    if _name(node) != "mul" or len(node.args) < 2:
+        return None
+    for one, other in (node.args[:2], node.args[1::-1]):
+        if isinstance(other, Node) and _name(other) == "sigmoid" and other.args[0] is one and isinstance(one, Node):
+            return one
+    return None
+
+
+def _operands(node: Node, written: WrittenOut) -> Iterator[Mistake]:
+    """Operands exchanged, transposed, or taken from another place."""
+    name = _name(node)
+    floats = [a for a in node.args if isinstance(a, Node) and isinstance(written.values[a], Tensor)]
+    target: Any = node.target
+    if name in ("sub", "div", "matmul", "mm", "bmm") and len(floats) == 2:
+        a, b = (written.values[f] for f in floats)
+        if a.shape == b.shape or name in ("sub", "div"):
+            yield Mistake(
+                "operands swapped", f"the operands of {name} are exchanged", {node: lambda v, a, k: target(a[1], a[0])}
+            )
+    if name in ("matmul", "mm", "bmm") and len(floats) == 2:
+        for place in (0, 1):
+            own = written.values[floats[place]]
+            if own.dim() > 1 and own.shape[-1] == own.shape[-2]:
+                text = f"{_called(written, floats[place])} is transposed"
+                yield Mistake("permuted", text, {node: _with(target, place, lambda t: t.mT)})
+
+
+def _with(target: Any, place: int, change: Callable[[Tensor], Tensor]) -> Change:
+    def made(value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return target(*(change(a) if i == place else a for i, a in enumerate(args)), **kwargs)
+
+    return made
+
+
+def _masks(node: Node, value: Tensor) -> Iterator[Mistake]:
+    """Other masks where scores become probabilities."""
+    is_score = _name(node) in ("mul", "div", "where", "add") and value.dim() > 1 and value.is_floating_point()
+    reads = [user for user in node.users if _name(user) in ("amax", "sub")]
+    if not is_score or not reads or value.shape[-1] < 4 or value.shape[-2] < 2:
+        return
+    rows, columns = torch.arange(value.shape[-2])[:, None], torch.arange(value.shape[-1])
+    gap = rows - columns
+    is_masked = _name(node) == "where"
+    shapes = {f"the mask is moved by {by}": gap >= -by for by in (1, -1, 2)}
+    if not is_masked:
+        shapes = {"causal": gap >= 0}
+    size = value.shape[-1]
+    for n in _tails(size):
+        text = f"the last {n} of {size} are masked"
+        yield Mistake("tail", text, {node: _hidden(columns >= size - n)})
+    shapes |= {"the other triangle is masked": gap <= 0}
+    shapes |= {f"a window of {w} is masked": (gap >= 0) & (gap < w) for w in (2, 4, 8, 16, 32, 64, 128)}
+    for text, seen in shapes.items():
+        if not bool(seen.all()):
+            yield Mistake("mask", text, {node: _hidden(~seen, unmasked=is_masked)})
+    if is_masked:
+        yield Mistake("mask", "the mask is left out", {node: lambda v, a, k: a[1]})
+        yield Mistake("mask", "masked by zero", {node: lambda v, a, k: torch.where(a[0], a[1], 0.0)})
+
+
+def _tails(size: int) -> list[int]:
+    """Return numbers of elements beyond whole blocks, and a few small ones."""
+    found = {size % block for block in _BLOCKS[3:]} | {1, 2, 3, size // 2}
+    return sorted(n for n in found if 0 < n < size)
+
+
+def _shortened(node: Node, written: WrittenOut) -> Iterator[Mistake]:
+    """Sums that leave out the end, or that take more than there is."""
+    name = _name(node)
+    if name in ("sum", "mean") and isinstance(node.args[0], Node):
+        x, dims = written.values[node.args[0]], argument(node, "dim")
+        dim = dims[0] if isinstance(dims, (list, tuple)) and len(dims) == 1 else dims if isinstance(dims, int) else None
+        if dim is None or x.dim() == 0:
+            dim = 0 if x.dim() == 1 else None
+        if dim is None:
+            return
+        for n in _tails(x.shape[dim]):
+            text = f"the last {n} of {x.shape[dim]} do not enter the {name}"
+            change = _with(node.target, 0, lambda t, n=n: _without_tail(t, dim, n))  # type: ignore[misc]
+            yield Mistake("tail", text, {node: change})
+        if name == "sum" and _name(node.args[0]) == "exp":
+            for block in (8, 16, 32, 64, 128, 256, 512, 1024):
+                more = -x.shape[dim] % block
+                if more:
+                    top = node.args[0].args[0]
+                    yield Mistake(
+                        "tail",
+                        f"{more} zeros beyond the row enter the sum: the last block is not masked",
+                        {node: _padded(written, top, more)},
+                    )
+    if name in ("matmul", "mm", "bmm"):
+        size = written.values[node.args[0]].shape[-1]  # type: ignore[index]
+        for n in _tails(size):
+            text = f"the last {n} of {size} terms of the product are left out"
+            yield Mistake("tail", text, {node: _with(node.target, 0, lambda t, n=n: _without_tail(t, -1, n))})  # type: ignore[misc]
+
+
+def _padded(written: WrittenOut, shifted: Any, more: int) -> Change:
+    """A softmax over zeros beyond the row: exp(0 - max), as far as zero is not the maximum."""
+
+    def change(value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not isinstance(shifted, Node) or _name(shifted) != "sub":
+            return value
+        top = written.values[shifted.args[1]]  # type: ignore[index]
+        extra = torch.exp(-top) * more
+        return value + extra.reshape(value.shape)
+
+    return change
+
+
+def _without_tail(tensor: Tensor, dim: int, number: int) -> Tensor:
+    found = tensor.clone()
+    found.narrow(dim, tensor.shape[dim] - number, number).zero_()
+    return found
+
+
+def _of_all_reductions(written: WrittenOut) -> Iterator[Mistake]:
+    """All sums, means and maxima along another axis, or without the end."""
+    nodes = [n for n in written.nodes if _name(n) in _REDUCES and isinstance(n.args[0], Node)]
+    nodes += [n for n in written.nodes if _name(n) in ("cumsum", "cumprod", "sort", "flip")]
+    if not nodes:
+        return
+    rank = written.values[nodes[0].args[0]].dim()
+    for dim in range(rank):
+        changes = {}
+        for node in nodes:
+            given = argument(node, "dim")
+            is_list = isinstance(given, (list, tuple))
+            other: Any = [dim] if is_list else dim
+            changes[node] = _along(node, other)
+        yield Mistake("axis", f"along axis {dim}", changes)
+        for node in nodes if len(nodes) > 1 else ():
+            text = f"{_name(node)} along axis {dim}"
+            yield Mistake("axis", text, {node: changes[node]}, weight=1)
+    for node in nodes:
+        if _name(node) in ("cumsum", "cumprod"):
+            back = {node: _backwards(node.target, argument(node, "dim"))}
+            yield Mistake("permuted", f"{_name(node)} runs backwards", back)
+    sums = [n for n in nodes if _name(n) in ("sum", "mean")]
+    dims = [argument(n, "dim") for n in sums]
+    if sums and all(isinstance(d, (list, tuple)) and len(d) == 1 for d in dims):
+        size = written.values[sums[0].args[0]].shape[dims[0][0]]
+        for n in _tails(size):
+            changes = {node: _first_only(node, n) for node in sums}
+            yield Mistake("tail", f"the last {n} of {size} do not enter", changes)
+
+
+def _first_only(node: Node, number: int) -> Change:
+    (dim,) = argument(node, "dim")
+
+    def change(value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x = args[0].narrow(dim, 0, args[0].shape[dim] - number)
+        return node.target(x, *args[1:], **kwargs)  # type: ignore[operator]
+
+    return change
+
+
+def _along(node: Node, dim: Any) -> Change:
+    def change(value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if "dim" in kwargs or len(args) < 2:
+            return node.target(*args, **{**kwargs, "dim": dim})  # type: ignore[operator]
+        return node.target(args[0], dim, *args[2:], **kwargs)  # type: ignore[operator]
+
+    return change
+
+
+def _of_inputs(written: WrittenOut) -> Iterator[Mistake]:
+    """Arguments that are ignored, exchanged, transposed, moved, cut off or rounded."""
+    floats = [i for i, t in enumerate(written.inputs) if t.is_floating_point()]
+    for i in floats:
+        x, called = written.inputs[i], f"argument {i}"
+        if len(written.inputs) > 1:
+            yield Mistake("argument ignored", f"{called} is ignored (taken as 1)", inputs={i: torch.ones_like(x)})
+            kind: MistakeKind = "bias missing" if x.dim() == 1 else "argument ignored"
+            yield Mistake(kind, f"{called} is ignored (taken as 0)", inputs={i: torch.zeros_like(x)})
+        yield Mistake("bias missing", f"1 is added to {called}", inputs={i: x + 1})
+        for factor in (-1.0, 2.0, 0.5):
+            yield Mistake("scale", f"{called} is multiplied by {factor:g}", inputs={i: x * factor}, weight=1)
+        for axis in range(x.dim()):
+            size = x.shape[axis]
+            if size > 1:
+                yield Mistake("permuted", f"{called} is reversed along axis {axis}", inputs={i: x.flip(axis)}, weight=1)
+            for n in _tails(size):
+                text = f"the last {n} of {size} along axis {axis} of {called} are left out"
+                yield Mistake("tail", text, inputs={i: _without_tail(x, axis, n)}, weight=1)
+            for by in (1, -1):
+                text = f"{called} is moved by {by} along axis {axis}"
+                yield Mistake("position", text, inputs={i: x.roll(by, axis)}, weight=1)
+                shifted = x.roll(by, axis)
+                shifted.narrow(axis, 0 if by > 0 else size - 1, 1).zero_()
+                yield Mistake("position", f"{text}, with zeros", inputs={i: shifted}, weight=1)
+        if x.dim() > 1 and x.shape[-1] == x.shape[-2]:
+            yield Mistake("permuted", f"{called} is transposed", inputs={i: x.mT})
+        if x.dim() > 3:
+            yield Mistake("permuted", f"{called} is reversed along its last two axes", inputs={i: x.flip(-1, -2)})
+        if x.dim() > 0 and x.shape[-1] % 2 == 0 and x.shape[-1] > 2:
+            halves = x.unflatten(-1, (2, -1)).mT.flatten(-2)
+            back = x.unflatten(-1, (-1, 2)).mT.flatten(-2)
+            yield Mistake("permuted", f"{called}: halves that should be interleaved", inputs={i: halves}, weight=1)
+            yield Mistake("permuted", f"{called}: interleaved in place of halves", inputs={i: back}, weight=1)
+    for i in range(len(written.inputs)):
+        for j in range(i + 1, len(written.inputs)):
+            a, b = written.inputs[i], written.inputs[j]
+            if a.shape == b.shape and a.dtype == b.dtype:
+                yield Mistake("operands swapped", f"arguments {i} and {j} are exchanged", inputs={i: b, j: a})
+    for shape in {t.shape for t in written.inputs if t.dim()}:
+        alike = [i for i in floats if written.inputs[i].shape == shape]
+        for axis in range(len(shape)) if len(alike) > 1 else ():
+            for by in (1, -1):
+                text = f"arguments {', '.join(map(str, alike))} are moved by {by} along axis {axis}"
+                yield Mistake("position", text, inputs={i: written.inputs[i].roll(by, axis) for i in alike})
+    for i, t in enumerate(written.inputs):
+        if not t.is_floating_point() and t.dtype is not torch.bool and t.dim():
+            for by in (1, -1):
+                yield Mistake("position", f"argument {i} is moved by {by}", inputs={i: t.roll(by, 0)})
+    for name, dtype in _ROUNDED.items():
+        every = {i: written.inputs[i].to(dtype).double() for i in floats}
+        yield Mistake("precision", f"the inputs are rounded to {name}", inputs=every)
+        for i in floats if len(floats) > 1 else ():
+            yield Mistake("precision", f"argument {i} is rounded to {name}", inputs={i: every[i]}, weight=1)
+    every = {i: _tf32(written.inputs[i]) for i in floats}
+    yield Mistake("precision", "the inputs are rounded to tf32", inputs=every)
+
+
+def _tf32(x: Tensor) -> Tensor:
+    bits = x.float().view(torch.int32)
+    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32).double()
+
+
+def _rounded(node: Node, written: WrittenOut) -> Iterator[Mistake]:
+    """A result that is rounded on the way."""
+    value = written.values[node]
+    if not isinstance(value, Tensor) or not value.is_floating_point() or _name(node) in ("view", "expand", "t"):
+        return
+    for name, dtype in _ROUNDED.items():
+        text = f"the result of {_name(node)} is rounded to {name}"
+        yield Mistake("precision", text, {node: _made_in(dtype)}, weight=1)
