@@ -67,7 +67,7 @@ class Opened:
         rows: Rows of the table of embeddings; None if unknown.
         has_processor: Whether the side takes images or sounds.
         has_weights: Whether the side has a checkpoint of which the headers can be read.
-        limits: Cause of a difference of tokens -> why the engine cannot avoid it, whatever file it reads.
+        limits: Begin of the cause of a difference of tokens -> why the engine cannot avoid it, whatever file it reads.
         warnings: Lines that the engine logged while it opened the file.
     """
 

@@ -52,9 +52,11 @@ _SAMPLING = {
 }
 """Key below `general.sampling` -> name of transformers."""
 _DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.0}
+_BPE = 2
 _LIMITS = {
-    "normalization (NFC)": "llama.cpp does not normalize texts for BPE vocabularies",
+    "end token split": "llama.cpp knows ends of a generation by their names, whatever the file says of them",
 }
+_LIMITS_OF_BPE = _LIMITS | {"normalization": "llama.cpp does not normalize texts for BPE vocabularies"}
 
 
 class GgufSide(PromptSide):
@@ -95,7 +97,7 @@ class GgufSide(PromptSide):
             template if isinstance(template, str) else None,
             settings=self._settings(file, vocabulary),
             rows=None if table is None else table.shape[0],
-            limits=_LIMITS,
+            limits=_LIMITS_OF_BPE if self._library.llama_vocab_type(self._vocab) == _BPE else _LIMITS,
             warnings=warnings,
         )
 
