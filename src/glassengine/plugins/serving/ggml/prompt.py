@@ -10,7 +10,7 @@ from typing import Any
 
 from glassengine.errors import UsageError
 from glassengine.plugins.serving.ggml.child import find_library
-from glassengine.plugins.serving.ggml.file import GgufFile
+from glassengine.plugins.serving.ggml.file import GgufFile, Many
 from glassengine.plugins.serving.ggml.library import LOG, LOGGED, Library, Opaque, Pointer, logged
 from glassengine.prompt.huggingface import rendered_by_transformers
 from glassengine.prompt.side import (
@@ -22,6 +22,7 @@ from glassengine.prompt.side import (
     Vocabulary,
     bytes_of,
     numbers_of,
+    require_countable,
 )
 
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
@@ -76,6 +77,8 @@ class GgufSide(PromptSide):
         model = file.settings.get("tokenizer.ggml.model")
         if model in (None, "none"):
             raise NoTokenizer("the GGUF file has no tokenizer", got=str(path), hint="convert it with its tokenizer")
+        tokens = file.settings.get("tokenizer.ggml.tokens")
+        require_countable(tokens.number if isinstance(tokens, Many) else len(tokens or ()))
         self._library = Library(str(find_library(None)))
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(self._library, name)
