@@ -432,7 +432,7 @@ DECIDED_BY_WORDS = {
     ("cli/errors.py", "<frozen importlib"): "Python's own name of a file",
     # How words are laid out on a screen.
     ("report/words.py", " at ["): "a place that is told already is not told twice",
-    ("report/terminal_check.py", "judged "): "the column is called judged",
+    ("report/words.py", "judged "): "the column says how",
 }
 
 

@@ -53,7 +53,7 @@ def test_what_the_picture_names_is_there(root: Path, draw: ModuleType) -> None:
     assert shown.splitlines()[0] == f"$ glass {' '.join(draw.COMMAND)}"
     path, _, function = draw.COMMAND[-1].partition(":")
     assert f"def {function}(" in (root / path).read_text(encoding="utf-8")
-    ((source, number, text),) = re.findall(r"^ +source +(\S+):(\d+): (.+)$", shown, re.MULTILINE)
+    ((source, number, text),) = re.findall(r"^ +baseline +(\S+):(\d+): (.+)$", shown, re.MULTILINE)
     installed = Path(transformers.__file__).parents[1] / source
     assert installed.read_text(encoding="utf-8").splitlines()[int(number) - 1].strip() == text
     flags = {flag for option in load_command("check").params for flag in option.opts}

@@ -91,10 +91,10 @@ def extra_factor(model: Any) -> str:
 
 
 MISTAKES = {
-    scaled_attention: "scale: 0.25 here, 0.2625 in the candidate",
+    scaled_attention: ": 0.25 in the baseline, 0.2625 in the candidate",
     swapped_projections: "gate_proj.weight holds the weight of model.layers.0.mlp.up_proj.weight",
     one_wrong_weight: "differs in 1 of",
-    norm_epsilon: "eps: 1e-06 here, 1e-05 in the candidate",
+    norm_epsilon: ": 1e-06 in the baseline, 1e-05 in the candidate",
     rotary_base: "scaled by 0.99",
     activation: None,
     extra_factor: None,

@@ -142,7 +142,7 @@ PAIRS = [
         {
             "activation": Mistake(["ff1.fn.fn.net.1/*"], ["silu", "gelu"]),
             "positions": Mistake(["attn.fn*"], ["axes 0 and 1 of rel_pos_emb/embedding.0 are transposed"]),
-            "off by one": Mistake(["attn.fn*"], ["512 is added here, 513"]),
+            "off by one": Mistake(["attn.fn*"], ["512 is added in the baseline, 513"]),
             "gate": Mistake(["conv.net.3/*"], ["other factor", "exchanged", "instead of"]),
             "padding": Mistake(["conv.net.4*"], ["pad", "moved by"]),
             "half": Mistake(["ff2/mul.0"], ["the multiplication by 0.5 is missing"]),

@@ -257,10 +257,10 @@ PAIRS = [
         {"x": torch.randn(7, 6, generator=G), "edge_index": LINKS, "batch": WHOLE},
         {
             "loops": Mistake(["gcn*"], ["has new_zeros", "eye", "add", "diagonal"]),
-            "one side": Mistake(["gcn*"], ["rsqrt", "pow", "index: 0 here, 1"]),
+            "one side": Mistake(["gcn*"], ["rsqrt", "pow", ": 0 in the baseline, 1"]),
             "direction": Mistake(["sage*"], ["transpos", "index", "exchanged"]),
             "mean": Mistake(["sage*"], ["not divided", "mean"]),
-            "epsilon": Mistake(["gin/*"], ["the baseline has add here", "eps", "add.0 is not multiplied"]),
+            "epsilon": Mistake(["gin/*"], ["the baseline has add", "eps", "add.0 is not multiplied"]),
             "activation": Mistake(["gin.nn.1/*"], ["silu"]),
             "pool": Mistake(["pool*"], ["divided", "times", "div"]),
         },

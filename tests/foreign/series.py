@@ -322,7 +322,7 @@ PAIRS = [
             ),
             "causal": Mistake(["own.encoder*mask*", "own.encoder.h.0.attn/*", "own.encoder/*"], ["mask", "causal"]),
             "order": Mistake(["own/stack.0"], ["order", "exchanged", "operand"]),
-            "slice": Mistake(["own/select.*", "own.predict_action.0/*"], ["index: 1 here, 2"]),
+            "slice": Mistake(["own/select.*", "own.predict_action.0/*"], [": 1 in the baseline, 2"]),
             "squashed": Mistake(["own.predict_action.1/*"], ["tanh", "missing", "not applied"]),
             "time": Mistake(["own/add.*"], ["missing", "not added", "skipped", "operand"]),
             "activation": Mistake(["own.encoder.h.0.mlp.act/*"], ["tanh"]),

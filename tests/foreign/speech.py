@@ -387,7 +387,9 @@ PAIRS = [
         },
         {
             "sines": Mistake(["model.encoder/add.0"], ["halves exchanged"]),
-            "places": Mistake(["model.decoder.embed_positions/*", "model.decoder/add*"], ["0 is added here, 1"]),
+            "places": Mistake(
+                ["model.decoder.embed_positions/*", "model.decoder/add*"], ["0 is added in the baseline, 1"]
+            ),
             "activation": Mistake(["model.encoder/gelu.1"], ["tanh"]),
             "causal": Mistake(["model.decoder.layers.0.self_attn/*"], ["the mask is missing"]),
             "last norm": Mistake(["model.decoder.layer_norm/*"], ["layer_norm is missing", "nothing"]),
@@ -431,7 +433,7 @@ PAIRS = [
             "global_conditioning": torch.randn(2, 6, 1, generator=G),
         },
         {
-            "slope": Mistake(["./leaky_relu.2"], ["(0.1) in the candidate", "0.01 here, 0.1"]),
+            "slope": Mistake(["./leaky_relu.2"], ["(0.1) in the candidate", "0.01 in the baseline, 0.1"]),
             "mean": Mistake(["./div.0"], ["is missing", "nothing"]),
             "condition": Mistake(["./add.0"], ["not added", "nothing"]),
             "tanh": Mistake(["./tanh.0"], ["tanh is missing", "nothing"]),
@@ -448,7 +450,7 @@ PAIRS = [
         vits,
         {"input_ids": IDS, "attention_mask": MASK},
         {
-            "places": Mistake(["own.encoder.layers.0.attention/slice.1"], ["slice: start: 12 here, 11"]),
+            "places": Mistake(["own.encoder.layers.0.attention/slice.1"], ["start of slice: 12 in the baseline, 11"]),
             "scale": Mistake(["own.encoder.layers.0.attention/*"], ["scale", "is missing", "div", "mul"]),
             "padding": Mistake(["own.encoder.layers.0.feed_forward*"], ["pad"]),
             "residual": Mistake(
@@ -463,12 +465,12 @@ PAIRS = [
         encodec,
         {"input_values": torch.randn(2, 1, 203, generator=G)},
         {
-            "side": Mistake(["encoder.layers.0/*"], ["pad: [6, 0] here, [0, 6]"]),
+            "side": Mistake(["encoder.layers.0/*"], [": [6, 0] in the baseline, [0, 6]"]),
             "reflect": Mistake(["encoder.layers.0/*"], ["padding", "mode"]),
             "trim": Mistake(["decoder.layers.3*"], ["start", "end", "moved"]),
             "skip": Mistake(["encoder.layers.7*"], ["not added", "is missing"]),
             "gates": Mistake(["encoder.layers.7*"], ["blocks of"]),
-            "farthest": Mistake(["./max.0", "./embedding.0"], ["max here, min"]),
+            "farthest": Mistake(["./max.0", "./embedding.0"], ["max in the baseline, min"]),
             "elu": Mistake(["encoder.layers.1.block.0/*"], ["alpha"]),
             "gain": Mistake(["decoder.layers.0*"], ["original0", "weight_g"]),
         },

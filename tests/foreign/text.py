@@ -151,7 +151,7 @@ PAIRS = [
         bark,
         {"codes": torch.randint(0, 30, (2, 9, 4), generator=G)},
         {
-            "books": Mistake(["own/*"], ["slice", "end: 3 here, 2", "index"]),
+            "books": Mistake(["own/*"], ["slice", ": 3 in the baseline, 2", "index"]),
             "mean": Mistake(["own/sum.0"], ["mean"]),
             "causal": Mistake(
                 ["own.layers.0.attn/*"], ["causal"], "a causal mask where the baseline writes attention out has no hint"

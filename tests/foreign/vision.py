@@ -71,7 +71,7 @@ PAIRS = [
             "norms": Mistake(["layers.0.0.norm/*"], ["the weights of another module are read: of layers.0.1.net.0"]),
             "bias": Mistake(["layers.1.0.to_out.0/*"], ["bias"]),
             "exchanged": Mistake(["layers.1.0/m*"], ["exchanged", "instead of"]),
-            "scale": Mistake(["layers.0.0/mul.0", "layers.0.0/matmul.0"], ["0.353553 here, 0.388909"]),
+            "scale": Mistake(["layers.0.0/mul.0", "layers.0.0/matmul.0"], ["0.353553 in the baseline, 0.388909"]),
             "residual": Mistake(["./add.2"], ["missing", "not added", "left out"]),
             "activation": Mistake(["layers.0.1.net.2/gelu.0"], ["tanh"]),
         },

@@ -159,7 +159,7 @@ def test_a_mistake_in_a_loop_is_named(old: str, new: str, tmp_path: Path) -> Non
     wrong.op_type = new
     onnx.save(model, tmp_path / "changed.onnx")
     found = glass.check(path, candidate=tmp_path / "changed.onnx").first_divergence
-    assert found is not None and f"{old} {wrong.name} here, {new}" in found.hints[0].text
+    assert found is not None and f"{old} {wrong.name} in the baseline, {new}" in found.hints[0].text
 
 
 def change_a_weight(model: Any) -> None:

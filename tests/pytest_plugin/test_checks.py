@@ -127,9 +127,9 @@ def test_a_failing_test_shows_the_screen_and_leaves_junit_and_sarif(
     for part in (
         "glass: ",
         ">       glass_check(Net().eval(), Wrong().eval(), inputs=INPUTS)",
-        "NotOk: NOT OK: output differs by",
+        "NotOk: NOT OK: gelu in place of silu (proven)",
         "first divergence: ./silu.0",
-        "silu here, gelu in the candidate",
+        "silu in the baseline, gelu in the candidate",
         "hidden = nn.functional.gelu(self.up(x))",
         "2 comparisons in out, findings in out/glass.sarif",
     ):
@@ -140,7 +140,9 @@ def test_a_failing_test_shows_the_screen_and_leaves_junit_and_sarif(
     properties = junit(project)
     of_wrong = properties["test_wrong"]
     assert of_wrong["glass.ok"] == "false" and of_wrong["glass.verdict"] == "wrong"
-    assert of_wrong["glass.site"] == "./silu.0" and of_wrong["glass.hint"] == "silu here, gelu in the candidate"
+    assert (
+        of_wrong["glass.site"] == "./silu.0" and of_wrong["glass.hint"] == "silu in the baseline, gelu in the candidate"
+    )
     assert of_wrong["glass.candidate_source"].startswith("models.py:15: hidden = ")
     assert properties["test_right"]["glass.ok"] == "true" and properties["test_without"] == {}
 

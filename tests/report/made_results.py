@@ -107,7 +107,7 @@ def comparison(pairs: list[Pair] | None = None, **more: Any) -> Comparison:
         },
         "coverage": 0.98,
         "rungs": (Rung("candidate", "model", "port.py:model", "wrong", "judged op by op", len(pairs), 0.98, first),),
-        "not_ok_because": None if wrong is None else f"the logits differ: a tensor is wrong at {wrong.site}",
+        "not_ok_because": None if wrong is None else f"the logits differ: the first wrong op is {wrong.site}",
         "results": (
             ResultComparison(
                 "logits", "logits", "candidate", "name", "wrong" if wrong else "rounding", None, "prompts", 0, 4,

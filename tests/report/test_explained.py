@@ -19,7 +19,10 @@ def test_the_whole(wrong: Comparison) -> None:
 
 def test_one_tensor(wrong: Comparison) -> None:
     text = "\n".join(explained(wrong, "*silu.0"))
-    assert "mistake: activation: silu here, gelu in the candidate" in text and "proven: the baseline with this" in text
+    assert (
+        "mistake: activation: silu in the baseline, gelu in the candidate" in text
+        and "proven: the baseline with this" in text
+    )
     assert "./silu.0: wrong: rounding does not explain the difference" in text
     assert "judged by reverse replay" in text and "times the noise floor" in text and "beyond its bound" in text
     assert "128 of 128 elements differ" in text and "in the candidate: ./gelu.0" in text

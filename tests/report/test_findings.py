@@ -20,7 +20,10 @@ def test_one_mistake_is_one_finding_with_both_lines(wrong: Comparison) -> None:
     assert found.candidate is not None and found.candidate.code == GUILTY
     assert found.candidate.file.endswith("models/port.py") and found.candidate.line == 12
     assert found.baseline is not None and "silu" in found.baseline.code
-    assert "silu here, gelu in the candidate" in found.text and "times what rounding alone explains" in found.text
+    assert (
+        "silu in the baseline, gelu in the candidate" in found.text
+        and "times what rounding alone explains" in found.text
+    )
 
 
 @pytest.mark.parametrize("standing", get_args(Standing))

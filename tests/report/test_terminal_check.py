@@ -57,10 +57,10 @@ def test_it_names_both_sides_of_the_first_divergence(found: Comparison) -> None:
     assert "self.up(x) * 1.05" in found.first_divergence.candidate_source
     # Long lines are wrapped.
     assert "self.up(x)*1.05" in "".join(text.split())
-    assert "baseline Net, candidate Port" in text
+    assert "compared Net (baseline) with Port (candidate)" in text
 
 
-def test_it_fits_a_screen_of_24_rows(found: Comparison) -> None:
+def test_it_fits_a_screen_of_25_rows(found: Comparison) -> None:
     first = found.first_divergence
     assert first is not None
     hints = tuple(Hint("scale", f"a guess number {i} " + "of some length " * 5, 0.5) for i in range(9))
@@ -74,24 +74,45 @@ def test_it_fits_a_screen_of_24_rows(found: Comparison) -> None:
         rungs=(*found.rungs, *found.rungs[:1]),
     )
     lines = screen(crowded)
-    assert len(lines) <= 24, "\n".join(lines)
+    assert len(lines) <= 25, "\n".join(lines)
     assert all(len(line) <= 100 for line in lines)
     assert any("more lines (--json has all)" in line for line in lines)
-    assert len(screen(found)) <= 24
+    assert len(screen(found)) <= 25
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_f78_lines_are_wrapped_at_words_below_their_text_and_name_the_next_command(
+    found: Comparison, width: int
+) -> None:
+    first = found.first_divergence
+    assert first is not None
+    told = " ".join(["words that tell something"] * 6)
+    hint = Hint("scale", told, 0.9)
+    crowded = dataclasses.replace(found, first_divergence=dataclasses.replace(first, hints=(hint,)))
+    console = Console(file=io.StringIO(), width=width, markup=False, highlight=False)
+    console.print(check(crowded, ["check", "net.py:net", "--candidate", "port.py:port"]))
+    lines = console.file.getvalue().rstrip("\n").split("\n")  # type: ignore[attr-defined]
+    assert len(lines) <= 25 and all(len(line) <= width for line in lines)
+    assert lines[1].startswith("results ") and lines[2].startswith("next     change ")
+    at = next(place for place, line in enumerate(lines) if line.startswith("  hint"))
+    rest = [lines[at + offset] for offset in range(1, 2)]
+    assert all(line.startswith(" " * 11) and line.strip().split()[0] in told.split() for line in rest)
 
 
 def test_a_proof_is_a_mistake_with_its_line_and_what_is_less_is_left_out(found: Comparison) -> None:
     first = found.first_divergence
     assert first is not None
-    proof = Hint("eps", "eps: 1e-06 here, 0.001 in the candidate", 1.0, proven=True, line="x = norm(x, 1e-06)")
-    ops = Hint("other", "the baseline has add here, the candidate nothing", 0.6, evidence="ops")
+    proof = Hint(
+        "eps", "eps: 1e-06 in the baseline, 0.001 in the candidate", 1.0, proven=True, line="x = norm(x, 1e-06)"
+    )
+    ops = Hint("other", "the baseline has add, the candidate nothing", 0.6, evidence="ops")
     engine = Hint("other", "only the engine with debug outputs is wrong", 1.0, evidence="observer")
     origins = [dataclasses.replace(first, site=site, hints=(proof,)) for site in ("./norm1.0", "./norm2.0")]
     for others, shown in (((ops,), False), ((engine,), True)):
         named = dataclasses.replace(first, hints=(proof, *others))
         crowded = dataclasses.replace(found, first_divergence=named, origins=(named, *origins))
         lines = screen(crowded)
-        assert "  mistake  eps: eps: 1e-06 here, 0.001 in the candidate" in lines
+        assert "  mistake  eps: eps: 1e-06 in the baseline, 0.001 in the candidate" in lines
         assert "  line     x = norm(x, 1e-06)" in lines
         assert any(line.startswith("  hint") for line in lines) == shown
         assert "  also     the same mistake in 2 other places" in map(str, _about(crowded, named))
@@ -114,7 +135,7 @@ def test_of_bools_it_says_how_many_differ_and_where(tmp_path: Path) -> None:
     inputs = torch.tensor([[1.0, -2.0, 0.0], [0.0, 3.0, -1.0]])
     torch.save({"x": inputs}, tmp_path / "x.pt")
     result = glass.check(Above(), candidate=NotBelow(), inputs=str(tmp_path / "x.pt"))
-    expected = "2 of 6 torch.bool elements differ; first at [0, 2]: 1 for 0"
+    expected = "2 of 6 torch.bool elements differ; first at [0, 2]: baseline 0 | candidate 1"
     assert expected in " ".join("\n".join(screen(result)).split())
     # Another case in which it is right does not make the error 0.
     wrong = next(pair for pair in result.pairs if pair.verdict == "wrong")
@@ -130,11 +151,12 @@ def test_f16_a_wrong_result_whose_pairs_are_all_inherited_is_printed(found: Comp
 
 
 def test_it_begins_with_the_results_the_inputs_and_how_finely_was_judged(found: Comparison) -> None:
-    head, _, results, inputs, judged = screen(found)[:5]
-    assert head.startswith("NOT OK: output differs by 0.116 of 1.89 (24 dB); a tensor is wrong at ./silu.0")
+    head, results, compared, *rest = screen(found)
+    assert head.startswith("NOT OK: output differs by 0.116 of 1.89 (24 dB); the first wrong op is ./silu.0")
     assert results == "results  output differs by 0.116 of 1.89 (24 dB) in inputs, step 0"
-    assert inputs == "inputs   given: x float32[2, 8] all 1"
-    assert judged == "judged   100% op by op of 2 float-valued sites"
+    assert compared == "compared Net (baseline) with Port (candidate)"
+    assert "inputs   given: x float32[2, 8] all 1" in rest
+    assert "judged   2 float tensors: 100% op by op" in rest
 
 
 def test_f41_what_judged_nothing_is_not_called_identical(found: Comparison) -> None:
@@ -191,7 +213,7 @@ def test_many_layers_fit_one_screen() -> None:
     hints = (Hint("other", "64 of 64 groups are moved by +1 steps: their zero is another", 0.9),)
     weights[150] = dataclasses.replace(weights[150], verdict="wrong", hints=hints)
     lines = drawn(comparison(weights, not_ok_because="1 weights differ by more than quantization explains"))
-    assert len(lines) <= 24
+    assert len(lines) <= 25
     first = next(line for line in lines if "q_proj" in line)
     assert first.split()[0] == "150.self_attn.q_proj" and first.endswith("MISTAKE      ")
     assert any(line.startswith("model.layers.150.self_attn.q_proj.weight: 64 of 64 groups") for line in lines)
@@ -204,7 +226,7 @@ def test_many_mistakes_fit_too() -> None:
     hints = (Hint("other", "all groups are moved", 0.9),)
     weights = [weight(f"layers.{n}.weight", 0.01, verdict="wrong", hints=hints) for n in range(100)]
     lines = drawn(comparison(weights, skipped=(Skipped("x", "baseline", "why"),)))
-    assert len(lines) <= 24
+    assert len(lines) <= 25
     assert any("and 96 more (--json has all)" in line for line in lines)
     assert lines[-1].startswith("not judged: 1 weights")
 
@@ -221,4 +243,4 @@ def test_figures_that_are_none_or_no_numbers() -> None:
 def test_long_names_take_more_rows() -> None:
     names = [f"language_model.layers.{n}.block_sparse_moe.experts.gate_up_proj" for n in range(50)]
     lines = drawn(comparison([weight(name, 0.02) for name in [*names, "lm_head"]]))
-    assert len(lines) <= 24
+    assert len(lines) <= 25

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from glassengine.report.words import hint_details, untried
+import pytest
+
+from glassengine.report.words import headline, hint_details, mistake, untried
 from glassengine.results import Comparison, Hint
 
 
@@ -20,3 +22,41 @@ def test_what_was_not_tried_is_said_where_nothing_is_proven(wrong: Comparison) -
     assert first is not None and first.hints[0].proven
     assert untried(dataclasses.replace(first, num_untried=3)) is None
     assert "3 families" in str(untried(dataclasses.replace(first, num_untried=3, hints=())))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "eps of layer_norm: 1e-05 in the baseline, 0.001 in the candidate",
+            "eps of layer_norm in m.2 is 0.001, should be 1e-05",
+        ),
+        (
+            "factor of mul: 2 in the baseline, 4 in the candidate (2 * 2)",
+            "factor of mul in m.2 is 4 (2 * 2), should be 2",
+        ),
+        (
+            "pad of pad: [2, 0] in the baseline, [0, 2] in the candidate; the reference has x",
+            "pad of pad in m.2 is [0, 2], should be [2, 0]",
+        ),
+        ("gelu (tanh) in the baseline, relu in the candidate", "relu in place of gelu (tanh) in m.2"),
+        ("0 is added in the baseline, 1 in the candidate", "0 is added in the baseline, 1 in the candidate, in m.2"),
+        (
+            "the decay is taken in the baseline, not in the candidate",
+            "the decay is taken in the baseline, not in the candidate, in m.2",
+        ),
+        ("a of x: 1 in the baseline, 2 in the candidate; b of x: 3 in the baseline, 4 in the candidate", None),
+        ("bias of linear is missing", "bias of linear is missing, in m.2"),
+    ],
+)
+def test_f78_a_proven_mistake_is_the_first_line(wrong: Comparison, text: str, sentence: str | None) -> None:
+    first = wrong.first_divergence
+    assert first is not None
+    hint = Hint("other", text, 1.0, proven=True)
+    place = {"source": "a.py:1: x", "candidate_source": "port.py:41: y"}
+    found = dataclasses.replace(first, site="m.2/op.0", hints=(hint,), **place)
+    expected = f"{sentence or f'{text}, in m.2'} (proven): port.py:41"
+    assert mistake(found) == expected == headline(dataclasses.replace(wrong, first_divergence=found)).why
+    shared = dataclasses.replace(found, candidate_source=found.source, site="./op.0")
+    assert str(mistake(shared)).endswith(" (proven)") and " in m.2" not in str(mistake(shared))
+    assert mistake(dataclasses.replace(found, hints=(dataclasses.replace(hint, proven=False),))) is None

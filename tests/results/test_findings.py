@@ -106,7 +106,7 @@ def test_a_mistake_that_these_inputs_do_not_excite_is_told_as_such_and_is_not_ok
     found = checked(tmp_path, port, Guarded)
     assert all(one.agrees for one in found.results)
     assert not found.ok and found.standing == "differs inside"
-    assert str(found.not_ok_because).startswith("differs inside, not in the results: a tensor is wrong at ./mul.0")
+    assert str(found.not_ok_because).startswith("differs inside, not in the results: the first wrong op is ./mul.0")
 
 
 def test_f6_modules_of_other_names_are_no_mistake(tmp_path: Path) -> None:

@@ -64,6 +64,12 @@ def test_the_card_of_a_comparison_is_small_and_inert(found: Comparison) -> None:
     inert(evil._repr_html_())
 
 
+def test_u6_repr_is_one_line(found: Comparison) -> None:
+    text = repr(found)
+    assert text.startswith(f"<Comparison NOT OK: {found.not_ok_because}; ") and len(text) < 300 and "\n" not in text
+    assert repr(dataclasses.replace(found, ok=True, verdict="rounding")).startswith("<Comparison ok: rounding; ")
+
+
 def test_recordings_and_engines(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU()).eval()
     with glass.record(model, tmp_path / "run"):

@@ -89,7 +89,7 @@ def _compared(
     if found is None:
         is_text = isinstance(request.inputs, str) and Path(request.inputs).suffix == ".txt"
         texts = prompt_texts(str(request.inputs))[:_MOST_TEXTS] if is_text else ()
-        found = compare_in(workers, baseline, candidate, texts)
+        found = compare_in(workers, baseline, candidate, texts, python=request.serving.python)
     return replace(found, baseline=sides[0], candidate=sides[1])
 
 
@@ -101,8 +101,8 @@ def _sides_of(request: CheckRequest, tokenizer: str | None) -> tuple[str, str] |
     baseline = base_and_adapter(str(request.baseline), None)[0]
     try:
         for side in (baseline, str(other)):
-            if not _is_hub_id(side):
-                kind_of(side)
+            if not _is_hub_id(side) and kind_of(side)[0] == "port" and side != tokenizer:
+                return None  # it returns a model, which would be built twice
     except UsageError:
         if tokenizer is not None:
             raise

@@ -26,7 +26,10 @@ MEMORY = 12 << 30
 SECONDS = 240
 """Of processor time, for all requests together."""
 
-EXPECTED = "a directory of transformers, FILE.gguf, genai:DIR, FILE.model of sentencepiece, or file.py:factory"
+EXPECTED = (
+    "a directory of transformers, FILE.gguf, genai:DIR, openvino:DIR, vllm:DIR, FILE.model of sentencepiece, or "
+    "file.py:factory"
+)
 """Forms of a side."""
 
 _sides: dict[str, PromptSide] = {}
@@ -82,6 +85,10 @@ def _open(spec: str) -> PromptSide:
         return plugin("serving.ggml.prompt").GgufSide(path)  # type: ignore[no-any-return]
     if kind == "genai":
         return plugin("serving.onnx.prompt").GenaiSide(path)  # type: ignore[no-any-return]
+    if kind == "vllm":
+        return plugin("serving.vllm.prompt").VllmSide(path)  # type: ignore[no-any-return]
+    if kind == "openvino":
+        return plugin("serving.openvino.prompt").OpenvinoSide(path)  # type: ignore[no-any-return]
     if kind == "port":
         from glassengine.prompt.port import Port
 
@@ -97,7 +104,7 @@ def kind_of(spec: str) -> tuple[str, Path]:
         UsageError: It is no file or directory with a tokenizer.
     """
     prefix, _, rest = spec.partition(":")
-    if prefix in ("gguf", "genai") and rest:
+    if prefix in ("gguf", "genai", "openvino", "vllm") and rest:
         kind, path = prefix, Path(rest)
     elif is_factory(spec):
         function(spec)
@@ -105,15 +112,39 @@ def kind_of(spec: str) -> tuple[str, Path]:
     else:
         path = Path(spec)
         kind = {".gguf": "gguf", ".model": "sentencepiece"}.get(path.suffix, "directory")
-    if kind in ("genai", "directory"):
+    if kind not in ("gguf", "sentencepiece"):
         if not path.is_dir():
             raise UsageError("no such directory", got=spec, expected=EXPECTED)
-        names = TOKENIZERS if kind == "genai" else TOKENIZERS + PROCESSORS
+        more = {"directory": TOKENIZERS + PROCESSORS, "openvino": ("openvino_tokenizer.xml",)}
+        names = more.get(kind, TOKENIZERS)
         if not has_any(path, names):
             raise NoTokenizer("the directory has no tokenizer", got=spec, expected=", ".join(TOKENIZERS[:4]))
     elif not path.is_file():
         raise UsageError("no such file", got=spec, expected=EXPECTED)
     return kind, path
+
+
+_STARTS = """
+import importlib, importlib.util as util, sys
+here = sys.argv[1:]
+spec = util.spec_from_file_location("glassengine", here[0] + "/__init__.py", submodule_search_locations=here)
+sys.modules["glassengine"] = package = util.module_from_spec(spec)
+spec.loader.exec_module(package)
+importlib.import_module("glassengine.workers.pipe").serve(importlib.import_module("glassengine.prompt.worker").answer)
+"""
+
+
+def worker_in(python: str | Path | None) -> Processes:
+    """Return a process of another interpreter: it has this package of here, and all others of its own.
+
+    Raises:
+        UsageError: There is no such interpreter.
+    """
+    given = Path(python or sys.executable)
+    if not given.is_file():
+        raise UsageError("no such interpreter", got=str(given), hint="--python VENV/bin/python, of vLLM's environment")
+    here = str(Path(__file__).parent.parent)
+    return Processes(answer, 1, [str(given.absolute()), "-I", "-c", _STARTS, here])
 
 
 class Remote(PromptSide):

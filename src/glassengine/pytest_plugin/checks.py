@@ -218,11 +218,15 @@ def _properties(result: Comparison) -> dict[str, object]:
 def _screen(result: Comparison, of_models: bool) -> str:
     from rich.console import Console
 
+    shown: RenderableType
     if of_models:
-        from glassengine.report.terminal_check import check as drawn
+        from glassengine.report.terminal_check import check
+
+        shown = check(result)
     else:
-        from glassengine.report.terminal_compare import comparison as drawn
-    shown: RenderableType = drawn(result)
+        from glassengine.report.terminal_compare import comparison
+
+        shown = comparison(result)
     console = Console(file=StringIO(), width=_COLUMNS, markup=False, highlight=False, emoji=False, no_color=True)
     # Lines of code stay in one piece.
     console.print(shown, soft_wrap=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from glassengine.errors import UnknownNameError
 from glassengine.reading.files import printable
 from glassengine.report.findings import RULES, findings
-from glassengine.report.terminal_check import answer, headline
+from glassengine.report.terminal_check import answer, compared, headline
 from glassengine.report.words import hint_details, of_side, untried
 from glassengine.results import VERDICTS, Comparison, Divergence, Figures, Pair, Skipped
 from glassengine.sites import matches
@@ -39,7 +39,8 @@ def explained(result: Comparison, site: str | None = None) -> list[str]:
 
 
 def _whole(result: Comparison) -> Iterator[str]:
-    yield from headline(result).plain.split("\n")
+    yield headline(result).plain
+    yield compared(result).plain
     yield from (line.plain for line in answer(result))
     yield f"standing: {result.standing}"
     told = findings(result)

@@ -5,6 +5,8 @@ SARIF, the text for coding agents, properties of tests and marks of other viewer
 
 from __future__ import annotations
 
+import itertools
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,6 +122,11 @@ class Finding:
     hints: Sequence[Hint] = ()
 
     @property
+    def at(self) -> str:
+        """File and line of the candidate, without folders."""
+        return "this op" if self.candidate is None else f"{Path(self.candidate.file).name}:{self.candidate.line}"
+
+    @property
     def is_shared(self) -> bool:
         """Whether both sides run one line: what the candidate gives to it is the mistake, and not the line."""
         return self.candidate is not None and self.candidate == self.baseline
@@ -206,3 +213,50 @@ def _of_origin(origin: Divergence, pairs: Sequence[Pair], fails: bool) -> Findin
         baseline=lines[0],
         hints=origin.hints,
     )
+
+
+def next_step(result: Comparison, command: Sequence[str]) -> str:
+    """Return one thing to do: a command, or the line to change and the command that checks it.
+
+    Args:
+        result: Of a check or of a comparison.
+        command: The command line that gave it, after `glass`.
+    """
+    found = next(iter(findings(result)), None)
+    again = f"glass {shlex.join(command)}"
+    if result.ok:
+        return "nothing; both sides agree" if found is None else f"nothing has to be done; watch {found.site}"
+    if result.too_little:
+        return f"{_with_document(command)}, and read .skipped for what was not judged and why"
+    if found is not None and found.rule == "prompt-differs" and result.prompt is not None:
+        sides = shlex.join([result.prompt.baseline, result.prompt.candidate])
+        return f"make the prompts the same (glass check-prompt {sides} shows all), then {again}"
+    origin = None if found is None else found.divergence
+    if origin is not None and origin.reproduction:
+        test = shlex.quote(str(Path(origin.reproduction) / "test_repro.py"))
+        return f"python {test}  # fails until the op is right; then {again}"
+    if found is not None and found.is_shared:
+        return (
+            f"both sides run {found.at}: change what the candidate gives to it (weights, configuration), then {again}"
+        )
+    if found is not None and found.candidate is not None:
+        return f"change {found.candidate.place}, then {again}"
+    if command[:1] == ["check"]:
+        return f"{again} --reproduction reproduction"
+    site = "" if found is None or found.site is None else f" {shlex.quote(found.site)}"
+    document = _document(command)
+    if document is not None:
+        return f"glass explain {shlex.quote(document)}{site}"
+    return f"{_with_document(command)}, then glass explain result.json{site}"
+
+
+def _document(command: Sequence[str]) -> str | None:
+    """Return the file that the command wrote its document to."""
+    words = [word.partition("=")[2] for word in command if word.startswith("--json=")]
+    words += [after for word, after in itertools.pairwise(command) if word == "--json" and after.endswith(".json")]
+    return next(iter(words), None)
+
+
+def _with_document(command: Sequence[str]) -> str:
+    again = f"glass {shlex.join(command)}"
+    return again if _document(command) is not None else f"{again} --json result.json"

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from glassengine.report import words
+from glassengine.report.findings import next_step
 from glassengine.report.table import VERDICT_STYLES, mark
 from glassengine.report.terminal_prompt import prompt
 from glassengine.report.words import (
@@ -33,7 +36,10 @@ from glassengine.results import VERDICTS, Comparison, Divergence, DriftRow, Hint
 if TYPE_CHECKING:
     from glassengine.results.replay import Bisection, Replayed, ReplayedOutput
 
-_ROWS, _COLUMNS = 24, 100
+_ROWS, _COLUMNS = 25, 100
+_RESULTS = ("results ", "         ")
+_LABEL = re.compile(r" *[a-z]+ {2,}|compared | {2}(?:baseline|candidate) ")
+"""The word before a line, and the space up to its text."""
 _HEAD, _LEAST_ROWS = 5, 3
 """Lines of the head of a table, and the fewest rows of one."""
 _MAX_RESULTS, _MAX_INPUTS, _MAX_NOTES = 3, 3, 3
@@ -46,78 +52,136 @@ _NAME = 21
 _WORDS = {"identical": "identical", "rounding": "quantization", "suspicious": "suspicious", "wrong": "MISTAKE"}
 
 
-def check(result: Comparison) -> RenderableType:
-    """Return the one screen."""
+def check(result: Comparison, command: Sequence[str] = ()) -> RenderableType:
+    """Return the one screen.
+
+    Args:
+        result: Of a check.
+        command: The command line that gave it, after `glass`; the next command is made from it.
+    """
     if result.prompt is not None and not result.counts["compared"]:
         return prompt(result.prompt)
     if result.quantization is not None and not result.fineness:
         return quantization(result, result.quantization)
-    head = [headline(result), *answer(result)]
-    weights = list(_weights(result))
-    divergence: list[Text] = []
-    rest: list[Text] = []
-    if result.first_divergence is not None:
-        divergence += _divergence(result, result.first_divergence)
-        rest += _about(result, result.first_divergence)
-    rest += [*_severity(result), *_written_differently(result), *_skipped(result)]
-    # The table has its head and a rule.
-    left = _ROWS - _rows(head) - (len(result.rungs) + 2) - _rows(weights) - _rows(divergence) - 1
-    drift = []
-    if result.drift:
-        # A comparison of two precisions asks where the signal is lost.
-        drift.append(drift_table(result.drift, left - 4))
-        left -= drift[0].row_count + 4
-    costs = []
-    if result.quantization is not None and result.quantization.weights:
-        costs.append(weights_table(result.quantization, max(left - _HEAD, _LEAST_ROWS)))
-        left -= costs[0].row_count + _HEAD
-    tables: list[RenderableType] = [_ladder(result), *drift, *costs]
-    return Group(*head, *tables, *weights, *divergence, *_cut(rest, max(left, 1)))
+    return _Screen(result, command)
+
+
+@dataclass(frozen=True)
+class _Screen:
+    """The answer of a check: the mistake, the results and the next command first, at most 25 lines in all."""
+
+    result: Comparison
+    command: Sequence[str]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draw it in the width that there is; what is printed with soft wrapping is not wrapped."""
+        result, width = self.result, options.max_width
+
+        def rows(lines: Sequence[Text]) -> int:
+            return len(lines) if options.no_wrap else sum(_height(line, console, width) for line in lines)
+
+        head = list(answer(result))
+        divergence = [] if result.first_divergence is None else list(_divergence(result, result.first_divergence))
+        results = [line for line in head if line.plain.startswith(_RESULTS)]
+        rest_of_head = [line for line in head if line not in results]
+        top = [headline(result), *results, *_because(result), *_next(result, self.command), compared(result)]
+        weights = list(_weights(result))
+        first = result.first_divergence
+        rest = [*([] if first is None else _about(result, first)), *_severity(result), *_written_differently(result)]
+        rest += _skipped(result)
+        shown = [*top, *divergence, *rest_of_head, *weights]
+        # The table has its head and a rule.
+        left = _ROWS - rows(shown) - (len(result.rungs) + 2) - 1
+        drift = []
+        if result.drift:
+            # A comparison of two precisions asks where the signal is lost.
+            drift.append(drift_table(result.drift, left - 4))
+            left -= drift[0].row_count + 4
+        costs = []
+        if result.quantization is not None and result.quantization.weights:
+            costs.append(weights_table(result.quantization, max(left - _HEAD, _LEAST_ROWS)))
+            left -= costs[0].row_count + _HEAD
+        wrap = (lambda line: line) if options.no_wrap else _hanging
+        yield from map(wrap, shown)
+        yield from (_ladder(result), *drift, *costs)
+        yield from map(wrap, _cut(rest, max(left, 1), rows))
+
+
+def _hanging(line: Text) -> RenderableType:
+    """Return a line that is wrapped below its own text, and not below its label."""
+    label = _LABEL.match(line.plain)
+    if label is None:
+        return line
+    grid = Table.grid(padding=0)
+    grid.add_column(width=label.end(), no_wrap=True)
+    grid.add_column(overflow="fold")
+    grid.add_row(line[: label.end()], line[label.end() :])
+    return grid
+
+
+def _height(line: Text, console: Console, width: int) -> int:
+    """Return how many rows of a screen a line takes."""
+    label = _LABEL.match(line.plain)
+    indent = 0 if label is None else label.end()
+    return sum(max(1, len(part.wrap(console, max(width - indent, 1)))) for part in line[indent:].split("\n"))
 
 
 def _rows(lines: Sequence[Text]) -> int:
-    """Return how many rows of a screen `lines` take."""
+    """Return how many rows of a screen of 100 columns `lines` take."""
     plain = (part for line in lines for part in line.plain.split("\n"))
     return sum(max(1, math.ceil(len(part) / _COLUMNS)) for part in plain)
 
 
-def _cut(lines: Sequence[Text], rows: int) -> list[Text]:
+def _cut(lines: Sequence[Text], room: int, rows: Callable[[Sequence[Text]], int]) -> list[Text]:
     """Return as many of `lines` as fit, and how many there are beside them."""
-    if _rows(lines) <= rows:
+    if rows(lines) <= room:
         return list(lines)
     kept: list[Text] = []
-    while _rows([*kept, lines[len(kept)]]) < rows:
+    while rows([*kept, lines[len(kept)]]) < room:
         kept.append(lines[len(kept)])
     return [*kept, Text(f"... and {len(lines) - len(kept)} more lines (--json has all)")]
 
 
 def headline(result: Comparison) -> Text:
-    """Return whether it is ok and why, and what was compared."""
+    """Return whether it is ok and why: the mistake in words where one is proven."""
     found = words.headline(result)
     text = mark(result.ok).append(": ")
-    text.append(found.why, style=VERDICT_STYLES[result.verdict] if found.is_flagged else "")
-    text.append(f"\nbaseline {short(result.baseline)}, candidate {short(result.candidate)}")
-    return text
+    return text.append(found.why, style=VERDICT_STYLES[result.verdict] if found.is_flagged else "")
+
+
+def compared(result: Comparison) -> Text:
+    """Return what was compared."""
+    return Text(f"compared {short(result.baseline)} (baseline) with {short(result.candidate)} (candidate)")
+
+
+def _because(result: Comparison) -> Iterator[Text]:
+    if words.named_mistake(result) is not None and result.other_reasons:
+        yield Text(f"because  {'; '.join(result.other_reasons)}")
+
+
+def _next(result: Comparison, command: Sequence[str]) -> Iterator[Text]:
+    if command and not result.ok:
+        yield Text(f"next     {next_step(result, command)}")
 
 
 def _short_source(source: str) -> str:
     """Return "file:line: code" with the end of a long path."""
-    place, code = parts_of_source(source)
-    return f"{short(place)}: {code}" if code else short(place)
+    code = parts_of_source(source)[1]
+    return f"{words.place_of(source)}: {code}" if code else words.place_of(source)
 
 
 def _ladder(result: Comparison) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("rung", overflow="fold")
-    table.add_column("judged", no_wrap=True)
-    for name in ("tensors", "coverage", "error/floor"):
+    table.add_column("compared", overflow="fold")
+    table.add_column("how", no_wrap=True)
+    for name in ("tensors", "coverage", "error/rounding"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     for rung in result.rungs:
         pairs = [pair for pair in result.pairs if pair.rung == rung.name]
         table.add_row(
-            rung.name,
-            rung.guarantee.removeprefix("judged "),
+            words.rung(rung.name),
+            words.guarantee(rung.guarantee),
             str(rung.num_judged),
             "" if rung.coverage is None or not rung.num_judged else f"{rung.coverage:.0%}",
             _worst(pairs),
@@ -156,15 +220,17 @@ def _written_differently(result: Comparison) -> Iterator[Text]:
 
 def _divergence(result: Comparison, found: Divergence) -> Iterator[Text]:
     yield Text(f"first divergence: {found.site}", style="bold")
-    yield Text(f"  rung     {found.rung}, {step_of(result, found)}, verdict {found.verdict}")
+    if found.rung is not None:
+        yield Text(f"  in       {words.rung(found.rung)}, {step_of(result, found)}: {found.verdict}")
     if found.where:
         yield Text(f"  where    {found.where}: {found.group}")
     if found.source:
-        yield Text(f"  source   {_short_source(found.source)}")
-    if found.candidate_site != found.site:
-        yield Text(f"  there    {found.candidate_site}")
+        yield Text(f"  baseline {_short_source(found.source)}")
+    there = "" if found.candidate_site == found.site else found.candidate_site
     if found.candidate_source and found.candidate_source != found.source:
-        yield Text(f"  there    {_short_source(found.candidate_source)}")
+        there += f"{', ' if there else ''}{_short_source(found.candidate_source)}"
+    if there:
+        yield Text(f"  candidate {there}")
     yield Text(f"  error    {words.size(words.pair_of(found, result.pairs))}")
     # What kind of mistake it is, and where its test is, is never cut off, however long the names of files are.
     for hint in found.hints[:1]:
@@ -182,7 +248,7 @@ def _about(result: Comparison, found: Divergence) -> Iterator[Text]:
     for hint in words.hints_worth_a_line(found.hints)[1:_MAX_HINTS]:
         yield from _hint(hint)
     if not found.reproduction:
-        yield Text("  test     --reproduction DIR writes a test that shows this without the models")
+        yield Text("  test     --reproduction DIR writes a test of this op that needs neither model")
     if found.introduced is not None and found.inherited is not None:
         yield Text(f"  rms      introduced {found.introduced:.3g}, inherited {found.inherited:.3g}")
     inherited = sum(pair.inherited for pair in result.pairs if pair.rung == found.rung)
@@ -234,7 +300,7 @@ def answer(result: Comparison) -> Iterator[Text]:
     yield from (Text(f"note     {note}", style="yellow") for note in result.notes[:_MAX_NOTES])
     if result.fineness:
         left_out = exempt(result.exemptions)
-        yield Text(f"judged   {judged(result.fineness[0])}{f'; exempt: {left_out}' if left_out else ''}")
+        yield Text(f"judged   {judged(result.fineness[0])}{f'; not counted: {left_out}' if left_out else ''}")
 
 
 def _prompt(result: Comparison) -> Iterator[Text]:
@@ -398,7 +464,7 @@ def quantization(result: Comparison, found: Quantization) -> RenderableType:
     if result.skipped:
         tail.append(Text(f"not judged: {len(result.skipped)} weights that only one side has (--json has all)"))
     # The table has its head of two lines, a rule, an empty line at both ends, and a line for what is not shown.
-    left = _ROWS - 6 - _rows([head, *total, *tail])
+    left = _ROWS - 7 - _rows([head, *total, *tail])
     # Where nothing is a mistake, the question is where the signal goes.
     drift = [drift_table(result.drift, _DRIFT_ROWS)] if result.drift and not result.origins else []
     left -= sum(table.row_count + _DRIFT_HEAD for table in drift)

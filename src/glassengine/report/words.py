@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from glassengine.results import (
     Comparison,
     Divergence,
     EngineColumn,
+    Figures,
     Fineness,
     Hint,
     Pair,
@@ -25,6 +27,7 @@ from glassengine.results import (
     SeriesComparison,
     SeriesPoint,
     SideBySide,
+    Standing,
 )
 from glassengine.results.answer import Exemption, InputUsed
 from glassengine.results.artifacts import Difference
@@ -41,6 +44,14 @@ _TRAINED = ("forward", "backward", "run", "update")
 AGREEMENT = {"bitwise": "bitwise equal", "within rounding": "within rounding", "beyond": "beyond rounding"}
 _STANDING = {"same": "the series are the same", "apart": "the series part", "uncalibrated": "the series differ"}
 _MAX_NAMES = 3
+_OF_OPS: frozenset[Standing] = frozenset({"results differ", "differs inside"})
+"""Where a wrong op is why a comparison is not ok."""
+_SIDES = re.compile(
+    r"(?:(?P<what>[^:;]+): (?P<ours>[^:;]+) in the baseline, (?P<theirs>[^;]+?)"
+    r"|(?P<one>\w+(?: \(\w+\))?) in the baseline, (?P<other>(?!not )\w+(?: \(\w+\))?))"
+    r" in the candidate(?P<origin> \([^)]*\))?(?=;|$)"
+)
+"""How a hint says what both sides have."""
 
 
 class Headline(NamedTuple):
@@ -60,6 +71,8 @@ class Headline(NamedTuple):
 def headline(result: Comparison) -> Headline:
     """Return the first words of an answer."""
     mark = "ok" if result.ok else "NOT OK"
+    if (named := named_mistake(result)) is not None:
+        return Headline(mark, named)
     if result.not_ok_because:
         # Why it is not ok, and nothing that sounds like the opposite.
         return Headline(mark, ("too little was judged: " if result.too_little else "") + result.not_ok_because)
@@ -71,6 +84,43 @@ def headline(result: Comparison) -> Headline:
         return Headline(mark, "bitwise identical")
     by_signal = any(found.judged_by == "signal" for found in result.results)
     return Headline(mark, f"every difference is explained by {'the quantization' if by_signal else 'rounding'}")
+
+
+def named_mistake(result: Comparison) -> str | None:
+    """Return the proven mistake that is why a comparison is not ok, in a sentence."""
+    found = result.first_divergence
+    return mistake(found) if found is not None and result.standing in _OF_OPS else None
+
+
+def mistake(found: Divergence) -> str | None:
+    """Return the mistake of an op in a sentence, with the candidate's line; None where none is proven.
+
+    "scale of attention in layers.2 is 0.19, should be 0.18 (proven): port.py:41"
+    """
+    if not found.hints or not found.hints[0].proven:
+        return None
+    text = found.hints[0].text
+    module = found.site.rpartition("/")[0]
+    place = "" if module in ("", ".") else f" in {module}"
+    sides = _SIDES.match(text)
+    if sides is None or text.count(" in the baseline") > 1:
+        text += f",{place}" if place else ""
+    elif sides["what"]:
+        text = f"{sides['what']}{place} is {sides['theirs']}{sides['origin'] or ''}, should be {sides['ours']}"
+    else:
+        text = f"{sides['other']} in place of {sides['one']}{place}"
+    own = found.candidate_source if found.candidate_source != found.source else None
+    return f"{text} (proven)" + (f": {place_of(own)}" if own else "")
+
+
+def rung(name: str) -> str:
+    """Return what a rung is called on a screen."""
+    return {"candidate, untouched": "candidate as it runs", "program": "exported program"}.get(name, name)
+
+
+def guarantee(text: str) -> str:
+    """Return how a rung was judged, for a screen."""
+    return text.removeprefix("judged ").replace("by segments", "in regions")
 
 
 def of_side(side: str) -> str:
@@ -89,6 +139,12 @@ def parts_of_source(source: str) -> tuple[str, str]:
     return (source, "") if found is None else (f"{found[0]}:{found[1]}", found[2])
 
 
+def place_of(source: str) -> str:
+    """Return "file:line" of "file:line: code": below the working directory, or the end of a long path."""
+    path, here = Path(parts_of_source(source)[0]), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else short(str(path))
+
+
 def step_of(result: Comparison, found: Divergence) -> str:
     """Return "step 0 (prefill)"."""
     where = f"step {found.step}"
@@ -99,7 +155,8 @@ def step_of(result: Comparison, found: Divergence) -> str:
 
 def hint_lines(hint: Hint) -> Iterator[tuple[str, str]]:
     """Yield (what, text): a mistake that is proven is called by its kind, anything else may be one."""
-    yield ("mistake", f"{hint.kind}: {hint.text}") if hint.proven else ("hint", hint.text)
+    kind = "" if hint.text.startswith(f"{hint.kind} ") else f"{hint.kind}: "
+    yield ("mistake", f"{kind}{hint.text}") if hint.proven else ("hint", hint.text)
     if hint.line is not None:
         yield "line", hint.line
 
@@ -142,12 +199,12 @@ def size(pair: Pair | None) -> str:
         return _without_size(pair)
     text = f"{pair.noise_ratio:.3g} times what rounding alone explains"
     if pair.bound_ratio is not None:
-        text += f", {pair.bound_ratio:.3g} times the bound of this op"
+        text += f", {pair.bound_ratio:.3g} times the rounding bound of this op"
     figures = pair.figures
     if figures is not None and figures.worst_index is not None:
         text += (
-            f"; largest at {list(figures.worst_index)}: {figures.candidate_at_worst:.6g} for "
-            f"{figures.baseline_at_worst:.6g}; {figures.num_different} of {figures.num_elements} elements differ"
+            f"; largest at {list(figures.worst_index)}: {both(figures)}; {figures.num_different} of "
+            f"{figures.num_elements} elements differ"
         )
     return text
 
@@ -163,8 +220,12 @@ def _without_size(pair: Pair) -> str:
     if figures is None or figures.worst_index is None or " at [" in text:
         return text
     which = "first" if figures.max_abs_diff == 1 else "largest"
-    one = f"{figures.candidate_at_worst:.6g} for {figures.baseline_at_worst:.6g}"
-    return f"{text}; {which} at {list(figures.worst_index)}: {one}"
+    return f"{text}; {which} at {list(figures.worst_index)}: {both(figures)}"
+
+
+def both(figures: Figures) -> str:
+    """Return the values of both sides at the element that differs most."""
+    return f"baseline {figures.baseline_at_worst:.6g} | candidate {figures.candidate_at_worst:.6g}"
 
 
 def result_line(found: ResultComparison) -> str:
@@ -176,7 +237,7 @@ def result_line(found: ResultComparison) -> str:
         by_shape = ": no other tensor of the record has its shape" if found.method == "shape" else ""
         text += f"; the candidate calls it {found.candidate_name}{by_shape}"
     if found.exempt:
-        text += f"; {found.exempt:.1%} of it exempt: it depends on a tie"
+        text += f"; {found.exempt:.1%} of it not counted: it depends on a tie"
     if found.left_out:
         text += f"; {found.left_out:.0%} of it left out: padding, or undefined in the baseline"
     if found.mean_kl is None or found.verdict == "identical":
@@ -226,7 +287,7 @@ def judged(found: Fineness) -> str:
     text = ", ".join(f"{share:.0%} {how}" if share >= 0.005 else f"<1% {how}" for share, how in parts if share > 0)
     if found.largest_region > MOST_OPS:
         text += f" (the largest: {found.largest_region} ops, ending in {found.largest_region_end})"
-    return f"{text} of {found.num_sites} float-valued sites" if found.num_sites else "no float-valued op"
+    return f"{found.num_sites} float tensors: {text}" if found.num_sites else "no tensor of floats"
 
 
 def exempt(exemptions: Iterable[Exemption]) -> str:

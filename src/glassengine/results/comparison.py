@@ -110,6 +110,11 @@ class Divergence(Result):
         )
 
     @property
+    def noun(self) -> str:
+        """What its site is: an op of a graph, or a tensor of a record."""
+        return "tensor" if self.node is None else "op"
+
+    @property
     def leads(self) -> bool:
         """Whether it stands for its group, or for itself alone."""
         return self.group is None or bool(self.also_at)
@@ -207,6 +212,7 @@ class Comparison(Result):
         rungs: Of a check, one per implementation.
         severity: Of a check, rung -> agreement of tokens and KL divergence of the logits; decides nothing by itself.
         not_ok_because: Why not, in one sentence.
+        other_reasons: Parts of it beside `results` and `first_divergence`.
         too_little: Whether nothing was found wrong, but too little was judged (exit status 4).
         calibration: What verdicts on two records rest on: "uncalibrated", or what they were calibrated by; None where
             models were run.
@@ -242,6 +248,7 @@ class Comparison(Result):
     rungs: tuple[Rung, ...] = ()
     severity: Mapping[str, TokenAgreement] = field(default_factory=dict)
     not_ok_because: str | None = None
+    other_reasons: tuple[str, ...] = ()
     too_little: bool = False
     calibration: str | None = None
     same_weights: bool | None = None
@@ -260,6 +267,12 @@ class Comparison(Result):
     reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     prompt: PromptComparison | None = None
     schema_version: int = SCHEMA_VERSION
+
+    def __repr__(self) -> str:
+        """Return one line: whether it is ok, and why not."""
+        why = self.verdict if self.ok else f"{self.not_ok_because or self.standing}"
+        sides = f"{self.baseline} (baseline), {self.candidate} (candidate)"
+        return f"<Comparison {'ok' if self.ok else 'NOT OK'}: {why}; {sides}>"
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows."""

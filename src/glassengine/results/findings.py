@@ -5,7 +5,7 @@
     prompt differs     the sides make other tokens or texts of the same prompt: this is known before anything runs
     weights differ     a weight of a served file is another: this is known before anything runs
     results differ     the sides differ as a user runs them, or a result is beyond its floor, whatever lies inside
-    differs inside     a tensor is wrong, from its own inputs, though these inputs may hide it from the results
+    differs inside     an op is wrong, from its own inputs, though these inputs may hide it from the results
     token changes      the release engine picks another token than the engine with debug outputs
     over budget        a result has a smaller signal-to-noise ratio than --min-snr
     too little judged  nothing is wrong, and a result was not compared, or less than --min-coverage was judged finely
@@ -47,10 +47,17 @@ class Policy:
 
 @dataclass(frozen=True)
 class Decision:
-    """Why a comparison is ok or not, as a type and in words; None where it is ok."""
+    """Why a comparison is ok or not, as a type and in words; None where it is ok.
+
+    Attributes:
+        standing: As a type.
+        reason: In words.
+        beside: Parts of the reason beside the results and the first divergence.
+    """
 
     standing: Standing
     reason: str | None = None
+    beside: tuple[str, ...] = ()
 
 
 @dataclass
@@ -63,7 +70,7 @@ class Findings:
         environment: Of the baseline.
         candidate_environment: Of the candidate; None for the baseline's.
         inside: The worst verdict of what lies inside: tensors, ops, weights.
-        inside_reason: What is wrong inside, in words; None for "a tensor is wrong at" the first divergence.
+        inside_reason: What is wrong inside, in words; None names the first divergence.
         wrong_weights: Which weights of a served file are not the baseline's, in words; None where none.
         differences: What differs between the sides as a user runs them, in words.
         token_change: Which token the release engine picks otherwise; None where none.
@@ -154,6 +161,7 @@ class Findings:
             verdict=self.verdict,
             standing=decision.standing,
             not_ok_because=decision.reason,
+            other_reasons=decision.beside,
             too_little=decision.standing == "too little judged",
         )
 
@@ -161,27 +169,32 @@ class Findings:
 def decide(findings: Findings, policy: Policy) -> Decision:
     """Apply the rule of the module's docstring, and add to its reason what explains it."""
     decision = _decide(findings, policy)
-    reason, is_mild = decision.reason, decision.standing in ("ok", "too little judged")
+    reason, beside = decision.reason, decision.beside
+    is_mild = decision.standing in ("ok", "too little judged")
     if findings.explanation is not None and not is_mild:
-        reason = f"{reason}; {findings.explanation}"
+        reason, beside = f"{reason}; {findings.explanation}", (*beside, findings.explanation)
     if findings.interruption is None:
-        return Decision(decision.standing, reason)
+        return Decision(decision.standing, reason, beside)
     if is_mild:
         return Decision("too little judged", findings.interruption)
-    return Decision(decision.standing, f"{reason} ({findings.interruption})")
+    return Decision(decision.standing, f"{reason} ({findings.interruption})", (*beside, findings.interruption))
 
 
 def _decide(findings: Findings, policy: Policy) -> Decision:
     first, results = findings.first_divergence, findings.results
-    inside = findings.inside_reason or (f"a tensor is {findings.inside} at {first.site}" if first is not None else None)
+    inside = findings.inside_reason or (
+        f"the first {findings.inside} {first.noun} is {first.site}" if first is not None else None
+    )
     if findings.wrong_weights is not None:
         return Decision("weights differ", findings.wrong_weights)
     if findings.differences:
-        return Decision("results differ", "; ".join(dict.fromkeys(findings.differences)))
+        told = tuple(dict.fromkeys(findings.differences))
+        return Decision("results differ", "; ".join(told), told)
+    beside = () if findings.inside_reason is None else (findings.inside_reason,)
     different = [result for result in results if policy.fails(result.verdict)]
     if different:
         also = f"; {inside}" if inside is not None and policy.fails(findings.inside) else ""
-        return Decision("results differ", f"{different[-1].in_words()}{also}")
+        return Decision("results differ", f"{different[-1].in_words()}{also}", beside if also else ())
     if policy.fails(findings.inside):
         if inside is None:
             return Decision("weights differ", "weights differ")
@@ -189,7 +202,7 @@ def _decide(findings: Findings, policy: Policy) -> Decision:
         is_hidden = bool(results) and all(r.agrees and r.judged_by == "noise floor" for r in results)
         is_hidden = is_hidden and findings.inside_reason is None
         hidden = "differs inside, not in the results: " if is_hidden else ""
-        return Decision("differs inside", hidden + inside)
+        return Decision("differs inside", hidden + inside, beside)
     if findings.token_change is not None:
         return Decision(
             "token changes", f"the release engine picks another token than the engine: {findings.token_change}"

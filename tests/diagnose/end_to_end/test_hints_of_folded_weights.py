@@ -93,7 +93,7 @@ def test_a_slice_is_told_where_tensors_have_other_dimensions(tmp_path) -> None: 
     baseline = Relative(folds_heads=True, scales_queries=True)
     assert judged(baseline, Relative(folds_heads=False, scales_queries=False), x, tmp_path).ok
     wrong = judged(baseline, Relative(folds_heads=False, scales_queries=False, start=1), x, tmp_path)
-    assert "slice: start: 6 here, 5" in told(wrong)
+    assert "start of slice: 6 in the baseline, 5" in told(wrong)
     assert "missing" not in told(wrong)
 
 

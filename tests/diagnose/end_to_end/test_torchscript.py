@@ -96,4 +96,4 @@ def test_f64_a_torchscript_baseline(kind: str) -> None:
     assert check(made(kind), candidate=Model().eval(), inputs={"ids": IDS}).ok
     wrong = check(made(kind), candidate=Model(0.6).eval(), inputs={"ids": IDS})
     assert not wrong.ok and wrong.first_divergence is not None
-    assert "0.5 here, 0.6 in the candidate" in wrong.first_divergence.hints[0].text
+    assert "0.5 in the baseline, 0.6 in the candidate" in wrong.first_divergence.hints[0].text

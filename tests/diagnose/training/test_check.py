@@ -149,10 +149,18 @@ def test_a_wrong_forward_is_named_with_its_line() -> None:
 @pytest.mark.parametrize(
     ("options", "site", "hint"),
     [
-        ({"betas": (0.9, 0.99)}, "state.exp_avg_sq", "betas: (0.9, 0.999) here, (0.9, 0.99) in the candidate"),
-        ({"betas": (0.8, 0.999)}, "state.exp_avg", "betas: (0.9, 0.999) here, (0.8, 0.999) in the candidate"),
-        ({"weight_decay": 0.01}, "param", "weight_decay: 0.1 here, 0.01 in the candidate"),
-        ({"eps": 1e-3}, "param", "eps: 1e-08 here, 0.001 in the candidate"),
+        (
+            {"betas": (0.9, 0.99)},
+            "state.exp_avg_sq",
+            "betas: (0.9, 0.999) in the baseline, (0.9, 0.99) in the candidate",
+        ),
+        (
+            {"betas": (0.8, 0.999)},
+            "state.exp_avg",
+            "betas: (0.9, 0.999) in the baseline, (0.8, 0.999) in the candidate",
+        ),
+        ({"weight_decay": 0.01}, "param", "weight_decay: 0.1 in the baseline, 0.01 in the candidate"),
+        ({"eps": 1e-3}, "param", "eps: 1e-08 in the baseline, 0.001 in the candidate"),
     ],
 )
 def test_a_wrong_hyperparameter_is_named(options: dict[str, Any], site: str, hint: str) -> None:
@@ -234,7 +242,7 @@ def test_batch_normalization_and_dropout_are_judged_op_by_op(kind: type[Net]) ->
     if kind is OtherEpsilon:
         assert where(result)[:2] == (0, "forward")
         assert result.first_divergence is not None
-        assert any("1e-05 here, 0.1 in the candidate" in hint.text for hint in result.first_divergence.hints)
+        assert any("1e-05 in the baseline, 0.1 in the candidate" in hint.text for hint in result.first_divergence.hints)
 
 
 def test_a_compiler_that_breaks_the_backward_is_found_by_the_run_itself() -> None:

@@ -14,21 +14,21 @@ from tests.corpus import training
 
 SAYS = {
     "not unscaled": "gradients are 1024 times as large",
-    "coupled decay": "the weight decay is taken off the weights here, not in the candidate",
-    "adam for adamw": "decoupled_weight_decay: True here, False in the candidate",
-    "no decay": "weight_decay is missing: 0.1 here",
+    "coupled decay": "the weight decay is taken off the weights in the baseline, not in the candidate",
+    "adam for adamw": "decoupled_weight_decay: True in the baseline, False in the candidate",
+    "no decay": "weight_decay is missing: 0.1 in the baseline",
     "no bias correction": "the bias correction is missing",
     "half the rate": "",
     "up the slope": "maximize is on in the candidate",
     "not updated": "the parameter is not updated",
-    "betas": "betas: (0.9, 0.999) here, (0.9, 0.99) in the candidate",
-    "rate": "lr: 0.01 here, 0.02 in the candidate",
-    "decay": "weight_decay: 0.1 here, 0.01 in the candidate",
-    "epsilon of the update": "eps: 1e-08 here, 0.001 in the candidate",
-    "nesterov": "nesterov: False here, True in the candidate",
-    "dampening": "dampening: 0 here, 0.5 in the candidate",
-    "no momentum": "momentum: 0.9 here, 0.0 in the candidate",
-    "schedule a step late": "lr: 0.1 here, 0.2 in the candidate",
+    "betas": "betas: (0.9, 0.999) in the baseline, (0.9, 0.99) in the candidate",
+    "rate": "lr: 0.01 in the baseline, 0.02 in the candidate",
+    "decay": "weight_decay: 0.1 in the baseline, 0.01 in the candidate",
+    "epsilon of the update": "eps: 1e-08 in the baseline, 0.001 in the candidate",
+    "nesterov": "nesterov: False in the baseline, True in the candidate",
+    "dampening": "dampening: 0 in the baseline, 0.5 in the candidate",
+    "no momentum": "momentum: 0.9 in the baseline, 0.0 in the candidate",
+    "schedule a step late": "lr: 0.1 in the baseline, 0.2 in the candidate",
 }
 
 

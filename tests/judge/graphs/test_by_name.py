@@ -64,7 +64,7 @@ def test_arguments_of_a_function_of_ours_are_told_by_name() -> None:
     graph, target = torch.fx.Graph(), OnnxFunction(normalized, "rms_norm")
     x = graph.placeholder("x")
     ours, theirs = (graph.call_function(target, (x, eps)) for eps in (1e-5, 1e-2))
-    assert difference(ours, theirs) == "eps: 1e-05 here, 0.01 in the candidate"
+    assert difference(ours, theirs) == "eps: 1e-05 in the baseline, 0.01 in the candidate"
 
 
 class Shares(nn.Module):

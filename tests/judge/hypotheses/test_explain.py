@@ -66,7 +66,7 @@ def test_two_mistakes_at_once_are_named_together() -> None:
 
     (hint,) = explained(right, wrong, tensors, weights=2)
     assert hint.proven and "; and " in hint.text
-    assert {"bias of layer_norm is missing", "silu here, gelu in the candidate"} <= {
+    assert {"bias of layer_norm is missing", "silu in the baseline, gelu in the candidate"} <= {
         part.removeprefix("the ").partition(":")[0] for part in hint.text.split("; and ")
     }
     assert hint.change is not None and len(hint.change.ops) == 2

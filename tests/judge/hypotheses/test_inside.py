@@ -67,26 +67,26 @@ STATES = """g (float[2, 4] x) => (float[2, 4] y) {
 
 
 MISTAKES: list[Any] = [
-    (STATES, "forgets = Mul (gate, m)", "forgets = Add (gate, m)", "y", ("Mul forgets here, Add",)),
+    (STATES, "forgets = Mul (gate, m)", "forgets = Add (gate, m)", "y", ("Mul forgets in the baseline, Add",)),
     (LOOP, "act = Tanh (moved)", "act = Sigmoid (moved)", "y", ("Tanh act", "Sigmoid act")),
     (
         LOOP,
         "half = Constant <value = float {0.5}>",
         "half = Constant <value = float {0.51}>",
         "y",
-        ("Mul small", "half: 0.5 here"),
+        ("Mul small", "half: 0.5 in the baseline"),
     ),
     (
         LOOP,
         "most = Constant <value = int64 {5}>",
         "most = Constant <value = int64 {4}>",
         "y",
-        ("5 times here, 4 times",),
+        ("5 times in the baseline, 4 times",),
     ),
     (LOOP, "next = Add (small, h)", "next = Add (small, x)", "y", ("Add next",)),
     (SCAN, "t = Mul (e, k)", "t = Mul (s, k)", "last", ("Mul t",)),
     (SCAN, "out = Sigmoid (u)", "out = Sigmoid (t)", "all", ("Sigmoid out",)),
-    (IF, "value = float {2}", "value = float {2.02}", "y", ("Mul m", "k: 2 here")),
+    (IF, "value = float {2}", "value = float {2.02}", "y", ("Mul m", "k: 2 in the baseline")),
     (IF, "b = Sigmoid (n)", "b = Tanh (n)", "y", ("no input takes", "Sigmoid b", "Tanh b")),
 ]
 
@@ -153,7 +153,7 @@ def test_functions_of_a_file_are_judged_op_by_op(tmp_path: Path, backend: str) -
     model.functions[0].node[0].op_type = "Tanh"
     onnx.save(model, tmp_path / "other.onnx")
     found = glass.check(tmp_path / "one.onnx", candidate=tmp_path / "other.onnx").first_divergence
-    assert found is not None and "sigmoid here, tanh" in found.hints[0].text
+    assert found is not None and "sigmoid in the baseline, tanh" in found.hints[0].text
 
 
 def test_a_mistake_that_a_maximum_hides_is_named(tmp_path: Path) -> None:

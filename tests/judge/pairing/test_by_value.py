@@ -92,7 +92,7 @@ def test_other_ops_in_a_region_are_named(inputs: str) -> None:
 
 def test_one_op_for_another_has_one_hint(inputs: str) -> None:
     result = judged(Scores(torch.tanh), Scores(torch.sin), inputs)
-    assert [hint for hint in hints(result) if "tanh" in hint] == ["tanh here, sin in the candidate"]
+    assert [hint for hint in hints(result) if "tanh" in hint] == ["tanh in the baseline, sin in the candidate"]
 
 
 def test_an_input_rounded_is_not_the_result(inputs: str) -> None:

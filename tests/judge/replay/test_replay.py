@@ -90,4 +90,4 @@ def test_of_a_region_the_op_is_named_whose_mistake_makes_the_candidates_values(f
     if factor != 0.4:
         first = result.first_divergence
         assert first is not None and (first.site, first.node) == ("./mul.0", "tanh")
-        assert [hint.text for hint in first.hints] == ["mul: factor: 0.4 here, 0.5 in the candidate"]
+        assert [hint.text for hint in first.hints] == ["factor of mul: 0.4 in the baseline, 0.5 in the candidate"]

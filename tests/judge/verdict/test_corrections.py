@@ -232,7 +232,9 @@ def _with(hint: Hint) -> Comparison:
 
 
 def test_the_sentence_has_it() -> None:
-    hint = Hint("eps", "eps: 1e-06 here, 1e-05", 1.0, change=Altered(argument="eps", baseline=1e-6, candidate=1e-5))
+    hint = Hint(
+        "eps", "eps: 1e-06 in the baseline, 1e-05", 1.0, change=Altered(argument="eps", baseline=1e-6, candidate=1e-5)
+    )
     module = SimpleNamespace(config=SimpleNamespace(rms_norm_eps=1e-6, use_cache=True, layers=[1]))
     first = with_configuration(_with(hint), module).first_divergence
     assert first is not None and first.hints[0].change is not None

@@ -56,12 +56,12 @@ def test_the_page_says_the_answer_without_scripts_and_without_data(tmp_path: Pat
     text = (tmp_path / "report/index.html").read_text(encoding="utf-8")
     above = Outline(text[: text.index("<nav")])
     said = " ".join(part.strip() for part in above.texts if part.strip())
-    assert "NOT OK" in said and "model.layers.2.self_attn/scaled_dot_product_attention.0 is wrong first" in said
+    assert "NOT OK" in said and "The first wrong op is model.layers.2.self_attn/scaled_dot_product_attention.0" in said
     for source in (SOURCE, PORT):
         place, code = source.split(": ", 1)
         assert place in said and code in said
     assert "the scale is 0.196078 instead of 0.176777" in said
-    assert "3.11e+03 times what rounding alone explains, 41 times the bound of this op" in said
+    assert "3.11e+03 times what rounding alone explains, 41 times the rounding bound of this op" in said
     assert not written.ok and written.verdict == "wrong"
     assert written.num_tensors == 96 and written.num_files == len(files_of(tmp_path / "report"))
     assert written.total_bytes == sum(map(len, files_of(tmp_path / "report").values()))
@@ -174,7 +174,7 @@ def test_several_candidates_have_a_report_each(tmp_path: Path) -> None:
     overview = (tmp_path / "file/index.html").read_text()
     assert "1 of 2 candidates are ok" in overview
     assert overview.index('href="2/index.html"') < overview.index('href="1/index.html"')
-    assert "is wrong first" in (tmp_path / "file/2/index.html").read_text()
+    assert "The first wrong op is" in (tmp_path / "file/2/index.html").read_text()
     # A report of one takes the place of the folders of several.
     write_report(right, tmp_path / "file")
     assert sorted(path.name for path in (tmp_path / "file").iterdir()) == ["data", "index.html"]
@@ -194,7 +194,7 @@ def test_a_replay_has_a_report_with_and_without_a_comparison(tmp_path: Path) -> 
         assert files_of(tmp_path / f"m{number}") == files_of(tmp_path / f"f{number}")
     text = (tmp_path / "m0/index.html").read_text()
     assert "aten.log made the first NaN" in text and "net.py:9" in text and "3 of 6 elements" in text
-    assert "is wrong first" in (tmp_path / "m1/index.html").read_text()
+    assert "The first wrong op is" in (tmp_path / "m1/index.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -92,16 +92,22 @@ class Updates:
         theirs = next(iter(self.step.options.values()), {})
         differing = {key: theirs[key] for key in first if key in theirs and _plain(first[key]) != theirs[key]}
         if differing:
-            text = "; ".join(f"{key}: {first[key]} here, {value} in the candidate" for key, value in differing.items())
+            text = "; ".join(
+                f"{key}: {first[key]} in the baseline, {value} in the candidate" for key, value in differing.items()
+            )
             yield _Mistake(kind_of_option(next(iter(differing))), text, differing)
         for key, value in first.items():
             if isinstance(value, bool) and key not in ("foreach", "fused", "capturable", "differentiable"):
                 what = "taken off the weights" if value else "added to the gradients"
                 text = f"{key} is {'not ' if value else ''}on in the candidate"
-                text = f"the weight decay is {what} here, not in the candidate" if key.startswith("decoupled") else text
+                text = (
+                    f"the weight decay is {what} in the baseline, not in the candidate"
+                    if key.startswith("decoupled")
+                    else text
+                )
                 yield _Mistake(kind_of_option(key), text, {key: not value})
             elif isinstance(value, float) and value and key in ("weight_decay", "momentum"):
-                yield _Mistake("scale", f"{key} is missing: {value:g} here", {key: 0.0})
+                yield _Mistake("scale", f"{key} is missing: {value:g} in the baseline", {key: 0.0})
         if "betas" in first:
             yield _Mistake("scale", "the bias correction is missing", is_late=True)
 

@@ -114,4 +114,7 @@ def _options_differ(
             continue
         differing = [key for key in options if key in other and options[key] != other[key]]
         if differing:
-            yield name, "; ".join(f"{key}: {options[key]} here, {other[key]} in the candidate" for key in differing)
+            yield (
+                name,
+                "; ".join(f"{key}: {options[key]} in the baseline, {other[key]} in the candidate" for key in differing),
+            )

@@ -162,9 +162,9 @@ def _literal(value: Any) -> Any:
 
 
 def difference(ours: Node, theirs: Node) -> str | None:
-    """Describe literal arguments that differ, e.g. "scale: 0.25 here, 0.5 in the candidate"."""
+    """Describe literal arguments that differ, e.g. "scale: 0.25 in the baseline, 0.5 in the candidate"."""
     if ours.target != theirs.target:
-        return f"op: {ours.target} here, {theirs.target} in the candidate"
+        return f"op: {ours.target} in the baseline, {theirs.target} in the candidate"
     names = argument_names(ours.target)
 
     def bound(node: Node) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def difference(ours: Node, theirs: Node) -> str | None:
     differing = [key for key in dict.fromkeys([*a, *b]) if a.get(key) != b.get(key)]
     if not differing:
         return None
-    return "; ".join(f"{k}: {_shown(a, k)} here, {_shown(b, k)} in the candidate" for k in differing)
+    return "; ".join(f"{k}: {_shown(a, k)} in the baseline, {_shown(b, k)} in the candidate" for k in differing)
 
 
 def argument_names(target: Any) -> list[str]:

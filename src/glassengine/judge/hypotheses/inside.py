@@ -196,7 +196,7 @@ def _described(left: _Run, right: _Run, place: int, other: int | None, call: Cal
         said = _of_results(left, right)
     elif step.node.target != theirs.node.target:
         there = theirs.label if is_named else op_name(theirs.node)
-        said = f"{label} here, {there} in the candidate"
+        said = f"{label} in the baseline, {there} in the candidate"
     else:
         said = f"{label}: {_of_arguments(step, theirs) or 'makes something else from the same inputs'}"
     branch = "" if step.is_taken else " in the branch that no input takes"
@@ -208,11 +208,13 @@ def _of_results(left: _Run, right: _Run) -> str:
     """Say how two runs differ whose ops make the same."""
     ours, theirs = (Counter(step.node for step in run.steps if step.is_taken) for run in (left, right))
     if ours and theirs and max(ours.values()) != max(theirs.values()) and left.is_whole and right.is_whole:
-        return f"it goes round {max(ours.values())} times here, {max(theirs.values())} times in the candidate"
+        return (
+            f"it goes round {max(ours.values())} times in the baseline, {max(theirs.values())} times in the candidate"
+        )
     kinds = [Counter(op_name(node) for node in found) for found in (ours, theirs)]
     for name in kinds[0].keys() | kinds[1].keys():
         if not kinds[1][name] or not kinds[0][name]:
-            return f"{name} is only {'here' if kinds[0][name] else 'in the candidate'}"
+            return f"{name} is only {'in the baseline' if kinds[0][name] else 'in the candidate'}"
     return _OTHERWISE
 
 
@@ -228,14 +230,18 @@ def _of_arguments(ours: Step, theirs: Step) -> str | None:
             return "it has other inputs in the candidate"
         if not isinstance(a, Node):
             if a != b:
-                found.append(f"{name}: {a} here, {b} in the candidate")
+                found.append(f"{name}: {a} in the baseline, {b} in the candidate")
             continue
         x, y = next(tensors, (None, None))
         if x is None or y is None or (x.shape == y.shape and _is_same(x, y, _EXACT)):
             continue
         what = str(a.meta.get(NAME, name))
         is_small = max(x.numel(), y.numel()) <= _MOST_SHOWN
-        said = ": {} here, {} in the candidate".format(*_numbers(x, y)) if is_small else " is another in the candidate"
+        said = (
+            ": {} in the baseline, {} in the candidate".format(*_numbers(x, y))
+            if is_small
+            else " is another in the candidate"
+        )
         found.append(f"{what}{said}")
     return "; ".join(found) or None
 

@@ -54,7 +54,7 @@ def _telling(ours: Node, theirs: Node) -> str | None:
             and type(value) is type(literal.value)
             and value != literal.value
         ):
-            said.append(f"{literal.name}: {shown(literal.value)} here, {shown(value)} in the candidate")
+            said.append(f"{literal.name}: {shown(literal.value)} in the baseline, {shown(value)} in the candidate")
     return "; ".join(said) or None
 
 
@@ -98,7 +98,7 @@ def left_out(baseline: Program, side: Side, name: str) -> LeftOut | None:
         return None
     if Counter(ours) == Counter(theirs) or len(ours) == len(theirs) == 1 or max(len(ours), len(theirs)) > _MOST:
         return None
-    text = f"the baseline has {_listed(ours)} here, the candidate {_listed(theirs)}"
+    text = f"the baseline has {_listed(ours)}, the candidate {_listed(theirs)}"
     missing, more = Counter(ours) - Counter(theirs), Counter(theirs) - Counter(ours)
     is_one_sided = not (missing and more)
     lone = [node for node in [*above, *region] if (missing + more).keys() & _names([node])]

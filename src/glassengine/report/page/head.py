@@ -119,11 +119,16 @@ def _compared(result: Comparison, pair: Pair | None) -> Head:
     lines: list[tuple[str, str]] = []
     sentence = why
     if found is not None:
-        sentence = _sentence(result, found)
-        lines = [("because" if not result.ok else "but", why), *_about(result, found, pair)]
+        first = _sentence(result, found)
+        mistake = words.named_mistake(result)
+        sentence = first if mistake is None else f"{mistake[:1].upper()}{mistake[1:]}."
+        lines = [] if mistake is None else [("where", first)]
+        if result.ok or result.not_ok_because:
+            lines.append(("but", why) if result.ok else ("because", str(result.not_ok_because)))
+        lines += _about(result, found, pair)
     num = result.counts["compared"]
     lines.append(("judged", f"{num:,} tensors, coverage {result.coverage:.1%}" + _calibrated(result)))
-    lines += [("exempt", text) for text in [words.exempt(result.exemptions)] if text]
+    lines += [("not counted", text) for text in [words.exempt(result.exemptions)] if text]
     return Head(
         mark=top.mark,
         tone="bad" if not result.ok else "fair" if top.is_flagged else "good",
@@ -151,10 +156,10 @@ def _hint(found: Divergence | None) -> tuple[tuple[str, str], ...]:
 
 
 def _sentence(result: Comparison, found: Divergence) -> str:
-    rung = f" of {found.rung}" if found.rung else ""
+    rung = f"{words.rung(found.rung)}, " if found.rung else ""
     rank = f", rank {found.rank}" if found.rank is not None else ""
-    verb = {"wrong": "is wrong", "suspicious": "is suspicious"}.get(found.verdict, "differs")
-    return f"{found.site} {verb} first, in {words.step_of(result, found)}{rung}{rank}."
+    kind = {"wrong": "wrong", "suspicious": "suspicious"}.get(found.verdict, "different")
+    return f"The first {kind} {found.noun} is {found.site} ({rung}{words.step_of(result, found)}{rank})."
 
 
 def _about(result: Comparison, found: Divergence, pair: Pair | None) -> list[tuple[str, str]]:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from glassengine.diagnose import check
 
 WRONG = {
-    "late": ("position", "arange(6, False) here, arange(1, 7, False) in the candidate"),
-    "ahead": ("position", "slice: start: 0 here, -6"),
+    "late": ("position", "arange(6, False) in the baseline, arange(1, 7, False) in the candidate"),
+    "ahead": ("position", "start of slice: 0 in the baseline, -6"),
     "halves": ("swapped", "are exchanged"),
     "norm again": ("swapped", "instead of"),
 }
@@ -50,8 +50,8 @@ def test_the_kind_follows_from_what_the_argument_means(mistake: str, tmp_path: P
 MISSING = {
     "not turned over": ("scale", "pow is missing"),
     "in logarithms": ("activation", "exp is missing"),
-    "another grid": ("position", "linspace: start"),
-    "along rows": ("transposed", "cumsum: dim"),
+    "another grid": ("position", "start of linspace"),
+    "along rows": ("transposed", "dim of cumsum"),
 }
 
 

@@ -17,10 +17,14 @@ from tests.judge.hypotheses.mistakes.test_operands import asked, drawn, told
 @pytest.mark.parametrize(
     ("wrong", "kind", "says"),
     [
-        (lambda x, y: x.sigmoid().softmax(-1) * y, "activation", "softmax of sigmoid in the candidate, none here"),
-        (lambda x, y: (x.sigmoid() * y).tanh(), "activation", "tanh of mul in the candidate, none here"),
+        (
+            lambda x, y: x.sigmoid().softmax(-1) * y,
+            "activation",
+            "softmax of sigmoid in the candidate, none in the baseline",
+        ),
+        (lambda x, y: (x.sigmoid() * y).tanh(), "activation", "tanh of mul in the candidate, none in the baseline"),
         (lambda x, y: x.sigmoid() * y.flip(1), "permuted", ""),
-        (lambda x, y: x.sigmoid() * y.cumsum(1), "other", "cumsum of y in the candidate, none here"),
+        (lambda x, y: x.sigmoid() * y.cumsum(1), "other", "cumsum of y in the candidate, none in the baseline"),
     ],
 )
 def test_an_op_too_many(wrong: Callable[..., Tensor], kind: str, says: str) -> None:
@@ -34,7 +38,7 @@ def test_an_op_too_many(wrong: Callable[..., Tensor], kind: str, says: str) -> N
 def test_a_number_is_no_op_too_many(wrong: Callable[..., Tensor]) -> None:
     given = {"x": drawn(2, 5, 6)}
     assert list(extra_op(asked(torch.sigmoid, wrong, given))) == []
-    assert all("none here" not in hint.text for hint in explain(asked(torch.sigmoid, wrong, given)))
+    assert all("none in the baseline" not in hint.text for hint in explain(asked(torch.sigmoid, wrong, given)))
 
 
 def test_what_the_baseline_does_too_is_not_too_much() -> None:

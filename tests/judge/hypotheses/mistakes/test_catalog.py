@@ -181,7 +181,7 @@ PLANTED = {
         lambda x, g, b: F.layer_norm(x, (16,), g, b, 1e-3),
         lambda x, g, b: (x - x.mean(-1, True)) / (x.var(-1, False, keepdim=True) + 1e-5).sqrt() * g + b,
         "eps",
-        "eps: 1e-05 here, 0.001",
+        ": 1e-05 in the baseline, 0.001",
         ("x", "gain", "bias"),
     ),
     "gelu by tanh": Planted(
@@ -192,9 +192,9 @@ PLANTED = {
         lambda x: x * torch.sigmoid(1.702 * x),
         lambda x: F.gelu(x, approximate="tanh"),
         "activation",
-        "gelu (tanh) here, quick_gelu in the candidate",
+        "gelu (tanh) in the baseline, quick_gelu in the candidate",
     ),
-    "silu by hand": Planted(lambda x: x * torch.sigmoid(x), F.relu, F.silu, "activation", "silu here, relu"),
+    "silu by hand": Planted(lambda x: x * torch.sigmoid(x), F.relu, F.silu, "activation", "silu in the baseline, relu"),
     "no activation": Planted(F.silu, lambda x: x.clone(), lambda x: x * x.sigmoid(), "activation", "silu is missing"),
     "scale missing": Planted(sdpa, lambda q, k, v: attention(q, k, v, scale=1.0), attention, "scale", "scale", QKV),
     "scale twice": Planted(
@@ -252,7 +252,7 @@ PLANTED = {
         lambda x: x.softmax(1),
         lambda x: x.exp() / x.exp().sum(-1, True),
         "transposed",
-        "dim: -1 here, 1 in",
+        ": -1 in the baseline, 1 in",
     ),
     "key and value": Planted(
         sdpa, lambda q, k, v: sdpa(q, v, k), attention, "swapped", "key and value are exchanged", QKV
@@ -346,14 +346,14 @@ PLANTED = {
         lambda x: torch.cos(torch.arange(6.0)[:, None] / 500000 ** (torch.arange(4.0) / 4)),
         lambda x: torch.cos(torch.arange(6.0)[:, None] * torch.exp(-math.log(1e4) * (torch.arange(4.0) / 4))),
         "position",
-        "base: 10000 here, 500000 in",
+        ": 10000 in the baseline, 500000 in",
     ),
     "base of a buffer": Planted(
         lambda bands: torch.arange(6.0)[:, None] * bands,
         lambda bands: torch.arange(6.0)[:, None] * 5e5 ** -(torch.arange(4.0) / 4),
         lambda bands: bands * torch.arange(6.0)[:, None],
         "position",
-        "(theta): 10000 here, 500000 in the candidate",
+        "(theta): 10000 in the baseline, 500000 in the candidate",
         ("bands",),
     ),
     "eps of two norms": Planted(
@@ -504,7 +504,7 @@ PLANTED = {
         lambda x, k: F.conv1d(F.pad(x, (0, 2)), k),
         lambda x, k: F.conv1d(x, k, padding=2)[..., :12],
         "position",
-        "pad: [2, 0] here, [0, 2] in the candidate",
+        ": [2, 0] in the baseline, [0, 2] in the candidate",
         ("sound", "kernel1"),
     ),
     "padding counted": Planted(
@@ -512,7 +512,7 @@ PLANTED = {
         lambda x: F.avg_pool2d(x, 3, 1, 1, count_include_pad=False),
         lambda x: F.conv2d(x.flatten(0, 1)[:, None], torch.full((1, 1, 3, 3), 1 / 9), padding=1).reshape(2, 3, 8, 8),
         "other",
-        "count_include_pad: True here, False",
+        ": True in the baseline, False",
         ("image",),
     ),
     "corners": Planted(
@@ -629,7 +629,7 @@ PLANTED = {
         lambda x: F.elu(x, 0.5),
         lambda x: torch.where(x > 0, x, x.expm1()),
         "activation",
-        "elu: alpha: 1 here, 0.5 in the candidate",
+        "alpha of elu: 1 in the baseline, 0.5 in the candidate",
     ),
     "slice by one": Planted(
         lambda x: x[:, :-1], lambda x: x[:, 1:], lambda x: x[:, :4] + 0, "position", "moved by -1 along axis 1"

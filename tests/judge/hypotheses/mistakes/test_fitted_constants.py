@@ -45,5 +45,5 @@ def test_other_numbers_have_none() -> None:
 
 def test_a_buffer_of_another_base_is_a_matter_of_position() -> None:
     told = relation("inv_freq", "inv_freq", frequencies(1e4), frequencies(1e3), {})
-    assert told == ("position", "base of the frequencies (theta): 10000 here, 1000 in the candidate")
+    assert told == ("position", "base of the frequencies (theta): 10000 in the baseline, 1000 in the candidate")
     assert relation("gain", "gain", frequencies(1e4), torch.randn(8).double(), {})[0] == "other"

@@ -129,7 +129,11 @@ def grouped(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("right", "wrong", "says"),
     [
-        (by_thirds, by_heads, "as 4 x 3 x 6 in the candidate, as 3 x 4 x 6 here: each head holds its 3 parts"),
+        (
+            by_thirds,
+            by_heads,
+            "as 4 x 3 x 6 in the candidate, as 3 x 4 x 6 in the baseline: each head holds its 3 parts",
+        ),
         (by_thirds, by_heads_split_afterwards, "as 4 x 3 x 6 in the candidate"),
         (sliced, by_heads, "as 4 x 3 x 6 in the candidate"),
         (by_thirds, by_width, "as 6 x 3 x 4 in the candidate"),
@@ -150,7 +154,7 @@ def test_parts_of_heads(right: Callable[..., Tensor], wrong: Callable[..., Tenso
         (
             grouped,
             one_after_the_other,
-            "one part after the other in the candidate, its 4 parts in each of 2 groups here",
+            "one part after the other in the candidate, its 4 parts in each of 2 groups in the baseline",
         ),
     ],
 )

@@ -75,7 +75,11 @@ def test_few_bits_show_which_activation_is_nearer() -> None:
 
     given = {"x": drawn(4, 64).bfloat16()}
     (hint,) = differences(asked(right, F.gelu, given))
-    assert (hint.kind, hint.proven, hint.text) == ("activation", False, "quick_gelu here, gelu in the candidate")
+    assert (hint.kind, hint.proven, hint.text) == (
+        "activation",
+        False,
+        "quick_gelu in the baseline, gelu in the candidate",
+    )
     assert not differences(asked(right, right, given))
 
 
@@ -85,7 +89,7 @@ def test_positions_that_each_step_counts_from_zero() -> None:
     hint = told(lambda p, b: p[..., None] * b, lambda p, b: (p - p[:, :1])[..., None] * b, given)
     assert (hint.kind, hint.text) == (
         "position",
-        "positions begins at 0 in the candidate, at 5 here: each step counts from 0",
+        "positions begins at 0 in the candidate, at 5 in the baseline: each step counts from 0",
     )
     question = asked(lambda x: x.exp(), torch.zeros_like, {"x": drawn(4, 8)})
     assert not explain(dataclasses.replace(question, theirs=(), their_values=()))

@@ -83,7 +83,7 @@ def activations(question: Question) -> Iterator[Hypothesis]:
                 other = made if name == own else act(given)
                 # A candidate of zeros is what many make of negative numbers, and what is left of a lost factor.
                 if name != own and (name in theirs or bool(other.any()) or not bool(made.any())):
-                    text = f"{own} here, {name} in the candidate"
+                    text = f"{own} in the baseline, {name} in the candidate"
                     yield Hypothesis("activation", text, {node: other}, "activation", (own, name))
 
 
@@ -127,7 +127,7 @@ def derivatives(question: Question) -> Iterator[Hypothesis]:
             continue
         name, gradient, given = found
         for other, derivative in _others(name, given):
-            text = f"the derivative of {name} here, {other} in the candidate"
+            text = f"the derivative of {name} in the baseline, {other} in the candidate"
             yield Hypothesis("activation", text, {node: gradient * derivative}, "activation", (name, other))
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from glassengine.judge.hypotheses.mistakes.tensor_roles import BENDING, is_counted
-from glassengine.judge.hypotheses.trials.hypothesis import Literal, shown
+from glassengine.judge.hypotheses.trials.hypothesis import Literal, called, shown
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import named, traits_of
@@ -32,16 +32,16 @@ def text_of(question: Question, literal: Literal, value: Any) -> str:
     if kind == "term" and value == 0 and own:
         return f"{shown(own)} is not {verb}"
     if kind == "term" and isinstance(own, int) and isinstance(value, (int, float)):
-        return f"{shown(own)} is {verb} here, {shown(value)} in the candidate"
+        return f"{shown(own)} is {verb} in the baseline, {shown(value)} in the candidate"
     if op == "getitem":
         source = literal.node.args[0]
         of = f" of {op_name(source)}" if isinstance(source, Node) and source.op == "call_function" else ""
-        return f"item {shown(own)}{of} is taken here, item {shown(value)} in the candidate"
+        return f"item {shown(own)}{of} is taken in the baseline, item {shown(value)} in the candidate"
     if op == "clamp" and value is None:
-        return f"the clamp has no {name}: {shown(own)} here"
+        return f"the clamp has no {name}: {shown(own)} in the baseline"
     default = "1 / sqrt(head width)" if literal.name == "scale" else "default"
     here, there = (default if one is None else shown(one) for one in (own, value))
-    return f"{op}: {name}: {here} here, {there} in the candidate"
+    return f"{name} of {called(op)}: {here} in the baseline, {there} in the candidate"
 
 
 def name_of(question: Question, literal: Literal) -> str:

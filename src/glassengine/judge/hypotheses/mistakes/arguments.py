@@ -22,7 +22,6 @@ from glassengine.judge.hypotheses.trials.hypothesis import (
     becoming,
     is_as_theirs,
     literals_of,
-    shown,
 )
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.ops.traits import named, traits_of
@@ -57,10 +56,7 @@ def same_op(question: Question) -> Iterator[Hypothesis]:
         if not differing:
             continue
         first, value = differing[0]
-        text = text_of(question, first, value)
-        if len(differing) > 1:
-            said = [f"{name_of(question, one)}: {shown(one.value)} here, {shown(other)}" for one, other in differing]
-            text = f"{op_name(node)}: {'; '.join(said)} in the candidate"
+        text = "; ".join(text_of(question, one, other) for one, other in differing)
         kind, name = kind_of(question, first, value), name_of(question, first)
         yield Hypothesis(kind, text, {node: becoming(differing)}, name, (first.value, value))
 

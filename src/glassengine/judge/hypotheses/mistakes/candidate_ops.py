@@ -38,7 +38,7 @@ def extra_op(question: Question) -> Iterator[Hypothesis]:
 
         for node in reversed([*trial.inputs, *trial.ops]):
             if is_real(trial.values[node]) and node.name not in question.weights:
-                text = f"{op_name(theirs)} of {question.label(node)} in the candidate, none here"
+                text = f"{op_name(theirs)} of {question.label(node)} in the candidate, none in the baseline"
                 yield Hypothesis(kind, text, {node: edit})
 
 
@@ -80,7 +80,7 @@ def one_for_several(question: Question) -> Iterator[Hypothesis]:
             def edit(call: Call, value: Tensor = value, done: Callable[..., Any] = done) -> Any:
                 return _first_of(done([value]), call)
 
-            text = f"{op_name(first)} and what follows here, {op_name(theirs)} in the candidate"
+            text = f"{op_name(first)} and what follows in the baseline, {op_name(theirs)} in the candidate"
             yield Hypothesis(kind_of_op(first, theirs), text, {end: edit})
 
 
@@ -88,9 +88,9 @@ def _named(node: Node, theirs: Node) -> str:
     """Return the names of both ops, with their own numbers where the name is the same: arange 0 to 9, or 1 to 10."""
     here, there = op_name(node), op_name(theirs)
     if here != there:
-        return f"{here} here, {there}"
+        return f"{here} in the baseline, {there}"
     own = [", ".join(map(shown, constants_of([op]))) for op in (node, theirs)]
-    return f"{here}({own[0]}) here, {there}({own[1]})"
+    return f"{here}({own[0]}) in the baseline, {there}({own[1]})"
 
 
 def _called_with(theirs: Node) -> tuple[Callable[[Sequence[Any]], Any], int]:

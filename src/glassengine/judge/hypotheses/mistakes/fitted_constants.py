@@ -178,7 +178,7 @@ def base_of(value: torch.Tensor) -> float | None:
 
 def of_another_base(here: float, there: float) -> str:
     """Return how the mistake is reported that a base is another one."""
-    return f"base of the frequencies (theta): {here:.6g} here, {there:.6g} in the candidate"
+    return f"base of the frequencies (theta): {here:.6g} in the baseline, {there:.6g} in the candidate"
 
 
 def _of_angles(factor: float) -> Edit:

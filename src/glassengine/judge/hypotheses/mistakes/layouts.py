@@ -165,7 +165,7 @@ def _in_words(parts: Sequence[int], order: Sequence[int], how: str) -> str:
     here, there = (" x ".join(map(str, sizes)) for sizes in (parts, [parts[i] for i in order]))
     if here == there:
         return f"{here} in another order: {how}"
-    return f"{there} in the candidate, as {here} here: {how}"
+    return f"{there} in the candidate, as {here} in the baseline: {how}"
 
 
 def neighbors(question: Question) -> Iterator[Hypothesis]:
@@ -177,8 +177,12 @@ def neighbors(question: Question) -> Iterator[Hypothesis]:
             continue
         every = torch.arange(size)
         orders = {
-            "pairs of neighbors are rotated in the candidate, halves here (interleaved)": every.reshape(-1, 2).T,
-            "halves are rotated in the candidate, pairs of neighbors here (interleaved)": every.reshape(2, -1).T,
+            "pairs of neighbors are rotated in the candidate, halves in the baseline (interleaved)": every.reshape(
+                -1, 2
+            ).T,
+            "halves are rotated in the candidate, pairs of neighbors in the baseline (interleaved)": every.reshape(
+                2, -1
+            ).T,
         }
         for source in [*trial.inputs, *trial.ops[: trial.ops.index(node)]]:
             given = trial.values[source]
@@ -277,18 +281,21 @@ def _part_orders(widths: Sequence[int], heads_of: dict[int, set[int]]) -> Iterat
                 there = [parts[i] for i in order]
                 taken = every.reshape(there).permute([order.index(i) for i in range(3)]).reshape(-1)
                 how = f": each head holds its {number} parts" if order == (1, 0, 2) else ""
-                yield taken, f"is taken apart as {_product(there)} in the candidate, as {_product(parts)} here{how}"
+                yield (
+                    taken,
+                    f"is taken apart as {_product(there)} in the candidate, as {_product(parts)} in the baseline{how}",
+                )
         return
     # Queries share keys: as many groups as there are heads of the narrowest part.
     for groups in sorted(heads_of[min(widths)]):
         if groups > 1 and all(width % groups == 0 for width in widths):
             grouped = torch.split(every.reshape(groups, -1), [width // groups for width in widths], dim=1)
             text = f"holds its {number} parts in each of {groups} groups in the candidate"
-            yield torch.cat([part.reshape(-1) for part in grouped]), f"{text}, one part after the other here"
+            yield torch.cat([part.reshape(-1) for part in grouped]), f"{text}, one part after the other in the baseline"
 
 
 def _not_grouped(question: Question, node: Node, given: Sequence[int], made: torch.Tensor) -> Iterator[Hypothesis]:
-    """Yield: a group of queries and their key and value lie together here, in the candidate all queries come first."""
+    """Yield: a group of queries, key and value lie together in the baseline, all queries first in the candidate."""
     joined = meeting(given, made.shape)
     for axis, _, parts in factored(joined, made.shape):
         if len(parts) != 3 or parts[1] <= _BESIDE + 1:
@@ -296,7 +303,8 @@ def _not_grouped(question: Question, node: Node, given: Sequence[int], made: tor
         groups, members, width = parts
         sizes = [groups * (members - _BESIDE) * width, *[groups * width] * _BESIDE]
         found = [part.reshape(groups, -1) for part in torch.split(torch.arange(sum(sizes)), sizes)]
-        text = f"holds one part after the other in the candidate, its {members} parts in each of {groups} groups here"
+        text = f"its {members} parts in each of {groups} groups in the baseline"
+        text = f"holds one part after the other in the candidate, {text}"
         text = f"{question.label(node.all_input_nodes[0])} {text}"
         yield Hypothesis("permuted", text, {node: _reordered(torch.cat(found, dim=1).reshape(-1), axis, joined)})
 

@@ -74,7 +74,7 @@ def _averaged(
         text = f"the mean is over all {len(labels)} labels, not over the {counted} that count"
         yield "scale", text, each.sum() / len(labels)
         every = F.cross_entropy(logits, labels.clamp(min=0), reduction="none")
-        yield "mask", "labels that are ignored here count in the candidate, as 0", every.mean()
+        yield "mask", "labels that are ignored in the baseline count in the candidate, as 0", every.mean()
     rows = _whole(question, node.args[1], is_moved=True)
     if rows is not None and rows.dim() > 1 and rows.numel() == labels.numel():
         by_row, count = each.reshape(rows.shape).sum(-1), (rows != ignored).sum(-1)
@@ -139,7 +139,7 @@ def relabeled(question: Question) -> Iterator[Hypothesis]:
     here, there = torch.unique(right[apart]), torch.unique(actual[apart])
     if len(here) == len(there) == 1 and bool((apart == (right == here[0])).all()):
         a, b = int(here[0]), int(there[0])
-        what = " is ignored here, and" if a < 0 <= b else ""
+        what = " is ignored in the baseline, and" if a < 0 <= b else ""
         text = f"{a}{what} is {b} in the candidate, wherever it stands"
         kind: Kind = "mask" if min(a, b) < 0 else "other"
         yield Hypothesis(kind, text, {end: torch.where(right == a, b, right)}, "value", (a, b))

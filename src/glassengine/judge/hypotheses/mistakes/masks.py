@@ -24,7 +24,7 @@ _MASK, _DROPOUT, _CAUSAL = 3, 4, 5
 _NEAR = 10
 """Ops below a mask within which an attention or a choice reads it."""
 _MOST_LISTED = 4
-_IN_TURN = "heads share keys in turn in the candidate, in groups here (repeat for repeat_interleave)"
+_IN_TURN = "heads share keys in turn in the candidate, in groups in the baseline (repeat for repeat_interleave)"
 
 
 def of_attention(question: Question) -> Iterator[Hypothesis]:

@@ -235,7 +235,7 @@ def altered(question: Question) -> Iterator[Hypothesis]:
                 yield Hypothesis("scale", f"1 + {name} instead of {name}", {node: value + 1})
                 yield Hypothesis("scale", f"{name} - 1 instead of {name}", {node: value - 1})
         if least := least_position(value):
-            text = f"{name} begins at 0 in the candidate, at {least} here: each step counts from 0"
+            text = f"{name} begins at 0 in the candidate, at {least} in the baseline: each step counts from 0"
             yield Hypothesis("position", text, {node: value - least}, "position", (least, 0))
         yield from _moved(question, node, value)
 

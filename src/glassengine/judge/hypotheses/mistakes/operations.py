@@ -77,7 +77,7 @@ def _others(question: Question, node: Node) -> Iterator[Other]:
         yield from _batch_norms(question, node)
     if name.startswith("constant_pad"):
         for mode in _PADDING:
-            yield "other", f"padding by {mode} in the candidate, by a constant here", _padded(mode)
+            yield "other", f"padding by {mode} in the candidate, by a constant in the baseline", _padded(mode)
     if name in ("conv1d", "conv2d", "conv3d"):
         yield from _convolutions(question, node)
     if re.fullmatch("(adaptive_)?(max|avg)_pool[123]d", name):
@@ -137,7 +137,7 @@ def _convolutions(question: Question, node: Node) -> Iterator[Other]:
         return
     for mode in _PADDING:
         both = [(size, size) for size in sizes]
-        yield "other", f"padding by {mode} in the candidate, by zeros here", _padded_before(both, mode)
+        yield "other", f"padding by {mode} in the candidate, by zeros in the baseline", _padded_before(both, mode)
     if any(size > 1 for size in args[3]):
         yield "other", "padding as TensorFlow's SAME: no more before than behind", _padded_as_same
     if len(axes) == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from glassengine.judge.graphs.by_name import argument_names
 from glassengine.judge.hypotheses.trials.trial import Call, Edit, Trial
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind
+
+_KERNEL = re.compile(r"^_*(?:native_)?|_legit.*$|_+$")
+"""What names of kernels have beside the name of their op."""
 
 
 @dataclass(frozen=True)
@@ -156,8 +160,13 @@ def shown(value: Any) -> str:
 
 def article(node: Node) -> str:
     """Return what an op is called in a sentence."""
-    name = op_name(node)
-    return {"scaled_dot_product_attention": "attention"}.get(name, name)
+    return called(op_name(node))
+
+
+def called(name: str) -> str:
+    """Return what people call an op: "batch_norm" of `_native_batch_norm_legit_no_training`."""
+    name = _KERNEL.sub("", name)
+    return "attention" if name.startswith("scaled_dot_product") else name
 
 
 def of_weight(name: str) -> str:
