@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from glassengine.errors import UsageError
 from glassengine.kernels.arrays import as_tensors
-from glassengine.kernels.leaves import RIGHT, figures
+from glassengine.kernels.leaves import figures, passes
 from glassengine.kernels.prepared import Prepared, same
 from glassengine.kernels.trace import copied, tensors_of
 from glassengine.kernels.words import explained
@@ -99,7 +99,7 @@ def judged(actual: Any, inputs: Any, prepared: Prepared, *, accumulation: str, c
         written = list(tensors_of(as_tensors(own)))
     found, notes = _compared(candidate, written, prepared, check_dtype)
     verdict = worst(one.verdict for one in found)
-    ok = verdict in RIGHT
+    ok = all(map(passes, found))
     trace = prepared.trace
     mistakes: tuple[KernelMistake, ...] = ()
     if not ok:
@@ -195,7 +195,7 @@ def _judged_tensor(path: str, which: int, tensor: Tensor, prepared: Prepared) ->
         num_beyond += one.num_beyond
         if worst_one is None or _rank(one) > _rank(worst_one):
             worst_one = one
-        num_wrong += found.verdict not in RIGHT
+        num_wrong += not passes(one)
         if num_wrong >= _MOST_WRONG_PARTS:
             break
     assert worst_one is not None

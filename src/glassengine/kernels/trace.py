@@ -6,6 +6,7 @@ that cannot be traced is run as a whole: in float64, and on inputs that differ b
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -175,7 +176,9 @@ def traced(reference: Callable[..., Any], inputs: Sequence[Any], accumulation: A
     def call(*args: Any) -> Any:
         return tensors_of(reference(*args)), tensors_of(args)
 
-    make = make_fx(call, tracing_mode="real", pre_dispatch=True, _error_on_data_dependent_ops=False)
+    make = make_fx(
+        call, _backward_written_out(), tracing_mode="real", pre_dispatch=True, _error_on_data_dependent_ops=False
+    )
     with torch.no_grad():
         try:
             module = make(*copies)
@@ -191,6 +194,22 @@ def traced(reference: Callable[..., Any], inputs: Sequence[Any], accumulation: A
                     hint="pass them as inputs, or judge the sampler with glass.testing.matches_distribution",
                 )
     return Trace(reference, module, None, accumulation, nodes)
+
+
+_BACKWARD = (
+    "_softmax_backward_data _log_softmax_backward_data native_layer_norm_backward native_group_norm_backward "
+    "gelu_backward silu_backward tanh_backward sigmoid_backward elu_backward softplus_backward mish_backward "
+    "nll_loss_backward mse_loss_backward huber_loss_backward hardswish_backward _fused_rms_norm_backward"
+)
+
+
+@functools.cache
+def _backward_written_out() -> dict[Any, Callable[..., Any]]:
+    """Return formulas of ops of a backward pass, of whose inner rounding nothing is known."""
+    from torch._decomp import get_decompositions
+
+    packets = [getattr(torch.ops.aten, name, None) for name in _BACKWARD.split()]
+    return dict(get_decompositions([packet for packet in packets if packet is not None]))
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
