@@ -41,7 +41,7 @@ EXAMPLES = {
         "record -o run -- train.py --lr 0.1",
         "record --watch --trigger nonfinite=yes -- train.py",
     ),
-    "upload": ("upload run s3://bucket/run", "upload s3://bucket/run", "upload run file:///mnt/runs/run"),
+    "upload": ("upload run s3://bucket/run", "upload s3://bucket/run", "upload run gs://bucket/run"),
     "show": ("show glass-recording", "show run '*.attn*' --step 3", "show dump.pt --values"),
     "compare": (
         "compare reference port",
