@@ -1,4 +1,4 @@
-"""What the help of a command shows beside its parameters: the section of each option, and examples."""
+"""Arranges the help of a command: sections of options, and examples."""
 
 from __future__ import annotations
 
