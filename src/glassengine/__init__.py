@@ -1,4 +1,4 @@
-"""Glass Engine: compile a Hugging Face model into an engine you can see through.
+"""Glass Engine compares a port, export, engine or training run with its reference, and names the first wrong operation.
 
 The public names below are imported when they are first used, so that `import glassengine` costs nothing and changes
 nothing. Beside them there are six modules for one purpose each: `lazy`, `metrics`, `profiler`, `snapshots`, `testing`,
