@@ -70,7 +70,8 @@ def beside(request: CheckRequest, tokenizer: str | None) -> Iterator[Add]:
 
 def _added(result: Comparison, found: Future[PromptComparison], *, is_asked: bool) -> Comparison:
     try:
-        return with_prompt(result, found.result())
+        prompt = found.result()
+        return with_prompt(result, prompt) if prompt.ok or prompt.wrong else result
     except NoTokenizer:
         if is_asked:
             raise
