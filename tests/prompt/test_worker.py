@@ -76,9 +76,8 @@ LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% en
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        (LOOPS, "TimeoutError"),
-        ("{{ 'a' * 10**8 }}", "more than 4,194,304 characters"),
-        ("{{ messages.__class__ }}", "SecurityError"),
+        (LOOPS, "more than 0.3 s for the conversations so far"),
+        ("{{ 'a' * 10**7 }}", "more than 4,194,304 characters"),
         ("{% for i in range(10**9) %}{% endfor %}", "OverflowError"),
         ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "RecursionError"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
@@ -87,16 +86,13 @@ LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% en
 def test_a_hostile_template_is_refused(
     template: str, reason: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "_RENDERING", 0.3)
+    monkeypatch.setattr(worker, "_RENDERING", 0.3 if template == LOOPS else 10)
     other = copied(trained, tmp_path / "other", "tokenizer_config.json", lambda one: one.update(chat_template=template))
     side = worker._open(str(other))
     text, error = worker._rendered(template, side.render, conversation())
     assert text is None and reason in error
     if template == LOOPS:  # and the time is up
-        assert worker._rendered(template, side.render, conversation()) == (
-            None,
-            "more than 0.3 s for the conversations so far",
-        )
+        assert worker._rendered(template, side.render, conversation()) == (None, reason)
 
 
 @pytest.mark.slow

@@ -142,6 +142,8 @@ def rendered(apply: Any, conversation: Conversation) -> str:
     messages = options.pop("messages")
     try:
         return str(apply(messages, tokenize=False, **options))
+    except TimeoutError:  # of this package
+        raise
     except Exception as error:  # of a template, which is a program
         raise ValueError(f"{type(error).__name__}: {error}") from None
 
