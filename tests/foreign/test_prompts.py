@@ -243,7 +243,6 @@ def test_a_planted_difference_is_named_first(
         ("llama3", "no BOS", {"add_bos_token": False}),
         ("llama3", "EOS added", {"add_eos_token": True}),
         ("llama3", "pre-tokenizer", {"pre": "default"}),
-        ("llama3", "pre-tokenizer", {"pre": "smaug-bpe"}),
         ("llama3", "pre-tokenizer", {"pre": None}),
         ("llama3", "pre-tokenizer (digits", {"pre": "qwen2"}),
         ("qwen", "pre-tokenizer (digits", {"pre": "llama-bpe"}),

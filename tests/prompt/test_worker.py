@@ -49,7 +49,7 @@ def test_vllm_is_asked_in_its_interpreter(
     copied(trained, tmp_path / "other", "generation_config.json", lambda one: one.update(settings))
     result = glass.check_prompt(str(trained), f"vllm:{tmp_path / 'other'}", python=python)
     assert wrong(result) == ["special token pad"] and result.engines == ("transformers", "vLLM")
-    assert result.compared["tokens"] > 400 and result.compared["template"] == 18
+    assert result.compared["tokens"] > 400 and result.compared["template"] == 19
     assert [one.cause for one in result.findings if one.level == "note"] == ["top_k"]  # 50 of transformers, off in vLLM
     other = copied(
         trained, tmp_path / "penalty", "generation_config.json", lambda one: one.update(repetition_penalty=1.1)
