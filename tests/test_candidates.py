@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import glassengine as glass
-from glassengine.candidates import ENGINE, FLAGS, KINDS, MODEL, RECORD, SERVED, flags_of, metavar, refuse, require_kind
+from glassengine.candidates import ENGINE, FLAGS, KINDS, MODEL, RECORD, SERVED, flags_of, forms, refuse, require_kind
 from glassengine.diagnose.router import HANDLERS
 from glassengine.errors import UsageError
 
@@ -17,7 +17,7 @@ def test_every_kind_has_one_handler() -> None:
 
 
 def test_help_lists_every_form_and_the_readme_every_engine(root: Path) -> None:
-    assert metavar().split("|") == [form for kind in (MODEL, ENGINE, RECORD, SERVED) for form in kind.forms]
+    assert forms().split(", ") == [form for kind in (MODEL, ENGINE, RECORD, SERVED) for form in kind.forms]
     text = (root / "README.md").read_text()
     assert [form for form in (*ENGINE.forms, *SERVED.forms) if f"--candidate {form}" not in text] == []
 

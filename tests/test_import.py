@@ -53,7 +53,7 @@ def test_import_changes_no_setting() -> None:
     fresh(code)
 
 
-NAMESPACES = ("compat", "lazy", "metrics", "profiler", "snapshots")
+NAMESPACES = ("compat", "lazy", "metrics", "profiler", "snapshots", "testing")
 LAZY = [
     *(glass, commands, glass.compat.torch_xla, glass.compat.libneuronxla),
     *(getattr(glass, name) for name in NAMESPACES),

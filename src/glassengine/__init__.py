@@ -1,9 +1,9 @@
-"""Glass Engine: compile a Hugging Face model into an engine you can see through.
+"""Glass Engine compares a port, export, engine or training run with its reference, and names the first wrong operation.
 
 The public names below are imported when they are first used, so that `import glassengine` costs nothing and changes
-nothing. Beside them there are five modules for one purpose each: `lazy`, `metrics`, `profiler`, `snapshots`, and
-`compat` for what other tools call by name. Three more are to be imported: `glassengine.results` has the type of every
-result, `glassengine.errors` every error, and `glassengine.commands` the other commands of `glass` as functions.
+nothing. Beside them there are six modules for one purpose each: `lazy`, `metrics`, `profiler`, `snapshots`, `testing`,
+and `compat` for what other tools call by name. Three more are to be imported: `glassengine.results` has the type of
+every result, `glassengine.errors` every error, and `glassengine.commands` the other commands of `glass` as functions.
 
 Two of the names, `compare` and `sites`, are also names of submodules: `glassengine.compare` is always the public
 function, and what the submodule defines is imported with `from glassengine.compare... import ...`.
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from glassengine.deferred import deferred
 
 if TYPE_CHECKING:
-    from glassengine import compat, lazy, metrics, profiler, snapshots
+    from glassengine import compat, lazy, metrics, profiler, snapshots, testing
     from glassengine.backends.registry import list_backends
     from glassengine.capture.runs.record import record
     from glassengine.compare.compare import compare
@@ -74,6 +74,7 @@ __all__ = [
     "sites",
     "snapshots",
     "tap",
+    "testing",
 ]
 
 # Public name -> module that defines it; a test keeps the block above equal to it.
@@ -106,6 +107,7 @@ _PUBLIC = {
     "sites": "glassengine.program",
     "snapshots": "glassengine.snapshots",
     "tap": "glassengine.taps",
+    "testing": "glassengine.testing",
 }
 
 

@@ -110,9 +110,9 @@ GIVEN = Kind("given", {}, _BUILD)
 KINDS = (BUILT, WRITTEN, SERVED, ENGINE, RECORD, QUANTIZED, MODEL)
 
 
-def metavar() -> str:
+def forms() -> str:
     """Return what `--candidate` takes, for `--help`."""
-    return "|".join(form for kind in (MODEL, ENGINE, RECORD, SERVED) for form in kind.forms)
+    return ", ".join(form for kind in (MODEL, ENGINE, RECORD, SERVED) for form in kind.forms)
 
 
 def expected() -> str:

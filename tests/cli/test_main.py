@@ -105,6 +105,7 @@ def test_every_command_file_is_in_the_table(root: Path) -> None:
         "options",
         "errors",
         "foreign",
+        "help",
         "mcp_server",
         "roots",
         "shared",

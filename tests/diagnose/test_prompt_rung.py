@@ -64,11 +64,7 @@ def copied(model: Path, target: Path, change: Callable[[dict[str, Any]], None] =
 @pytest.fixture(autouse=True)
 def _with_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start processes as copies of one that has imported transformers."""
-
-    def start(command: list[str], **options: Any) -> children.Popen:
-        return children.Popen(command, imports=children.MODELS, env=starting.surroundings(), **options)
-
-    monkeypatch.setattr(starting, "start", start)
+    monkeypatch.setattr(starting, "subprocess", children.started_as_copies(children.MODELS))
 
 
 @pytest.fixture
@@ -135,7 +131,7 @@ def test_nothing_is_said_where_a_side_has_no_tokenizer(side: str, model: Path, t
 def test_a_tokenizer_that_cannot_be_opened_is_a_note(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_rung, "compare_in", lambda *_: answer(("candidate", "open", str(other))))
+    monkeypatch.setattr(prompt_rung, "compare_in", lambda *_, **__: answer(("candidate", "open", str(other))))
     other = copied(model, tmp_path / "other", lambda document: document["model"]["merges"].insert(0, ["zq", "qz"]))
     result = glass.check(model, candidate=other, steps=0)
     assert result.ok and result.prompt is None

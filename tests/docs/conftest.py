@@ -26,6 +26,7 @@ from typing import Any
 import pytest
 import torch
 
+from glassengine import starting
 from glassengine.cli.main import main
 from glassengine.executable.snapshot import policy
 from tests import children
@@ -232,6 +233,7 @@ def run_guide(
     """Yield a function that runs a page in an empty directory with the examples of the repository."""
     (tmp_path / "examples").symlink_to(root / "examples")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(starting, "subprocess", children.started_as_copies(children.MODELS))
     for name in ("DEBUG_ARTIFACTS_DIR", "TRTLLM_ADD_OUTPUT", "CUDA_LAUNCH_BLOCKING"):
         monkeypatch.delenv(name, raising=False)
     update = bool(request.config.getoption("--update-guides"))

@@ -8,10 +8,10 @@ import typer
 
 import glassengine as glass
 from glassengine import asked
-from glassengine.candidates import GIVEN, MODEL, flags_of, metavar, refuse, require_kind
+from glassengine.candidates import GIVEN, MODEL, flags_of, forms, refuse, require_kind
 from glassengine.cli.answers import Answers
 from glassengine.cli.errors import INTERRUPTED_STATUS, terminable
-from glassengine.cli.options import err, out, settings, stages
+from glassengine.cli.options import err, print_answer, settings, stages
 from glassengine.cli.shared import (
     AdaptedCheckpoint,
     Baseline,
@@ -45,8 +45,8 @@ def command(
     candidate: Annotated[
         str | None,
         typer.Option(
-            metavar=metavar(),
-            help="Judge this model, port, engine, dump or served file; default: engines built from the baseline.",
+            metavar="CANDIDATE",
+            help=f"Judge this; default: engines built from the baseline. One of {forms()}.",
         ),
     ] = None,
     map: Map = None,
@@ -117,7 +117,7 @@ def command(
         ),
     ] = None,
     only: Annotated[
-        str | None, typer.Option(metavar="RUNG", help="Judge this rung alone: prompt, which loads no model.")
+        str | None, typer.Option(metavar="prompt", help="Judge the prompt alone, and load no model.")
     ] = None,
     *,
     checkpoint: AdaptedCheckpoint,
@@ -177,7 +177,7 @@ def answered(result: Comparison, answers: Answers, status: int | None = None) ->
     def show() -> None:
         from glassengine.report.terminal_check import check
 
-        out.print(check(result, settings.words))
+        print_answer(check(result, settings.words))
 
     own = 0 if result.ok else 4 if result.too_little else 1
     return answers.give(result.to_dict, show, [result], own if status is None else status)

@@ -8,25 +8,26 @@ import typer
 
 import glassengine as glass
 from glassengine.cli.documents import answer
-from glassengine.cli.options import out
+from glassengine.cli.options import print_answer
 
-_FORMS = "Directory of transformers, FILE.gguf, genai:DIR, or FILE.model of sentencepiece."
+_FORMS = "Directory of transformers, FILE.gguf, genai:DIR, openvino:DIR, vllm:DIR, or FILE.model of sentencepiece."
 
 
 def command(
     baseline: Annotated[str, typer.Argument(metavar="BASELINE", help=f"Reference: {_FORMS}", show_default=False)],
     candidate: Annotated[str, typer.Argument(metavar="CANDIDATE", help="The same kinds.", show_default=False)],
+    python: Annotated[str | None, typer.Option(help="Interpreter that vLLM is installed for: VENV/bin/python.")] = None,
 ) -> int:
     """Compare tokenizer, chat template and generation settings of two sides.
 
     No model is run. Exit status: 0 the same, 1 something differs, 4 no tokens were comparable.
     """
-    result = glass.check_prompt(baseline, candidate)
+    result = glass.check_prompt(baseline, candidate, python=python)
 
     def show() -> None:
         from glassengine.report.terminal_prompt import prompt
 
-        out.print(prompt(result))
+        print_answer(prompt(result))
 
     answer(result.to_dict, show)
     if result.ok:

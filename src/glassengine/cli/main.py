@@ -18,10 +18,12 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
+import glassengine
 from glassengine import asked
 from glassengine.cli import options
 from glassengine.cli.documents import destination_of, require_place, spelled_out
 from glassengine.cli.errors import exit_status
+from glassengine.cli.help import arrange
 from glassengine.errors import UsageError
 
 COMMANDS = {
@@ -138,7 +140,9 @@ def load_command(name: str) -> Any:
     module = importlib.import_module(f"glassengine.cli.{name.replace('-', '_')}")
     app = typer.Typer(add_completion=False)
     app.command(name, context_settings=getattr(module, "CONTEXT_SETTINGS", None))(with_global_flags(module.command))
-    return get_command(app)
+    command = get_command(app)
+    arrange(command, name)
+    return command
 
 
 class _LazyGroup(TyperGroup):
@@ -165,7 +169,7 @@ _Version = Annotated[
 def _build() -> Any:
     app = typer.Typer(cls=_LazyGroup, add_completion=False, rich_markup_mode="rich", epilog=_EPILOG)
 
-    @app.callback()
+    @app.callback(help=(glassengine.__doc__ or "").partition("\n")[0])
     def glass(
         version: _Version = False,
         quiet: options.Quiet = False,
@@ -175,12 +179,13 @@ def _build() -> Any:
         metrics: options.Metrics = False,
         json: options.Json = None,
     ) -> None:
-        """Compile a model into an engine with named tensors, and find the first op that is wrong."""
         options.configure(quiet, verbose, no_color, no_progress, metrics, json)
 
     for name, help_line in COMMANDS.items():
         app.command(name, help=help_line)(lambda: None)
-    return get_command(app)
+    group = get_command(app)
+    arrange(group)
+    return group
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

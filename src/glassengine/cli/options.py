@@ -44,8 +44,7 @@ _NO_COLOR = out.no_color  # what the variable NO_COLOR says
 PATIENCE_S = 5.0
 """After which long work says again what it does, in a log."""
 
-_PANEL = "Global options"
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the result and errors only.", rich_help_panel=_PANEL)]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the result and errors only.")]
 Verbose = Annotated[
     int,
     typer.Option(
@@ -55,17 +54,14 @@ Verbose = Annotated[
         metavar="",
         show_default=False,
         help="Log more: -v also shows tracebacks, -vv debug messages.",
-        rich_help_panel=_PANEL,
     ),
 ]
-NoColor = Annotated[bool, typer.Option("--no-color", help="Print without colors.", rich_help_panel=_PANEL)]
-NoProgress = Annotated[bool, typer.Option("--no-progress", help="Show no progress bars.", rich_help_panel=_PANEL)]
+NoColor = Annotated[bool, typer.Option("--no-color", help="Print without colors.")]
+NoProgress = Annotated[bool, typer.Option("--no-progress", help="Show no progress bars.")]
 Metrics = Annotated[
     bool,
     typer.Option(
-        "--metrics",
-        help="Explain every compilation; print counters and times at the end, on stderr and in --json.",
-        rich_help_panel=_PANEL,
+        "--metrics", help="Explain every compilation; print counters and times at the end, on stderr and in --json."
     ),
 ]
 Json = Annotated[
@@ -75,9 +71,13 @@ Json = Annotated[
         metavar="[FILE]",
         show_default=False,
         help="Print a JSON document, or write it: --json=FILE, or --json FILE if the name ends in .json.",
-        rich_help_panel=_PANEL,
     ),
 ]
+
+
+def print_answer(answer: RenderableType) -> None:
+    """Print an answer: in the width of a terminal, and as wide as it is in a pipe."""
+    out.print(answer, soft_wrap=not out.is_terminal)
 
 
 @dataclass

@@ -55,7 +55,7 @@ TrustEngine = Annotated[
     typer.Option("--trust-engine", help="Load native code of an engine built elsewhere: it can do anything you can."),
 ]
 MinCoverage = Annotated[
-    float, typer.Option(min=0, max=1, help="Minimum share of the baseline's float-valued sites that must be judged.")
+    float, typer.Option(min=0, max=1, help="Minimum share of the baseline's tensors of floats that must be judged.")
 ]
 Jobs = Annotated[int, typer.Option(metavar="N", help="Judge in N processes of this machine.")]
 Cluster = Annotated[

@@ -28,6 +28,7 @@ from glassengine.compare.precision import Precision, rows_of_results
 from glassengine.compare.rounded_updates import NOT_JUDGED, not_judged
 from glassengine.compare.roundings import COARSE, IF_COARSE, ROUNDED, TOO_SMALL, beside_larger
 from glassengine.compare.session import Map, Options, Request, Session, Side, judge_block
+from glassengine.compare.token_ids import require_same_tokens, sampling_apart
 from glassengine.compare.verdicts import Judging, Verdicts
 from glassengine.errors import IncomparableError, UnknownNameError, UsageError, first_line
 from glassengine.extensions import plugin
@@ -49,7 +50,7 @@ from glassengine.results import (
     over_budget,
     worst,
 )
-from glassengine.sites import ROOT, matches, patterns_of
+from glassengine.sites import matches, patterns_of
 from glassengine.workers import InProcess, Workers
 from glassengine.workers.processes import Processes
 
@@ -232,7 +233,7 @@ def _concluded(
         environment=environment_of(left),
         candidate_environment=environment_of(right),
         inside=verdict,
-        inside_reason=f"{num_bad} of {len(pairs)} tensors are {policy.fail_on}{worse}",
+        inside_reason=f"{num_bad} of {len(pairs)} tensors {'is' if num_bad == 1 else 'are'} {policy.fail_on}{worse}",
         over=over_budget(rows_of_results(drift), policy.min_snr),
         left=not_compared(pairs, lost, show_only if verdicts.stopped_at is None else ()),
         first_divergence=divergence,
@@ -252,6 +253,7 @@ def _concluded(
         exemptions=ledger.exemptions(),
         num_elements=ledger.num_elements,
         same_weights=same_weights(left, right),
+        notes=[apart] if (apart := sampling_apart(left, right)) else (),
     )
     return found.conclude(policy)
 
@@ -381,39 +383,6 @@ def environment_of(side: SourceWrapper) -> dict[str, Any]:
     known = side.metadata.get("environment")
     facts = {**(known if isinstance(known, dict) else {}), "complete": side.complete}
     return {**facts, **side.changes}
-
-
-def require_same_tokens(left: TensorSource, right: TensorSource) -> None:
-    """Raise an `IncomparableError` where both sides know their token ids, and they differ."""
-    x, y = left.metadata.get("token_ids"), right.metadata.get("token_ids")
-    if x is None or y is None or x == y:
-        return
-    rows_x, rows_y = (side if isinstance(side, list) else [side] for side in (x, y))
-    # In which order ranks have the rows of a batch, or which positions of them, their inputs tell, which are judged.
-    num_ranks = [side.metadata.get("num_ranks", 1) for side in (left, right)]
-    if max(num_ranks) > 1 and (_are_shares(rows_x, rows_y) or all(map(_has_inputs, (left, right)))):
-        return
-    where = next((i for i, (a, b) in enumerate(zip(rows_x, rows_y, strict=False)) if a != b), None)
-    got = f"{len(rows_x)} and {len(rows_y)} rows" if where is None else f"the first difference is in row {where}"
-    raise IncomparableError(
-        "the two sides were run on different token ids",
-        got=f"{left.path} and {right.path}: {got}",
-        expected="the same token ids: what follows a different token is different for good reasons",
-        hint=f"record the candidate on the baseline's tokens: glass record TARGET --tokens-of {left.path}",
-    )
-
-
-def _has_inputs(side: TensorSource) -> bool:
-    return any(entry.site.startswith(f"{ROOT}:in") and entry.dtype == "int64" for entry in side.entries)
-
-
-def _are_shares(x: Sequence[Any], y: Sequence[Any]) -> bool:
-    """Whether both sides have the same rows in any order, or the same tokens where rows are cut."""
-    if all(isinstance(row, list) for row in (*x, *y)):
-        if {len(row) for row in x} == {len(row) for row in y}:
-            return set(map(tuple, x)) == set(map(tuple, y))
-        return {token for row in x for token in row} == {token for row in y for token in row}
-    return False
 
 
 def require_names(patterns: Sequence[str], *sides: TensorSource) -> None:

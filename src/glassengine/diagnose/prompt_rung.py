@@ -70,7 +70,8 @@ def beside(request: CheckRequest, tokenizer: str | None) -> Iterator[Add]:
 
 def _added(result: Comparison, found: Future[PromptComparison], *, is_asked: bool) -> Comparison:
     try:
-        return with_prompt(result, found.result())
+        prompt = found.result()
+        return with_prompt(result, prompt) if prompt.ok or prompt.wrong else result
     except NoTokenizer:
         if is_asked:
             raise
@@ -89,7 +90,7 @@ def _compared(
     if found is None:
         is_text = isinstance(request.inputs, str) and Path(request.inputs).suffix == ".txt"
         texts = prompt_texts(str(request.inputs))[:_MOST_TEXTS] if is_text else ()
-        found = compare_in(workers, baseline, candidate, texts)
+        found = compare_in(workers, baseline, candidate, texts, python=request.serving.python)
     return replace(found, baseline=sides[0], candidate=sides[1])
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from glassengine.kernels.edits import Mistake, mistakes_in, numbers_in, with_number
-from glassengine.kernels.leaves import RIGHT, beyond_rounding
+from glassengine.kernels.leaves import beyond_rounding, passes
 from glassengine.kernels.prepared import Part, Prepared, same
 from glassengine.kernels.regions import described
 from glassengine.kernels.trace import copied, tensors_of
@@ -58,12 +58,12 @@ def mistakes_of(
         candidate: What the candidate made, as tensors.
         call: Calls the candidate on other arguments; None for what is a ready tensor.
     """
-    wrong = [one for one in found if one.verdict not in RIGHT]
+    wrong = [one for one in found if not passes(one)]
     told = [one for one in wrong if one.index is None and one.reason]
     if told:
         return tuple(_refused(one) for one in told)
     results = [one for one in found if not one.path.startswith("inputs[")]
-    which = next((i for i, one in enumerate(results) if one.verdict not in RIGHT), None)
+    which = next((i for i, one in enumerate(results) if not passes(one)), None)
     tensors = tensors_of(candidate)
     if which is None or which >= len(tensors):
         return (KernelMistake("inputs written", f"{wrong[0].path} is not what the reference makes of it"),)
@@ -166,7 +166,12 @@ def _of_values(case: _Case) -> Iterator[KernelMistake]:
             return
     beyond, _ = beyond_rounding(case.expectation, case.candidate)
     outside = value[beyond]
-    if 0 < len(outside) < value.numel() and bool((outside == outside[0]).all()) and value.numel() > 1:
+    if (
+        0 < len(outside) < value.numel()
+        and bool(finite.all())
+        and bool((outside == outside[0]).all())
+        and value.numel() > 1
+    ):
         where = described(beyond)
         yield KernelMistake("tail", f"{where} hold {float(outside[0]):g}: they are not written", True, 0.0)
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from glassengine.kernels.leaves import passes
 from glassengine.results.kernels import Match, TensorMatch
 
 
@@ -11,7 +12,7 @@ def explained(match: Match) -> str:
         return f"{match.verdict}: rounding explains every difference"
     lines = [f"{match.verdict}: rounding does not explain the difference"]
     for one in match.tensors:
-        if one.verdict in ("suspicious", "wrong"):
+        if not passes(one):
             lines += _of_tensor(one)
     for number, mistake in enumerate(match.mistakes[:3]):
         how = " (proven: the reference with this mistake gives the same)" if mistake.proven else ""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
+from pathlib import Path
 
 from glassengine.prompt.huggingface import same_files
 from glassengine.prompt.loading import compare_loading
@@ -13,7 +14,7 @@ from glassengine.prompt.settings import compare_settings
 from glassengine.prompt.side import PromptSide
 from glassengine.prompt.templates import compare_templates
 from glassengine.prompt.tokens import compare_tokens
-from glassengine.prompt.worker import Remote, answer, kind_of
+from glassengine.prompt.worker import Remote, answer, kind_of, worker_in
 from glassengine.results.prompt import PromptComparison, PromptFinding, PromptPart
 from glassengine.workers.processes import Processes
 
@@ -32,23 +33,31 @@ _PARTS: tuple[
 """Part, the words for a side without it, the test whether a side has it, the comparison."""
 
 
-def check_prompt(baseline: str, candidate: str) -> PromptComparison:
+def check_prompt(baseline: str, candidate: str, *, python: str | Path | None = None) -> PromptComparison:
     """Compare tokenizer, chat template and generation settings of two sides; no model is run.
 
     Args:
         baseline: A directory of transformers, `FILE.gguf`, `genai:DIR`, a sentencepiece `FILE.model`, or
-            `file.py:factory` of a tokenizer.
+            `file.py:factory` of a tokenizer; also `openvino:DIR` and `vllm:DIR`.
         candidate: The same.
+        python: Interpreter that vLLM is installed for; None for this one.
 
     Raises:
         UsageError: A side is not there, or has no tokenizer.
         BackendError: The process of a side has ended.
     """
     with closing(Processes(answer, 1)) as workers:
-        return compare_in(workers, baseline, candidate)
+        return compare_in(workers, baseline, candidate, python=python)
 
 
-def compare_in(workers: Processes, baseline: str, candidate: str, texts: Sequence[str] = ()) -> PromptComparison:
+def compare_in(
+    workers: Processes,
+    baseline: str,
+    candidate: str,
+    texts: Sequence[str] = (),
+    *,
+    python: str | Path | None = None,
+) -> PromptComparison:
     """Compare two sides that a worker opens.
 
     Args:
@@ -56,6 +65,7 @@ def compare_in(workers: Processes, baseline: str, candidate: str, texts: Sequenc
         baseline: As for `check_prompt`.
         candidate: As for `check_prompt`.
         texts: Are tried beside the probes.
+        python: As for `check_prompt`.
 
     Raises:
         UsageError: As for `check_prompt`.
@@ -65,8 +75,13 @@ def compare_in(workers: Processes, baseline: str, candidate: str, texts: Sequenc
     specs = {"candidate": candidate, "baseline": baseline}
     # What lacks a tokenizer ends this before transformers is imported; a port may be known by the baseline's pieces.
     order = sorted(specs, key=lambda name: (kinds[1] == "port") == (name == "candidate"))
-    sides = {name: Remote(name, specs[name], workers) for name in order}
-    return compare_sides(sides["baseline"], sides["candidate"], (baseline, candidate), texts)
+    with ExitStack() as started:
+
+        def worker(spec: str) -> Processes:
+            return started.enter_context(closing(worker_in(python))) if kind_of(spec)[0] == "vllm" else workers
+
+        sides = {name: Remote(name, specs[name], worker(specs[name])) for name in order}
+        return compare_sides(sides["baseline"], sides["candidate"], (baseline, candidate), texts)
 
 
 def compare_files(baseline: str, candidate: str) -> PromptComparison | None:
@@ -115,7 +130,7 @@ def compare_sides(
 
 def _limited(candidate: PromptSide, one: PromptFinding) -> PromptFinding:
     """Return a finding with the level "limit" where the engine cannot do otherwise."""
-    reason = candidate.opened.limits.get(one.cause)
+    reason = next((words for key, words in candidate.opened.limits.items() if one.cause.startswith(key)), None)
     if reason is None or one.level != "wrong":
         return one
     return replace(one, level="limit", detail=f"{one.detail}; {reason}")

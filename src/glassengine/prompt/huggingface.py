@@ -34,26 +34,28 @@ class Directory(PromptSide):
         path: Of the directory.
     """
 
+    engine = "transformers"
+    weighs = True
+    """Whether transformers loads the checkpoint."""
+
     def __init__(self, path: Path) -> None:
         vocabulary, template = self._tokens(path) if has_any(path, TOKENIZERS) else (None, None)
         config = document(path / "config.json")
         self._path, self._processors = path, {key: 0 for name in PROCESSORS for key in document(path / name)}
         self.opened = Opened(
-            "transformers",
+            self.engine,
             vocabulary,
             template,
-            settings=settings_of(path, config),
+            settings=self.settings(path),
             rows=_rows(config),
             has_processor=bool(self._processors),
-            has_weights=has_weights(path),
+            has_weights=self.weighs and has_weights(path),
         )
         self._file = _by_file(path)
 
     def _tokens(self, path: Path) -> tuple[Vocabulary, str | None]:
         """Open the tokenizer; return its vocabulary and chat template."""
-        from transformers import AutoTokenizer
-
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        self._tokenizer = self.opened_tokenizer(path)
         self._tokenizer.model_max_length = 1 << 62  # transformers warns of texts that are longer
         added = {number: token.content for number, token in self._tokenizer.added_tokens_decoder.items()}
         special = {name: numbers_of(getattr(self._tokenizer, f"{name}_token_id", None)) for name in SPECIAL}
@@ -61,6 +63,16 @@ class Directory(PromptSide):
         if isinstance(template, dict):
             template = template.get("default")
         return Vocabulary(pieces_of(self._tokenizer.get_vocab(), added), special, added), template
+
+    def opened_tokenizer(self, path: Path) -> Any:
+        """Return the tokenizer."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+
+    def settings(self, path: Path) -> dict[str, Setting] | None:
+        """Return the generation settings."""
+        return settings_of(path, document(path / "config.json"))
 
     def encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
         """Return the ids of each text."""

@@ -30,6 +30,7 @@ def loaded(path: Path) -> Loaded:
     """
     import torch
     from transformers import AutoConfig
+    from transformers.utils import logging
 
     from glassengine.program.loading.checkpoint_files import (
         model_class_of,
@@ -40,6 +41,8 @@ def loaded(path: Path) -> Loaded:
     from glassengine.program.loading.from_transformers import bounded_by_checkpoint, require_countable
     from glassengine.reading.tensors import open_safetensors
 
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # of its table of missing parameters
     require_plain_files(path)
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     require_countable(config.to_dict(), str(path))

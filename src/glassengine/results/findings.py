@@ -236,7 +236,8 @@ def with_prompt(result: Comparison, prompt: PromptComparison) -> Comparison:
     if not prompt.wrong:
         return result
     first, more = prompt.wrong[0], len(prompt.wrong) - 1
-    reason = f"the prompts differ: {first.cause}: {first.detail}" + (f", and {more} more" if more else "")
+    what = "the checkpoint does not fit" if first.part == "loading" else "the prompts differ"
+    reason = f"{what}: {first.cause}: {first.detail}" + (f", and {more} more" if more else "")
     if result.not_ok_because:
         reason += f"; {result.not_ok_because}"
     return replace(result, ok=False, standing="prompt differs", not_ok_because=reason, too_little=False)

@@ -17,6 +17,7 @@ MistakeKind = Literal[
     "eps",
     "input returned",
     "inputs written",
+    "layout",
     "mask",
     "operands swapped",
     "operation left out",
@@ -45,9 +46,10 @@ class TensorMatch(Result):
         path: Where it is in the result: "" for a single tensor, "[1]", "['lse']", "inputs[2]" after the call.
         shape: Of the reference.
         dtype: Of the candidate.
-        verdict: "identical" and "rounding" are right.
+        verdict: "identical" and "rounding" are right; "suspicious" is, too, where there is no bound.
         noise_ratio: Error over the noise floor, in the worst slice; None where no number decided.
-        bound_ratio: Error over the rounding bound of the worst element; None where it was not needed or is not known.
+        bound_ratio: Error over the rounding bound of the worst element, 1 for at most 1; None where it was not needed
+            or is not known.
         reason: What decided, where it was not the ratios.
         index: The worst element; None where the tensor is right or has none.
         expected: Its value in float64.

@@ -27,11 +27,12 @@ class Processes:
     Args:
         function: Of one argument, and of a module that can be imported.
         count: How many.
+        command: Starts one that runs the function; None for this interpreter.
     """
 
-    def __init__(self, function: Callable[[Any], Any], count: int) -> None:
+    def __init__(self, function: Callable[[Any], Any], count: int, command: Sequence[str] | None = None) -> None:
         self.count = count
-        self._command = starting.python(pipe.__name__, function.__module__, function.__name__)
+        self._command = command or starting.python(pipe.__name__, function.__module__, function.__name__)
         self._idle: queue.SimpleQueue[_Child] = queue.SimpleQueue()
         self._children = [_Child(self._command) for _ in range(count)]
         for child in self._children:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from glassengine.capture.calls.generation_facts import generation_facts
 from glassengine.capture.calls.names import Forward, Known, ModuleNames, OfThread
 from glassengine.capture.calls.observed_call import ObservedCall, is_interruption, num_running, out_of_reach, why_unseen
 from glassengine.capture.calls.step_rules import (
@@ -156,6 +157,7 @@ class ModuleHooks:
         self._local = OfThread()
         self._open: dict[int, Forward] = {}
         self._held: dict[int, tuple[Forward, list[list[int]]]] = {}
+        self.generation: dict[str, Any] = {}
         self._forks = _Forks.count
         self._handles: dict[str, ObservedCall] = {}
         self._replaced: list[str] = []
@@ -334,7 +336,10 @@ class ModuleHooks:
             self._delivery.deliver_caches(forward, whole=known.is_root)
             if known.is_root:
                 self._entry_points.note_result(forward.step, result)
-                self._end(forward, token_ids(args, kwargs, self._first_argument), None)
+                rows = token_ids(args, kwargs, self._first_argument)
+                if forward.step == 0 and self.generation:
+                    self.generation["prompt_lengths"] = [len(row) for row in rows]
+                self._end(forward, rows, None)
             elif forward.step in self._held or forward.step == _NO_STEP:
                 self._local.forward = None
         forward.in_call = False
@@ -370,6 +375,8 @@ class ModuleHooks:
         for step in sorted(own)[: max(0, len(own) - self._most_held + 1)]:
             self._release(step)
         step = self.steps.next()
+        if step == 0:
+            self.generation = generation_facts()
         # A tracer passes placeholders, not values.
         records = self._policy.wants_step(step) and torch._C._get_tracing_state() is None
         forward = self._open[step] = Forward(step, records, threading.get_ident())

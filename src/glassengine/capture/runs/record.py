@@ -121,6 +121,8 @@ class Recorder:
                     "what torch.compile returned",
                     self.path,
                 )
+            for name, value in self._hooks.generation.items():
+                writer.metadata.setdefault(name, value)
             writer.metadata["not_called"] = not_called = self._hooks.not_called()
             if self._hooks.steps.num_begun and ROOT in not_called:
                 _log.warning(

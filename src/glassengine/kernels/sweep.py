@@ -1,0 +1,278 @@
+"""`glass.testing.sweep`: a candidate beside its reference on inputs that show mistakes, and what the failures share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glassengine.errors import UsageError, first_line
+from glassengine.kernels.arrays import as_tensors
+from glassengine.kernels.match import called, how, judged
+from glassengine.kernels.prepared import Prepared, same
+from glassengine.kernels.trace import copied, tensors_of
+from glassengine.kernels.values import ALIASED, GUARDED, LAYOUTS, VALUES, Case, Make, cases, maker
+from glassengine.kernels.words import explained
+from glassengine.results.kernels import KernelMistake, MistakeKind, Sweep, SweepCase
+
+Function = Callable[..., Any]
+_BLOCKS = (2, 3, 4, 5, 8, 16, 32, 64, 128, 256)
+
+
+def sweep(
+    candidate: Function,
+    reference: Function,
+    shapes: str | Sequence[Any] | Make,
+    *,
+    sizes: Mapping[str, Sequence[int]] | None = None,
+    dtypes: Iterable[torch.dtype] = (torch.float32,),
+    values: Iterable[str] | Mapping[str, Callable[..., Tensor]] | None = None,
+    layouts: Iterable[str] | None = None,
+    repeats: bool = False,
+    batch_invariant: bool = False,
+    accumulation: str | None = None,
+    check_dtype: bool = True,
+    seed: int = 0,
+) -> Sweep:
+    """Judge a candidate on sizes off the tile, adversarial values and layouts in memory.
+
+    Args:
+        candidate: The function under test.
+        reference: Plain PyTorch.
+        shapes: Those of the arguments, "B S, S" with a symbol for each size, or [(3, 64), (64,)]; or a function of
+            (sizes, dtype, generator) that returns the arguments.
+        sizes: Symbol -> sizes to try; by default those beside powers of two, and 0.
+        dtypes: Of the floating arguments.
+        values: Names of what the numbers are, or name -> function of (normal numbers, generator); by default all.
+        layouts: Names of how the arguments lie in memory; by default all.
+        repeats: Whether two calls on the same inputs must give the same bits, with another call between them.
+        batch_invariant: Whether the first row must have the same bits alone as among others.
+        accumulation: As in `matches`.
+        check_dtype: As in `matches`.
+        seed: Of the inputs.
+
+    Raises:
+        UsageError: A name is unknown, or the reference takes none of the inputs.
+    """
+    make, names = maker(shapes)
+    known = dict(values) if isinstance(values, Mapping) else {name: VALUES[name] for name in _of(values, VALUES)}
+    known.setdefault("ordinary", VALUES["ordinary"])
+    chosen = _of(layouts, {**LAYOUTS, ALIASED: None})
+    symbols = [*dict.fromkeys([*names, *(sizes or {})])]
+    seen: list[tuple[Case, SweepCase]] = []
+    skipped: list[str] = []
+    judge = _Judge(candidate, reference, repeats, batch_invariant, accumulation, check_dtype)
+    for case in cases(symbols, sizes or {}, tuple(dtypes), list(known), chosen):
+        inputs = case.inputs(make, known, seed)
+        try:
+            prepared = Prepared(called(reference, inputs)[0], inputs, how(accumulation), seed)
+        except Exception as error:
+            skipped.append(f"{case}: {type(error).__name__}: {first_line(error)}")
+            continue
+        seen.append((case, judge.on(case, inputs, prepared)))
+    if not seen:
+        raise UsageError("the reference takes none of the inputs", got=skipped[0] if skipped else "no case")
+    return _concluded(seen, skipped)
+
+
+def _of(given: Iterable[str] | None, known: Mapping[str, Any]) -> list[str]:
+    names = list(known) if given is None else list(given)
+    for name in names:
+        if name not in known:
+            raise UsageError(f"unknown name {name!r}", expected=list(known))
+    return names
+
+
+@dataclass(frozen=True)
+class _Judge:
+    candidate: Function
+    reference: Function
+    repeats: bool
+    batch_invariant: bool
+    accumulation: str | None
+    check_dtype: bool
+
+    def on(self, case: Case, inputs: list[Any], prepared: Prepared) -> SweepCase:
+        """Judge one case."""
+        shapes = tuple(tuple(t.shape) for t in tensors_of(inputs))
+        dtype = str(case.dtype).removeprefix("torch.")
+        try:
+            match = judged(
+                self.candidate,
+                inputs,
+                prepared,
+                accumulation=self.accumulation or "",
+                check_dtype=self.check_dtype,
+            )
+            error = self._unstable(inputs) if match.ok else None
+        except Exception as raised:
+            return SweepCase(str(case), shapes, dtype, False, None, f"{type(raised).__name__}: {first_line(raised)}")
+        return SweepCase(str(case), shapes, dtype, match.ok and error is None, match, error)
+
+    @torch.no_grad()
+    def _unstable(self, inputs: list[Any]) -> str | None:
+        if self.repeats:
+            first = self._bits(inputs)
+            self._bits([t * 0.5 if isinstance(t, Tensor) and t.is_floating_point() else t for t in inputs])
+            if not _alike(first, self._bits(inputs)):
+                return "not repeatable: the same inputs give other bits after another call"
+        if self.batch_invariant and isinstance(inputs[0], Tensor) and inputs[0].dim() and len(inputs[0]) > 1:
+            size = len(inputs[0])
+            alone = [t[:1] if isinstance(t, Tensor) and t.dim() > 1 and len(t) == size else t for t in inputs]
+            rows = [t[:1] if t.dim() and len(t) == size else t for t in self._bits(inputs)]
+            if not _alike(rows, self._bits(alone)):
+                return "not batch invariant: the first row has other bits alone"
+        return None
+
+    def _bits(self, inputs: list[Any]) -> list[Tensor]:
+        return [t.clone() for t in tensors_of(as_tensors(self.candidate(*copied(inputs))))]
+
+
+def _alike(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
+
+
+def _concluded(seen: Sequence[tuple[Case, SweepCase]], skipped: Sequence[str]) -> Sweep:
+    failed = [(case, result) for case, result in seen if not result.ok]
+    failed.sort(key=lambda pair: (not _is_plain(pair[0]), sum(math.prod(shape) for shape in pair[1].shapes)))
+    if not failed:
+        return Sweep(True, len(seen), skipped=tuple(skipped))
+    when = _when(seen)
+    return Sweep(
+        ok=False,
+        num_cases=len(seen),
+        failures=tuple(result for _, result in failed),
+        smallest=failed[0][1],
+        when=when,
+        mistakes=_mistakes(seen, failed, when),
+        skipped=tuple(skipped),
+    )
+
+
+def _is_plain(case: Case) -> bool:
+    return case.values == "ordinary" and case.layout == "contiguous" and 0 not in case.sizes.values()
+
+
+def _when(seen: Sequence[tuple[Case, SweepCase]]) -> str:
+    """Return what the failures have in common, and no other case has."""
+    plain = [(case, result.ok) for case, result in seen if _is_plain(case)]
+    failing = [case for case, ok in plain if not ok]
+    parts = []
+    if failing and all(not ok for _, ok in plain):
+        return "always"
+    if failing:
+        dtypes = {case.dtype for case in failing}
+        if all(ok == (case.dtype not in dtypes) for case, ok in plain):
+            return f"in {', '.join(sorted(str(d).removeprefix('torch.') for d in dtypes))}"
+        rules = [_rule(name, [(c.sizes[name], ok) for c, ok in plain]) for name in failing[0].sizes]
+        return next((rule for rule in rules if rule), f"in {len(failing)} of {len(plain)} sizes: {failing[0]}")
+    for name in ("values", "layout"):
+        odd = dict.fromkeys(getattr(c, name) for c, r in seen if not r.ok and getattr(c, name) not in _USUAL)
+        parts += list(odd)
+    empty = [case for case, result in seen if not result.ok and 0 in case.sizes.values()]
+    parts += ["empty inputs"] if empty else []
+    return ", ".join(parts)
+
+
+_USUAL = ("ordinary", "contiguous")
+
+
+def _weight(one: KernelMistake) -> float:
+    return 1.0 if one.proven and one.kind != "raises" else 0.4
+
+
+def _rule(name: str, sizes: Sequence[tuple[int, bool]]) -> str | None:
+    """Return for which sizes of a symbol the candidate fails, if this decides."""
+    fails, rights = ({size for size, ok in sizes if ok is wanted} for wanted in (False, True))
+    if fails & rights or not rights:
+        return None
+    for block in reversed(_BLOCKS):
+        if all(size % block for size in fails) and not any(size % block for size in rights):
+            return f"{name} % {block} != 0"
+    if max(rights) < min(fails):
+        return f"{name} > {max(rights)}"
+    if min(rights) > max(fails):
+        return f"{name} < {min(rights)}"
+    for block in reversed(_BLOCKS):
+        if all(size % block and size > block for size in fails) and all(s % block == 0 or s < block for s in rights):
+            return f"{name} > {block} and {name} % {block} != 0"
+    return f"{name} is one of {', '.join(map(str, sorted(fails)))}"
+
+
+def _mistakes(
+    seen: Sequence[tuple[Case, SweepCase]], failed: Sequence[tuple[Case, SweepCase]], when: str
+) -> tuple[KernelMistake, ...]:
+    """Return kinds of mistakes: by which cases fail, then by what the failing ones look like."""
+    right = {(case.dtype, tuple(case.sizes.items())) for case, result in seen if result.ok and _is_plain(case)}
+    votes: dict[str, list[KernelMistake]] = {}
+    for case, result in failed:
+        one: KernelMistake | None = None
+        if result.error is not None:
+            kind: MistakeKind = "raises" if result.match is None else "stale or unstable"
+            one = KernelMistake(kind, f"{case}: {result.error}", True)
+        elif case.layout != "contiguous" and (case.dtype, tuple(case.sizes.items())) in right:
+            one = KernelMistake("layout", f"it is wrong for inputs that are {case.layout}", True)
+            if case.layout == GUARDED:
+                one = KernelMistake("out of bounds", "it reads beyond its inputs", True)
+        elif result.match is not None and result.match.mistakes:
+            one = result.match.mistakes[0]
+        if one is not None:
+            votes.setdefault(one.kind, []).append(one)
+    # What most cases look like, the smallest case for all of a kind; a guess counts for less than a proof.
+    weights = {kind: sum(map(_weight, ones)) for kind, ones in votes.items()}
+    ranked = sorted(votes, key=lambda kind: -weights[kind])
+    found = [next((one for one in votes[kind] if one.proven), votes[kind][0]) for kind in ranked]
+    if " % " in when and (not found or found[0].kind != "tail"):
+        found.insert(0, KernelMistake("tail", f"the end of the last block is wrong: {when}"))
+    return tuple(found[:5])
+
+
+def assert_sweep(candidate: Function, reference: Function, shapes: str | Sequence[Any] | Make, **options: Any) -> Sweep:
+    """Raise an AssertionError unless a candidate is right in all cases of a `sweep`, whose arguments these are.
+
+    Raises:
+        AssertionError: It is wrong in some. It has the smallest one, what they share, and the kind of mistake.
+        UsageError: As `sweep` does.
+    """
+    found = sweep(candidate, reference, shapes, **options)
+    if found.ok:
+        return found
+    lines = [f"{len(found.failures)} of {found.num_cases} cases are wrong: {found.when}"]
+    lines += [f"  looks like  {mistake.text}" for mistake in found.mistakes[:3]]
+    if found.smallest is not None:
+        match = found.smallest.match
+        lines.append(f"smallest case: {found.smallest.name}")
+        lines.append(f"  {found.smallest.error}" if match is None or match.ok else explained(match))
+    raise AssertionError("\n".join(lines))
+
+
+def kernel_inputs(
+    shapes: str | Sequence[Any] | Make,
+    *,
+    sizes: Mapping[str, Sequence[int]] | None = None,
+    dtypes: Iterable[torch.dtype] = (torch.float32,),
+    values: Iterable[str] | None = None,
+    layouts: Iterable[str] | None = None,
+) -> Any:
+    """Return a strategy of Hypothesis that draws lists of arguments as `sweep` makes them.
+
+    The arguments are those of `sweep`.
+    """
+    from hypothesis import strategies
+
+    make, names = maker(shapes)
+    known = {name: VALUES[name] for name in _of(values, VALUES)}
+    symbols = [*dict.fromkeys([*names, *(sizes or {})])]
+    drawn = {name: strategies.sampled_from(list((sizes or {}).get(name, range(1, 130)))) for name in symbols}
+    return strategies.builds(
+        lambda case_sizes, dtype, value, layout, seed: Case(case_sizes, dtype, value, layout).inputs(make, known, seed),
+        strategies.fixed_dictionaries(drawn),
+        strategies.sampled_from(list(dtypes)),
+        strategies.sampled_from(list(known)),
+        strategies.sampled_from(_of(layouts, {**LAYOUTS, ALIASED: None})),
+        strategies.integers(0, 2**16),
+    )
