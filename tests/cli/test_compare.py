@@ -56,7 +56,10 @@ def test_too_little_coverage_is_status_4(dumps: Path, capsys: pytest.CaptureFixt
     torch.save({"mm": torch.ones(3), "nn": torch.ones(3)}, dumps / "two.pt")
     torch.save({"mm": torch.ones(3)}, dumps / "one.pt")
     assert glass("compare", dumps / "two.pt", dumps / "one.pt") == 4
-    assert "because only 50% of the baseline's float-valued sites were judged" in capsys.readouterr().out
+    assert (
+        "NOT OK: too little was judged: only 50% of the baseline's float-valued sites were judged"
+        in capsys.readouterr().out
+    )
 
 
 def test_the_screen_says_where_and_how_much(dumps: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,11 +68,12 @@ def test_the_screen_says_where_and_how_much(dumps: Path, capsys: pytest.CaptureF
     lines = shown.out.splitlines()
     assert shown.err == ""
     assert len(lines) < 45
-    assert lines[0].startswith("NOT OK  verdict wrong  2 compared: 2 wrong")
-    assert "because 2 of 2 tensors are wrong" in lines[1]
+    assert lines[0] == "NOT OK: 2 of 2 tensors are wrong"
+    assert lines[1].startswith("next     glass compare ") and lines[2].startswith("compared ")
+    assert lines[3].startswith("tensors  2 compared: 2 wrong; ")
     assert "first divergence: step 0, mm" in lines
-    assert any("[1, 2] baseline 7, candidate nan; 1 of 12 elements" in line for line in lines)
-    for row in ("x ", "y ", "abs error", "rel error"):
+    assert any("[1, 2]: baseline 7 | candidate nan; 1 of 12 elements" in line for line in lines)
+    for row in ("baseline ", "candidate ", "abs error", "rel error"):
         assert any(line.startswith(row) for line in lines)
     for column in ("min", "mean", "median", "max", "std", "NaN", "Inf", "tensor"):
         assert column in shown.out
@@ -122,7 +126,7 @@ def test_the_documents_command_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert glass("compare", *files, *flags, "--show-only", "mm_default", "--show-only", "logits") == 0
     shown = capsys.readouterr().out
     for name in ("mm_default", "logits"):
-        assert f"step 0, {name} (x baseline, y candidate): allclose(rtol=1.3e-06, atol=1e-05) pass, equal pass" in shown
+        assert f"step 0, {name}: allclose(rtol=1.3e-06, atol=1e-05) pass, equal pass" in shown
     assert shown.count("abs error") == shown.count("rel error") == 2
 
 
@@ -142,7 +146,8 @@ def steps(tmp_path: Path) -> Path:
 def test_two_directories_of_steps(steps: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert glass("compare", steps / "a", steps / "b") == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("NOT OK  verdict wrong  10 compared: 1 wrong, 9 identical")
+    assert lines[0] == "NOT OK: 1 of 10 tensors is wrong"
+    assert lines[3].startswith("tensors  10 compared: 1 wrong, 9 identical")
     assert "first divergence: step 3, mm_default" in lines
     assert [line.split()[:5] for line in lines if line.startswith("wrong")] == [
         ["wrong", "fail", "fail", "3", "mm_default"]
@@ -155,7 +160,7 @@ def test_two_directories_of_steps(steps: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(("candidates", "status"), [("aa", 0), ("ab", 1), ("ca", 4), ("cb", 1)])
 def test_several_candidates(steps: Path, candidates: str, status: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert glass("compare", steps / "a", *(steps / name for name in candidates)) == status
-    assert "2 candidates" in capsys.readouterr().out
+    assert "of 2 candidates are ok" in capsys.readouterr().out
     assert glass("compare", steps / "a", *(steps / name for name in candidates), "--json", "-") == status
     document = json.loads(capsys.readouterr().out)
     assert document["ok"] == (status == 0)

@@ -129,7 +129,7 @@ def test_every_op_is_judged(snapshot: Path, capsys: pytest.CaptureFixture[str]) 
     # NaN is NaN on both sides: what a back-end makes of the same inputs is right.
     assert main(["replay", str(snapshot), "--compare"]) == 0
     text = capsys.readouterr().out
-    assert "in float64, candidate eager" in text and "op by op" in text
+    assert "in float64 (baseline) with eager (candidate)" in text and "op by op" in text
 
 
 @pytest.mark.parametrize(

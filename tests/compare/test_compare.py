@@ -52,7 +52,7 @@ def test_rounding_and_fail_on(tmp_path: Path) -> None:
     y = record(tmp_path / "y", changed({(1, "b"): tensors()[1, "b"] * (1 + 1e-7)}))
     assert (compare(x, y).ok, compare(x, y).verdict) == (True, "rounding")
     strict = compare(x, y, fail_on="rounding")
-    assert (strict.ok, strict.not_ok_because) == (False, "1 of 8 tensors are rounding or worse")
+    assert (strict.ok, strict.not_ok_because) == (False, "1 of 8 tensors is rounding or worse")
     assert compare(x, y, rtol=0, atol=0).verdict == "wrong"
     assert compare(x, y, fail_on="suspicious").ok
 

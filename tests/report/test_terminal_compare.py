@@ -39,7 +39,7 @@ def test_a_column_per_candidate_and_the_worst_first(sides: Path) -> None:
     names = ("same", "bad", "turned", "less")
     result = compare_many(sides / "x" / "step0.pt", [sides / name / "step0.pt" for name in names])
     lines = text(terminal_compare.comparisons(result))
-    assert lines[0].startswith("NOT OK  verdict wrong  4 candidates, baseline ")
+    assert lines[0].startswith("NOT OK: 2 of 4 candidates are ok; baseline ")
     for name in names:
         assert any(f" {name}/step0.pt " in line for line in lines)
     (bad,) = (line for line in lines if line.startswith("NOT OK  bad/step0.pt"))
@@ -59,7 +59,7 @@ def test_a_column_per_candidate_and_the_worst_first(sides: Path) -> None:
 
 def test_all_are_ok(sides: Path) -> None:
     lines = text(terminal_compare.comparisons(compare_many(sides / "x", [sides / "same", sides / "x"])))
-    assert lines[0].startswith("ok  verdict identical  2 candidates")
+    assert lines[0].startswith("ok: 2 of 2 candidates are ok; ")
 
 
 @pytest.mark.parametrize(
@@ -86,14 +86,14 @@ def test_each_tensor_passes_or_fails(sides: Path) -> None:
         ["rounding", "pass", "fail", "0", "t03"],
         ["identical", "pass", "pass", "0", "t11"],
     ]
-    titles = [line for line in lines if "(x baseline, y candidate)" in line]
-    assert titles[2] == ("step 0, t03 (x baseline, y candidate): allclose(rtol=1.3e-06, atol=1e-05) pass, equal fail")
+    titles = [line for line in lines if "allclose" in line]
+    assert titles[2] == ("step 0, t03: allclose(rtol=1.3e-06, atol=1e-05) pass, equal fail")
     assert len(titles) == 4
 
 
 def test_shapes_that_differ_say_what_would_help(sides: Path) -> None:
     lines = text(terminal_compare.comparison(compare(sides / "x", sides / "turned")))
-    row = next(line for line in lines if line.startswith("wrong"))
+    row = next(line for line in lines if line.startswith("  t05: "))
     assert "shapes differ: [3, 4] and [4, 3] (dimensions 0, 1); they agree when transposed: --transpose 't05'" in row
     assert not any(line.startswith("step 0, t00") for line in lines)
     assert any(line.startswith("... and 4 more: 4 identical") for line in lines)
@@ -112,8 +112,8 @@ def test_a_pair_of_two_names_shows_both(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2)}, tmp_path / "x.pt")
     torch.save({"b": torch.ones(2)}, tmp_path / "y.pt")
     lines = text(terminal_compare.comparison(compare(tmp_path / "x.pt", tmp_path / "y.pt", map={"a": "b"})))
-    assert any(line.startswith("identical") and line.endswith("by map: b") for line in lines)
+    assert "  a: by map: b" in lines
     torch.save({"b": torch.zeros(2)}, tmp_path / "z.pt")
     lines = text(terminal_compare.comparison(compare(tmp_path / "x.pt", tmp_path / "z.pt", map={"a": "b"})))
     at = lines.index("first divergence: step 0, a")
-    assert lines[at + 1] == "  in the candidate  b"
+    assert lines[at + 1] == "  candidate b"

@@ -11,7 +11,7 @@ from glassengine import asked
 from glassengine.candidates import GIVEN, MODEL, flags_of, forms, refuse, require_kind
 from glassengine.cli.answers import Answers
 from glassengine.cli.errors import INTERRUPTED_STATUS, terminable
-from glassengine.cli.options import err, out, settings, stages
+from glassengine.cli.options import err, print_answer, settings, stages
 from glassengine.cli.shared import (
     AdaptedCheckpoint,
     Baseline,
@@ -177,7 +177,7 @@ def answered(result: Comparison, answers: Answers, status: int | None = None) ->
     def show() -> None:
         from glassengine.report.terminal_check import check
 
-        out.print(check(result, settings.words))
+        print_answer(check(result, settings.words))
 
     own = 0 if result.ok else 4 if result.too_little else 1
     return answers.give(result.to_dict, show, [result], own if status is None else status)

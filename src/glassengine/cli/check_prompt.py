@@ -8,7 +8,7 @@ import typer
 
 import glassengine as glass
 from glassengine.cli.documents import answer
-from glassengine.cli.options import out
+from glassengine.cli.options import print_answer
 
 _FORMS = "Directory of transformers, FILE.gguf, genai:DIR, openvino:DIR, vllm:DIR, or FILE.model of sentencepiece."
 
@@ -27,7 +27,7 @@ def command(
     def show() -> None:
         from glassengine.report.terminal_prompt import prompt
 
-        out.print(prompt(result))
+        print_answer(prompt(result))
 
     answer(result.to_dict, show)
     if result.ok:

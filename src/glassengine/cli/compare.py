@@ -14,7 +14,7 @@ import glassengine as glass
 from glassengine import commands
 from glassengine.cli.answers import Answers
 from glassengine.cli.documents import answer
-from glassengine.cli.options import err, out, quiet_stages, settings
+from glassengine.cli.options import err, print_answer, quiet_stages, settings
 from glassengine.cli.report import write_beside
 from glassengine.cli.shared import Cluster, Map, MinCoverage, MinSnr, TrustEngine, decibels
 from glassengine.errors import GlassError, UsageError
@@ -152,7 +152,7 @@ def _tensors(baseline: str, candidates: Sequence[str], options: dict[str, Any], 
     def show() -> None:
         from glassengine.report.terminal_compare import comparison
 
-        out.print(comparison(one))
+        print_answer(comparison(one, settings.words))
 
     status = 0 if one.ok else 4 if one.too_little else 1
     return answers.give(one.streamed, show, [one], status, recordings=(baseline, candidates[0]))
@@ -165,7 +165,7 @@ def _many(baseline: str, candidates: Sequence[str], options: dict[str, Any], ans
     def show() -> None:
         from glassengine.report.terminal_compare import comparisons
 
-        out.print(comparisons(many))
+        print_answer(comparisons(many))
 
     status = 0 if many.ok else 4 if many.too_little else 1
     recordings = baseline, *candidates
@@ -180,7 +180,7 @@ def _engines(sides: Sequence[str], options: dict[str, Any], report: str | None) 
     def show() -> None:
         from glassengine.report.terminal_compare import side_by_side
 
-        out.print(side_by_side(result))
+        print_answer(side_by_side(result))
 
     answer(result.to_dict, show)
     write_beside(result, report)
@@ -198,7 +198,7 @@ def _artifacts(sides: Sequence[str], report: str | None) -> int:
     def show() -> None:
         from glassengine.report.terminal_compare import artifact_comparison
 
-        out.print(artifact_comparison(result))
+        print_answer(artifact_comparison(result))
 
     answer(result.to_dict, show)
     write_beside(result, report)
@@ -220,7 +220,7 @@ def _compare_watched(sides: Sequence[str], report: str | None) -> int:
     def show() -> None:
         from glassengine.report.terminal_compare import series_comparison
 
-        out.print(series_comparison(result))
+        print_answer(series_comparison(result))
         if not settings.quiet:
             err.print("values that both have recorded: glass compare --no-series " + " ".join(sides))
 

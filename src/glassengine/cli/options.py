@@ -75,6 +75,11 @@ Json = Annotated[
 ]
 
 
+def print_answer(answer: RenderableType) -> None:
+    """Print an answer: in the width of a terminal, and as wide as it is in a pipe."""
+    out.print(answer, soft_wrap=not out.is_terminal)
+
+
 @dataclass
 class _Settings:
     """The global flags in effect: `show_progress` may be true and still no bar be drawn (see `progress`).

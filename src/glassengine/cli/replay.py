@@ -8,7 +8,7 @@ import typer
 
 import glassengine as glass
 from glassengine.cli.documents import answer
-from glassengine.cli.options import out, stages
+from glassengine.cli.options import print_answer, stages
 from glassengine.cli.report import require_place, write_beside
 from glassengine.cli.shared import Report
 from glassengine.progress import Work
@@ -54,7 +54,7 @@ def command(
     def show() -> None:
         from glassengine.report.terminal_check import replayed
 
-        out.print(replayed(result))
+        print_answer(replayed(result))
 
     answer(result.to_dict, show)
     write_beside(result, report)

@@ -233,7 +233,7 @@ def _concluded(
         environment=environment_of(left),
         candidate_environment=environment_of(right),
         inside=verdict,
-        inside_reason=f"{num_bad} of {len(pairs)} tensors are {policy.fail_on}{worse}",
+        inside_reason=f"{num_bad} of {len(pairs)} tensors {'is' if num_bad == 1 else 'are'} {policy.fail_on}{worse}",
         over=over_budget(rows_of_results(drift), policy.min_snr),
         left=not_compared(pairs, lost, show_only if verdicts.stopped_at is None else ()),
         first_divergence=divergence,

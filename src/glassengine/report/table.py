@@ -5,12 +5,13 @@ Rich takes a millisecond a row; a step may have a hundred thousand tensors.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from rich import box
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.segment import Segment
 from rich.style import Style
 from rich.table import Column
@@ -25,9 +26,10 @@ MAX_LAID_OUT = 200
 VERDICT_STYLES = {"identical": "green", "rounding": "green", "suspicious": "yellow", "wrong": "bold red"}
 
 _GAP = "  "
+_LABEL = re.compile(r" *[a-z]+ {2,}|compared | {2}(?:baseline|candidate) | +")
 _LEAST = 8
 _WORDS = {"", "verdict", "close", "equal", "site", "tensor", "note", "candidate", "first divergence"}
-_FOLDED = ("site", "tensor", "note", "candidate", "first divergence")
+_FOLDED = ("site", "note", "candidate", "first divergence")
 
 
 class Table(RichTable):
@@ -91,6 +93,41 @@ class Table(RichTable):
             unstyled.clear()
             yield from _styled(console, texts, styles, widths, is_right)
         yield Segment("".join(unstyled))
+
+
+class Screen:
+    """An answer: its lines are wrapped at words, below their own text; in a pipe they are not wrapped.
+
+    Args:
+        parts: Lines, tables and answers.
+    """
+
+    def __init__(self, *parts: RenderableType) -> None:
+        self.parts = parts
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for part in self.parts:
+            if isinstance(part, Text) and not options.no_wrap:
+                yield from map(_hanging, part.split("\n", allow_blank=True))
+            else:
+                yield part
+
+
+def indent(line: str) -> int:
+    """Return the width of the word before a line and of the space up to its text."""
+    label = _LABEL.match(line)
+    return 0 if label is None else label.end()
+
+
+def _hanging(line: Text) -> RenderableType:
+    width = indent(line.plain)
+    if not width:
+        return line
+    grid = RichTable.grid(padding=0)
+    grid.add_column(width=width, no_wrap=True)
+    grid.add_column(overflow="fold")
+    grid.add_row(line[:width], line[width:])
+    return grid
 
 
 def mark(ok: bool) -> Text:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from glassengine.report import words
 from glassengine.report.findings import next_step
-from glassengine.report.table import VERDICT_STYLES, mark
+from glassengine.report.table import VERDICT_STYLES, Screen, indent, mark
 from glassengine.report.terminal_prompt import prompt
 from glassengine.report.words import (
     cost_line,
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
 
 _ROWS, _COLUMNS = 25, 100
 _RESULTS = ("results ", "         ")
-_LABEL = re.compile(r" *[a-z]+ {2,}|compared | {2}(?:baseline|candidate) ")
-"""The word before a line, and the space up to its text."""
 _HEAD, _LEAST_ROWS = 5, 3
 """Lines of the head of a table, and the fewest rows of one."""
 _MAX_RESULTS, _MAX_INPUTS, _MAX_NOTES = 3, 3, 3
@@ -84,7 +81,7 @@ class _Screen:
         divergence = [] if result.first_divergence is None else list(_divergence(result, result.first_divergence))
         results = [line for line in head if line.plain.startswith(_RESULTS)]
         rest_of_head = [line for line in head if line not in results]
-        top = [headline(result), *results, *_because(result), *_next(result, self.command), compared(result)]
+        top = [headline(result), *results, *because(result), *following(result, self.command), compared(result)]
         weights = list(_weights(result))
         first = result.first_divergence
         rest = [*([] if first is None else _about(result, first)), *_severity(result), *_written_differently(result)]
@@ -101,29 +98,13 @@ class _Screen:
         if result.quantization is not None and result.quantization.weights:
             costs.append(weights_table(result.quantization, max(left - _HEAD, _LEAST_ROWS)))
             left -= costs[0].row_count + _HEAD
-        wrap = (lambda line: line) if options.no_wrap else _hanging
-        yield from map(wrap, shown)
-        yield from (_ladder(result), *drift, *costs)
-        yield from map(wrap, _cut(rest, max(left, 1), rows))
-
-
-def _hanging(line: Text) -> RenderableType:
-    """Return a line that is wrapped below its own text, and not below its label."""
-    label = _LABEL.match(line.plain)
-    if label is None:
-        return line
-    grid = Table.grid(padding=0)
-    grid.add_column(width=label.end(), no_wrap=True)
-    grid.add_column(overflow="fold")
-    grid.add_row(line[: label.end()], line[label.end() :])
-    return grid
+        yield Screen(*shown, _ladder(result), *drift, *costs, *_cut(rest, max(left, 1), rows))
 
 
 def _height(line: Text, console: Console, width: int) -> int:
     """Return how many rows of a screen a line takes."""
-    label = _LABEL.match(line.plain)
-    indent = 0 if label is None else label.end()
-    return sum(max(1, len(part.wrap(console, max(width - indent, 1)))) for part in line[indent:].split("\n"))
+    left = indent(line.plain)
+    return sum(max(1, len(part.wrap(console, max(width - left, 1)))) for part in line[left:].split("\n"))
 
 
 def _rows(lines: Sequence[Text]) -> int:
@@ -154,17 +135,19 @@ def compared(result: Comparison) -> Text:
     return Text(f"compared {short(result.baseline)} (baseline) with {short(result.candidate)} (candidate)")
 
 
-def _because(result: Comparison) -> Iterator[Text]:
+def because(result: Comparison) -> Iterator[Text]:
+    """Yield the reasons beside the mistake that the first line names."""
     if words.named_mistake(result) is not None and result.other_reasons:
         yield Text(f"because  {'; '.join(result.other_reasons)}")
 
 
-def _next(result: Comparison, command: Sequence[str]) -> Iterator[Text]:
+def following(result: Comparison, command: Sequence[str]) -> Iterator[Text]:
+    """Yield what to do next."""
     if command and not result.ok:
         yield Text(f"next     {next_step(result, command)}")
 
 
-def _short_source(source: str) -> str:
+def short_source(source: str) -> str:
     """Return "file:line: code" with the end of a long path."""
     code = parts_of_source(source)[1]
     return f"{words.place_of(source)}: {code}" if code else words.place_of(source)
@@ -225,10 +208,10 @@ def _divergence(result: Comparison, found: Divergence) -> Iterator[Text]:
     if found.where:
         yield Text(f"  where    {found.where}: {found.group}")
     if found.source:
-        yield Text(f"  baseline {_short_source(found.source)}")
+        yield Text(f"  baseline {short_source(found.source)}")
     there = "" if found.candidate_site == found.site else found.candidate_site
     if found.candidate_source and found.candidate_source != found.source:
-        there += f"{', ' if there else ''}{_short_source(found.candidate_source)}"
+        there += f"{', ' if there else ''}{short_source(found.candidate_source)}"
     if there:
         yield Text(f"  candidate {there}")
     yield Text(f"  error    {words.size(words.pair_of(found, result.pairs))}")
@@ -398,8 +381,8 @@ def replayed(result: Replayed) -> RenderableType:
         parts += _nonfinite(result)
     if result.bisection is not None:
         parts += _bisection(result.bisection)
-    parts += [Text(f"note: {note}", style="yellow") for note in result.notes]
-    return Group(*parts)
+    parts += [Text(f"note     {note}", style="yellow") for note in result.notes]
+    return Screen(*parts)
 
 
 def _replay_headline(result: Replayed) -> Text:
@@ -434,7 +417,7 @@ def _nonfinite(result: Replayed) -> Iterator[Text]:
     if found["module"]:
         yield Text(f"  module   {found['module']}")
     if found["source"]:
-        yield Text(f"  source   {found['source']}")
+        yield Text(f"  source   {short_source(found['source'])}")
     yield Text(f"  there    {found['num_elements']} of {found['total_elements']} elements")
 
 
@@ -470,7 +453,7 @@ def quantization(result: Comparison, found: Quantization) -> RenderableType:
     # Where nothing is a mistake, the question is where the signal goes.
     drift = [drift_table(result.drift, _DRIFT_ROWS)] if result.drift and not result.origins else []
     left -= sum(table.row_count + _DRIFT_HEAD for table in drift)
-    return Group(head, *total, weights_table(found, max(left, 1)), *drift, *tail)
+    return Screen(head, *total, weights_table(found, max(left, 1)), *drift, *tail)
 
 
 def weights_table(found: Quantization, rows: int) -> Table:

@@ -11,15 +11,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from glassengine.compare.judge import severity
 from glassengine.reading.files import printable
 from glassengine.report import words
-from glassengine.report.table import VERDICT_STYLES, mark, new_table
-from glassengine.report.terminal_check import drift_table
+from glassengine.report.table import VERDICT_STYLES, Screen, mark, new_table
+from glassengine.report.terminal_check import because, compared, drift_table, following, short_source
 from glassengine.report.words import of_side
 from glassengine.results import VERDICTS, Comparison, Figures, Pair, Skipped, Summary, tally_of
 from glassengine.results.comparison import SeriesComparison
@@ -44,9 +44,15 @@ _STATISTICS = ("min", "mean", "median", "max", "std")
 _Place = tuple[int, int, str]
 
 
-def comparison(result: Comparison) -> RenderableType:
-    """Return the answer: verdict, first divergence, the worst pairs, their statistics, what was not judged."""
-    parts: list[RenderableType] = [_verdict(result), *_divergence(result)]
+def comparison(result: Comparison, command: Sequence[str] = ()) -> RenderableType:
+    """Return the answer: verdict, first divergence, the worst pairs, their statistics, what was not judged.
+
+    Args:
+        result: Of two records.
+        command: The command line that gave it, after `glass`; the next command is made from it.
+    """
+    parts: list[RenderableType] = [_verdict(result), *because(result), *following(result, command), compared(result)]
+    parts += [_counts(result), *_divergence(result)]
     # Requested tensors are all shown, with any verdict.
     is_whole = all(pair.baseline is not None for pair in result.pairs)
     listed: Sequence[Pair] = result.pairs
@@ -56,7 +62,7 @@ def comparison(result: Comparison) -> RenderableType:
     # There may be more than fit into memory as objects.
     shown = heapq.nlargest(len(listed) if is_whole else MAX_PAIRS, listed, key=severity)
     if shown:
-        parts += [Text(), _pairs(shown)]
+        parts += [Text(), _pairs(shown), *_remarks(shown)]
     if len(listed) > len(shown):
         rest = Counter(_by_verdict(listed))
         rest.subtract(pair.verdict for pair in shown)
@@ -66,7 +72,7 @@ def comparison(result: Comparison) -> RenderableType:
         if (is_whole or pair.verdict != "identical") and pair.baseline is not None and pair.candidate is not None:
             parts += [Text(), _statistics(pair, pair.baseline, pair.candidate)]
     parts += notes(result)
-    return Group(*parts)
+    return Screen(*parts)
 
 
 def _by_verdict(pairs: Sequence[Pair]) -> dict[str, int]:
@@ -87,58 +93,58 @@ def recording(rows: Iterable[tuple[int, int, str, Summary]], *, complete: bool, 
     table = new_table("step", "rank", "site", "tensor", *_STATISTICS, "NaN", "Inf", first=_LEAST_TOLD)
     for step, rank, site, found in rows:
         table.add_row(str(step), str(rank), site, *_cells(found))
-    return table if complete else Group(Text(f"incomplete: {reason}", style="yellow"), table)
+    return table if complete else Screen(Text(f"incomplete: {reason}", style="yellow"), table)
 
 
 def _verdict(result: Comparison) -> Text:
-    counts = ", ".join(f"{result.counts[name]} {name}" for name in reversed(VERDICTS) if result.counts.get(name))
     text = mark(result.ok)
     if result.ok:
         text.append(f" ({result.calibration})")
-    text.append(f"  verdict {result.verdict}", style=VERDICT_STYLES[result.verdict])
-    text.append(f"  {result.counts['compared']} compared: {counts}; coverage {result.coverage:.1%}")
-    if result.not_ok_because:
-        text.append(f"\nbecause {result.not_ok_because}")
+    return text.append(f": {words.headline(result).why}", style=VERDICT_STYLES[result.verdict])
+
+
+def _counts(result: Comparison) -> Text:
+    counts = ", ".join(f"{result.counts[name]} {name}" for name in reversed(VERDICTS) if result.counts.get(name))
     judged_by = ", ".join(dict.fromkeys(how for (_, how, _), count in tally_of(result.pairs).items() if count))
-    text.append(f"\njudged by {judged_by}: baseline {result.baseline}, candidate {result.candidate}")
-    return text
+    text = f"tensors  {result.counts['compared']} compared: {counts}; coverage {result.coverage:.1%}"
+    return Text(f"{text}; judged by {judged_by}")
 
 
 def _divergence(result: Comparison) -> Iterator[Text]:
     found = result.first_divergence
     if found is None:
         return
-    there = [p for p in result.pairs if (p.step, p.site, p.verdict) == (found.step, found.site, "wrong")]
-    pair = next((p for p in there if found.rank in (None, p.rank)), next(iter(there), None))
+    wrong = [p for p in result.pairs if (p.step, p.site, p.verdict) == (found.step, found.site, "wrong")]
+    pair = next((p for p in wrong if found.rank in (None, p.rank)), next(iter(wrong), None))
     rank = f" (rank {found.rank})" if found.rank is not None else ""
     phase = f", {found.rung}" if found.rung else ""
     yield Text(f"\nfirst divergence: step {found.step}{phase}, {found.site}{rank}", style="bold")
-    if found.candidate_site != found.site:
-        yield Text(f"  in the candidate  {found.candidate_site}")
     if found.node:
-        yield Text(f"  node    {found.node}")
+        yield Text(f"  node     {found.node}")
     if found.source:
-        yield Text(f"  source  {found.source}")
+        yield Text(f"  baseline {short_source(found.source)}")
+    there = "" if found.candidate_site == found.site else found.candidate_site
     if found.candidate_source and found.candidate_source != found.source:
-        yield Text(f"  there   {found.candidate_source}")
+        there += f"{', ' if there else ''}{short_source(found.candidate_source)}"
+    if there:
+        yield Text(f"  candidate {there}")
     if pair is not None and pair.figures is not None and pair.figures.worst_index is not None:
-        yield Text(f"  worst   {_worst(pair.figures)}")
+        yield Text(f"  worst    {_worst(pair.figures)}")
     elif pair is not None and pair.reason:
-        yield Text(f"  reason  {pair.reason}")
+        yield Text(f"  reason   {pair.reason}")
     for hint in found.hints[:_MAX_HINTS]:
-        yield Text(f"  hint    {hint.text}")
+        yield from (Text(f"  {what:8} {text}") for what, text in words.hint_lines(hint))
 
 
 def _worst(figures: Figures) -> str:
-    at = f"[{', '.join(map(str, figures.worst_index or ()))}]"
     beyond = f"{figures.num_beyond_tolerance} of {figures.num_elements} elements beyond tolerance"
-    return f"{at} baseline {figures.baseline_at_worst:.9g}, candidate {figures.candidate_at_worst:.9g}; {beyond}"
+    return f"{list(figures.worst_index or ())}: {words.both(figures)}; {beyond}"
 
 
 def _pairs(pairs: Sequence[Pair]) -> Table:
-    columns = ("max abs", "max rel", "SNR dB", "beyond", "note")
+    columns = ("max abs", "max rel", "SNR dB", "beyond")
     table = new_table(
-        "verdict", "close", "equal", "step", "site", *columns, first=("equal", "close", "max rel", "beyond")
+        "verdict", "close", "equal", "step", "site", *columns, first=("equal", "close", "max rel", "beyond", "SNR dB")
     )
     for pair in pairs:
         figures = pair.figures
@@ -150,17 +156,22 @@ def _pairs(pairs: Sequence[Pair]) -> Table:
                 f"{figures.snr_db:.1f}",
                 str(figures.num_beyond_tolerance),
             ]
-        by_name = pair.method.startswith("name")
-        note = (
-            f"rank {pair.rank}" if pair.rank else "",
-            "" if by_name else f"by {pair.method}: {pair.candidate_site}",
-            pair.reason or "",
-        )
         verdict = Text(pair.verdict, style=VERDICT_STYLES[pair.verdict])
-        table.add_row(
-            verdict, *_passed(figures), str(pair.step), Text(pair.site), *numbers, Text("; ".join(filter(None, note)))
-        )
+        site = f"{pair.site} (rank {pair.rank})" if pair.rank else pair.site
+        table.add_row(verdict, *_passed(figures), str(pair.step), Text(site), *numbers)
     return table
+
+
+def _remarks(pairs: Sequence[Pair]) -> Iterator[Text]:
+    """Yield what is special in pairs, with the sites of which it is true."""
+    found: dict[str, list[str]] = {}
+    for pair in pairs:
+        by_name = pair.method.startswith("name")
+        notes = "" if by_name else f"by {pair.method}: {pair.candidate_site}", pair.reason or ""
+        if any(notes):
+            found.setdefault("; ".join(filter(None, notes)), []).append(pair.site)
+    for note, sites in found.items():
+        yield Text(f"  {', '.join(dict.fromkeys(sites))}: {note}")
 
 
 def _passed(figures: Figures | None) -> tuple[str, str]:
@@ -172,15 +183,15 @@ def _passed(figures: Figures | None) -> tuple[str, str]:
 
 def _statistics(pair: Pair, baseline: Summary, candidate: Summary) -> RenderableType:
     table = new_table("", "tensor", *_STATISTICS, "NaN", "Inf", first=_LEAST_TOLD)
-    rows = {"x": baseline, "y": candidate, "abs error": pair.abs_error, "rel error": pair.rel_error}
+    rows = {"baseline": baseline, "candidate": candidate, "abs error": pair.abs_error, "rel error": pair.rel_error}
     for name, found in rows.items():
         if found is not None:
             table.add_row(name, *_cells(found))
-    title = f"step {pair.step}, {pair.site} (x baseline, y candidate)"
+    title = f"step {pair.step}, {pair.site}"
     if pair.figures is not None:
         close, equal = _passed(pair.figures)
         title += f": allclose(rtol={pair.figures.rtol:g}, atol={pair.figures.atol:g}) {close}, equal {equal}"
-    return Group(Text(title), table)
+    return Screen(Text(title), table)
 
 
 def _cells(found: Summary) -> Iterator[str]:
@@ -245,22 +256,21 @@ def series_comparison(result: SeriesComparison) -> RenderableType:
         if result.num_apart > _MOST_PARTINGS:
             parts.append(Text(f"{result.num_apart - _MOST_PARTINGS} more"))
     parts += [Text(f"only in {printable(text)}") for text in result.only_one]
-    return Group(*parts, *map(Text, result.notes))
+    return Screen(*parts, *map(Text, result.notes))
 
 
 def comparisons(result: Comparisons) -> RenderableType:
     """Return the answer: one line per candidate, then a row per tensor with a column per candidate."""
     columns = short_names([one.candidate for one in result.comparisons])
-    answer = mark(result.ok)
-    answer.append(f"  verdict {result.verdict}", style=VERDICT_STYLES[result.verdict])
-    answer.append(f"  {len(columns)} candidates, baseline {result.baseline}")
+    good = sum(one.ok for one in result.comparisons)
+    answer = mark(result.ok).append(f": {good} of {len(columns)} candidates are ok; baseline {result.baseline}")
     parts: list[RenderableType] = [answer, Text(), _candidates(result, columns), Text()]
     parts += _worst_tensors(result, columns)
     for name, one in zip(columns, result.comparisons, strict=True):
         said = list(notes(one))
         if said:
             parts += [Text(f"\n{name}:", style="bold"), *said]
-    return Group(*parts)
+    return Screen(*parts)
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
@@ -275,7 +285,8 @@ def short_names(paths: Sequence[str]) -> list[str]:
 
 def _candidates(result: Comparisons, columns: Sequence[str]) -> RenderableType:
     found = new_table(
-        "", "candidate", "verdict", "compared", *VERDICTS[::-1], "unmatched", "coverage", "first divergence"
+        *("", "candidate", "verdict", "compared", *VERDICTS[::-1], "unmatched", "coverage", "first divergence"),
+        first=("identical", "rounding", "suspicious", "unmatched", "coverage", "compared", "wrong"),
     )
     for name, one in zip(columns, result.comparisons, strict=True):
         first = one.first_divergence
@@ -336,8 +347,8 @@ def side_by_side(result: SideBySide) -> RenderableType:
     parts: list[RenderableType] = [verdict, *lines, Text(), _engine_table(result, titles), Text()]
     parts += [Text(f"logits against {titles[0]}"), _engine_steps(result, titles)]
     remarks = [Text(line) for line in words.token_lines(result)]
-    remarks += [Text(f"note: {note}", style="yellow") for note in result.notes]
-    return Group(*parts, *([Text(), *remarks] if remarks else []))
+    remarks += [Text(f"note     {note}", style="yellow") for note in result.notes]
+    return Screen(*parts, *([Text(), *remarks] if remarks else []))
 
 
 def _engine_table(result: SideBySide, titles: list[str]) -> Table:
@@ -378,7 +389,7 @@ def _left_table(*columns: str) -> Table:
 def artifact_comparison(result: ArtifactComparison) -> RenderableType:
     """Return the answer: which stages differ, in which nodes, which options and versions, which files."""
     parts: list[RenderableType] = [Text(words.artifacts_sentence(result), style="green" if result.ok else "bold red")]
-    parts += [Text(f"note: {note}", style="yellow") for note in result.notes]
+    parts += [Text(f"note     {note}", style="yellow") for note in result.notes]
     table = new_table("stage", "status", "added", "removed", "changed")
     for stage in result.stages:
         counts = [sum(change.kind == kind for change in stage.changes) for kind in ("added", "removed", "changed")]
@@ -394,7 +405,7 @@ def artifact_comparison(result: ArtifactComparison) -> RenderableType:
         parts += [Text(), settings]
     if result.files:
         parts += [Text(), Text(f"files of the back-end that differ: {', '.join(result.files)}")]
-    return Group(*parts)
+    return Screen(*parts)
 
 
 def _changes(stage: StageComparison) -> list[RenderableType]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
-from glassengine.report.table import mark
+from glassengine.report.table import Screen, mark
 from glassengine.results.prompt import PromptComparison, PromptExample, PromptFinding
 
 _MOST = 6
@@ -26,7 +26,7 @@ _UNITS = {
 
 def prompt(result: PromptComparison) -> RenderableType:
     """Return the one screen: the first cause, what was compared, and each cause with an example."""
-    return Group(*_lines(result))
+    return Screen(*_lines(result))
 
 
 def _lines(result: PromptComparison) -> Iterator[Text]:

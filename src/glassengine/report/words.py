@@ -83,6 +83,8 @@ def headline(result: Comparison) -> Headline:
     if result.verdict == "identical":
         return Headline(mark, "bitwise identical")
     by_signal = any(found.judged_by == "signal" for found in result.results)
+    if result.calibration == "uncalibrated":
+        return Headline(mark, "every difference is within tolerance")
     return Headline(mark, f"every difference is explained by {'the quantization' if by_signal else 'rounding'}")
 
 
