@@ -49,6 +49,10 @@ class Expectation:
         runs: Makes results of noise runs.
         only: The op, where the reference is one that rounds.
         tied: Takes an integer candidate; says where another choice is legal.
+        chooses: Whether the reference chooses among values that rounding changes.
+        unsettled_of: Works out which elements depend on such a choice.
+        cheap: Error over that of the reference in its own dtype that needs no noise run.
+        quick_ratio: What it is, once judged.
     """
 
     exact: Tensor
@@ -56,11 +60,20 @@ class Expectation:
     runs: Runs
     only: OnlyOp | None = None
     tied: Callable[[Tensor], Tensor | None] | None = None
+    chooses: bool = False
+    unsettled_of: Callable[[], Tensor | None] = lambda: None
+    cheap: float = _CHEAP
+    quick_ratio: float = math.inf
 
     @cached_property
     def bound(self) -> Tensor | None:
         """The rounding bound; None where there is none."""
         return None if self.only is None else self.only.bound()
+
+    @cached_property
+    def unsettled(self) -> Tensor | None:
+        """The elements that depend on a choice that rounding may turn; None if there are none."""
+        return self.unsettled_of()
 
     @torch.no_grad()
     def judge(self, candidate: Tensor) -> Judgement:
@@ -76,7 +89,8 @@ class Expectation:
             return Judgement("wrong", None, None, f"{candidate.dtype} in place of {native.dtype}")
         if candidate.dtype is native.dtype and torch.equal(candidate, native):
             return Judgement("identical", 0.0, None)
-        quick = self._quick(candidate)
+        # A choice that rounding has turned would make any floor too large.
+        quick = None if self.chooses else self._quick(candidate)
         if quick is not None:
             return quick
         candidate, bound = self._accepting_overflow(candidate), self.bound
@@ -84,7 +98,32 @@ class Expectation:
             found = self._by(candidate, self.runs(number), bound)
             if found.verdict in RIGHT or found.noise_ratio is None:
                 break
-        return found
+        return found if bound is not None or found.verdict == "wrong" else self._further(candidate, found)
+
+    def _further(self, candidate: Tensor, found: Judgement) -> Judgement:
+        """Judge what a floor of the whole tensor hides: an error of small rows, and one factor for all elements."""
+        if not self.exact.is_floating_point() or self.exact.is_complex():
+            return found
+        value, runs = candidate.double(), [self.native.double(), *self.runs(MANY_RUNS)]
+        errors = [(run - self.exact).nan_to_num(0.0, 0.0, 0.0) for run in (value, *runs)]
+        counted = self.exact.isfinite() if self.unsettled is None else self.exact.isfinite() & ~self.unsettled
+        size = torch.where(counted, self.exact, 0.0)
+        power, u = float(size.square().sum()), max(map(unit_roundoff, (candidate.dtype, self.native.dtype)))
+        if power and math.isfinite(power):
+            own, *legal = (float((error * size).sum()) / power for error in errors)
+            spread = math.sqrt(sum(float((e.square() * size.square()).sum()) for e in errors[1:]) / len(runs)) / power
+            if abs(own) > _BEYOND * max(u, spread, *map(abs, legal)):
+                return Judgement("wrong", found.noise_ratio, found.rms_error, f"all are multiplied by {1 + own:.6g}")
+        if self.exact.dim() < 2:
+            return found
+        noise = torch.stack([error.square() for error in errors[1:]]).mean(0)
+        level = torch.where(counted, noise + (u * size).square() / 3, 0.0).mean(-1, keepdim=True).sqrt()
+        level = level.clamp(min=smallest_precise(candidate.dtype))
+        scaled = [tensor / level for tensor in (self.exact, *runs)]
+        by_rows = Reference(scaled[0], scaled[1], scaled[2:], dtype=self.native.dtype, valid=None, tied=self.unsettled)
+        other = by_rows.judge(value / level)
+        is_worse = (other.noise_ratio or 0.0) > (found.noise_ratio or 0.0)
+        return dataclasses.replace(other, rms_error=found.rms_error, reason=found.reason) if is_worse else found
 
     def _quick(self, candidate: Tensor) -> Judgement | None:
         """Return the judgment of what is within the error of the reference in its own dtype; None for the rest."""
@@ -93,15 +132,23 @@ class Expectation:
             return None
         error = candidate.double().sub_(exact)
         size, ratio = error.abs(), math.inf
+        if self.only is not None and self.only.is_composite and self.bound is not None:
+            # This costs less than the means of slices, and decides.
+            is_within = bool((size <= self.bound).all())
+            return Judgement("rounding", None, None, bound_ratio=1.0) if is_within else None
         own, others = slice_means([error.square_(), self.native.double().sub_(exact).square_()], Counted(None))
-        if own.mean <= _CHEAP**2 * others.mean < math.inf:
+        if 0 < others.mean < math.inf and own.mean < math.inf:
             ratio = own.mean / others.mean
             for ours, theirs in zip(own.by_axis, others.by_axis, strict=True):
                 ratio = max(ratio, float((ours / theirs.clamp(min=others.mean)).amax()))
-        found = Judgement("rounding", ratio**0.5, own.mean**0.5)
+        if self.only is None and ratio < math.inf and exact.dim() > 1:
+            # Small rows have a floor of their own; by chance a row has twice as much of the noise.
+            rows = own.by_axis[0] / others.by_axis[0].clamp(min=1e-300)
+            ratio = max(ratio, float(rows.amax()) / 2)
+        found, self.quick_ratio = Judgement("rounding", ratio**0.5, own.mean**0.5), ratio**0.5
         if self.only is None:
-            return found if ratio <= _CHEAP**2 else None
-        if ratio <= _CHEAP**2:
+            return found if self.quick_ratio <= self.cheap else None
+        if self.quick_ratio <= self.cheap:
             # Small elements may hide an error beside large ones: those are held against the bound.
             u, tiny = unit_roundoff(candidate.dtype), smallest_precise(candidate.dtype)
             far = torch.add(size, exact.abs(), alpha=-_FAR * u) > _FAR * tiny
@@ -114,7 +161,7 @@ class Expectation:
         return dataclasses.replace(found, noise_ratio=None, bound_ratio=1.0) if is_within else None
 
     def _reference(self, candidate: Tensor, runs: list[Tensor]) -> Reference:
-        reference = Reference(self.exact, self.native, runs, dtype=self.native.dtype, valid=None)
+        reference = Reference(self.exact, self.native, runs, dtype=self.native.dtype, valid=None, tied=self.unsettled)
         return reference if candidate.is_complex() else reference.kept_in(candidate.dtype)
 
     def _by(self, candidate: Tensor, runs: list[Tensor], bound: Tensor | None) -> Judgement:
@@ -166,6 +213,9 @@ def figures(path: str, expectation: Expectation, candidate: Tensor, found: Judge
     plain = TensorMatch(
         path, tuple(expectation.exact.shape), dtype, found.verdict, found.noise_ratio, found.bound_ratio, found.reason
     )
+    if expectation.exact.is_floating_point() and candidate.shape == expectation.exact.shape and expectation.chooses:
+        number = 0 if expectation.unsettled is None else int(expectation.unsettled.sum())
+        plain = dataclasses.replace(plain, num_tied=number)
     if passes(plain) or candidate.shape != expectation.exact.shape or not candidate.numel():
         return plain
     beyond, score = beyond_rounding(expectation, candidate)
@@ -202,6 +252,8 @@ def beyond_rounding(expectation: Expectation, candidate: Tensor) -> tuple[Tensor
     size = exact.nan_to_num(0.0, 0.0, 0.0)
     level = (square.mean() + square + (u * size).square() / 3 + tiny**2).sqrt()
     score = error / level
+    if expectation.unsettled is not None:
+        score = torch.where(expectation.unsettled, 0.0, score)
     return score > _BEYOND, score
 
 

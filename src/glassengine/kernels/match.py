@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from glassengine.errors import UsageError
 from glassengine.kernels.arrays import as_tensors
-from glassengine.kernels.leaves import figures, passes
+from glassengine.kernels.leaves import RIGHT, figures, passes
 from glassengine.kernels.prepared import Prepared, same
 from glassengine.kernels.trace import copied, tensors_of
 from glassengine.kernels.words import explained
@@ -23,6 +23,7 @@ from glassengine.results import worst
 from glassengine.results.base import VERDICTS
 from glassengine.results.kernels import KernelMistake, Match, TensorMatch
 
+_CHEAP, _MOST_CHEAP = 2.0, 6.0
 _MOST_WRONG_PARTS = 2
 """Parts that are judged with all noise once they are wrong: more do not change the verdict."""
 
@@ -185,12 +186,17 @@ def _judged_tensor(path: str, which: int, tensor: Tensor, prepared: Prepared) ->
         return _refused(path, prepared.native[which], tensor, shapes)
     worst_one: TensorMatch | None = None
     num_wrong = num_beyond = 0
+    cheap = _CHEAP
     for number, (part, rows) in enumerate(prepared.parts()):
         if prepared.rows is not None and not number and prepared.depends_on_rows(part):
             prepared.rows = None
             return _judged_tensor(path, which, tensor, prepared)
         expectation, own = part.expectation(which), rows(tensor)
+        expectation.cheap = cheap
         found: Judgement = expectation.judge(own)
+        if expectation.only is None and found.verdict in RIGHT and _CHEAP < expectation.quick_ratio < _MOST_CHEAP:
+            # What noise runs have found right in one part needs none in the next.
+            cheap = max(cheap, 1.2 * expectation.quick_ratio)
         one = figures(path, expectation, own, found)
         num_beyond += one.num_beyond
         if worst_one is None or _rank(one) > _rank(worst_one):

@@ -15,8 +15,8 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.judge.exclusions.ties import is_comparison, ranking, tied_choices
-from glassengine.kernels.leaves import Expectation
-from glassengine.kernels.trace import OnlyOp, Trace, copied, tensors_of, traced
+from glassengine.kernels.leaves import MANY_RUNS, Expectation
+from glassengine.kernels.trace import Choices, OnlyOp, Trace, copied, tensors_of, traced, wide
 from glassengine.numerics.ops import Accumulation
 
 _LARGE = 1 << 22
@@ -25,6 +25,8 @@ _PART = 1 << 18
 """Elements of a part, so that float64 stays within the caches."""
 _NATIVE = 16.0
 """Errors of the reference in its own dtype, over those of a noise run, from which on rows depend on each other."""
+_TURNED = 8.0
+"""Times the noise, from which on other values are those of another choice."""
 
 
 class Part:
@@ -35,16 +37,25 @@ class Part:
         inputs: Of the rows.
         native: The tensors of the reference's result in its own dtype, then its inputs after the call.
         seed: Of the noise.
+        widened: The inputs, some of them in float64 already.
     """
 
-    def __init__(self, trace: Trace, inputs: Sequence[Any], native: list[Tensor], seed: int) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        inputs: Sequence[Any],
+        native: list[Tensor],
+        seed: int,
+        widened: Sequence[Any] | None = None,
+    ) -> None:
         self.trace, self.inputs, self.native = trace, inputs, [t.detach().cpu() for t in native]
+        self._inputs = inputs if widened is None else widened
         self._generator = torch.Generator().manual_seed(seed)
         self._runs: list[list[Tensor]] = []
 
     @cached_property
     def _found(self) -> tuple[list[Tensor], OnlyOp | None]:
-        (results, after), only = self.trace.exact(self.inputs)
+        (results, after), only = self.trace.exact(self._inputs)
         return [*results, *after], only
 
     @property
@@ -58,11 +69,43 @@ class Part:
         return only if only is not None and exact.is_floating_point() and only.value.shape == exact.shape else None
 
     def runs(self, which: int, number: int) -> list[Tensor]:
-        """Return one tensor of so many noise runs."""
+        """Return one tensor of so many noise runs, which choose as float64 does."""
         while len(self._runs) < number:
-            results, after = self.trace.noisy(self.inputs, self._generator)
+            if self.trace.module is not None and self.trace.choices:
+                (results, after), _ = self.trace.choosing(self.inputs, self._generator, self._choices)
+            else:
+                results, after = self.trace.noisy(self.inputs, self._generator)
             self._runs.append([*results, *after])
         return [run[which] for run in self._runs[:number]]
+
+    @cached_property
+    def _choices(self) -> Choices:
+        return self.trace.choosing(self.inputs, None)[1]
+
+    @cached_property
+    def _others(self) -> list[list[Tensor]]:
+        """Float64 results with choices that rounding makes: of the reference in its own dtype and of noise runs."""
+        made = [self.trace.choosing(self.inputs, None, native=True)[1]]
+        made += [self.trace.choosing(self.inputs, self._generator)[1] for _ in range(MANY_RUNS)]
+        found = []
+        for choices in made:
+            is_same = all(torch.equal(choices[node].cpu(), self._choices[node]) for node in self._choices)
+            if not is_same:
+                own = {node: places.cpu() for node, places in choices.items()}
+                (results, after), _ = self.trace.choosing(self.inputs, None, own)
+                found.append([*results, *after])
+        return found
+
+    def unsettled(self, which: int) -> Tensor | None:
+        """Return the elements of a floating tensor that depend on a choice that rounding may turn; None if none."""
+        exact = self.exact[which]
+        if self.trace.module is None or not self.trace.choices or not exact.is_floating_point():
+            return None
+        noise = torch.stack([(run - exact).nan_to_num(0.0, 0.0, 0.0).square() for run in self.runs(which, 2)]).mean(0)
+        limit = _TURNED * (noise + noise.mean()).sqrt()
+        turned = [(other[which] - exact).abs().nan_to_num(0.0) > limit for other in self._others]
+        found = torch.stack(turned).any(0) if turned else None
+        return found if found is not None and bool(found.any()) else None
 
     def expectation(self, which: int) -> Expectation:
         """Return what tensor number `which` should be."""
@@ -75,6 +118,8 @@ class Part:
             partial(self.runs, which),
             self.only(which),
             partial(self._tied, which),
+            bool(self.trace.module is not None and self.trace.choices),
+            partial(self.unsettled, which),
         )
 
     def _tied(self, which: int, candidate: Tensor) -> Tensor | None:
@@ -169,13 +214,21 @@ class Prepared:
         inputs: Its arguments.
         accumulation: Of products.
         seed: Of the noise.
+        backward: Whether it differentiates.
     """
 
     def __init__(
-        self, reference: Callable[..., Any], inputs: Sequence[Any], accumulation: Accumulation, seed: int
+        self,
+        reference: Callable[..., Any],
+        inputs: Sequence[Any],
+        accumulation: Accumulation,
+        seed: int,
+        *,
+        backward: bool = False,
     ) -> None:
-        self.reference, self.inputs = reference, list(inputs)
+        self.reference, self.inputs, self._backward = reference, list(inputs), backward
         self._how, self._seed = accumulation, seed
+        self._wide: dict[int, Tensor] = {}
         own = copied(self.inputs)
         with torch.no_grad():
             self.result = reference(*own)
@@ -197,12 +250,15 @@ class Prepared:
     @cached_property
     def whole(self) -> Part:
         """All rows."""
-        return Part(traced(self.reference, self.inputs, self._how), self.inputs, self.native, self._seed)
+        return Part(self._traced(self.inputs), self.inputs, self.native, self._seed)
+
+    def _traced(self, inputs: list[Any]) -> Trace:
+        return traced(self.reference, inputs, self._how, backward=self._backward)
 
     @cached_property
     def trace(self) -> Trace:
         """The reference as it is traced: on all inputs, or on those of a part."""
-        return self.whole.trace if self.rows is None else traced(self.reference, self._sliced(0), self._how)
+        return self.whole.trace if self.rows is None else self._traced(self._sliced(0))
 
     def sample(self) -> Part:
         """Return a part that one may compute many times."""
@@ -212,7 +268,17 @@ class Prepared:
         assert self.rows is not None
         results = [self.rows.of(t, start) for t in self.native[: self.num_results]]
         inputs = self._sliced(start)
-        return Part(self.trace, inputs, [*results, *tensors_of(inputs)], self._seed + start)
+        return Part(self.trace, inputs, [*results, *tensors_of(inputs)], self._seed + start, self._widened(inputs))
+
+    def _widened(self, inputs: list[Any]) -> list[Any]:
+        """Return the inputs of a part with those that all parts read in float64, converted once."""
+        assert self.rows is not None
+        leaves, spec = pytree.tree_flatten(inputs)
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and i not in self.rows.sliced:
+                leaves[i] = self._wide[i] if i in self._wide else self._wide.setdefault(i, wide(leaf))
+        found: list[Any] = pytree.tree_unflatten(leaves, spec)
+        return found
 
     def _sliced(self, start: int, rows: Rows | None = None) -> list[Any]:
         rows = rows or self.rows
@@ -240,8 +306,11 @@ class Prepared:
                 for i, leaf in enumerate(leaves)
                 if isinstance(leaf, Tensor) and leaf.dim() > axis and leaf.shape[axis] == size
             ]
-            step = max(1, min(size // 4, math.ceil(size * _PART / total)))
             for sliced in _choices(places):
+                # What all parts read is read less often.
+                others = [leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in sliced]
+                part = _PART * (4 if sum(t.numel() for t in others) > _PART else 1)
+                step = max(1, min(size // 4, math.ceil(size * part / total)))
                 rows = Rows(axis, sliced, size, step)
                 if self._fits(rows):
                     return rows

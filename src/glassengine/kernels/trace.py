@@ -6,6 +6,7 @@ that cannot be traced is run as a whole: in float64, and on inputs that differ b
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -25,12 +26,16 @@ from glassengine.numerics.float64 import double, retarget, target_of
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
 from glassengine.numerics.noise import disturbed, noisy, rounded, rounds
 from glassengine.numerics.ops import Accumulation, Operation, Roundoff
+from glassengine.ops.arguments import argument
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import base_name, traits_of
 from glassengine.program.representation.outputs import is_view
 
 Edit = Callable[[Node, Any, tuple[Any, ...], dict[str, Any]], Any]
 """Node, its value and the float64 arguments it was computed from -> another value of it."""
+
+Choices = dict[Node, Tensor]
+"""Op -> places or bools that it chose."""
 
 _OF_BOUND = 0.5
 """Noise of an op of several steps, as a share of its rounding bound: formulas differ by more than a rounded result."""
@@ -43,6 +48,11 @@ def wide(value: Any) -> Any:
         made = double(own)
         return made.clone(memory_format=torch.preserve_format) if made.dtype is own.dtype else made
     return torch.device("cpu") if isinstance(value, torch.device) else retarget(value)
+
+
+def _wide_once(value: Any) -> Any:
+    is_wide = isinstance(value, Tensor) and value.dtype is torch.float64 and value.device.type == "cpu"
+    return value.detach() if is_wide else wide(value)
 
 
 def _narrow_device(value: Any) -> Any:
@@ -83,6 +93,34 @@ class Trace:
         lane = _Lane(self, None)
         lane.kept = self.rounding[0] if len(self.rounding) == 1 else None
         return lane.on(inputs), lane.only
+
+    @cached_property
+    def choices(self) -> list[Node]:
+        """The ops that choose among values that rounding may have changed: rankings and comparisons."""
+        rounded: set[Node] = set()
+        found = []
+        for node in self.steps:
+            is_below = any(source in rounded for source in node.all_input_nodes)
+            if is_below or node in self.rounding:
+                rounded.add(node)
+            choice = traits_of(node).choice
+            if is_below and (traits_of(node).kind == "comparison" or (choice is not None and choice.places)):
+                found.append(node)
+        return found
+
+    @torch.no_grad()
+    def choosing(
+        self,
+        inputs: Sequence[Any],
+        generator: torch.Generator | None,
+        forced: Choices | None = None,
+        *,
+        native: bool = False,
+    ) -> tuple[Any, Choices]:
+        """Return the results and what was chosen: with rounding noise, with choices of another run, in own dtypes."""
+        lane = _Lane(self, generator)
+        lane.forced, lane.is_native = forced or {}, native
+        return lane.on(inputs), lane.chosen
 
     @torch.no_grad()
     def noisy(self, inputs: Sequence[Any], generator: torch.Generator) -> Any:
@@ -142,6 +180,11 @@ class OnlyOp:
     roundoff: Roundoff
     how: Accumulation
 
+    @property
+    def is_composite(self) -> bool:
+        """Whether it is an op of several steps."""
+        return traits_of(self.node).rounding is Rounding.COMPOSITE
+
     @torch.no_grad()
     def bound(self, where: Tensor | None = None) -> Tensor | None:
         """Return its rounding bound; None where it has none.
@@ -167,9 +210,20 @@ def _picked(where: Tensor, shape: torch.Size, value: Any) -> Any:
     return value.expand(shape)[where] if isinstance(value, Tensor) and value.dim() else value
 
 
-def traced(reference: Callable[..., Any], inputs: Sequence[Any], accumulation: Accumulation) -> Trace:
-    """Run a reference once on copies of `inputs`, and keep what it called."""
+def traced(
+    reference: Callable[..., Any], inputs: Sequence[Any], accumulation: Accumulation, *, backward: bool = False
+) -> Trace:
+    """Run a reference once on copies of `inputs`, and keep what it called.
+
+    Args:
+        reference: The function.
+        inputs: Its arguments.
+        accumulation: Of products.
+        backward: Whether it differentiates. Then ops are seen below autograd, as what autograd keeps for its backward
+            pass is seen there only; attention, of whose backward pass nothing is known, is run as its products.
+    """
     from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
     copies = copied(inputs)
 
@@ -177,21 +231,26 @@ def traced(reference: Callable[..., Any], inputs: Sequence[Any], accumulation: A
         return tensors_of(reference(*args)), tensors_of(args)
 
     make = make_fx(
-        call, _backward_written_out(), tracing_mode="real", pre_dispatch=True, _error_on_data_dependent_ops=False
+        call,
+        _backward_written_out() if backward else None,
+        tracing_mode="real",
+        pre_dispatch=not backward,
+        _error_on_data_dependent_ops=False,
     )
     with torch.no_grad():
         try:
-            module = make(*copies)
+            with sdpa_kernel(SDPBackend.MATH) if backward else contextlib.nullcontext():
+                module = make(*copies)
         except Exception as error:
             why = f"{type(error).__name__}: {first_line(error)}"
             return Trace(reference, None, why, accumulation)
         nodes = [node for node in module.graph.nodes if node.op == "call_function"]
         for node in nodes:
-            if "nondeterministic_seeded" in str(getattr(node.target, "tags", "")) and traits_of(node).is_random:
+            if traits_of(node).is_random and argument(node, "train") is not False and argument(node, "p") != 0:
                 raise UsageError(
                     "the reference draws random numbers",
                     got=str(node.target),
-                    hint="pass them as inputs, or judge the sampler with glass.testing.matches_distribution",
+                    hint="pass them as inputs, or judge a sampler by glass.testing.assert_samples_match",
                 )
     return Trace(reference, module, None, accumulation, nodes)
 
@@ -261,17 +320,31 @@ class _Lane(Interpreter):
         self.kept: Node | None = None
         self.only: OnlyOp | None = None
         self.note: Callable[..., None] | None = None
+        self.forced: Choices = {}
+        self.chosen: Choices = {}
+        self.is_native = False
+        self._choices = set(trace.choices)
+        self._is_mutable = any(_is_mutable(node) for node in trace.steps)
 
     def on(self, inputs: Sequence[Any]) -> Any:
         """Return (results, inputs afterwards), each the list of their tensors."""
-        return self.run(*map(wide, pytree.tree_leaves(list(inputs))))
+        leaves = pytree.tree_leaves(list(inputs))
+        # What is in float64 already is copied only if it may be written to.
+        widened = wide if self._is_mutable else _wide_once
+        return self.run(*(copied(leaves) if self.is_native else map(widened, leaves)))
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return wide(super().get_attr(target, args, kwargs))
+        value = super().get_attr(target, args, kwargs)
+        return value if self.is_native else wide(value)
 
     def run_node(self, n: Node) -> Any:
         if n.op != "call_function":
             return super().run_node(n)
+        if self.is_native:
+            value = super().run_node(n)
+            if n in self._choices:
+                self.chosen[n] = value if isinstance(value, Tensor) else value[1]
+            return value
         given: tuple[Any, Any] = self.fetch_args_kwargs_from_env(n)
         args, kwargs = map_aggregate(given[0], _narrow_device), map_aggregate(given[1], _narrow_device)
         call: Any = target_of(n) if isinstance(n.target, torch._ops.OpOverload) else n.target
@@ -281,6 +354,10 @@ class _Lane(Interpreter):
             # In its own dtype it was a copy, which what follows may write to.
             is_copy = isinstance(own, Tensor) and own.dtype is not n.args[0].meta["val"].dtype
             value = value.clone() if is_copy else value
+        if n in self._choices:
+            if n in self.forced:
+                value = _chosen(n, args, value, self.forced[n])
+            self.chosen[n] = value if isinstance(value, Tensor) else value[1]
         if self.note is not None:
             self.note(n, value, args, kwargs)
         if n is self.kept and isinstance(value, Tensor) and not _is_mutable(n):
@@ -310,6 +387,18 @@ class _Lane(Interpreter):
                 moved = found + bound * _OF_BOUND * unit
                 found = torch.where(moved.isfinite(), moved, found)
         return found
+
+
+def _chosen(node: Node, args: tuple[Any, ...], value: Any, places: Tensor) -> Any:
+    """Return what a choice gives where others are chosen."""
+    if isinstance(value, Tensor):
+        return places
+    dim = argument(node, "dim")
+    dim = -1 if dim is None else dim
+    keeps = places.dim() == args[0].dim()
+    at = places if keeps else places.unsqueeze(dim)
+    values = args[0].gather(dim, at)
+    return (values if keeps else values.squeeze(dim)), places
 
 
 def _is_mutable(node: Node) -> bool:
