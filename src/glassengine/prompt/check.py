@@ -130,7 +130,7 @@ def compare_sides(
 
 def _limited(candidate: PromptSide, one: PromptFinding) -> PromptFinding:
     """Return a finding with the level "limit" where the engine cannot do otherwise."""
-    reason = candidate.opened.limits.get(one.cause)
+    reason = next((words for key, words in candidate.opened.limits.items() if one.cause.startswith(key)), None)
     if reason is None or one.level != "wrong":
         return one
     return replace(one, level="limit", detail=f"{one.detail}; {reason}")

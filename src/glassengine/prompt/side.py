@@ -7,13 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from glassengine.errors import UsageError
+from glassengine.errors import CorruptError, UsageError
 
 
 class NoTokenizer(UsageError):
     """A side has no tokenizer at all."""
 
 
+_MOST_TOKENS = 1 << 21
+"""Twice as many as the largest tokenizers have."""
 SPECIAL = ("bos", "eos", "pad", "unk")
 Conversation = Mapping[str, Any]
 """Arguments of a chat template: `messages`, and perhaps `tools`, `add_generation_prompt` and variables."""
@@ -67,7 +69,7 @@ class Opened:
         rows: Rows of the table of embeddings; None if unknown.
         has_processor: Whether the side takes images or sounds.
         has_weights: Whether the side has a checkpoint of which the headers can be read.
-        limits: Cause of a difference of tokens -> why the engine cannot avoid it, whatever file it reads.
+        limits: Begin of the cause of a difference of tokens -> why the engine cannot avoid it, whatever file it reads.
         warnings: Lines that the engine logged while it opened the file.
     """
 
@@ -192,10 +194,28 @@ def bytes_of(text: str, style: str) -> bytes:
     return text.removeprefix("##").encode("utf-8", "replace")
 
 
+def require_countable(size: int) -> None:
+    """Refuse a vocabulary of millions of tokens.
+
+    Raises:
+        CorruptError: It is one.
+    """
+    if size > _MOST_TOKENS:
+        raise CorruptError(
+            "a vocabulary is out of proportion", got=f"{size:,} ids", expected=f"at most {_MOST_TOKENS:,}"
+        )
+
+
 def pieces_of(tokens: Mapping[str, int], added: Mapping[int, str]) -> list[bytes]:
-    """Return the bytes of each id of a vocabulary."""
+    """Return the bytes of each id of a vocabulary.
+
+    Raises:
+        CorruptError: There are millions of ids.
+    """
     style = style_of(tokens)
-    pieces = [b""] * (max((*tokens.values(), *added), default=-1) + 1)
+    size = max((*tokens.values(), *added), default=-1) + 1
+    require_countable(size)
+    pieces = [b""] * size
     for text, number in tokens.items():
         pieces[number] = bytes_of(text, style)
     for number, text in added.items():

@@ -76,7 +76,7 @@ def compare_tokens(
     for (group, text), x, y in zip(probes, ours, theirs, strict=True):
         if x != y:
             differ.add(group)
-            cause = _of_added(added, text, x, y) or _cause(a, b, group, x, y)
+            cause = _of_added(added, b, text, x, y) or _cause(a, b, group, x, y)
             groups.setdefault(cause, _Group()).cases.append((text, x, y))
     found = [*_of_vocabulary(a, b), *_of_rows(baseline, candidate), *_of_special(a, b), *_of_ends(a, *ends)]
     for cause, one in _joined(groups, differ).items():
@@ -235,11 +235,14 @@ def _deviating(
     return None
 
 
-def _of_added(added: Sequence[tuple[int, str]], text: str, x: list[int], y: list[int]) -> str | None:
+def _of_added(added: Sequence[tuple[int, str]], b: Vocabulary, text: str, x: list[int], y: list[int]) -> str | None:
     """Return the cause where one side alone splits an added token from a text; the longest ones come first."""
     for number, token in added:
         if token and token in text and (number in x) != (number in y):
-            return "added token not split" if number in x else "added token split, which the baseline reads as text"
+            if number in x:
+                return "added token not split"
+            kind = "end" if number in b.special.get("eos", ()) else "added"
+            return f"{kind} token split, which the baseline reads as text"
     return None
 
 

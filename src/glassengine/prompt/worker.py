@@ -7,14 +7,16 @@ both sides share one process.
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from glassengine.asked import function, is_factory
-from glassengine.errors import BackendError, GlassError, UsageError, first_line
+from glassengine.errors import BackendError, CorruptError, GlassError, UsageError, first_line
 from glassengine.extensions import plugin
 from glassengine.prompt.huggingface import PROCESSORS, TOKENIZERS, Directory, SentencepieceFile, has_any
 from glassengine.prompt.side import Conversation, Loaded, NoTokenizer, Opened, Processed, PromptSide
@@ -25,7 +27,14 @@ MEMORY = 12 << 30
 """Bytes of address space: libraries reserve some that they never use."""
 SECONDS = 240
 """Of processor time, for all requests together."""
+_RENDERING = 10
+"""Seconds of processor time for all conversations of a side."""
+_LONGEST = 1 << 22
+"""Characters of a rendered conversation."""
 
+_READ = (*TOKENIZERS, *PROCESSORS, "merges.txt", "chat_template.jinja", "added_tokens.json", "config.json")
+"""Files that libraries read whole."""
+_MOST_BYTES = 128 << 20
 EXPECTED = (
     "a directory of transformers, FILE.gguf, genai:DIR, openvino:DIR, vllm:DIR, FILE.model of sentencepiece, or "
     "file.py:factory"
@@ -33,6 +42,8 @@ EXPECTED = (
 """Forms of a side."""
 
 _sides: dict[str, PromptSide] = {}
+_seconds_left: dict[str, float] = {}
+"""Side -> what is left of `_RENDERING`."""
 
 
 def answer(request: tuple[str, str, Any]) -> Any:
@@ -60,12 +71,36 @@ def answer(request: tuple[str, str, Any]) -> Any:
         return side.encode_by_file(value)
     if verb in ("process", "load"):
         return getattr(side, verb)()
+    return _rendered(name, side.render if verb == "render" else side.render_by_file, value)
+
+
+def _rendered(name: str, render: Callable[[Conversation], str | None], conversation: Conversation) -> Any:
+    """Return a text and None, or None and why there is none: a template is a program, which may run for ever."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError
+
+    begun, left = time.process_time(), _seconds_left.get(name, _RENDERING)
+    can_stop = hasattr(signal, "setitimer")
     try:
-        return side.render(value) if verb == "render" else side.render_by_file(value), None
+        if left <= 0:
+            raise TimeoutError
+        if can_stop:
+            signal.signal(signal.SIGVTALRM, stop)
+            signal.setitimer(signal.ITIMER_VIRTUAL, left)
+        text = render(conversation)
+        is_long = text is not None and len(text) > _LONGEST
+        return (None, f"more than {_LONGEST:,} characters") if is_long else (text, None)
+    except TimeoutError:
+        return None, f"more than {_RENDERING} s for the conversations so far"
     except ValueError as error:
         return None, str(error)
     except (MemoryError, RecursionError) as error:
         return None, type(error).__name__
+    finally:
+        if can_stop:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        _seconds_left[name] = left - (time.process_time() - begun)
 
 
 def _limit() -> None:
@@ -81,6 +116,10 @@ def _limit() -> None:
 
 def _open(spec: str) -> PromptSide:
     kind, path = kind_of(spec)
+    for file in [path] if kind == "sentencepiece" else [path / name for name in _READ]:
+        if file.is_file() and (size := file.stat().st_size) > _MOST_BYTES:
+            expected = f"at most {_MOST_BYTES:,} bytes"
+            raise CorruptError("a file is too large", got=f"{file}: {size:,} bytes", expected=expected)
     if kind == "gguf":
         return plugin("serving.ggml.prompt").GgufSide(path)  # type: ignore[no-any-return]
     if kind == "genai":

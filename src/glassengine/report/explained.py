@@ -10,6 +10,7 @@ from glassengine.report.findings import RULES, findings
 from glassengine.report.terminal_check import answer, compared, headline
 from glassengine.report.words import hint_details, of_side, untried
 from glassengine.results import VERDICTS, Comparison, Divergence, Figures, Pair, Skipped
+from glassengine.results.prompt import RUNG
 from glassengine.sites import matches
 
 _MAX_SITES = 5
@@ -53,7 +54,8 @@ def _whole(result: Comparison) -> Iterator[str]:
     if len(told) > _MAX_FINDINGS:
         yield f"and {len(told) - _MAX_FINDINGS} more"
     for rung in result.rungs:
-        yield f"{rung.name}: {rung.num_judged} tensors {rung.guarantee}, verdict {rung.verdict}"
+        what = "texts or files" if rung.name == RUNG else "tensors"
+        yield f"{rung.name}: {rung.num_judged} {what} {rung.guarantee}, verdict {rung.verdict}"
 
 
 def _tensors(result: Comparison, pattern: str) -> Iterator[str]:

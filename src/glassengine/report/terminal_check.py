@@ -287,8 +287,10 @@ def answer(result: Comparison) -> Iterator[Text]:
 
 
 def _prompt(result: Comparison) -> Iterator[Text]:
-    for one in () if result.prompt is None else result.prompt.wrong[:_MAX_PROMPT]:
-        yield Text(f"prompt   {one.part}: {one.cause}: {one.detail}")
+    """What is beside the first line: an example of the first cause, and the next cause."""
+    for number, one in enumerate(() if result.prompt is None else result.prompt.wrong[:_MAX_PROMPT]):
+        if number:
+            yield Text(f"prompt   {one.part}: {one.cause}: {one.detail}")
         if one.example is not None:
             ours, theirs = (
                 " | ".join(shown)[:_LONGEST_SHOWN] or "nothing"

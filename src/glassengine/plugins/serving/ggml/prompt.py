@@ -10,7 +10,7 @@ from typing import Any
 
 from glassengine.errors import UsageError
 from glassengine.plugins.serving.ggml.child import find_library
-from glassengine.plugins.serving.ggml.file import GgufFile
+from glassengine.plugins.serving.ggml.file import GgufFile, Many
 from glassengine.plugins.serving.ggml.library import LOG, LOGGED, Library, Opaque, Pointer, logged
 from glassengine.prompt.huggingface import rendered_by_transformers
 from glassengine.prompt.side import (
@@ -22,6 +22,7 @@ from glassengine.prompt.side import (
     Vocabulary,
     bytes_of,
     numbers_of,
+    require_countable,
 )
 
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
@@ -52,9 +53,11 @@ _SAMPLING = {
 }
 """Key below `general.sampling` -> name of transformers."""
 _DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.0}
+_BPE = 2
 _LIMITS = {
-    "normalization (NFC)": "llama.cpp does not normalize texts for BPE vocabularies",
+    "end token split": "llama.cpp knows ends of a generation by their names, whatever the file says of them",
 }
+_LIMITS_OF_BPE = _LIMITS | {"normalization": "llama.cpp does not normalize texts for BPE vocabularies"}
 
 
 class GgufSide(PromptSide):
@@ -74,6 +77,8 @@ class GgufSide(PromptSide):
         model = file.settings.get("tokenizer.ggml.model")
         if model in (None, "none"):
             raise NoTokenizer("the GGUF file has no tokenizer", got=str(path), hint="convert it with its tokenizer")
+        tokens = file.settings.get("tokenizer.ggml.tokens")
+        require_countable(tokens.number if isinstance(tokens, Many) else len(tokens or ()))
         self._library = Library(str(find_library(None)))
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(self._library, name)
@@ -95,7 +100,7 @@ class GgufSide(PromptSide):
             template if isinstance(template, str) else None,
             settings=self._settings(file, vocabulary),
             rows=None if table is None else table.shape[0],
-            limits=_LIMITS,
+            limits=_LIMITS_OF_BPE if self._library.llama_vocab_type(self._vocab) == _BPE else _LIMITS,
             warnings=warnings,
         )
 

@@ -16,7 +16,7 @@ from glassengine.reading.files import read_text
 
 _MOST_TEMPLATE = 1 << 20
 _LIMITS = {
-    "normalization (NFC)": "ONNX Runtime GenAI does not normalize texts",
+    "normalization": "ONNX Runtime GenAI does not normalize texts",
     "text after a NUL": "a text of ONNX Runtime GenAI ends at a NUL",
     "no BOS": "the tokenizer of ONNX Runtime GenAI adds no BOS: the template has to",
 }
