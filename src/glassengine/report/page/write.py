@@ -13,7 +13,6 @@ only scripts that it adds are files of `data/`. What is written depends on the r
 from __future__ import annotations
 
 import base64
-import gzip
 import hashlib
 import json
 import os
@@ -33,7 +32,7 @@ from glassengine.errors import UsageError
 from glassengine.reading.files import open_regular, printable
 from glassengine.report import words
 from glassengine.report.page.apart import head_of_apart
-from glassengine.report.page.data import FOLDER, MOST_TENSORS, DataFolder, ListFiles, Rows, Values
+from glassengine.report.page.data import FOLDER, MOST_TENSORS, DataFolder, ListFiles, Rows, Values, compressed
 from glassengine.report.page.head import Head, head_of, markdown, reasons_of
 from glassengine.results import Comparison, Comparisons, Replayed, Verdict, sentences, worst
 from glassengine.results.report import ReportPage, StepLabel, WrittenReport
@@ -132,18 +131,13 @@ def _put(new: Path, target: Path) -> None:
 def _put_single(new: Path, target: Path, written: WrittenReport) -> WrittenReport:
     """Write the page with its data in it, as blocks that no browser runs."""
     blocks = [
-        f'<script type="application/gzip" id="data-{path.stem}">{_compressed(path)}</script>\n'
+        f'<script type="application/gzip" id="data-{path.stem}">{compressed(path)}</script>\n'
         for path in sorted(new.glob(f"{FOLDER}/*.js"))
     ]
     head, end, tail = (new / PAGE).read_text(encoding="utf-8").rpartition("<script>")
     (new / PAGE).write_text(head + "".join(blocks) + end + tail, encoding="utf-8")
     (new / PAGE).replace(target)
     return replace(written, report=str(target), num_files=1, total_bytes=target.stat().st_size)
-
-
-def _compressed(path: Path) -> str:
-    _, _, items = path.read_bytes().partition(b",")[2].partition(b",")
-    return base64.b64encode(gzip.compress(items.removesuffix(b");\n"), mtime=0)).decode("ascii")
 
 
 def _pages(
