@@ -24,13 +24,12 @@ from glassengine.report.words import (
     exempt,
     input_line,
     judged,
-    parts_of_source,
     replay_sentence,
     result_line,
-    short,
     step_of,
 )
 from glassengine.results import VERDICTS, Comparison, Divergence, DriftRow, Hint, Pair, Quantization, QuantizedWeight
+from glassengine.results.sentences import named_mistake, parts_of_source, place_of, short
 
 if TYPE_CHECKING:
     from glassengine.results.replay import Bisection, Replayed, ReplayedOutput
@@ -137,7 +136,7 @@ def compared(result: Comparison) -> Text:
 
 def because(result: Comparison) -> Iterator[Text]:
     """Yield the reasons beside the mistake that the first line names."""
-    if words.named_mistake(result) is not None and result.other_reasons:
+    if named_mistake(result) is not None and result.other_reasons:
         yield Text(f"because  {'; '.join(result.other_reasons)}")
 
 
@@ -150,7 +149,7 @@ def following(result: Comparison, command: Sequence[str]) -> Iterator[Text]:
 def short_source(source: str) -> str:
     """Return "file:line: code" with the end of a long path."""
     code = parts_of_source(source)[1]
-    return f"{words.place_of(source)}: {code}" if code else words.place_of(source)
+    return f"{place_of(source)}: {code}" if code else place_of(source)
 
 
 def _ladder(result: Comparison) -> Table:
