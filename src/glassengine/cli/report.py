@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,7 +26,7 @@ def command(
         ),
     ],
     output: Annotated[
-        str, typer.Option("--output", "-o", metavar="DIR", help="Where; a report that is there is replaced.")
+        str, typer.Option("--output", "-o", metavar="DIR|FILE.html", help="Where; a report that is there is replaced.")
     ],
     recordings: Annotated[
         list[str] | None,
@@ -41,7 +43,7 @@ def command(
     """
     from glassengine.report.page.write import write_report
 
-    written = write_report(result, output, recordings=recordings or ())
+    written = write_report(result, output, recordings=recordings or (), made=f"from {result}")
 
     def show() -> None:
         out.print(_line(written), highlight=False, soft_wrap=True)
@@ -70,7 +72,9 @@ def write_beside(result: Any, directory: str | None, *, recordings: Sequence[str
         return
     from glassengine.report.page.write import write_report
 
-    written = write_report(result, directory, recordings=recordings)
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    command = shlex.join(("glass", *settings.words))
+    written = write_report(result, directory, recordings=recordings, made=f"{now}: {command}")
     if not settings.quiet:
         err.print(_line(written), highlight=False, soft_wrap=True)
 

@@ -70,7 +70,7 @@ MinSnr = Annotated[
 
 Report = Annotated[
     str | None,
-    typer.Option(metavar="DIR", help="Write the answer as a page for the browser; replaces a report there."),
+    typer.Option(metavar="DIR|FILE.html", help="Write the answer as a page for the browser; replaces a report there."),
 ]
 
 

@@ -35,7 +35,7 @@ def check_only(request: CheckRequest, only: str, tokenizer: str | None) -> Compa
         UsageError: A side has no tokenizer.
     """
     if only != RUNG:
-        raise UnknownNameError("rung", only, [RUNG], hint="leave --only out for all rungs")
+        raise UnknownNameError("part", only, [RUNG], hint="leave --only out for all")
     if request.candidate is None and tokenizer is None:
         raise UsageError("--only prompt compares two sides", got="no --candidate", hint="--candidate TARGET")
     sides = str(request.baseline), str(tokenizer or served_spec(request))

@@ -281,8 +281,10 @@ def copied(inputs: Any) -> Any:
     stores: dict[int, Tensor] = {}
 
     def copy(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.layout is not torch.strided:
-            return value.clone() if isinstance(value, Tensor) else value
+        if not isinstance(value, Tensor):
+            return value.copy() if type(value).__module__ == "numpy" and hasattr(value, "copy") else value
+        if value.layout is not torch.strided:
+            return value.clone()
         storage = value.untyped_storage()
         key = storage.data_ptr()
         if key not in stores:

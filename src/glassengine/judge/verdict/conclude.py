@@ -49,7 +49,7 @@ _MOST_ALIKE = 4
 _EXPLAINS = 0.8
 """Score of a hint that was tried, and makes what the candidate made."""
 _COMPARED = {
-    Place.PROGRAM: ("the untouched model", "its exported program"),
+    Place.PROGRAM: ("the model as it is", "its exported program"),
     Place.RANKS: ("program", "the programs of all ranks side by side"),
     Place.SOURCE: ("program", "the file as it is, node by node"),
     Place.OP_BY_OP: ("program", "every op compiled alone"),
@@ -59,7 +59,7 @@ _COMPARED = {
     Place.CANDIDATE: ("program", "the candidate's program"),
     Place.RECORD: ("program", "what was recorded"),
     Place.RECORDED: ("program", "what was recorded"),
-    Place.UNTOUCHED: ("program", "the untouched candidate"),
+    Place.UNTOUCHED: ("program", "the candidate as it runs"),
 }
 """What is compared on a rung, in words."""
 

@@ -18,3 +18,21 @@ function themes() {
   show();
 }
 themes();
+
+// Copies the answer; where a page may not write to the clipboard, through a field that is selected.
+function copies() {
+  const button = document.getElementById("copy");
+  if (!button) return;
+  const done = () => { button.textContent = "Copied"; };
+  const bySelection = () => {
+    const field = document.createElement("textarea");
+    field.value = button.dataset.text;
+    document.body.append(field);
+    field.select();
+    if (document.execCommand("copy")) done();
+    field.remove();
+  };
+  button.hidden = false;
+  button.addEventListener("click", () => { navigator.clipboard ? navigator.clipboard.writeText(button.dataset.text).then(done, bySelection) : bySelection(); });
+}
+copies();
