@@ -232,7 +232,7 @@ def _about(result: Comparison, found: Divergence) -> Iterator[Text]:
     if not found.reproduction:
         yield Text("  test     --reproduction DIR writes a test of this op that needs neither model")
     if found.introduced is not None and found.inherited is not None:
-        yield Text(f"  rms      introduced {found.introduced:.3g}, inherited {found.inherited:.3g}")
+        yield Text(f"  rms      made here {found.introduced:.3g}, came in {found.inherited:.3g}")
     inherited = sum(pair.inherited for pair in result.pairs if pair.rung == found.rung)
     others = [d for d in result.origins if d.rung == found.rung and d.leads and d.site != found.site]
     if found.group is not None:
@@ -247,7 +247,7 @@ def _about(result: Comparison, found: Divergence) -> Iterator[Text]:
     for other in others[:_MAX_ORIGINS]:
         many = f", {other.where}" if other.where else ""
         kind = f": {other.hints[0].text}" if other.hints else ""
-        text = f"{other.site} (step {other.step}, {other.verdict}{many}) introduced an error of its own{kind}"
+        text = f"{other.site} (step {other.step}, {other.verdict}{many}) makes an error of its own{kind}"
         yield Text(f"  also     {text}")
     if len(others) > _MAX_ORIGINS:
         yield Text(f"  also     {len(others) - _MAX_ORIGINS} more origins (--json has all)")
@@ -258,12 +258,12 @@ def _severity(result: Comparison) -> Iterator[Text]:
     last = result.results[-1].rung if result.results else None
     for rung, found in result.severity.items():
         if found["num_tokens"] and rung != last:
-            text = f"{rung}: same next token in {found['token_agreement']:.1%} of {found['num_tokens']}"
+            text = f"{words.rung(rung)}: same next token in {found['token_agreement']:.1%} of {found['num_tokens']}"
             text += f", mean KL {found['mean_kl']:.2g} nats"
             yield Text(text)
     for climbed in result.rungs:
         if climbed.note:
-            yield Text(f"{climbed.name}: {climbed.note}")
+            yield Text(f"{words.rung(climbed.name)}: {climbed.note}")
 
 
 def _skipped(result: Comparison) -> Iterator[Text]:
@@ -271,7 +271,7 @@ def _skipped(result: Comparison) -> Iterator[Text]:
     if reasons:
         yield Text(f"not judged: {len(result.skipped)} sites")
     for (side, reason), count in reasons.most_common(_MAX_REASONS):
-        yield Text(f"  {count} ({side}): {reason}")
+        yield Text(f"  {count} of {words.of_side(side)}: {reason}")
 
 
 def answer(result: Comparison) -> Iterator[Text]:
@@ -340,7 +340,7 @@ def drift_table(rows: Sequence[DriftRow], room: int) -> Table:
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("drift, in order of execution", overflow="fold")
-    for name in ("SNR dB", "cosine", "introduced dB", "share"):
+    for name in ("SNR dB", "cosine", "made there dB", "share"):
         table.add_column(name, justify="right", no_wrap=True)
     results = [row for row in rows if row.kind == "result"]
     inner = [row for row in rows if row.kind != "result"]

@@ -38,6 +38,7 @@ _WORTH_SAYING = 0.005
 """Share of an error that is left after a proof, and named."""
 _TRAINED = ("forward", "backward", "run", "update")
 """Rungs whose steps are those of a training, not of a generation."""
+_REASONS = {"below ties or padding": "that depends on ties or padding"}
 AGREEMENT = {"bitwise": "bitwise equal", "within rounding": "within rounding", "beyond": "beyond rounding"}
 _STANDING = {"same": "the series are the same", "apart": "the series part", "uncalibrated": "the series differ"}
 _MAX_NAMES = 3
@@ -85,6 +86,11 @@ def rung(name: str) -> str:
 def guarantee(text: str) -> str:
     """Return how a rung was judged, for a screen."""
     return text.removeprefix("judged ").replace("by segments", "in regions")
+
+
+def judged_by(text: str) -> str:
+    """Return what the verdict on a tensor rests on, for a screen."""
+    return {"reverse replay": "the op, computed again", "segment": "its region, computed again"}.get(text, text)
 
 
 def of_side(side: str) -> str:
@@ -239,7 +245,9 @@ def judged(found: Fineness) -> str:
 
 def exempt(exemptions: Iterable[Exemption]) -> str:
     """Return which share of the elements did not count, and why; "" where all did."""
-    return ", ".join(f"{_share(one.share)} {one.reason} (most in {one.largest_site})" for one in exemptions)
+    return ", ".join(
+        f"{_share(one.share)} {_REASONS.get(one.reason, one.reason)} (most in {one.largest_site})" for one in exemptions
+    )
 
 
 def _share(share: float) -> str:

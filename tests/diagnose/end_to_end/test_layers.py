@@ -187,6 +187,8 @@ def test_f71_a_mistake_is_named_in_its_layer_on_both_sides(family: str, mistake:
     assert found is not None and int(found[1]) == layer, first.site
     (where,) = [place for mistakes, place in WHERE.items() if mistake in mistakes.split("|")]
     assert re.search(where, found[2]), first.site
+    # F75: a list of ops that the right layers have too explains nothing.
+    assert not any("the baseline has addmm, the candidate matmul, add" in hint.text for hint in first.hints)
     # The candidate's op lies between those of its name that belong to the layers before and behind.
     op, place = parts(first.candidate_site)
     for pair in result.pairs:

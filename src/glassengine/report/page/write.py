@@ -250,7 +250,7 @@ def _page(
         files=tuple(folder.kinds.values()),
         columns=columns,
         names={
-            name: tuple(words.rung(str(one)) if name == "rung" else str(one) for one in found)
+            name: tuple(map({"rung": words.rung, "judged_by": words.judged_by}.get(name, str), found))
             for name, found in rows.names.items()
         },
         steps=_steps(rows.steps, result),
