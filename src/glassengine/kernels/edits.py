@@ -23,13 +23,13 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu, "gelu by tanh": lambda x: F.gelu(x, approximate="tanh"),
     "gelu by sigmoid": lambda x: x * torch.sigmoid(1.702 * x), "relu": F.relu, "silu": F.silu, "exp": torch.exp,
     "sigmoid": torch.sigmoid, "tanh": torch.tanh, "leaky relu": F.leaky_relu, "softplus": F.softplus, "elu": F.elu,
-    "relu squared": lambda x: F.relu(x).square(),
+    "relu squared": lambda x: F.relu(x).square()
 }  # fmt: skip
 _OTHERS: dict[str, dict[str, Callable[..., Any]]] = {
     "exp": {"exp2": torch.exp2, "expm1": torch.expm1}, "log": {"log2": torch.log2, "log1p": torch.log1p},
     "amax": {"amin": torch.amin}, "sqrt": {"nothing": lambda x: x}, "square": {"abs": torch.abs},
     "maximum": {"minimum": torch.minimum}, "cos": {"sin": torch.sin}, "sin": {"cos": torch.cos},
-    "add": {"sub": torch.sub}, "sub": {"add": torch.add}, "mul": {"div": torch.div}, "div": {"mul": torch.mul},
+    "add": {"sub": torch.sub}, "sub": {"add": torch.add}, "mul": {"div": torch.div}, "div": {"mul": torch.mul}
 }  # fmt: skip
 _ROUNDED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _REDUCES = {"sum", "mean", "amax", "amin", "prod"}

@@ -207,6 +207,8 @@ def _placed(one: TensorMatch, prepared: Prepared, start: int) -> TensorMatch:
     axis = prepared.rows.axis
     names = "row" if not axis and len(one.shape) == 2 else f"axis {axis}"
     where = f"{one.where}, counted from {start}" if names in one.where else one.where
+    if one.where == "all elements":
+        where = f"all elements of {names}s {start} to {start + prepared.rows.step - 1}"
     return dataclasses.replace(one, index=tuple(i + start * (k == axis) for k, i in enumerate(one.index)), where=where)
 
 

@@ -39,12 +39,12 @@ _NOISE = 0.03
 _SUMMED = (Rounding.SUMS, Rounding.COMPOSITE, Rounding.ATTENTION)
 _CONSTANTS = {
     "log2(e)": math.log2(math.e), "ln 2": math.log(2), "1/2": 0.5, "2": 2.0, "-1": -1.0, "sqrt(2)": math.sqrt(2),
-    "1 / sqrt(2)": math.sqrt(0.5), "1/4": 0.25, "4": 4.0, "1/3": 1 / 3, "3": 3.0, "1/8": 0.125, "8": 8.0, "pi": math.pi,
+    "1 / sqrt(2)": math.sqrt(0.5), "1/4": 0.25, "4": 4.0, "1/3": 1 / 3, "3": 3.0, "1/8": 0.125, "8": 8.0, "pi": math.pi
 }  # fmt: skip
 
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": torch.exp, "log": torch.log, "the square": torch.square, "the root": torch.sqrt,
-    "the absolute value": torch.abs, "the inverse": torch.reciprocal,
+    "the absolute value": torch.abs, "the inverse": torch.reciprocal
 }  # fmt: skip
 
 

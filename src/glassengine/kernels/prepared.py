@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from glassengine.judge.exclusions.ties import is_comparison, ranking, tied_choices
 from glassengine.kernels.leaves import MANY_RUNS, Expectation
-from glassengine.kernels.trace import Choices, OnlyOp, Trace, copied, tensors_of, traced, wide
+from glassengine.kernels.trace import Choices, OnlyOp, Trace, copied, is_near, tensors_of, traced, wide
 from glassengine.numerics.ops import Accumulation
 
 _LARGE = 1 << 22
@@ -330,9 +330,3 @@ def same(one: Tensor, other: Tensor) -> bool:
     if not one.is_floating_point():
         return False
     return bool(((one == other) | (one.isnan() & other.isnan())).all())
-
-
-def is_near(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same but for a hundredth, which no other rows are."""
-    a, b = one.double().nan_to_num(0.0, 0.0, 0.0), other.double().nan_to_num(0.0, 0.0, 0.0)
-    return float((a - b).square().mean()) <= 1e-4 * float(b.square().mean())

@@ -186,7 +186,7 @@ def _linear(x: Tensor, w: Tensor, b: Any = None) -> Tensor:
 
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Any = None, dropout: float = 0.0, is_causal: bool = False, *,
-    scale: float | None = None, enable_gqa: bool = False,
+    scale: float | None = None, enable_gqa: bool = False
 ) -> Tensor:  # fmt: skip
     if enable_gqa:
         k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
@@ -225,5 +225,5 @@ _FORMULAS: dict[str, Callable[..., Any]] = {
     "layer_norm": _layer_norm, "rms_norm": _rms_norm, "group_norm": _group_norm, "linear": _linear,
     "scaled_dot_product_attention": _attention, "cross_entropy_loss": _cross_entropy, "var": _variance,
     "silu": lambda x: x * torch.sigmoid(x), "rsqrt": lambda x: 1 / torch.sqrt(x),
-    "pow": lambda x, e: torch.square(x) if isinstance(x, Tensor) and isinstance(e, int) and e == 2 else None,
+    "pow": lambda x, e: torch.square(x) if isinstance(x, Tensor) and isinstance(e, int) and e == 2 else None
 }  # fmt: skip
