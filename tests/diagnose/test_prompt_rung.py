@@ -149,10 +149,18 @@ def test_the_rung_alone_loads_no_model(model: Path, tmp_path: Path, capsys: pyte
     assert [rung["name"] for rung in document["rungs"]] == ["prompt"]
 
 
-def test_a_rung_that_cannot_be_alone_is_refused_with_the_list(model: Path) -> None:
-    with pytest.raises(UnknownNameError, match=r"unknown rung 'release'[^$]*prompt"):
+def test_a_rung_that_cannot_be_alone_is_refused_with_the_list(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text("def net(): ...\ndef other(): ...\n", encoding="utf-8")
+    with pytest.raises(UnknownNameError, match=r"unknown part 'release'[^$]*prompt"):
         glass.check(model, candidate=model, only="release")
     with pytest.raises(UsageError, match="--only prompt compares two sides"):
         glass.check(model, only="prompt")
+    with pytest.raises(UsageError, match="--only prompt compares files"):
+        glass.check(model, candidate=torch.nn.ReLU(), only="prompt")
+    with pytest.raises(UsageError, match="--tokenizer has nothing beside it"):
+        glass.check("net.py:net", candidate="net.py:net", tokenizer="net.py:other")
     with pytest.raises(UsageError, match="no such directory"):
         glass.check(model, candidate="nowhere/at/all", only="prompt")

@@ -11,20 +11,14 @@ import typer
 
 from glassengine.cli.documents import answer
 from glassengine.cli.options import err, out, settings
+from glassengine.cli.shared import Result
 
 if TYPE_CHECKING:
     from glassengine.results.report import WrittenReport
 
 
 def command(
-    result: Annotated[
-        str,
-        typer.Argument(
-            metavar="RESULT",
-            help="What --json of check, check-training, compare or replay has written.",
-            show_default=False,
-        ),
-    ],
+    result: Result,
     output: Annotated[
         str, typer.Option("--output", "-o", metavar="DIR|FILE.html", help="Where; a report that is there is replaced.")
     ],

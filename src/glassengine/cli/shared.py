@@ -39,6 +39,18 @@ Map = Annotated[
     str | None,
     typer.Option(metavar="FILE", help="JSON file of matching names and layouts.", show_default=False),
 ]
+Library = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="Shared library of llama.cpp for gguf:FILE; default: the installed one."),
+]
+Python = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="Interpreter that vLLM or ExecuTorch is installed for; default: this one."),
+]
+Result = Annotated[
+    str,
+    typer.Argument(metavar="RESULT", help="JSON document of check, compare or replay.", show_default=False),
+]
 Passes = Annotated[
     list[str] | None,
     typer.Option("--pass", metavar="FILE.py:FN", help="Apply this user pass to the graph. Repeatable."),

@@ -8,7 +8,7 @@ from typing import Any
 
 from glassengine.sites import parts_of_line
 
-LONGEST_NAME = 60
+_LONGEST_NAME = 60
 _OF_OPS = frozenset({"results differ", "differs inside"})
 """Where a wrong op is why a comparison is not ok."""
 _SIDES = re.compile(
@@ -61,7 +61,7 @@ def mistake(found: Any) -> str | None:
 
 def short(name: str) -> str:
     """Return the end of a long path, which tells two of them apart; `--json` has all of it."""
-    return name if len(name) <= LONGEST_NAME else f"...{name[-LONGEST_NAME + 3 :]}"
+    return name if len(name) <= _LONGEST_NAME else f"...{name[-_LONGEST_NAME + 3 :]}"
 
 
 def parts_of_source(source: str) -> tuple[str, str]:

@@ -19,20 +19,11 @@ function themes() {
 }
 themes();
 
-// Copies the answer; where a page may not write to the clipboard, through a field that is selected.
+// Copies the answer, where the browser lets a page write to the clipboard.
 function copies() {
   const button = document.getElementById("copy");
-  if (!button) return;
-  const done = () => { button.textContent = "Copied"; };
-  const bySelection = () => {
-    const field = document.createElement("textarea");
-    field.value = button.dataset.text;
-    document.body.append(field);
-    field.select();
-    if (document.execCommand("copy")) done();
-    field.remove();
-  };
+  if (!button || !navigator.clipboard) return;
   button.hidden = false;
-  button.addEventListener("click", () => { navigator.clipboard ? navigator.clipboard.writeText(button.dataset.text).then(done, bySelection) : bySelection(); });
+  button.addEventListener("click", () => navigator.clipboard.writeText(button.dataset.text).then(() => { button.textContent = "Copied"; }));
 }
 copies();
