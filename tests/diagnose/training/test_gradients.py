@@ -53,7 +53,11 @@ class Net(nn.Module):
 
     def normed(self, x: Tensor) -> Tensor:
         if self.mistake in ("var_mean", "detached mean", "detached variance"):
-            found = normed(x, detach_mean="mean" == self.mistake[9:], detach_variance="variance" in self.mistake)
+            found = normed(
+                x,
+                detach_mean="mean" in self.mistake and self.mistake != "var_mean",
+                detach_variance="variance" in self.mistake,
+            )
             return found * self.norm.weight + self.norm.bias
         return self.norm(x)
 
