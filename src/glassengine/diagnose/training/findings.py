@@ -57,7 +57,7 @@ class Found:
             candidate=candidate,
             environment=environment.describe(),
             inside=verdict,
-            inside_reason=None if first is None else self._reason(first),
+            inside_reason=f"a tensor is {verdict}" if first is None else self._reason(first),
             first_divergence=first,
             origins=self.origins,
             pairs=self.pairs,

@@ -124,7 +124,7 @@ def test_f72_a_wrong_backward_is_named_as_the_gradient_of_its_parameter(mistake:
     assert (
         ":backward/" in first.site
         and first.candidate_source is not None
-        and "test_gradients.py" in first.candidate_source
+        and "test_findings.py" in first.candidate_source
     )
 
 
