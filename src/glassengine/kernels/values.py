@@ -91,14 +91,7 @@ ALIASED = "one tensor as two arguments"
 
 @dataclass(frozen=True)
 class Case:
-    """One call.
-
-    Attributes:
-        sizes: Of the symbols.
-        dtype: Of floating inputs.
-        values: Name of `VALUES`.
-        layout: Name of `LAYOUTS`, or `ALIASED`.
-    """
+    """One call."""
 
     sizes: Mapping[str, int]
     dtype: torch.dtype
