@@ -20,9 +20,13 @@ _SIDES = re.compile(
 
 
 def named_mistake(result: Any) -> str | None:
-    """Return the proven mistake that is why a `Comparison` is not ok, in a sentence."""
+    """Return the proven mistake that is why a `Comparison` is not ok, in a sentence.
+
+    Of a backward there is none: which gradients are wrong says more than what an op of autograd lacks.
+    """
     found = result.first_divergence
-    return mistake(found) if found is not None and result.standing in _OF_OPS else None
+    is_asked = found is not None and found.rung != "backward" and result.standing in _OF_OPS
+    return mistake(found) if is_asked else None
 
 
 def sides(hint: Any) -> tuple[str, str] | None:
