@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -381,6 +382,9 @@ def replayed(result: Replayed) -> RenderableType:
     if result.bisection is not None:
         parts += _bisection(result.bisection)
     parts += [Text(f"note     {note}", style="yellow") for note in result.notes]
+    if not result.ok and not (result.error or result.comparison or result.first_nonfinite or result.bisection):
+        snapshot = shlex.quote(result.snapshot)
+        parts.append(Text(f"next     glass replay {snapshot} --compare judges every op, --bisect finds what breaks"))
     return Screen(*parts)
 
 
