@@ -30,5 +30,5 @@ def test_f41_the_reason_and_not_the_place_in_somebodys_code(text: str, line: str
 
 
 def test_f41_names_of_which_there_are_none() -> None:
-    assert "expected: there are none" in str(UnknownNameError("site", "x", []))
+    assert "expected: nothing: there is no site" in str(UnknownNameError("site", "x", []))
     assert "0 names" not in str(UnknownNameError("site", "x", []))

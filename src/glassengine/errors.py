@@ -73,9 +73,9 @@ class UnknownNameError(UsageError):
     def __init__(self, kind: str, name: str, available: Iterable[str], *, hint: str | None = None) -> None:
         names = list(available)
         close = nearest(name, names)
-        expected = f"one of {len(names)} names" + (f", nearest: {', '.join(close)}" if close else "")
+        expected = f"one of {len(names):,} names" + (f", nearest: {', '.join(close)}" if close else "")
         if not names:
-            expected = "there are none"
+            expected = f"nothing: there is no {kind}"
         if not close and 0 < len(names) <= _FEW:
             expected = f"one of {', '.join(dict.fromkeys(names))}"
         super().__init__(f"unknown {kind} {name!r}", expected=expected, hint=hint)

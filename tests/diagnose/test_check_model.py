@@ -297,7 +297,7 @@ def test_a_port_with_another_class_is_judged_at_module_outputs(
     assert not result.ok and result.first_divergence is not None
     assert result.first_divergence.rung == "candidate, untouched"
     assert result.first_divergence.site == "model.layers.1.mlp"
-    assert any("no op-level rung" in item.reason for item in result.skipped)
+    assert any("not judged op by op" in item.reason for item in result.skipped)
 
 
 def test_plain_modules_are_checked_too(tmp_path: Path) -> None:

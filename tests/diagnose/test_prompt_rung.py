@@ -17,6 +17,7 @@ import glassengine as glass
 from glassengine import starting
 from glassengine.cli.main import main
 from glassengine.diagnose import prompt_rung
+from glassengine.diagnose.ladder.request import CheckRequest
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.plugins.serving.ggml.tokens import vocabulary_of
 from glassengine.plugins.serving.ggml.write import write_gguf
@@ -25,7 +26,7 @@ from glassengine.report.agent_text import agent_text
 from glassengine.report.findings import findings
 from glassengine.report.page.write import write_report
 from glassengine.report.sarif import sarif
-from glassengine.results import Comparison, with_prompt
+from glassengine.results import Comparison, Policy, with_prompt
 from glassengine.results.stored import read_comparisons
 from tests import children
 
@@ -149,10 +150,26 @@ def test_the_rung_alone_loads_no_model(model: Path, tmp_path: Path, capsys: pyte
     assert [rung["name"] for rung in document["rungs"]] == ["prompt"]
 
 
-def test_a_rung_that_cannot_be_alone_is_refused_with_the_list(model: Path) -> None:
-    with pytest.raises(UnknownNameError, match=r"unknown rung 'release'[^$]*prompt"):
+def test_a_rung_that_cannot_be_alone_is_refused_with_the_list(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text("def net(): ...\ndef other(): ...\n", encoding="utf-8")
+    with pytest.raises(UnknownNameError, match=r"unknown part 'release'[^$]*prompt"):
         glass.check(model, candidate=model, only="release")
     with pytest.raises(UsageError, match="--only prompt compares two sides"):
         glass.check(model, only="prompt")
+    with pytest.raises(UsageError, match="--only prompt compares files"):
+        glass.check(model, candidate=torch.nn.ReLU(), only="prompt")
+    with pytest.raises(UsageError, match="--tokenizer has nothing beside it"):
+        glass.check("net.py:net", candidate="net.py:net", tokenizer="net.py:other")
     with pytest.raises(UsageError, match="no such directory"):
         glass.check(model, candidate="nowhere/at/all", only="prompt")
+
+
+def test_factories_of_models_are_no_tokenizers(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text("def net(): ...\ndef words(): ...\n", encoding="utf-8")
+    requests = [CheckRequest(side, "net.py:net", Policy()) for side in (model, "net.py:net", torch.nn.ReLU())]
+    assert [prompt_rung._sides_of(request, None) for request in requests] == [None, None, None]
+    assert prompt_rung._sides_of(requests[0], "net.py:words") == (str(model), "net.py:words")

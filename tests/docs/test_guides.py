@@ -19,6 +19,7 @@ from tests.docs.conftest import blocks_of
 Run = Callable[[Path], list[str]]
 
 PAGES = [
+    "a-kernel-beside-its-reference.md",
     "coding-agents.md",
     "coming-from-ditto.md",
     "coming-from-pytorch-neuronx.md",

@@ -138,3 +138,40 @@ def test_random_references_and_wrong_words_are_refused() -> None:
         glass.matches(x, lambda x: F.dropout(x, 0.5), (x,))
     with pytest.raises(UsageError, match="accumulation"):
         glass.matches(x, lambda x: x, (x,), accumulation="float3")
+
+
+def test_a_reference_that_cannot_be_traced_is_run_as_a_whole() -> None:
+    def outside(x: Tensor) -> Tensor:
+        return torch.from_numpy(np.sin(x.detach().numpy())) * 2
+
+    x = drawn(8, 8)
+    found = glass.matches(lambda x: torch.sin(x) * 2, outside, (x,))
+    assert found.ok and found.not_traced
+    assert not glass.matches(lambda x: torch.sin(x) * 2.001, outside, (x,)).ok
+    table = drawn(5, 8)
+    assert glass.matches(lambda x: x + table[:1], lambda x: x + table[0], (x,)).not_traced is None
+
+
+def test_rows_that_depend_on_each_other_are_judged_together() -> None:
+    x = drawn(2048, 2048)
+    assert glass.matches(lambda x: x - x.mean(0), lambda x: x - x.sum(0) / len(x), (x,)).ok
+
+    def drifts(x: Tensor) -> Tensor:
+        return x + 1e-3 * x.cumsum(0)
+
+    assert glass.matches(lambda x: x + x.cumsum(0) / 1000, drifts, (x,)).ok
+    assert not glass.matches(lambda x: x + 1.001e-3 * x.cumsum(0), drifts, (x,)).ok
+
+
+def test_choices_that_rounding_turns_are_left_out() -> None:
+    def route(x: Tensor, w: Tensor) -> Tensor:
+        chosen = (x @ w).argmax(-1, keepdim=True)
+        return torch.where(chosen % 2 == 0, x, -x) * 3
+
+    def in_float32(x: Tensor, w: Tensor) -> Tensor:
+        return route(x.float(), w.float()).to(x.dtype)
+
+    x, w = drawn(2000, 16, dtype=torch.bfloat16), drawn(16, 8, seed=1, dtype=torch.bfloat16)
+    found = glass.matches(in_float32, route, (x, w))
+    assert found.ok and found.tensors[0].num_tied > 0
+    assert not glass.matches(lambda x, w: route(x, w) * 1.1, route, (x, w)).ok

@@ -6,8 +6,9 @@ import dataclasses
 
 import pytest
 
-from glassengine.report.words import headline, hint_details, mistake, untried
+from glassengine.report.words import headline, hint_details, untried
 from glassengine.results import Comparison, Hint
+from glassengine.results.sentences import mistake
 
 
 def test_a_hint_says_whether_it_is_proven_and_what_it_leaves() -> None:

@@ -16,10 +16,12 @@ from glassengine.cli.shared import (
     AdaptedCheckpoint,
     Baseline,
     Dtype,
+    Library,
     Map,
     MinSnr,
     Passes,
     PipelineParallel,
+    Python,
     Quantize,
     TensorParallel,
     TrustEngine,
@@ -56,14 +58,8 @@ def command(
             metavar="NAME", help="Naming of a dump of a serving engine, where it has none: ggml, onnx, vllm or sglang."
         ),
     ] = None,
-    library: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Shared library of llama.cpp for gguf:FILE; default: the installed one."),
-    ] = None,
-    python: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Interpreter that vLLM or ExecuTorch is installed for; default: this one."),
-    ] = None,
+    library: Library = None,
+    python: Python = None,
     session_options: Annotated[
         list[str] | None,
         typer.Option(

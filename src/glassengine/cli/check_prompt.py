@@ -9,6 +9,7 @@ import typer
 import glassengine as glass
 from glassengine.cli.documents import answer
 from glassengine.cli.options import print_answer
+from glassengine.cli.shared import Python
 
 _FORMS = "Directory of transformers, FILE.gguf, genai:DIR, openvino:DIR, vllm:DIR, or FILE.model of sentencepiece."
 
@@ -16,7 +17,7 @@ _FORMS = "Directory of transformers, FILE.gguf, genai:DIR, openvino:DIR, vllm:DI
 def command(
     baseline: Annotated[str, typer.Argument(metavar="BASELINE", help=f"Reference: {_FORMS}", show_default=False)],
     candidate: Annotated[str, typer.Argument(metavar="CANDIDATE", help="The same kinds.", show_default=False)],
-    python: Annotated[str | None, typer.Option(help="Interpreter that vLLM is installed for: VENV/bin/python.")] = None,
+    python: Python = None,
 ) -> int:
     """Compare tokenizer, chat template and generation settings of two sides.
 

@@ -145,6 +145,9 @@ def _given(options: dict[str, Any]) -> list[str]:
 
 def _tensors(baseline: str, candidates: Sequence[str], options: dict[str, Any], answers: Answers) -> int:
     if len(candidates) > 1:
+        if answers.report is not None and answers.report.endswith((".html", ".htm")):
+            got = f"{len(candidates)}"
+            raise UsageError("a file holds the report of one candidate", got=got, expected="--report DIR")
         return _many(baseline, candidates, options, answers)
     with quiet_stages(_SHARES) as progress:
         one = glass.compare(baseline, candidates[0], **options, progress=progress)

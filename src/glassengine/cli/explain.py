@@ -8,14 +8,12 @@ import typer
 
 from glassengine.cli.documents import answer
 from glassengine.cli.options import out
+from glassengine.cli.shared import Result
 from glassengine.results.stored import read_comparisons
 
 
 def command(
-    result: Annotated[
-        str,
-        typer.Argument(metavar="RESULT", help="JSON document of check, compare or replay.", show_default=False),
-    ],
+    result: Result,
     site: Annotated[
         str | None,
         typer.Argument(metavar="SITE", help="Tensor: name, glob or re:; default: the whole.", show_default=False),

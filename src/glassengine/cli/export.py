@@ -10,7 +10,7 @@ import typer
 import glassengine as glass
 from glassengine.cli.documents import answer, json_text, write_text
 from glassengine.cli.options import out
-from glassengine.cli.shared import Overwrite
+from glassengine.cli.shared import Overwrite, Result
 from glassengine.errors import UsageError
 from glassengine.results import Comparison
 from glassengine.results.stored import read_comparisons
@@ -27,10 +27,7 @@ class To(StrEnum):
 
 
 def command(
-    result: Annotated[
-        str,
-        typer.Argument(metavar="RESULT", help="JSON document of check, compare or replay.", show_default=False),
-    ],
+    result: Result,
     to: Annotated[To, typer.Option("--to", help="What opens it; onnx is for Netron.", show_default=False)],
     output: Annotated[
         str,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 import typer
@@ -28,67 +29,66 @@ _SECTION_OF = {name: section for section, names in _SECTIONS.items() for name in
 _FEW = 6
 """A command with at most so many options of its own has them in one section."""
 
-EXAMPLES = {
-    "build": ("build examples/tiny-llama", "build my-model engine --dtype bfloat16", "build net.py:net --inputs x.pt"),
-    "sites": ("sites examples/tiny-llama", "sites examples/tiny-llama '*.mlp'", "sites glass-recording"),
-    "run": (
-        "run engine --input-text '1 + 2'",
-        "run engine --input-ids ids.json --max-new-tokens 8",
-        "run engine --record run --debug '*.mlp*'",
-    ),
-    "record": (
-        "record examples/tiny-llama -o reference",
-        "record -o run -- train.py --lr 0.1",
-        "record --watch --trigger nonfinite=yes -- train.py",
-    ),
-    "upload": ("upload run s3://bucket/run", "upload s3://bucket/run", "upload run gs://bucket/run"),
-    "show": ("show glass-recording", "show run '*.attn*' --step 3", "show dump.pt --values"),
-    "compare": (
-        "compare reference port",
-        "compare a.safetensors b.safetensors --fail-on suspicious",
-        "compare engine-a engine-b --input-text '1 + 2'",
-    ),
-    "check": (
-        "check my-model --candidate port.py:port",
-        "check my-model --candidate model.onnx --inputs prompts.txt",
-        "check my-model --candidate gguf:model.gguf --report answer.html",
-    ),
-    "check-prompt": (
-        "check-prompt my-model gguf:model.gguf",
-        "check-prompt my-model genai:folder",
-        "check-prompt my-model vllm:my-model --python VENV/bin/python",
-    ),
-    "check-training": (
-        "check-training net.py:net --candidate port.py:port --inputs batches.pt",
-        "check-training net.py:net --candidate-optimizer port.py:optimizer",
-        "check-training net.py:net --candidate port.py:port --loss net.py:loss",
-    ),
-    "explain": ("explain answer.json", "explain answer.json '*.mlp*'", "explain answer.json re:attn"),
-    "export": (
-        "export answer.json --to model-explorer -o answer-graph.json",
-        "export answer.json --to perfetto -o trace.json",
-        "export answer.json --to onnx --model model.onnx -o judged.onnx",
-    ),
-    "profile": ("profile profiles", "profile profiles --against earlier", "profile --capture localhost:9012 --steps 5"),
-    "snapshot": (
-        "snapshot show snapshots",
-        "snapshot show snapshots/0 --statistics",
-        "snapshot pack snapshots/0 -o step.safetensors",
-    ),
-    "replay": (
-        "replay snapshots/0 --compare",
-        "replay step.safetensors --first-nonfinite",
-        "replay snapshots/0 --bisect",
-    ),
-    "report": (
-        "report answer.json -o page",
-        "report answer.json -o answer.html",
-        "report answer.json -o page --recordings reference --recordings port",
-    ),
-    "schema": ("schema", "schema check", "schema compare --json=compare.schema.json"),
-    "mcp": ("mcp .", "mcp /data/recordings --timeout 60", "mcp . --run-code"),
-    "doctor": ("doctor", "doctor --cache", "doctor --json"),
-}
+_LINES = """\
+build examples/tiny-llama
+build my-model engine --dtype bfloat16
+build net.py:net --inputs x.pt
+sites examples/tiny-llama
+sites examples/tiny-llama '*.mlp'
+sites glass-recording
+run engine --input-text '1 + 2'
+run engine --input-ids ids.json --max-new-tokens 8
+run engine --record run --debug '*.mlp*'
+record examples/tiny-llama -o reference
+record -o run -- train.py --lr 0.1
+record --watch --trigger nonfinite=yes -- train.py
+upload run s3://bucket/run
+upload s3://bucket/run
+upload run gs://bucket/run
+show glass-recording
+show run '*.attn*' --step 3
+show dump.pt --values
+compare reference port
+compare a.safetensors b.safetensors --fail-on suspicious
+compare engine-a engine-b --input-text '1 + 2'
+check my-model --candidate port.py:port
+check my-model --candidate model.onnx --inputs prompts.txt
+check my-model --candidate gguf:model.gguf --report answer.html
+check-prompt my-model gguf:model.gguf
+check-prompt my-model genai:folder
+check-prompt my-model vllm:my-model --python VENV/bin/python
+check-training net.py:net --candidate port.py:port --inputs batches.pt
+check-training net.py:net --candidate-optimizer port.py:optimizer
+check-training net.py:net --candidate port.py:port --loss net.py:loss
+explain answer.json
+explain answer.json '*.mlp*'
+explain answer.json re:attn
+export answer.json --to model-explorer -o answer-graph.json
+export answer.json --to perfetto -o trace.json
+export answer.json --to onnx --model model.onnx -o judged.onnx
+profile profiles
+profile profiles --against earlier
+profile --capture localhost:9012 --steps 5
+snapshot show snapshots
+snapshot show snapshots/0 --statistics
+snapshot pack snapshots/0 -o step.safetensors
+replay snapshots/0 --compare
+replay step.safetensors --first-nonfinite
+replay snapshots/0 --bisect
+report answer.json -o page
+report answer.json -o answer.html
+report answer.json -o page --recordings reference --recordings port
+schema
+schema check
+schema compare --json=compare.schema.json
+mcp .
+mcp /data/recordings --timeout 60
+mcp . --run-code
+doctor
+doctor --cache
+doctor --json
+"""
+EXAMPLES = {name: tuple(lines) for name, lines in groupby(_LINES.splitlines(), key=lambda line: line.split()[0])}
 
 
 def arrange(command: Any, name: str = "") -> None:

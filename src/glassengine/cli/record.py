@@ -18,7 +18,7 @@ import glassengine as glass
 from glassengine import asked, commands, environment
 from glassengine.cli.documents import answer
 from glassengine.cli.options import err, out, progress, settings
-from glassengine.cli.shared import AdaptedCheckpoint, Dtype, ModuleInputs, Overwrite
+from glassengine.cli.shared import AdaptedCheckpoint, Dtype, Library, ModuleInputs, Overwrite, Python
 from glassengine.errors import IncomparableError, UnknownNameError, UsageError
 from glassengine.reading.files import open_regular
 from glassengine.stores.places import Remote, place
@@ -108,14 +108,8 @@ def command(
             help="Of gguf:FILE, genai:DIR or vllm:DIR: the engine's default settings, not the exact ones.",
         ),
     ] = False,
-    library: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Shared library of llama.cpp for gguf:FILE; default: the installed one."),
-    ] = None,
-    python: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Interpreter that vLLM or ExecuTorch is installed for; default: this one."),
-    ] = None,
+    library: Library = None,
+    python: Python = None,
     noise_floor: Annotated[
         bool,
         typer.Option(

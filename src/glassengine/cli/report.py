@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from glassengine.cli.documents import answer
 from glassengine.cli.options import err, out, settings
+from glassengine.cli.shared import Result
 
 if TYPE_CHECKING:
     from glassengine.results.report import WrittenReport
 
 
 def command(
-    result: Annotated[
-        str,
-        typer.Argument(
-            metavar="RESULT",
-            help="What --json of check, check-training, compare or replay has written.",
-            show_default=False,
-        ),
-    ],
+    result: Result,
     output: Annotated[
-        str, typer.Option("--output", "-o", metavar="DIR", help="Where; a report that is there is replaced.")
+        str, typer.Option("--output", "-o", metavar="DIR|FILE.html", help="Where; a report that is there is replaced.")
     ],
     recordings: Annotated[
         list[str] | None,
@@ -41,7 +37,7 @@ def command(
     """
     from glassengine.report.page.write import write_report
 
-    written = write_report(result, output, recordings=recordings or ())
+    written = write_report(result, output, recordings=recordings or (), made=f"from {result}")
 
     def show() -> None:
         out.print(_line(written), highlight=False, soft_wrap=True)
@@ -70,7 +66,9 @@ def write_beside(result: Any, directory: str | None, *, recordings: Sequence[str
         return
     from glassengine.report.page.write import write_report
 
-    written = write_report(result, directory, recordings=recordings)
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    command = shlex.join(("glass", *settings.words))
+    written = write_report(result, directory, recordings=recordings, made=f"{now}: {command}")
     if not settings.quiet:
         err.print(_line(written), highlight=False, soft_wrap=True)
 

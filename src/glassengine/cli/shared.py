@@ -39,6 +39,18 @@ Map = Annotated[
     str | None,
     typer.Option(metavar="FILE", help="JSON file of matching names and layouts.", show_default=False),
 ]
+Library = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="Shared library of llama.cpp for gguf:FILE; default: the installed one."),
+]
+Python = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="Interpreter that vLLM or ExecuTorch is installed for; default: this one."),
+]
+Result = Annotated[
+    str,
+    typer.Argument(metavar="RESULT", help="JSON document of check, compare or replay.", show_default=False),
+]
 Passes = Annotated[
     list[str] | None,
     typer.Option("--pass", metavar="FILE.py:FN", help="Apply this user pass to the graph. Repeatable."),
@@ -57,7 +69,6 @@ TrustEngine = Annotated[
 MinCoverage = Annotated[
     float, typer.Option(min=0, max=1, help="Minimum share of the baseline's tensors of floats that must be judged.")
 ]
-Jobs = Annotated[int, typer.Option(metavar="N", help="Judge in N processes of this machine.")]
 Cluster = Annotated[
     str | None,
     typer.Option(
@@ -70,7 +81,7 @@ MinSnr = Annotated[
 
 Report = Annotated[
     str | None,
-    typer.Option(metavar="DIR", help="Write the answer as a page for the browser; replaces a report there."),
+    typer.Option(metavar="DIR|FILE.html", help="Write the answer as a page for the browser; replaces a report there."),
 ]
 
 

@@ -38,7 +38,7 @@ from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource
 from glassengine.results import Figures, Packed
 
-ROUNDED = "no more than roundings in half precision add up to: not judged without glass record --noise-floor"
+ROUNDED = "within what rounding in half precision adds up to: not judged without glass record --noise-floor"
 """The reason of what is neither ok nor wrong."""
 
 _PARAMETER, _GRADIENT = ":param", ":grad"
@@ -152,8 +152,8 @@ def _num_steps_before(side: TensorSource, step: int) -> int:
 
 TOO_SMALL = "all of it is below the absolute tolerance: not judged without glass record --noise-floor, or --atol"
 SCALED = "it is the baseline's times another factor, though all of it is below the absolute tolerance"
-IF_COARSE = "no more than roundings to bfloat16: where a side computes in it, --rtol 1.6e-2"
-COARSE = "no more than roundings to the half precision whose values both sides hold"
+IF_COARSE = "within rounding to bfloat16: if a side computes in it, give --rtol 1.6e-2"
+COARSE = "within rounding to the half precision whose values both sides hold"
 _SLACK = 10
 """An element of a tensor around 1 may be off by this many times the absolute tolerance, where all are."""
 _LARGEST_HALF = 65504.0

@@ -35,10 +35,13 @@ def check_only(request: CheckRequest, only: str, tokenizer: str | None) -> Compa
         UsageError: A side has no tokenizer.
     """
     if only != RUNG:
-        raise UnknownNameError("rung", only, [RUNG], hint="leave --only out for all rungs")
+        raise UnknownNameError("part", only, [RUNG], hint="leave --only out for all")
     if request.candidate is None and tokenizer is None:
         raise UsageError("--only prompt compares two sides", got="no --candidate", hint="--candidate TARGET")
-    sides = str(request.baseline), str(tokenizer or served_spec(request))
+    given = request.baseline, tokenizer or served_spec(request)
+    if not all(isinstance(side, str | Path) for side in given):
+        raise UsageError("--only prompt compares files", got="a module", expected="a directory or file for each side")
+    sides = str(given[0]), str(given[1])
     with closing(Processes(answer, 1)) as workers:
         prompt = _compared(workers, request, sides, fetch=True)
     found = Findings(*sides, environment.describe(), left=None if prompt.ok or prompt.wrong else prompt.in_words())
@@ -103,7 +106,9 @@ def _sides_of(request: CheckRequest, tokenizer: str | None) -> tuple[str, str] |
     try:
         for side in (baseline, str(other)):
             if not _is_hub_id(side) and kind_of(side)[0] == "port" and side != tokenizer:
-                return None  # it returns a model, which would be built twice
+                if tokenizer is None:
+                    return None  # it returns a model, which would be built twice
+                raise UsageError("--tokenizer has nothing beside it", got=side, expected="a baseline with a tokenizer")
     except UsageError:
         if tokenizer is not None:
             raise

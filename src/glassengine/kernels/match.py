@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.utils import _pytree as pytree
 from glassengine.errors import UsageError
 from glassengine.kernels.arrays import as_tensors
 from glassengine.kernels.leaves import RIGHT, figures, passes
-from glassengine.kernels.prepared import Prepared, same
+from glassengine.kernels.prepared import Prepared, same, settled
 from glassengine.kernels.trace import copied, tensors_of
 from glassengine.kernels.words import explained
 from glassengine.numerics.judgement import Judgement
@@ -104,7 +103,7 @@ def judged(actual: Any, inputs: Any, prepared: Prepared, *, accumulation: str, c
     trace = prepared.trace
     mistakes: tuple[KernelMistake, ...] = ()
     if not ok:
-        given = (lambda *a: called_on(actual, inputs, a)) if is_function else None
+        given = called(actual, inputs)[0] if is_function else None
         mistakes = mistakes_of(found, prepared, as_tensors(candidate), given)
     return Match(
         ok=ok,
@@ -116,13 +115,6 @@ def judged(actual: Any, inputs: Any, prepared: Prepared, *, accumulation: str, c
         accumulation=accumulation or _declared(),
         notes=tuple(notes),
     )
-
-
-def called_on(actual: Callable[..., Any], inputs: Any, args: Sequence[Any]) -> Any:
-    """Call a function on other arguments, given as `inputs` are."""
-    call, _ = called(actual, inputs)
-    with torch.no_grad():
-        return as_tensors(call(*args))
 
 
 def _compared(
@@ -138,14 +130,14 @@ def _compared(
             if check_dtype:
                 found.append(_refused(path, native, tensor, f"dtype: {text}"))
                 continue
-        found.append(_judged_tensor(path, which, tensor.detach().cpu(), prepared))
+        found.append(_judged_tensor(path, which, settled(tensor), prepared))
     before = tensors_of(prepared.inputs)
     for i, (after, writes) in enumerate(zip(written, prepared.writes, strict=False)):
         if after is None:
             continue
         path, which = f"inputs[{i}] after the call", prepared.num_results + i
         if writes:
-            found.append(_judged_tensor(path, which, after.detach().cpu(), prepared))
+            found.append(_judged_tensor(path, which, settled(after), prepared))
         elif not same(after, before[i]):
             found.append(_refused(path, before[i], after, "the reference does not write to it"))
     return found, notes
@@ -187,17 +179,17 @@ def _judged_tensor(path: str, which: int, tensor: Tensor, prepared: Prepared) ->
     worst_one: TensorMatch | None = None
     num_wrong = num_beyond = 0
     cheap = _CHEAP
-    for number, (part, rows) in enumerate(prepared.parts()):
-        if prepared.rows is not None and not number and prepared.depends_on_rows(part):
+    for part, start in prepared.parts():
+        if prepared.rows is not None and prepared.depends_on_rows(part):
             prepared.rows = None
             return _judged_tensor(path, which, tensor, prepared)
-        expectation, own = part.expectation(which), rows(tensor)
+        expectation, own = part.expectation(which), prepared.of(tensor, start)
         expectation.cheap = cheap
         found: Judgement = expectation.judge(own)
         if expectation.only is None and found.verdict in RIGHT and _CHEAP < expectation.quick_ratio < _MOST_CHEAP:
             # What noise runs have found right in one part needs none in the next.
             cheap = max(cheap, 1.2 * expectation.quick_ratio)
-        one = figures(path, expectation, own, found)
+        one = _placed(figures(path, expectation, own, found), prepared, start)
         num_beyond += one.num_beyond
         if worst_one is None or _rank(one) > _rank(worst_one):
             worst_one = one
@@ -206,6 +198,18 @@ def _judged_tensor(path: str, which: int, tensor: Tensor, prepared: Prepared) ->
             break
     assert worst_one is not None
     return dataclasses.replace(worst_one, num_beyond=num_beyond, shape=tuple(tensor.shape))
+
+
+def _placed(one: TensorMatch, prepared: Prepared, start: int) -> TensorMatch:
+    """Return the figures of a part with places in the whole tensor."""
+    if prepared.rows is None or one.index is None or one.where is None:
+        return one
+    axis = prepared.rows.axis
+    names = "row" if not axis and len(one.shape) == 2 else f"axis {axis}"
+    where = f"{one.where}, counted from {start}" if names in one.where else one.where
+    if one.where == "all elements":
+        where = f"all elements of {names}s {start} to {start + prepared.rows.step - 1}"
+    return dataclasses.replace(one, index=tuple(i + start * (k == axis) for k, i in enumerate(one.index)), where=where)
 
 
 def _rank(one: TensorMatch) -> tuple[int, float]:
@@ -235,12 +239,3 @@ def how(accumulation: str | None) -> Accumulation:
 def _declared() -> str:
     """Return how torch sums products of float32 by its settings."""
     return {"highest": "float32", "high": "tf32", "medium": "bfloat16"}[torch.get_float32_matmul_precision()]
-
-
-def takes(function: Callable[..., Any]) -> int | None:
-    """Return how many arguments a function takes by place; None where it does not say."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return None
-    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glassengine.kernels.arrays import as_tensors
 from glassengine.kernels.edits import Mistake, mistakes_in, numbers_in, with_number
 from glassengine.kernels.leaves import beyond_rounding, passes
-from glassengine.kernels.prepared import Part, Prepared, same
+from glassengine.kernels.prepared import Part, Prepared, same, settled
 from glassengine.kernels.regions import described
 from glassengine.kernels.trace import copied, tensors_of
 from glassengine.kernels.written_out import WrittenOut
@@ -38,12 +39,12 @@ _NOISE = 0.03
 _SUMMED = (Rounding.SUMS, Rounding.COMPOSITE, Rounding.ATTENTION)
 _CONSTANTS = {
     "log2(e)": math.log2(math.e), "ln 2": math.log(2), "1/2": 0.5, "2": 2.0, "-1": -1.0, "sqrt(2)": math.sqrt(2),
-    "1 / sqrt(2)": math.sqrt(0.5), "1/4": 0.25, "4": 4.0, "1/3": 1 / 3, "3": 3.0, "1/8": 0.125, "8": 8.0, "pi": math.pi,
+    "1 / sqrt(2)": math.sqrt(0.5), "1/4": 0.25, "4": 4.0, "1/3": 1 / 3, "3": 3.0, "1/8": 0.125, "8": 8.0, "pi": math.pi
 }  # fmt: skip
 
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": torch.exp, "log": torch.log, "the square": torch.square, "the root": torch.sqrt,
-    "the absolute value": torch.abs, "the inverse": torch.reciprocal,
+    "the absolute value": torch.abs, "the inverse": torch.reciprocal
 }  # fmt: skip
 
 
@@ -67,10 +68,9 @@ def mistakes_of(
     tensors = tensors_of(candidate)
     if which is None or which >= len(tensors):
         return (KernelMistake("inputs written", f"{wrong[0].path} is not what the reference makes of it"),)
-    part = prepared.sample()
-    value = tensors[which].detach().cpu()
-    value = value if prepared.rows is None else prepared.rows.of(value, 0)
-    case = _Case(part, which, value)
+    value = settled(tensors[which])
+    part, start = prepared.worst(value, which)
+    case = _Case(part, which, prepared.of(value, start))
     guesses = [*_of_values(case), *(_of_calls(call, prepared, tensors) if call is not None else ())]
     if any(guess.proven for guess in guesses):
         return _ordered(guesses)
@@ -166,13 +166,9 @@ def _of_values(case: _Case) -> Iterator[KernelMistake]:
             return
     beyond, _ = beyond_rounding(case.expectation, case.candidate)
     outside = value[beyond]
-    if (
-        0 < len(outside) < value.numel()
-        and bool(finite.all())
-        and bool((outside == outside[0]).all())
-        and value.numel() > 1
-    ):
-        where = described(beyond)
+    where = described(beyond) if len(outside) < value.numel() and bool(finite.all()) else ""
+    is_end = bool(len(outside)) and (not float(outside[0]) or where.startswith(("the last", "the first")))
+    if where and is_end and bool((outside == outside[0]).all()):
         yield KernelMistake("tail", f"{where} hold {float(outside[0]):g}: they are not written", True, 0.0)
         return
     power = float((exact * exact).sum())
@@ -227,7 +223,7 @@ def _of_calls(call: Call, prepared: Prepared, first: list[Tensor]) -> Iterator[K
     """Call the candidate again, on the same inputs and with one argument changed."""
     inputs = prepared.inputs
     try:
-        again = tensors_of(call(*copied(inputs)))
+        again = tensors_of(as_tensors(call(*copied(inputs))))
         if any(not same(a, b) for a, b in zip(first, again, strict=True)):
             yield KernelMistake("stale or unstable", "the second call on the same inputs gives another result", True)
             return
@@ -236,7 +232,7 @@ def _of_calls(call: Call, prepared: Prepared, first: list[Tensor]) -> Iterator[K
         for i in places:
             other = copied(inputs)
             other[i] = other[i] * -0.5 + 0.75
-            changed = tensors_of(call(*other))
+            changed = tensors_of(as_tensors(call(*other)))
             with torch.no_grad():
                 reference = tensors_of(prepared.reference(*copied(other)))
             is_used = any(not same(a, b) for a, b in zip(reference, prepared.native, strict=False))

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from glassengine.judge.exclusions.ties import is_comparison, ranking, tied_choices
 from glassengine.kernels.leaves import MANY_RUNS, Expectation
-from glassengine.kernels.trace import Choices, OnlyOp, Trace, copied, tensors_of, traced, wide
+from glassengine.kernels.trace import Choices, OnlyOp, Trace, copied, is_near, tensors_of, traced, wide
 from glassengine.numerics.ops import Accumulation
 
 _LARGE = 1 << 22
@@ -25,30 +25,18 @@ _PART = 1 << 18
 """Elements of a part, so that float64 stays within the caches."""
 _NATIVE = 16.0
 """Errors of the reference in its own dtype, over those of a noise run, from which on rows depend on each other."""
+_FEW = 64
 _TURNED = 8.0
 """Times the noise, from which on other values are those of another choice."""
 
 
 class Part:
-    """Some rows, or all: the reference on their inputs, in float64 and with noise.
-
-    Args:
-        trace: Of the reference on inputs of these shapes.
-        inputs: Of the rows.
-        native: The tensors of the reference's result in its own dtype, then its inputs after the call.
-        seed: Of the noise.
-        widened: The inputs, some of them in float64 already.
-    """
+    """Some rows, or all: the reference on their inputs, in float64 and with noise."""
 
     def __init__(
-        self,
-        trace: Trace,
-        inputs: Sequence[Any],
-        native: list[Tensor],
-        seed: int,
-        widened: Sequence[Any] | None = None,
+        self, trace: Trace, inputs: Sequence[Any], native: list[Tensor], seed: int, widened: Any = None
     ) -> None:
-        self.trace, self.inputs, self.native = trace, inputs, [t.detach().cpu() for t in native]
+        self.trace, self.inputs, self.native = trace, inputs, [settled(t) for t in native]
         self._inputs = inputs if widened is None else widened
         self._generator = torch.Generator().manual_seed(seed)
         self._runs: list[list[Tensor]] = []
@@ -111,7 +99,7 @@ class Part:
         """Return what tensor number `which` should be."""
         exact, native = self.exact[which], self.native[which]
         if not native.is_floating_point() and not native.is_complex():
-            exact = exact.to(native.dtype) if exact.dtype != native.dtype else exact
+            exact = exact.to(native.dtype)
         return Expectation(
             exact,
             native,
@@ -138,59 +126,21 @@ class Part:
             node = node.args[0]
         if not isinstance(node, Node) or node.op != "call_function":
             return None
-        seen: dict[str, Any] = {}
-
-        def note(one: Node, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if one is node:
-                seen.update(args=args, value=value)
-            return value
-
-        self.trace.edited(self.inputs, note)
-        exact = seen["value"] if place is None else seen["value"][place]
+        value, args = self.trace.seen(self.inputs, node, None)
+        exact = value if place is None else value[place]
         if exact.shape != candidate.shape:
             return None
-        rounds = any(source in self.trace.rounding for source in _above(node))
         u_in = 0.0
-        if rounds:
-            values = seen["args"][0]
-            u_in = max(self._spread(node, values), 2.0**-24)
-        return tied_choices(node, seen["args"], exact, candidate, u_in)
-
-    def _spread(self, node: Node, values: Tensor) -> float:
-        """Return the largest relative error that rounding makes of what a choice reads."""
-        found: list[Tensor] = []
-
-        def note(one: Node, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if one is node:
-                found.append(args[0])
-
-        self.trace.watched(self.inputs, self._generator, note)
-        size = float(values.abs().mean()) or 1.0
-        error = (found[0] - values).abs().nan_to_num(0.0, 0.0, 0.0)
-        return float((error / values.abs().clamp(min=size * 2.0**-10)).amax()) if error.numel() else 0.0
-
-
-def _above(node: Node) -> set[Node]:
-    seen: set[Node] = set()
-    waiting = [node]
-    while waiting:
-        for source in waiting.pop().all_input_nodes:
-            if source not in seen:
-                seen.add(source)
-                waiting.append(source)
-    return seen
+        if node in self.trace.choices:
+            (values, *_), (moved, *_) = args, self.trace.seen(self.inputs, node, self._generator)[1]
+            size = values.abs().clamp(min=float(values.abs().mean()) * 2.0**-10)
+            u_in = max(2.0**-24, float(((moved - values).abs() / size).nan_to_num(0.0, 0.0, 0.0).amax()))
+        return tied_choices(node, args, exact, candidate, u_in)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """How the rows of all results go with rows of inputs.
-
-    Attributes:
-        axis: Of the results and of these inputs.
-        sliced: Places of the inputs that have the rows, among all leaves.
-        size: Number of rows.
-        step: Rows of a part.
-    """
+    """How the rows of all results go with rows of inputs."""
 
     axis: int
     sliced: tuple[int, ...]
@@ -229,6 +179,7 @@ class Prepared:
         self.reference, self.inputs, self._backward = reference, list(inputs), backward
         self._how, self._seed = accumulation, seed
         self._wide: dict[int, Tensor] = {}
+        self._noise: dict[int, float] = {}
         own = copied(self.inputs)
         with torch.no_grad():
             self.result = reference(*own)
@@ -239,13 +190,26 @@ class Prepared:
         self.native = [*tensors_of(self.result), *after]
         self.rows = None if any(self.writes) else self._rows()
 
-    def parts(self) -> Iterator[tuple[Part, Callable[[Tensor], Tensor]]]:
-        """Yield each part, and what takes its rows of a candidate's tensor."""
+    def parts(self) -> Iterator[tuple[Part, int]]:
+        """Yield each part with its first row."""
         if self.rows is None:
-            yield self.whole, lambda tensor: tensor
+            yield self.whole, 0
             return
         for start in self.rows.starts():
-            yield self._part(start), partial(self.rows.of, start=start)
+            yield self._part(start), start
+
+    def of(self, tensor: Tensor, start: int) -> Tensor:
+        """Return the rows of a part; all where there is one part."""
+        return tensor if self.rows is None else self.rows.of(tensor, start)
+
+    def worst(self, tensor: Tensor, which: int) -> tuple[Part, int]:
+        """Return the part in which a tensor differs most from that of the reference, with its first row."""
+        if self.rows is None:
+            return self.whole, 0
+        native = settled(self.native[which])
+        gaps = [_power((self.of(tensor, s) - self.of(native, s)).double()) for s in self.rows.starts()]
+        start = self.rows.starts()[gaps.index(max(gaps))]
+        return self._part(start), start
 
     @cached_property
     def whole(self) -> Part:
@@ -259,10 +223,6 @@ class Prepared:
     def trace(self) -> Trace:
         """The reference as it is traced: on all inputs, or on those of a part."""
         return self.whole.trace if self.rows is None else self._traced(self._sliced(0))
-
-    def sample(self) -> Part:
-        """Return a part that one may compute many times."""
-        return self.whole if self.rows is None else self._part(0)
 
     def _part(self, start: int) -> Part:
         assert self.rows is not None
@@ -301,15 +261,12 @@ class Prepared:
             size = sizes.pop()
             if sizes or size < 8:
                 continue
-            places = [
-                i
-                for i, leaf in enumerate(leaves)
-                if isinstance(leaf, Tensor) and leaf.dim() > axis and leaf.shape[axis] == size
-            ]
+            tensors = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+            places = [i for i, leaf in tensors if leaf.dim() > axis and leaf.shape[axis] == size]
             for sliced in _choices(places):
                 # What all parts read is read less often.
-                others = [leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in sliced]
-                part = _PART * (4 if sum(t.numel() for t in others) > _PART else 1)
+                others = sum(leaf.numel() for i, leaf in tensors if i not in sliced)
+                part = _PART * (4 if others > _PART else 1)
                 step = max(1, min(size // 4, math.ceil(size * part / total)))
                 rows = Rows(axis, sliced, size, step)
                 if self._fits(rows):
@@ -321,7 +278,7 @@ class Prepared:
         """Whether the reference on some rows gives these rows of its results."""
         for start in (0, rows.size // 2):
             try:
-                found = tensors_of(self.reference(*copied_rows(self._sliced(start, rows))))
+                found = tensors_of(self.reference(*copied(self._sliced(start, rows), whole=False)))
             except (RuntimeError, IndexError, ValueError):
                 return False
             for one, native in zip(found, self.native, strict=False):
@@ -333,18 +290,22 @@ class Prepared:
     def depends_on_rows(self, part: Part) -> bool:
         """Whether the reference gave other rows than it gives on these rows alone: they depend on others after all."""
         for which in range(self.num_results):
-            exact, native = part.exact[which], part.native[which]
-            error = (native.double() - exact).nan_to_num(0.0, 0.0, 0.0)
-            noise = (part.runs(which, 1)[0] - exact).nan_to_num(0.0, 0.0, 0.0)
-            if float(error.square().mean()) > _NATIVE**2 * float(noise.square().mean()):
-                return True
+            # Some columns are as good as all, in every part.
+            few = (..., slice(None, None, 8 if part.exact[which].shape[-1] > _FEW else 1))
+            exact, native = part.exact[which][few], part.native[which][few]
+            power = _power(exact)
+            error = _power(native.double() - exact)
+            if error > self._noise.get(which, -1.0) * power:
+                noise = _NATIVE**2 * _power(part.runs(which, 1)[0][few] - exact)
+                self._noise[which] = max(self._noise.get(which, 0.0), noise / power if power else 0.0)
+                if error > noise:
+                    return True
         return False
 
 
-def copied_rows(inputs: Sequence[Any]) -> list[Any]:
-    """Return copies of rows, without the memory around them."""
-    found: list[Any] = pytree.tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, list(inputs))
-    return found
+def _power(tensor: Tensor) -> float:
+    mean = float(tensor.square().mean())
+    return mean if math.isfinite(mean) else float(tensor.nan_to_num(0.0, 0.0, 0.0).square().mean())
 
 
 def _choices(places: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -353,6 +314,11 @@ def _choices(places: Sequence[int]) -> Iterator[tuple[int, ...]]:
     yield tuple(places)
     for number in range(len(few), 0, -1):
         yield from (subset for subset in itertools.combinations(few, number) if subset != tuple(places))
+
+
+def settled(tensor: Tensor) -> Tensor:
+    """Return a tensor on the processor, and without a conjugation or sign that is still to be applied."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg()
 
 
 def same(one: Tensor, other: Tensor) -> bool:
@@ -364,9 +330,3 @@ def same(one: Tensor, other: Tensor) -> bool:
     if not one.is_floating_point():
         return False
     return bool(((one == other) | (one.isnan() & other.isnan())).all())
-
-
-def is_near(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same but for a hundredth, which no other rows are."""
-    a, b = one.double().nan_to_num(0.0, 0.0, 0.0), other.double().nan_to_num(0.0, 0.0, 0.0)
-    return float((a - b).square().mean()) <= 1e-4 * float(b.square().mean())

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glassengine.errors import UsageError, first_line
+from glassengine.errors import GlassError, UsageError, first_line
 from glassengine.kernels.arrays import as_tensors
 from glassengine.kernels.match import called, how, judged
 from glassengine.kernels.prepared import Prepared, same
@@ -102,13 +102,11 @@ class _Judge:
         dtype = str(case.dtype).removeprefix("torch.")
         try:
             match = judged(
-                self.candidate,
-                inputs,
-                prepared,
-                accumulation=self.accumulation or "",
-                check_dtype=self.check_dtype,
+                self.candidate, inputs, prepared, accumulation=self.accumulation or "", check_dtype=self.check_dtype
             )
             error = self._unstable(inputs) if match.ok else None
+        except GlassError:
+            raise  # of the reference, or of how it is asked
         except Exception as raised:
             return SweepCase(str(case), shapes, dtype, False, None, f"{type(raised).__name__}: {first_line(raised)}")
         return SweepCase(str(case), shapes, dtype, match.ok and error is None, match, error)

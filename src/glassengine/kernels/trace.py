@@ -31,9 +31,6 @@ from glassengine.ops.row import Rounding
 from glassengine.ops.traits import base_name, traits_of
 from glassengine.program.representation.outputs import is_view
 
-Edit = Callable[[Node, Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Node, its value and the float64 arguments it was computed from -> another value of it."""
-
 Choices = dict[Node, Tensor]
 """Op -> places or bools that it chose."""
 
@@ -61,15 +58,7 @@ def _narrow_device(value: Any) -> Any:
 
 @dataclass
 class Trace:
-    """A reference on inputs of one shape.
-
-    Attributes:
-        reference: The function.
-        module: Its graph; None where it cannot be traced.
-        why_not: Why it cannot be traced.
-        accumulation: Of products.
-        steps: The ops that it called, in order.
-    """
+    """A reference on inputs of one shape."""
 
     reference: Callable[..., Any]
     module: GraphModule | None
@@ -136,18 +125,12 @@ class Trace:
         return self._whole(pytree.tree_map(moved, list(inputs)))
 
     @torch.no_grad()
-    def edited(self, inputs: Sequence[Any], edit: Edit) -> Any:
-        """Return the results in float64 with the values of some ops replaced."""
-        assert self.module is not None
-        return _Lane(self, None, edit).on(inputs)
-
-    @torch.no_grad()
-    def watched(self, inputs: Sequence[Any], generator: torch.Generator, note: Callable[..., None]) -> None:
-        """Show each op of a noise run, with its arguments."""
-        assert self.module is not None
+    def seen(self, inputs: Sequence[Any], node: Node, generator: torch.Generator | None) -> tuple[Any, Any]:
+        """Return (value, arguments) of an op in float64, or in a noise run."""
         lane = _Lane(self, generator)
-        lane.note = note
+        lane.watched = node
         lane.on(inputs)
+        return lane.seen
 
     def _whole(self, inputs: Sequence[Any]) -> Any:
         try:
@@ -162,16 +145,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class OnlyOp:
-    """An op with its float64 arguments and result.
-
-    Attributes:
-        node: What is called.
-        value: Its result.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        roundoff: How its result is rounded.
-        how: How products are summed.
-    """
+    """An op with its float64 arguments and result."""
 
     node: Node
     value: Tensor
@@ -252,7 +226,36 @@ def traced(
                     got=str(node.target),
                     hint="pass them as inputs, or judge a sampler by glass.testing.assert_samples_match",
                 )
-    return Trace(reference, module, None, accumulation, nodes)
+        found = Trace(reference, module, None, accumulation, nodes)
+        try:
+            is_whole = _is_faithful(found, reference, inputs)
+            found.exact(inputs)
+        except Exception as error:
+            return Trace(reference, None, f"{type(error).__name__}: {first_line(error)}", accumulation)
+    why = "it makes tensors of its inputs outside of PyTorch"
+    return found if is_whole else Trace(reference, None, why, accumulation)
+
+
+def _is_faithful(trace: Trace, reference: Callable[..., Any], inputs: Sequence[Any]) -> bool:
+    """Whether a graph that holds tensors gives what the reference gives on other inputs: no result is among them."""
+    assert trace.module is not None
+    if not any(node.op == "get_attr" for node in trace.module.graph.nodes):
+        return True
+    leaves, spec = pytree.tree_flatten(copied(inputs))
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            leaves[i] = leaf * (1 + 2.0**-6)
+    given = pytree.tree_unflatten(leaves, spec)
+    ours = trace.module(*pytree.tree_leaves(copied(given)))[0]
+    return all(is_near(a, b) for a, b in zip(ours, tensors_of(reference(*copied(given))), strict=True))
+
+
+def is_near(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same but for a thousandth."""
+    if one.shape != other.shape:
+        return False
+    a, b = (t.to(torch.complex128 if t.is_complex() else torch.float64).nan_to_num(0.0, 0.0, 0.0) for t in (one, other))
+    return float((a - b).abs().square().mean()) <= 1e-6 * float(b.abs().square().mean()) if a.numel() else True
 
 
 _BACKWARD = (
@@ -276,13 +279,19 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def copied(inputs: Any) -> Any:
-    """Return inputs with copies of their tensors: same strides, and tensors that share memory share it again."""
+def copied(inputs: Any, *, whole: bool = True) -> Any:
+    """Return inputs with copies of their tensors.
+
+    They have the same strides and the memory around them, and those that share memory share it again; unless not
+    `whole`.
+    """
     stores: dict[int, Tensor] = {}
 
     def copy(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.layout is not torch.strided:
-            return value.clone() if isinstance(value, Tensor) else value
+        if not isinstance(value, Tensor):
+            return value.copy() if type(value).__module__ == "numpy" and hasattr(value, "copy") else value
+        if not whole or value.layout is not torch.strided:
+            return value.clone()
         storage = value.untyped_storage()
         key = storage.data_ptr()
         if key not in stores:
@@ -313,13 +322,14 @@ def _floats(value: Any) -> list[Tensor]:
 class _Lane(Interpreter):
     """One run of the graph in float64."""
 
-    def __init__(self, trace: Trace, generator: torch.Generator | None, edit: Edit | None = None) -> None:
+    def __init__(self, trace: Trace, generator: torch.Generator | None) -> None:
         assert trace.module is not None
         super().__init__(trace.module, garbage_collect_values=True)
-        self._generator, self._edit, self._how = generator, edit, trace.accumulation
+        self._generator, self._how = generator, trace.accumulation
         self.kept: Node | None = None
         self.only: OnlyOp | None = None
-        self.note: Callable[..., None] | None = None
+        self.watched: Node | None = None
+        self.seen: tuple[Any, Any] = (None, None)
         self.forced: Choices = {}
         self.chosen: Choices = {}
         self.is_native = False
@@ -358,12 +368,10 @@ class _Lane(Interpreter):
             if n in self.forced:
                 value = _chosen(n, args, value, self.forced[n])
             self.chosen[n] = value if isinstance(value, Tensor) else value[1]
-        if self.note is not None:
-            self.note(n, value, args, kwargs)
+        if n is self.watched:
+            self.seen = value, args
         if n is self.kept and isinstance(value, Tensor) and not _is_mutable(n):
             self.only = OnlyOp(n, value, args, kwargs, self._roundoff(n), self._how)
-        if self._edit is not None:
-            return _written(n, value, self._edit(n, value, args, kwargs))
         if self._generator is not None and _rounds(n):
             return _written(n, value, self._noised(n, value, args, kwargs))
         return value

@@ -39,7 +39,7 @@ VALUES: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
     "NaN": lambda x, g: _with(x, math.nan),
     "infinity": lambda x, g: _with(x, math.inf),
     "masked by -inf": lambda x, g: x.masked_fill(_every(x, 3), -math.inf),
-    "all masked": lambda x, g: _row(x, -math.inf),
+    "all masked": lambda x, g: _row(x, -math.inf)
 }  # fmt: skip
 """Name -> what becomes of normal numbers."""
 
@@ -91,14 +91,7 @@ ALIASED = "one tensor as two arguments"
 
 @dataclass(frozen=True)
 class Case:
-    """One call.
-
-    Attributes:
-        sizes: Of the symbols.
-        dtype: Of floating inputs.
-        values: Name of `VALUES`.
-        layout: Name of `LAYOUTS`, or `ALIASED`.
-    """
+    """One call."""
 
     sizes: Mapping[str, int]
     dtype: torch.dtype

@@ -118,7 +118,7 @@ class _Expanding(Interpreter):
         given: tuple[Any, Any] = self.fetch_args_kwargs_from_env(n)
         args, kwargs = map_aggregate(given[0], _retargeted), map_aggregate(given[1], _retargeted)
         is_cast = traits_of(n).casts and isinstance(args[0], Tensor) and args[0].is_floating_point()
-        if is_cast and self._is_pure and _value_of(n).is_floating_point():
+        if is_cast and self._is_pure and n.meta["val"].is_floating_point():
             return args[0]
         if base_name(n.target) == "mul" and args[0] is args[1]:
             return torch.square(args[0])
@@ -136,11 +136,6 @@ class _Expanding(Interpreter):
 def _retargeted(value: Any) -> Any:
     # What is in float64 already would be cast once more, and the cast be an op of the graph.
     return value if isinstance(value, Tensor) and value.dtype is torch.float64 else retarget(value)
-
-
-def _value_of(node: Node) -> Tensor:
-    value: Tensor = node.meta["val"]
-    return value
 
 
 def _softmax(x: Tensor, dim: int, *_: Any, **__: Any) -> Tensor:
@@ -190,16 +185,9 @@ def _linear(x: Tensor, w: Tensor, b: Any = None) -> Tensor:
 
 
 def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Any = None,
-    dropout: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, mask: Any = None, dropout: float = 0.0, is_causal: bool = False, *,
+    scale: float | None = None, enable_gqa: bool = False
+) -> Tensor:  # fmt: skip
     if enable_gqa:
         k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
     s = torch.matmul(q, k.mT) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
@@ -220,10 +208,6 @@ def _cross_entropy(
     return terms.mean() if reduction == 1 else terms.sum()
 
 
-def _silu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(x)
-
-
 def _variance(x: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
     dims = args[0] if args else kwargs.get("dim")
     if isinstance(dims, (bool, type(None))):
@@ -237,18 +221,9 @@ def _variance(x: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
 
 
 _FORMULAS: dict[str, Callable[..., Any]] = {
-    "softmax": _softmax,
-    "_softmax": _softmax,
-    "log_softmax": _log_softmax,
-    "logsumexp": _logsumexp,
-    "layer_norm": _layer_norm,
-    "rms_norm": _rms_norm,
-    "group_norm": _group_norm,
-    "linear": _linear,
-    "scaled_dot_product_attention": _attention,
-    "cross_entropy_loss": _cross_entropy,
-    "silu": _silu,
-    "var": _variance,
-    "rsqrt": lambda x: 1 / torch.sqrt(x),
-    "pow": lambda x, e: torch.square(x) if isinstance(x, Tensor) and e == 2 else None,
-}
+    "softmax": _softmax, "_softmax": _softmax, "log_softmax": _log_softmax, "logsumexp": _logsumexp,
+    "layer_norm": _layer_norm, "rms_norm": _rms_norm, "group_norm": _group_norm, "linear": _linear,
+    "scaled_dot_product_attention": _attention, "cross_entropy_loss": _cross_entropy, "var": _variance,
+    "silu": lambda x: x * torch.sigmoid(x), "rsqrt": lambda x: 1 / torch.sqrt(x),
+    "pow": lambda x, e: torch.square(x) if isinstance(x, Tensor) and isinstance(e, int) and e == 2 else None
+}  # fmt: skip

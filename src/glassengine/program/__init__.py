@@ -7,10 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from glassengine.errors import UsageError
 from glassengine.program.generation import LoadedModel, Stages
 from glassengine.program.inputs.modules import module_inputs, stored_inputs
-from glassengine.program.inputs.user_inputs import load_inputs
+from glassengine.program.inputs.user_inputs import in_order, load_inputs
 from glassengine.program.kinds.causal_lm import is_pretrained
 from glassengine.program.kinds.example_inputs import MadeUp, example_inputs
 from glassengine.program.listing.listing import OnStage, stage_of
@@ -18,8 +20,8 @@ from glassengine.program.loading.load import load_candidate, load_model
 from glassengine.program.representation.passes import apply_pass
 from glassengine.program.representation.program import Program
 from glassengine.program.representation.stored import load_names
-from glassengine.program.user_code.calls import forward_errors
-from glassengine.program.user_code.forward import uncompiled
+from glassengine.program.user_code.calls import forward_errors, problem_function
+from glassengine.program.user_code.forward import as_written, forward_parameters, uncompiled
 from glassengine.reading.copies import here
 from glassengine.sites import Site, SiteTable
 from glassengine.stores.places import remote
@@ -48,7 +50,13 @@ def made_up_inputs(model: LoadedModel) -> MadeUp:
         return stored_inputs(model.module, model.stored)
     if is_pretrained(model.module):
         return example_inputs(model.module, model.directory)
-    return module_inputs(model.module, model.spec)
+    make = problem_function(type(as_written(model.module)), "get_inputs")
+    if make is None:
+        return module_inputs(model.module, model.spec)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        step = in_order(make(), list(forward_parameters(model.module)))
+    return MadeUp([step], recipes=dict.fromkeys(step, "by get_inputs of its file"), origin="made up")
 
 
 def export_program(

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from glassengine.reading.files import printable
+from glassengine.report import words
 from glassengine.report.findings import Finding, SourceLine, findings, next_step
 from glassengine.report.terminal_check import answer, compared, headline
 from glassengine.report.words import hint_details, of_side, pair_of, size, untried
@@ -66,7 +67,7 @@ def _finding(result: Comparison, found: Finding) -> Iterator[str]:
         return
     steps = f"step {origin.step}" + (", prefill" if result.generates and origin.step == 0 else "")
     there = f" (candidate: {origin.candidate_site})" if origin.candidate_site != origin.site else ""
-    yield f"op: {origin.site}{there}; {origin.rung or 'record'}, {steps}, verdict {origin.verdict}"
+    yield f"op: {origin.site}{there}; {words.rung(origin.rung or 'record')}, {steps}, verdict {origin.verdict}"
     if origin.where:
         yield f"where: {origin.where}: {origin.group}"
     yield f"error: {size(pair_of(origin, result.pairs))}"

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 
 from glassengine.errors import UnknownNameError
 from glassengine.reading.files import printable
+from glassengine.report import words
 from glassengine.report.findings import RULES, findings
 from glassengine.report.terminal_check import answer, compared, headline
 from glassengine.report.words import hint_details, of_side, untried
 from glassengine.results import VERDICTS, Comparison, Divergence, Figures, Pair, Skipped
+from glassengine.results.prompt import RUNG
 from glassengine.sites import matches
 
 _MAX_SITES = 5
@@ -53,7 +55,9 @@ def _whole(result: Comparison) -> Iterator[str]:
     if len(told) > _MAX_FINDINGS:
         yield f"and {len(told) - _MAX_FINDINGS} more"
     for rung in result.rungs:
-        yield f"{rung.name}: {rung.num_judged} tensors {rung.guarantee}, verdict {rung.verdict}"
+        what = "texts or files" if rung.name == RUNG else "tensors"
+        how = f"{what} judged {words.guarantee(rung.guarantee)}"
+        yield f"{words.rung(rung.name)}: {rung.num_judged} {how}, verdict {rung.verdict}"
 
 
 def _tensors(result: Comparison, pattern: str) -> Iterator[str]:
@@ -79,10 +83,10 @@ def _tensor(result: Comparison, site: str, pairs: Sequence[Pair]) -> Iterator[st
     yield f"{site}: {worst[0].verdict}: {_VERDICTS[worst[0].verdict]}"
     origins = [origin for origin in result.origins if origin.site == site or site in origin.also_at]
     for pair in worst[:_MAX_PAIRS]:
-        yield f"  {_where(pair)}: {pair.verdict}, judged by {pair.judged_by}, paired by {pair.method}"
+        yield f"  {_where(pair)}: {pair.verdict}, judged by {words.judged_by(pair.judged_by)}, paired by {pair.method}"
         yield from (f"    {line}" for line in _numbers(pair))
         if pair.inherited:
-            yield f"    inherited: {_from_where(result, pair)}"
+            yield f"    passed on: {_from_where(result, pair)}"
     if len(worst) > _MAX_PAIRS:
         yield f"  and {len(worst) - _MAX_PAIRS} more cases and steps, none worse"
     for origin in origins:
@@ -90,7 +94,8 @@ def _tensor(result: Comparison, site: str, pairs: Sequence[Pair]) -> Iterator[st
 
 
 def _where(pair: Pair) -> str:
-    parts = [pair.rung, pair.case, f"step {pair.step}", f"rank {pair.rank}" if pair.rank else None]
+    rung = words.rung(pair.rung or "")
+    parts = [rung, pair.case, f"step {pair.step}", f"rank {pair.rank}" if pair.rank else None]
     return ", ".join(part for part in parts if part)
 
 
@@ -123,11 +128,11 @@ def _from_where(result: Comparison, pair: Pair) -> str:
     """Return the origins of the same rung and step, of which this tensor may have its error."""
     origins = [origin for origin in result.origins if origin.rung == pair.rung and origin.step <= pair.step]
     names = ", ".join(dict.fromkeys(origin.site for origin in origins[:3]))
-    return f"its inputs carried the error in; introduced by {names}" if names else "its inputs carried the error in"
+    return f"its inputs carried the error in, made by {names}" if names else "its inputs carried the error in"
 
 
 def _origin(origin: Divergence) -> Iterator[str]:
-    yield f"this op introduced an error in step {origin.step}" + (f", {origin.where}" if origin.where else "")
+    yield f"this op makes an error in step {origin.step}" + (f", {origin.where}" if origin.where else "")
     for name, source in (("baseline", origin.source), ("candidate", origin.candidate_source)):
         if source:
             yield f"{name}: {source}"

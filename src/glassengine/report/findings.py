@@ -160,7 +160,7 @@ def findings(result: Comparison) -> list[Finding]:
 
 def _of_prompt(result: Comparison) -> list[Finding]:
     wrong = () if result.prompt is None else result.prompt.wrong
-    return [Finding("prompt-differs", "error", None, f"{one.part}: {one.cause}: {one.detail}.") for one in wrong]
+    return [Finding("prompt-differs", "error", None, f"{one.part}: {one.cause}: {one.detail}") for one in wrong]
 
 
 def _once(result: Comparison, origins: Sequence[Divergence]) -> list[Divergence]:

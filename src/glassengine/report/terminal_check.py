@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,13 +25,12 @@ from glassengine.report.words import (
     exempt,
     input_line,
     judged,
-    parts_of_source,
     replay_sentence,
     result_line,
-    short,
     step_of,
 )
 from glassengine.results import VERDICTS, Comparison, Divergence, DriftRow, Hint, Pair, Quantization, QuantizedWeight
+from glassengine.results.sentences import named_mistake, parts_of_source, place_of, short
 
 if TYPE_CHECKING:
     from glassengine.results.replay import Bisection, Replayed, ReplayedOutput
@@ -137,7 +137,7 @@ def compared(result: Comparison) -> Text:
 
 def because(result: Comparison) -> Iterator[Text]:
     """Yield the reasons beside the mistake that the first line names."""
-    if words.named_mistake(result) is not None and result.other_reasons:
+    if named_mistake(result) is not None and result.other_reasons:
         yield Text(f"because  {'; '.join(result.other_reasons)}")
 
 
@@ -150,7 +150,7 @@ def following(result: Comparison, command: Sequence[str]) -> Iterator[Text]:
 def short_source(source: str) -> str:
     """Return "file:line: code" with the end of a long path."""
     code = parts_of_source(source)[1]
-    return f"{words.place_of(source)}: {code}" if code else words.place_of(source)
+    return f"{place_of(source)}: {code}" if code else place_of(source)
 
 
 def _ladder(result: Comparison) -> Table:
@@ -233,7 +233,7 @@ def _about(result: Comparison, found: Divergence) -> Iterator[Text]:
     if not found.reproduction:
         yield Text("  test     --reproduction DIR writes a test of this op that needs neither model")
     if found.introduced is not None and found.inherited is not None:
-        yield Text(f"  rms      introduced {found.introduced:.3g}, inherited {found.inherited:.3g}")
+        yield Text(f"  rms      made here {found.introduced:.3g}, came in {found.inherited:.3g}")
     inherited = sum(pair.inherited for pair in result.pairs if pair.rung == found.rung)
     others = [d for d in result.origins if d.rung == found.rung and d.leads and d.site != found.site]
     if found.group is not None:
@@ -248,7 +248,7 @@ def _about(result: Comparison, found: Divergence) -> Iterator[Text]:
     for other in others[:_MAX_ORIGINS]:
         many = f", {other.where}" if other.where else ""
         kind = f": {other.hints[0].text}" if other.hints else ""
-        text = f"{other.site} (step {other.step}, {other.verdict}{many}) introduced an error of its own{kind}"
+        text = f"{other.site} (step {other.step}, {other.verdict}{many}) makes an error of its own{kind}"
         yield Text(f"  also     {text}")
     if len(others) > _MAX_ORIGINS:
         yield Text(f"  also     {len(others) - _MAX_ORIGINS} more origins (--json has all)")
@@ -259,12 +259,12 @@ def _severity(result: Comparison) -> Iterator[Text]:
     last = result.results[-1].rung if result.results else None
     for rung, found in result.severity.items():
         if found["num_tokens"] and rung != last:
-            text = f"{rung}: same next token in {found['token_agreement']:.1%} of {found['num_tokens']}"
+            text = f"{words.rung(rung)}: same next token in {found['token_agreement']:.1%} of {found['num_tokens']}"
             text += f", mean KL {found['mean_kl']:.2g} nats"
             yield Text(text)
     for climbed in result.rungs:
         if climbed.note:
-            yield Text(f"{climbed.name}: {climbed.note}")
+            yield Text(f"{words.rung(climbed.name)}: {climbed.note}")
 
 
 def _skipped(result: Comparison) -> Iterator[Text]:
@@ -272,7 +272,7 @@ def _skipped(result: Comparison) -> Iterator[Text]:
     if reasons:
         yield Text(f"not judged: {len(result.skipped)} sites")
     for (side, reason), count in reasons.most_common(_MAX_REASONS):
-        yield Text(f"  {count} ({side}): {reason}")
+        yield Text(f"  {count} of {words.of_side(side)}: {reason}")
 
 
 def answer(result: Comparison) -> Iterator[Text]:
@@ -287,8 +287,10 @@ def answer(result: Comparison) -> Iterator[Text]:
 
 
 def _prompt(result: Comparison) -> Iterator[Text]:
-    for one in () if result.prompt is None else result.prompt.wrong[:_MAX_PROMPT]:
-        yield Text(f"prompt   {one.part}: {one.cause}: {one.detail}")
+    """What is beside the first line: an example of the first cause, and the next cause."""
+    for number, one in enumerate(() if result.prompt is None else result.prompt.wrong[:_MAX_PROMPT]):
+        if number:
+            yield Text(f"prompt   {one.part}: {one.cause}: {one.detail}")
         if one.example is not None:
             ours, theirs = (
                 " | ".join(shown)[:_LONGEST_SHOWN] or "nothing"
@@ -339,7 +341,7 @@ def drift_table(rows: Sequence[DriftRow], room: int) -> Table:
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("drift, in order of execution", overflow="fold")
-    for name in ("SNR dB", "cosine", "introduced dB", "share"):
+    for name in ("SNR dB", "cosine", "made there dB", "share"):
         table.add_column(name, justify="right", no_wrap=True)
     results = [row for row in rows if row.kind == "result"]
     inner = [row for row in rows if row.kind != "result"]
@@ -380,6 +382,9 @@ def replayed(result: Replayed) -> RenderableType:
     if result.bisection is not None:
         parts += _bisection(result.bisection)
     parts += [Text(f"note     {note}", style="yellow") for note in result.notes]
+    if not result.ok and not (result.error or result.comparison or result.first_nonfinite or result.bisection):
+        snapshot = shlex.quote(result.snapshot)
+        parts.append(Text(f"next     glass replay {snapshot} --compare judges every op, --bisect finds what breaks"))
     return Screen(*parts)
 
 

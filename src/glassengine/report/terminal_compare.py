@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 MAX_PAIRS = 8
 MAX_DRIFT = 14
 _MAX_HINTS = 2
+_MAX_NAMES = 3
 _MAX_REASONS = 5
 _MOST_PARTINGS = 12
 _AGREEMENT_STYLES = {"bitwise": "green", "within rounding": "green", "beyond": "bold red"}
@@ -117,7 +118,7 @@ def _divergence(result: Comparison) -> Iterator[Text]:
     wrong = [p for p in result.pairs if (p.step, p.site, p.verdict) == (found.step, found.site, "wrong")]
     pair = next((p for p in wrong if found.rank in (None, p.rank)), next(iter(wrong), None))
     rank = f" (rank {found.rank})" if found.rank is not None else ""
-    phase = f", {found.rung}" if found.rung else ""
+    phase = f", {words.rung(found.rung)}" if found.rung else ""
     yield Text(f"\nfirst divergence: step {found.step}{phase}, {found.site}{rank}", style="bold")
     if found.node:
         yield Text(f"  node     {found.node}")
@@ -171,7 +172,9 @@ def _remarks(pairs: Sequence[Pair]) -> Iterator[Text]:
         if any(notes):
             found.setdefault("; ".join(filter(None, notes)), []).append(pair.site)
     for note, sites in found.items():
-        yield Text(f"  {', '.join(dict.fromkeys(sites))}: {note}")
+        names = list(dict.fromkeys(sites))
+        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+        yield Text(f"  {', '.join(names[:_MAX_NAMES])}{more}: {note}")
 
 
 def _passed(figures: Figures | None) -> tuple[str, str]:

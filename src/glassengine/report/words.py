@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -27,31 +26,22 @@ from glassengine.results import (
     SeriesComparison,
     SeriesPoint,
     SideBySide,
-    Standing,
 )
 from glassengine.results.answer import Exemption, InputUsed
 from glassengine.results.artifacts import Difference
 from glassengine.results.engines import StepDifference
-from glassengine.sites import parts_of_line
+from glassengine.results.sentences import named_mistake
 
-LONGEST_NAME = 60
 _LESS_THAN_PROOF = ("tried", "argument", "ops", "values", "weights")
 """Evidence of what kind of mistake it is; any other word says where it is."""
 _WORTH_SAYING = 0.005
 """Share of an error that is left after a proof, and named."""
 _TRAINED = ("forward", "backward", "run", "update")
 """Rungs whose steps are those of a training, not of a generation."""
+_REASONS = {"below ties or padding": "that depends on ties or padding"}
 AGREEMENT = {"bitwise": "bitwise equal", "within rounding": "within rounding", "beyond": "beyond rounding"}
 _STANDING = {"same": "the series are the same", "apart": "the series part", "uncalibrated": "the series differ"}
 _MAX_NAMES = 3
-_OF_OPS: frozenset[Standing] = frozenset({"results differ", "differs inside"})
-"""Where a wrong op is why a comparison is not ok."""
-_SIDES = re.compile(
-    r"(?:(?P<what>[^:;]+): (?P<ours>[^:;]+) in the baseline, (?P<theirs>[^;]+?)"
-    r"|(?P<one>\w+(?: \(\w+\))?) in the baseline, (?P<other>(?!not )\w+(?: \(\w+\))?))"
-    r" in the candidate(?P<origin> \([^)]*\))?(?=;|$)"
-)
-"""How a hint says what both sides have."""
 
 
 class Headline(NamedTuple):
@@ -88,33 +78,6 @@ def headline(result: Comparison) -> Headline:
     return Headline(mark, f"every difference is explained by {'the quantization' if by_signal else 'rounding'}")
 
 
-def named_mistake(result: Comparison) -> str | None:
-    """Return the proven mistake that is why a comparison is not ok, in a sentence."""
-    found = result.first_divergence
-    return mistake(found) if found is not None and result.standing in _OF_OPS else None
-
-
-def mistake(found: Divergence) -> str | None:
-    """Return the mistake of an op in a sentence, with the candidate's line; None where none is proven.
-
-    "scale of attention in layers.2 is 0.19, should be 0.18 (proven): port.py:41"
-    """
-    if not found.hints or not found.hints[0].proven:
-        return None
-    text = found.hints[0].text
-    module = found.site.rpartition("/")[0]
-    place = "" if module in ("", ".") else f" in {module}"
-    sides = _SIDES.match(text)
-    if sides is None or text.count(" in the baseline") > 1:
-        text += f",{place}" if place else ""
-    elif sides["what"]:
-        text = f"{sides['what']}{place} is {sides['theirs']}{sides['origin'] or ''}, should be {sides['ours']}"
-    else:
-        text = f"{sides['other']} in place of {sides['one']}{place}"
-    own = found.candidate_source if found.candidate_source != found.source else None
-    return f"{text} (proven)" + (f": {place_of(own)}" if own else "")
-
-
 def rung(name: str) -> str:
     """Return what a rung is called on a screen."""
     return {"candidate, untouched": "candidate as it runs", "program": "exported program"}.get(name, name)
@@ -125,26 +88,14 @@ def guarantee(text: str) -> str:
     return text.removeprefix("judged ").replace("by segments", "in regions")
 
 
+def judged_by(text: str) -> str:
+    """Return what the verdict on a tensor rests on, for a screen."""
+    return {"reverse replay": "the op, computed again", "segment": "its region, computed again"}.get(text, text)
+
+
 def of_side(side: str) -> str:
     """Return what a side is called after "of": "both sides", "the baseline"."""
     return "both sides" if side == "both" else f"the {side}"
-
-
-def short(name: str) -> str:
-    """Return the end of a long path, which tells two of them apart; `--json` has all of it."""
-    return name if len(name) <= LONGEST_NAME else f"...{name[-LONGEST_NAME + 3 :]}"
-
-
-def parts_of_source(source: str) -> tuple[str, str]:
-    """Return (place, code) of "file:line: code"; what names no line is a place."""
-    found = parts_of_line(source)
-    return (source, "") if found is None else (f"{found[0]}:{found[1]}", found[2])
-
-
-def place_of(source: str) -> str:
-    """Return "file:line" of "file:line: code": below the working directory, or the end of a long path."""
-    path, here = Path(parts_of_source(source)[0]), Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else short(str(path))
 
 
 def step_of(result: Comparison, found: Divergence) -> str:
@@ -294,7 +245,9 @@ def judged(found: Fineness) -> str:
 
 def exempt(exemptions: Iterable[Exemption]) -> str:
     """Return which share of the elements did not count, and why; "" where all did."""
-    return ", ".join(f"{_share(one.share)} {one.reason} (most in {one.largest_site})" for one in exemptions)
+    return ", ".join(
+        f"{_share(one.share)} {_REASONS.get(one.reason, one.reason)} (most in {one.largest_site})" for one in exemptions
+    )
 
 
 def _share(share: float) -> str:

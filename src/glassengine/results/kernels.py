@@ -8,33 +8,11 @@ from typing import Literal
 from glassengine.results.base import Result, Verdict
 
 MistakeKind = Literal[
-    "accumulation",
-    "activation",
-    "argument ignored",
-    "axis",
-    "bias missing",
-    "constant",
-    "eps",
-    "input returned",
-    "inputs written",
-    "layout",
-    "mask",
-    "operands swapped",
-    "operation left out",
-    "operation replaced",
-    "out of bounds",
-    "overflow",
-    "permuted",
-    "position",
-    "precision",
-    "raises",
-    "scale",
-    "shape or dtype",
-    "stale or unstable",
-    "statistics",
-    "tail",
-    "other",
-]
+    "accumulation", "activation", "argument ignored", "axis", "bias missing", "constant", "eps", "input returned",
+    "inputs written", "layout", "mask", "operands swapped", "operation left out", "operation replaced",
+    "out of bounds", "overflow", "permuted", "position", "precision", "raises", "scale", "shape or dtype",
+    "stale or unstable", "statistics", "tail", "other",
+]  # fmt: skip
 """What a kernel does wrong, in one word."""
 
 

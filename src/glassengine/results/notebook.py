@@ -11,6 +11,7 @@ from typing import Any
 
 from glassengine.errors import UsageError
 from glassengine.reading.files import printable
+from glassengine.results.sentences import named_mistake, sides
 
 MAX_ROWS = 12
 _LONGEST = 160
@@ -54,7 +55,7 @@ def card_of(result: Any) -> str:
 
 
 def comparison_card(result: Any) -> str:
-    """Return the card of a `Comparison`: the answer, the first divergence with its lines, and the worst tensors."""
+    """Return the card of a `Comparison`: the mistake, both sides with their values and lines, and the worst tensors."""
     first = result.first_divergence
     facts: dict[str, object] = {
         "baseline": result.baseline,
@@ -64,9 +65,14 @@ def comparison_card(result: Any) -> str:
     for found in result.results[-1:]:
         facts["result"] = found.in_words()
     if first is not None:
-        facts |= {"first divergence": f"{first.site} (step {first.step}, {first.verdict})", "source": first.source}
-        facts["candidate's source"] = first.candidate_source
-        facts["hint"] = first.hints[0].text if first.hints else None
+        hint = first.hints[0] if first.hints else None
+        values = (sides(hint) if hint is not None else None) or ("", "")
+        lines = first.source, first.candidate_source or first.source
+        facts["first divergence"] = f"{first.site} (step {first.step}, {first.verdict})"
+        for side, value, line in zip(("baseline", "candidate"), values, lines, strict=True):
+            facts[f"{side} has"] = f"{value}: {line}" if value and line else value or line
+        if hint is not None:
+            facts |= {"mistake, proven" if hint.proven else "hint": hint.text, "the line should read": hint.line}
     own = [pair for pair in result.pairs if pair.verdict in ("suspicious", "wrong") and not pair.inherited]
     worst = sorted(own, key=lambda pair: (pair.verdict != "wrong", -_ratio(pair)))
     rows = [
@@ -79,7 +85,8 @@ def comparison_card(result: Any) -> str:
         }
         for pair in worst[:MAX_ROWS]
     ]
-    title = f"ok: {result.verdict}" if result.ok else f"NOT OK: {result.not_ok_because or result.standing}"
+    why = result.verdict if result.ok else named_mistake(result) or result.not_ok_because or result.standing
+    title = f"ok: {why}" if result.ok else f"NOT OK: {why}"
     return card(title, facts, rows, more=len(worst) - len(rows))
 
 

@@ -40,6 +40,10 @@ from tests.report.made_results import comparison
         ("y = F.gelu(x)", "activation", "gelu (tanh)", "gelu", None),  # no name
         ("y = torch.where(a, b, 0.5", "other", 0.25, 0.5, "y = torch.where(a, b, 0.25"),  # the line of several
         ("y = x.view(2, 3)", "size", [3, 2], [2, 3], None),
+        # F75: a whole number that is a size or an index is no factor.
+        ("k = w.view(KV, H // KV, 1, D)", "factor", 1.5, 1.0, None),
+        ("y = x[1]", "factor", 0.5, 1.0, None),
+        ("y = x * 2", "factor", 0.5, 2.0, "y = x * 0.5"),
     ],
 )
 def test_a_line_is_corrected_where_its_place_is_clear(
@@ -203,6 +207,7 @@ CONFIG = {
     "scale_a": 3.0,
     "scale_b": 3.0,
     "hidden_act": "silu",
+    "initializer_factor": 1.0,
 }
 
 
@@ -216,6 +221,7 @@ CONFIG = {
         (64, "scale", None),
         (10000.0, "position", "rope_parameters.rope_theta"),
         (3.0, "scale", None),
+        (1.0, "scale", None),  # F75: what weights were drawn with is read by no program
         ("silu", "activation", "hidden_act"),
         ("gelu", "activation", None),
     ],

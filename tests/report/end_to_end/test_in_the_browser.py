@@ -105,7 +105,7 @@ def test_filters_order_and_search_are_in_the_address(tab: Open, report: Path) ->
     assert GUILTY in page.locator(".row").first.inner_text()
     page.locator("[data-verdict=wrong]").click()
     assert kept.inner_text() == "60 of 96 tensors"
-    page.get_by_label("without inherited").check()
+    page.get_by_label("without what is passed on").check()
     assert kept.inner_text() == "4 of 96 tensors"
     page.get_by_label("dtype").select_option("int64")
     assert kept.inner_text() == "0 of 96 tensors"
@@ -232,6 +232,21 @@ def test_without_its_data_the_page_still_answers_and_says_what_is_missing(tab: O
     page.locator("#progress").wait_for()
     assert "the folder data belongs beside index.html" in page.locator("#progress").inner_text()
     assert GUILTY in page.locator("h1").inner_text()
+
+
+def test_one_file_shows_the_same_and_copies_its_answer(tab: Open, tmp_path: Path) -> None:
+    write_report(comparison(), tmp_path / "alone" / "index.html", made="2026-11-28: glass check a b")
+    assert [path.name for path in (tmp_path / "alone").iterdir()] == ["index.html"]
+    page = tab(tmp_path / "alone").page
+    page.wait_for_function("document.documentElement.dataset.ready === 'yes'")
+    assert page.locator("#kept").inner_text() == "96 of 96 tensors"
+    page.locator(".row").first.click()
+    page.locator("#detail .name").wait_for()
+    assert "examples/tiny-llama | port.py:model" in page.title()
+    assert "2026-11-28: glass check a b" in page.locator(".compared").inner_text()
+    page.locator("#copy").click()
+    page.get_by_text("Copied").wait_for()
+    assert "- candidate: `port.py:40`" in page.locator("#copy").get_attribute("data-text")
 
 
 def test_values_show_the_head_and_the_elements(tab: Open, tmp_path: Path) -> None:

@@ -126,3 +126,16 @@ def test_nothing_judged_is_an_empty_table(tmp_path: Path) -> None:
     rows, data = rows_of(tmp_path, [])
     rows.close()
     assert len(rows) == 0 and rows.steps == [] and data.kinds["rows"].num_items == 0
+
+
+def test_the_end_of_a_region_is_no_origin_where_an_op_in_it_is_known(tmp_path: Path) -> None:
+    reads = {"a/mm.0": ["x"], "b/sdpa.0": ["a/mm.0"], "b/linear.0": ["b/sdpa.0"], "c/linear.0": ["b/linear.0"]}
+    rows = Rows(DataFolder(tmp_path))
+    own = [pair(0, "b/sdpa.0", "wrong", 9.0), pair(0, "b/linear.0", "wrong", 9.0, inherited=True)]
+    ends = [pair(0, name, "wrong", 9.0, judged_by="segment", rung="candidate, untouched") for name in "bc"]
+    for one in (*own, *ends):
+        rows.add(one, {})
+    rows.leave_out_regions(reads)
+    rows.close()
+    # The region that ends in b has the op; the one that ends in c begins behind b, and makes an error of its own.
+    assert [bool(flags & INHERITED) for flags in rows._array("flags")] == [False, True, True, False]

@@ -119,6 +119,19 @@ def test_a_report_replaces_a_report_and_nothing_else(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".partial")] == []
 
 
+def test_a_file_replaces_a_report_and_nothing_else(tmp_path: Path) -> None:
+    target = tmp_path / "answer.html"
+    written = write_report(comparison(), target)
+    assert (written.report, written.num_files, written.total_bytes) == (str(target), 1, target.stat().st_size)
+    first = target.read_bytes()
+    write_report(comparison(), target)
+    assert target.read_bytes() == first and b'id="data-rows-0"' in first
+    target.write_text("mine")
+    with pytest.raises(UsageError, match="replaces only a report"):
+        write_report(comparison(), target)
+    assert [path.name for path in tmp_path.iterdir()] == ["answer.html"]
+
+
 def test_what_fails_leaves_no_report_and_the_old_one_alone(tmp_path: Path) -> None:
     target = tmp_path / "report"
     write_report(comparison(), target)

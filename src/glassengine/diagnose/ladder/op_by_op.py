@@ -100,7 +100,7 @@ def op_by_op(
         BackendError: It cannot be used here.
     """
     if program.onnx is not None:
-        raise UsageError("an ONNX file is run node by node already, by the rung source")
+        raise UsageError("an ONNX file is run node by node already")
     runner = op_runner(type(choose_graph_backend(backend)))
     alone = None
     if around is not None:

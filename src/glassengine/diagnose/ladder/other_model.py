@@ -52,7 +52,7 @@ def add_model(
         progress(Work.EXPORTING_CANDIDATE.says("exporting the candidate"))
         exported = program_of(candidate)
     if isinstance(exported, UsageError):
-        reason = f"no op-level rung: {exported.what} ({exported.got})"
+        reason = f"not judged op by op: {exported.what} ({exported.got})"
         climb.skipped.append(Skipped("*", "candidate", reason, rung=Place.CANDIDATE))
         climb.weights = _weights_by_name(climb, candidate)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from glassengine import environment
+from glassengine.diagnose.training.gradient_graph import GRADIENT, LOSS
 from glassengine.judge.sides.protocol import Guarantee
 from glassengine.results import (
     FLAGGED,
@@ -50,14 +51,13 @@ class Found:
             if own:
                 rungs.append(Rung(name, "baseline", "candidate", verdict, guarantee, len(own), None, first))
         verdict = worst(pair.verdict for pair in self.pairs)
-        first = next((d for level in reversed(FLAGGED) for d in self.origins if d.verdict == level), None)
-        where = "" if first is None else f" in step {first.step}, {first.rung}: {first.site}"
+        first = self._first()
         found = Findings(
             baseline=baseline,
             candidate=candidate,
             environment=environment.describe(),
             inside=verdict,
-            inside_reason=f"a tensor is {verdict}{where}",
+            inside_reason=f"a tensor is {verdict}" if first is None else self._reason(first),
             first_divergence=first,
             origins=self.origins,
             pairs=self.pairs,
@@ -67,3 +67,29 @@ class Found:
             written_differently=list(self.written.values()),
         )
         return found.conclude(policy)
+
+    def _first(self) -> Divergence | None:
+        """Return the first of the worst origins; one of the forward only if the loss differs, or nothing else does."""
+        worst_ones = next(
+            (some for level in reversed(FLAGGED) if (some := [d for d in self.origins if d.verdict == level])), []
+        )
+        flagged = {
+            pair.site: pair.step for pair in reversed(self.pairs) if pair.rung == "run" and pair.verdict in FLAGGED
+        }
+        if flagged and LOSS not in flagged:
+            return next((d for d in worst_ones if d.rung != "forward"), None) or next(iter(worst_ones), None)
+        return next(iter(worst_ones), None)
+
+    def _reason(self, first: Divergence) -> str:
+        """Return what is wrong: the loss, how many gradients, or an op alone."""
+        run = [pair for pair in self.pairs if pair.rung == "run" and pair.step == first.step]
+        gradients = [pair for pair in run if pair.site.endswith(GRADIENT)]
+        wrong = [pair for pair in gradients if pair.verdict in FLAGGED]
+        op = f"the first {first.verdict} {first.noun} is {first.site} ({first.rung}, step {first.step})"
+        if not wrong:
+            return op
+        is_loss_wrong = any(pair.site == LOSS and pair.verdict in FLAGGED for pair in run)
+        loss = "the loss differs" if is_loss_wrong else "the loss agrees"
+        # In the order of the backward.
+        name = wrong[0].site.removesuffix(GRADIENT)
+        return f"{loss}, {len(wrong)} of {len(gradients)} gradients are wrong, first that of {name}; {op}"

@@ -154,12 +154,18 @@ class Counterparts:
             return True
         counterpart = self._counterpart(node, predicted)
         if counterpart is None:
-            return False
+            return self._is_as_its_source(node, predicted)
         distance = self._apart(node, counterpart, predicted)
         if distance is not None:
             self._known.agreeing[node.name] = distance
         self._known.settle(node, counterpart)
         return True
+
+    def _is_as_its_source(self, node: Node, predicted: Values) -> bool:
+        """Whether a view is the counterpart of what it views: the candidate made the tensor in this shape at once."""
+        source = node.args[0] if passes_on(node) and node.args else None
+        known = self._known.found.get(source.name) if isinstance(source, Node) else None
+        return known is not None and self._apart(node, Seen(known.name), predicted) is not None
 
     def _apart(self, node: Node, seen: Seen, predicted: Values) -> float | None:
         """Return how far a tensor is from a prediction, in unit roundoffs; None if that is not rounding."""
@@ -226,6 +232,8 @@ class Counterparts:
         for below in next_below(node, self._known.order, _AHEAD):
             without = self._nearest(below, predictions, 1 << self._known.tensors.order[seen.name])
             of_it = self._nearest(below, replaced, made_of)
+            if min(without, of_it) > self._known.allowed(node, seen.name):
+                continue  # what the candidate has below is neither: which of two strangers is nearer says nothing
             if without * _TELLING < of_it:
                 return False
             if of_it * _TELLING < without:

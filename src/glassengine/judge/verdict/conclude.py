@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from glassengine.judge.sides.protocol import Level, Place, float_nodes
 from glassengine.judge.verdict.corrections import line_of_number, with_lines
 from glassengine.judge.verdict.coverage import coverage, fineness, missing, not_judged, region_nodes
 from glassengine.judge.verdict.drift import table
-from glassengine.judge.verdict.origins import grouped, with_proofs
+from glassengine.judge.verdict.origins import grouped, place_of, with_proofs
 from glassengine.judge.verdict.score import Score
 from glassengine.judge.verdict.structural_diff import left_out, written_differently
 from glassengine.ops.traits import traits_of
@@ -43,10 +44,12 @@ from glassengine.results import (
 )
 from glassengine.sites import Site
 
+_MOST_ALIKE = 4
+"""Layers that are asked whether they are written like the wrong one."""
 _EXPLAINS = 0.8
 """Score of a hint that was tried, and makes what the candidate made."""
 _COMPARED = {
-    Place.PROGRAM: ("the untouched model", "its exported program"),
+    Place.PROGRAM: ("the model as it is", "its exported program"),
     Place.RANKS: ("program", "the programs of all ranks side by side"),
     Place.SOURCE: ("program", "the file as it is, node by node"),
     Place.OP_BY_OP: ("program", "every op compiled alone"),
@@ -56,7 +59,7 @@ _COMPARED = {
     Place.CANDIDATE: ("program", "the candidate's program"),
     Place.RECORD: ("program", "what was recorded"),
     Place.RECORDED: ("program", "what was recorded"),
-    Place.UNTOUCHED: ("program", "the untouched candidate"),
+    Place.UNTOUCHED: ("program", "the candidate as it runs"),
 }
 """What is compared on a rung, in words."""
 
@@ -240,7 +243,7 @@ def _with_observer_effect(divergence: Divergence, verdicts: Mapping[str, str]) -
 def _with_ops_left_out(score: Score, program: Program, divergence: Divergence) -> Divergence:
     """Say which ops one side has, and the other has not, between the last tensors that agree and this one."""
     found = left_out(program, score.side, divergence.node or "")
-    if found is None:
+    if found is None or _is_of_right_layers(score, program, divergence, found.text):
         return divergence
     is_explained = any(hint.score >= _EXPLAINS for hint in divergence.hints)
     hint = Hint(found.kind, found.text, 1.0 if found.is_one_sided else 0.6, evidence="ops")
@@ -258,6 +261,19 @@ def _with_ops_left_out(score: Score, program: Program, divergence: Divergence) -
     # A right port may have other ops as well: they are no evidence if the mistake is known.
     hints = divergence.hints if is_explained else (hint, *divergence.hints)
     return dataclasses.replace(divergence, hints=hints)
+
+
+def _is_of_right_layers(score: Score, program: Program, divergence: Divergence, text: str) -> bool:
+    """Whether the same place of another layer, which is right, is written with the same other ops."""
+    place = place_of(divergence.site, divergence.source)
+    if "*" not in place:
+        return False
+    right = {pair.site for pair in score.pairs if pair.inherited or pair.verdict not in FLAGGED}
+    alike = (site for site in program.sites if site.name in right and site.name != divergence.site)
+    some = itertools.islice((site for site in alike if place_of(site.name, site.source) == place), _MOST_ALIKE)
+    return any(
+        found is not None and found.text == text for found in (left_out(program, score.side, s.node) for s in some)
+    )
 
 
 def as_written(score: Score, program: Program, divergence: Divergence) -> Divergence:

@@ -107,7 +107,11 @@ def corrected(line: str, change: Altered, *, is_own: bool = True) -> str | None:
     if is_name and not (wrong.isidentifier() and right.isidentifier() and not keyword.iskeyword(right)):
         return None
     tokens = list(_tokens(line, names=is_name))
-    places = [(start, end) for start, end, value in tokens if _is_same(value, wrong)]
+    places = [
+        (start, end)
+        for start, end, value in tokens
+        if _is_same(value, wrong) and (isinstance(value, type(wrong)) or _is_operand(line, start, end))
+    ]
     if not places and op and change.argument is not None:
         divided = _divided(line, tokens, right, wrong)
         return divided or with_argument(line, op, change.argument, wrong, right)
@@ -115,6 +119,11 @@ def corrected(line: str, change: Altered, *, is_own: bool = True) -> str | None:
         return None
     ((start, end),) = places
     return line[:start] + (right if is_name else repr(right)) + line[end:]
+
+
+def _is_operand(line: str, start: int, end: int) -> bool:
+    """Whether a literal is multiplied, divided, added or a power: a number that stands alone is a size or an index."""
+    return line[:start].rstrip().endswith(("*", "/", "+", "-")) or line[end:].lstrip().startswith(("*", "/", "+", "-"))
 
 
 def _with_axes(line: str, right: list[Any], wrong: Any) -> str | None:
@@ -387,7 +396,9 @@ def value_named(number: Any, kind: str, values: Mapping[str, Any]) -> str | None
     found = [
         name
         for name, value in values.items()
-        if any(word in name.rpartition(".")[2] for word in words) and _is(number, name, value)
+        if any(word in name.rpartition(".")[2] for word in words)
+        and "initializer" not in name
+        and _is(number, name, value)
     ]
     # One value may be written twice: for the layers and in the part that all of them share.
     return found[0] if len({name.rpartition(".")[2] for name in found}) == 1 else None

@@ -32,7 +32,7 @@ class Why(Enum):
 
     TIE = TIE
     BELOW_TIE = "below a tie or padding: other values are legal here"
-    MANY_ROUNDINGS = "no op introduced an error, but the rounding of many is larger than expected"
+    MANY_ROUNDINGS = "no op makes an error, but the rounding of many is larger than expected"
 
 
 @dataclass

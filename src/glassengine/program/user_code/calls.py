@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import linecache
 import logging as stdlib_logging
 import re
@@ -18,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn
 
 from glassengine import asked
@@ -49,7 +51,7 @@ def load_function(spec: str) -> Callable[..., Any]:
 
 
 def call_factory(spec: str) -> Any:
-    """Call the factory of `spec` without arguments.
+    """Call the factory of `spec` without arguments; a class of a problem file with those that the file gives.
 
     Raises:
         UsageError: It cannot be found, or it raised.
@@ -57,7 +59,33 @@ def call_factory(spec: str) -> Any:
     function = load_function(spec)
     quiet = without_bars() if "transformers" in sys.modules else contextlib.nullcontext()
     with _importable(spec.rpartition(":")[0]), quiet, raised_by(spec):
-        return function()
+        if not (isinstance(function, type) and issubclass(function, nn.Module)):
+            return function()
+        given = problem_function(function, "get_init_inputs")
+        if given is not None:
+            _problem[:] = [given]
+        needs = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+        # A solution is made with the arguments of its problem, and by the same random numbers.
+        make = given or (_problem[0] if _problem and needs else None)
+        with torch.random.fork_rng(devices=[], enabled=make is not None):
+            if make is None:
+                return function()
+            torch.manual_seed(0)
+            arguments = make()
+            torch.manual_seed(0)
+            return function(**arguments) if isinstance(arguments, dict) else function(*arguments)
+
+
+_problem: list[Callable[[], Any]] = []
+"""What gave the arguments of the problem that was loaded last, for a solution whose file has none."""
+
+
+def problem_function(of: type, name: str) -> Callable[[], Any] | None:
+    """Return `get_inputs` or `get_init_inputs` of the file of a class, as problems of KernelBench have them."""
+    namespace = vars(sys.modules.get(of.__module__, sys))
+    both = all(callable(namespace.get(one)) for one in ("get_inputs", "get_init_inputs"))
+    found: Callable[[], Any] | None = namespace[name] if both else None
+    return found
 
 
 @contextlib.contextmanager

@@ -101,7 +101,10 @@ def _artifacts(result: ArtifactComparison) -> Head:
     ]
     tables = [
         _open(
-            "Stages", "In order; a stage inherits what the stages before it have.", ("stage", "status", *kinds), stages
+            "Stages",
+            "In order; an inherited one differs as those before it do.",
+            ("stage", "status", *kinds),
+            stages,
         )
     ]
     if changes := [

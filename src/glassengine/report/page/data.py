@@ -9,12 +9,13 @@ Every file is one call of `glassReport` with plain JSON in ASCII: no name in it 
 from __future__ import annotations
 
 import base64
+import gzip
 import json
 import math
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,13 @@ def _ascii(items: Any) -> bytes:
     except UnicodeEncodeError:  # half of a character, which JSON has an escape for
         pass
     return json.dumps(items, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def compressed(path: Path) -> str:
+    """Return the items of a file that `write` wrote, as gzip in base 64."""
+    _, _, items = path.read_text(encoding="ascii").partition(",")[2].partition(",")
+    packed = gzip.compress(items.removesuffix(");\n").encode("ascii"), mtime=0)
+    return base64.b64encode(packed).decode("ascii")
 
 
 class ListFiles:
@@ -333,6 +341,34 @@ class Rows:
         )
         return np.lexsort(keys).astype(np.uint32)
 
+    def leave_out_regions(self, reads: Mapping[str, Sequence[str]]) -> None:
+        """Let the end of a region count as inherited where an op in the region is known to introduce the error.
+
+        Args:
+            reads: Site -> the sites that its op reads, in order of execution.
+        """
+        by_region = self._array("judged_by") == self._names["judged_by"].get("segment", -1)
+        flags = self._columns["flags"]
+        own = (self._array("verdict") >= _VERDICT["suspicious"]) & ((self._array("flags") & INHERITED) == 0)
+        names, ends = self.sites, _ends(reads)
+        guilty: dict[tuple[int, int], set[str]] = {}
+        for row in np.flatnonzero(own & ~by_region).tolist():
+            guilty.setdefault(self._step_of(row), set()).add(names[self._columns["site"][row]])
+        judged = {
+            rung: {ends.get(names[site], names[site]) for site in set(self._array("site")[self._array("rung") == rung])}
+            for rung in set(self._array("rung")[own & by_region].tolist())
+        }
+        inside: dict[tuple[int, int], set[str]] = {}
+        for row in np.flatnonzero(own & by_region).tolist():
+            rung, site = self._columns["rung"][row], self._columns["site"][row]
+            if (rung, site) not in inside:
+                inside[rung, site] = _region(ends.get(names[site], names[site]), reads, judged[rung])
+            if inside[rung, site] & guilty.get(self._step_of(row), set()):
+                flags[row] |= INHERITED
+
+    def _step_of(self, row: int) -> tuple[int, int]:
+        return self._columns["step"][row], self._columns["case"][row]
+
     def close(self) -> tuple[ReportColumn, ...]:
         """Write the rest, and return the columns."""
         self._details.close()
@@ -356,6 +392,29 @@ class Rows:
     def _array(self, name: str) -> Any:
         column = self._columns[name]
         return np.frombuffer(column, dtype=column.typecode) if len(column) else np.zeros(0, dtype=column.typecode)
+
+
+def _ends(reads: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Return, of each module, the site of its last op."""
+    found: dict[str, str] = {}
+    for site in reads:
+        module = site.rpartition("/")[0]
+        while module:
+            found[module] = site
+            module = module.rpartition(".")[0]
+    return found
+
+
+def _region(end: str, reads: Mapping[str, Sequence[str]], judged: Set[str]) -> set[str]:
+    """Return the sites between a tensor and those above it that were judged."""
+    found: set[str] = set()
+    left = list(reads.get(end, ()))
+    while left:
+        site = left.pop()
+        if site not in found and site not in judged:
+            found.add(site)
+            left += reads.get(site, ())
+    return found
 
 
 def _number(value: float | None) -> float:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from glassengine.reading.files import printable
 from glassengine.report import words
-from glassengine.results import Comparison, Divergence, DriftRow, Pair, QuantizedWeight, Replayed
+from glassengine.results import Comparison, Divergence, DriftRow, Pair, QuantizedWeight, Replayed, sentences
 from glassengine.results.prompt import PromptFinding
 from glassengine.results.stored import Stored
 
@@ -28,11 +28,13 @@ class Source:
         side: "baseline", "candidate" or "both sides".
         place: "file:line", or what the tensor is called there.
         code: The line; "" where it is not known.
+        value: What the mistake is about, and its value on this side; "" where that is not known.
     """
 
     side: str
     place: str
     code: str
+    value: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Head:
         candidate: Likewise.
         facts: Where both came from.
         same_facts: Whether both ran in one process.
-        rungs: Of the ladder: name, verdict, judged, number of tensors, coverage, first divergence, note.
+        rungs: What was compared: name, verdict, judged, number of tensors, coverage, first divergence, note.
         results: Of the model: name, verdict, text, rung.
         severity: Of tokens, a line a rung.
         origins: Other ops that introduced an error.
@@ -120,7 +122,7 @@ def _compared(result: Comparison, pair: Pair | None) -> Head:
     sentence = why
     if found is not None:
         first = _sentence(result, found)
-        mistake = words.named_mistake(result)
+        mistake = sentences.named_mistake(result)
         sentence = first if mistake is None else f"{mistake[:1].upper()}{mistake[1:]}."
         lines = [] if mistake is None else [("where", first)]
         if result.ok or result.not_ok_because:
@@ -149,6 +151,18 @@ def _compared(result: Comparison, pair: Pair | None) -> Head:
     )
 
 
+def markdown(head: Head, made: str) -> str:
+    """Return the head of a page as Markdown, for an issue or a message."""
+    lines = [f"**{head.mark}: {head.sentence}**", ""]
+    if head.baseline:
+        lines += [f"Compared `{head.baseline}` (baseline) with `{head.candidate}` (candidate)", ""]
+    for one in head.sources:
+        lines += [f"- {one.side}: `{one.place}`" + (f": {one.value}" if one.value else "")]
+        lines += [f"  `{one.code}`"] if one.code else []
+    lines += [f"- {what}: {text}" for what, text in (*head.hint, *head.lines)]
+    return "\n".join([*lines, "", *([made] if made else [])])
+
+
 def _hint(found: Divergence | None) -> tuple[tuple[str, str], ...]:
     if found is None or not found.hints:
         return ()
@@ -167,7 +181,7 @@ def _about(result: Comparison, found: Divergence, pair: Pair | None) -> list[tup
     if found.where:
         lines.append(("where", f"{found.where}: {found.group}"))
     if found.introduced is not None and found.inherited is not None:
-        lines.append(("rms", f"introduced {found.introduced:.3g}, inherited {found.inherited:.3g}"))
+        lines.append(("rms", f"made here {found.introduced:.3g}, came in {found.inherited:.3g}"))
     for hint in words.hints_worth_a_line(found.hints)[1:3]:
         lines += words.hint_lines(hint)
     if found.reproduction:
@@ -185,6 +199,10 @@ def _sources(found: Divergence | None) -> tuple[Source, ...]:
     if found is None:
         return ()
     one = _source("baseline", found.source, found.site)
+    values = sentences.sides(found.hints[0]) if found.hints else None
+    if values is not None:
+        two = _source("candidate", found.candidate_source or found.source, found.candidate_site or found.site)
+        return replace(one, value=printable(values[0])), replace(two, value=printable(values[1]))
     lines, sites = (found.source, found.candidate_source), (found.site, found.candidate_site or found.site)
     if lines[0] == lines[1] and (lines[0] is not None or sites[0] == sites[1]):
         return (_source("both sides", found.source, found.site),)
@@ -192,7 +210,7 @@ def _sources(found: Divergence | None) -> tuple[Source, ...]:
 
 
 def _source(side: str, source: str | None, site: str) -> Source:
-    place, code = words.parts_of_source(source) if source else (site, "")
+    place, code = sentences.parts_of_source(source) if source else (site, "")
     return Source(side, printable(place), printable(code))
 
 
@@ -201,9 +219,9 @@ def _rungs(result: Comparison) -> list[tuple[str, ...]]:
     for rung in result.rungs:
         first = rung.first_divergence
         cells = (
-            rung.name,
+            words.rung(rung.name),
             rung.verdict if rung.num_judged else "nothing judged",
-            rung.guarantee,
+            words.guarantee(rung.guarantee),
             f"{rung.num_judged:,}",
             "" if rung.coverage is None or not rung.num_judged else f"{rung.coverage:.0%}",
             "" if first is None else f"step {first.step}, {first.site}",
@@ -217,7 +235,7 @@ def _results(result: Comparison) -> list[tuple[str, ...]]:
     found = []
     for one in result.results[:MOST_LINES]:
         text = words.result_line(one)
-        cells = (one.rung, one.name, one.verdict, text, f"{one.dtype}[{', '.join(map(str, one.shape))}]")
+        cells = (words.rung(one.rung), one.name, one.verdict, text, f"{one.dtype}[{', '.join(map(str, one.shape))}]")
         found.append(tuple(map(printable, cells)))
     return found
 
@@ -234,23 +252,27 @@ def _severity(result: Comparison) -> list[str]:
             )
             ties = f"; {found['num_ties']} decided by ties" if found["num_ties"] else ""
             changed = f"; first change: {found['first_changed_token']}" if found["first_changed_token"] else ""
-            lines.append(printable(f"{rung}: {share}{found['num_tokens']} tokens{kl}{ties}{changed}"))
+            lines.append(printable(f"{words.rung(rung)}: {share}{found['num_tokens']} tokens{kl}{ties}{changed}"))
     return lines
 
 
 def _origins(result: Comparison) -> list[tuple[str, ...]]:
     first = result.first_divergence
-    others = [one for one in result.origins if one.leads and (first is None or _place(one) != _place(first))]
+    # What a coarser comparison finds again at the same op is no other origin.
+    by_place = {_place(one): one for one in reversed(result.origins) if one.leads}
+    known = None if first is None else _place(first)
+    others = [one for one in result.origins if by_place.get(_place(one)) is one and _place(one) != known]
     found = []
     for one in others[:_MOST_ORIGINS]:
         hint = one.hints[0].text if one.hints else ""
-        cells = (str(one.step), one.rung or "", one.site, one.verdict, one.where or "", one.source or "", hint)
+        rung = words.rung(one.rung or "")
+        cells = (str(one.step), rung, one.site, one.verdict, one.where or "", one.source or "", hint)
         found.append(tuple(map(printable, cells)))
     return found
 
 
 def _place(one: Divergence) -> tuple[object, ...]:
-    return one.rung, one.step, one.site, one.rank
+    return one.site, one.rank
 
 
 def reasons_of(result: Comparison | None) -> list[tuple[str, str, str]]:
@@ -419,19 +441,22 @@ def tables_of(result: Comparison) -> list[Table]:
         what = "Tokens, templates and settings of both sides, tried before the first operation."
         found.append(table("Prompt", what, columns, causes, is_open=bool(result.prompt.wrong)))
     if result.fineness:
-        rows = [(one.rung, words.judged(one)) for one in result.fineness]
-        found.append(table("Fineness", "How finely the inside was judged.", ("rung", "judged"), rows))
+        rows = [(words.rung(one.rung), words.judged(one)) for one in result.fineness]
+        what = "Which share of the tensors was judged op by op, in regions of a few ops, or by the results."
+        found.append(table("How closely it was judged", what, ("compared", "judged"), rows))
     if result.weights is not None and result.weights.different:
         ways = [(text,) for text in (*result.weights.how, *result.weights.different)]
         what = f"{len(result.weights.different)} of {result.weights.compared} differ by more than rounding."
         found.append(table("Weights", what, ("weight",), ways))
     if result.written_differently:
-        different = [(o.rung, o.site, o.candidate_site, o.difference, o.verdict) for o in result.written_differently]
-        columns = ("rung", "site", "there", "difference", "verdict")
+        different = [
+            (words.rung(o.rung), o.site, o.candidate_site, o.difference, o.verdict) for o in result.written_differently
+        ]
+        columns = ("compared", "baseline", "candidate", "difference", "verdict")
         found.append(table("Written differently", "The same op with other arguments.", columns, different))
     if result.drift:
         drift = [_drift(row) for row in result.drift]
-        columns = ("kind", "site", "SNR dB", "cosine", "introduced dB", "share of the loss")
+        columns = ("kind", "site", "SNR dB", "cosine", "made there dB", "share of the loss")
         found.append(table("Drift", "Where a less precise candidate loses its signal.", columns, drift))
     if result.quantization is not None:
         weights = [_weight(one) for one in result.quantization.weights]

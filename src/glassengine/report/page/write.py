@@ -4,6 +4,8 @@
     data/*.js        rows, names, details, in pieces that are read when they are needed
     1/, 2/, ...      of several candidates, a report each; then index.html lists them
 
+or one file, NAME.html, with the data in it, compressed.
+
 The page may load nothing but these: its Content-Security-Policy names the hashes of its own style and script, and the
 only scripts that it adds are files of `data/`. What is written depends on the result, and the records given, alone.
 """
@@ -18,6 +20,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -27,10 +30,11 @@ from markupsafe import Markup
 
 from glassengine.errors import UsageError
 from glassengine.reading.files import open_regular, printable
+from glassengine.report import words
 from glassengine.report.page.apart import head_of_apart
-from glassengine.report.page.data import FOLDER, MOST_TENSORS, DataFolder, ListFiles, Rows, Values
-from glassengine.report.page.head import Head, head_of, reasons_of
-from glassengine.results import Comparison, Comparisons, Replayed, Verdict, worst
+from glassengine.report.page.data import FOLDER, MOST_TENSORS, DataFolder, ListFiles, Rows, Values, compressed
+from glassengine.report.page.head import Head, head_of, markdown, reasons_of
+from glassengine.results import Comparison, Comparisons, Replayed, Verdict, sentences, worst
 from glassengine.results.report import ReportPage, StepLabel, WrittenReport
 from glassengine.results.stored import Apart, OnPair, Plain, Stored, read_result, without_pairs
 from glassengine.writing.files import local, remove_tree
@@ -38,6 +42,7 @@ from glassengine.writing.files import local, remove_tree
 PAGE = "index.html"
 SCRIPTS = ("theme", "core", "names", "scale", "rows", "map", "course", "table", "detail", "plots", "tree", "main")
 _BEGINNING = b"<!doctype html>\n<!-- A report of Glass Engine"
+_SINGLE = (".html", ".htm")
 _OWN = re.compile(rf"{re.escape(PAGE)}|{FOLDER}|[1-9]\d*")
 _SKIPPED_PER_FILE, _READS_PER_FILE = 1 << 13, 1 << 14
 _LONGEST_TEXT = 200
@@ -49,9 +54,13 @@ def require_place(directory: str | Path) -> Path:
     """Return where a report goes; before any work is done, refuse what is no place for one.
 
     Raises:
-        UsageError: It is a file, in a store, or a directory that holds something else than a report.
+        UsageError: It is in a store, or it is or holds something else than a report.
     """
     target = local(directory)
+    if is_single(target):
+        if target.exists() and not _is_report(target):
+            raise UsageError("a report replaces only a report", got=str(target), expected="a new file, or a report")
+        return target
     if target.is_dir() and (names := sorted(item.name for item in target.iterdir())):
         others = [name for name in names if not _OWN.fullmatch(name)]
         if others or not _is_report(target / PAGE):
@@ -65,6 +74,11 @@ def require_place(directory: str | Path) -> Path:
     return target
 
 
+def is_single(target: str | Path) -> bool:
+    """Whether a report is one file."""
+    return Path(target).suffix in _SINGLE and not Path(target).is_dir()
+
+
 def _is_report(page: Path) -> bool:
     if not page.is_file():
         return False
@@ -73,14 +87,15 @@ def _is_report(page: Path) -> bool:
 
 
 def write_report(
-    result: Result | str | Path, directory: str | Path, *, recordings: Sequence[str | Path] = ()
+    result: Result | str | Path, directory: str | Path, *, recordings: Sequence[str | Path] = (), made: str = ""
 ) -> WrittenReport:
     """Write the report of a result.
 
     Args:
         result: What check, check_training, compare or replay has returned, or the file of its `--json`.
-        directory: Where; a report that is there is replaced.
+        directory: Where, or NAME.html for one file; a report that is there is replaced.
         recordings: Baseline and candidates that were compared, for the values of the worst tensors; none: no values.
+        made: When and by which command, for its head.
 
     Raises:
         UsageError: The directory holds something else, there is no report of this kind of result, or it is not of so
@@ -92,7 +107,9 @@ def write_report(
     new = target.parent / f".{target.name}.{os.getpid()}.partial"
     remove_tree(new)
     try:
-        written = _pages(result, new, target, recordings)
+        written = _pages(result, new, target, recordings, made)
+        if is_single(target):
+            return _put_single(new, target, written)
         _put(new, target)
     finally:
         remove_tree(new)
@@ -111,7 +128,21 @@ def _put(new: Path, target: Path) -> None:
         shutil.move(item, target / item.name)
 
 
-def _pages(result: Result | str | Path, new: Path, target: Path, recordings: Sequence[str | Path]) -> WrittenReport:
+def _put_single(new: Path, target: Path, written: WrittenReport) -> WrittenReport:
+    """Write the page with its data in it, as blocks that no browser runs."""
+    blocks = [
+        f'<script type="application/gzip" id="data-{path.stem}">{compressed(path)}</script>\n'
+        for path in sorted(new.glob(f"{FOLDER}/*.js"))
+    ]
+    head, end, tail = (new / PAGE).read_text(encoding="utf-8").rpartition("<script>")
+    (new / PAGE).write_text(head + "".join(blocks) + end + tail, encoding="utf-8")
+    (new / PAGE).replace(target)
+    return replace(written, report=str(target), num_files=1, total_bytes=target.stat().st_size)
+
+
+def _pages(
+    result: Result | str | Path, new: Path, target: Path, recordings: Sequence[str | Path], made: str
+) -> WrittenReport:
     rows: dict[int, Rows] = {}
     folders: dict[int, DataFolder] = {}
 
@@ -122,7 +153,9 @@ def _pages(result: Result | str | Path, new: Path, target: Path, recordings: Seq
 
     shown = read_result(result, taker) if isinstance(result, (str, Path)) else without_pairs(result, taker)
     if len(shown) == 1 and shown[0].apart is not None:
-        return _page_apart(shown[0].apart, new, target, recordings)
+        return _page_apart(shown[0].apart, new, target, recordings, made)
+    if len(shown) > 1 and is_single(target):
+        raise UsageError("a file holds the report of one candidate", got=f"{len(shown)}", expected="a directory")
     for number in range(len(shown)):
         if number not in rows:
             taker(number)
@@ -138,7 +171,7 @@ def _pages(result: Result | str | Path, new: Path, target: Path, recordings: Seq
     for number, (head, page, skipped) in enumerate(pages):
         up = "../index.html" if several else ""
         of_tensors = page if len(rows[number]) or skipped else None
-        (new / str(number) / PAGE).write_text(_html(head, of_tensors, skipped, up=up), encoding="utf-8")
+        (new / str(number) / PAGE).write_text(_html(head, of_tensors, skipped, up=up, made=made), encoding="utf-8")
     if several:
         for number in reversed(range(len(shown))):
             (new / str(number)).rename(new / str(number + 1))
@@ -158,11 +191,11 @@ def _pages(result: Result | str | Path, new: Path, target: Path, recordings: Seq
     )
 
 
-def _page_apart(result: Apart, new: Path, target: Path, recordings: Sequence[str | Path]) -> WrittenReport:
+def _page_apart(result: Apart, new: Path, target: Path, recordings: Sequence[str | Path], made: str) -> WrittenReport:
     """Write the page of what has no tensors."""
     new.mkdir()
     head = head_of_apart(result, recordings)
-    (new / PAGE).write_text(_html(head, None, (), up=""), encoding="utf-8")
+    (new / PAGE).write_text(_html(head, None, (), up="", made=made), encoding="utf-8")
     return _written(new, target, result.ok)
 
 
@@ -198,6 +231,8 @@ def _page(
 ) -> tuple[Head, ReportPage, list[tuple[str, str, str]]]:
     """Write the data of one page, and return what goes into it."""
     result = shown.comparison
+    if result is not None and result.reads:
+        rows.leave_out_regions(result.reads)
     columns = rows.close()
     first = rows.row_of(None if result is None else result.first_divergence)
     pair = None if first is None else rows.pair(first)
@@ -214,7 +249,10 @@ def _page(
     page = ReportPage(
         files=tuple(folder.kinds.values()),
         columns=columns,
-        names={name: tuple(map(str, found)) for name, found in rows.names.items()},
+        names={
+            name: tuple(map({"rung": words.rung, "judged_by": words.judged_by}.get(name, str), found))
+            for name, found in rows.names.items()
+        },
         steps=_steps(rows.steps, result),
         generates=result is not None and result.generates,
         knows_inherited=result is not None and result.calibration is None,
@@ -263,11 +301,14 @@ def _template(name: str) -> Any:
     return environment.get_template(name)
 
 
-def _html(head: Head, page: ReportPage | None, skipped: Sequence[tuple[str, str, str]], *, up: str) -> str:
+def _html(head: Head, page: ReportPage | None, skipped: Sequence[tuple[str, str, str]], *, up: str, made: str) -> str:
     """Return a page; without an index that of what has no tensors, for which nothing but its colors needs a script."""
     index = "" if page is None else _as_script(page.to_dict())
     own = _own_files(("theme",) if page is None else SCRIPTS)
-    return str(_template("page.html.j2").render(head=head, page=page, index=index, skipped=skipped, up=up, **own))
+    names = [sentences.short(one) for one in (head.baseline, head.candidate) if one]
+    texts = {"compared": " | ".join(names), "markdown": markdown(head, made), "made": made}
+    template = _template("page.html.j2")
+    return str(template.render(head=head, page=page, index=index, skipped=skipped, up=up, **texts, **own))
 
 
 def _overview(heads: Sequence[Head], shown: Sequence[Stored]) -> str:

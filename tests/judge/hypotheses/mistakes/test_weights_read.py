@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from glassengine.diagnose import check
+from glassengine.judge.hypotheses.mistakes.weights_read import relation
 from glassengine.results import Comparison
 
 
@@ -209,3 +210,13 @@ def test_halves_that_are_taken_apart_are_two_weights(is_split: bool, kind: str, 
         tensor.data = tensor.data.roll(4, 0)
     first = check(own, candidate=port, inputs=str(tmp_path / "x.pt")).first_divergence
     assert first is not None and first.hints[0].kind == kind, first
+
+
+def test_f75_a_weight_that_was_rounded_is_not_called_scaled_nor_different_in_no_element() -> None:
+    torch.manual_seed(0)
+    ours = torch.randn(64, 32).double()
+    rounded = (ours.bfloat16().double() * 0.5 + ours * 0.5).contiguous()
+    kind, text = relation("a.weight", "a.weight", ours, rounded, {})
+    assert kind == "dtype" and "scaled" not in text and " 0 of " not in text
+    assert relation("a.weight", "a.weight", ours, ours * 1.004, {}) == ("scale", "a.weight is scaled by 1.004")
+    assert relation("a.weight", "a.weight", ours, ours + 0.003, {})[1] == "a.weight is the baseline's plus 0.003"

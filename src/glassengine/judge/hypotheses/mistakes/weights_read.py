@@ -35,6 +35,8 @@ _EXCHANGED = ("with its halves exchanged", "0 and 1 are exchanged", "1 and 2 are
 """How it is put that a weight of several parts has two of them in each other's place."""
 _SAME = 2.0**-7
 """Weights in another precision are the same."""
+_MOST_LEFT = 0.5
+"""Share of a difference that a factor may leave."""
 _PASSES_OF_ROWS = 24
 """How often a weight is read where its rows are looked for in another one."""
 
@@ -242,10 +244,10 @@ def relation(
     factor = factor_between(ours, theirs)
     if (dtype := _rounded(ours, theirs)) is not None:
         return "dtype", f"{there} is rounded to {dtype}"
-    if factor and _is_same(ours * factor, theirs, same):
+    if factor and _is_same(ours * factor, theirs, same) and _is_nearer(ours * factor, ours, theirs):
         return "scale", f"{there} is scaled by {factor:.6g}"
     offset = float((theirs - ours).mean())
-    if _is_same(ours + offset, theirs, same):
+    if _is_same(ours + offset, theirs, same) and _is_nearer(ours + offset, ours, theirs):
         return "scale", f"{there} is the baseline's plus {offset:.6g}"
     here, other = base_of(ours), base_of(theirs)
     if here is not None and other is not None:
@@ -253,8 +255,17 @@ def relation(
     levels = _levels(theirs)
     if levels is not None and (_levels(ours) or levels + 1) > levels:
         return "dtype", f"{there} has {levels} levels in a row: it is quantized"
-    count = int((~((ours - theirs).abs() <= _SAME * ours.abs())).sum())
-    return "other", f"{there} differs in {count} of {ours.numel()} elements"
+    apart = (ours - theirs).abs()
+    count = int((~(apart <= _SAME * ours.abs())).sum())
+    if count:
+        return "other", f"{there} differs in {count} of {ours.numel()} elements"
+    share = float((apart / ours.abs().clamp_min(1e-300)).max())
+    return "dtype", f"{there} differs by {share:.2g} of a number at most: it was rounded"
+
+
+def _is_nearer(made: torch.Tensor, ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether a change of the baseline's weight explains most of a difference: a factor of 0.99994 need not."""
+    return float((theirs - made).norm()) <= _MOST_LEFT * float((theirs - ours).norm())
 
 
 def _levels(weight: torch.Tensor) -> int | None:

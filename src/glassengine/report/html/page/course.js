@@ -55,5 +55,5 @@ function drawCourse() {
   }
   plot.append(svg("text", { x: left, y: height - 4 }, "first"), svg("text", { x: width - 26, y: height - 4 }, "last"));
   const words = byRatio ? "The scale is logarithmic; the dashed line above the band is four times the floor." : "There is no measured noise floor here: signal-to-noise ratio, and verdicts by tolerance.";
-  body.replaceChildren(plot, el("p", { class: "about" }, `${words} ${many(kept.length)} tensors, ${flagged} of ${count} bars beyond rounding; ${page.knows_inherited ? "pale bars inherited their error." : "two records alone do not tell what was inherited."}`));
+  body.replaceChildren(plot, el("p", { class: "about" }, `${words} ${many(kept.length)} tensors, ${flagged} of ${count} bars beyond rounding; ${page.knows_inherited ? "pale bars only pass an error on." : "two records alone do not tell what is passed on."}`));
 }

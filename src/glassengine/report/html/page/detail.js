@@ -58,8 +58,8 @@ async function drawDetail() {
   const there = sites[rows.candidate[row]];
   const worst = f?.worst_index ? `[${f.worst_index.join(", ")}]: candidate ${exact(f.candidate_at_worst)}, baseline ${exact(f.baseline_at_worst)}` : "";
   const list = [
-    ["in the candidate", there === siteOf(row) ? "" : shown(there)], ["verdict", `${VERDICTS[rows.verdict[row]]}${rows.flags[row] & INHERITED ? ", inherited from its inputs" : ""}`],
-    ["step", stepName(rows.step[row])], ["rung", shown(nameOf("rung", row))], ["case", shown(nameOf("case", row))], ["rank", page.rank_matters ? String(rows.rank[row]) : ""],
+    ["in the candidate", there === siteOf(row) ? "" : shown(there)], ["verdict", `${VERDICTS[rows.verdict[row]]}${rows.flags[row] & INHERITED ? ", passed on from its inputs" : ""}`],
+    ["step", stepName(rows.step[row])], ["compared", shown(nameOf("rung", row))], ["case", shown(nameOf("case", row))], ["rank", page.rank_matters ? String(rows.rank[row]) : ""],
     ["tensor", detail.shape ? `${nameOf("dtype", row)}[${detail.shape.join(", ")}]` : nameOf("dtype", row)],
     ["judged by", shown(nameOf("judged_by", row))], ["paired by", `${shown(detail.method ?? "")}${detail.confidence < 1 ? `, confidence ${number(detail.confidence)}` : ""}`], ["because", shown(detail.reason ?? "")],
     ["error over noise floor", number(rows.noise_ratio[row], 4)], ["error over bound", number(rows.bound_ratio[row], 4)], ["largest at", worst],

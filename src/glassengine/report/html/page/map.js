@@ -98,7 +98,7 @@ function drawMap() {
 function mapCell(cell, name, column) {
   if (!cell) return el("span", { class: "empty" });
   const sign = cell.own ? "\u25cf" : cell.inherited ? "\u25cb" : "";
-  const word = cell.own ? (page.knows_inherited ? ", introduced" : "") : cell.inherited ? ", inherited" : "";
+  const word = cell.own ? (page.knows_inherited ? ", made there" : "") : cell.inherited ? ", passed on" : "";
   const label = `${short(name) || "root"}, ${column.name}: ${VERDICTS[rows.verdict[cell.row]]}${word} ${sizeOf(cell.row)}`;
   const style = `${classOf(cell.level)}${cell.inherited && !cell.own ? " inherited" : ""}`;
   const open = () => { change({ module: name, step: column.first === column.last ? String(column.first) : "", row: String(cell.row) }, { replace: false }); at("tensors").scrollIntoView(); };

@@ -25,6 +25,8 @@ function number(value, digits = 3) {
   return String(Number(value.toPrecision(digits)));
 }
 
+const decibels = (value) => (Number.isFinite(value) ? value.toFixed(1) : number(value));
+
 // All digits that tell two values apart: nine for one that is a float32, else those of a double.
 function exact(value) {
   if (typeof value !== "number") return String(value ?? "");

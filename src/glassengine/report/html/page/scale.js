@@ -48,5 +48,5 @@ function legend() {
   const one = (name, text) => el("li", {}, el("span", { class: `swatch ${name}` }), text);
   return el("ul", { class: "legend", "aria-label": "Colors" },
     one("same", "identical"), one("floor", "explained by rounding"), ...words.map((text, place) => one(`s${place + 1}`, text)),
-    one("nan", "NaN, infinity or another shape"), ...(page.knows_inherited ? [one("inherited", "inherited")] : []));
+    one("nan", "NaN, infinity or another shape"), ...(page.knows_inherited ? [one("inherited", "passed on")] : []));
 }
