@@ -170,7 +170,7 @@ def numbers_of(value: Any) -> tuple[int, ...]:
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _FAR = 0xFFFF
-"""Is no byte."""
+"""Lies beyond all bytes."""
 _HIDDEN = sorted(set(range(256)) - set(_VISIBLE))
 _BYTES = dict.fromkeys(_HIDDEN, _FAR) | {256 + place: one for place, one in enumerate(_HIDDEN)}
 """Characters of byte-level tokenizers -> bytes, as GPT-2 introduced them; the visible ones stand for themselves."""
