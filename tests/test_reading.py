@@ -41,6 +41,8 @@ REASONS: dict[str, dict[str, str]] = {
     "diagnose/reproduction/bisect_compiler.py": {"json.loads": "what our own child process printed"},
     "diagnose/script_floor.py": {"json.loads": "what our own parent process asked"},
     "diagnose/snapshot/trial.py": {"json.load": "what our own parent process sent"},
+    "prompt/probes.py": {"json.loads": "the table that ships", "read_text": "the table that ships"},
+    "prompt/templates.py": {"json.loads": "the table that ships", "read_text": "the table that ships"},
     "schemas/__init__.py": {"json.loads": "the schemas that ship", "read_text": "the schemas that ship"},
     "engine/run/encoder_inputs.py": {"Image.open": "on a file that the room opened"},
     "engine/ranks/children.py": {

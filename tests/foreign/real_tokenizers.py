@@ -224,3 +224,28 @@ def genai(folder: Path, target: Path) -> str:
         model[f"{name}_token_id"] = ids.get(config.get(f"{name}_token") or config.get("eos_token"), 0)
     (target / "genai_config.json").write_text(json.dumps({"model": model, "search": {"max_length": 512}}))
     return f"genai:{target}"
+
+
+def changed_gguf(path: Path, target: Path, changes: dict[str, Any]) -> Path:
+    """Copy a file without tensors; None leaves a key of `tokenizer.ggml` out, and a function changes a value."""
+    import gguf
+
+    fields = gguf.GGUFReader(str(path)).fields
+    writer = gguf.GGUFWriter(str(target), fields["general.architecture"].contents())
+    left = dict(changes)
+    for key, field in fields.items():
+        name = key.removeprefix("tokenizer.ggml.")
+        value = left.pop(name, field.contents())
+        if value is None or key.startswith("GGUF.") or key == "general.architecture":
+            continue
+        value = value(field.contents()) if callable(value) else value
+        writer.add_key_value(key, value, field.types[0], field.types[1] if len(field.types) > 1 else None)
+    kinds = {bool: gguf.GGUFValueType.BOOL, str: gguf.GGUFValueType.STRING, int: gguf.GGUFValueType.UINT32}
+    for name, value in left.items():
+        if value is not None:
+            writer.add_key_value(f"tokenizer.ggml.{name}", value, kinds[type(value)])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target

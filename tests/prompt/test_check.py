@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -262,3 +263,45 @@ def test_a_hostile_template_ends_within_bounds(text: str, trained: Path, tmp_pat
 def test_a_side_that_is_missing_is_named_before_anything_is_loaded(spec: str, what: str, trained: Path) -> None:
     with pytest.raises(UsageError, match=what):
         glass.check_prompt(str(trained), spec)
+
+
+def bos_twice(trained: Path, folder: Path) -> tuple[Path, Path]:
+    text = "{{ bos_token }}" + TEMPLATE
+    other = copied(trained, folder / "other", "tokenizer_config.json", lambda one: one.update(chat_template=text))
+    return other, other
+
+
+def llama_3_pre_tokenizer(trained: Path, folder: Path) -> tuple[Path, Path]:
+    pytest.importorskip("xllamacpp")
+    base = without_normalizer(trained, folder / "base")
+    return base, gguf_of(base, folder / "model.gguf", pre="default")
+
+
+def reasoning_dropped(trained: Path, folder: Path) -> tuple[Path, Path]:
+    text = TEMPLATE.replace("(m.content or '')", "(m.content if loop.last else m.content.split('</think>')[-1])")
+    return trained, copied(
+        trained, folder / "other", "tokenizer_config.json", lambda one: one.update(chat_template=text)
+    )
+
+
+def repetition_penalty(trained: Path, folder: Path) -> tuple[Path, Path]:
+    change = {"repetition_penalty": 1.1}
+    return trained, copied(trained, folder / "other", "generation_config.json", lambda one: one.update(change))
+
+
+@pytest.mark.parametrize(
+    ("cause", "rebuilt"),
+    [
+        pytest.param("BOS twice in rendered text", bos_twice, id="vLLM PR 16976"),
+        pytest.param("pre-tokenizer (", llama_3_pre_tokenizer, id="llama.cpp 7476"),
+        pytest.param("reasoning dropped", reasoning_dropped, id="trl 5224"),
+        pytest.param("prefix not kept", reasoning_dropped, id="trl 5224, prefix"),
+        pytest.param("repetition_penalty", repetition_penalty, id="NeMo-RL 3497"),
+    ],
+)  # the wrong mel filter of onnxruntime-extensions PR 969 is in test_processors.py
+def test_a_known_bug_is_named(
+    cause: str, rebuilt: Callable[[Path, Path], tuple[Path, Path]], trained: Path, tmp_path: Path
+) -> None:
+    result = compared(*rebuilt(trained, tmp_path))
+    assert any(one.cause.startswith(cause) for one in result.findings), result.findings
+    assert not result.ok or cause.startswith("BOS twice")  # which both sides have

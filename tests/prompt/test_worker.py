@@ -48,15 +48,16 @@ def test_vllm_is_asked_in_its_interpreter(
     settings = {**GENERATION, "no_repeat_ngram_size": 3}  # which vLLM does not know
     copied(trained, tmp_path / "other", "generation_config.json", lambda one: one.update(settings))
     result = glass.check_prompt(str(trained), f"vllm:{tmp_path / 'other'}", python=python)
-    assert wrong(result) == ["special token pad"] and result.engines == ("transformers", "vLLM")
-    assert result.compared["tokens"] > 400 and result.compared["template"] == 18
-    assert [one.cause for one in result.findings if one.level == "note"] == ["top_k"]  # 50 of transformers, off in vLLM
+    assert wrong(result) == [] and result.engines == ("transformers", "vLLM")
+    assert result.compared["tokens"] > 400 and result.compared["template"] == 19
+    # Padding changes no answer; top_k is 50 in transformers, and off in vLLM.
+    assert [one.cause for one in result.findings if one.level == "note"] == ["special token pad", "top_k"]
     other = copied(
         trained, tmp_path / "penalty", "generation_config.json", lambda one: one.update(repetition_penalty=1.1)
     )
     assert main(["check-prompt", str(trained), f"vllm:{other}", "--python", str(python), "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
-    assert [one["cause"] for one in document["findings"]][:2] == ["special token pad", "repetition_penalty"]
+    assert [one["cause"] for one in document["findings"]][:1] == ["repetition_penalty"]
 
 
 def test_an_interpreter_without_vllm_is_named(trained: Path, tmp_path: Path) -> None:
@@ -76,9 +77,8 @@ LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% en
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        (LOOPS, "TimeoutError"),
-        ("{{ 'a' * 10**8 }}", "more than 4,194,304 characters"),
-        ("{{ messages.__class__ }}", "SecurityError"),
+        (LOOPS, "more than 0.3 s for the conversations so far"),
+        ("{{ 'a' * 10**7 }}", "more than 4,194,304 characters"),
         ("{% for i in range(10**9) %}{% endfor %}", "OverflowError"),
         ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "RecursionError"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
@@ -87,16 +87,13 @@ LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% en
 def test_a_hostile_template_is_refused(
     template: str, reason: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "_RENDERING", 0.3)
+    monkeypatch.setattr(worker, "_RENDERING", 0.3 if template == LOOPS else 10)
     other = copied(trained, tmp_path / "other", "tokenizer_config.json", lambda one: one.update(chat_template=template))
     side = worker._open(str(other))
     text, error = worker._rendered(template, side.render, conversation())
     assert text is None and reason in error
     if template == LOOPS:  # and the time is up
-        assert worker._rendered(template, side.render, conversation()) == (
-            None,
-            "more than 0.3 s for the conversations so far",
-        )
+        assert worker._rendered(template, side.render, conversation()) == (None, reason)
 
 
 @pytest.mark.slow

@@ -69,7 +69,6 @@ TrustEngine = Annotated[
 MinCoverage = Annotated[
     float, typer.Option(min=0, max=1, help="Minimum share of the baseline's tensors of floats that must be judged.")
 ]
-Jobs = Annotated[int, typer.Option(metavar="N", help="Judge in N processes of this machine.")]
 Cluster = Annotated[
     str | None,
     typer.Option(

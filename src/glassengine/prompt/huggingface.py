@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import filecmp
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +53,6 @@ class Directory(PromptSide):
             has_processor=bool(self._processors),
             has_weights=self.weighs and has_weights(path),
         )
-        self._file = _by_file(path)
 
     def _tokens(self, path: Path) -> tuple[Vocabulary, str | None]:
         """Open the tokenizer; return its vocabulary and chat template."""
@@ -80,7 +81,21 @@ class Directory(PromptSide):
 
     def encode_by_file(self, texts: Sequence[str]) -> list[list[int]] | None:
         """Return the ids of `tokenizer.json`, or of a sentencepiece file: transformers may replace parts of either."""
-        return None if self._file is None else self._file(texts)
+        return None if self._by_file is None else self._by_file(texts)
+
+    @functools.cached_property
+    def _by_file(self) -> Callable[[Sequence[str]], list[list[int]]] | None:
+        file, model = self._path / "tokenizer.json", self._path / "tokenizer.model"
+        if file.is_file():
+            from tokenizers import Tokenizer
+
+            own = Tokenizer.from_file(str(file))
+            own.no_truncation()
+            own.no_padding()
+            return lambda texts: [one.ids for one in own.encode_batch(list(texts), add_special_tokens=False)]
+        with suppress(ImportError):
+            return functools.partial(SentencepieceFile(model).encode, special=False) if model.is_file() else None
+        return None
 
     def render(self, conversation: Conversation) -> str:
         """Return the text of a conversation."""
@@ -142,6 +157,8 @@ def rendered(apply: Any, conversation: Conversation) -> str:
     messages = options.pop("messages")
     try:
         return str(apply(messages, tokenize=False, **options))
+    except TimeoutError:  # of this package
+        raise
     except Exception as error:  # of a template, which is a program
         raise ValueError(f"{type(error).__name__}: {error}") from None
 
@@ -221,24 +238,6 @@ def document(path: Path) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = read_document(path, dict, most=_MOST_BYTES)
     return found
-
-
-def _by_file(path: Path) -> Any:
-    file, model = path / "tokenizer.json", path / "tokenizer.model"
-    if file.is_file():
-        from tokenizers import Tokenizer
-
-        own = Tokenizer.from_file(str(file))
-        own.no_truncation()
-        own.no_padding()
-        return lambda texts: [one.ids for one in own.encode_batch(list(texts), add_special_tokens=False)]
-    if model.is_file():
-        try:
-            pieces = SentencepieceFile(model)
-        except ImportError:
-            return None
-        return lambda texts: pieces.encode(texts, special=False)
-    return None
 
 
 def described(path: Path) -> Vocabulary:

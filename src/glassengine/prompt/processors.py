@@ -7,6 +7,7 @@ kernel; sines, silence and clicks show a spectrogram. Nothing of its code or con
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -172,28 +173,23 @@ def _kernel(noise: Any, seen: Any, order: list[int], windows: list[tuple[float, 
     (sx, ox), (sy, oy) = windows
     if min(sx, sy) <= 0.01:
         return name
-    for w in {max(1, round(_SIZE[0] / sx) + step) for step in (-1, 0, 1)}:
-        for h in {max(1, round(_SIZE[1] / sy) + step) for step in (-1, 0, 1)}:
-            whole = {
-                kernel: np.asarray(noise.resize((w, h), getattr(pil.Resampling, kernel.upper())), float)
-                for kernel in ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
-            }
-            for kernel in ("bilinear", "bicubic"):
-                resized = torch.nn.functional.interpolate(plain, size=(h, w), mode=kernel, align_corners=False)
-                whole[f"{kernel} without antialias"] = resized[0].permute(1, 2, 0).clamp(0, 255).numpy()
-            places = [
-                (y, x)
-                for y in {max(0, round(oy / sy) + step) for step in (-1, 0, 1)}
-                for x in {max(0, round(ox / sx) + step) for step in (-1, 0, 1)}
-                if y + height <= h and x + width <= w
-            ]
-            for kernel, values in whole.items():
-                for y, x in places:
-                    part = values[y : y + height, x : x + width].transpose(2, 0, 1)[order]
-                    error = _distance(part, seen)
-                    if error < best:
-                        best, name = error, kernel
+    for w, h in itertools.product(_near(_SIZE[0] / sx, 1), _near(_SIZE[1] / sy, 1)):
+        whole = {
+            kernel: np.asarray(noise.resize((w, h), getattr(pil.Resampling, kernel.upper())), float)
+            for kernel in ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
+        }
+        for kernel in ("bilinear", "bicubic"):
+            resized = torch.nn.functional.interpolate(plain, size=(h, w), mode=kernel, align_corners=False)
+            whole[f"{kernel} without antialias"] = resized[0].permute(1, 2, 0).clamp(0, 255).numpy()
+        for (kernel, values), y, x in itertools.product(whole.items(), _near(oy / sy), _near(ox / sx)):
+            part = values[y : y + height, x : x + width].transpose(2, 0, 1)[order]
+            if part.shape == seen.shape and (error := _distance(part, seen)) < best:
+                best, name = error, kernel
     return name
+
+
+def _near(value: float, least: int = 0) -> set[int]:
+    return {max(least, round(value) + step) for step in (-1, 0, 1)}
 
 
 def _samples(function: Image) -> dict[str, Any]:

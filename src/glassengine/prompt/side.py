@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -168,9 +169,11 @@ def numbers_of(value: Any) -> tuple[int, ...]:
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_FAR = 0xFFFF
+"""Lies beyond all bytes."""
 _HIDDEN = sorted(set(range(256)) - set(_VISIBLE))
-_BYTES = {chr(one): one for one in _VISIBLE} | {chr(256 + place): one for place, one in enumerate(_HIDDEN)}
-"""Characters of byte-level tokenizers -> bytes, as GPT-2 introduced them."""
+_BYTES = dict.fromkeys(_HIDDEN, _FAR) | {256 + place: one for place, one in enumerate(_HIDDEN)}
+"""Characters of byte-level tokenizers -> bytes, as GPT-2 introduced them; the visible ones stand for themselves."""
 _WORD = "\u2581"
 _SPACE = "\u0120"
 
@@ -186,8 +189,9 @@ def style_of(texts: Iterable[str]) -> str:
 
 def bytes_of(text: str, style: str) -> bytes:
     """Return the bytes that a token stands for, from its spelling in the vocabulary."""
-    if style == "bytes" and all(letter in _BYTES for letter in text):
-        return bytes(_BYTES[letter] for letter in text)
+    if style == "bytes":
+        with suppress(UnicodeEncodeError):  # of a token that is spelled otherwise
+            return text.translate(_BYTES).encode("latin-1")
     if style == "pieces":
         byte = _BYTE.fullmatch(text)
         return bytes([int(byte[1], 16)]) if byte else text.replace(_WORD, " ").encode("utf-8", "replace")

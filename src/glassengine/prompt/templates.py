@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any
 
 from glassengine.prompt.side import Conversation, PromptSide
@@ -15,6 +16,9 @@ _AROUND = 40
 _REFUSED = "\x00refused: "
 _ENGINE = "the engine renders templates otherwise"
 """Cause of a difference that the same template does not have in transformers."""
+
+
+_DATA = json.loads(files("glassengine.prompt").joinpath("conversations.json").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -29,80 +33,20 @@ class Shape:
 
     name: str
     conversation: Conversation
-    marks: tuple[tuple[str, str], ...] = ()
+    marks: Mapping[str, str]
 
 
-def _message(role: str, content: Any, **more: Any) -> dict[str, Any]:
-    return {"role": role, "content": content, **more}
+def _messages(*names: str) -> list[dict[str, Any]]:
+    return [_DATA["messages"][name] for name in names]
 
 
-_SYSTEM = _message("system", "Answer like a pirate.")
-_USER = _message("user", "What is the capital of Peru?")
-_REPLY = _message("assistant", "It is Lima.")
-_MORE = _message("user", "And of Chile?")
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Weather of a town",
-        "parameters": {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]},
-    },
-}
-_CALL = _message(
-    "assistant",
-    "",
-    tool_calls=[
-        {"type": "function", "id": "call00001", "function": {"name": "get_weather", "arguments": {"town": "Cusco"}}}
-    ],
-)
-_ANSWER = _message("tool", "17 degrees", name="get_weather", tool_call_id="call00001")
-_THOUGHT = _message("assistant", "<think>Peru has Quechua roots.</think>It is Lima.")
-_REASONED = _message("assistant", "It is Lima.", reasoning_content="Peru has Quechua roots.")
-_PROMPT = {"add_generation_prompt": True}
+def _shape(one: Mapping[str, Any]) -> Shape:
+    tools = {"tools": [_DATA["tool"]]} if "tools" in one else {}
+    conversation = {"messages": _messages(*one["messages"]), **tools, **one["options"]}
+    return Shape(one["name"], conversation, one.get("marks", {}))
 
-SHAPES = (
-    Shape("user", {"messages": [_USER], **_PROMPT}, (("user message", "capital of Peru"),)),
-    Shape("without generation prompt", {"messages": [_USER], "add_generation_prompt": False}),
-    Shape("system", {"messages": [_SYSTEM, _USER], **_PROMPT}, (("system prompt", "pirate"),)),
-    Shape("several turns", {"messages": [_USER, _REPLY, _MORE], **_PROMPT}, (("earlier turn", "Lima"),)),
-    Shape(
-        "system and several turns",
-        {"messages": [_SYSTEM, _USER, _REPLY, _MORE], **_PROMPT},
-        (("system prompt", "pirate"),),
-    ),
-    Shape("tools", {"messages": [_USER], "tools": [_TOOL], **_PROMPT}, (("tools", "get_weather"),)),
-    Shape(
-        "tool call",
-        {"messages": [_USER, _CALL], "tools": [_TOOL], "add_generation_prompt": False},
-        (("tool call", "Cusco"),),
-    ),
-    Shape(
-        "tool result",
-        {"messages": [_USER, _CALL, _ANSWER], "tools": [_TOOL], **_PROMPT},
-        (("tool result", "17 degrees"),),
-    ),
-    Shape(
-        "reasoning in the last turn",
-        {"messages": [_USER, _THOUGHT], "add_generation_prompt": False},
-        (("reasoning", "Quechua"),),
-    ),
-    Shape(
-        "reasoning in an earlier turn", {"messages": [_USER, _THOUGHT, _MORE], **_PROMPT}, (("reasoning", "Quechua"),)
-    ),
-    Shape("reasoning as a field", {"messages": [_USER, _REASONED, _MORE], **_PROMPT}, (("reasoning", "Quechua"),)),
-    Shape("empty user message", {"messages": [_message("user", "")], **_PROMPT}),
-    Shape("white space around", {"messages": [_message("user", "  two  spaces\n")], **_PROMPT}),
-    Shape("text that spells a token", {"messages": [_message("user", "<|im_end|> </s> [INST]")], **_PROMPT}),
-    Shape(
-        "other scripts", {"messages": [_message("user", "ol\u00e9 \u65e5\u672c \U0001f680 <b>&amp;</b>")], **_PROMPT}
-    ),
-    Shape(
-        "assistant prefix",
-        {"messages": [_USER, _message("assistant", "The answer is")], "continue_final_message": True},
-    ),
-    Shape("two user messages", {"messages": [_USER, _MORE], **_PROMPT}, (("user message", "capital of Peru"),)),
-    Shape("system alone", {"messages": [_SYSTEM], **_PROMPT}, (("system prompt", "pirate"),)),
-)
+
+SHAPES = [_shape(one) for one in _DATA["conversations"]]
 
 
 def compare_templates(baseline: PromptSide, candidate: PromptSide) -> tuple[list[PromptFinding], int]:
@@ -117,14 +61,16 @@ def compare_templates(baseline: PromptSide, candidate: PromptSide) -> tuple[list
     shapes = [shape for shape in SHAPES if not lacks & shape.conversation.keys()]
     number = 0
     for shape in shapes:
-        ours, theirs = _rendered(baseline, shape.conversation), _rendered(candidate, shape.conversation)
+        ours, theirs = (_rendered(side.render, shape.conversation) or "" for side in (baseline, candidate))
         if not theirs.startswith(_REFUSED):
             of_candidate.append((shape, theirs))
         if ours.startswith(_REFUSED) and theirs.startswith(_REFUSED):
             continue  # each in words of its own
         number += 1
         if ours != theirs:
-            cause = _ENGINE if _rendered_by_file(candidate, shape) == ours else _cause(shape, ours, theirs)
+            by_file = _rendered(candidate.render_by_file, shape.conversation)
+            is_limit = by_file is not None and _alike(by_file, ours)
+            cause = _ENGINE if is_limit else _cause(shape, ours, theirs)
             groups.setdefault(cause, []).append((shape, ours, theirs))
     found = []
     for cause, cases in sorted(groups.items(), key=lambda item: -len(item[1])):
@@ -138,18 +84,16 @@ def compare_templates(baseline: PromptSide, candidate: PromptSide) -> tuple[list
     return [*found, *_twice(candidate, of_candidate), *_unkept(baseline, candidate)], number
 
 
-def _rendered(side: PromptSide, conversation: Conversation) -> str:
+def _rendered(render: Callable[[Conversation], str | None], conversation: Conversation) -> str | None:
     try:
-        return side.render(conversation)
+        return render(conversation)
     except ValueError as error:
         return f"{_REFUSED}{error}"
 
 
-def _rendered_by_file(side: PromptSide, shape: Shape) -> str | None:
-    try:
-        return side.render_by_file(shape.conversation)
-    except ValueError:
-        return None
+def _alike(ours: str, theirs: str) -> bool:
+    """Whether two texts are the same, or both refusals, each in words of its own."""
+    return ours == theirs or (ours.startswith(_REFUSED) and theirs.startswith(_REFUSED))
 
 
 def _cause(shape: Shape, ours: str, theirs: str) -> str:
@@ -157,7 +101,7 @@ def _cause(shape: Shape, ours: str, theirs: str) -> str:
         return "conversation refused"
     if ours.startswith(_REFUSED):
         return "conversation accepted, which the baseline refuses"
-    for part, mark in shape.marks:
+    for part, mark in shape.marks.items():
         if (mark in ours) != (mark in theirs):
             return f"{part} dropped" if mark in ours else f"{part} kept, which the baseline drops"
     if "".join(ours.split()) == "".join(theirs.split()):
@@ -206,8 +150,9 @@ def _unkept(baseline: PromptSide, candidate: PromptSide) -> list[PromptFinding]:
 
 
 def _keeps_prefix(side: PromptSide) -> bool | None:
-    first = _rendered(side, {"messages": [_USER, _THOUGHT], "add_generation_prompt": False})
-    second = _rendered(side, {"messages": [_USER, _THOUGHT, _MORE], "add_generation_prompt": False})
+    names = ("user", "thought", "more")
+    conversations = [{"messages": _messages(*names[:number]), "add_generation_prompt": False} for number in (2, 3)]
+    first, second = (_rendered(side.render, one) or "" for one in conversations)
     if first.startswith(_REFUSED) or second.startswith(_REFUSED):
         return None
     return second.startswith(first)

@@ -19,7 +19,7 @@ from glassengine.asked import function, is_factory
 from glassengine.errors import BackendError, CorruptError, GlassError, UsageError, first_line
 from glassengine.extensions import plugin
 from glassengine.prompt.huggingface import PROCESSORS, TOKENIZERS, Directory, SentencepieceFile, has_any
-from glassengine.prompt.side import Conversation, Loaded, NoTokenizer, Opened, Processed, PromptSide
+from glassengine.prompt.side import Conversation, Loaded, NoTokenizer, Processed, PromptSide
 from glassengine.workers.processes import Processes
 from glassengine.workers.protocol import Died
 
@@ -46,7 +46,7 @@ _seconds_left: dict[str, float] = {}
 """Side -> what is left of `_RENDERING`."""
 
 
-def answer(request: tuple[str, str, Any]) -> Any:
+def answer(request: tuple[str, str, dict[str, Any]]) -> Any:
     """Open a side, or ask the one that is open; runs in the worker.
 
     Raises:
@@ -56,22 +56,18 @@ def answer(request: tuple[str, str, Any]) -> Any:
     if verb == "open":
         _limit()
         try:
-            _sides[name] = _open(value)
+            _sides[name] = _open(value["spec"])
         except (GlassError, KeyboardInterrupt):
             raise
         except BaseException as error:  # of Rust: no Exception
             raise UsageError(
-                "the tokenizer cannot be opened", got=f"{value}: {first_line(error) or type(error).__name__}"
+                "the tokenizer cannot be opened", got=f"{value['spec']}: {first_line(error) or type(error).__name__}"
             ) from None
         return _sides[name].opened
     side = _sides[name]
-    if verb == "encode":
-        return side.encode(value[0], special=value[1])
-    if verb == "encode_by_file":
-        return side.encode_by_file(value)
-    if verb in ("process", "load"):
-        return getattr(side, verb)()
-    return _rendered(name, side.render if verb == "render" else side.render_by_file, value)
+    if verb.startswith("render"):
+        return _rendered(name, getattr(side, verb), value["conversation"])
+    return getattr(side, verb)(**value)
 
 
 def _rendered(name: str, render: Callable[[Conversation], str | None], conversation: Conversation) -> Any:
@@ -200,44 +196,40 @@ class Remote(PromptSide):
 
     def __init__(self, name: str, spec: str, workers: Processes) -> None:
         self.name, self.spec, self._workers = name, spec, workers
-        self.opened: Opened = self._ask("open", spec)
+        self.opened = self._ask("open", spec=spec)
 
     def encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
         """Return the ids of each text."""
-        found: list[list[int]] = self._ask("encode", (list(texts), special))
-        return found
+        return self._ask("encode", texts=texts, special=special)  # type: ignore[no-any-return]
 
     def encode_by_file(self, texts: Sequence[str]) -> list[list[int]] | None:
         """Return the bare ids by the tokenizer's file alone."""
-        found: list[list[int]] | None = self._ask("encode_by_file", list(texts))
-        return found
+        return self._ask("encode_by_file", texts=texts)  # type: ignore[no-any-return]
 
     def render(self, conversation: Conversation) -> str:
         """Return the text of a conversation."""
-        return str(self._rendered("render", conversation))
+        return str(self._text("render", conversation))
 
     def render_by_file(self, conversation: Conversation) -> str | None:
         """Return the text that transformers makes of the side's own template."""
-        return self._rendered("render by file", conversation)
+        return self._text("render_by_file", conversation)
 
     def process(self) -> Mapping[str, Processed | str]:
         """Return what the processors do."""
-        found: Mapping[str, Processed | str] = self._ask("process", None)
-        return found
+        return self._ask("process")  # type: ignore[no-any-return]
 
     def load(self) -> Loaded:
         """Return what the model takes of its checkpoint."""
-        found: Loaded = self._ask("load", None)
-        return found
+        return self._ask("load")  # type: ignore[no-any-return]
 
-    def _rendered(self, verb: str, conversation: Conversation) -> str | None:
+    def _text(self, verb: str, conversation: Conversation) -> str | None:
         text: str | None
-        text, error = self._ask(verb, dict(conversation))
+        text, error = self._ask(verb, conversation=conversation)
         if error is not None:
             raise ValueError(error)
         return text
 
-    def _ask(self, verb: str, value: Any) -> Any:
+    def _ask(self, verb: str, **value: Any) -> Any:
         (found,) = self._workers.run([(self.name, verb, value)], attempts=1)
         if isinstance(found, Died):
             raise BackendError(

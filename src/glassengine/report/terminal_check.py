@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from rich.text import Text
 
 from glassengine.report import words
 from glassengine.report.findings import next_step
-from glassengine.report.table import VERDICT_STYLES, Screen, indent, mark
+from glassengine.report.table import VERDICT_STYLES, Screen, indent, mark, new_table
 from glassengine.report.terminal_prompt import prompt
 from glassengine.report.words import (
     cost_line,
@@ -152,13 +153,11 @@ def short_source(source: str) -> str:
     return f"{place_of(source)}: {code}" if code else place_of(source)
 
 
-def _ladder(result: Comparison) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("compared", overflow="fold")
-    table.add_column("how", no_wrap=True)
-    for name in ("tensors", "coverage", "error/rounding"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
+def _ladder(result: Comparison) -> RenderableType:
+    columns = ("compared", "how", "tensors", "coverage", "error/rounding", "verdict")
+    table = new_table(*columns, first=("coverage", "tensors"))
+    for column in table.columns[:2]:
+        column.justify = "left"
     for rung in result.rungs:
         pairs = [pair for pair in result.pairs if pair.rung == rung.name]
         table.add_row(
@@ -381,6 +380,9 @@ def replayed(result: Replayed) -> RenderableType:
     if result.bisection is not None:
         parts += _bisection(result.bisection)
     parts += [Text(f"note     {note}", style="yellow") for note in result.notes]
+    if not result.ok and not (result.error or result.comparison or result.first_nonfinite or result.bisection):
+        snapshot = shlex.quote(result.snapshot)
+        parts.append(Text(f"next     glass replay {snapshot} --compare judges every op, --bisect finds what breaks"))
     return Screen(*parts)
 
 
