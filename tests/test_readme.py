@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 import transformers
 
+from glassengine.cli import options
 from glassengine.cli.main import load_command, main
 from tests.modules import module_at
 
@@ -41,6 +42,10 @@ def test_the_picture_of_check_is_current(
     picture = draw.PICTURE.read_text(encoding="utf-8")
     assert f"]({draw.PICTURE.relative_to(root)})" in (root / "README.md").read_text(encoding="utf-8")
     monkeypatch.chdir(root)
+    # A terminal as wide as the picture: lines are wrapped.
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr(options.out, "_force_terminal", True)
+    monkeypatch.setattr(options.out, "_width", draw.WIDTH)
     status = main([*draw.COMMAND, *draw.QUIETLY])
     printed = capsys.readouterr()
     assert status == 1 and printed.err == ""

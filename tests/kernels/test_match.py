@@ -175,3 +175,30 @@ def test_choices_that_rounding_turns_are_left_out() -> None:
     found = glass.matches(in_float32, route, (x, w))
     assert found.ok and found.tensors[0].num_tied > 0
     assert not glass.matches(lambda x, w: route(x, w) * 1.1, route, (x, w)).ok
+
+
+def test_float64_is_judged_by_its_own_rounding_and_left_as_it_is() -> None:
+    x = drawn(16, 33).double()
+    given = by_exp2(x)
+    before = given.clone()
+    assert not glass.matches(lambda x: softmax(x.float()).double(), softmax, (x,)).ok
+    assert not glass.matches(lambda x: F.softmax(x.float(), -1).double(), lambda x: F.softmax(x, -1), (x,)).ok
+    right = 1 / (1 + torch.exp(-x))
+    assert glass.matches(right, torch.sigmoid, (x,)).ok
+    glass.matches(given, softmax, (x,))
+    assert torch.equal(given, before)
+
+
+def test_numbers_of_eight_bits() -> None:
+    def cast(x: Tensor) -> Tensor:
+        return (x * 1.1).to(torch.float8_e4m3fn)
+
+    x = drawn(16, 33)
+    assert glass.matches(lambda x: (x.double() * 1.1).to(torch.float8_e4m3fn), cast, (x,)).ok
+    assert glass.matches(cast, lambda x: x * 1.1, (x,), check_dtype=False).ok
+    assert not glass.matches(lambda x: (x * 1.4).to(torch.float8_e4m3fn), cast, (x,)).ok
+
+
+def test_a_comparison_of_given_numbers_has_no_ties() -> None:
+    x = drawn(16, 33).round()
+    assert not glass.matches(lambda x: x >= 0, lambda x: x > 0, (x,)).ok

@@ -48,15 +48,16 @@ def test_vllm_is_asked_in_its_interpreter(
     settings = {**GENERATION, "no_repeat_ngram_size": 3}  # which vLLM does not know
     copied(trained, tmp_path / "other", "generation_config.json", lambda one: one.update(settings))
     result = glass.check_prompt(str(trained), f"vllm:{tmp_path / 'other'}", python=python)
-    assert wrong(result) == ["special token pad"] and result.engines == ("transformers", "vLLM")
+    assert wrong(result) == [] and result.engines == ("transformers", "vLLM")
     assert result.compared["tokens"] > 400 and result.compared["template"] == 19
-    assert [one.cause for one in result.findings if one.level == "note"] == ["top_k"]  # 50 of transformers, off in vLLM
+    # Padding changes no answer; top_k is 50 in transformers, and off in vLLM.
+    assert [one.cause for one in result.findings if one.level == "note"] == ["special token pad", "top_k"]
     other = copied(
         trained, tmp_path / "penalty", "generation_config.json", lambda one: one.update(repetition_penalty=1.1)
     )
     assert main(["check-prompt", str(trained), f"vllm:{other}", "--python", str(python), "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
-    assert [one["cause"] for one in document["findings"]][:2] == ["special token pad", "repetition_penalty"]
+    assert [one["cause"] for one in document["findings"]][:1] == ["repetition_penalty"]
 
 
 def test_an_interpreter_without_vllm_is_named(trained: Path, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from glassengine.kernels.regions import described
 from glassengine.kernels.trace import OnlyOp
 from glassengine.numerics.floor import Counted, slice_means
 from glassengine.numerics.judgement import Judgement, smallest_precise, unit_roundoff
-from glassengine.numerics.limits import limits
 from glassengine.numerics.verdict import Reference
 from glassengine.results.kernels import TensorMatch
 
@@ -51,6 +50,7 @@ class Expectation:
         tied: Takes an integer candidate; says where another choice is legal.
         chooses: Whether the reference chooses among values that rounding changes.
         unsettled_of: Works out which elements depend on such a choice.
+        u_ops: Unit roundoff of the coarsest op but casts, whose rounding is no factor of all elements.
         cheap: Error over that of the reference in its own dtype that needs no noise run.
         quick_ratio: What it is, once judged.
     """
@@ -62,8 +62,13 @@ class Expectation:
     tied: Callable[[Tensor], Tensor | None] | None = None
     chooses: bool = False
     unsettled_of: Callable[[], Tensor | None] = lambda: None
+    u_ops: float = 2.0**-24
     cheap: float = _CHEAP
     quick_ratio: float = math.inf
+
+    def __post_init__(self) -> None:
+        self._native_dtype = self._own = self.native.dtype
+        self.native = _usable(self.native)
 
     @cached_property
     def bound(self) -> Tensor | None:
@@ -87,7 +92,8 @@ class Expectation:
             return self._whole_numbers(candidate)
         if candidate.is_complex() != exact.is_complex() or candidate.dtype == torch.bool:
             return Judgement("wrong", None, None, f"{candidate.dtype} in place of {native.dtype}")
-        if candidate.dtype is native.dtype and torch.equal(candidate, native):
+        self._own, candidate = candidate.dtype, _usable(candidate)
+        if self._own is self._native_dtype and torch.equal(candidate, native):
             return Judgement("identical", 0.0, None)
         # A choice that rounding has turned would make any floor too large.
         quick = None if self.chooses else self._quick(candidate)
@@ -108,19 +114,19 @@ class Expectation:
         errors = [(run - self.exact).nan_to_num(0.0, 0.0, 0.0) for run in (value, *runs)]
         counted = self.exact.isfinite() if self.unsettled is None else self.exact.isfinite() & ~self.unsettled
         size = torch.where(counted, self.exact, 0.0)
-        power, u = float(size.square().sum()), max(map(unit_roundoff, (candidate.dtype, self.native.dtype)))
+        power, u = float(size.square().sum()), max(map(unit_roundoff, (self._own, self._native_dtype)))
         if power and math.isfinite(power):
             own, *legal = (float((error * size).sum()) / power for error in errors)
             spread = math.sqrt(sum(float((e.square() * size.square()).sum()) for e in errors[1:]) / len(runs)) / power
-            if abs(own) > _BEYOND * max(u, spread, *map(abs, legal)):
+            if abs(own) > _BEYOND * max(self.u_ops, spread, *map(abs, legal)):
                 return Judgement("wrong", found.noise_ratio, found.rms_error, f"all are multiplied by {1 + own:.6g}")
         if self.exact.dim() < 2:
             return found
         noise = torch.stack([error.square() for error in errors[1:]]).mean(0)
         level = torch.where(counted, noise + (u * size).square() / 3, 0.0).mean(-1, keepdim=True).sqrt()
-        level = level.clamp(min=smallest_precise(candidate.dtype))
+        level = level.clamp(min=smallest_precise(self._own))
         scaled = [tensor / level for tensor in (self.exact, *runs)]
-        by_rows = Reference(scaled[0], scaled[1], scaled[2:], dtype=self.native.dtype, valid=None, tied=self.unsettled)
+        by_rows = Reference(scaled[0], scaled[1], scaled[2:], dtype=self._native_dtype, valid=None, tied=self.unsettled)
         other = by_rows.judge(value / level)
         is_worse = (other.noise_ratio or 0.0) > (found.noise_ratio or 0.0)
         return dataclasses.replace(other, rms_error=found.rms_error, reason=found.reason) if is_worse else found
@@ -128,15 +134,15 @@ class Expectation:
     def _quick(self, candidate: Tensor) -> Judgement | None:
         """Return the judgment of what is within the error of the reference in its own dtype; None for the rest."""
         exact = self.exact
-        if not exact.is_floating_point() or candidate.element_size() < self.native.element_size():
+        if not exact.is_floating_point() or self._own.itemsize < self._native_dtype.itemsize:
             return None
-        error = candidate.double().sub_(exact)
+        error = candidate.double() - exact
         size, ratio = error.abs(), math.inf
         if self.only is not None and self.only.is_composite and self.bound is not None:
             # This costs less than the means of slices, and decides.
             is_within = bool((size <= self.bound).all())
             return Judgement("rounding", None, None, bound_ratio=1.0) if is_within else None
-        own, others = slice_means([error.square_(), self.native.double().sub_(exact).square_()], Counted(None))
+        own, others = slice_means([error.square_(), (self.native.double() - exact).square_()], Counted(None))
         if 0 < others.mean < math.inf and own.mean < math.inf:
             ratio = own.mean / others.mean
             for ours, theirs in zip(own.by_axis, others.by_axis, strict=True):
@@ -150,7 +156,7 @@ class Expectation:
             return found if self.quick_ratio <= self.cheap else None
         if self.quick_ratio <= self.cheap:
             # Small elements may hide an error beside large ones: those are held against the bound.
-            u, tiny = unit_roundoff(candidate.dtype), smallest_precise(candidate.dtype)
+            u, tiny = unit_roundoff(self._own), smallest_precise(self._own)
             far = torch.add(size, exact.abs(), alpha=-_FAR * u) > _FAR * tiny
             if not bool(far.any()):
                 return found
@@ -161,15 +167,15 @@ class Expectation:
         return dataclasses.replace(found, noise_ratio=None, bound_ratio=1.0) if is_within else None
 
     def _reference(self, candidate: Tensor, runs: list[Tensor]) -> Reference:
-        reference = Reference(self.exact, self.native, runs, dtype=self.native.dtype, valid=None, tied=self.unsettled)
-        return reference if candidate.is_complex() else reference.kept_in(candidate.dtype)
+        reference = Reference(self.exact, self.native, runs, dtype=self._native_dtype, valid=None, tied=self.unsettled)
+        return reference if candidate.is_complex() else reference.kept_in(self._own)
 
     def _by(self, candidate: Tensor, runs: list[Tensor], bound: Tensor | None) -> Judgement:
         reference = self._reference(candidate, runs)
         if bound is None:
             return reference.judge(candidate)
-        if self.native.is_floating_point() and unit_roundoff(candidate.dtype) > unit_roundoff(self.native.dtype):
-            bound = bound + unit_roundoff(candidate.dtype) * self.exact.abs() * 1.3
+        if self.native.is_floating_point() and unit_roundoff(self._own) > unit_roundoff(self._native_dtype):
+            bound = bound + unit_roundoff(self._own) * self.exact.abs() * 1.3
         return reference.judge_introduced(candidate, bound)
 
     def _accepting_overflow(self, candidate: Tensor) -> Tensor:
@@ -177,13 +183,11 @@ class Expectation:
         native = self.native
         if not native.is_floating_point() or not candidate.is_floating_point():
             return candidate
-        largest = limits(candidate.dtype).largest
-        if candidate.element_size() >= 4:
-            largest = torch.finfo(candidate.dtype).max
+        largest = torch.finfo(self._own).max
         odd = ~candidate.isfinite()
         if not bool(odd.any()):
             return candidate
-        beyond = self.exact.isfinite() & (self.exact.abs() >= largest * (1 - unit_roundoff(candidate.dtype)))
+        beyond = self.exact.isfinite() & (self.exact.abs() >= largest * (1 - unit_roundoff(self._own)))
         same = (candidate.isnan() & native.isnan()) | (candidate.double() == native.double())
         legal = odd & ((beyond & (candidate.sign() == self.exact.sign())) | (self.exact.isfinite() & same))
         return torch.where(legal, self.exact, candidate.double()) if bool(legal.any()) else candidate
@@ -205,6 +209,11 @@ class Expectation:
         if not count:
             return Judgement("rounding", None, None, "ties: other choices are as good", is_tie=True)
         return Judgement("wrong", None, None, f"{count} of {differs.numel()} elements differ")
+
+
+def _usable(tensor: Tensor) -> Tensor:
+    """Return numbers of one byte, on which hardly any op works, in float32."""
+    return tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
 
 
 def figures(path: str, expectation: Expectation, candidate: Tensor, found: Judgement) -> TensorMatch:

@@ -19,6 +19,7 @@ from glassengine.kernels.regions import described
 from glassengine.kernels.trace import copied, tensors_of
 from glassengine.kernels.written_out import WrittenOut
 from glassengine.numerics.judgement import unit_roundoff
+from glassengine.numerics.kinds import parts
 from glassengine.numerics.metrics.orders import called, order_between
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of
@@ -107,8 +108,9 @@ class _Case:
         self.exact = self.part.exact[self.which]
         self.expectation = self.part.expectation(self.which)
         self.is_float = self.exact.is_floating_point() and self.candidate.is_floating_point()
-        self.value = self.candidate.double()
-        self.wide = self.exact.double()
+        self.value, self.wide = (
+            parts(t).double() if t.is_complex() else t.double() for t in (self.candidate, self.exact)
+        )
         self.error = _rms(self.value - self.wide)
         dtype = self.candidate.dtype if self.candidate.is_floating_point() else torch.float32
         native = _rms(self.part.native[self.which].double() - self.wide) if self.is_float else 0.0

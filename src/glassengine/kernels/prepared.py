@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from glassengine.judge.exclusions.ties import is_comparison, ranking, tied_choices
 from glassengine.kernels.leaves import MANY_RUNS, Expectation
-from glassengine.kernels.trace import Choices, OnlyOp, Trace, copied, is_near, tensors_of, traced, wide
+from glassengine.kernels.trace import DOUBLE, Choices, OnlyOp, Trace, copied, is_near, tensors_of, traced, wide
 from glassengine.numerics.ops import Accumulation
 
 _LARGE = 1 << 22
@@ -64,7 +64,11 @@ class Part:
             else:
                 results, after = self.trace.noisy(self.inputs, self._generator)
             self._runs.append([*results, *after])
-        return [run[which] for run in self._runs[:number]]
+        found = [run[which] for run in self._runs[:number]]
+        if not self.trace.is_double or not self.exact[which].is_floating_point():
+            return found
+        # To first order noise of float64 is that of float32, and so much smaller.
+        return [self.exact[which] + (run - self.exact[which]) * DOUBLE for run in found]
 
     @cached_property
     def _choices(self) -> Choices:
@@ -108,6 +112,7 @@ class Part:
             partial(self._tied, which),
             bool(self.trace.module is not None and self.trace.choices),
             partial(self.unsettled, which),
+            self.trace.coarsest(native.dtype),
         )
 
     def _tied(self, which: int, candidate: Tensor) -> Tensor | None:
@@ -126,6 +131,8 @@ class Part:
             node = node.args[0]
         if not isinstance(node, Node) or node.op != "call_function":
             return None
+        if is_comparison(node) and node not in self.trace.choices:
+            return None  # of values that no rounding has changed
         value, args = self.trace.seen(self.inputs, node, None)
         exact = value if place is None else value[place]
         if exact.shape != candidate.shape:
@@ -327,6 +334,6 @@ def same(one: Tensor, other: Tensor) -> bool:
         return False
     if torch.equal(one, other):
         return True
-    if not one.is_floating_point():
+    if not one.is_floating_point() or one.element_size() == 1:
         return False
     return bool(((one == other) | (one.isnan() & other.isnan())).all())

@@ -34,6 +34,8 @@ from glassengine.program.representation.outputs import is_view
 Choices = dict[Node, Tensor]
 """Op -> places or bools that it chose."""
 
+DOUBLE = 2.0**-29
+"""Unit roundoff of float64 over that of float32."""
 _OF_BOUND = 0.5
 """Noise of an op of several steps, as a share of its rounding bound: formulas differ by more than a rounded result."""
 
@@ -53,6 +55,8 @@ def _wide_once(value: Any) -> Any:
 
 
 def _narrow_device(value: Any) -> Any:
+    if isinstance(value, torch.dtype) and value.is_floating_point:
+        return torch.float64
     return torch.device("cpu") if isinstance(value, torch.device) else retarget(value)
 
 
@@ -70,6 +74,18 @@ class Trace:
     def rounding(self) -> list[Node]:
         """The ops that round."""
         return [node for node in self.steps if _rounds(node)]
+
+    def coarsest(self, native: torch.dtype) -> float:
+        """Return the unit roundoff of the coarsest op but casts; of float32 at least."""
+        values = [v for n in self.rounding if not traits_of(n).casts for v in _floats(n.meta["val"])]
+        kinds = {v.dtype for v in values} if self.module is not None else {native}
+        return max((unit_roundoff(kind) for kind in kinds if kind.is_floating_point), default=2.0**-24)
+
+    @cached_property
+    def is_double(self) -> bool:
+        """Whether every op rounds to float64. Sums are modeled as those of float32, and their noise scaled."""
+        kinds = {value.dtype for node in self.rounding for value in _floats(node.meta["val"])}
+        return kinds == {torch.float64}
 
     @torch.no_grad()
     def exact(self, inputs: Sequence[Any]) -> tuple[Any, OnlyOp | None]:
@@ -177,6 +193,8 @@ class OnlyOp:
             found = rounding_bound(Operation(base_name(self.node.target), target_of(self.node), args, kwargs, value), r)
         except (RuntimeError, IndexError, TypeError, ValueError):
             return None  # a form of the op that its bound does not know
+        if found is not None and self.node.meta["val"].dtype is torch.float64:
+            found = found * DOUBLE
         return found if found is None or is_alone or where is None else found[where]
 
 
@@ -378,6 +396,7 @@ class _Lane(Interpreter):
 
     def _roundoff(self, node: Node) -> Roundoff:
         dtype = _floats(node.meta["val"])[0].dtype
+        dtype = torch.float32 if dtype is torch.float64 else dtype
         return Roundoff(unit_roundoff(dtype), tiny=smallest_precise(dtype), u_sums=self._how.u_sums)
 
     def _noised(self, node: Node, value: Any, args: Any, kwargs: Any) -> Any:
@@ -390,6 +409,8 @@ class _Lane(Interpreter):
         found = noisy(node, value, args, kwargs, r.u, generator, self._how, r.tiny)
         if traits_of(node).rounding is Rounding.COMPOSITE:
             bound = OnlyOp(node, value, args, kwargs, r, self._how).bound()
+            if bound is not None and node.meta["val"].dtype is torch.float64:
+                bound = bound / DOUBLE  # as all noise of this run
             if bound is not None:
                 unit = torch.rand(value.shape, generator=generator, dtype=torch.float64) * 2 - 1
                 moved = found + bound * _OF_BOUND * unit

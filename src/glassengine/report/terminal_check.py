@@ -18,7 +18,7 @@ from rich.text import Text
 
 from glassengine.report import words
 from glassengine.report.findings import next_step
-from glassengine.report.table import VERDICT_STYLES, Screen, indent, mark
+from glassengine.report.table import VERDICT_STYLES, Screen, indent, mark, new_table
 from glassengine.report.terminal_prompt import prompt
 from glassengine.report.words import (
     cost_line,
@@ -153,13 +153,11 @@ def short_source(source: str) -> str:
     return f"{place_of(source)}: {code}" if code else place_of(source)
 
 
-def _ladder(result: Comparison) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("compared", overflow="fold")
-    table.add_column("how", no_wrap=True)
-    for name in ("tensors", "coverage", "error/rounding"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
+def _ladder(result: Comparison) -> RenderableType:
+    columns = ("compared", "how", "tensors", "coverage", "error/rounding", "verdict")
+    table = new_table(*columns, first=("coverage", "tensors"))
+    for column in table.columns[:2]:
+        column.justify = "left"
     for rung in result.rungs:
         pairs = [pair for pair in result.pairs if pair.rung == rung.name]
         table.add_row(

@@ -113,7 +113,6 @@ def test_filters_order_and_search_are_in_the_address(tab: Open, report: Path) ->
     page.get_by_label("step").last.select_option("2")
     assert kept.inner_text() == "1 of 96 tensors"
     page.reload()
-    page.wait_for_function("document.documentElement.dataset.ready === 'yes'")
     assert page.locator("#kept").inner_text() == "1 of 96 tensors"
     page.evaluate("location.hash = 'q=layers%5C.%5B01%5D&order=run'")
     assert page.locator("#kept").inner_text() == "32 of 96 tensors"
@@ -238,7 +237,6 @@ def test_one_file_shows_the_same_and_copies_its_answer(tab: Open, tmp_path: Path
     write_report(comparison(), tmp_path / "alone" / "index.html", made="2026-11-28: glass check a b")
     assert [path.name for path in (tmp_path / "alone").iterdir()] == ["index.html"]
     page = tab(tmp_path / "alone").page
-    page.wait_for_function("document.documentElement.dataset.ready === 'yes'")
     assert page.locator("#kept").inner_text() == "96 of 96 tensors"
     page.locator(".row").first.click()
     page.locator("#detail .name").wait_for()
