@@ -58,7 +58,7 @@ def test_a_clean_ladder_exits_0(factories: str, ids: str, capsys: pytest.Capture
     assert main(["check", f"{factories}:clean", "--backend", "eager", "--inputs", ids, "--steps", "1"]) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("ok: ")
-    for rung in ("program", "engine", "release"):
+    for rung in ("exported program", "engine", "release"):
         assert f"\n{rung} " in printed.out
     assert "exporting the program" in printed.err and "exporting" not in printed.out
 

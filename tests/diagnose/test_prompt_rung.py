@@ -21,7 +21,6 @@ from glassengine.diagnose.ladder.request import CheckRequest
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.plugins.serving.ggml.tokens import vocabulary_of
 from glassengine.plugins.serving.ggml.write import write_gguf
-from glassengine.prompt.worker import answer
 from glassengine.report.agent_text import agent_text
 from glassengine.report.findings import findings
 from glassengine.report.page.write import write_report
@@ -132,7 +131,10 @@ def test_nothing_is_said_where_a_side_has_no_tokenizer(side: str, model: Path, t
 def test_a_tokenizer_that_cannot_be_opened_is_a_note(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_rung, "compare_in", lambda *_, **__: answer(("candidate", "open", str(other))))
+    def fails(*_: object, **__: object) -> None:
+        raise UsageError("the tokenizer cannot be opened", got="data did not match")
+
+    monkeypatch.setattr(prompt_rung, "compare_in", fails)
     other = copied(model, tmp_path / "other", lambda document: document["model"]["merges"].insert(0, ["zq", "qz"]))
     result = glass.check(model, candidate=other, steps=0)
     assert result.ok and result.prompt is None
