@@ -49,6 +49,7 @@ ALLOWED = {
         "plugins/serving/interpreter.py",
         "sys.executable",
     ): "the interpreter, where the user names none; started by the place",
+    ("prompt/worker.py", "sys.executable"): "the interpreter, where the user names none; started by the place",
     ("plugins/cluster/ray_tasks.py", "ray.init"): "Ray starts workers; a job that has no working directory for modules",
 }
 

@@ -108,7 +108,7 @@ def test_the_commands_of_ditto_run_word_for_word(
     engine = glass.load(engine_directory)
     expected = engine.generate(PROMPT, max_new_tokens=10)
     assert expected.texts is not None and shown.out.startswith(2 * (expected.texts[0] + "\n"))
-    assert "verdict identical" in shown.out
+    assert "bitwise identical" in shown.out
     for name in ("ditto-run", "trtllm-run"):
         artifacts = documented_paths / "artifacts" / name
         assert f"the tensors of {expected.num_steps} steps to" in shown.err

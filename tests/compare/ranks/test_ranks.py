@@ -405,7 +405,7 @@ def test_the_screen_says_how_and_gives_the_hint(tmp_path: Path, capsys: pytest.C
     assert main(["compare", str(x), str(y)]) == 1
     shown = capsys.readouterr().out
     assert "first divergence: step 0, mlp.proj" in shown
-    assert "hint    the results of ranks 0, 1 add up to the baseline: a reduction (all-reduce) is missing" in shown
+    assert "the results of ranks 0, 1 add up to the baseline: a reduction (all-reduce) is missing" in shown
     assert "of several ranks, the tensors of the candidate were put together: 2 in every rank; 2 concatenated" in shown
     assert main(["compare", str(x), str(record_ranks(tmp_path / "z", parts()))]) == 0
 
