@@ -202,3 +202,36 @@ def test_numbers_of_eight_bits() -> None:
 def test_a_comparison_of_given_numbers_has_no_ties() -> None:
     x = drawn(16, 33).round()
     assert not glass.matches(lambda x: x >= 0, lambda x: x > 0, (x,)).ok
+
+
+def test_results_with_names_are_compared_by_name() -> None:
+    x = drawn(4, 5)
+
+    def reference(x: Tensor) -> dict[str, Any]:
+        return {"a": x, "b": {"sum": x.sum(-1), "more": [x + 1, None]}}
+
+    assert glass.matches(lambda x: {"b": {"more": [x + 1, None], "sum": x.sum(-1)}, "a": x}, reference, (x,)).ok
+    exchanged = glass.matches(lambda x: {"b": x, "a": x + 1}, lambda x: {"a": x, "b": x + 1}, (x,))
+    assert not exchanged.ok and [one.path for one in exchanged.tensors] == ["['a']", "['b']"]
+    assert exchanged.mistakes
+    other = glass.matches(lambda x: {"c": x}, lambda x: {"a": x}, (x,))
+    assert not other.ok and other.tensors[0].reason == "results named ['c'], expected ['a']"
+    assert glass.matches(lambda x: (x, x + 1), lambda x: {"a": x, "b": x + 1}, (x,)).ok
+
+
+def test_a_reference_that_gives_nothing_is_refused() -> None:
+    x = drawn(4, 5)
+    for nothing in (lambda x: None, lambda x: [], lambda x: {"a": None}):
+        with pytest.raises(UsageError, match="gives nothing to compare"):
+            glass.matches(nothing, nothing, (x,))
+
+
+@pytest.mark.parametrize(("by", "ok"), [(1.0, True), (2.0, False)])
+def test_a_reference_that_only_writes_is_compared_by_what_it_writes(by: float, ok: bool) -> None:
+    def adds(by: float) -> Any:
+        def call(x: Tensor) -> None:
+            x.add_(by)
+
+        return call
+
+    assert glass.matches(adds(by), adds(1.0), (drawn(4, 5),)).ok == ok

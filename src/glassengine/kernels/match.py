@@ -97,14 +97,17 @@ def judged(actual: Any, inputs: Any, prepared: Prepared, *, accumulation: str, c
         with torch.no_grad():
             candidate = call(*own)
         written = list(tensors_of(as_tensors(own)))
+    candidate = _in_order(as_tensors(candidate), prepared.result)
     found, notes = _compared(candidate, written, prepared, check_dtype)
+    if not found and all(leaf is None for leaf in pytree.tree_leaves(prepared.result)):
+        raise UsageError("the reference gives nothing to compare", got="no result, and no input that it writes to")
     verdict = worst(one.verdict for one in found)
     ok = all(map(passes, found))
     trace = prepared.trace
     mistakes: tuple[KernelMistake, ...] = ()
     if not ok:
         given = called(actual, inputs)[0] if is_function else None
-        mistakes = mistakes_of(found, prepared, as_tensors(candidate), given)
+        mistakes = mistakes_of(found, prepared, candidate, given)
     return Match(
         ok=ok,
         verdict=verdict,
@@ -120,7 +123,7 @@ def judged(actual: Any, inputs: Any, prepared: Prepared, *, accumulation: str, c
 def _compared(
     candidate: Any, written: list[Tensor | None], prepared: Prepared, check_dtype: bool
 ) -> tuple[list[TensorMatch], list[str]]:
-    pairs, found = _paired(as_tensors(candidate), prepared)
+    pairs, found = _paired(candidate, prepared)
     notes = []
     for path, which, tensor in pairs:
         native = prepared.native[which]
@@ -143,10 +146,28 @@ def _compared(
     return found, notes
 
 
+def _in_order(candidate: Any, result: Any) -> Any:
+    """Return what a candidate made as the reference has it, where both give the same names; else as it is."""
+    ours, spec = pytree.tree_flatten_with_path(result)
+    theirs = {pytree.keystr(path): value for path, value in pytree.tree_flatten_with_path(candidate)[0]}
+    names = [pytree.keystr(path) for path, _ in ours]
+    return pytree.tree_unflatten([theirs[name] for name in names], spec) if theirs.keys() == set(names) else candidate
+
+
+def _names(tree: Any) -> set[str]:
+    """Return the names that a tree gives to its values; none for places of a list."""
+    paths = [path for path, value in pytree.tree_flatten_with_path(tree)[0] if value is not None]
+    return {pytree.keystr(path) for path in paths if any(isinstance(key, pytree.MappingKey) for key in path)}
+
+
 def _paired(candidate: Any, prepared: Prepared) -> tuple[list[tuple[str, int, Tensor]], list[TensorMatch]]:
     """Return (path, number, tensor) of the tensors of a candidate, and what does not fit the reference."""
     trees = [pytree.tree_flatten_with_path(tree)[0] for tree in (candidate, prepared.result)]
     theirs, ours = ([(pytree.keystr(k), v) for k, v in side if v is not None] for side in trees)
+    named = [_names(tree) for tree in (candidate, prepared.result)]
+    if all(named) and named[0] != named[1]:
+        reason = f"results named {', '.join(sorted(named[0]))}, expected {', '.join(sorted(named[1]))}"
+        return [], [_refused("", torch.empty(0), torch.empty(0), reason)]
     if len(theirs) != len(ours):
         nothing = torch.empty(0)
         reason = f"{len(theirs)} results, expected {len(ours)}"
