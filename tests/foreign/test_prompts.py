@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import json
 import shutil
@@ -14,9 +13,9 @@ import pytest
 import real_tokenizers as real
 
 from glassengine.prompt.check import compare_sides
-from glassengine.prompt.side import PromptSide
 from glassengine.prompt.worker import _open
 from glassengine.results import PromptComparison
+from tests.prompt.planted import Change, exchange, normalizer, opened, split
 
 pytestmark = [
     pytest.mark.slow,
@@ -37,12 +36,6 @@ PACKAGES = {
     "mistral3": "mistral_common",
     "jurassic": "ai21_tokenizer",
 }
-Change = Callable[[dict[str, Any]], object]
-
-
-@functools.cache
-def opened(spec: str) -> PromptSide:
-    return _open(spec)
 
 
 def compared(ours: str | Path, theirs: str | Path) -> PromptComparison:
@@ -148,15 +141,6 @@ def openvino(folder: Path, target: Path) -> str:
     return f"openvino:{target}"
 
 
-def split(old: str, new: str) -> Change:
-    def change(document: dict[str, Any]) -> None:
-        pattern = document["pre_tokenizer"]["pretokenizers"][0]["pattern"]
-        assert old in pattern["Regex"]
-        pattern["Regex"] = pattern["Regex"].replace(old, new)
-
-    return change
-
-
 def begun(*tokens: str) -> Change:
     def change(document: dict[str, Any]) -> None:
         ids = {one["content"]: one["id"] for one in document["added_tokens"]}
@@ -170,16 +154,6 @@ def begun(*tokens: str) -> Change:
         }
 
     return change
-
-
-def normalized(*kinds: str) -> Change:
-    steps = [{"type": kind} for kind in kinds]
-    return lambda document: document.update(normalizer={"type": "Sequence", "normalizers": steps})
-
-
-def exchanged(document: dict[str, Any]) -> None:
-    vocabulary = document["model"]["vocab"]
-    vocabulary["\u0120the"], vocabulary["\u0120of"] = vocabulary["\u0120of"], vocabulary["\u0120the"]
 
 
 def shuffled(document: dict[str, Any]) -> None:
@@ -204,19 +178,19 @@ PLANTED: list[tuple[str, str, Change]] = [
     ("llama3", "pre-tokenizer (white space", split(r"\s+(?!\S)|", "")),
     ("qwen36", "pre-tokenizer (combining marks", split(r"[\p{L}\p{M}]+", r"\p{L}+")),
     ("llama4", "pre-tokenizer (digits)", split(r"\p{N}{1,3}", r"\p{N}+")),
-    ("deepseek", "normalization (NFC)", normalized("NFC")),
-    ("llama3", "normalization (NFKC)", normalized("NFKC")),
-    ("llama3", "normalization (lower case)", normalized("Lowercase")),
-    ("tekken", "normalization (accents are removed)", normalized("NFD", "StripAccents")),
+    ("deepseek", "normalization (NFC)", normalizer("NFC")),
+    ("llama3", "normalization (NFKC)", normalizer("NFKC")),
+    ("llama3", "normalization (lower case)", normalizer("Lowercase")),
+    ("tekken", "normalization (accents are removed)", normalizer("NFD", "StripAccents")),
     ("claude", "normalization", lambda document: document.update(normalizer=None)),
-    ("gpt3", "vocabulary", exchanged),
+    ("gpt3", "vocabulary", exchange),
     ("gpt3", "merge order", shuffled),
     (
         "llama3",
         "prefix space",
         lambda document: document["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True),
     ),
-    ("clip", "normalization (lower case)", normalized("NFC")),
+    ("clip", "normalization (lower case)", normalizer("NFC")),
 ]
 
 

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from glassengine.results.replay import Bisection, Replayed, ReplayedOutput
 
 _ROWS, _COLUMNS = 25, 100
-_RESULTS = ("results ", "         ")
 _HEAD, _LEAST_ROWS = 5, 3
 """Lines of the head of a table, and the fewest rows of one."""
 _MAX_RESULTS, _MAX_INPUTS, _MAX_NOTES = 3, 3, 3
@@ -77,16 +76,19 @@ class _Screen:
         def rows(lines: Sequence[Text]) -> int:
             return len(lines) if options.no_wrap else sum(_height(line, console, width) for line in lines)
 
-        head = list(answer(result))
         divergence = [] if result.first_divergence is None else list(_divergence(result, result.first_divergence))
-        results = [line for line in head if line.plain.startswith(_RESULTS)]
-        rest_of_head = [line for line in head if line not in results]
-        top = [headline(result), *results, *because(result), *following(result, self.command), compared(result)]
+        top = [
+            headline(result),
+            *_results(result),
+            *because(result),
+            *following(result, self.command),
+            compared(result),
+        ]
         weights = list(_weights(result))
         first = result.first_divergence
         rest = [*([] if first is None else _about(result, first)), *_severity(result), *_written_differently(result)]
         rest += _skipped(result)
-        shown = [*top, *divergence, *rest_of_head, *weights]
+        shown = [*top, *divergence, *_prompt(result), *_given(result), *weights]
         # The table has its head and a rule.
         left = _ROWS - rows(shown) - (len(result.rungs) + 2) - 1
         drift = []
@@ -277,6 +279,11 @@ def answer(result: Comparison) -> Iterator[Text]:
     """Yield the lines."""
     yield from _prompt(result)
     yield from _results(result)
+    yield from _given(result)
+
+
+def _given(result: Comparison) -> Iterator[Text]:
+    """Yield what was given to both sides, notes, and how finely the inside was judged."""
     yield from _inputs(result)
     yield from (Text(f"note     {note}", style="yellow") for note in result.notes[:_MAX_NOTES])
     if result.fineness:

@@ -281,6 +281,14 @@ def _softmaxes() -> list[Wrong]:
 def _norms() -> list[Wrong]:
     ln, rn, written = "layer norm", "rms norm", "layer norm written"
     small = of(ln, 0.01, 0)
+
+    def no_root(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5) * w + b
+
+    def one_pass(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        mean = x.mean(-1, keepdim=True)
+        return (x - mean) / ((x * x).mean(-1, keepdim=True) - mean**2 + 1e-5).sqrt() * w + b
+
     return [
         Wrong(ln, "unbiased variance", "statistics", lambda x, w, b: norm(x, w, b, correction=1)),
         Wrong(written, "unbiased variance", "statistics", lambda x, w, b: norm(x, w, b, correction=1)),
@@ -332,13 +340,13 @@ def _norms() -> list[Wrong]:
             ln,
             "no root",
             "operation left out|operation replaced",
-            lambda x, w, b: (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5) * w + b,
+            no_root,
         ),
         Wrong(
             written,
             "no root",
             "operation left out|operation replaced",
-            lambda x, w, b: (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5) * w + b,
+            no_root,
         ),
         Wrong(ln, "over rows", "axis", lambda x, w, b: norm(x.T, 1 + 0 * w[0], 0 * b[0]).T * w + b),
         Wrong(ln, "weight and bias exchanged", "operands swapped", lambda x, w, b: norm(x, b, w)),
@@ -346,24 +354,14 @@ def _norms() -> list[Wrong]:
             ln,
             "one pass with a large mean",
             "statistics|precision|overflow",
-            lambda x, w, b: (
-                (x - x.mean(-1, keepdim=True))
-                / ((x * x).mean(-1, keepdim=True) - x.mean(-1, keepdim=True) ** 2 + 1e-5).sqrt()
-                * w
-                + b
-            ),
+            one_pass,
             inputs=shifted(ln, 3e4),
         ),
         Wrong(
             written,
             "one pass with a large mean",
             "statistics|precision|overflow",
-            lambda x, w, b: (
-                (x - x.mean(-1, keepdim=True))
-                / ((x * x).mean(-1, keepdim=True) - x.mean(-1, keepdim=True) ** 2 + 1e-5).sqrt()
-                * w
-                + b
-            ),
+            one_pass,
             inputs=shifted(ln, 300.0),
         ),
         Wrong(
