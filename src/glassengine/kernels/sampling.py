@@ -25,9 +25,11 @@ def assert_samples_match(samples: Tensor, probabilities: Tensor) -> float:
 
     Raises:
         AssertionError: A value was drawn that is impossible, or the counts are too far off.
-        UsageError: There are too few samples to judge by.
+        UsageError: There are too few samples to judge by, or the probabilities are no distribution.
     """
     p = probabilities.double().flatten()
+    if not bool(p.isfinite().all()) or bool((p < 0).any()) or not bool(p.any()):
+        raise UsageError("not a distribution", got=str(p.tolist()[:6]), expected="numbers from 0 on, some above 0")
     drawn = samples.flatten().long().cpu()
     if bool((drawn < 0).any()) or bool((drawn >= len(p)).any()):
         raise AssertionError(f"a sample is outside of 0 to {len(p) - 1}: {int(drawn.min())} to {int(drawn.max())}")
