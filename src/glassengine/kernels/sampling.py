@@ -25,7 +25,7 @@ def assert_samples_match(samples: Tensor, probabilities: Tensor) -> float:
 
     Raises:
         AssertionError: A value was drawn that is impossible, or the counts are too far off.
-        UsageError: There are too few samples to judge by, or the probabilities are no distribution.
+        UsageError: There are too few samples to judge by, or a probability is negative or not finite, or all are 0.
     """
     p = probabilities.double().flatten()
     if not bool(p.isfinite().all()) or bool((p < 0).any()) or not bool(p.any()):
