@@ -196,7 +196,7 @@ def test_llama_cpp_cannot_normalize_and_that_is_a_limit(trained: Path, tmp_path:
 
 
 THINKS = "{% if enable_thinking %}<think>{% endif %}"
-IS_TEXT = "{% if messages[0].content is none %}none{% endif %}"
+IS_TEXT = "{% if messages[-1].content is none %}none{% endif %}"
 
 
 @pytest.mark.parametrize(

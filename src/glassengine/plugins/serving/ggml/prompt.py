@@ -6,12 +6,14 @@ import ctypes as c
 import importlib.util
 import json
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from datetime import datetime
+from http import HTTPStatus
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from glassengine.errors import UsageError
 from glassengine.plugins.serving.ggml.child import find_library
@@ -197,13 +199,14 @@ class _Renderer:
             ValueError: llama.cpp refuses it.
         """
         body = json.dumps({"add_generation_prompt": False, **conversation}).encode()
-        address = f"{self._server.listening_address}/apply-template"
-        request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
-        try:
-            with urllib.request.urlopen(request) as reply:
-                return str(json.loads(reply.read())["prompt"])
-        except urllib.error.HTTPError as error:
-            raise ValueError(error.read(1000).decode("utf-8", "replace")) from None
+        address = urlsplit(self._server.listening_address).netloc
+        with closing(HTTPConnection(address)) as connection:
+            connection.request("POST", "/apply-template", body, {"Content-Type": "application/json"})
+            reply = connection.getresponse()
+            text = reply.read().decode("utf-8", "replace")
+        if reply.status != HTTPStatus.OK:
+            raise ValueError(text[:1000])
+        return str(json.loads(text)["prompt"])
 
 
 def _is_for_server(conversation: Conversation) -> bool:
@@ -238,7 +241,7 @@ def _vocab_only(library: Library) -> int:
 
 
 def _write_tiny(path: Path, template: str | None = None, special: Mapping[str, str] = _NOTHING) -> Path:
-    """Write a file of a vocabulary without tensors, or of a template with the smallest model that llama-server loads."""
+    """Write a file of a vocabulary without tensors, or of a template with the smallest model of llama-server."""
     import gguf
     import numpy as np
 
