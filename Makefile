@@ -10,7 +10,7 @@ WORKERS ?= $(shell $(PYTHON) -c "import os; print(max(2, min(4, os.cpu_count() o
 test test-all test-cuda test-foreign test-foreign-onnx test-serving: export OMP_NUM_THREADS = 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: browser demo test test-all test-cuda test-foreign test-foreign-onnx test-serving lint docs pictures schemas dist bench audit sbom lock fuzz faults
+.PHONY: browser demo test test-all test-cuda test-foreign test-foreign-onnx test-serving lint docs pictures schemas changelog dist bench audit sbom lock fuzz faults
 
 demo: $(STAMP)
 	$(BIN)/glass check examples/tiny-llama
@@ -86,6 +86,10 @@ docs: $(TOOLS)/.installed
 dist: $(STAMP) sbom
 	$(BIN)/python -c "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
 	cd dist && rm -f SHA256SUMS && sha256sum * > SHA256SUMS
+
+# The section of a release in CHANGELOG.md, from the fragments in changelog.d/, which it removes: make changelog VERSION=0.3.0
+changelog: $(TOOLS)/.installed
+	$(TOOLS)/bin/towncrier build --yes --version $(VERSION)
 
 # Changes files of every kind, for an hour or FUZZ_SECONDS; FUZZ_KINDS="engine snapshot" are those alone.
 fuzz: $(STAMP)
