@@ -176,7 +176,7 @@ def rendered_by_transformers(template: str | None, vocabulary: Vocabulary, conve
         for name, ids in vocabulary.special.items()
         if ids
     }
-    tokenizer = PreTrainedTokenizerBase(**texts)  # type: ignore[no-untyped-call]
+    tokenizer = PreTrainedTokenizerBase(**texts)
     return rendered(functools.partial(tokenizer.apply_chat_template, chat_template=template), conversation)
 
 

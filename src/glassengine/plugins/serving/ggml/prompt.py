@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes as c
+import importlib
 import importlib.util
 import json
 import tempfile
@@ -182,8 +183,7 @@ class _Renderer:
     """
 
     def __init__(self, template: str, vocabulary: Vocabulary) -> None:
-        import xllamacpp
-
+        xllamacpp = importlib.import_module("xllamacpp")  # without types
         texts = {name: vocabulary.pieces[ids[0]].decode() for name, ids in vocabulary.special.items() if ids}
         with tempfile.TemporaryDirectory(prefix="glassengine-template-") as folder:
             parameters = xllamacpp.CommonParams()
