@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from glassengine.results import Comparison, Divergence
     from glassengine.taps import tap
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Comparison",
