@@ -115,7 +115,7 @@ class Expectation:
         if unit_roundoff(self._own) < _HALF or self._own.itemsize < 2 or not self.exact.is_floating_point():
             return False
         errors = [(t.double() - self.exact).nan_to_num(0.0, 0.0, 0.0) for t in (candidate, self.native)]
-        own, level = self._factors(errors, tuple(range(self.exact.dim())))
+        own, level = self._factors(errors, list(range(self.exact.dim())))
         return abs(float(own)) > _BIASED * float(level)
 
     @cached_property
@@ -124,7 +124,7 @@ class Expectation:
         counted = self.exact.isfinite() if self.unsettled is None else self.exact.isfinite() & ~self.unsettled
         return torch.where(counted, self.exact, 0.0)
 
-    def _factors(self, errors: Sequence[Tensor], dims: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def _factors(self, errors: Sequence[Tensor], dims: list[int]) -> tuple[Tensor, Tensor]:
         """Return (factor less 1 of the first of `errors`, that of legal rounding), of slices that have these axes."""
         size, u = self._size, max(map(unit_roundoff, (self._own, self._native_dtype)))
         square = size.square()
