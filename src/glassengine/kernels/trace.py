@@ -80,6 +80,8 @@ class Trace:
     why_not: str | None
     accumulation: Accumulation
     steps: list[Node] = field(default_factory=list)
+    checked: tuple[Any, Any] = (None, None)
+    """The inputs that it was tried on, and what it gave."""
 
     @cached_property
     def rounding(self) -> list[Node]:
@@ -264,7 +266,7 @@ def traced(
         found = Trace(reference, module, None, accumulation, nodes)
         try:
             is_whole = _is_faithful(found, reference, inputs)
-            found.exact(inputs)
+            found.checked = inputs, found.exact(inputs)
         except Exception as error:
             return Trace(reference, None, f"{type(error).__name__}: {first_line(error)}", accumulation)
     why = "it makes tensors of its inputs outside of PyTorch"
