@@ -114,7 +114,7 @@ _ASKED: dict[str, Callable[[Any], Any]] = {
 _BOTH: dict[str, Callable[[Any], Any]] = {"baseline": asked.model, "candidate": asked.model}
 _ASKED_OF: dict[str, dict[str, Callable[[Any], Any]]] = {
     "build": {"model": asked.model},
-    "check": _BOTH,
+    "check": {"candidate": asked.model},  # what it is given may be a script
     "check_training": _BOTH,
     "sites": {"target": asked.model},
     "show": {"recording": asked.existing},
