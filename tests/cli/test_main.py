@@ -606,6 +606,7 @@ COMMAND_LINES = {
     "report": "result.json -o report",
     "upload": "recording",
     "schema": "check",
+    "skill": "",
     "doctor": "",
 }
 

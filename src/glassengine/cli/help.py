@@ -83,6 +83,9 @@ report answer.json -o page --recordings reference --recordings port
 schema
 schema check
 schema compare --json=compare.schema.json
+skill
+skill -o SKILL.md
+skill --json
 mcp .
 mcp /data/recordings --timeout 60
 mcp . --run-code

@@ -44,6 +44,7 @@ COMMANDS = {
     "replay": "Run a snapshot again, without the original code.",
     "report": "Write a result as a page for the browser: index.html, and its data beside it.",
     "schema": "Print the JSON schema of the --json document of a command.",
+    "skill": "Print the instructions for a coding agent: when to use glass, in which order, how to read answers.",
     "mcp": "Serve check, compare, show and explain to a coding agent (MCP, on stdin and stdout).",
     "doctor": "Show versions, processor, compiler and back-ends of this machine.",
 }
