@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from importlib import resources
 from typing import Annotated
 
@@ -29,5 +28,4 @@ def skill() -> str:
 
 def order() -> str:
     """Return the section of SKILL.md that says what to do first, and what next."""
-    sections = re.split(r"^## (.+)\n", skill(), flags=re.MULTILINE)
-    return dict(zip(sections[1::2], sections[2::2], strict=True))["Order"].strip()
+    return skill().partition("## Order\n")[2].partition("\n## ")[0].strip()
