@@ -28,4 +28,5 @@ def skill() -> str:
 
 def order() -> str:
     """Return the section of SKILL.md that says what to do first, and what next."""
-    return skill().partition("## Order\n")[2].partition("\n## ")[0].strip()
+    sections = (part.strip() for part in skill().split("\n##"))
+    return next(part for part in sections if part.startswith("Order")).removeprefix("Order").strip()
