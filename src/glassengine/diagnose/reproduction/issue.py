@@ -123,5 +123,5 @@ def _worst(number: int, expected: torch.Tensor, actual: torch.Tensor, allowed: t
 
 
 def _code(text: Any) -> str:
-    """Return a text for one line of code; what comes from a model is no markup."""
+    """Return a text for one line of code, escaped: it may come from a model."""
     return str(text).encode("unicode_escape").decode("ascii").replace("`", "'")
