@@ -23,7 +23,7 @@ _SECTIONS = {
     "Selection": "step rank nonfinite values full plot sites",
     "Sampling": "do_sample temperature top_k top_p repetition_penalty seed",
     "Debugging": "debug print_tensors debug_dir debug_format debug_mode synchronous snapshot snapshot_on profile",
-    "Output": "output record export_format artifacts format report sarif reproduction byte_budget durable "
+    "Output": "output record export_format artifacts format report redact sarif reproduction byte_budget durable "
     "spool when_behind overwrite dry_run",
     _GLOBAL: "help version quiet verbose no_color no_progress metrics json",
 }
@@ -78,7 +78,7 @@ replay snapshots/0 --compare
 replay step.safetensors --first-nonfinite
 replay snapshots/0 --bisect
 report answer.json -o page
-report answer.json -o answer.html
+report answer.json -o answer.html --redact
 report answer.json -o page --recordings reference --recordings port
 schema
 schema check
