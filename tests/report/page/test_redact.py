@@ -18,15 +18,15 @@ def everything(folder: Path) -> str:
 
 def test_texts_paths_and_values_are_left_out_and_the_mistake_stays(tmp_path: Path) -> None:
     secret = comparison(
-        baseline="/home/me/models/secret-llama",
-        candidate="/home/me/port.py:model",
-        not_ok_because="differs, see /home/me/models/secret-llama/notes.txt",
+        baseline="/tmp/me/models/secret-llama",
+        candidate="/tmp/me/port.py:model",
+        not_ok_because="differs, see /tmp/me/models/secret-llama/notes.txt",
     )
     shown = {}
     for redact in (False, True):
-        write_report(secret, tmp_path / str(redact), made="glass check /home/me/models/secret-llama", redact=redact)
+        write_report(secret, tmp_path / str(redact), made="glass check /tmp/me/models/secret-llama", redact=redact)
         shown[redact] = everything(tmp_path / str(redact))
-    for text in ("/home/me", TEXTS[0], "scale=1 / 5.1", "self.scaling", "0.25"):
+    for text in ("/tmp/me", TEXTS[0], "scale=1 / 5.1", "self.scaling", "0.25"):
         assert text in shown[False] and text not in shown[True], text
     for text in ("secret-llama", "port.py:40", "the scale is 0.196078 instead of 0.176777", "2.13.0"):
         assert text in shown[True], text
@@ -49,7 +49,7 @@ def test_values_of_recordings_cannot_be_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        ("see /work/me/a b.txt", "see a b.txt"),
+        ("see /data/me/a b.txt", "see a b.txt"),
         ("C:\\Users\\me\\x.pt is missing", "x.pt is missing"),
         ("model/expand.0 reads /mlp/act", "model/expand.0 reads /mlp/act"),
         ("transformers/models/llama.py:3", "transformers/models/llama.py:3"),
