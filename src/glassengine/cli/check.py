@@ -15,6 +15,7 @@ from glassengine.cli.options import err, print_answer, settings, stages
 from glassengine.cli.shared import (
     AdaptedCheckpoint,
     Baseline,
+    CandidateArgument,
     Dtype,
     Library,
     Map,
@@ -27,6 +28,7 @@ from glassengine.cli.shared import (
     TrustEngine,
     Verdicts,
     decibels,
+    one_candidate,
 )
 from glassengine.progress import Work
 from glassengine.results import Comparison, Interrupted
@@ -44,6 +46,7 @@ _SHARES = (
 
 def command(
     baseline: Baseline,
+    candidate_argument: CandidateArgument = None,
     candidate: Annotated[
         str | None,
         typer.Option(
@@ -125,6 +128,7 @@ def command(
     Exit status: 0 ok, 1 a tensor reaches --fail-on (or a token changes), 4 too little was comparable.
     """
     answers.prepare()
+    candidate = one_candidate(candidate, candidate_argument)
     require_kind(candidate)
     if candidate is not None:
         refuse(MODEL if asked.is_plain_model(candidate) else GIVEN, flags_of(**locals()), candidate)
