@@ -89,6 +89,7 @@ REASONS: dict[str, dict[str, str]] = {
     "plugins/serving/ggml/steps.py": {"json.loads": "what our own parent process sent"},
     "plugins/serving/ggml/tokens.py": {"json.loads": "what the library tokenizers made in the same line"},
     "plugins/serving/interpreter.py": {"json.loads": "what our own child process answered"},
+    "cli/skill.py": {"read_text": "a file of this package"},
     "plugins/serving/vllm/inside/glassengine_vllm_run.py": {"json.load": "what our own parent process sent"},
     "testing/quantized.py": {"json.loads": "what the test wrote", "read_text": "what the test wrote"},
     "writing/files.py": {"os.open": "directories, to lock them and to write them out"},

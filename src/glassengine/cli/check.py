@@ -16,6 +16,7 @@ from glassengine.cli.options import err, print_answer, settings, stages
 from glassengine.cli.shared import (
     AdaptedCheckpoint,
     Baseline,
+    CandidateArgument,
     Dtype,
     Library,
     Map,
@@ -28,6 +29,7 @@ from glassengine.cli.shared import (
     TrustEngine,
     Verdicts,
     decibels,
+    one_candidate,
 )
 from glassengine.progress import Work
 from glassengine.results import Comparison, Interrupted
@@ -45,6 +47,7 @@ _SHARES = (
 
 def command(
     baseline: Baseline,
+    candidate_argument: CandidateArgument = None,
     words: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     candidate: Annotated[
         str | None,
@@ -139,9 +142,11 @@ def command(
     if invariant or words:
         own = [f"--{name}" for name in answers.given]
         own += [f"--{name}" for name, value in (("candidate", candidate), ("only", only), ("drift", drift)) if value]
+        target = [baseline, *filter(None, (candidate_argument, *(words or ())))]
         options = {"inputs": inputs, "dtype": dtype, **vars(checkpoint)}
-        return check_invariance([baseline, *(words or ())], invariant or (), [*given, *own], options)
+        return check_invariance(target, invariant or (), [*given, *own], options)
     asked.model(baseline)
+    candidate = asked.model(one_candidate(candidate, candidate_argument))
     require_kind(candidate)
     if candidate is not None:
         refuse(MODEL if asked.is_plain_model(candidate) else GIVEN, given, candidate)

@@ -54,7 +54,10 @@ class Part:
     def only(self, which: int) -> OnlyOp | None:
         """Return the only op that rounds, if it makes this tensor."""
         only, exact = self._found[1], self.exact[which]
-        return only if only is not None and exact.is_floating_point() and only.value.shape == exact.shape else None
+        if only is None or not exact.is_floating_point() or only.value.shape != exact.shape:
+            return None
+        # What follows may have moved the numbers: a flip, a transposition of a square.
+        return only if only.value is exact or torch.equal(only.value, exact) else None
 
     def runs(self, which: int, number: int) -> list[Tensor]:
         """Return one tensor of so many noise runs, which choose as float64 does."""

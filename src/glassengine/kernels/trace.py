@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -49,6 +49,17 @@ def wide(value: Any) -> Any:
     return torch.device("cpu") if isinstance(value, torch.device) else retarget(value)
 
 
+@contextlib.contextmanager
+def _double_by_default() -> Iterator[None]:
+    """Make what is computed of whole numbers and of Python's in float64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def _wide_once(value: Any) -> Any:
     is_wide = isinstance(value, Tensor) and value.dtype is torch.float64 and value.device.type == "cpu"
     return value.detach() if is_wide else wide(value)
@@ -76,8 +87,9 @@ class Trace:
         return [node for node in self.steps if _rounds(node)]
 
     def coarsest(self, native: torch.dtype) -> float:
-        """Return the unit roundoff of the coarsest op but casts; of float32 at least."""
-        values = [v for n in self.rounding if not traits_of(n).casts for v in _floats(n.meta["val"])]
+        """Return the unit roundoff of the coarsest op but casts and products; of float32 at least."""
+        ops = [n for n in self.rounding if not traits_of(n).casts and not traits_of(n).multiplies]
+        values = [v for n in ops for v in _floats(n.meta["val"])]
         kinds = {v.dtype for v in values} if self.module is not None else {native}
         return max((unit_roundoff(kind) for kind in kinds if kind.is_floating_point), default=2.0**-24)
 
@@ -150,7 +162,8 @@ class Trace:
 
     def _whole(self, inputs: Sequence[Any]) -> Any:
         try:
-            return [double(t) for t in tensors_of(self.reference(*inputs))], tensors_of(inputs)
+            with _double_by_default():
+                return [double(t) for t in tensors_of(self.reference(*inputs))], tensors_of(inputs)
         except Exception as error:
             raise UsageError(
                 "the reference can neither be traced nor run in float64",
@@ -359,7 +372,10 @@ class _Lane(Interpreter):
         leaves = pytree.tree_leaves(list(inputs))
         # What is in float64 already is copied only if it may be written to.
         widened = wide if self._is_mutable else _wide_once
-        return self.run(*(copied(leaves) if self.is_native else map(widened, leaves)))
+        if self.is_native:
+            return self.run(*copied(leaves))
+        with _double_by_default():
+            return self.run(*map(widened, leaves))
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
