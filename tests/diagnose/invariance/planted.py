@@ -121,7 +121,7 @@ def sorted_rows(self: Rows, x: Tensor) -> Tensor:
     return x.sort(0).values
 
 
-def neighbour(self: Rows, x: Tensor) -> Tensor:
+def neighbor(self: Rows, x: Tensor) -> Tensor:
     return x + 0.1 * x.roll(1, 0)
 
 
