@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from glassengine.judge.exclusions.ties import is_comparison, ranking, tied_choices
 from glassengine.kernels.leaves import MANY_RUNS, Expectation
-from glassengine.kernels.trace import DOUBLE, Choices, OnlyOp, Trace, copied, is_near, tensors_of, traced, wide
+from glassengine.kernels.trace import DOUBLE, Choices, OnlyOp, Run, Trace, copied, is_near, tensors_of, traced, wide
 from glassengine.numerics.ops import Accumulation
 
 _LARGE = 1 << 22
@@ -44,20 +44,19 @@ class Part:
         self._runs: list[list[Tensor]] = []
 
     @cached_property
-    def _found(self) -> tuple[list[Tensor], OnlyOp | None]:
+    def _found(self) -> Run:
         given, found = self.trace.checked
         self.trace.checked = (None, None)
-        (results, after), only = found if given is self._inputs else self.trace.exact(self._inputs)
-        return [*results, *after], only
+        return found if found is not None and given is self._inputs else self.trace.run(self._inputs)
 
     @property
     def exact(self) -> list[Tensor]:
         """The results in float64, then the inputs after the call."""
-        return self._found[0]
+        return self._found.tensors
 
     def only(self, which: int) -> OnlyOp | None:
         """Return the only op that rounds, if it makes this tensor."""
-        only, exact = self._found[1], self.exact[which]
+        only, exact = self._found.only, self.exact[which]
         if only is None or not exact.is_floating_point() or only.value.shape != exact.shape:
             return None
         # What follows may have moved the numbers: a flip, a transposition of a square.
@@ -66,11 +65,8 @@ class Part:
     def runs(self, which: int, number: int) -> list[Tensor]:
         """Return one tensor of so many noise runs, which choose as float64 does."""
         while len(self._runs) < number:
-            if self.trace.module is not None and self.trace.choices:
-                (results, after), _ = self.trace.choosing(self.inputs, self._generator, self._choices)
-            else:
-                results, after = self.trace.noisy(self.inputs, self._generator)
-            self._runs.append([*results, *after])
+            forced = self._choices if self.trace.choices else None
+            self._runs.append(self.trace.run(self.inputs, self._generator, forced=forced).tensors)
         found = [run[which] for run in self._runs[:number]]
         if not self.trace.is_double or not self.exact[which].is_floating_point():
             return found
@@ -79,26 +75,24 @@ class Part:
 
     @cached_property
     def _choices(self) -> Choices:
-        return self.trace.choosing(self.inputs, None)[1]
+        return self.trace.run(self.inputs).chosen
 
     @cached_property
     def _others(self) -> list[list[Tensor]]:
         """Float64 results with choices that rounding makes: of the reference in its own dtype and of noise runs."""
-        made = [self.trace.choosing(self.inputs, None, native=True)[1]]
-        made += [self.trace.choosing(self.inputs, self._generator)[1] for _ in range(MANY_RUNS)]
+        made = [self.trace.run(self.inputs, native=True).chosen]
+        made += [self.trace.run(self.inputs, self._generator).chosen for _ in range(MANY_RUNS)]
         found = []
         for choices in made:
-            is_same = all(torch.equal(choices[node].cpu(), self._choices[node]) for node in self._choices)
-            if not is_same:
-                own = {node: places.cpu() for node, places in choices.items()}
-                (results, after), _ = self.trace.choosing(self.inputs, None, own)
-                found.append([*results, *after])
+            own = {node: places.cpu() for node, places in choices.items()}
+            if not all(torch.equal(own[node], self._choices[node]) for node in self._choices):
+                found.append(self.trace.run(self.inputs, forced=own).tensors)
         return found
 
     def unsettled(self, which: int) -> Tensor | None:
         """Return the elements of a floating tensor that depend on a choice that rounding may turn; None if none."""
         exact = self.exact[which]
-        if self.trace.module is None or not self.trace.choices or not exact.is_floating_point():
+        if not self.trace.choices or not exact.is_floating_point():
             return None
         noise = torch.stack([(run - exact).nan_to_num(0.0, 0.0, 0.0).square() for run in self.runs(which, 2)]).mean(0)
         limit = _TURNED * (noise + noise.mean()).sqrt()
@@ -117,7 +111,7 @@ class Part:
             partial(self.runs, which),
             self.only(which),
             partial(self._tied, which),
-            bool(self.trace.module is not None and self.trace.choices),
+            bool(self.trace.choices),
             partial(self.unsettled, which),
             self.trace.coarsest(native.dtype),
         )
@@ -140,13 +134,13 @@ class Part:
             return None
         if is_comparison(node) and node not in self.trace.choices:
             return None  # of values that no rounding has changed
-        value, args = self.trace.seen(self.inputs, node, None)
+        value, args = self.trace.run(self.inputs, watched=node).seen
         exact = value if place is None else value[place]
         if exact.shape != candidate.shape:
             return None
         u_in = 0.0
         if node in self.trace.choices:
-            (values, *_), (moved, *_) = args, self.trace.seen(self.inputs, node, self._generator)[1]
+            (values, *_), (moved, *_) = args, self.trace.run(self.inputs, self._generator, watched=node).seen[1]
             size = values.abs().clamp(min=float(values.abs().mean()) * 2.0**-10)
             u_in = max(2.0**-24, float(((moved - values).abs() / size).nan_to_num(0.0, 0.0, 0.0).amax()))
         return tied_choices(node, args, exact, candidate, u_in)
