@@ -60,7 +60,7 @@ def mistakes_in(written: WrittenOut) -> Iterator[Mistake]:
             yield from _numbers(node)
             yield from _replaced(node, written)
             yield from _operands(node, written)
-            yield from _masks(node, value)
+            yield from _masks(node, value, written)
             yield from _shortened(node, written)
     for node in written.nodes:
         yield from _rounded(node, written)
@@ -115,33 +115,24 @@ def _left_out(node: Node, written: WrittenOut) -> Iterator[Mistake]:
         other = rest[0] if rest else None
         # What is kept is as large as the result, as a rule.
         weight = 0 if own.shape == value.shape else 2
+        text = _LEFT_OUT.get(name, f"{name} is left out").format("" if other is None else _called(written, other))
         kind = _kind_left_out(written, node, other)
-        yield Mistake(kind, _text_left_out(written, node, other), {node: _takes(operand, written)}, weight=weight)
+        yield Mistake(kind, text, {node: _takes(operand, written)}, weight=weight)
     top = node.args[0] if name == "div" else None
     if isinstance(top, Node) and _name(top) == "exp" and _name(top.args[0]) == "sub":  # type: ignore[arg-type]
         scores = top.args[0].args[0]  # type: ignore[union-attr]
-        yield Mistake("operation left out", "the softmax is left out", {node: lambda v, a, k: written.values[scores]})  # type: ignore[index]
+        yield Mistake("operation left out", "the softmax is left out", {node: _then(lambda v: written.values[scores])})  # type: ignore[index]
 
 
 def _takes(operand: Node, written: WrittenOut) -> Change:
-    place = operand
-
-    def change(value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        own = next((a for a in args if isinstance(a, Tensor) and a is written.values[place]), written.values[place])
-        return own.expand(value.shape)
-
-    return change
+    own = written.values[operand]
+    return lambda value, args, kwargs: next((a for a in args if a is own), own).expand(value.shape)
 
 
-def _text_left_out(written: WrittenOut, node: Node, other: Any) -> str:
-    name = _name(node)
-    what = _called(written, other) if other is not None else ""
-    return {
-        "add": f"{what} is not added",
-        "sub": f"{what} is not subtracted",
-        "mul": f"it is not multiplied by {what}",
-        "div": f"it is not divided by {what}",
-    }.get(name, f"{name} is left out")
+_LEFT_OUT = {
+    "add": "{} is not added", "sub": "{} is not subtracted", "mul": "it is not multiplied by {}",
+    "div": "it is not divided by {}"
+}  # fmt: skip
 
 
 def _numbers(node: Node) -> Iterator[Mistake]:
@@ -149,9 +140,8 @@ def _numbers(node: Node) -> Iterator[Mistake]:
     name = _name(node)
     for place, given in enumerate(node.args):
         if isinstance(given, bool):
-            yield _argument(
-                "operation replaced", f"{name} with {not given} in place of {given}", node, place, not given
-            )
+            text = f"{name} with {not given} in place of {given}"
+            yield _argument("operation replaced", text, node, place, not given)
         elif isinstance(given, float) or (isinstance(given, int) and name in ("mul", "div", "add", "pow", "sub")):
             yield from _other_number(node, place, float(given))
         elif isinstance(given, int) and name in ("tril", "triu"):
@@ -169,7 +159,9 @@ def _other_number(node: Node, place: int, given: float) -> Iterator[Mistake]:
                 yield _argument("eps", f"eps is {eps:g} in place of {given:g}", node, place, eps)
         for user in node.users:
             if _name(user) in ("sqrt", "rsqrt"):
-                yield Mistake("eps", "eps is added outside of the root", {user: _eps_outside(given)})
+                yield Mistake(
+                    "eps", "eps is added outside of the root", {user: _of(lambda x: torch.sqrt(x - given) + given)}
+                )
     elif name in ("mul", "div"):
         size = abs(given) or 1.0
         others = {1.0, -given, 1 / size, size**2, size**0.5, 2 * given, given / 2, math.log2(math.e), math.log(2)}
@@ -193,43 +185,24 @@ def with_number(node: Node, place: int, number: float) -> Mistake:
     return _argument(kind, f"a number is {number:.6g} in place of {given:.6g}", node, place, number)
 
 
-def _on_arguments(function: Callable[..., Any]) -> Change:
-    return lambda value, args, kwargs: function(*args, **kwargs)
-
-
-def _on_first(function: Callable[[Tensor], Tensor]) -> Change:
-    return lambda value, args, kwargs: function(args[0])
-
-
-def _made_of(function: Callable[..., Any], *given: Any) -> Change:
+def _made(function: Callable[..., Any], *given: Any) -> Change:
+    """Return the change to what a function makes of other arguments."""
     return lambda value, args, kwargs: function(*given)
 
 
-def _made_in(dtype: torch.dtype) -> Change:
-    return lambda value, args, kwargs: value.to(dtype).double()
+def _of(function: Callable[..., Any]) -> Change:
+    """Return the change to what a function makes of the arguments."""
+    return lambda value, args, kwargs: function(*args, **kwargs)
 
 
-def _hidden(hidden: Tensor, *, unmasked: bool = False) -> Change:
-    return lambda value, args, kwargs: (args[1] if unmasked else value).masked_fill(hidden, -math.inf)
-
-
-def _backwards(target: Any, dim: int) -> Change:
-    return lambda value, args, kwargs: target(args[0].flip(dim), *args[1:], **kwargs).flip(dim)
-
-
-def _operands_of(written: WrittenOut, node: Node) -> list[Any]:
-    return [written.values[a] if isinstance(a, Node) else a for a in node.args]
-
-
-def _eps_outside(eps: float) -> Change:
-    return lambda value, args, kwargs: torch.sqrt(args[0] - eps) + eps
+def _then(function: Callable[[Any], Any]) -> Change:
+    """Return the change to what a function makes of the result."""
+    return lambda value, args, kwargs: function(value)
 
 
 def _argument(kind: MistakeKind, text: str, node: Node, place: int, other: Any) -> Mistake:
-    def change(value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return node.target(*args[:place], other, *args[place + 1 :], **kwargs)  # type: ignore[operator]
-
-    return Mistake(kind, text, {node: change})
+    target: Any = node.target
+    return Mistake(kind, text, {node: _of(lambda *a, **k: target(*a[:place], other, *a[place + 1 :], **k))})
 
 
 def _replaced(node: Node, written: WrittenOut) -> Iterator[Mistake]:
@@ -241,32 +214,32 @@ def _replaced(node: Node, written: WrittenOut) -> Iterator[Mistake]:
         for called, function in _ACTIVATIONS.items():
             text = f"{called} in place of {'silu' if gate is not None else name}"
             if gate is not None:
-                yield Mistake("activation", text, {node: _made_of(function, written.values[gate])})
+                yield Mistake("activation", text, {node: _made(function, written.values[gate])})
             else:
-                yield Mistake("activation", text, {node: _on_first(function)})
+                yield Mistake("activation", text, {node: _made(function, written.given(node)[0][0])})
     for called, other in _OTHERS.get(name, {}).items():
         weight = 1 if name in ("add", "sub", "mul", "div") else 0
         kind: MistakeKind = "operation left out" if called == "nothing" else "operation replaced"
         text = f"{called} in place of {name}" if called != "nothing" else f"{name} is left out"
-        yield Mistake(kind, text, {node: _on_arguments(other)}, weight=weight)
+        yield Mistake(kind, text, {node: _of(other)}, weight=weight)
     if name in ("mean", "sum"):
         n = max(1, written.values[node.args[0]].numel() // max(1, value.numel()))  # type: ignore[index]
         factor = n if name == "mean" else 1 / n
         other_name = "sum" if name == "mean" else "mean"
         text = f"the {other_name} in place of the {name}"
-        yield Mistake("statistics", text, {node: lambda v, a, k: v * factor})
+        yield Mistake("statistics", text, {node: _then(lambda v: v * factor)})
         if name == "mean" and n > 1:
             by = n / (n - 1)
-            yield Mistake("statistics", f"divided by n - 1, not by n = {n}", {node: lambda v, a, k: v * by})
+            yield Mistake("statistics", f"divided by n - 1, not by n = {n}", {node: _then(lambda v: v * by)})
     if name == "square" and isinstance(node.args[0], Node) and _name(node.args[0]) == "sub":
         before = node.args[0].args[0]
         if isinstance(before, Node):
             text = "the squares are taken before the mean is subtracted"
-            yield Mistake("statistics", text, {node: lambda v, a, k: written.values[before].square()})
+            yield Mistake("statistics", text, {node: _made(torch.square, written.values[before])})
     if name == "where" and not isinstance(node.args[2], Node) and written.values[node.args[0]].dim():  # type: ignore[index]
         for by in (0.0, -1.0, -10.0):
             text = f"masked with {by:g} in place of {node.args[2]}"
-            yield Mistake("mask", text, {node: _made_of(torch.where, *_operands_of(written, node)[:2], by)})
+            yield Mistake("mask", text, {node: _made(torch.where, *written.given(node)[0][:2], by)})
 
 
 def _gate(node: Node, written: WrittenOut) -> Node | None:
@@ -287,9 +260,8 @@ def _operands(node: Node, written: WrittenOut) -> Iterator[Mistake]:
     if name in ("sub", "div", "matmul", "mm", "bmm") and len(floats) == 2:
         a, b = (written.values[f] for f in floats)
         if a.shape == b.shape or name in ("sub", "div"):
-            yield Mistake(
-                "operands swapped", f"the operands of {name} are exchanged", {node: lambda v, a, k: target(a[1], a[0])}
-            )
+            text = f"the operands of {name} are exchanged"
+            yield Mistake("operands swapped", text, {node: _of(lambda a, b: target(b, a))})
     if name in ("matmul", "mm", "bmm") and len(floats) == 2:
         for place in (0, 1):
             own = written.values[floats[place]]
@@ -299,13 +271,14 @@ def _operands(node: Node, written: WrittenOut) -> Iterator[Mistake]:
 
 
 def _with(target: Any, place: int, change: Callable[[Tensor], Tensor]) -> Change:
-    def made(value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return target(*(change(a) if i == place else a for i, a in enumerate(args)), **kwargs)
-
-    return made
+    return _of(lambda *args, **kwargs: target(*(change(a) if i == place else a for i, a in enumerate(args)), **kwargs))
 
 
-def _masks(node: Node, value: Tensor) -> Iterator[Mistake]:
+def _hiding(hidden: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda scores: scores.masked_fill(hidden, -math.inf)
+
+
+def _masks(node: Node, value: Tensor, written: WrittenOut) -> Iterator[Mistake]:
     """Other masks where scores become probabilities."""
     is_score = _name(node) in ("mul", "div", "where", "add") and value.dim() > 1 and value.is_floating_point()
     reads = [user for user in node.users if _name(user) in ("amax", "sub")]
@@ -320,15 +293,16 @@ def _masks(node: Node, value: Tensor) -> Iterator[Mistake]:
     size = value.shape[-1]
     for n in _tails(size):
         text = f"the last {n} of {size} are masked"
-        yield Mistake("tail", text, {node: _hidden(columns >= size - n)})
+        yield Mistake("tail", text, {node: _then(_hiding(columns >= size - n))})
     shapes |= {"the other triangle is masked": gap <= 0}
     shapes |= {f"a window of {w} is masked": (gap >= 0) & (gap < w) for w in (2, 4, 8, 16, 32, 64, 128)}
     for text, seen in shapes.items():
         if not bool(seen.all()):
-            yield Mistake("mask", text, {node: _hidden(~seen, unmasked=is_masked)})
+            scores = written.given(node)[0][1] if is_masked else value
+            yield Mistake("mask", text, {node: _made(_hiding(~seen), scores)})
     if is_masked:
-        yield Mistake("mask", "the mask is left out", {node: lambda v, a, k: a[1]})
-        yield Mistake("mask", "masked by zero", {node: lambda v, a, k: torch.where(a[0], a[1], 0.0)})
+        yield Mistake("mask", "the mask is left out", {node: _of(lambda *a: a[1])})
+        yield Mistake("mask", "masked by zero", {node: _of(lambda *a: torch.where(a[0], a[1], 0.0))})
 
 
 def _tails(size: int) -> list[int]:
@@ -395,23 +369,22 @@ def _of_all_reductions(written: WrittenOut) -> Iterator[Mistake]:
             yield Mistake("tail", f"the last {n} of {size} do not enter", changes)
 
 
+def _backwards(target: Any, dim: int) -> Change:
+    return _of(lambda x, *args, **kwargs: target(x.flip(dim), *args, **kwargs).flip(dim))
+
+
 def _first_only(node: Node, number: int) -> Change:
-    (dim,) = argument(node, "dim")
-
-    def change(value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        x = args[0].narrow(dim, 0, args[0].shape[dim] - number)
-        return node.target(x, *args[1:], **kwargs)  # type: ignore[operator]
-
-    return change
+    (dim,), target = argument(node, "dim"), node.target
+    return _with(target, 0, lambda x: x.narrow(dim, 0, x.shape[dim] - number))
 
 
 def _along(node: Node, dim: Any) -> Change:
-    def change(value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if "dim" in kwargs or len(args) < 2:
-            return node.target(*args, **{**kwargs, "dim": dim})  # type: ignore[operator]
-        return node.target(args[0], dim, *args[2:], **kwargs)  # type: ignore[operator]
-
-    return change
+    target: Any = node.target
+    return _of(
+        lambda x, *args, **kwargs: (
+            target(x, *args, **{**kwargs, "dim": dim}) if "dim" in kwargs or not args else target(x, dim, *args[1:])
+        )
+    )
 
 
 def _of_inputs(written: WrittenOut) -> Iterator[Mistake]:
@@ -479,4 +452,4 @@ def _rounded(node: Node, written: WrittenOut) -> Iterator[Mistake]:
         return
     for name, dtype in _ROUNDED.items():
         text = f"the result of {_name(node)} is rounded to {name}"
-        yield Mistake("precision", text, {node: _made_in(dtype)}, weight=1)
+        yield Mistake("precision", text, {node: _made(lambda v, d: v.to(d).double(), value, dtype)}, weight=1)

@@ -386,7 +386,8 @@ class _Lane(Interpreter):
             if n in self._choices:
                 self._found.chosen[n] = value if isinstance(value, Tensor) else value[1]
             return value
-        args, kwargs = (map_aggregate(part, _uncopied) for part in self.fetch_args_kwargs_from_env(n))  # type: ignore[arg-type]
+        given: tuple[Any, Any] = self.fetch_args_kwargs_from_env(n)
+        args, kwargs = map_aggregate(given[0], _uncopied), map_aggregate(given[1], _uncopied)
         call: Any = target_of(n) if isinstance(n.target, torch._ops.OpOverload) else n.target
         value = call(*args, **kwargs)
         own = n.meta.get("val")
