@@ -87,8 +87,6 @@ class Expectation:
     def judge(self, candidate: Tensor) -> Judgement:
         """Judge a candidate: cheaply where that decides, else with as much noise as it takes."""
         exact, native = self.exact, self.native
-        if candidate.shape != exact.shape:
-            return Judgement("wrong", None, None, f"shape {list(candidate.shape)}, expected {list(exact.shape)}")
         if not exact.numel():
             return Judgement("identical", None, None)
         if exact.dtype == torch.bool or not (exact.is_floating_point() or exact.is_complex()):
