@@ -43,30 +43,21 @@ Runs = Callable[[int], list[Tensor]]
 
 @dataclasses.dataclass
 class Expectation:
-    """What a tensor should be.
-
-    Attributes:
-        exact: In float64, or the integers and bools themselves.
-        native: Of the reference in its own dtype.
-        runs: Makes results of noise runs.
-        only: The op, where the reference is one that rounds.
-        tied: Takes an integer candidate; says where another choice is legal.
-        chooses: Whether the reference chooses among values that rounding changes.
-        unsettled_of: Works out which elements depend on such a choice.
-        u_ops: Unit roundoff of the coarsest op but casts and products, whose rounding is no factor of all elements.
-        cheap: Error over that of the reference in its own dtype that needs no noise run.
-        quick_ratio: What it is, once judged.
-    """
+    """What a tensor should be: exact (in float64, or the integers themselves), and of the reference as it is."""
 
     exact: Tensor
     native: Tensor
     runs: Runs
-    only: OnlyOp | None = None
-    tied: Callable[[Tensor], Tensor | None] | None = None
-    chooses: bool = False
-    unsettled_of: Callable[[], Tensor | None] = lambda: None
-    u_ops: float = 2.0**-24
+    only: OnlyOp | None
+    tied: Callable[[Tensor], Tensor | None]
+    """Takes an integer candidate; says where another choice is legal."""
+    chooses: bool
+    """Whether the reference chooses among values that rounding changes."""
+    unsettled_of: Callable[[], Tensor | None]
+    u_ops: float
+    """Unit roundoff of the coarsest op but casts and products, whose rounding is no factor of all elements."""
     cheap: float = _CHEAP
+    """Error over that of the reference in its own dtype that needs no noise run."""
     quick_ratio: float = math.inf
 
     def __post_init__(self) -> None:
@@ -229,7 +220,7 @@ class Expectation:
         differs = candidate.to(self.exact.dtype) != self.exact
         if not bool(differs.any()):
             return Judgement("identical", 0.0, 0.0)
-        tied = self.tied(candidate) if self.tied is not None else None
+        tied = self.tied(candidate)
         if tied is not None:
             differs &= ~tied
         if bool(differs.any()):

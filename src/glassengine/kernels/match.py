@@ -15,7 +15,6 @@ from glassengine.kernels.arrays import as_tensors
 from glassengine.kernels.leaves import RIGHT, figures, passes
 from glassengine.kernels.prepared import Prepared, same, settled
 from glassengine.kernels.trace import tensors_of
-from glassengine.kernels.words import explained
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.ops import ACCUMULATIONS, Accumulation
 from glassengine.results import worst
@@ -53,6 +52,38 @@ def assert_matches(
     return found
 
 
+def explained(match: Match) -> str:
+    """Return the message: element, values, which elements, kind of mistake."""
+    if match.ok:
+        return f"{match.verdict}: rounding explains every difference"
+    lines = [f"{match.verdict}: rounding does not explain the difference"]
+    for one in match.tensors:
+        if not passes(one):
+            lines += _of_tensor(one)
+    for number, mistake in enumerate(match.mistakes[:3]):
+        how = " (proven: the reference with this mistake gives the same)" if mistake.proven else ""
+        lines.append(f"  {'looks like' if not number else 'or        '}  {mistake.text}{how}")
+    if match.not_traced:
+        lines.append(f"  note        the reference could not be traced ({match.not_traced}): its floor is coarser")
+    lines += [f"  note        {note}" for note in match.notes]
+    return "\n".join(lines)
+
+
+def _of_tensor(one: TensorMatch) -> list[str]:
+    name = one.path or "result"
+    shape = f"{one.dtype}{list(one.shape)}" if one.dtype else "", one.reason or ""
+    lines = [f"  {name}: {', '.join(filter(None, shape))}"]
+    if one.index is not None:
+        ulp = "" if one.ulp is None else f", {one.ulp:.3g} ulp apart"
+        lines.append(f"  element     {list(one.index)}: {one.actual:.9g}, expected {one.expected:.9g}{ulp}")
+    if one.where:
+        lines.append(f"  where       {one.where} ({one.num_beyond} beyond rounding)")
+    if one.noise_ratio is not None:
+        bound = "" if one.bound_ratio is None else f", {one.bound_ratio:.3g} times the bound"
+        lines.append(f"  error       {one.noise_ratio:.3g} times rounding{bound}")
+    return lines
+
+
 def matches(
     actual: Any,
     reference: Callable[..., Any],
@@ -81,10 +112,10 @@ def matches(
     """
     call, args = called(reference, inputs)
     prepared = Prepared(call, as_tensors(args), how(accumulation), seed)
-    return judged(actual, inputs, prepared, accumulation=accumulation or "", check_dtype=check_dtype)
+    return judged(actual, inputs, prepared, accumulation or "", check_dtype)
 
 
-def judged(actual: Any, inputs: Any, prepared: Prepared, *, accumulation: str, check_dtype: bool = True) -> Match:
+def judged(actual: Any, inputs: Any, prepared: Prepared, accumulation: str = "", check_dtype: bool = True) -> Match:
     """Judge a candidate beside a reference that is prepared on the same inputs."""
     from glassengine.kernels.mistakes import mistakes_of
 
@@ -124,16 +155,8 @@ def judged(actual: Any, inputs: Any, prepared: Prepared, *, accumulation: str, c
     if not ok:
         given = called(actual, inputs)[0] if is_function else None
         mistakes = mistakes_of(found, prepared, [tensor for _, _, tensor in pairs], given)
-    return Match(
-        ok=ok,
-        verdict=verdict,
-        tensors=tuple(found),
-        mistakes=mistakes,
-        num_ops=len(prepared.trace.steps),
-        not_traced=prepared.trace.why_not,
-        accumulation=accumulation or _declared(),
-        notes=tuple(notes),
-    )
+    steps, why_not = len(prepared.trace.steps), prepared.trace.why_not
+    return Match(ok, verdict, tuple(found), mistakes, steps, why_not, accumulation or _declared(), tuple(notes))
 
 
 def _leaves(tree: Any) -> tuple[dict[str, Any], set[str]]:

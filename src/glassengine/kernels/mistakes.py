@@ -55,14 +55,7 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def mistakes_of(
     found: Sequence[TensorMatch], prepared: Prepared, candidate: Any, call: Call | None
 ) -> tuple[KernelMistake, ...]:
-    """Return the kinds of mistakes that make what a candidate made, the likeliest first.
-
-    Args:
-        found: Judged tensors.
-        prepared: The reference.
-        candidate: What the candidate made, as tensors.
-        call: Calls the candidate on other arguments; None for what is a ready tensor.
-    """
+    """Return the kinds of mistakes that make what a candidate made, the likeliest first; `call` calls it again."""
     wrong = [one for one in found if not passes(one)]
     told = [one for one in wrong if one.index is None and one.reason]
     if told:

@@ -165,15 +165,7 @@ class Rows:
 
 
 class Prepared:
-    """A reference on inputs.
-
-    Args:
-        reference: The function.
-        inputs: Its arguments.
-        accumulation: Of products.
-        seed: Of the noise.
-        backward: Whether it differentiates.
-    """
+    """A reference on inputs; `backward` if it differentiates."""
 
     def __init__(
         self,

@@ -64,19 +64,14 @@ def _double_by_default() -> Iterator[None]:
 
 @dataclass
 class Run:
-    """What a run of a reference gave.
-
-    Attributes:
-        tensors: Of the result, then the inputs after the call.
-        only: The only op that rounds; None where several do, or none.
-        chosen: What ops chose.
-        seen: (value, arguments) of the op that was asked for.
-    """
+    """What a run of a reference gave: tensors of the result, then the inputs after the call."""
 
     tensors: list[Tensor]
     only: OnlyOp | None = None
+    """The only op that rounds; None where several do, or none."""
     chosen: Choices = field(default_factory=dict)
     seen: tuple[Any, Any] = (None, None)
+    """(value, arguments) of the op that was watched."""
 
 
 @dataclass
@@ -133,14 +128,9 @@ class Trace:
         native: bool = False,
         watched: Node | None = None,
     ) -> Run:
-        """Run the reference in float64.
+        """Run the reference in float64 (or as `native`), with legal rounding after each op if there is a generator.
 
-        Args:
-            inputs: The arguments.
-            generator: Of legal rounding after each op; of a reference that is not traced, of its inputs.
-            forced: What ops choose in place of their own choice.
-            native: Whether it runs in its own dtypes.
-            watched: The op whose value and arguments are kept.
+        Ops choose as `forced` says; the value and the arguments of one op may be `watched`.
         """
         if self.module is not None:
             return _Lane(self, generator, forced or {}, native, watched).on(inputs)
@@ -185,11 +175,7 @@ class OnlyOp:
 
     @torch.no_grad()
     def bound(self, where: Tensor | None = None) -> Tensor | None:
-        """Return its rounding bound; None where it has none.
-
-        Args:
-            where: Bool mask in the shape of the result: for these elements alone.
-        """
+        """Return its rounding bound, for the elements of a bool mask alone; None where it has none."""
         r, args, kwargs, value = self.roundoff, self.args, self.kwargs, self.value
         if traits_of(self.node).multiplies and self.how.u_operands:
             r = Roundoff(r.u, self.how.u_operands, tiny=r.tiny, u_sums=r.u_sums)
@@ -214,12 +200,8 @@ def traced(
 ) -> Trace:
     """Run a reference once on copies of `inputs`, and keep what it called.
 
-    Args:
-        reference: The function.
-        inputs: Its arguments.
-        accumulation: Of products.
-        backward: Whether it differentiates. Then ops are seen below autograd, as what autograd keeps for its backward
-            pass is seen there only; attention, of whose backward pass nothing is known, is run as its products.
+    If it differentiates (`backward`), ops are seen below autograd, as what autograd keeps for its backward pass is seen
+    there only; attention, of whose backward pass nothing is known, is run as its products.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -305,11 +287,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def copied(inputs: Any, *, whole: bool = True) -> Any:
-    """Return inputs with copies of their tensors.
-
-    They have the same strides and the memory around them, and those that share memory share it again; unless not
-    `whole`.
-    """
+    """Return inputs with copies of their tensors; if `whole` with strides, what is around them, and shared memory."""
     stores: dict[int, Tensor] = {}
 
     def copy(value: Any) -> Any:
