@@ -84,7 +84,7 @@ def assert_gradients_match(
 
     plain = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     everything = [*plain, *given]
-    prepared = Prepared(backward(ours), everything, how(accumulation), seed, backward=True)
+    prepared = Prepared(backward(ours), everything, how(accumulation), seed, True)
     found = judged(backward(theirs), everything, prepared, accumulation or "")
     if not found.ok:
         raise AssertionError(explained(found))

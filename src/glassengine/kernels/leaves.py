@@ -188,12 +188,9 @@ class Expectation:
         is_within = bound is not None and bool((size <= bound).all())
         return dataclasses.replace(found, noise_ratio=None, bound_ratio=1.0) if is_within else None
 
-    def _reference(self, candidate: Tensor, runs: list[Tensor]) -> Reference:
-        reference = Reference(self.exact, self.native, runs, dtype=self._native_dtype, valid=None, tied=self.unsettled)
-        return reference if candidate.is_complex() else reference.kept_in(self._own)
-
     def _by(self, candidate: Tensor, runs: list[Tensor], bound: Tensor | None) -> Judgement:
-        reference = self._reference(candidate, runs)
+        reference = Reference(self.exact, self.native, runs, dtype=self._native_dtype, valid=None, tied=self.unsettled)
+        reference = reference if candidate.is_complex() else reference.kept_in(self._own)
         if bound is None:
             return reference.judge(candidate)
         if self.native.is_floating_point() and unit_roundoff(self._own) > unit_roundoff(self._native_dtype):
@@ -202,13 +199,10 @@ class Expectation:
 
     def _accepting_overflow(self, candidate: Tensor) -> Tensor:
         """Return the candidate with what overflows as the reference does in its own dtype as float64 has it."""
-        native = self.native
-        if not native.is_floating_point() or not candidate.is_floating_point():
+        native, odd = self.native, ~candidate.isfinite()
+        if not native.is_floating_point() or not candidate.is_floating_point() or not bool(odd.any()):
             return candidate
         largest = torch.finfo(self._own).max
-        odd = ~candidate.isfinite()
-        if not bool(odd.any()):
-            return candidate
         beyond = self.exact.isfinite() & (self.exact.abs() >= largest * (1 - unit_roundoff(self._own)))
         same = (candidate.isnan() & native.isnan()) | (candidate.double() == native.double())
         legal = odd & ((beyond & (candidate.sign() == self.exact.sign())) | (self.exact.isfinite() & same))
@@ -240,14 +234,12 @@ def _usable(tensor: Tensor) -> Tensor:
 
 def figures(path: str, expectation: Expectation, candidate: Tensor, found: Judgement) -> TensorMatch:
     """Return the figures of a judged tensor, and of a wrong one which elements are wrong."""
-    dtype = str(candidate.dtype).removeprefix("torch.")
+    dtype, shape = str(candidate.dtype).removeprefix("torch."), tuple(candidate.shape)
+    num_tied = int(expectation.unsettled.sum()) if expectation.chooses and expectation.unsettled is not None else 0
     plain = TensorMatch(
-        path, tuple(expectation.exact.shape), dtype, found.verdict, found.noise_ratio, found.bound_ratio, found.reason
+        path, shape, dtype, found.verdict, found.noise_ratio, found.bound_ratio, found.reason, num_tied=num_tied
     )
-    if expectation.exact.is_floating_point() and candidate.shape == expectation.exact.shape and expectation.chooses:
-        number = 0 if expectation.unsettled is None else int(expectation.unsettled.sum())
-        plain = dataclasses.replace(plain, num_tied=number)
-    if passes(plain) or candidate.shape != expectation.exact.shape or not candidate.numel():
+    if passes(plain):
         return plain
     beyond, score = beyond_rounding(expectation, candidate)
     place = int(score.flatten().argmax())

@@ -105,25 +105,13 @@ class Part:
         exact, native = self.exact[which], self.native[which]
         if not native.is_floating_point() and not native.is_complex():
             exact = exact.to(native.dtype)
-        return Expectation(
-            exact,
-            native,
-            partial(self.runs, which),
-            self.only(which),
-            partial(self._tied, which),
-            bool(self.trace.choices),
-            partial(self.unsettled, which),
-            self.trace.coarsest(native.dtype),
-        )
+        runs, tied, unsettled = partial(self.runs, which), partial(self._tied, which), partial(self.unsettled, which)
+        chooses, u_ops = bool(self.trace.choices), self.trace.coarsest(native.dtype)
+        return Expectation(exact, native, runs, self.only(which), tied, chooses, unsettled, u_ops)
 
     def _tied(self, which: int, candidate: Tensor) -> Tensor | None:
         """Return where another choice is legal; None if the tensor is not a choice."""
-        module = self.trace.module
-        if module is None:
-            return None
-        outputs = pytree.tree_leaves(next(n for n in module.graph.nodes if n.op == "output").args)
-        node = outputs[which] if which < len(outputs) else None
-        place = None
+        node, place = self.trace.source(which), None
         while isinstance(node, Node) and node.op == "call_function" and not (ranking(node) or is_comparison(node)):
             if getattr(node.target, "__name__", "") == "getitem":
                 place = node.args[1]
@@ -168,17 +156,10 @@ class Prepared:
     """A reference on inputs; `backward` if it differentiates."""
 
     def __init__(
-        self,
-        reference: Callable[..., Any],
-        inputs: Sequence[Any],
-        accumulation: Accumulation,
-        seed: int,
-        *,
-        backward: bool = False,
+        self, reference: Callable[..., Any], inputs: Sequence[Any], how: Accumulation, seed: int, backward: bool = False
     ) -> None:
-        self.reference, self.inputs, self._backward = reference, list(inputs), backward
-        self._how, self._seed = accumulation, seed
-        self._wide: dict[int, Tensor] = {}
+        self.reference, self.inputs, self._seed = reference, list(inputs), seed
+        self._traced = partial(traced, reference, accumulation=how, backward=backward)
         self._noise: dict[int, float] = {}
         own = copied(self.inputs)
         with torch.no_grad():
@@ -227,38 +208,30 @@ class Prepared:
         """All rows."""
         return Part(self._traced(self.inputs), self.inputs, self.native, self._seed)
 
-    def _traced(self, inputs: list[Any]) -> Trace:
-        return traced(self.reference, inputs, self._how, backward=self._backward)
-
     @cached_property
     def trace(self) -> Trace:
         """The reference as it is traced: on all inputs, or on those of a part."""
-        return self.whole.trace if self.rows is None else self._traced(self._sliced(0))
+        return self.whole.trace if self.rows is None else self._traced(self._sliced(self.rows, 0))
 
     def _part(self, start: int) -> Part:
         assert self.rows is not None
         results = [self.rows.of(t, start) for t in self.native[: self.num_results]]
-        inputs = self._sliced(start)
-        return Part(self.trace, inputs, [*results, *tensors_of(inputs)], self._seed + start, self._widened(inputs))
+        inputs, widened = self._sliced(self.rows, start), self._sliced(self.rows, start, self._wide)
+        return Part(self.trace, inputs, [*results, *tensors_of(inputs)], self._seed + start, widened)
 
-    def _widened(self, inputs: list[Any]) -> list[Any]:
-        """Return the inputs of a part with those that all parts read in float64, converted once."""
-        assert self.rows is not None
-        leaves, spec = pytree.tree_flatten(inputs)
-        for i, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and i not in self.rows.sliced:
-                leaves[i] = self._wide[i] if i in self._wide else self._wide.setdefault(i, wide(leaf))
-        found: list[Any] = pytree.tree_unflatten(leaves, spec)
-        return found
-
-    def _sliced(self, start: int, rows: Rows | None = None) -> list[Any]:
-        rows = rows or self.rows
-        assert rows is not None
+    def _sliced(self, rows: Rows, start: int, others: list[Any] | None = None) -> list[Any]:
+        """Return the inputs of a part; of what all parts read `others` in its place."""
         leaves, spec = pytree.tree_flatten(self.inputs)
-        for place in rows.sliced:
-            leaves[place] = rows.of(leaves[place], start)
+        for i, leaf in enumerate(leaves):
+            leaves[i] = rows.of(leaf, start) if i in rows.sliced else leaf if others is None else others[i]
         found: list[Any] = pytree.tree_unflatten(leaves, spec)
         return found
+
+    @cached_property
+    def _wide(self) -> list[Any]:
+        """What all parts read, in float64."""
+        sliced = () if self.rows is None else self.rows.sliced
+        return [leaf if i in sliced else wide(leaf) for i, leaf in enumerate(pytree.tree_leaves(self.inputs))]
 
     def _rows(self) -> Rows | None:
         """Return how large results go with rows of the inputs; None for small ones, and where they do not."""
@@ -289,13 +262,11 @@ class Prepared:
         """Whether the reference on some rows gives these rows of its results."""
         for start in (0, rows.size // 2):
             try:
-                found = tensors_of(self.reference(*copied(self._sliced(start, rows), whole=False)))
+                found = tensors_of(self.reference(*copied(self._sliced(rows, start), whole=False)))
             except (RuntimeError, IndexError, ValueError):
                 return False
-            for one, native in zip(found, self.native, strict=False):
-                own = rows.of(native, start)
-                if one.shape != own.shape or not is_near(one, own):
-                    return False
+            if not all(is_near(one, rows.of(native, start)) for one, native in zip(found, self.native, strict=False)):
+                return False
         return True
 
     def depends_on_rows(self, part: Part) -> bool:

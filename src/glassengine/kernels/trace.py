@@ -104,6 +104,11 @@ class Trace:
         kinds = {value.dtype for node in self.rounding for value in _floats(node.meta["val"])}
         return kinds == {torch.float64}
 
+    def source(self, which: int) -> Any:
+        """Return what makes tensor number `which` of a run; None if the reference is not traced."""
+        outputs = [] if self.module is None else pytree.tree_leaves([n.args for n in self.module.graph.nodes][-1])
+        return outputs[which] if which < len(outputs) else None
+
     @cached_property
     def choices(self) -> list[Node]:
         """The ops that choose among values that rounding may have changed: rankings and comparisons."""
@@ -195,9 +200,7 @@ def _picked(where: Tensor, shape: torch.Size, value: Any) -> Any:
     return value.expand(shape)[where] if isinstance(value, Tensor) and value.dim() else value
 
 
-def traced(
-    reference: Callable[..., Any], inputs: Sequence[Any], accumulation: Accumulation, *, backward: bool = False
-) -> Trace:
+def traced(reference: Callable[..., Any], inputs: Sequence[Any], accumulation: Accumulation, backward: bool) -> Trace:
     """Run a reference once on copies of `inputs`, and keep what it called.
 
     If it differentiates (`backward`), ops are seen below autograd, as what autograd keeps for its backward pass is seen
