@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from glassengine.recording.read.source import open_dump as open
     from glassengine.recording.write.policy import Watch
     from glassengine.results import Comparison, Divergence
+    from glassengine.rollouts.check import check_rollout
     from glassengine.taps import tap
 
 __version__ = "0.1.0"
@@ -57,6 +58,7 @@ __all__ = [
     "build",
     "check",
     "check_prompt",
+    "check_rollout",
     "check_training",
     "compare",
     "compat",
@@ -90,6 +92,7 @@ _PUBLIC = {
     "build": "glassengine.engine.build.build",
     "check": "glassengine.diagnose",
     "check_prompt": "glassengine.prompt.check",
+    "check_rollout": "glassengine.rollouts.check",
     "check_training": "glassengine.diagnose.training.check",
     "compare": "glassengine.compare.compare",
     "compat": "glassengine.compat",
