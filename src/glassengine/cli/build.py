@@ -48,8 +48,8 @@ def command(
             metavar="OUT", help="Directory of the new engine; default: engines/<model>.", show_default=False
         ),
     ] = None,
-    output_dir: Annotated[
-        str | None, typer.Option("--output-dir", "-o", metavar="DIR", help="Same as OUT.", show_default=False)
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", metavar="DIR", help="Same as OUT.", show_default=False)
     ] = None,
     backend: Annotated[
         str | None,
@@ -105,8 +105,8 @@ def command(
     model = str(model or model_dir)
     if visualize_network and artifacts is None and environment.debug_artifacts_dir() is None:
         raise UsageError("--visualize_network needs a directory", hint="--artifacts DIR, or DEBUG_ARTIFACTS_DIR=DIR")
-    if out_directory is not None and output_dir is not None:
-        raise UsageError("the output directory is given twice", got=f"{out_directory} and {output_dir}")
+    if out_directory is not None and output is not None:
+        raise UsageError("the output directory is given twice", got=f"{out_directory} and {output}")
     options: dict[str, Any] = {
         "backend": backend,
         "device": device,
@@ -122,7 +122,7 @@ def command(
         "tensor_parallel": tensor_parallel,
         "pipeline_parallel": pipeline_parallel,
     }
-    directory = out_directory or output_dir
+    directory = out_directory or output
     if dry_run:
         with stages(_SHARES[:2]) as progress:
             plan = glass.build(model, directory, dry_run=True, progress=progress, **options)

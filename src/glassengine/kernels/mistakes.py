@@ -43,6 +43,9 @@ _CONSTANTS = {
     "1 / sqrt(2)": math.sqrt(0.5), "1/4": 0.25, "4": 4.0, "1/3": 1 / 3, "3": 3.0, "1/8": 0.125, "8": 8.0, "pi": math.pi
 }  # fmt: skip
 
+_SAME, _OTHER = 0.98, 0.2
+"""Shares of elements: that are a truncated result, and fewer that are the nearest one."""
+
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": torch.exp, "log": torch.log, "the square": torch.square, "the root": torch.sqrt,
     "the absolute value": torch.abs, "the inverse": torch.reciprocal
@@ -165,6 +168,14 @@ def _of_values(case: _Case) -> Iterator[KernelMistake]:
     for i, given in enumerate(tensors_of(case.part.inputs)):
         if given.shape == value.shape and bool((given.cpu().double() == value).all()):
             yield KernelMistake("input returned", f"it returns argument {i}", True, 0.0)
+            return
+    if case.is_float and case.candidate.element_size() == 2:
+        nearest = exact.to(case.candidate.dtype)
+        below = (nearest.view(torch.int16) - 1).view(nearest.dtype)
+        chopped = torch.where(nearest.abs() > exact.abs(), below, nearest)
+        cut, near = (float((case.candidate == one).double().mean()) for one in (chopped, nearest))
+        if cut > _SAME > near + _OTHER:
+            yield KernelMistake("precision", "results are truncated, not rounded to the nearest", True, 0.0)
             return
     beyond, _ = beyond_rounding(case.expectation, case.candidate)
     outside = value[beyond]

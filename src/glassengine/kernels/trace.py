@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -49,6 +49,17 @@ def wide(value: Any) -> Any:
     return torch.device("cpu") if isinstance(value, torch.device) else retarget(value)
 
 
+@contextlib.contextmanager
+def _double_by_default() -> Iterator[None]:
+    """Make what is computed of whole numbers and of Python's in float64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def _wide_once(value: Any) -> Any:
     is_wide = isinstance(value, Tensor) and value.dtype is torch.float64 and value.device.type == "cpu"
     return value.detach() if is_wide else wide(value)
@@ -69,6 +80,8 @@ class Trace:
     why_not: str | None
     accumulation: Accumulation
     steps: list[Node] = field(default_factory=list)
+    checked: tuple[Any, Any] = (None, None)
+    """The inputs that it was tried on, and what it gave."""
 
     @cached_property
     def rounding(self) -> list[Node]:
@@ -76,8 +89,9 @@ class Trace:
         return [node for node in self.steps if _rounds(node)]
 
     def coarsest(self, native: torch.dtype) -> float:
-        """Return the unit roundoff of the coarsest op but casts; of float32 at least."""
-        values = [v for n in self.rounding if not traits_of(n).casts for v in _floats(n.meta["val"])]
+        """Return the unit roundoff of the coarsest op but casts and products; of float32 at least."""
+        ops = [n for n in self.rounding if not traits_of(n).casts and not traits_of(n).multiplies]
+        values = [v for n in ops for v in _floats(n.meta["val"])]
         kinds = {v.dtype for v in values} if self.module is not None else {native}
         return max((unit_roundoff(kind) for kind in kinds if kind.is_floating_point), default=2.0**-24)
 
@@ -150,7 +164,8 @@ class Trace:
 
     def _whole(self, inputs: Sequence[Any]) -> Any:
         try:
-            return [double(t) for t in tensors_of(self.reference(*inputs))], tensors_of(inputs)
+            with _double_by_default():
+                return [double(t) for t in tensors_of(self.reference(*inputs))], tensors_of(inputs)
         except Exception as error:
             raise UsageError(
                 "the reference can neither be traced nor run in float64",
@@ -171,9 +186,14 @@ class OnlyOp:
     how: Accumulation
 
     @property
-    def is_composite(self) -> bool:
-        """Whether it is an op of several steps."""
-        return traits_of(self.node).rounding is Rounding.COMPOSITE
+    def is_cheap(self) -> bool:
+        """Whether its bound costs no more than means of errors: of elements, and of ops of several steps."""
+        return self.is_alone or traits_of(self.node).rounding is Rounding.COMPOSITE
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether each element is computed by itself."""
+        return traits_of(self.node).rounding is Rounding.POINTWISE
 
     @torch.no_grad()
     def bound(self, where: Tensor | None = None) -> Tensor | None:
@@ -185,9 +205,8 @@ class OnlyOp:
         r, args, kwargs, value = self.roundoff, self.args, self.kwargs, self.value
         if traits_of(self.node).multiplies and self.how.u_operands:
             r = Roundoff(r.u, self.how.u_operands, tiny=r.tiny, u_sums=r.u_sums)
-        is_alone = traits_of(self.node).rounding is Rounding.POINTWISE
         try:
-            if where is not None and is_alone:
+            if where is not None and self.is_alone:
                 picked = partial(_picked, where, value.shape)
                 args, kwargs, value = map_aggregate(args, picked), map_aggregate(kwargs, picked), value[where]
             found = rounding_bound(Operation(base_name(self.node.target), target_of(self.node), args, kwargs, value), r)
@@ -195,7 +214,7 @@ class OnlyOp:
             return None  # a form of the op that its bound does not know
         if found is not None and self.node.meta["val"].dtype is torch.float64:
             found = found * DOUBLE
-        return found if found is None or is_alone or where is None else found[where]
+        return found if found is None or self.is_alone or where is None else found[where]
 
 
 def _picked(where: Tensor, shape: torch.Size, value: Any) -> Any:
@@ -247,7 +266,7 @@ def traced(
         found = Trace(reference, module, None, accumulation, nodes)
         try:
             is_whole = _is_faithful(found, reference, inputs)
-            found.exact(inputs)
+            found.checked = inputs, found.exact(inputs)
         except Exception as error:
             return Trace(reference, None, f"{type(error).__name__}: {first_line(error)}", accumulation)
     why = "it makes tensors of its inputs outside of PyTorch"
@@ -359,7 +378,10 @@ class _Lane(Interpreter):
         leaves = pytree.tree_leaves(list(inputs))
         # What is in float64 already is copied only if it may be written to.
         widened = wide if self._is_mutable else _wide_once
-        return self.run(*(copied(leaves) if self.is_native else map(widened, leaves)))
+        if self.is_native:
+            return self.run(*copied(leaves))
+        with _double_by_default():
+            return self.run(*map(widened, leaves))
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
