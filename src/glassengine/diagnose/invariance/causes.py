@@ -104,9 +104,9 @@ def cause_of(
         return trials.cause("another attention kernel adds in another order")
     if what == "cache" and (text := _of_cache(trials, variant)) is not None:
         return trials.cause(text)
-    if what in ("batch", "order") and _reads_other_rows(subject, variant):
+    if is_mistake and what in ("batch", "order") and _reads_other_rows(subject, variant):
         return trials.cause(_with_detail(MIXED, found))
-    if what == "padding" and _reads_padding(subject, variant):
+    if is_mistake and what == "padding" and _reads_padding(subject, variant):
         return trials.cause(_with_detail(PADDING, found))
     text = _of_operation(found, what, is_mistake)
     if text == FUNCTION:

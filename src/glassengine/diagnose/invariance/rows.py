@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_WIDTH = 8
+"""Numbers of a row from which on no two rows are the same by chance."""
 _MOST_ROWS = 1 << 16
 """Rows that are searched for by their values."""
 
@@ -102,7 +104,7 @@ def matching_rows(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
 
     Experts get the rows of a batch in an order of their own.
     """
-    if a.dim() != 2 or b.dim() != 2 or a.shape[1:] != b.shape[1:] or a.dtype is not b.dtype:
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1] or a.shape[1] < _WIDTH or a.dtype is not b.dtype:
         return None
     if not 0 < len(a) <= _MOST_ROWS or not 0 < len(b) <= _MOST_ROWS:
         return None

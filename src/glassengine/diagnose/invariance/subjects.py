@@ -40,7 +40,7 @@ class Subject(ABC):
         name: On screen.
         length: Tokens of a row; 1 of what is called once.
         decodes: Whether it generates, so that logits of tokens are compared.
-        one_token: Whether a call has one token.
+        one_token: Whether every call after the first has one token.
         prime: A number of rows that no weight has as a size.
         refusals: Change -> why it cannot be made.
     """
@@ -250,6 +250,8 @@ class CausalSubject(ModuleSubject):
                 if trace is not None:
                     trace.begin(number, inputs)
                 user: Any = getattr(module, "_orig_mod", module)
+                if number and cache_argument(user) == "cache_params":
+                    del inputs["attention_mask"]  # a recurrence has seen everything, as `generate` has it
                 given = accepted(user, {**inputs, **({cache_argument(user): cache} if cache is not None else {})})
                 result = module(**given)
                 cache = getattr(result, cache_argument(user), None)

@@ -159,10 +159,10 @@ def variants_of(what: What, *, length: int, decodes: bool, one_token: bool, prim
         what: The change.
         length: Tokens of a row; 1 of what is called once.
         decodes: Whether it generates: the last two tokens are steps of their own.
-        one_token: Whether a call may have one token alone.
+        one_token: Whether every call after the first has one token.
         prime: A number of rows that no weight of the model has as a size.
     """
-    whole = (1,) * length if one_token else (length - 2, 1, 1) if decodes else (length,)
+    whole = (length - 2, 1, 1) if decodes else (length,)
     one = Way(cuts=whole)
     if what == "run":
         yield Variant("the same call again", replace(one, seeded=False), replace(one, seeded=False, is_next=True))
@@ -202,7 +202,7 @@ def variants_of(what: What, *, length: int, decodes: bool, one_token: bool, prim
             single = replace(one, rows=tuple(range(number)), threads=1)
             yield Variant(f"1 thread and 2, {number} rows", single, replace(single, threads=2))
     elif what == "compile":
-        own = one if one_token else Way(cuts=(length,))
+        own = Way(cuts=(length,))
         yield Variant("as written, and compiled", own, replace(own, compiler="inductor"))
     elif what == "attention":
         for name, words in (("math", "attention written out by torch"), ("eager", "the model's own attention")):
@@ -211,12 +211,9 @@ def variants_of(what: What, *, length: int, decodes: bool, one_token: bool, prim
 
 def _lengths(length: int, one_token: bool) -> Iterator[Variant]:
     singles = Way(cuts=(1,) * length)
-    if one_token:
-        yield Variant("token by token, twice", singles, singles)
-        return
     whole = Way(cuts=(length,))
     for size in (length // 2, 5, 16):
-        if size < length:
+        if size < length and not one_token:
             cuts = (size,) * (length // size) + ((length % size,) if length % size else ())
             yield Variant(f"whole, and in chunks of {size}", whole, replace(whole, cuts=cuts))
     yield Variant("whole, and token by token", whole, singles)
