@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,6 +88,12 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     if not (a.is_floating_point() or a.is_complex()):
         return False
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def same_under(view: View, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> bool:
+    """Whether all results of a call that belong together hold the same bits."""
+    pairs = [view.aligned(x, after[name]) for name, x in before.items()]
+    return all(pair is None or same_bits(*pair) for pair in pairs)
 
 
 def largest_difference(a: Tensor, b: Tensor) -> float | None:

@@ -320,7 +320,7 @@ class Search:
             moved = _by_rows(a, b)
             if moved is not None:
                 return Difference("operation", (a, b), view, moved, "rows in an order of their own") if moved else None
-            if all(matching_rows(x, y) is not None for x, y in zip(a.outputs, b.outputs, strict=False)):
+            if all(_moved(x, y) for x, y in zip(a.outputs, b.outputs, strict=False)):
                 return None
         if False not in outputs:
             return None
@@ -333,15 +333,14 @@ class Search:
             if a.settings != b.settings:
                 return Difference("argument", (a, b), view, size, _first_other(a.settings, b.settings))
             has_others = len(a.inputs) != len(b.inputs) or None in inputs
-            return Difference(
-                "operation", (a, b), view, size, "it gets a mask, or other shapes" if has_others else None
-            )
+            detail = "it gets a mask, or other shapes" if has_others else None
+            return Difference("operation", (a, b), view, size, detail)
         if "memory" in origins:
             is_written = bool(a.func is not None and a.func._schema.is_mutable)
             return None if is_written else Difference("memory", (a, b), view, size)
         if "state" in origins:
             return Difference("state", (a, b), view, size)
-        if all(not a.inputs[i].is_floating_point() for i in different):
+        if a.func is not None and all(not a.inputs[i].is_floating_point() for i in different):
             return Difference("indices", (a, b), view, size)
         return Difference("region", (a, b), view, size)
 
@@ -353,6 +352,14 @@ def _by_key(ops: Sequence[Op]) -> dict[tuple[Any, ...], Op]:
 def _computes(op: Op) -> bool:
     is_known = named(op.name).rounding not in (Rounding.MOVES, Rounding.CASTS, Rounding.EXACT)
     return is_known and any(one.is_floating_point() for one in op.outputs)
+
+
+def _moved(x: Tensor, y: Tensor) -> bool:
+    """Whether a result is there on the other side, too, in another order."""
+    if x.dim() == y.dim() == 1:
+        few, many = sorted((x, y), key=len)
+        return bool(torch.isin(few, many).all())
+    return matching_rows(x, y) is not None
 
 
 def _made_by(indices: Sequence[Difference], op: Op) -> str | None:

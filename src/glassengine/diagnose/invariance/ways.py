@@ -152,7 +152,9 @@ def _needed(span: Span) -> Span | None:
     return None if span.sizes[0] == span.sizes[1] and span.starts == (0, 0) else span
 
 
-def variants_of(what: What, *, length: int, decodes: bool, one_token: bool, prime: int) -> Iterator[Variant]:
+def variants_of(
+    what: What, *, length: int, decodes: bool, one_token: bool, prime: int, least: int
+) -> Iterator[Variant]:
     """Yield the variants of a change.
 
     Args:
@@ -161,9 +163,10 @@ def variants_of(what: What, *, length: int, decodes: bool, one_token: bool, prim
         decodes: Whether it generates: the last two tokens are steps of their own.
         one_token: Whether every call after the first has one token.
         prime: A number of rows that no weight of the model has as a size.
+        least: Fewest rows of a batch: "alone" is a row with others that no other batch has.
     """
     whole = (length - 2, 1, 1) if decodes else (length,)
-    one = Way(cuts=whole)
+    one = Way(rows=(0, *range(SPARE, SPARE + least - 1)), cuts=whole)
     if what == "run":
         yield Variant("the same call again", replace(one, seeded=False), replace(one, seeded=False, is_next=True))
         for value in (3.0, 1e4):
@@ -174,7 +177,7 @@ def variants_of(what: What, *, length: int, decodes: bool, one_token: bool, prim
             yield Variant("a batch of 8, again", again, replace(again, is_next=True))
     elif what == "batch":
         for number in BATCHES:
-            for place in dict.fromkeys((0, number // 2, number - 1)):
+            for place in dict.fromkeys((0, number // 2, number - 1)) if number >= least else ():
                 others = (*range(1, place + 1), 0, *range(place + 1, number))
                 yield Variant(f"alone, and at place {place} of {number}", one, replace(one, rows=others))
     elif what == "order":
