@@ -25,12 +25,7 @@ Change = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class WrittenOut:
-    """A reference as simple ops in float64, with all values on some inputs.
-
-    Args:
-        trace: Of the reference; it must have been traced.
-        inputs: The inputs.
-    """
+    """A traced reference as simple ops in float64, with all values on some inputs."""
 
     def __init__(self, trace: Trace, inputs: Sequence[Any]) -> None:
         from torch._functorch.compile_utils import fx_graph_cse

@@ -114,6 +114,7 @@ from glassengine.results.report import (
     ReportPage,
     WrittenReport,
 )
+from glassengine.results.rollout import RolloutCause, RolloutComparison, RolloutToken
 
 __all__ = [
     "BY_GRID",
@@ -177,6 +178,9 @@ __all__ = [
     "ReportPage",
     "Result",
     "ResultComparison",
+    "RolloutCause",
+    "RolloutComparison",
+    "RolloutToken",
     "Rung",
     "SeriesComparison",
     "SeriesPoint",
