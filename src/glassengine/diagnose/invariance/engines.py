@@ -170,4 +170,4 @@ def prove_batch_invariant(
 
 def _line(source: str | None) -> str | None:
     """Return file and line of a source, without the code that is there."""
-    return None if source is None else source.partition(": ")[0]
+    return None if source is None else source.split(maxsplit=1)[0].rstrip(":")
