@@ -60,8 +60,10 @@ def explained(match: Match) -> str:
     for one in match.tensors:
         if not passes(one):
             lines += _of_tensor(one)
-    for number, mistake in enumerate(match.mistakes[:3]):
-        how = " (proven: the reference with this mistake gives the same)" if mistake.proven else ""
+    # What has another shape or dtype has its own line.
+    for number, mistake in enumerate([one for one in match.mistakes if one.kind != "shape or dtype"][:3]):
+        is_made = mistake.proven and mistake.unexplained is not None
+        how = " (proven: the reference with this mistake gives the same)" if is_made else ""
         lines.append(f"  {'looks like' if not number else 'or        '}  {mistake.text}{how}")
     if match.not_traced:
         lines.append(f"  note        the reference could not be traced ({match.not_traced}): its floor is coarser")

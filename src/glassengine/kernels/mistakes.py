@@ -327,5 +327,9 @@ def _by_size(case: _Case) -> Iterator[KernelMistake]:
             yield KernelMistake("accumulation", f"the error is as large as that of sums in {name}", unexplained=0.5)
         if u / 64 < relative < 4 * u:
             yield KernelMistake("precision", f"the error is as large as that of {name}", unexplained=0.5)
+    size = float(case.wide.abs().nan_to_num(0.0, 0.0, 0.0).amax())
+    if case.u < 2.0**-20 and float((case.value - case.wide).abs().amax()) < _PROVEN * case.u * size:
+        text = "small results lose digits: the error is one of rounding beside the largest result"
+        yield KernelMistake("precision", text, unexplained=0.55)
     if case.u > 2.0**-20 and sums:
         yield KernelMistake("accumulation", f"the error is as large as that of sums in {own}", unexplained=0.4)

@@ -219,7 +219,8 @@ def assert_sweep(candidate: Function, reference: Function, shapes: str | Sequenc
     found = sweep(candidate, reference, shapes, **options)
     if found.ok:
         return found
-    lines = [f"{len(found.failures)} of {found.num_cases} cases are wrong: {found.when}"]
+    when = "all of ordinary numbers" if found.when == "always" else found.when
+    lines = [f"{len(found.failures)} of {found.num_cases} cases are wrong: {when}"]
     lines += [f"  looks like  {mistake.text}" for mistake in found.mistakes[:3]]
     if found.smallest is not None:
         match, error = found.smallest.match, found.smallest.error

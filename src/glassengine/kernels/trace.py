@@ -341,7 +341,7 @@ class _Lane(Interpreter):
         is_exact = generator is None and len(trace.rounding) == 1
         self._kept = trace.rounding[0] if is_exact else None
         self._choices = set(trace.choices)
-        self._is_mutable = any(_is_mutable(node) for node in trace.steps)
+        self._is_mutable = any(is_mutable(node) for node in trace.steps)
         self._found = Run([])
 
     def on(self, inputs: Sequence[Any]) -> Run:
@@ -382,7 +382,7 @@ class _Lane(Interpreter):
             self._found.chosen[n] = value if isinstance(value, Tensor) else value[1]
         if n is self._watched:
             self._found.seen = value, args
-        if n is self._kept and isinstance(value, Tensor) and not _is_mutable(n):
+        if n is self._kept and isinstance(value, Tensor) and not is_mutable(n):
             self._found.only = OnlyOp(n, value, args, kwargs, self._roundoff(n), self._how)
         if self._generator is not None and _rounds(n):
             return _written(n, value, self._noised(n, value, args, kwargs))
@@ -424,12 +424,13 @@ def _chosen(node: Node, args: tuple[Any, ...], value: Any, places: Tensor) -> An
     return (values if keeps else values.squeeze(dim)), places
 
 
-def _is_mutable(node: Node) -> bool:
+def is_mutable(node: Node) -> bool:
+    """Whether an op writes to its arguments."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _written(node: Node, value: Any, other: Any) -> Any:
     """Return another value of a node; written into its first argument where the op writes there."""
-    if not _is_mutable(node) or not isinstance(value, Tensor) or other is value:
+    if not is_mutable(node) or not isinstance(value, Tensor) or other is value:
         return other
     return value.copy_(other)
