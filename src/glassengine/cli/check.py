@@ -125,6 +125,12 @@ def command(
             "cache, threads, order, compile, attention, world, all. Repeatable.",
         ),
     ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PYTHON", help="Judge BASELINE as it runs in another environment: another torch or transformers."
+        ),
+    ] = None,
     only: Annotated[
         str | None, typer.Option(metavar="prompt", help="Judge the prompt alone, and load no model.")
     ] = None,
@@ -180,6 +186,7 @@ def command(
                 jobs=jobs,
                 tokenizer=tokenizer,
                 only=only,
+                against=against,
                 progress=progress,
                 **vars(checkpoint),
             )

@@ -9,12 +9,14 @@ from typing import Any, Literal
 from torch import nn
 
 from glassengine import asked
-from glassengine.candidates import flags_of, require_kind
+from glassengine.candidates import RECORD, flags_of, refuse, require_kind
 from glassengine.diagnose.ladder.request import CheckRequest
 from glassengine.diagnose.prompt_rung import beside, check_only
 from glassengine.diagnose.reproduction.files import require_free
 from glassengine.diagnose.router import route
 from glassengine.engine.build.ranks import mesh_for
+from glassengine.errors import UsageError
+from glassengine.extensions import plugin
 from glassengine.judge.cases import as_inputs
 from glassengine.program.onnx.stored.options import session_settings
 from glassengine.progress import Progress, silent
@@ -57,6 +59,7 @@ def check(
     jobs: int = 1,
     tokenizer: str | None = None,
     only: str | None = None,
+    against: str | Path | None = None,
     progress: Progress = silent,
 ) -> Comparison:
     """Judge a candidate against a baseline and say which op, on which rung, introduced an error first.
@@ -103,6 +106,8 @@ def check(
         jobs: Processes of this machine that judge the cases (prompts), each a case at a time; 1 is this one.
         tokenizer: Of the candidate, where it has no files of one: `file.py:factory` of an object with `encode(text)`.
         only: "prompt" compares what goes in (tokens, chat templates, settings) and loads no model.
+        against: Interpreter of another environment (another torch or transformers): the candidate is the baseline,
+            run there by a recorder that needs torch and numpy alone.
         progress: Called with an event when a stage begins.
 
     Raises:
@@ -148,6 +153,12 @@ def check(
     request.require_jobs()
     if request.reproduction is not None:
         require_free(request.reproduction)
+    if against is not None:
+        if candidate is not None:
+            raise UsageError("--against runs BASELINE itself", got=f"the candidate {candidate}", hint="leave it out")
+        refuse(RECORD, request.flags, against)
+        found: Comparison = plugin("serving.another_python.check").check_against(request, str(against))
+        return found
     if only is not None:
         return check_only(request, only, tokenizer)
     with beside(request, tokenizer) as with_prompt:

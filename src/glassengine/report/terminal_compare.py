@@ -23,6 +23,7 @@ from glassengine.report.terminal_check import because, compared, drift_table, fo
 from glassengine.report.words import of_side
 from glassengine.results import VERDICTS, Comparison, Figures, Pair, Skipped, Summary, tally_of
 from glassengine.results.comparison import SeriesComparison
+from glassengine.results.environments import differences
 
 if TYPE_CHECKING:
     from glassengine.results.artifacts import ArtifactComparison, StageComparison
@@ -33,6 +34,7 @@ MAX_PAIRS = 8
 MAX_DRIFT = 14
 _MAX_HINTS = 2
 _MAX_NAMES = 3
+_MAX_APART = 8
 _MAX_REASONS = 5
 _MOST_PARTINGS = 12
 _AGREEMENT_STYLES = {"bitwise": "green", "within rounding": "green", "beyond": "bold red"}
@@ -221,6 +223,10 @@ def notes(result: Comparison) -> Iterator[Text]:
         if arrangements:
             counted = "; ".join(f"{count} {how}" for how, count in arrangements.items())
             yield Text(f"\nof several ranks, the tensors of the {side} were put together: {counted}")
+    if not result.ok and (apart := differences(result.environment)):
+        yield Text(f"\nthe environments differ: {'; '.join(apart[:_MAX_APART])}")
+        if len(apart) > _MAX_APART:
+            yield Text(f"  ... and {len(apart) - _MAX_APART} more (--json has all)")
     if result.same_weights is False:
         yield Text("\nthe weights are not the same: fingerprints of one class and dtype differ", style="yellow")
     groups: dict[tuple[str, str], list[Skipped]] = {}

@@ -1,0 +1,1 @@
+"""A model in the interpreter of another environment: another torch, another transformers."""
