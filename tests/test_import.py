@@ -74,7 +74,7 @@ def test_what_the_public_sees() -> None:
             "open",
             "record",
         ),
-        *("assert_matches", "matches", "mark_step", "replay", "sites", "tap"),
+        *("assert_matches", "check_invariant", "matches", "mark_step", "replay", "sites", "tap"),
         *("Comparison", "Divergence", "Engine", "GlassError", "Recording", "Session", "Watch"),
         *NAMESPACES,
     }

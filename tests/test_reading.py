@@ -37,6 +37,7 @@ REASONS: dict[str, dict[str, str]] = {
     "capture/watch/triggers.py": {"os.open": "to write"},
     "cli/errors.py": {"os.open": "/dev/null"},
     "workers/pipe.py": {"pickle.load": "what our own parent process sent, or our own child answered"},
+    "diagnose/invariance/alone.py": {"torch.load": "what our own process wrote, with weights_only"},
     "diagnose/ladder/per_case.py": {"pickle.loads": "what our own parent process sent, or our own child answered"},
     "diagnose/reproduction/bisect_compiler.py": {"json.loads": "what our own child process printed"},
     "diagnose/script_floor.py": {"json.loads": "what our own parent process asked"},

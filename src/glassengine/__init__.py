@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from glassengine.capture.runs.record import record
     from glassengine.compare.compare import compare
     from glassengine.diagnose import check
+    from glassengine.diagnose.invariance.check import check_invariant
     from glassengine.diagnose.snapshot.replay import replay
     from glassengine.diagnose.training.check import check_training
     from glassengine.engine.build.build import build
@@ -56,6 +57,7 @@ __all__ = [
     "assert_matches",
     "build",
     "check",
+    "check_invariant",
     "check_prompt",
     "check_training",
     "compare",
@@ -89,6 +91,7 @@ _PUBLIC = {
     "assert_matches": "glassengine.kernels.match",
     "build": "glassengine.engine.build.build",
     "check": "glassengine.diagnose",
+    "check_invariant": "glassengine.diagnose.invariance.check",
     "check_prompt": "glassengine.prompt.check",
     "check_training": "glassengine.diagnose.training.check",
     "compare": "glassengine.compare.compare",

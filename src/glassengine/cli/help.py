@@ -17,8 +17,8 @@ _SECTIONS = {
     "Inputs": "inputs input_text input_ids input_file chat image tokenizer steps tokens_of max_new_tokens "
     "prefill_chunk",
     "Training": "optimizer candidate_optimizer loss gradients microbatches watch trigger tracker",
-    "How it is judged": "fail_on min_coverage min_snr rtol atol accum drift only all_rungs bisect_outputs first jobs "
-    "cluster noise_floor",
+    "How it is judged": "fail_on min_coverage min_snr rtol atol accum drift only invariant all_rungs bisect_outputs "
+    "first jobs cluster noise_floor",
     "Engines": "backend session_options library python as_deployed trust_engine add_output",
     "Selection": "step rank nonfinite values full plot sites",
     "Sampling": "do_sample temperature top_k top_p repetition_penalty seed",
@@ -54,8 +54,8 @@ compare reference port
 compare a.safetensors b.safetensors --fail-on suspicious
 compare engine-a engine-b --input-text '1 + 2'
 check my-model port.py:port
-check my-model --candidate model.onnx --inputs prompts.txt
 check my-model --candidate gguf:model.gguf --report answer.html
+check my-model --invariant batch --invariant padding
 check-prompt my-model gguf:model.gguf
 check-prompt my-model genai:folder
 check-prompt my-model vllm:my-model --python VENV/bin/python
@@ -90,7 +90,7 @@ mcp .
 mcp /data/recordings --timeout 60
 mcp . --run-code
 doctor
-doctor --cache
+doctor --batch
 doctor --json
 """
 _FIRST = {

@@ -115,7 +115,7 @@ _ASKED: dict[str, Callable[[Any], Any]] = {
 _BOTH: dict[str, Callable[[Any], Any]] = dict.fromkeys(("baseline", "candidate", "candidate_argument"), asked.model)
 _ASKED_OF: dict[str, dict[str, Callable[[Any], Any]]] = {
     "build": {"model": asked.model},
-    "check": _BOTH,
+    "check": {"candidate": asked.model},  # an argument may be a script
     "check_training": _BOTH,
     "sites": {"target": asked.model},
     "show": {"recording": asked.existing},

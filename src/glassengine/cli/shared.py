@@ -48,7 +48,10 @@ Library = Annotated[
 ]
 Python = Annotated[
     str | None,
-    typer.Option(metavar="FILE", help="Interpreter that vLLM or ExecuTorch is installed for; default: this one."),
+    typer.Option(
+        metavar="FILE",
+        help="Interpreter of the candidate: that of vLLM, ExecuTorch or another transformers; default: this one.",
+    ),
 ]
 Result = Annotated[
     str,

@@ -169,10 +169,12 @@ class Expectation:
             return None
         error = candidate.double() - exact
         size, ratio = error.abs(), math.inf
-        if self.only is not None and self.only.is_composite and self.bound is not None:
+        if self.only is not None and self.only.is_cheap and self.bound is not None:
             # This costs less than the means of slices, and decides.
-            is_within = bool((size <= self.bound).all())
-            return Judgement("rounding", None, None, bound_ratio=1.0) if is_within else None
+            if bool((size <= self.bound).all()):
+                return Judgement("rounding", None, None, bound_ratio=1.0)
+            if not self.only.is_alone:
+                return None
         own, others = slice_means([error.square_(), (self.native.double() - exact).square_()], Counted(None))
         if 0 < others.mean < math.inf and own.mean < math.inf:
             ratio = own.mean / others.mean

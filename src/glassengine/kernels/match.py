@@ -14,7 +14,7 @@ from glassengine.errors import UsageError
 from glassengine.kernels.arrays import as_tensors
 from glassengine.kernels.leaves import RIGHT, figures, passes
 from glassengine.kernels.prepared import Prepared, same, settled
-from glassengine.kernels.trace import copied, tensors_of
+from glassengine.kernels.trace import tensors_of
 from glassengine.kernels.words import explained
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.ops import ACCUMULATIONS, Accumulation
@@ -93,7 +93,7 @@ def judged(actual: Any, inputs: Any, prepared: Prepared, *, accumulation: str, c
     is_function = callable(actual) and not isinstance(actual, Tensor)
     if is_function:
         call, args = called(actual, inputs)
-        own = copied(args)
+        own = prepared.copies(args)
         with torch.no_grad():
             candidate = call(*own)
         written = list(tensors_of(as_tensors(own)))

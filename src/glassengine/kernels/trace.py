@@ -80,6 +80,8 @@ class Trace:
     why_not: str | None
     accumulation: Accumulation
     steps: list[Node] = field(default_factory=list)
+    checked: tuple[Any, Any] = (None, None)
+    """The inputs that it was tried on, and what it gave."""
 
     @cached_property
     def rounding(self) -> list[Node]:
@@ -184,9 +186,14 @@ class OnlyOp:
     how: Accumulation
 
     @property
-    def is_composite(self) -> bool:
-        """Whether it is an op of several steps."""
-        return traits_of(self.node).rounding is Rounding.COMPOSITE
+    def is_cheap(self) -> bool:
+        """Whether its bound costs no more than means of errors: of elements, and of ops of several steps."""
+        return self.is_alone or traits_of(self.node).rounding is Rounding.COMPOSITE
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether each element is computed by itself."""
+        return traits_of(self.node).rounding is Rounding.POINTWISE
 
     @torch.no_grad()
     def bound(self, where: Tensor | None = None) -> Tensor | None:
@@ -198,9 +205,8 @@ class OnlyOp:
         r, args, kwargs, value = self.roundoff, self.args, self.kwargs, self.value
         if traits_of(self.node).multiplies and self.how.u_operands:
             r = Roundoff(r.u, self.how.u_operands, tiny=r.tiny, u_sums=r.u_sums)
-        is_alone = traits_of(self.node).rounding is Rounding.POINTWISE
         try:
-            if where is not None and is_alone:
+            if where is not None and self.is_alone:
                 picked = partial(_picked, where, value.shape)
                 args, kwargs, value = map_aggregate(args, picked), map_aggregate(kwargs, picked), value[where]
             found = rounding_bound(Operation(base_name(self.node.target), target_of(self.node), args, kwargs, value), r)
@@ -208,7 +214,7 @@ class OnlyOp:
             return None  # a form of the op that its bound does not know
         if found is not None and self.node.meta["val"].dtype is torch.float64:
             found = found * DOUBLE
-        return found if found is None or is_alone or where is None else found[where]
+        return found if found is None or self.is_alone or where is None else found[where]
 
 
 def _picked(where: Tensor, shape: torch.Size, value: Any) -> Any:
@@ -260,7 +266,7 @@ def traced(
         found = Trace(reference, module, None, accumulation, nodes)
         try:
             is_whole = _is_faithful(found, reference, inputs)
-            found.exact(inputs)
+            found.checked = inputs, found.exact(inputs)
         except Exception as error:
             return Trace(reference, None, f"{type(error).__name__}: {first_line(error)}", accumulation)
     why = "it makes tensors of its inputs outside of PyTorch"
