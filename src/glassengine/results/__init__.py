@@ -83,7 +83,7 @@ from glassengine.results.hints import (
     Quantization,
     QuantizedWeight,
 )
-from glassengine.results.invariance import FirstOperation, Invariance, SwitchTried, Variation
+from glassengine.results.invariance import BatchProof, FirstOperation, Invariance, SwitchTried, Variation
 from glassengine.results.metrics import (
     MetricsReport,
     MetricSummary,
@@ -126,6 +126,7 @@ __all__ = [
     "VERDICTS",
     "Altered",
     "ArtifactComparison",
+    "BatchProof",
     "Bisection",
     "CacheReport",
     "CachedGraph",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,10 +13,12 @@ from torch import Tensor, nn
 
 from glassengine import environment
 from glassengine.diagnose.invariance.causes import Cause, cause_of
+from glassengine.diagnose.invariance.engines import EngineSubject
 from glassengine.diagnose.invariance.rows import largest_difference, same_bits
 from glassengine.diagnose.invariance.subjects import Results, Subject, subject_of
 from glassengine.diagnose.invariance.trace import Difference, Op, Search
 from glassengine.diagnose.invariance.ways import Variant, variants_of
+from glassengine.engine.run.load import load
 from glassengine.errors import UnknownNameError, UsageError, first_line
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.verdict import Reference
@@ -31,6 +34,7 @@ from glassengine.results.invariance import (
     What,
     concluded,
 )
+from glassengine.stores.places import place
 
 NUM_RUNS = 2
 ALL = "all"
@@ -46,11 +50,12 @@ def check_invariant(
     trust_remote_code: bool = False,
     revision: str | None = None,
     adapter: str | Path | None = None,
+    trust_engine: bool = False,
 ) -> Invariance:
     """Compare a model with itself under changes that must not matter, bit for bit and then by its noise floor.
 
     Args:
-        model: As for `check`.
+        model: As for `check`, or an engine directory.
         invariant: "run", "batch", "padding", "length", "cache", "threads", "order", "compile", "attention", "world";
             "all" is every one that the model has.
         inputs: Keyword arguments, as for `check`; None makes them up.
@@ -59,11 +64,16 @@ def check_invariant(
         trust_remote_code: As for `check`.
         revision: As for `check`.
         adapter: As for `check`.
+        trust_engine: As for `check`.
 
     Raises:
         UsageError: The model cannot be run, or cannot be changed in this way.
         UnknownNameError: There is no such change.
     """
+    steps = load_inputs(str(inputs)) if isinstance(inputs, str | Path) else inputs
+    given = [steps] if isinstance(steps, Mapping) else steps
+    if isinstance(model, str | Path) and (place(model) / "engine.json").is_file():
+        return judged(EngineSubject(load(model, trust=trust_engine), given[0] if given else None), invariant)
     loaded = load_model(
         model,
         dtype=dtype,
@@ -72,8 +82,6 @@ def check_invariant(
         revision=revision,
         adapter=adapter,
     )
-    steps = load_inputs(str(inputs)) if isinstance(inputs, str | Path) else inputs
-    given = [steps] if isinstance(steps, Mapping) else steps
     with forward_errors(loaded.module, f"{loaded.spec} cannot run on these inputs: its forward raised in"):
         return judged(subject_of(loaded, given), invariant)
 
@@ -144,18 +152,29 @@ class _Compared:
 
 def _changed(subject: Subject, what: What, run: Variation | None) -> Variation:
     variants = variants_of(
-        what, length=subject.length, decodes=subject.decodes, one_token=subject.one_token, prime=subject.prime
+        what,
+        length=subject.length,
+        decodes=subject.decodes,
+        one_token=subject.one_token,
+        prime=subject.prime,
+        least=subject.least_rows,
     )
     found: list[_Compared] = []
     notes: list[str] = []
+    failed: Counter[str] = Counter()
     for variant in variants:
+        why = subject.refusal(variant.first) or subject.refusal(variant.second)
+        if why is not None:
+            notes.append(why)
+            continue
         try:
             pair = subject.run(variant.first), subject.run(variant.second)
         except Exception as error:  # the model's own code may raise anything
-            notes.append(f"{variant.words}: {first_line(error)}")
+            failed[first_line(error)] += 1
             continue
         if (compared := _compared(subject, variant, pair)) is not None:
             found.append(compared)
+    notes += [f"{number} variants could not be run: {reason}" for reason, number in failed.items()]
     different = [one for one in found if one.verdict != "bitwise"]
     if not different:
         verdict: ChangeVerdict = "bitwise" if found else "undecided"
@@ -223,10 +242,8 @@ def _verdict(x: Tensor, y: Tensor, found: Judgement) -> tuple[ChangeVerdict, str
 
 def _noise(subject: Subject, variant: Variant, second: Results) -> list[list[Tensor]]:
     """Return what rounding alone does to each part, of several runs on the same random numbers."""
-    way = replace(variant.first, seeded=True)
-    base = list(_parts(variant, subject.run(way), second))
-    runs = [list(_parts(variant, subject.run(way, noise=i), second)) for i in range(NUM_RUNS)]
-    return [[x.double() - y.double() for (_, x, _), (_, y, _) in zip(run, base, strict=True)] for run in runs]
+    runs = [subject.noise(variant.first, seed) for seed in range(NUM_RUNS)]
+    return [[x for _, x, _ in _parts(variant, run, second)] for run in runs]
 
 
 def _parts(variant: Variant, first: Results, second: Results) -> Any:
@@ -262,7 +279,8 @@ def _signal(x: Tensor, y: Tensor) -> float:
 def located(subject: Subject, variant: Variant, *, is_mistake: bool) -> tuple[Difference | None, list[str]]:
     """Return where the two ways begin to differ, and what one would not expect of the search.
 
-    Of a difference beyond rounding it is the first operation that rounding does not explain.
+    Of a difference beyond rounding it is the first operation that rounding does not explain; of the same call again,
+    the first that differs in a bit.
     """
     if variant.second.compiler is not None:
         return None, []
@@ -270,8 +288,6 @@ def located(subject: Subject, variant: Variant, *, is_mistake: bool) -> tuple[Di
         try:
             first, left = subject.traced(variant.first, modules_only=modules_only)
             second, right = subject.traced(variant.second, modules_only=modules_only)
-        except NotImplementedError:
-            return None, []
         except Exception as error:  # what runs under a mode of torch may refuse that
             reason = f"operations could not be observed: {first_line(error)}"
             continue
@@ -279,13 +295,13 @@ def located(subject: Subject, variant: Variant, *, is_mistake: bool) -> tuple[Di
             reason = "the results are equal while operations are observed"
             continue
         found = None
-        if is_mistake:
+        if is_mistake and variant.first.seeded:
             noisy = [_noisy_trace(subject, variant, left, seed, modules_only) for seed in range(NUM_RUNS)]
             found = Search(left, right, variant.views, noisy, is_rounding).first()
         found = found or Search(left, right, variant.views).first()
         if found is not None:
             return found, []
-        reason = "no operation could be paired"
+        reason = subject.unseen if not right else "no operation could be paired"
     return None, [reason]
 
 
