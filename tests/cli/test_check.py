@@ -93,8 +93,7 @@ def test_json_to_a_file_keeps_the_screen(
     arguments = [
         "check",
         f"{factories}:clean",
-        "--candidate",
-        f"{factories}:wrong",
+        f"{factories}:wrong",  # without --candidate
         "--inputs",
         ids,
         "--steps",
@@ -121,6 +120,8 @@ def test_json_to_a_file_keeps_the_screen(
         # Said before anything is loaded.
         (["nowhere/at/all", "--backend", "inducktor"], 2, "nearest: inductor"),
         (["{file}:clean", "--candidate", "{file}:wrong", "--backend", "eager"], 2, "remove them"),
+        (["{file}:clean", "{file}:wrong", "--candidate", "{file}:wrong"], 2, "the candidate is given twice"),
+        (["{file}:clean", "{file}:wrnog"], 2, "unknown function"),
         (["{file}:clean", "--candidate", "{file}:vision", "--inputs", "{ids}"], 4, "do not match those of"),
         (
             ["{file}:clean", "--pass", "{file}:missing", "--backend", "eager", "--inputs", "{ids}"],

@@ -114,9 +114,35 @@ def test_every_command_file_is_in_the_table(root: Path) -> None:
     assert files - shared == {name.replace("-", "_") for name in cli.COMMANDS}
 
 
-def test_no_arguments_is_usage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_arguments_shows_three_commands_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
-    assert "Usage: glass" in capsys.readouterr().out
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  glass ")]
+    assert len(lines) == 3 and {words[1] for words in lines} <= cli.COMMANDS.keys()
+
+
+@pytest.mark.parametrize(
+    ("command", "former", "name"),
+    [
+        ("record", "--output-dir", "output"),
+        ("record", "--steps", "step"),
+        ("build", "--output-dir", "output"),
+        ("show", "--export", "output"),
+    ],
+)
+def test_former_names_of_options_work_and_are_not_listed(command: str, former: str, name: str) -> None:
+    loaded = cli.load_command(command)
+    with loaded.make_context(command, ["x", former, "3"]) as context:
+        assert context.params[name] == "3"
+    assert former not in {flag for option in loaded.params for flag in option.opts}
+
+
+def test_a_flag_that_several_commands_have_takes_the_same(root: Path) -> None:
+    """`-o` is where the result goes; `--steps` is a number, `--step` selects."""
+    for command in cli.COMMANDS:
+        for option in cli.load_command(command).params:
+            assert ("-o" in option.opts) == ("--output" in option.opts), command
+            if "--steps" in option.opts:
+                assert option.metavar.startswith("N"), command
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -570,6 +596,7 @@ COMMAND_LINES = {
     "compare": "one other",
     "check": "model",
     "check-prompt": "one other",
+    "check-rollout": "model --rollout file",
     "check-training": "model --candidate other",
     "profile": "trace",
     "snapshot": "show snapshot",
@@ -580,6 +607,7 @@ COMMAND_LINES = {
     "report": "result.json -o report",
     "upload": "recording",
     "schema": "check",
+    "skill": "",
     "doctor": "",
 }
 

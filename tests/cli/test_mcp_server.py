@@ -41,7 +41,8 @@ def driven(root: Path, drive: Callable[[Any], Awaitable[None]], *flags: str) -> 
 
     async def run() -> None:
         async with mcp.stdio_client(server) as streams, mcp.ClientSession(*streams) as session:
-            await session.initialize()
+            started = await session.initialize()
+            assert "\n0. Do both sides get the same tokens" in started.instructions
             await drive(session)
 
     anyio.run(run)
@@ -51,10 +52,10 @@ def text_of(answer: Any) -> str:
     return "\n".join(part.text for part in answer.content)
 
 
-def test_the_four_tools_over_stdio(root: Path) -> None:
+def test_the_tools_over_stdio(root: Path) -> None:
     async def drive(session: Any) -> None:
         tools = {tool.name: tool for tool in (await session.list_tools()).tools}
-        assert sorted(tools) == ["check", "compare", "explain", "show"]
+        assert sorted(tools) == ["check", "check_prompt", "compare", "explain", "show"]
         assert all(tool.description for tool in tools.values())
         assert {name for name, tool in tools.items() if tool.annotations.read_only_hint} == tools.keys() - {"check"}
 
@@ -72,6 +73,7 @@ def test_the_four_tools_over_stdio(root: Path) -> None:
             ("show", {"recording": "../secret.pt"}),
             ("show", {"recording": "https://example.org/x.pt"}),
             ("explain", {"result": "../result-1"}),
+            ("check_prompt", {"baseline": "one.pt", "candidate": "vllm:one"}),
             ("check", {"baseline": "loud.py:net"}),
         ):
             refused = await session.call_tool(tool, arguments)

@@ -27,6 +27,7 @@ PAGES = [
     "coming-from-transformers.md",
     "continuous-integration.md",
     "my-dump-comes-from-another-framework.md",
+    "my-rollout-is-not-my-policy.md",
     "my-server-answers-differently.md",
     "my-server-executorch.md",
     "my-server-llama-cpp.md",

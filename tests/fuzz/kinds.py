@@ -360,7 +360,7 @@ KINDS: dict[str, Kind] = {
             "show {here}/it --json",
             "show {here}/it",
             "compare {shared}/record-b {here}/it --json -",
-            "show {here}/it --export {here}/out",
+            "show {here}/it --output {here}/out",
             "show {here}/it fc --values",
             "sites {here}/it --json",
         ),

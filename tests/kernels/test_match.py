@@ -235,3 +235,59 @@ def test_a_reference_that_only_writes_is_compared_by_what_it_writes(by: float, o
         return call
 
     assert glass.matches(adds(by), adds(1.0), (drawn(4, 5),)).ok == ok
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tables_of_whole_numbers_are_computed_in_float64(dtype: torch.dtype) -> None:
+    """Torch makes float32 of whole numbers and a Python float, also beside float64."""
+
+    def turned(x: Tensor, base: float = 10000.0, start: int = 0) -> Tensor:
+        angles = (torch.arange(x.shape[0])[:, None] + start) * base ** (-torch.arange(0, 16) / 16)
+        c, s = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * c - b * s, b * c + a * s], -1)
+
+    x, w = drawn(40, 32, dtype=dtype), torch.arange(32 * 24).reshape(32, 24) % 16
+    assert glass.matches(lambda x: turned(x.float()).to(x.dtype), lambda x: turned(x), (x,)).ok
+    for wrong in (lambda x: turned(x, start=1), lambda x: turned(x, 5000.0), lambda x: turned(x.flip(-1)).flip(-1)):
+        assert not glass.matches(wrong, lambda x: turned(x), (x,)).ok
+    unpacked = [lambda x, w, zero=zero: x @ ((w - zero) * 0.0625).to(x.dtype) for zero in (7, 8)]
+    assert not glass.matches(*unpacked, (x, w)).ok
+
+
+def test_results_that_are_truncated_are_found() -> None:
+    def chopped(x: Tensor) -> Tensor:
+        return (x.view(torch.int32) & -65536).view(torch.float32).to(torch.bfloat16)
+
+    a, b = drawn(64, 45, dtype=torch.bfloat16), drawn(45, 64, seed=1, dtype=torch.bfloat16)
+
+    def in_float32(x: Tensor) -> Tensor:
+        return x.float().softmax(-1).to(x.dtype)
+
+    assert glass.matches(lambda x: torch.log_softmax(x.float(), -1).exp().to(x.dtype), in_float32, (a,)).ok
+    for found in (
+        glass.matches(lambda x: chopped(x.float().softmax(-1)), in_float32, (a,)),
+        glass.matches(lambda a, b: chopped(a.float() @ b.float()), torch.matmul, (a, b)),
+    ):
+        assert not found.ok and found.mistakes[0].text == "results are truncated, not rounded to the nearest"
+
+
+def test_a_factor_of_each_channel_is_found() -> None:
+    def norm(x: Tensor, v: Tensor) -> Tensor:
+        return x / torch.sqrt(v[:, None] + 1e-3)
+
+    def outside(x: Tensor, v: Tensor) -> Tensor:
+        return (x.float() / (v.float()[:, None].sqrt() + 1e-3)).to(x.dtype)
+
+    x, v = drawn(4, 16, 25, dtype=torch.bfloat16), (torch.arange(16) / 800 + 0.01).to(torch.bfloat16)
+    assert glass.matches(lambda x, v: norm(x.float(), v.float()).to(x.dtype), norm, (x, v)).ok
+    assert not glass.matches(outside, norm, (x, v)).ok
+
+
+def test_the_bound_is_that_of_the_elements_where_they_end_up() -> None:
+    def exp(x: Tensor) -> Tensor:
+        return torch.exp(x).flip(-1)
+
+    x = drawn(8, 45)
+    assert glass.matches(lambda x: exp(x) * (1 + 2.0**-23), exp, (x,)).ok
+    assert glass.matches(lambda x, y: x + 0.9 * (y - x), lambda x, y: torch.lerp(x, y, 0.9), (x, x.flip(0))).ok

@@ -195,6 +195,39 @@ def test_llama_cpp_cannot_normalize_and_that_is_a_limit(trained: Path, tmp_path:
     assert result.ok and [one.cause for one in result.findings if one.level == "limit"] == ["normalization (NFC)"]
 
 
+THINKS = "{% if enable_thinking %}<think>{% endif %}"
+IS_TEXT = "{% if messages[-1].content is none %}none{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "other", "level", "cause"),
+    [
+        (TEMPLATE, None, None, None),
+        (TEMPLATE + THINKS, None, "limit", "the engine renders templates otherwise: it sets enable_thinking = True"),
+        (TEMPLATE, TEMPLATE.replace("<|im_end|>\\n", "<|im_end|>"), "wrong", "white space of the template"),
+        (TEMPLATE + THINKS, TEMPLATE.replace("<|im_end|>\\n", "<|im_end|>") + THINKS, "wrong", "white space"),
+    ],
+)
+def test_llama_cpp_renders_templates_by_its_own_jinja(
+    template: str, other: str | None, level: str | None, cause: str | None, trained: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("xllamacpp")
+    base = without_normalizer(trained, tmp_path / "base")
+    (base / "chat_template.jinja").write_text(template)
+    result = compared(base, gguf_of(base, tmp_path / "model.gguf", template=other or template))
+    found = [one for one in result.findings if one.part == "template" and one.level != "note"]
+    assert result.ok == (level != "wrong") and [one.level for one in found[:1]] == [level][: level is not None], found
+    assert cause is None or found[0].cause.startswith(cause)
+
+
+def test_missing_content_is_no_difference_of_templates(trained: Path, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime_genai")
+    template = TEMPLATE + IS_TEXT
+    base = copied(trained, tmp_path / "base", "tokenizer_config.json", lambda one: one.update(chat_template=template))
+    result = compared(base, genai_of(trained, tmp_path / "genai", {}, template))
+    assert not [one for one in result.findings if one.part == "template" and one.level == "wrong"], result.findings
+
+
 @pytest.mark.parametrize(
     ("causes", "change"),
     [([], {}), (["special token eos", "eos_token_id"], {"eos_token_id": 2}), (["top_p"], {"search": {"top_p": 0.5}})],

@@ -11,10 +11,12 @@ from glassengine import asked
 from glassengine.candidates import GIVEN, MODEL, flags_of, forms, refuse, require_kind
 from glassengine.cli.answers import Answers
 from glassengine.cli.errors import INTERRUPTED_STATUS, terminable
+from glassengine.cli.invariance import check as check_invariance
 from glassengine.cli.options import err, print_answer, settings, stages
 from glassengine.cli.shared import (
     AdaptedCheckpoint,
     Baseline,
+    CandidateArgument,
     Dtype,
     Library,
     Map,
@@ -27,6 +29,7 @@ from glassengine.cli.shared import (
     TrustEngine,
     Verdicts,
     decibels,
+    one_candidate,
 )
 from glassengine.progress import Work
 from glassengine.results import Comparison, Interrupted
@@ -44,6 +47,8 @@ _SHARES = (
 
 def command(
     baseline: Baseline,
+    candidate_argument: CandidateArgument = None,
+    words: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     candidate: Annotated[
         str | None,
         typer.Option(
@@ -112,6 +117,14 @@ def command(
             metavar="FILE.py:FN", help="Function that returns the tokenizer of a candidate without files of one."
         ),
     ] = None,
+    invariant: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="WHAT",
+            help="Compare BASELINE with itself under a change that must not matter: run, batch, padding, length, "
+            "cache, threads, order, compile, attention, world, all. Repeatable.",
+        ),
+    ] = None,
     only: Annotated[
         str | None, typer.Option(metavar="prompt", help="Judge the prompt alone, and load no model.")
     ] = None,
@@ -124,10 +137,19 @@ def command(
 
     Exit status: 0 ok, 1 a tensor reaches --fail-on (or a token changes), 4 too little was comparable.
     """
+    given = flags_of(**locals())
     answers.prepare()
+    if invariant or words:
+        own = [f"--{name}" for name in answers.given]
+        own += [f"--{name}" for name, value in (("candidate", candidate), ("only", only), ("drift", drift)) if value]
+        target = [baseline, *filter(None, (candidate_argument, *(words or ())))]
+        options = {"inputs": inputs, "dtype": dtype, "trust_engine": trust_engine, **vars(checkpoint)}
+        return check_invariance(target, invariant or (), [*given, *own], options)
+    asked.model(baseline)
+    candidate = asked.model(one_candidate(candidate, candidate_argument))
     require_kind(candidate)
     if candidate is not None:
-        refuse(MODEL if asked.is_plain_model(candidate) else GIVEN, flags_of(**locals()), candidate)
+        refuse(MODEL if asked.is_plain_model(candidate) else GIVEN, given, candidate)
     try:
         with terminable(), stages(_SHARES) as progress:
             result = glass.check(

@@ -11,12 +11,13 @@ from glassengine.cli.answers import Answers
 from glassengine.cli.check import answered
 from glassengine.cli.errors import terminable
 from glassengine.cli.options import stages
-from glassengine.cli.shared import Baseline, Checkpoint, Dtype, Verdicts
+from glassengine.cli.shared import Baseline, CandidateArgument, Checkpoint, Dtype, Verdicts, one_candidate
 from glassengine.progress import Work
 
 
 def command(
     baseline: Baseline,
+    candidate_argument: CandidateArgument = None,
     candidate: Annotated[
         str | None,
         typer.Option(metavar="TARGET", help="Judge this port; default: a copy, for --candidate-optimizer."),
@@ -45,6 +46,7 @@ def command(
     Exit status: 0 ok, 1 a tensor reaches --fail-on, 4 too little was comparable.
     """
     answers.prepare()
+    candidate = one_candidate(candidate, candidate_argument)
     with terminable(), stages(((Work.TRAINING, 1.0),)) as progress:
         progress(Work.TRAINING.says("training and judging every step"))
         result = glass.check_training(

@@ -12,7 +12,7 @@ import typer
 import glassengine as glass
 from glassengine import commands, environment
 from glassengine.cli.documents import answer
-from glassengine.cli.options import out
+from glassengine.cli.options import out, print_answer
 from glassengine.report.terminal_cache import cache_lines
 
 # Instruction sets that decide which kernels run, and so which engines load here.
@@ -37,8 +37,16 @@ def command(
         bool,
         typer.Option("--calibrate", help="Measure the accuracy of the runtimes' elementwise kernels instead."),
     ] = False,
+    batch: Annotated[
+        bool,
+        typer.Option("--batch", help="Show instead which operations give a row of a batch other bits than alone."),
+    ] = False,
 ) -> int:
     """Show versions, processor, compiler and back-ends of this machine."""
+    if batch:
+        rows = commands.batch_table()
+        answer(lambda: {"rows": rows}, lambda: _print_batch(rows))
+        return 0
     if cache:
         report = glass.metrics.cache()
         answer(report.to_dict, lambda: out.print("\n".join(cache_lines(report))))
@@ -50,6 +58,13 @@ def command(
     found = examine()
     answer(lambda: found, lambda: _print(found))
     return 0
+
+
+def _print_batch(rows: list[dict[str, Any]]) -> None:
+    """Print what a row of a batch depends on."""
+    from glassengine.report.terminal_invariance import kernels
+
+    print_answer(kernels(rows))
 
 
 def _print_kernels(entries: list[dict[str, Any]]) -> None:

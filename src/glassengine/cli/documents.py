@@ -29,6 +29,7 @@ _BEGINNINGS = (
     b'{\n  "schema_version": ',
     b'{\n  "$schema": ',
     b'{\n  "otherData": {\n    "written_by": "Glass Engine"',
+    b"---\nname: glassengine\n",
     b'{\n  "main": {\n    "name": "error / noise floor"',
 )
 """How documents of ours begin, schemas and logs of findings, and what is exported."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import sys
 import threading
@@ -125,10 +124,6 @@ def _usage_error(exc: TyperException) -> UsageError:
     # What follows --json may have been meant for the command, or for it.
     help_line = f"{command} --help" if settings.json is None else f"{command} --help; --json=FILE names a file safely"
     message = exc.format_message().rstrip(".")
-    if command.split()[-1].startswith("check") and (
-        found := re.search(r"unexpected extra argument\S* \((.*)\)", message)
-    ):
-        help_line = f"another implementation is an option: --candidate {found[1]}"
     return UsageError(message, hint=help_line)
 
 

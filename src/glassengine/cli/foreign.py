@@ -6,6 +6,7 @@ help shows ours alone.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 # Spelling in TensorRT-LLM's and Ditto's documents and scripts -> ours, without dashes.
@@ -22,7 +23,8 @@ SPELLINGS = {
     "max_output_len": "max-new-tokens",
     "max_seq_len": "max-seq-len",
     "model_dir": "model-dir",
-    "output_dir": "output-dir",
+    "output-dir": "output",
+    "output_dir": "output",
     "pp-size": "pipeline-parallel",
     "pp_size": "pipeline-parallel",
     "profiling_verbosity": "profiling-verbosity",
@@ -71,4 +73,9 @@ def ours(flag: str) -> str:
     return SPELLINGS.get(flag, flag)
 
 
-CONTEXT_SETTINGS: dict[str, Any] = {"token_normalize_func": ours}
+def renamed(spellings: Mapping[str, str]) -> dict[str, Any]:
+    """Return the settings of a command whose flags had other names before; names are given without dashes."""
+    return {"token_normalize_func": lambda flag: spellings.get(flag, flag)}
+
+
+CONTEXT_SETTINGS: dict[str, Any] = renamed(SPELLINGS)

@@ -7,6 +7,8 @@ from typing import Any
 
 import typer
 
+import glassengine
+
 _GLOBAL = "Global options"
 _SECTIONS = {
     "What is compared": "candidate map layout transpose show_only floating_point_only series",
@@ -15,13 +17,13 @@ _SECTIONS = {
     "Inputs": "inputs input_text input_ids input_file chat image tokenizer steps tokens_of max_new_tokens "
     "prefill_chunk",
     "Training": "optimizer candidate_optimizer loss gradients microbatches watch trigger tracker",
-    "How it is judged": "fail_on min_coverage min_snr rtol atol accum drift only all_rungs bisect_outputs first jobs "
-    "cluster noise_floor",
+    "How it is judged": "fail_on min_coverage min_snr rtol atol accum drift only invariant all_rungs bisect_outputs "
+    "first jobs cluster noise_floor",
     "Engines": "backend session_options library python as_deployed trust_engine add_output",
     "Selection": "step rank nonfinite values full plot sites",
     "Sampling": "do_sample temperature top_k top_p repetition_penalty seed",
     "Debugging": "debug print_tensors debug_dir debug_format debug_mode synchronous snapshot snapshot_on profile",
-    "Output": "output_dir record export export_format artifacts format report sarif reproduction byte_budget durable "
+    "Output": "output record export_format artifacts format report redact sarif reproduction byte_budget durable "
     "spool when_behind overwrite dry_run",
     _GLOBAL: "help version quiet verbose no_color no_progress metrics json",
 }
@@ -51,12 +53,15 @@ show dump.pt --values
 compare reference port
 compare a.safetensors b.safetensors --fail-on suspicious
 compare engine-a engine-b --input-text '1 + 2'
-check my-model --candidate port.py:port
-check my-model --candidate model.onnx --inputs prompts.txt
+check my-model port.py:port
 check my-model --candidate gguf:model.gguf --report answer.html
+check my-model --invariant batch --invariant padding
 check-prompt my-model gguf:model.gguf
 check-prompt my-model genai:folder
 check-prompt my-model vllm:my-model --python VENV/bin/python
+check-rollout my-model --rollout rollout.jsonl
+check-rollout my-model --rollout batch.pt --weights step-90 --weights step-80
+check-rollout my-model --rollout rollout.json --report answer.html
 check-training net.py:net --candidate port.py:port --inputs batches.pt
 check-training net.py:net --candidate-optimizer port.py:optimizer
 check-training net.py:net --candidate port.py:port --loss net.py:loss
@@ -76,19 +81,36 @@ replay snapshots/0 --compare
 replay step.safetensors --first-nonfinite
 replay snapshots/0 --bisect
 report answer.json -o page
-report answer.json -o answer.html
+report answer.json -o answer.html --redact
 report answer.json -o page --recordings reference --recordings port
 schema
 schema check
 schema compare --json=compare.schema.json
+skill
+skill -o SKILL.md
+skill --json
 mcp .
 mcp /data/recordings --timeout 60
 mcp . --run-code
 doctor
-doctor --cache
+doctor --batch
 doctor --json
 """
+_FIRST = {
+    "check my-model port.py:port": "find the first wrong operation of a port, export or engine",
+    "check-prompt my-model gguf:model.gguf": "compare tokens, templates and settings",
+    "compare reference port": "compare two recordings or dumps; glass record makes them",
+}
 EXAMPLES = {name: tuple(lines) for name, lines in groupby(_LINES.splitlines(), key=lambda line: line.split()[0])}
+
+
+def introduction() -> str:
+    """Return what `glass` alone prints: what it is for, and three commands."""
+    width = max(map(len, _FIRST))
+    lines = [f"  glass {line:{width}}  {purpose}" for line, purpose in _FIRST.items()]
+    purpose = (glassengine.__doc__ or "").partition("\n")[0]
+    more = "All commands: glass --help. What to do for what you see: glass skill."
+    return "\n".join([purpose, "", *lines, "", more])
 
 
 def arrange(command: Any, name: str = "") -> None:

@@ -23,7 +23,7 @@ from glassengine import asked
 from glassengine.cli import options
 from glassengine.cli.documents import destination_of, require_place, spelled_out
 from glassengine.cli.errors import exit_status
-from glassengine.cli.help import arrange
+from glassengine.cli.help import arrange, introduction
 from glassengine.errors import UsageError
 
 COMMANDS = {
@@ -36,6 +36,7 @@ COMMANDS = {
     "compare": "Compare recordings, tensor files, dumps, engines or build artifacts.",
     "check": "Find the first op that is wrong in a port, engine, pass or dump.",
     "check-prompt": "Compare tokenizer, chat template and generation settings of two sides.",
+    "check-rollout": "Explain the gap between the log-probabilities of a rollout and those of its policy.",
     "check-training": "Find the first training step, and in it the op, that is wrong in a port.",
     "explain": "Explain a result in words: why it is ok or not, or why a tensor has its verdict.",
     "export": "Write a result for what people open already: Model Explorer, Perfetto, TensorBoard, Netron.",
@@ -44,6 +45,7 @@ COMMANDS = {
     "replay": "Run a snapshot again, without the original code.",
     "report": "Write a result as a page for the browser: index.html, and its data beside it.",
     "schema": "Print the JSON schema of the --json document of a command.",
+    "skill": "Print the instructions for a coding agent: when to use glass, in which order, how to read answers.",
     "mcp": "Serve check, compare, show and explain to a coding agent (MCP, on stdin and stdout).",
     "doctor": "Show versions, processor, compiler and back-ends of this machine.",
 }
@@ -111,10 +113,10 @@ _ASKED: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("optimizer", "candidate_optimizer", "loss"), asked.function),
 }
 """Option -> what refuses a value of it before torch is imported."""
-_BOTH: dict[str, Callable[[Any], Any]] = {"baseline": asked.model, "candidate": asked.model}
+_BOTH: dict[str, Callable[[Any], Any]] = dict.fromkeys(("baseline", "candidate", "candidate_argument"), asked.model)
 _ASKED_OF: dict[str, dict[str, Callable[[Any], Any]]] = {
     "build": {"model": asked.model},
-    "check": _BOTH,
+    "check": {"candidate": asked.model},  # an argument may be a script
     "check_training": _BOTH,
     "sites": {"target": asked.model},
     "show": {"recording": asked.existing},
@@ -203,8 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def run() -> int:
         command = _build()
         if not given:
-            with command.make_context("glass", given, resilient_parsing=True) as context:
-                command.get_help(context)
+            options.out.print(introduction(), markup=False, highlight=False, soft_wrap=True)
             return 2
         with command.make_context("glass", given) as context:
             return command.invoke(context) or 0

@@ -17,6 +17,7 @@ from rich.text import Text
 import glassengine as glass
 from glassengine import asked, commands, environment
 from glassengine.cli.documents import answer
+from glassengine.cli.foreign import renamed
 from glassengine.cli.options import err, out, progress, settings
 from glassengine.cli.shared import AdaptedCheckpoint, Dtype, Library, ModuleInputs, Overwrite, Python
 from glassengine.errors import IncomparableError, UnknownNameError, UsageError
@@ -42,6 +43,7 @@ _KINDS: dict[str, str] = {
     "ring": "size",
     "most": "count",
 }
+CONTEXT_SETTINGS = renamed({"output-dir": "output", "steps": "step"})
 Watching = Annotated[
     bool, typer.Option("--watch", help="Script: measure every step, and record values of those only that matter.")
 ]
@@ -68,8 +70,8 @@ def command(
             show_default=False,
         ),
     ],
-    output_dir: Annotated[
-        str, typer.Option("--output-dir", "-o", metavar="DIR", help="Directory of the recordings.")
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="DIR", help="Directory of the recordings.")
     ] = "glass-recording",
     inputs: ModuleInputs = None,
     max_new_tokens: Annotated[
@@ -85,7 +87,7 @@ def command(
     values: Annotated[
         bool, typer.Option("--values/--no-values", help="Record values, or only statistics of each tensor.")
     ] = True,
-    steps: Annotated[str | None, typer.Option(metavar="LIST", help="Record only these steps, e.g. 0-3,7.")] = None,
+    step: Annotated[str | None, typer.Option(metavar="LIST", help="Record only these steps, e.g. 0-3,7.")] = None,
     byte_budget: Annotated[
         str | None, typer.Option("--byte-budget", metavar="SIZE", help="Maximum bytes of values, e.g. 500M.")
     ] = None,
@@ -139,7 +141,7 @@ def command(
     policy: dict[str, Any] = {
         "sites": list(sites) if sites else None,
         "values": values,
-        "steps": _steps(steps),
+        "steps": _steps(step),
         "byte_budget": size("--byte-budget", byte_budget),
         "overwrite": overwrite,
         "durable": durable,
@@ -153,14 +155,14 @@ def command(
         if any(option is not None for option in given) or dry_run:
             got = "--inputs, --max-new-tokens, --tokens-of, --device or --dry-run"
             raise UsageError("a script brings its own inputs, and is run once", got=got)
-        if noise_floor and (watch or not values or isinstance(place(output_dir), Remote)):
-            got = "--watch" if watch else "--no-values" if not values else output_dir
+        if noise_floor and (watch or not values or isinstance(place(output), Remote)):
+            got = "--watch" if watch else "--no-values" if not values else output
             raise UsageError("--noise-floor needs all values, in a directory of this machine", got=got)
         watched = watch_of(watch, trigger, tracker)
         if microbatches != 1 and not gradients:
             raise UsageError("--microbatches is for gradients", got=f"{microbatches}, no --gradients")
         own = {"gradients": gradients, "optimizer": optimizer, "microbatches": microbatches, "watch": watched}
-        return _script(line, output_dir, {**policy, **own}, noise_floor=noise_floor)
+        return _script(line, output, {**policy, **own}, noise_floor=noise_floor)
     if gradients or optimizer or microbatches > 1:
         got = "--gradients" if gradients else "--optimizer" if optimizer else "--microbatches"
         raise UsageError(
@@ -183,7 +185,7 @@ def command(
         result = (
             commands.record_served(
                 target[0],
-                output_dir,
+                output,
                 inputs=inputs,
                 max_new_tokens=max_new_tokens,
                 tokens_of=tokens_of,
@@ -196,7 +198,7 @@ def command(
             if served
             else commands.record_target(
                 target[0],
-                None if dry_run else output_dir,
+                None if dry_run else output,
                 inputs=inputs,
                 max_new_tokens=max_new_tokens,
                 tokens_of=tokens_of,
@@ -211,21 +213,21 @@ def command(
     def show() -> None:
         counts = f"{result.num_steps} steps, {result.num_tensors} tensors, {result.value_bytes:,} bytes of values"
         others = f", {result.num_left_out} without values" if result.num_left_out else ""
-        out.print(f"{'would record' if dry_run else f'recorded {output_dir}'}: {counts}{others}")
+        out.print(f"{'would record' if dry_run else f'recorded {output}'}: {counts}{others}")
         if not dry_run and not settings.quiet:
-            err.print(f"look at it: glass show {output_dir}")
+            err.print(f"look at it: glass show {output}")
 
     answer(lambda: {"ok": result.ok, **result.to_dict()}, show)
     return 0 if result.ok else 1
 
 
-def _script(line: ScriptLine, output_dir: str, policy: dict[str, Any], *, noise_floor: bool) -> int:
-    directory, here = place(output_dir), Path.cwd()
+def _script(line: ScriptLine, output: str, policy: dict[str, Any], *, noise_floor: bool) -> int:
+    directory, here = place(output), Path.cwd()
     absolute, variables = directory.absolute(), environment.everything()
     result = commands.record_script(
         line.script,
         line.arguments,
-        path=output_dir,
+        path=output,
         is_module=line.is_module,
         ends_process=settings.owns_process and not noise_floor,
         **policy,
@@ -285,7 +287,7 @@ def _steps(text: str | None) -> frozenset[int] | None:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
         if match is None or (match[2] and int(match[2]) - int(match[1]) > 1_000_000):
-            raise UsageError("invalid list of steps", got=f"--steps {text}", expected="numbers and ranges, as in 0-3,7")
+            raise UsageError("invalid list of steps", got=f"--step {text}", expected="numbers and ranges, as in 0-3,7")
         found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
     return frozenset(found)
 

@@ -30,6 +30,9 @@ def command(
             show_default=False,
         ),
     ] = None,
+    redact: Annotated[
+        bool, typer.Option("--redact", help="Leave texts, paths and values out; the report is below 1 MB.")
+    ] = False,
 ) -> int:
     """Write a result as a page for the browser: index.html, and its data beside it.
 
@@ -37,7 +40,7 @@ def command(
     """
     from glassengine.report.page.write import write_report
 
-    written = write_report(result, output, recordings=recordings or (), made=f"from {result}")
+    written = write_report(result, output, recordings=recordings or (), made=f"from {result}", redact=redact)
 
     def show() -> None:
         out.print(_line(written), highlight=False, soft_wrap=True)

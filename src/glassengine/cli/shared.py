@@ -24,6 +24,9 @@ Baseline = Annotated[
         show_default=False,
     ),
 ]
+CandidateArgument = Annotated[
+    str | None, typer.Argument(metavar="CANDIDATE", help="Same as --candidate.", show_default=False)
+]
 Dtype = Annotated[
     str, typer.Option(metavar="DTYPE", help="auto (that of the checkpoint), float32, bfloat16, float16 or float64.")
 ]
@@ -45,7 +48,10 @@ Library = Annotated[
 ]
 Python = Annotated[
     str | None,
-    typer.Option(metavar="FILE", help="Interpreter that vLLM or ExecuTorch is installed for; default: this one."),
+    typer.Option(
+        metavar="FILE",
+        help="Interpreter of the candidate: that of vLLM, ExecuTorch or another transformers; default: this one.",
+    ),
 ]
 Result = Annotated[
     str,
@@ -123,6 +129,17 @@ class Verdicts:
 
     fail_on: Annotated[FailOn, typer.Option(help="Lowest verdict that makes the command fail.")] = FailOn.wrong
     min_coverage: MinCoverage = 0.9
+
+
+def one_candidate(option: str | None, argument: str | None) -> str | None:
+    """Return the candidate, which stands behind the baseline or behind `--candidate`.
+
+    Raises:
+        UsageError: Both are given.
+    """
+    if None not in (option, argument):
+        raise UsageError("the candidate is given twice", got=f"{argument} and --candidate {option}")
+    return argument if option is None else option
 
 
 def decibels(text: str | None) -> float | None:

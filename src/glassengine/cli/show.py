@@ -12,10 +12,13 @@ import typer
 import glassengine as glass
 from glassengine import commands
 from glassengine.cli.documents import answer
+from glassengine.cli.foreign import renamed
 from glassengine.cli.options import err, out, progress, settings
 from glassengine.cli.shared import Overwrite
 from glassengine.errors import UsageError
 from glassengine.reading.files import printable
+
+CONTEXT_SETTINGS = renamed({"export": "output"})
 
 
 def command(
@@ -35,9 +38,14 @@ def command(
     nonfinite: Annotated[bool, typer.Option("--nonfinite", help="Show only tensors with NaN or Inf.")] = False,
     values: Annotated[bool, typer.Option("--values", help="Print the values; of large tensors, the edges.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Print all values.")] = False,
-    export: Annotated[
+    output: Annotated[
         str | None,
-        typer.Option(metavar="PATH", help="Write the tensors of a recording or a dump: x.pt, x.npz or a directory."),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="PATH",
+            help="Write the tensors of a recording or a dump: x.pt, x.npz or a directory.",
+        ),
     ] = None,
     export_format: Annotated[
         str | None, typer.Option(metavar="pt|npz|debug-tree", help="Format of a directory; default: debug-tree.")
@@ -47,24 +55,24 @@ def command(
 ) -> int:
     """Show the tensors of a recording or dump, and their statistics."""
     if plot:
-        if any((step, rank is not None, nonfinite, values, full, export, export_format, overwrite)):
+        if any((step, rank is not None, nonfinite, values, full, output, export_format, overwrite)):
             raise UsageError("--plot goes with PATTERN only", got="--plot and another flag")
         return _show_series(recording, pattern)
-    if export is not None:
+    if output is not None:
         others = rank is not None or nonfinite or values or full or settings.json is not None
         if others or len(step or ()) > 1:
             got = "--rank, --nonfinite, --values, --full, --json or several --step"
-            raise UsageError("--export goes with PATTERN and one --step only", got=got)
+            raise UsageError("--output goes with PATTERN and one --step only", got=got)
         format: Any = export_format
         sites = None if pattern is None else [pattern]
         only = step[0] if step else None
-        for path in glass.export(recording, export, format=format, sites=sites, step=only, overwrite=overwrite):
+        for path in glass.export(recording, output, format=format, sites=sites, step=only, overwrite=overwrite):
             out.print(f"wrote {path}")
         return 0
     if export_format is not None or overwrite:
-        raise UsageError("nothing is exported", got="--export-format or --overwrite", hint="--export PATH")
+        raise UsageError("nothing is exported", got="--export-format or --overwrite", hint="--output PATH")
     if settings.json == "-" and (values or full):
-        raise UsageError("--json prints statistics of tensors, not values", hint="--export PATH writes values")
+        raise UsageError("--json prints statistics of tensors, not values", hint="--output PATH writes values")
     from glassengine.report import terminal_show
 
     opened = glass.open(recording)

@@ -132,7 +132,7 @@ def _require_same(path: Path, again: Path) -> None:
     by_place = {entry.place: entry for entry in theirs.entries}
     for entry in ours.entries:
         other = by_place.pop(entry.place, None)
-        if other is None or not _is_same(ours, entry, theirs, other):
+        if other is None or not is_same(ours, entry, theirs, other):
             how = "has another value" if other is not None else "is not made"
             raise _differs(f"{entry.site!r}, step {entry.step}, {how} when the script runs again as it is")
     if by_place:
@@ -156,7 +156,8 @@ def _differs(got: str) -> GlassError:
     )
 
 
-def _is_same(ours: Recording, entry: Entry, theirs: Recording, other: Entry) -> bool:
+def is_same(ours: Recording, entry: Entry, theirs: Recording, other: Entry) -> bool:
+    """Whether two recordings hold the same bytes of a tensor."""
     if have_same_bytes(entry, other):
         return True
     if (entry.dtype, entry.shape) != (other.dtype, other.shape):
@@ -173,7 +174,7 @@ def _floors(path: Path, others: Sequence[Path]) -> dict[Key, Floor]:
         by_place = {entry.place: entry for entry in source.entries}
         for entry in recording.entries:
             found = by_place.get(entry.place)
-            if _is_data(entry) and (found is None or not _is_same(recording, entry, source, found)):
+            if _is_data(entry) and (found is None or not is_same(recording, entry, source, found)):
                 raise GlassError(
                     "the noise floor was not measured: with other rounding the script gives its model other data",
                     got=f"{entry.site!r}, step {entry.step}",

@@ -15,12 +15,20 @@ def as_tensors(tree: Any) -> Any:
 
 
 def _as_tensor(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) or not hasattr(value, "__dlpack__"):
-        return torch.as_tensor(value) if type(value).__module__ == "numpy" else value
-    try:
-        return from_dlpack(value)
-    except (BufferError, RuntimeError, TypeError, ValueError):
-        # What is read-only, or has a byte order of its own, is copied.
-        import numpy as np
+    if isinstance(value, torch.Tensor):
+        return value
+    if type(value).__module__ == "numpy":
+        return _of_numpy(value)
+    return from_dlpack(value) if hasattr(value, "__dlpack__") else value
 
-        return torch.from_numpy(np.array(value))
+
+def _of_numpy(value: Any) -> Any:
+    import numpy as np
+
+    is_usual = value.dtype.isbuiltin == 1 and value.dtype.isnative
+    if value.ndim and is_usual and value.flags.writeable and min(value.strides) >= 0:
+        return torch.from_numpy(value)
+    # Torch takes no strides below 0 (its DLPack ends the process), and no numbers that others have added to NumPy.
+    own = np.array(value, value.dtype.newbyteorder("=") if not value.dtype.isnative else value.dtype, order="C")
+    added = getattr(torch, own.dtype.name, None) if own.dtype.isbuiltin == 2 else None
+    return torch.from_numpy(own) if added is None else torch.from_numpy(own.view(f"i{own.itemsize}")).view(added)

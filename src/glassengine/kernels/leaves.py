@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
@@ -33,6 +33,9 @@ _CHEAP = 2.0
 FEW_RUNS, MANY_RUNS = 2, 8
 _BEYOND = 8.0
 _FAR = 16.0
+_HALF = 2.0**-12
+_BIASED = 5.0
+"""Factor less 1 of all elements, over that of legal rounding, which no rounding makes."""
 
 Runs = Callable[[int], list[Tensor]]
 """How many -> results of so many runs with rounding noise."""
@@ -40,30 +43,21 @@ Runs = Callable[[int], list[Tensor]]
 
 @dataclasses.dataclass
 class Expectation:
-    """What a tensor should be.
-
-    Attributes:
-        exact: In float64, or the integers and bools themselves.
-        native: Of the reference in its own dtype.
-        runs: Makes results of noise runs.
-        only: The op, where the reference is one that rounds.
-        tied: Takes an integer candidate; says where another choice is legal.
-        chooses: Whether the reference chooses among values that rounding changes.
-        unsettled_of: Works out which elements depend on such a choice.
-        u_ops: Unit roundoff of the coarsest op but casts, whose rounding is no factor of all elements.
-        cheap: Error over that of the reference in its own dtype that needs no noise run.
-        quick_ratio: What it is, once judged.
-    """
+    """What a tensor should be: exact (in float64, or the integers themselves), and of the reference as it is."""
 
     exact: Tensor
     native: Tensor
     runs: Runs
-    only: OnlyOp | None = None
-    tied: Callable[[Tensor], Tensor | None] | None = None
-    chooses: bool = False
-    unsettled_of: Callable[[], Tensor | None] = lambda: None
-    u_ops: float = 2.0**-24
+    only: OnlyOp | None
+    tied: Callable[[Tensor], Tensor | None]
+    """Takes an integer candidate; says where another choice is legal."""
+    chooses: bool
+    """Whether the reference chooses among values that rounding changes."""
+    unsettled_of: Callable[[], Tensor | None]
+    u_ops: float
+    """Unit roundoff of the coarsest op but casts and products, whose rounding is no factor of all elements."""
     cheap: float = _CHEAP
+    """Error over that of the reference in its own dtype that needs no noise run."""
     quick_ratio: float = math.inf
 
     def __post_init__(self) -> None:
@@ -84,8 +78,6 @@ class Expectation:
     def judge(self, candidate: Tensor) -> Judgement:
         """Judge a candidate: cheaply where that decides, else with as much noise as it takes."""
         exact, native = self.exact, self.native
-        if candidate.shape != exact.shape:
-            return Judgement("wrong", None, None, f"shape {list(candidate.shape)}, expected {list(exact.shape)}")
         if not exact.numel():
             return Judgement("identical", None, None)
         if exact.dtype == torch.bool or not (exact.is_floating_point() or exact.is_complex()):
@@ -97,33 +89,61 @@ class Expectation:
             return Judgement("identical", 0.0, None)
         # A choice that rounding has turned would make any floor too large.
         quick = None if self.chooses else self._quick(candidate)
-        if quick is not None:
+        if quick is not None and not self._may_be_biased(candidate):
             return quick
         candidate, bound = self._accepting_overflow(candidate), self.bound
         for number in (0, FEW_RUNS, MANY_RUNS):
             found = self._by(candidate, self.runs(number), bound)
             if found.verdict in RIGHT or found.noise_ratio is None:
                 break
-        return found if bound is not None or found.verdict == "wrong" else self._further(candidate, found)
+        is_decided = found.verdict == "wrong" or (bound is not None and not self._may_be_biased(candidate))
+        return found if is_decided else self._further(candidate, found)
+
+    def _may_be_biased(self, candidate: Tensor) -> bool:
+        """Whether results of half precision may all be off in one direction, as no rounding to nearest makes them."""
+        if unit_roundoff(self._own) < _HALF or self._own.itemsize < 2 or not self.exact.is_floating_point():
+            return False
+        errors = [(t.double() - self.exact).nan_to_num(0.0, 0.0, 0.0) for t in (candidate, self.native)]
+        own, level = self._factors(errors, list(range(self.exact.dim())))
+        return abs(float(own)) > _BIASED * float(level)
+
+    @cached_property
+    def _size(self) -> Tensor:
+        """The results, 0 where they are not counted."""
+        counted = self.exact.isfinite() if self.unsettled is None else self.exact.isfinite() & ~self.unsettled
+        return torch.where(counted, self.exact, 0.0)
+
+    def _factors(self, errors: Sequence[Tensor], dims: list[int]) -> tuple[Tensor, Tensor]:
+        """Return (factor less 1 of the first of `errors`, that of legal rounding), of slices that have these axes."""
+        size, u = self._size, max(map(unit_roundoff, (self._own, self._native_dtype)))
+        square = size.square()
+        power = square.sum(dims)
+        power = power.clamp(min=max(float(power.mean()), 1e-300))  # in small slices a factor is no error that counts
+        own, *legal = ((error * size).sum(dims) / power for error in errors)
+        noise = torch.stack([error.square() for error in errors[1:]]).mean(0)
+        spread = (torch.maximum(noise, square * u * u / 3) * square).sum(dims).sqrt() / power
+        level = torch.stack([spread, *map(torch.abs, legal)]).amax(0)
+        return own, level.clamp(min=max(float(level.mean()), self.u_ops))
 
     def _further(self, candidate: Tensor, found: Judgement) -> Judgement:
-        """Judge what a floor of the whole tensor hides: an error of small rows, and one factor for all elements."""
-        if not self.exact.is_floating_point() or self.exact.is_complex():
+        """Judge what a floor of the whole tensor hides: an error of small rows, and a factor of all or of a slice."""
+        if not self.exact.is_floating_point():
             return found
         value, runs = candidate.double(), [self.native.double(), *self.runs(MANY_RUNS)]
         errors = [(run - self.exact).nan_to_num(0.0, 0.0, 0.0) for run in (value, *runs)]
-        counted = self.exact.isfinite() if self.unsettled is None else self.exact.isfinite() & ~self.unsettled
-        size = torch.where(counted, self.exact, 0.0)
-        power, u = float(size.square().sum()), max(map(unit_roundoff, (self._own, self._native_dtype)))
-        if power and math.isfinite(power):
-            own, *legal = (float((error * size).sum()) / power for error in errors)
-            spread = math.sqrt(sum(float((e.square() * size.square()).sum()) for e in errors[1:]) / len(runs)) / power
-            if abs(own) > _BEYOND * max(self.u_ops, spread, *map(abs, legal)):
-                return Judgement("wrong", found.noise_ratio, found.rms_error, f"all are multiplied by {1 + own:.6g}")
+        axes = range(self.exact.dim())
+        for kept in (None, *(axes if len(axes) > 1 else ())):
+            own, level = self._factors(errors, [axis for axis in axes if axis != kept])
+            place = int((own.abs() / level).argmax())
+            if float(own.abs().flatten()[place]) > _BIASED * float(level.flatten()[place]):
+                which = "all" if kept is None else f"those of index {place} of axis {kept}"
+                text = f"{which} are multiplied by {1 + float(own.flatten()[place]):.6g}"
+                return Judgement("wrong", found.noise_ratio, found.rms_error, text)
+        size, u = self._size, max(map(unit_roundoff, (self._own, self._native_dtype)))
         if self.exact.dim() < 2:
             return found
         noise = torch.stack([error.square() for error in errors[1:]]).mean(0)
-        level = torch.where(counted, noise + (u * size).square() / 3, 0.0).mean(-1, keepdim=True).sqrt()
+        level = torch.where(size != 0, noise + (u * size).square() / 3, 0.0).mean(-1, keepdim=True).sqrt()
         level = level.clamp(min=smallest_precise(self._own))
         scaled = [tensor / level for tensor in (self.exact, *runs)]
         by_rows = Reference(scaled[0], scaled[1], scaled[2:], dtype=self._native_dtype, valid=None, tied=self.unsettled)
@@ -138,10 +158,12 @@ class Expectation:
             return None
         error = candidate.double() - exact
         size, ratio = error.abs(), math.inf
-        if self.only is not None and self.only.is_composite and self.bound is not None:
+        if self.only is not None and self.only.is_cheap and self.bound is not None:
             # This costs less than the means of slices, and decides.
-            is_within = bool((size <= self.bound).all())
-            return Judgement("rounding", None, None, bound_ratio=1.0) if is_within else None
+            if bool((size <= self.bound).all()):
+                return Judgement("rounding", None, None, bound_ratio=1.0)
+            if not self.only.is_alone:
+                return None
         own, others = slice_means([error.square_(), (self.native.double() - exact).square_()], Counted(None))
         if 0 < others.mean < math.inf and own.mean < math.inf:
             ratio = own.mean / others.mean
@@ -166,12 +188,9 @@ class Expectation:
         is_within = bound is not None and bool((size <= bound).all())
         return dataclasses.replace(found, noise_ratio=None, bound_ratio=1.0) if is_within else None
 
-    def _reference(self, candidate: Tensor, runs: list[Tensor]) -> Reference:
-        reference = Reference(self.exact, self.native, runs, dtype=self._native_dtype, valid=None, tied=self.unsettled)
-        return reference if candidate.is_complex() else reference.kept_in(self._own)
-
     def _by(self, candidate: Tensor, runs: list[Tensor], bound: Tensor | None) -> Judgement:
-        reference = self._reference(candidate, runs)
+        reference = Reference(self.exact, self.native, runs, dtype=self._native_dtype, valid=None, tied=self.unsettled)
+        reference = reference if candidate.is_complex() else reference.kept_in(self._own)
         if bound is None:
             return reference.judge(candidate)
         if self.native.is_floating_point() and unit_roundoff(self._own) > unit_roundoff(self._native_dtype):
@@ -180,13 +199,10 @@ class Expectation:
 
     def _accepting_overflow(self, candidate: Tensor) -> Tensor:
         """Return the candidate with what overflows as the reference does in its own dtype as float64 has it."""
-        native = self.native
-        if not native.is_floating_point() or not candidate.is_floating_point():
+        native, odd = self.native, ~candidate.isfinite()
+        if not native.is_floating_point() or not candidate.is_floating_point() or not bool(odd.any()):
             return candidate
         largest = torch.finfo(self._own).max
-        odd = ~candidate.isfinite()
-        if not bool(odd.any()):
-            return candidate
         beyond = self.exact.isfinite() & (self.exact.abs() >= largest * (1 - unit_roundoff(self._own)))
         same = (candidate.isnan() & native.isnan()) | (candidate.double() == native.double())
         legal = odd & ((beyond & (candidate.sign() == self.exact.sign())) | (self.exact.isfinite() & same))
@@ -198,7 +214,7 @@ class Expectation:
         differs = candidate.to(self.exact.dtype) != self.exact
         if not bool(differs.any()):
             return Judgement("identical", 0.0, 0.0)
-        tied = self.tied(candidate) if self.tied is not None else None
+        tied = self.tied(candidate)
         if tied is not None:
             differs &= ~tied
         if bool(differs.any()):
@@ -218,14 +234,12 @@ def _usable(tensor: Tensor) -> Tensor:
 
 def figures(path: str, expectation: Expectation, candidate: Tensor, found: Judgement) -> TensorMatch:
     """Return the figures of a judged tensor, and of a wrong one which elements are wrong."""
-    dtype = str(candidate.dtype).removeprefix("torch.")
+    dtype, shape = str(candidate.dtype).removeprefix("torch."), tuple(candidate.shape)
+    num_tied = int(expectation.unsettled.sum()) if expectation.chooses and expectation.unsettled is not None else 0
     plain = TensorMatch(
-        path, tuple(expectation.exact.shape), dtype, found.verdict, found.noise_ratio, found.bound_ratio, found.reason
+        path, shape, dtype, found.verdict, found.noise_ratio, found.bound_ratio, found.reason, num_tied=num_tied
     )
-    if expectation.exact.is_floating_point() and candidate.shape == expectation.exact.shape and expectation.chooses:
-        number = 0 if expectation.unsettled is None else int(expectation.unsettled.sum())
-        plain = dataclasses.replace(plain, num_tied=number)
-    if passes(plain) or candidate.shape != expectation.exact.shape or not candidate.numel():
+    if passes(plain):
         return plain
     beyond, score = beyond_rounding(expectation, candidate)
     place = int(score.flatten().argmax())

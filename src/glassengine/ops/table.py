@@ -86,7 +86,8 @@ def _rows() -> Iterator[tuple[str, OpTraits]]:
         kind="factor", correctly_rounded=True, keeps_whole=True, commutes=True, hidden="stays"
     )  # fmt: skip
     yield "div true_divide", _pointwise(kind="factor", correctly_rounded=True, domain="nonzero", hidden="stays")
-    yield "addcdiv addcmul lerp", _pointwise(several_steps=True)
+    yield "addcdiv addcmul", _pointwise(several_steps=True)
+    yield "lerp", _cancels(several_steps=True)
     yield "erf", _fitted()
     yield "log_sigmoid", _fitted(kind="activation")
     yield "erfc expm1 log1p", _cancels(absolute_error=True)

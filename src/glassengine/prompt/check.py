@@ -40,7 +40,7 @@ def check_prompt(baseline: str, candidate: str, *, python: str | Path | None = N
         baseline: A directory of transformers, `FILE.gguf`, `genai:DIR`, a sentencepiece `FILE.model`, or
             `file.py:factory` of a tokenizer; also `openvino:DIR` and `vllm:DIR`.
         candidate: The same.
-        python: Interpreter that vLLM is installed for; None for this one.
+        python: Interpreter of the candidate, such as one with vLLM or another transformers; None for this one.
 
     Raises:
         UsageError: A side is not there, or has no tokenizer.
@@ -77,10 +77,12 @@ def compare_in(
     order = sorted(specs, key=lambda name: (kinds[1] == "port") == (name == "candidate"))
     with ExitStack() as started:
 
-        def worker(spec: str) -> Processes:
-            return started.enter_context(closing(worker_in(python))) if kind_of(spec)[0] == "vllm" else workers
+        def worker(name: str, kind: str) -> Processes:
+            is_elsewhere = kind == "vllm" or (python is not None and name == "candidate")
+            return started.enter_context(closing(worker_in(python))) if is_elsewhere else workers
 
-        sides = {name: Remote(name, specs[name], worker(specs[name])) for name in order}
+        kind = dict(zip(("baseline", "candidate"), kinds, strict=True))
+        sides = {name: Remote(name, specs[name], worker(name, kind[name])) for name in order}
         return compare_sides(sides["baseline"], sides["candidate"], (baseline, candidate), texts)
 
 

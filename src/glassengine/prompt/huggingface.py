@@ -169,18 +169,15 @@ def rendered_by_transformers(template: str | None, vocabulary: Vocabulary, conve
     Raises:
         ValueError: The template refuses the conversation.
     """
-    from transformers.utils.chat_template_utils import render_jinja_template
+    from transformers import PreTrainedTokenizerBase
 
-    tokens = {
-        f"{name}_token": vocabulary.pieces[ids[0]].decode("utf-8", "replace") if ids else ""
+    texts = {
+        f"{name}_token": vocabulary.pieces[ids[0]].decode("utf-8", "replace")
         for name, ids in vocabulary.special.items()
+        if ids
     }
-
-    def apply(messages: Any, *, tokenize: bool, **options: Any) -> str:
-        (found,), _ = render_jinja_template(conversations=[messages], chat_template=template, **tokens, **options)
-        return str(found)
-
-    return rendered(apply, conversation)
+    tokenizer = PreTrainedTokenizerBase(**texts)
+    return rendered(functools.partial(tokenizer.apply_chat_template, chat_template=template), conversation)
 
 
 _NAMES = (

@@ -66,6 +66,7 @@ class Opened:
         template: Source of the chat template; None where the side has none.
         has_templates: Whether the engine knows chat templates at all.
         lacks: Arguments of templates that the engine does not have.
+        variables: Variables of templates that the engine sets by itself.
         settings: Name of transformers -> value; None where the side has no place for them.
         rows: Rows of the table of embeddings; None if unknown.
         has_processor: Whether the side takes images or sounds.
@@ -79,6 +80,7 @@ class Opened:
     template: str | None = None
     has_templates: bool = True
     lacks: Sequence[str] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Setting] | None = None
     rows: int | None = None
     has_processor: bool = False

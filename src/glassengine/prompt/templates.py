@@ -52,36 +52,47 @@ SHAPES = [_shape(one) for one in _DATA["conversations"]]
 def compare_templates(baseline: PromptSide, candidate: PromptSide) -> tuple[list[PromptFinding], int]:
     """Return the causes by which rendered conversations differ, and the number of conversations that a side rendered.
 
-    Where transformers makes the baseline's text of the candidate's own template, the candidate's engine is the cause:
-    that is a limit, whatever differs.
+    Templates are compared by transformers' text of each. Where the candidate's engine makes another text of its own
+    template, the engine is the cause: that is a limit, whatever differs.
     """
-    groups: dict[str, list[tuple[Shape, str, str]]] = {}
+    groups: dict[tuple[PromptLevel, str], list[tuple[Shape, str, str]]] = {}
     of_candidate: list[tuple[Shape, str]] = []
     lacks = {*baseline.opened.lacks, *candidate.opened.lacks}
     shapes = [shape for shape in SHAPES if not lacks & shape.conversation.keys()]
     number = 0
     for shape in shapes:
         ours, theirs = (_rendered(side.render, shape.conversation) or "" for side in (baseline, candidate))
+        by_file = _rendered(candidate.render_by_file, shape.conversation)
         if not theirs.startswith(_REFUSED):
             of_candidate.append((shape, theirs))
         if ours.startswith(_REFUSED) and theirs.startswith(_REFUSED):
             continue  # each in words of its own
         number += 1
-        if ours != theirs:
-            by_file = _rendered(candidate.render_by_file, shape.conversation)
-            is_limit = by_file is not None and _alike(by_file, ours)
-            cause = _ENGINE if is_limit else _cause(shape, ours, theirs)
-            groups.setdefault(cause, []).append((shape, ours, theirs))
+        text = theirs if by_file is None else by_file
+        if not _alike(ours, text):
+            groups.setdefault(("wrong", _cause(shape, ours, text)), []).append((shape, ours, text))
+        elif ours != theirs:
+            cause = f"{_ENGINE}{_set_by_engine(candidate, shape, theirs)}"
+            groups.setdefault(("limit", cause), []).append((shape, ours, theirs))
     found = []
-    for cause, cases in sorted(groups.items(), key=lambda item: -len(item[1])):
+    for (level, cause), cases in sorted(groups.items(), key=lambda item: -len(item[1])):
         shape, ours, theirs = min(cases, key=lambda case: len(case[1]))
         names = ", ".join(case[0].name for case in cases[:4]) + (", ..." if len(cases) > 4 else "")
         shown = _windows(ours, theirs)
         example = PromptExample(json.dumps(shape.conversation, ensure_ascii=False), (), (), [shown[0]], [shown[1]])
         detail = f"{len(cases)} of {number} conversations: {names}"
-        level: PromptLevel = "limit" if cause == _ENGINE else "wrong"
         found.append(PromptFinding("template", cause, level, detail, len(cases), number, example))
     return [*found, *_twice(candidate, of_candidate), *_unkept(baseline, candidate)], number
+
+
+def _set_by_engine(candidate: PromptSide, shape: Shape, theirs: str) -> str:
+    """Return the variables that explain the text of the candidate's engine, which sets them by itself."""
+    values = candidate.opened.variables
+    for names in [[name] for name in values] + [list(values)] * (len(values) > 1):
+        conversation = {**shape.conversation, **{name: values[name] for name in names}}
+        if names and _rendered(candidate.render_by_file, conversation) == theirs:
+            return f": it sets {' and '.join(f'{name} = {values[name]!r}' for name in names)}"
+    return ""
 
 
 def _rendered(render: Callable[[Conversation], str | None], conversation: Conversation) -> str | None:
@@ -150,9 +161,11 @@ def _unkept(baseline: PromptSide, candidate: PromptSide) -> list[PromptFinding]:
 
 
 def _keeps_prefix(side: PromptSide) -> bool | None:
+    """Whether the text and the tokens of two turns begin those of three; None where the template refuses them."""
     names = ("user", "thought", "more")
     conversations = [{"messages": _messages(*names[:number]), "add_generation_prompt": False} for number in (2, 3)]
-    first, second = (_rendered(side.render, one) or "" for one in conversations)
-    if first.startswith(_REFUSED) or second.startswith(_REFUSED):
+    texts = [_rendered(side.render_by_file, one) or _rendered(side.render, one) or "" for one in conversations]
+    if any(text.startswith(_REFUSED) for text in texts):
         return None
-    return second.startswith(first)
+    first, second = texts if side.opened.vocabulary is None else side.encode(texts, special=False)
+    return texts[1].startswith(texts[0]) and second[: len(first)] == first

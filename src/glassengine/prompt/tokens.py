@@ -83,7 +83,8 @@ def compare_tokens(
         text, x, y = one.shortest()
         detail = f"{len(one.cases)} of {len(probes)} texts have other tokens"
         example = PromptExample(text, x[:_SHOWN], y[:_SHOWN], _shown(a, x), _shown(b, y))
-        deviates = _deviating(baseline, candidate, one.cases)
+        is_limit = cause.startswith(tuple(candidate.opened.limits))
+        deviates = None if is_limit else _deviating(baseline, candidate, one.cases)
         found.append(PromptFinding("tokens", cause, "wrong", detail, len(one.cases), len(probes), example, deviates))
     return found, len(probes)
 

@@ -172,7 +172,7 @@ importlib.import_module("glassengine.workers.pipe").serve(importlib.import_modul
 
 
 def worker_in(python: str | Path | None) -> Processes:
-    """Return a process of another interpreter: it has this package of here, and all others of its own.
+    """Return a process of another interpreter: it has this package of here, and msgspec and all others of its own.
 
     Raises:
         UsageError: There is no such interpreter.

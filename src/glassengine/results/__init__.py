@@ -83,6 +83,7 @@ from glassengine.results.hints import (
     Quantization,
     QuantizedWeight,
 )
+from glassengine.results.invariance import BatchProof, FirstOperation, Invariance, SwitchTried, Variation
 from glassengine.results.metrics import (
     MetricsReport,
     MetricSummary,
@@ -113,6 +114,7 @@ from glassengine.results.report import (
     ReportPage,
     WrittenReport,
 )
+from glassengine.results.rollout import RolloutCause, RolloutComparison, RolloutToken
 
 __all__ = [
     "BY_GRID",
@@ -124,6 +126,7 @@ __all__ = [
     "VERDICTS",
     "Altered",
     "ArtifactComparison",
+    "BatchProof",
     "Bisection",
     "CacheReport",
     "CachedGraph",
@@ -145,11 +148,13 @@ __all__ = [
     "Figures",
     "Findings",
     "Fineness",
+    "FirstOperation",
     "Forward",
     "Generation",
     "Hint",
     "InputUsed",
     "Interrupted",
+    "Invariance",
     "Kind",
     "ListedSnapshot",
     "LogitsDifference",
@@ -173,6 +178,9 @@ __all__ = [
     "ReportPage",
     "Result",
     "ResultComparison",
+    "RolloutCause",
+    "RolloutComparison",
+    "RolloutToken",
     "Rung",
     "SeriesComparison",
     "SeriesPoint",
@@ -184,10 +192,12 @@ __all__ = [
     "Standing",
     "StepDifference",
     "Summary",
+    "SwitchTried",
     "TensorValues",
     "TokenAgreement",
     "TokenDifference",
     "UlpDistance",
+    "Variation",
     "Verdict",
     "WeightsComparison",
     "WrittenDifferently",

@@ -20,6 +20,7 @@ from glassengine.results import (
     ArtifactComparison,
     Comparison,
     Comparisons,
+    Invariance,
     MetricsReport,
     ReportPage,
     SeriesComparison,
@@ -35,7 +36,7 @@ _WORDS = {
     "report": "glass report --json; and the index in its page",
 }
 _DOCUMENTS = {
-    "check": (Comparison, Failure),
+    "check": (Comparison, Invariance, Failure),
     "compare": (Comparison, Comparisons, SideBySide, ArtifactComparison, SeriesComparison, Failure),
     "report": (WrittenReport, ReportPage, Failure),
 }

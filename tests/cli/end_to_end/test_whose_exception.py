@@ -149,8 +149,8 @@ def test_u2_code_that_raises_nothing_is_judged(here: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("check mine.py:net mine.py:good", "--candidate mine.py:good"),
-        ("check-training mine.py:net mine.py:good", "--candidate mine.py:good"),
+        ("check mine.py:net mine.py:good --candidate mine.py:good", "the candidate is given twice"),
+        ("check-training mine.py:net mine.py:good --candidate mine.py:good", "the candidate is given twice"),
         ("check mine.py:net --inputs prompts.txt", "prompts are for a language model"),
         ("check gguf:nothing.gguf", "neither a directory nor an id of the hub"),
         ("check http:nothing:x", "neither a directory nor an id of the hub"),

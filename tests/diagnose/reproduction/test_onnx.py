@@ -34,7 +34,10 @@ def test_one_node_and_its_inputs(tmp_path: Path, as_engine: bool) -> None:
     assert result.first_divergence is not None
     assert result.first_divergence.reproduction == str(tmp_path / "repro")
     files = {path.name for path in (tmp_path / "repro").iterdir()}
-    assert files == {"test_repro.py", "model.onnx", "inputs.npz", "expected.npz", "actual.npz", "reproduction.json"}
+    arrays = {"inputs.npz", "expected.npz", "actual.npz"}
+    assert files == {"test_repro.py", "model.onnx", *arrays, "issue.md", "reproduction.json"}
+    text = (tmp_path / "repro" / "issue.md").read_text()
+    assert "polygraphy run model.onnx --onnxrt --load-inputs inputs.json --load-outputs expected.json" in text
     model = onnx.load(tmp_path / "repro" / "model.onnx")
     onnx.checker.check_model(model)
     assert [node.op_type for node in model.graph.node] == ["Elu"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import signal
 import subprocess
@@ -103,6 +104,21 @@ def test_an_edit_of_a_models_source_fails_until_it_is_undone(scaled: Path) -> No
         (scaled / "test_repro.py").write_text(kept)
 
 
+def test_the_report_has_all_that_a_maintainer_asks_for(scaled: Path) -> None:
+    text = (scaled / "issue.md").read_text()
+    site = about(scaled)["site"]
+    assert text.startswith(f"# {site}: ")
+    assert [line for line in text.splitlines() if line.startswith("## ")] == [
+        *("## First wrong operation", "## Values", "## Minimal script", "## Environment")
+    ]
+    (found, wanted, room) = re.search(
+        r"the candidate has (\S+), float64 gives (\S+); rounding explains (\S+)\. ", text
+    ).groups()  # type: ignore[union-attr]
+    assert float(found) == pytest.approx(float(wanted) * 1.01, rel=1e-4) and float(room) < 1e-4
+    assert (scaled / "test_repro.py").read_text().rstrip() in text
+    assert f"- torch {torch.__version__}" in text and "- command: `" in text
+
+
 def test_it_needs_torch_and_safetensors_only(scaled: Path, tmp_path: Path) -> None:
     code = (
         "import sys, runpy; sys.modules['glassengine'] = None; sys.path[:0] = []; runpy.run_path({!r}, run_name={!r})"
@@ -180,7 +196,9 @@ def test_a_candidate_in_a_coarser_dtype(tmp_path: Path, token_ids: str, llama: n
 
 
 @pytest.mark.slow
-def test_a_bug_of_inductor_fails_as_long_as_it_is_there(tmp_path: Path) -> None:
+def test_a_bug_of_inductor_fails_as_long_as_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "relu.py"
     path.write_text(MODEL.format(forward="torch.relu(self.up(x))", factor=1))
     folder = tmp_path / "repro"
@@ -190,6 +208,11 @@ def test_a_bug_of_inductor_fails_as_long_as_it_is_there(tmp_path: Path) -> None:
         assert found is not None and found.rung in ("op-by-op", "engine") and found.site == "./relu.0"
         assert about(folder)["runner"] in ("inductor", "aot_inductor")
         assert "further from float64" in run_reproduction(folder)
+        # The report has the call of torch's own minifier, which says that the result is wrong.
+        (script,) = re.findall(r"^```python\n(import torch\n.*?)```$", (folder / "issue.md").read_text(), re.S | re.M)
+        monkeypatch.syspath_prepend(folder)
+        exec(script, {})
+        assert capsys.readouterr().out == "False\n"
     text = (folder / "test_repro.py").read_text()
     assert text.partition("def candidate")[2].count("torch.ops.") == 1
     assert run_reproduction(folder) == ""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import cpp_extension
 
 import glassengine as glass
 from tests.kernels.corpus.right import drawn
@@ -38,6 +43,31 @@ def test_custom_operators() -> None:
     assert not glass.matches(torch.ops.glasstests.accumulate, lambda total, x: None, (drawn(8, 8, seed=1), x)).ok
 
 
+@torch.library.custom_op("glasstests::halved", mutates_args=())
+def halved(x: Tensor) -> Tensor:
+    return x * 0.5
+
+
+@halved.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _halved_backward(ctx: object, given: Tensor) -> Tensor:
+    return given * 0.25  # wrong: `opcheck` looks at how an operator is registered, not at its values
+
+
+halved.register_autograd(_halved_backward)
+
+
+def test_custom_operators_beside_opcheck() -> None:
+    x = drawn(8, 8).requires_grad_()
+    torch.library.opcheck(halved, (x,))
+    glass.assert_matches(halved, lambda x: x / 2, (x,))
+    with pytest.raises(AssertionError, match=r"multiplied by 0\.5"):
+        glass.testing.assert_gradients_match(halved, lambda x: x / 2, (x,))
+
+
 def test_compiled_functions_and_modules() -> None:
     def f(x: Tensor) -> Tensor:
         return torch.sin(x).softmax(-1)
@@ -52,6 +82,28 @@ def test_compiled_functions_and_modules() -> None:
     assert not found.ok and found.worst is not None and found.worst.where == "the first of 4 columns"
 
 
+_EXTENSION = """
+torch::Tensor silu(torch::Tensor x, bool keeps_strides) {
+  auto given = x.contiguous();
+  auto out = keeps_strides ? torch::empty_like(x) : torch::empty(x.sizes(), x.options());
+  for (int64_t i = 0; i < x.numel(); ++i)
+    out.data_ptr<float>()[i] = given.data_ptr<float>()[i] / (1.f + std::exp(-given.data_ptr<float>()[i]));
+  return out;
+}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None or shutil.which("ninja") is None, reason="no compiler, or no ninja")
+def test_extensions_in_cpp(tmp_path: Path) -> None:
+    made = cpp_extension.load_inline(
+        "glass_silu", _EXTENSION, functions=["silu"], build_directory=str(tmp_path), extra_cflags=["-O0"]
+    )
+    glass.testing.assert_sweep(lambda x: made.silu(x, False), F.silu, "B S")
+    found = glass.testing.sweep(lambda x: made.silu(x, True), F.silu, "B S")
+    assert found.when == "transposed in memory" and found.mistakes[0].kind == "layout"
+
+
 def test_arrays_in_and_out() -> None:
     x = np.linspace(-2, 2, 24, dtype=np.float32).reshape(4, 6)
 
@@ -62,6 +114,9 @@ def test_arrays_in_and_out() -> None:
     assert not glass.matches(writes, lambda x: x * 2, (x,)).ok
     assert float(x[0, 0]) == -2
     assert glass.matches(lambda x: x * 2, lambda x: x * 2, (x,)).ok
+    assert glass.matches((x * 2)[:, ::-1], lambda x: (x * 2).flip(-1), (x,)).ok
+    assert glass.matches((x * 2).astype(">f4"), lambda x: x * 2, (x,)).ok
+    assert not glass.matches(lambda x: x[::-1], lambda x: x, (x,)).ok
     read_only = x * 2
     read_only.flags.writeable = False
     assert glass.matches(read_only, lambda x: x * 2, (x,)).ok

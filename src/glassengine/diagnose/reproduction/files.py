@@ -5,6 +5,7 @@
     weights.safetensors      parameters and buffers that it reads
     expected.safetensors     float64 results, and how far from them rounding may lead, element by element
     actual.safetensors       what the candidate made when it was recorded
+    issue.md                 all of it as a report for the people who maintain the software
     reproduction.json        what this is about; written last
 
 Where the candidate is an ONNX graph, its nodes are written as one (see `onnx_reproduction`).
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
+from glassengine.diagnose.reproduction.issue import ISSUE, issue
 from glassengine.diagnose.reproduction.onnx import ARRAYS, MODEL, onnx_files
 from glassengine.diagnose.reproduction.template import (
     CHECK,
@@ -48,8 +50,8 @@ SCHEMA_VERSION = 1
 TEST = "test_repro.py"
 ABOUT = "reproduction.json"
 _TENSORS = ("inputs.safetensors", "weights.safetensors", "expected.safetensors", "actual.safetensors")
-FILES = (TEST, *_TENSORS, ABOUT)
-_ALL_FILES = (TEST, MODEL, *ARRAYS, *_TENSORS, ABOUT)
+FILES = (TEST, *_TENSORS, ISSUE, ABOUT)
+_ALL_FILES = (TEST, MODEL, *ARRAYS, *_TENSORS, ISSUE, ABOUT)
 _EARLIER = re.compile(r"earlier-\d+")
 
 
@@ -68,6 +70,7 @@ class Reproduction:
         weights: "e:" (exact) or "c:" (candidate) and the name of an input -> qualified name, of parameters and buffers.
         sites: Likewise -> site, of all others.
         settings: Options of the back-end.
+        software: Kind of the serving engine that is the candidate, as "gguf".
         graph: The candidate's program where that is an ONNX graph, which is written instead of source.
     """
 
@@ -82,6 +85,7 @@ class Reproduction:
     sites: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     graph: Program | None = None
+    software: str | None = None
 
 
 def require_free(directory: Path) -> None:
@@ -117,7 +121,7 @@ def write_reproduction(directory: Path, found: Reproduction) -> None:
         with delivered(directory) as here:
             write_reproduction(here, found)
         return
-    files = _files(found)
+    files = _with_issue(_files(found), found)
     directory.mkdir(parents=True, exist_ok=True)
     for left in [path for path in directory.iterdir() if _is_left(path)]:
         left.unlink()
@@ -142,6 +146,22 @@ def run_reproduction(directory: Path) -> str:
 
 def _is_left(path: Path) -> bool:
     return ASIDE.fullmatch(path.name) is not None
+
+
+def _with_issue(files: dict[str, bytes], found: Reproduction) -> dict[str, bytes]:
+    """Return the files of a reproduction with the report of it."""
+    others = {name: content for name, content in files.items() if name not in (TEST, ABOUT)}
+    values = list(zip(found.expected, found.actual, found.allowed, strict=True)) if found.actual else []
+    names: dict[str, Any] = {}
+    tool = found.software if found.runner == "recorded" else found.runner.removeprefix("aot_")
+    if found.graph is not None and found.graph.onnx is not None and found.candidate is not None:
+        names = {"outputs": [found.graph.onnx.values[node] for node in found.candidate.outputs]}
+    elif tool == "onnxruntime":
+        tool = None  # The script exports the graph; there is no file.
+    elif tool == "inductor" and found.candidate is not None:
+        names = {"arguments": list(_of(found.candidate, _named(found)[0], "c").values())}
+    text = issue(found.about, files[TEST].decode(), others, values, tool=tool, **names)
+    return {**files, ISSUE: text.encode()}
 
 
 def _files(found: Reproduction) -> dict[str, bytes]:

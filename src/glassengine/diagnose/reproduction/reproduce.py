@@ -42,7 +42,9 @@ _RUNNERS: Mapping[str, tuple[tuple[str, Mapping[str, Any]], ...]] = {
 _DEPTHS = (1, 2, 4, 8)
 
 
-def with_reproduction(result: Findings, directory: Path, scores: Sequence[Score], baseline: Program) -> Findings:
+def with_reproduction(
+    result: Findings, directory: Path, scores: Sequence[Score], baseline: Program, software: str | None = None
+) -> Findings:
     """Write a reproduction of the first divergence and return `result` with the name of its directory.
 
     Where it cannot be written, that is logged: it must not take the result of the check with it.
@@ -52,6 +54,7 @@ def with_reproduction(result: Findings, directory: Path, scores: Sequence[Score]
         directory: See `reproduction_files.require_free`.
         scores: Of the check, with evidence.
         baseline: The baseline program.
+        software: Kind of the serving engine that is the candidate.
     """
     first = result.first_divergence
     assert first is not None and first.node is not None
@@ -65,7 +68,7 @@ def with_reproduction(result: Findings, directory: Path, scores: Sequence[Score]
         logger.warning("no reproduction of %s: its tensors were not kept", first.site)
         return result
     try:
-        _reproduce(directory, first, evidence, baseline)
+        _reproduce(directory, first, evidence, baseline, software)
     except (GlassError, OSError) as error:
         logger.error("no reproduction in %s: %s", directory, error)
         return result
@@ -74,7 +77,9 @@ def with_reproduction(result: Findings, directory: Path, scores: Sequence[Score]
     return replace(result, first_divergence=reproduced, origins=origins)
 
 
-def _reproduce(directory: Path, divergence: Divergence, evidence: Evidence, baseline: Program) -> None:
+def _reproduce(
+    directory: Path, divergence: Divergence, evidence: Evidence, baseline: Program, software: str | None
+) -> None:
     weights, sites = _names("e", baseline)
     if evidence.program is not None:
         own = _names("c", evidence.program)
@@ -93,6 +98,7 @@ def _reproduce(directory: Path, divergence: Divergence, evidence: Evidence, base
         [evidence.actual],
         weights,
         sites,
+        software=software,
     )
     if baseline.onnx is not None:
         recorded = replace(recorded, exact=None)  # functions of ONNX have no source

@@ -34,6 +34,7 @@ from glassengine.report import words
 from glassengine.report.page.apart import head_of_apart
 from glassengine.report.page.data import FOLDER, MOST_TENSORS, DataFolder, ListFiles, Rows, Values, compressed
 from glassengine.report.page.head import Head, head_of, markdown, reasons_of
+from glassengine.report.page.redact import MOST_BYTES, MOST_PAIRS, first_pairs, redacted, redacted_text
 from glassengine.results import Comparison, Comparisons, Replayed, Verdict, sentences, worst
 from glassengine.results.report import ReportPage, StepLabel, WrittenReport
 from glassengine.results.stored import Apart, OnPair, Plain, Stored, read_result, without_pairs
@@ -87,7 +88,12 @@ def _is_report(page: Path) -> bool:
 
 
 def write_report(
-    result: Result | str | Path, directory: str | Path, *, recordings: Sequence[str | Path] = (), made: str = ""
+    result: Result | str | Path,
+    directory: str | Path,
+    *,
+    recordings: Sequence[str | Path] = (),
+    made: str = "",
+    redact: bool = False,
 ) -> WrittenReport:
     """Write the report of a result.
 
@@ -96,6 +102,7 @@ def write_report(
         directory: Where, or NAME.html for one file; a report that is there is replaced.
         recordings: Baseline and candidates that were compared, for the values of the worst tensors; none: no values.
         made: When and by which command, for its head.
+        redact: Leave texts, paths and values out, and tensors until the report is below 1 MB.
 
     Raises:
         UsageError: The directory holds something else, there is no report of this kind of result, or it is not of so
@@ -104,10 +111,21 @@ def write_report(
     """
     target = require_place(directory)
     target.parent.mkdir(parents=True, exist_ok=True)
+    for most in MOST_PAIRS if redact else (None,):
+        written = _write(result, target, recordings, redacted_text(made) if redact else made, most)
+        if written.total_bytes < MOST_BYTES:
+            break
+    return written
+
+
+def _write(
+    result: Result | str | Path, target: Path, recordings: Sequence[str | Path], made: str, most: int | None
+) -> WrittenReport:
+    """Write it; `most` redacted tensors, or all as they are."""
     new = target.parent / f".{target.name}.{os.getpid()}.partial"
     remove_tree(new)
     try:
-        written = _pages(result, new, target, recordings, made)
+        written = _pages(result, new, target, recordings, made, most)
         if is_single(target):
             return _put_single(new, target, written)
         _put(new, target)
@@ -141,7 +159,12 @@ def _put_single(new: Path, target: Path, written: WrittenReport) -> WrittenRepor
 
 
 def _pages(
-    result: Result | str | Path, new: Path, target: Path, recordings: Sequence[str | Path], made: str
+    result: Result | str | Path,
+    new: Path,
+    target: Path,
+    recordings: Sequence[str | Path],
+    made: str,
+    most: int | None,
 ) -> WrittenReport:
     rows: dict[int, Rows] = {}
     folders: dict[int, DataFolder] = {}
@@ -149,9 +172,13 @@ def _pages(
     def taker(number: int) -> OnPair:
         folders[number] = DataFolder(new / str(number))
         rows[number] = Rows(folders[number])
-        return rows[number].add
+        return rows[number].add if most is None else first_pairs(rows[number].add, most)
 
     shown = read_result(result, taker) if isinstance(result, (str, Path)) else without_pairs(result, taker)
+    if most is not None:
+        if recordings or shown[0].apart is not None:
+            raise UsageError("--redact is for a result of tensors, without recordings", hint="glass report RESULT")
+        shown = [redacted(one) for one in shown]
     if len(shown) == 1 and shown[0].apart is not None:
         return _page_apart(shown[0].apart, new, target, recordings, made)
     if len(shown) > 1 and is_single(target):

@@ -169,7 +169,7 @@ def check_served(request: CheckRequest, served: Served) -> Comparison:
         first = found.first_divergence
         if request.reproduction is not None and first is not None and first.node is not None:
             progress(Work.WRITING.says("writing a reproduction"))
-            found = with_reproduction(found, request.reproduction, climb.scores, climb.program)
+            found = with_reproduction(found, request.reproduction, climb.scores, climb.program, served.kind)
         return found.conclude(policy)
 
 

@@ -147,6 +147,15 @@ class _Cursor:
             raise ValueError(f"a text of {length:,} bytes in byte {self.at:,}")
         return self.take(length).decode("utf-8", "surrogateescape")
 
+    def pass_texts(self, number: int) -> None:
+        """Pass over the texts of an array: vocabularies have hundreds of thousands, of which none is kept."""
+        read = self._file.read
+        for _ in range(number):
+            length = int.from_bytes(read(8), "little")
+            self.at += 8 + length
+            if self.at > self.end or len(read(length)) != length:
+                raise ValueError(f"a text of {length:,} bytes in byte {self.at - length:,}")
+
 
 def _header(file: BinaryIO, size: int) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     cursor = _Cursor(file, size)
@@ -182,12 +191,10 @@ def _value(cursor: _Cursor, kind: int) -> Any:
     if kind == _STRING:
         if number > (cursor.end - cursor.at) // 8:
             raise ValueError(f"an array of {number:,} texts in byte {cursor.at:,}")
-        kept = []
-        for place in range(number):
-            text = cursor.take(cursor.number("Q"))
-            if place < _MOST_KEPT:
-                kept.append(text.decode("utf-8", "surrogateescape"))
-        return kept if number <= _MOST_KEPT else Many(number)
+        if number <= _MOST_KEPT:
+            return [cursor.text(cursor.end) for _ in range(number)]
+        cursor.pass_texts(number)
+        return Many(number)
     if kind not in _SCALARS:
         raise ValueError(f"an array of the kind {kind}")
     code = _SCALARS[kind]

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import ctypes as c
+import importlib
+import importlib.util
+import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from datetime import datetime
+from http import HTTPStatus
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from glassengine.errors import UsageError
 from glassengine.plugins.serving.ggml.child import find_library
@@ -54,6 +62,9 @@ _SAMPLING = {
 """Key below `general.sampling` -> name of transformers."""
 _DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.0}
 _BPE = 2
+_MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+_NORMS = ("attn_norm", "ffn_norm")
+_NOTHING: Mapping[str, str] = {}
 _LIMITS = {
     "end token split": "llama.cpp knows ends of a generation by their names, whatever the file says of them",
 }
@@ -79,6 +90,7 @@ class GgufSide(PromptSide):
             raise NoTokenizer("the GGUF file has no tokenizer", got=str(path), hint="convert it with its tokenizer")
         tokens = file.settings.get("tokenizer.ggml.tokens")
         require_countable(tokens.number if isinstance(tokens, Many) else len(tokens or ()))
+        self._renderer: _Renderer | None = None
         self._library = Library(str(find_library(None)))
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(self._library, name)
@@ -98,6 +110,7 @@ class GgufSide(PromptSide):
             "llama.cpp",
             vocabulary,
             template if isinstance(template, str) else None,
+            variables={"enable_thinking": True, "date_string": f"{datetime.now():%d %b %Y}"},
             settings=self._settings(file, vocabulary),
             rows=None if table is None else table.shape[0],
             limits=_LIMITS_OF_BPE if self._library.llama_vocab_type(self._vocab) == _BPE else _LIMITS,
@@ -145,9 +158,66 @@ class GgufSide(PromptSide):
         return found
 
     def render(self, conversation: Conversation) -> str:
-        """Return the text that transformers' Jinja makes of the template in the file."""
-        assert self.opened.vocabulary is not None
-        return rendered_by_transformers(self.opened.template, self.opened.vocabulary, conversation)
+        """Return the text that llama.cpp's own Jinja makes, or transformers' where xllamacpp is not installed."""
+        vocabulary, template = self.opened.vocabulary, self.opened.template
+        assert vocabulary is not None
+        if template is not None and _has_server() and _is_for_server(conversation):
+            self._renderer = self._renderer or _Renderer(template, vocabulary)
+            return self._renderer.render(conversation)
+        return rendered_by_transformers(template, vocabulary, conversation)
+
+    def render_by_file(self, conversation: Conversation) -> str | None:
+        """Return the text that transformers makes of the template in the file."""
+        vocabulary = self.opened.vocabulary
+        if vocabulary is None or self.opened.template is None or not _has_server():
+            return None
+        return rendered_by_transformers(self.opened.template, vocabulary, conversation)
+
+
+class _Renderer:
+    """llama-server with a model of nothing and the template of a file: it renders, and never generates.
+
+    Args:
+        template: Source of the template.
+        vocabulary: Has the special tokens that the template may write.
+    """
+
+    def __init__(self, template: str, vocabulary: Vocabulary) -> None:
+        xllamacpp = importlib.import_module("xllamacpp")  # without types
+        texts = {name: vocabulary.pieces[ids[0]].decode() for name, ids in vocabulary.special.items() if ids}
+        with tempfile.TemporaryDirectory(prefix="glassengine-template-") as folder:
+            parameters = xllamacpp.CommonParams()
+            parameters.model.path = str(_write_tiny(Path(folder) / "template.gguf", template, texts))
+            parameters.port, parameters.use_jinja, parameters.warmup = 0, True, False
+            parameters.n_parallel, parameters.n_ctx, parameters.verbosity = 1, 64, -1
+            self._server = xllamacpp.Server(parameters)
+
+    def render(self, conversation: Conversation) -> str:
+        """Return the text of a conversation.
+
+        Raises:
+            ValueError: llama.cpp refuses it.
+        """
+        body = json.dumps({"add_generation_prompt": False, **conversation}).encode()
+        address = urlsplit(self._server.listening_address).netloc
+        with closing(HTTPConnection(address)) as connection:
+            connection.request("POST", "/apply-template", body, {"Content-Type": "application/json"})
+            reply = connection.getresponse()
+            text = reply.read().decode("utf-8", "replace")
+        if reply.status != HTTPStatus.OK:
+            raise ValueError(text[:1000])
+        return str(json.loads(text)["prompt"])
+
+
+def _is_for_server(conversation: Conversation) -> bool:
+    """Whether llama-server takes a conversation: it continues a last turn of the assistant, and sees if a file says."""
+    messages = conversation["messages"]
+    is_closed = messages[-1]["role"] == "assistant" and not conversation.get("continue_final_message")
+    return not is_closed and all(isinstance(one.get("content"), str | None) for one in messages)
+
+
+def _has_server() -> bool:
+    return importlib.util.find_spec("xllamacpp") is not None
 
 
 def _load(library: Library, path: Path, vocab_only: int) -> Any:
@@ -158,24 +228,8 @@ def _load(library: Library, path: Path, vocab_only: int) -> Any:
 
 def _vocab_only(library: Library) -> int:
     """Return the byte of `vocab_only` in the parameters: the only one with which a file of metadata alone loads."""
-    import gguf
-
     with tempfile.TemporaryDirectory(prefix="glassengine-vocab-") as folder:
-        path = Path(folder) / "vocabulary.gguf"
-        writer = gguf.GGUFWriter(str(path), "llama")
-        for name, size in (("context_length", 8), ("embedding_length", 32), ("block_count", 1), ("head_count", 1)):
-            getattr(writer, f"add_{name}")(size)
-        writer.add_feed_forward_length(32)
-        writer.add_layer_norm_rms_eps(1e-5)
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("gpt-2")
-        writer.add_token_list(["a", "b", "ab"])
-        writer.add_token_types([1, 1, 1])
-        writer.add_token_merges(["a b"])
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        path = _write_tiny(Path(folder) / "vocabulary.gguf")
         default = bytes(library.llama_model_default_params())
         zeros = [at for at in range(40, 128) if default[at] == 0]
         for at in sorted(zeros, key=lambda one: abs(one - _VOCAB_ONLY)):
@@ -184,3 +238,33 @@ def _vocab_only(library: Library) -> int:
                 LOGGED.clear()
                 return at
     raise UsageError("vocab_only is not found in llama_model_params", got="this build of llama.cpp")
+
+
+def _write_tiny(path: Path, template: str | None = None, special: Mapping[str, str] = _NOTHING) -> Path:
+    """Write a file of a vocabulary without tensors, or of a template with the smallest model of llama-server."""
+    import gguf
+    import numpy as np
+
+    writer = gguf.GGUFWriter(str(path), "llama")
+    for name, size in (("context_length", 8), ("embedding_length", 32), ("block_count", 1), ("head_count", 1)):
+        getattr(writer, f"add_{name}")(size)
+    writer.add_feed_forward_length(32)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    tokens = ["a", "b", "ab", *dict.fromkeys(special.values())]
+    writer.add_token_list(tokens)
+    writer.add_token_types([1, 1, 1, *[3] * (len(tokens) - 3)])
+    writer.add_token_merges(["a b"])
+    for name, text in special.items():
+        getattr(writer, f"add_{name}_token_id")(tokens.index(text))
+    if template is not None:
+        writer.add_chat_template(template)
+        shapes = {f"blk.0.{name}": (32, 32) for name in _MATRICES} | {f"blk.0.{name}": (32,) for name in _NORMS}
+        for name, shape in (shapes | {"token_embd": (len(tokens), 32), "output_norm": (32,)}).items():
+            writer.add_tensor(f"{name}.weight", np.zeros(shape, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

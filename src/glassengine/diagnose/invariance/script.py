@@ -1,0 +1,135 @@
+"""`glass check --invariant run -- python train.py`: a script beside itself, recorded twice.
+
+`python -m glassengine.diagnose.invariance.script PATH SEEDED IS_MODULE SCRIPT ARGUMENTS...` is one run.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from glassengine import starting
+from glassengine.capture.scripts.run_script import record_script
+from glassengine.compare.compare import compare
+from glassengine.diagnose.invariance.causes import ATOMICS, RANDOM
+from glassengine.diagnose.invariance.check import described
+from glassengine.diagnose.invariance.rows import largest_difference
+from glassengine.diagnose.invariance.ways import seed
+from glassengine.diagnose.script_floor import is_same
+from glassengine.errors import GlassError, UsageError
+from glassengine.recording.layout.layout import Entry
+from glassengine.recording.read.reader import Recording
+from glassengine.results.invariance import ChangeVerdict, FirstOperation, Invariance, SwitchTried, Variation, concluded
+
+_MOST_WORDS = 400
+_TRIALS: Sequence[tuple[str, bool, Mapping[str, str], str]] = (
+    ("torch.manual_seed, random.seed and numpy.random.seed at its beginning", True, {}, RANDOM),
+    ("PYTHONHASHSEED=0", False, {"PYTHONHASHSEED": "0"}, "the order of a set or of hashes"),
+    ("OMP_NUM_THREADS=1", False, {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}, ATOMICS),
+)
+
+
+def check_invariant_script(
+    script: str, arguments: Sequence[str] = (), is_module: bool = False, *, invariant: Sequence[str] = ("run",)
+) -> Invariance:
+    """Run a script twice, record both runs, and compare them bit for bit.
+
+    Args:
+        script: As for `record_script`.
+        arguments: As for `record_script`.
+        is_module: As for `record_script`.
+        invariant: "run" is the one change of a script.
+
+    Raises:
+        UsageError: Another change was asked for.
+        GlassError: The script fails.
+    """
+    if list(invariant) != ["run"]:
+        got = ", ".join(invariant)
+        raise UsageError("a script brings its own inputs, and can be run again only", got=got, hint="--invariant run")
+    words = " ".join([script, *arguments])
+    with tempfile.TemporaryDirectory(prefix="glassengine-run-") as folder:
+
+        def pair(name: str, seeded: bool, variables: Mapping[str, str]) -> tuple[Path, Path]:
+            sides = Path(folder) / f"{name}-0", Path(folder) / f"{name}-1"
+            for side in sides:
+                _run(side, seeded, is_module, [script, *arguments], variables)
+            return sides
+
+        first, second = pair("as-it-is", False, {})
+        different = list(_differences(first, second))
+        if not different:
+            return concluded(words, [Variation("run", "bitwise", 1)], described())
+        tried, cause = [], None
+        for i, (name, seeded, variables, text) in enumerate(_TRIALS):
+            works = not list(_differences(*pair(str(i), seeded, variables)))
+            tried.append(SwitchTried(name, works))
+            if works:
+                cause = text
+                break
+        change = _judged(first, second, different)
+        switch = tried[-1].name if cause is not None else None
+        return concluded(words, [replace(change, cause=cause, switch=switch, tried=tuple(tried))], described())
+
+
+def _run(path: Path, seeded: bool, is_module: bool, words: Sequence[str], variables: Mapping[str, str]) -> None:
+    given = [str(path), str(int(seeded)), str(int(is_module)), *words]
+    with tempfile.TemporaryFile() as output:
+        done = starting.run(
+            starting.python(__name__, *given),
+            cwd=Path.cwd(),
+            env=starting.surroundings() | dict(variables),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=output,
+        )
+        if done.returncode:
+            output.seek(max(0, output.tell() - _MOST_WORDS))
+            last = output.read().decode(errors="replace").strip().splitlines()
+            raise GlassError("the script failed", got=f"exit status {done.returncode}: {last[-1] if last else ''}")
+
+
+def _differences(first: Path, second: Path) -> Iterator[tuple[Path, Entry, Entry | None]]:
+    """Yield recording, tensor and its counterpart of what differs in a bit, in the order of the run."""
+    for place in sorted(one.parent.relative_to(first) for one in first.rglob("recording.json")):
+        ours = Recording.open(first / place)
+        try:
+            theirs = Recording.open(second / place)
+        except GlassError:
+            yield from ((place, entry, None) for entry in ours.entries)
+            continue
+        by_place = {entry.place: entry for entry in theirs.entries}
+        for entry in sorted(ours.entries, key=lambda one: one.step):
+            other = by_place.get(entry.place)
+            if other is None or not is_same(ours, entry, theirs, other):
+                yield place, entry, other
+
+
+def _judged(first: Path, second: Path, different: Sequence[tuple[Path, Entry, Entry | None]]) -> Variation:
+    """Return the change with the verdict of the comparison of both recordings."""
+    place, entry, other = different[0]
+    found = compare(first / place, second / place)
+    size = None
+    if other is not None and entry.shape == other.shape:
+        sides = Recording.open(first / place).tensor(entry), Recording.open(second / place).tensor(other)
+        size = largest_difference(*sides)
+    operation = FirstOperation(entry.site, "", None, entry.step, None, size, f"step {entry.step}")
+    verdict: ChangeVerdict = "within rounding" if found.ok else "beyond rounding"
+    words = f"the same script again: {len(different)} tensors differ"
+    return Variation("run", verdict, 1, 1, words, max_abs_diff=size, reason=found.not_ok_because, first=operation)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a script once, and return its exit status."""
+    path, seeded, is_module, script, *rest = arguments
+    if seeded == "1":
+        seed()
+    return record_script(script, rest, path=path, is_module=is_module == "1").status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

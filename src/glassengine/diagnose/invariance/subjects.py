@@ -1,0 +1,312 @@
+"""Runs a module that is called once, or a model that decodes with a cache, in different ways."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from glassengine.capture.calls.tensor_trees import tensors_in
+from glassengine.diagnose.invariance.rows import largest_difference, same_bits
+from glassengine.diagnose.invariance.trace import Op, Trace, line_of, tensors_of
+from glassengine.diagnose.invariance.ways import SPARE, Way
+from glassengine.diagnose.noise_floor import otherwise
+from glassengine.errors import UsageError
+from glassengine.program import made_up_inputs
+from glassengine.program.generation import LoadedModel
+from glassengine.program.kinds.causal_lm import accepted, cache_argument
+from glassengine.results.invariance import FirstOperation, What
+
+Results = list[dict[str, Tensor]]
+"""For each call its results by name."""
+NUM_ROWS = 2 * SPARE
+_LENGTHS = (37, 41, 43, 47, 53, 29, 31, 23, 19, 59)
+_MOST_COMPILED = 8
+_PRIMES = (11, 13, 7, 19, 5)
+
+
+class Subject(ABC):
+    """What is run.
+
+    Attributes:
+        name: On screen.
+        length: Tokens of a row; 1 of what is called once.
+        decodes: Whether it generates, so that logits of tokens are compared.
+        one_token: Whether every call after the first has one token.
+        prime: A number of rows that no weight has as a size.
+        refusals: Change -> why it cannot be made.
+        least_rows: Fewest rows of a batch.
+        in_torch: Whether settings of torch concern it.
+        unseen: What to do where no operation is observed.
+    """
+
+    name: str
+    length: int = 1
+    decodes: bool = False
+    one_token: bool = False
+    prime: int = _PRIMES[0]
+    refusals: Mapping[What, str]
+    least_rows: int = 1
+    in_torch: bool = True
+    unseen: str = "no operation was observed"
+
+    def refusal(self, way: Way) -> str | None:
+        """Return why rows cannot be run one way; None where they can."""
+        return None
+
+    @abstractmethod
+    def run(self, way: Way) -> Results:
+        """Run rows one way."""
+
+    @abstractmethod
+    def noise(self, way: Way, seed: int) -> Results:
+        """Return what rounding alone does to the results, as differences: a sample drawn from `seed`."""
+
+    @abstractmethod
+    def traced(self, way: Way, *, modules_only: bool, noise: int | None = None) -> tuple[Results, list[Op]]:
+        """Run rows, and record every operation; with `noise` as seed each rounds otherwise."""
+
+    def first_compiled(self, way: Way) -> FirstOperation | None:
+        """Return the first innermost module that differs when it is compiled alone; None where none was found."""
+        return None
+
+
+class ModuleSubject(Subject):
+    """A module that is called once.
+
+    Args:
+        model: As it was loaded.
+        inputs: Keyword arguments of a call; None makes them up.
+    """
+
+    def __init__(self, model: LoadedModel, inputs: Mapping[str, Any] | None) -> None:
+        self.name, self.module = model.spec, model.module
+        sizes = {size for one in self.module.parameters() for size in one.shape}
+        self.prime = next((one for one in _PRIMES if not any(size % one == 0 for size in sizes)), _PRIMES[0])
+        self._last: nn.Module | None = None
+        self.refusals = {}
+        self._prepare(model, inputs)
+
+    def _prepare(self, model: LoadedModel, inputs: Mapping[str, Any] | None) -> None:
+        given = dict(inputs) if inputs is not None else dict(made_up_inputs(model)[0])
+        tensors = {name: one for name, one in given.items() if isinstance(one, Tensor) and one.dim()}
+        (size, _), *_ = Counter(one.shape[0] for one in tensors.values()).most_common(1) or [(0, 0)]
+        if not size:
+            raise UsageError("no input of the model has rows", got=", ".join(given), hint="--inputs FILE")
+        self._given = given
+        self._pool = {name: more_rows(name, one) for name, one in tensors.items() if one.shape[0] == size}
+        for what in ("length", "world"):
+            self.refusals = {**self.refusals, what: "only a model that decodes with a cache has it"}
+        ids, mask = self._pool.get("input_ids"), self._pool.get("attention_mask")
+        if ids is None or mask is None or ids.dim() != 2 or ids.shape != mask.shape:
+            why = "the model takes no input_ids with an attention_mask"
+            self.refusals = {**self.refusals, "padding": why}
+        else:
+            # Rows of one length: what is padded is known.
+            self._pool["attention_mask"] = torch.ones_like(mask)
+            self.length = ids.shape[1]
+
+    def run(self, way: Way) -> Results:
+        """Run rows one way."""
+        module = self._prepared(way)
+        with torch.no_grad(), way.settings():
+            return [dict(self._results(one)) for _, one in self._calls(module, way, None)]
+
+    def noise(self, way: Way, seed: int) -> Results:
+        """Return what rounding alone does to the results, on the same random numbers."""
+        way = replace(way, seeded=True)
+        with otherwise(seed):
+            noisy = self.run(way)
+        return differences(noisy, self.run(way))
+
+    def traced(self, way: Way, *, modules_only: bool, noise: int | None = None) -> tuple[Results, list[Op]]:
+        """Run rows, and record every operation."""
+        module = self._prepared(way)
+        trace = Trace(module, modules_only=modules_only)
+        found: Results = []
+        with torch.no_grad(), way.settings():
+            self._earlier(module, way)
+            with contextlib.nullcontext() if noise is None else otherwise(noise), trace.listening():
+                for _, one in self._calls(module, way, trace):
+                    found.append({name: tensor.clone() for name, tensor in self._results(one)})
+        return found, trace.ops
+
+    def first_compiled(self, way: Way) -> FirstOperation | None:
+        """Return the first innermost module that differs when it is compiled alone."""
+        module = self.fresh()
+        calls: dict[Any, tuple[str, nn.Module, Any, Any]] = {}
+
+        def after(path: str, inner: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+            shapes = [tuple(one.shape) for one in (*tensors_of((args, kwargs)), *inner.parameters())]
+            kept = pytree.tree_map_only(Tensor, Tensor.clone, (args, kwargs, result))
+            calls.setdefault((type(inner), tuple(shapes)), (path, inner, kept[:2], kept[2]))
+
+        inner = [(path, one) for path, one in module.named_modules() if not list(one.children())]
+        handles = [one.register_forward_hook(partial(after, path), with_kwargs=True) for path, one in inner]
+        with torch.no_grad(), way.settings():
+            for _ in self._calls(module, way, None):
+                pass
+        for handle in handles:
+            handle.remove()
+        for path, one, (args, kwargs), result in list(calls.values())[:_MOST_COMPILED]:
+            torch._dynamo.reset()
+            with contextlib.suppress(Exception), torch.no_grad(), way.settings():
+                found = torch.compile(one, dynamic=False)(*args, **kwargs)
+                for x, y in zip(tensors_of(result), tensors_of(found), strict=True):
+                    if not same_bits(x, y):
+                        size = largest_difference(x, y)
+                        return FirstOperation(type(one).__name__, path, line_of(one), 0, True, size)
+        return None
+
+    def _prepared(self, way: Way) -> nn.Module:
+        """Return the module of a way: a copy that nothing has run on, or the one that was used last."""
+        module = self._last if way.is_next and self._last is not None else self.fresh()
+        self._last = module
+        if way.attention == "eager":
+            module = self._eager(module)
+        if way.compiler is not None:
+            torch._dynamo.reset()
+            compiled: Any = torch.compile(module, backend=way.compiler, dynamic=False)
+            return compiled  # type: ignore[no-any-return]
+        return module
+
+    def fresh(self) -> nn.Module:
+        """Return a copy with the same parameters; the module itself where it cannot be copied."""
+        try:
+            return copy.deepcopy(self.module, {id(one): one for one in self.module.parameters()})
+        except Exception:  # what a model holds may refuse to be copied in its own ways
+            return self.module
+
+    def _eager(self, module: nn.Module) -> nn.Module:
+        if hasattr(module, "set_attn_implementation"):
+            module.set_attn_implementation("eager")  # type: ignore[operator]
+        return module
+
+    def _earlier(self, module: nn.Module, way: Way) -> None:
+        if way.earlier == "rows":
+            for _ in self._calls(module, Way(rows=(3, 4, 5), cuts=way.cuts), None):
+                pass
+
+    def _calls(self, module: nn.Module, way: Way, trace: Trace | None) -> Iterator[tuple[int, Any]]:
+        if trace is None:
+            self._earlier(module, way)
+        rows = torch.tensor(way.rows)
+        inputs = {**self._given, **{name: one[rows] for name, one in self._pool.items()}}
+        if way.left or way.right:
+            for name, one in self._pool.items():
+                if one.dim() == 2 and one.shape[1] == self.length:
+                    filler = way.filler if name == "input_ids" else 0
+                    inputs[name] = nn.functional.pad(one[rows], (way.left, way.right), value=filler)
+        if trace is not None:
+            trace.begin(0, inputs)
+        yield 0, module(**pytree.tree_map_only(Tensor, Tensor.clone, inputs))
+
+    def _results(self, result: Any) -> Iterator[tuple[str, Tensor]]:
+        yield from tensors_in("output", result)
+
+
+class CausalSubject(ModuleSubject):
+    """A model of transformers that decodes with a cache."""
+
+    decodes = True
+
+    def _prepare(self, model: LoadedModel, inputs: Mapping[str, Any] | None) -> None:
+        self.one_token = model.generation.one_token
+        config: Any = self.module.config
+        text = config.get_text_config(decoder=True)
+        sizes = {size for one in self.module.parameters() for size in one.shape}
+        if inputs is not None and isinstance(inputs.get("input_ids"), Tensor):
+            self._tokens = more_rows("input_ids", inputs["input_ids"].long().reshape(-1, inputs["input_ids"].shape[-1]))
+        else:
+            limit = int(model.metadata.get("max_position_embeddings", 1 << 20))
+            length = next((one for one in _LENGTHS if one not in sizes and one + 24 < limit), 19)
+            high = min(int(text.vocab_size), 1 << 16)
+            generator = torch.Generator().manual_seed(0)
+            self._tokens = torch.randint(min(3, high - 1), high, (NUM_ROWS, length), generator=generator)
+        self.length = self._tokens.shape[1]
+        if self.length < 4:
+            raise UsageError("the prompt is too short", got=f"{self.length} tokens", expected="at least 4")
+
+    def _calls(self, module: nn.Module, way: Way, trace: Trace | None) -> Iterator[tuple[int, Any]]:
+        if trace is None:
+            self._earlier(module, way)
+        tokens = nn.functional.pad(self._tokens[list(way.rows)], (way.left, way.right), value=way.filler)
+        mask = torch.ones_like(tokens)
+        mask[:, : way.left] = 0
+        mask[:, tokens.shape[1] - way.right :] = 0
+        places = (mask.cumsum(-1) - 1).clamp(min=0)
+        cache: Any = self._of_prefix(module, way) if way.earlier == "prefix" else None
+        start = 0
+        for number, size in enumerate(way.cuts):
+            end = start + size + (way.left + way.right if number == 0 else 0)
+            if number or cache is None:
+                inputs = {
+                    "input_ids": tokens[:, start:end],
+                    "attention_mask": mask[:, :end],
+                    "position_ids": places[:, start:end],
+                    "use_cache": True,
+                }
+                if trace is not None:
+                    trace.begin(number, inputs)
+                user: Any = getattr(module, "_orig_mod", module)
+                if number and cache_argument(user) == "cache_params":
+                    del inputs["attention_mask"]  # a recurrence has seen everything, as `generate` has it
+                given = accepted(user, {**inputs, **({cache_argument(user): cache} if cache is not None else {})})
+                result = module(**given)
+                cache = getattr(result, cache_argument(user), None)
+                yield number, result
+            else:
+                yield number, self._prefix_result
+            start = end
+
+    def _of_prefix(self, module: nn.Module, way: Way) -> Any:
+        """Return the cache of the first call, of another request that goes on otherwise; it is cut there."""
+        first, rest = way.cuts[0], max(2, sum(way.cuts) - way.cuts[0])
+        tokens = self._tokens[list(way.rows)][:, :first]
+        other = self._tokens[[row + 1 for row in way.rows]][:, :rest]
+        found = module(**accepted(module, {"input_ids": tokens, "use_cache": True}))
+        self._prefix_result, cache = found, getattr(found, cache_argument(module))
+        mask = torch.ones((len(tokens), first + rest), dtype=torch.int64)
+        given = {"input_ids": other, "attention_mask": mask, cache_argument(module): cache, "use_cache": True}
+        module(**accepted(module, given))
+        cache.crop(-rest)
+        return cache
+
+    def _results(self, result: Any) -> Iterator[tuple[str, Tensor]]:
+        yield "logits", result.logits
+
+
+def differences(noisy: Results, plain: Results) -> Results:
+    """Return the differences of two runs, in float64."""
+    return [
+        {name: one.double() - exact[name].double() for name, one in call.items()}
+        for call, exact in zip(noisy, plain, strict=True)
+    ]
+
+
+def more_rows(name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor with as many rows as are needed: those that are given, then the same, rolled."""
+    rows = list(tensor)
+    is_mask = tensor.dtype is torch.bool or "mask" in name
+    for i in range(len(rows), NUM_ROWS):
+        own = rows[i % len(tensor)]
+        own = own if is_mask or not own.dim() else own.roll(i // len(tensor), -1)
+        rows.append(own * (1 + i / NUM_ROWS) if own.is_floating_point() and not is_mask else own)
+    return torch.stack(rows[:NUM_ROWS])
+
+
+def subject_of(model: LoadedModel, inputs: Sequence[Mapping[str, Any]] | None) -> Subject:
+    """Return a loaded model as what is run."""
+    given = inputs[0] if inputs else None
+    extra = set(given or ()) - {"input_ids", "attention_mask", "position_ids"}
+    is_causal = model.generation.name in ("causal", "recurrent") and not extra
+    return (CausalSubject if is_causal else ModuleSubject)(model, given)

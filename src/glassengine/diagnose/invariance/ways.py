@@ -1,0 +1,222 @@
+"""The changes that must not matter: for each the two ways in which the same rows are run."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from glassengine.diagnose.invariance.rows import Span, View
+from glassengine.ops.traits import named
+from glassengine.results.invariance import What
+
+BATCHES = (2, 3, 4, 5, 8, 16, 17)
+"""Numbers of rows: other kernels run for few rows, and remainders of blocks are split otherwise."""
+SPARE = max(BATCHES)
+"""Rows of the pool from here on are in no batch, so that they can take the place of others."""
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How rows are run.
+
+    Attributes:
+        rows: Which rows of the pool, in order.
+        cuts: Lengths of the calls of a sequence; of what is called once, one.
+        left: Padding before each row.
+        right: Padding after each row.
+        filler: Token of the padding.
+        earlier: What runs before, on the same module: nothing, other rows, or another row with the first call in
+            common, whose cache is cut and used.
+        is_next: Run on the module that the first side has used, not on a copy.
+        seeded: Set the seeds of random numbers before.
+        threads: Of torch; None for as many as there are.
+        attention: "math" writes attention out; "eager" is the model's own code of that name.
+        compiler: Back-end of torch.compile; None leaves the model alone.
+        garbage: Value of memory that nothing was written to; None for what lies there.
+        context: Setting that is tried.
+    """
+
+    rows: tuple[int, ...] = (0,)
+    cuts: tuple[int, ...] = (1,)
+    left: int = 0
+    right: int = 0
+    filler: int = 0
+    earlier: Literal["", "rows", "prefix"] = ""
+    is_next: bool = False
+    seeded: bool = True
+    threads: int | None = None
+    attention: str | None = None
+    compiler: str | None = None
+    garbage: float | None = None
+    context: Context = contextlib.nullcontext
+
+    @contextlib.contextmanager
+    def settings(self) -> Iterator[None]:
+        """Put what concerns all of torch into effect."""
+        before = torch.get_num_threads()
+        state = torch.get_rng_state(), random.getstate()
+        with contextlib.ExitStack() as stack:
+            stack.callback(torch.set_num_threads, before)
+            if self.threads is not None:
+                torch.set_num_threads(self.threads)
+            if self.seeded:
+                seed()
+                stack.callback(torch.set_rng_state, state[0])
+                stack.callback(random.setstate, state[1])
+            if self.attention == "math":
+                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            stack.enter_context(self.context())
+            if self.garbage is not None:
+                stack.enter_context(Garbage(self.garbage))
+            yield
+
+
+def seed() -> None:
+    """Set the seeds that models draw from."""
+    torch.manual_seed(0)
+    random.seed(0)
+    with contextlib.suppress(ImportError):
+        import numpy as np
+
+        np.random.seed(0)
+
+
+class Garbage(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Fills memory that was asked for without values."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._value = value
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if named(func._schema.name.partition("::")[2]).is_unwritten and result.is_floating_point():
+            result.fill_(self._value)
+        return result
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Two ways that must give the same, in words."""
+
+    words: str
+    first: Way
+    second: Way
+
+    def under(self, context: Context) -> Variant:
+        """Return the variant with a setting on both sides."""
+        return self.changed(context=context)
+
+    def changed(self, **both: Any) -> Variant:
+        """Return the variant with both ways changed."""
+        return replace(self, first=replace(self.first, **both), second=replace(self.second, **both))
+
+    @property
+    def views(self) -> list[tuple[int, View]]:
+        """For each call of the second way the call of the first one, and how their tensors are aligned."""
+        a, b = self.first, self.second
+        found, start = [], 0
+        ends = [sum(a.cuts[: i + 1]) for i in range(len(a.cuts))]
+        for size in b.cuts:
+            call = next(i for i, end in enumerate(ends) if start < end)
+            begin = ends[call] - a.cuts[call]
+            # Padding stands in the first call alone.
+            pads = [(way.left + way.right if where == 0 else 0) for way, where in ((a, begin), (b, start))]
+            lefts = [(way.left if where == 0 else 0) for way, where in ((a, begin), (b, start))]
+            tokens = Span((a.cuts[call] + pads[0], size + pads[1]), (start - begin + lefts[0], lefts[1]), size)
+            ends_at = ends[call] + a.left + a.right, start + size + b.left + b.right
+            keys = Span(ends_at, (a.left, b.left), start + size)
+            found.append((call, View((len(a.rows), len(b.rows)), self._rows(), _needed(tokens), _needed(keys))))
+            start += size
+        return found
+
+    def _rows(self) -> tuple[Sequence[int], Sequence[int]] | None:
+        """Return the places of the rows that both ways have."""
+        a, b = self.first.rows, self.second.rows
+        if a == b:
+            return None
+        shared = [row for row in a if row in b]
+        return [a.index(row) for row in shared], [b.index(row) for row in shared]
+
+
+def _needed(span: Span) -> Span | None:
+    return None if span.sizes[0] == span.sizes[1] and span.starts == (0, 0) else span
+
+
+def variants_of(
+    what: What, *, length: int, decodes: bool, one_token: bool, prime: int, least: int
+) -> Iterator[Variant]:
+    """Yield the variants of a change.
+
+    Args:
+        what: The change.
+        length: Tokens of a row; 1 of what is called once.
+        decodes: Whether it generates: the last two tokens are steps of their own.
+        one_token: Whether every call after the first has one token.
+        prime: A number of rows that no weight of the model has as a size.
+        least: Fewest rows of a batch: "alone" is a row with others that no other batch has.
+    """
+    whole = (length - 2, 1, 1) if decodes else (length,)
+    one = Way(rows=(0, *range(SPARE, SPARE + least - 1)), cuts=whole)
+    if what == "run":
+        yield Variant("the same call again", replace(one, seeded=False), replace(one, seeded=False, is_next=True))
+        for value in (3.0, 1e4):
+            words = "the same call with other values in memory that nothing was written to"
+            yield Variant(words, replace(one, garbage=-value), replace(one, garbage=value))
+        for _ in range(2):
+            again = replace(one, rows=tuple(range(8)), seeded=False)
+            yield Variant("a batch of 8, again", again, replace(again, is_next=True))
+    elif what == "batch":
+        for number in BATCHES:
+            for place in dict.fromkeys((0, number // 2, number - 1)) if number >= least else ():
+                others = (*range(1, place + 1), 0, *range(place + 1, number))
+                yield Variant(f"alone, and at place {place} of {number}", one, replace(one, rows=others))
+    elif what == "order":
+        rows = tuple(range(prime))
+        for words, order in (("reversed", rows[::-1]), ("rotated", (*rows[3:], *rows[:3]))):
+            yield Variant(f"{prime} rows, {words}", replace(one, rows=rows), replace(one, rows=tuple(order)))
+    elif what == "padding":
+        if not decodes:
+            whole = (length,)
+        plain = Way(cuts=whole)
+        for number in (1, 7, 24):
+            yield Variant(f"{number} tokens of padding on the left", plain, replace(plain, left=number))
+            right = Way(cuts=(length,))
+            yield Variant(f"{number} tokens of padding on the right", right, replace(right, right=number))
+    elif what == "length":
+        yield from _lengths(length, one_token)
+    elif what == "cache":
+        yield Variant("from scratch, and after other requests", one, replace(one, earlier="rows"))
+        if decodes and not one_token:
+            parts = Way(cuts=(length // 2, length - length // 2))
+            words = "its own cache, and the prefix of another request"
+            yield Variant(words, parts, replace(parts, earlier="prefix"))
+    elif what == "threads":
+        for number in (1, 8):
+            single = replace(one, rows=tuple(range(number)), threads=1)
+            yield Variant(f"1 thread and 2, {number} rows", single, replace(single, threads=2))
+    elif what == "compile":
+        own = Way(cuts=(length,))
+        yield Variant("as written, and compiled", own, replace(own, compiler="inductor"))
+    elif what == "attention":
+        for name, words in (("math", "attention written out by torch"), ("eager", "the model's own attention")):
+            yield Variant(f"as it is, and {words}", one, replace(one, attention=name))
+
+
+def _lengths(length: int, one_token: bool) -> Iterator[Variant]:
+    singles = Way(cuts=(1,) * length)
+    whole = Way(cuts=(length,))
+    for size in (length // 2, 5, 16):
+        if size < length and not one_token:
+            cuts = (size,) * (length // size) + ((length % size,) if length % size else ())
+            yield Variant(f"whole, and in chunks of {size}", whole, replace(whole, cuts=cuts))
+    yield Variant("whole, and token by token", whole, singles)
