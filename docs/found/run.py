@@ -22,22 +22,26 @@ def main(names):
     by_packages = collections.defaultdict(list)
     for path in sorted(HERE.glob("*_*.py")):
         if not names or path.stem in names:
-            head = re.search(r"^# /// script\n(.*?)^# ///$", path.read_text(), re.DOTALL | re.MULTILINE)
-            settings = tomllib.loads(re.sub(r"^# ?", "", head[1], flags=re.MULTILINE))
-            by_packages[tuple(settings["dependencies"])].append(path)
+            by_packages[packages(path)].append(path)
     failed = 0
-    for packages, paths in by_packages.items():
-        print(f"\n{' '.join(packages)}", flush=True)
+    for needed, paths in by_packages.items():
+        print(f"\n{' '.join(needed)}", flush=True)
         with tempfile.TemporaryDirectory() as folder:
             subprocess.run([sys.executable, "-m", "venv", folder], check=True)
             python = pathlib.Path(folder, "bin", "python")
-            subprocess.run([python, "-m", "pip", "install", "-q", *packages], check=True)
+            subprocess.run([python, "-m", "pip", "install", "-q", *needed], check=True)
             for path in paths:
                 runs = [run(python, path) for _ in range(2)]
                 failed += any(status for status, _ in runs)
                 print(f"{path.stem:28} {runs[0][1]:42} {runs[1][1]}", flush=True)
     print(f"\n{failed} do not reproduce")
     return int(failed > 0)
+
+
+def packages(path):
+    """Return the packages that a script names in its head."""
+    head = re.search(r"^# /// script\n(.*?)^# ///$", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return tuple(tomllib.loads(re.sub(r"^# ?", "", head[1], flags=re.MULTILINE))["dependencies"])
 
 
 def run(python, path):

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 IDS = [list(range(60, 100))]
 SIZES = {
@@ -62,6 +62,7 @@ def error(engine, kind, *, ids=IDS, std=0.125, stored=None, before=None, referen
 def save_words(folder):
     """Save a tokenizer with the words w0 to w259; converters ask for one."""
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(260)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     marks = {f"{name}_token": "w0" for name in ("bos", "eos", "unk", "pad")}
     transformers.PreTrainedTokenizerFast(tokenizer_object=words, **marks).save_pretrained(folder)
 
