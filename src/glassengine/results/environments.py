@@ -1,4 +1,4 @@
-"""What differs between the environments of two sides, in words."""
+"""Lists what differs between the environments of two sides, in words."""
 
 from __future__ import annotations
 
