@@ -1,6 +1,6 @@
 """Settings shared by the whole suite: offline, one thread a worker, one compiler cache, no colors.
 
-And one check of a whole run: every test that docs/compatibility.md names ran and passed.
+And one check of a whole run: every test that tests/compatibility.json names ran and passed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -210,7 +209,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class Promises:
-    """Fails a run of the whole suite in which a test that docs/compatibility.md names did not run and pass."""
+    """Fails a run of the whole suite in which a test that tests/compatibility.json names did not run and pass."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -224,7 +223,7 @@ class Promises:
                 self._outcomes[name].add(report.outcome)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        page = self._config.rootpath / "docs" / "compatibility.md"
+        page = self._config.rootpath / "tests" / "compatibility.json"
         if not self._is_whole(session) or not page.is_file():
             return
         exempt = self._config.option.markexpr == "not slow"
@@ -237,7 +236,7 @@ class Promises:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self._broken:
-            terminalreporter.section("rows of docs/compatibility.md that this run does not show", red=True)
+            terminalreporter.section("rows of tests/compatibility.json that this run does not show", red=True)
             for line in self._broken:
                 terminalreporter.line(line)
 
@@ -255,21 +254,16 @@ class Promises:
         )
 
 
-def promised_tests(page: str) -> list[tuple[str, str, bool]]:
-    """Return (row, test, whether the page calls it slow) of everything that docs/compatibility.md names."""
-    found = []
-    for line in page.splitlines():
-        row = re.match(r"\| ([A-D]\d+)\b", line)
-        if row is not None:
-            tests = re.findall(r"`(tests/[^`]*::[^`]*)`( \(slow\))?", line)
-            found += [(row[1], name, bool(slow)) for name, slow in tests]
-    return found
+def promised_tests(table: str) -> list[tuple[str, str, bool]]:
+    """Return (row, test, whether the table calls it slow) of everything that tests/compatibility.json names."""
+    rows = json.loads(table).items()
+    return [(row, name.removesuffix(" (slow)"), name.endswith(" (slow)")) for row, names in rows for name in names]
 
 
 @pytest.fixture(scope="session")
 def promises(root: Path) -> list[tuple[str, str, bool]]:
-    """Return what `promised_tests` finds in the page."""
-    return promised_tests((root / "docs" / "compatibility.md").read_text(encoding="utf-8"))
+    """Return what `promised_tests` finds in the table."""
+    return promised_tests((root / "tests" / "compatibility.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(autouse=True)

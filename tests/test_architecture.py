@@ -28,7 +28,7 @@ FLOORS = (
     {"reading", "sites", "torch_versions", "workers", "writing"},
     {"accelerators", "asked", "taps", "results", "blocks", "spans", "ops"},
     {"candidates", "recording", "program", "schemas"},
-    {"numerics", "plugins.onnx", "prompt"},
+    {"numerics", "plugins.onnx", "prompt", "rollouts"},
     {"compare", "capture", "executable"},
     {"report", "backends"},
     {"plugins.cluster", "plugins.tensorrt_rtx", "serving"},

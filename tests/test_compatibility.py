@@ -1,8 +1,9 @@
-"""docs/compatibility.md names tests that exist, and a run in which one of them did not pass is not ok."""
+"""tests/compatibility.json names tests that exist, and a run in which one of them did not pass is not ok."""
 
 from __future__ import annotations
 
 import ast
+import json
 import re
 from pathlib import Path
 
@@ -12,7 +13,7 @@ pytest_plugins = ["pytester"]
 
 Promises = list[tuple[str, str, bool]]
 
-# The rows that the page must show; the others may say which issue they are open for.
+# The rows that the page must show.
 SHOWN = [*(f"A{i}" for i in range(1, 9)), *(f"B{i}" for i in range(1, 10)), "B11"]
 SHOWN += ["C1", *(f"C{i}" for i in range(3, 15)), *(f"D{i}" for i in range(1, 8))]
 
@@ -37,12 +38,12 @@ def test_named_tests_exist(root: Path, promises: Promises) -> None:
             missing.append(f"{row}: {name}")
         else:
             is_slow = "@pytest.mark.slow" in f"@{marks_of(node)}".replace(" ", " @") or name in variants
-            assert slow == is_slow, f"{name}: the page and its mark differ about whether it is slow"
+            assert slow == is_slow, f"{name}: the table and its mark differ about whether it is slow"
             assert "[" not in name or "parametrize" in marks_of(node), f"{name} has no parameters"
     assert missing == []
 
 
-def test_every_row_is_shown_or_open(root: Path, promises: Promises) -> None:
+def test_every_row_is_shown(root: Path, promises: Promises) -> None:
     page = (root / "docs" / "compatibility.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([A-D]\d+(?:-[A-D]\d+)?) \|(.*)\|$", page, re.MULTILINE)
     numbers: dict[str, list[int]] = {}
@@ -51,13 +52,10 @@ def test_every_row_is_shown_or_open(root: Path, promises: Promises) -> None:
         numbers.setdefault(row[0], []).extend(range(int(first[1:]), int((last or first)[1:]) + 1))
     assert numbers == {letter: list(range(1, n + 1)) for letter, n in {"A": 9, "B": 11, "C": 14, "D": 7}.items()}
     shown = {row for row, _, _ in promises}
-    assert [
-        row
-        for row, text in rows
-        if row not in shown and not re.search(r"\| open \((issue \d+|lazy tensors)\) \|", text)
-    ] == []
+    assert {row for row, _ in rows} == shown
     assert [row for row in SHOWN if row not in shown] == []
-    assert all(text.count(" | ") == 2 for _, text in rows), "a row has the four cells of the head"
+    assert all(text.count(" | ") == 1 for _, text in rows), "a row has the three cells of the head"
+    assert "::" not in page, "names of tests are in tests/compatibility.json"
 
 
 def test_the_guides_of_the_page_exist(root: Path) -> None:
@@ -87,7 +85,7 @@ def test_expected(): assert False
 
 @pytest.fixture
 def suite(pytester: pytest.Pytester, root: Path) -> pytest.Pytester:
-    """Return a project with the conftest.py of this one, and a page that names what `write_page` is given."""
+    """Return a project with the conftest.py of this one, and a table that names what `write_table` is given."""
     for name, text in {
         "tests/conftest.py": (root / "tests" / "conftest.py").read_text(encoding="utf-8"),
         "tests/test_a.py": TESTS,
@@ -96,13 +94,12 @@ def suite(pytester: pytest.Pytester, root: Path) -> pytest.Pytester:
         path = pytester.path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    (pytester.path / "docs").mkdir()
     return pytester
 
 
-def write_page(suite: pytest.Pytester, *tests: str) -> None:
-    named = " ".join(f"`tests/test_a.py::{name.split()[0]}`{name[len(name.split()[0]) :]}" for name in tests)
-    (suite.path / "docs" / "compatibility.md").write_text(f"| row | by |\n|---|---|\n| A1 | {named} |\n")
+def write_table(suite: pytest.Pytester, *tests: str) -> None:
+    table = {"A1": [f"tests/test_a.py::{name}" for name in tests]}
+    (suite.path / "tests" / "compatibility.json").write_text(json.dumps(table))
 
 
 GOOD = ("test_good", "test_many", "test_many[2]")
@@ -119,10 +116,10 @@ GOOD = ("test_good", "test_many", "test_many[2]")
     ],
 )
 def test_a_run_that_shows_all_is_ok(suite: pytest.Pytester, tests: tuple[str, ...], arguments: tuple[str, ...]) -> None:
-    write_page(suite, *tests)
+    write_table(suite, *tests)
     result = suite.runpytest("-p", "no:cacheprovider", *arguments)
     assert result.ret == pytest.ExitCode.OK
-    result.stdout.no_fnmatch_line("*docs/compatibility.md*")
+    result.stdout.no_fnmatch_line("*tests/compatibility.json*")
 
 
 @pytest.mark.parametrize(
@@ -138,7 +135,7 @@ def test_a_run_that_shows_all_is_ok(suite: pytest.Pytester, tests: tuple[str, ..
     ],
 )
 def test_a_run_that_does_not_is_not(suite: pytest.Pytester, test: str, arguments: tuple[str, ...], reason: str) -> None:
-    write_page(suite, "test_good", test)
+    write_table(suite, "test_good", test)
     result = suite.runpytest("-p", "no:cacheprovider", *arguments)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines([f"A1: tests/test_a.py::{test.replace('[', '[[]')}: {reason}"])

@@ -224,7 +224,8 @@ def test_metadata(project: dict[str, Any]) -> None:
     assert metadata["name"] == "glassengine"
     assert metadata["requires-python"] == ">=3.11"
     assert metadata["license"] == "Apache-2.0"
-    assert metadata["scripts"] == {"glass": "glassengine.cli.__main__:run"}
+    # `uvx glassengine` runs the command of the name of the package.
+    assert metadata["scripts"] == dict.fromkeys(("glass", "glassengine"), "glassengine.cli.__main__:run")
     assert {"onnx", "dev"} <= metadata["optional-dependencies"].keys()
 
 
@@ -275,8 +276,9 @@ def test_every_folder_of_tests_is_collected(root: Path, pytestconfig: pytest.Con
     assert "build" in folders and not [name for name in folders if any(fnmatch(name, own) for own in left_out)]
 
 
-def test_readme_has_the_two_commands(root: Path) -> None:
+def test_readme_begins_with_the_installation_and_a_command(root: Path) -> None:
     text = (root / "README.md").read_text(encoding="utf-8")
+    assert re.match(r"# Glass Engine\n\n    pip install glassengine .*\n    glass check .*\n\n```text\nNOT OK: ", text)
     assert "make demo" in text and "make test" in text
 
 

@@ -66,6 +66,7 @@ def test_what_the_public_sees() -> None:
             "build",
             "check",
             "check_prompt",
+            "check_rollout",
             "check_training",
             "compare",
             "export",

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from glassengine.recording.read.source import open_dump as open
     from glassengine.recording.write.policy import Watch
     from glassengine.results import Comparison, Divergence
+    from glassengine.rollouts.check import check_rollout
     from glassengine.taps import tap
 
 __version__ = "0.2.0"
@@ -59,6 +60,7 @@ __all__ = [
     "check",
     "check_invariant",
     "check_prompt",
+    "check_rollout",
     "check_training",
     "compare",
     "compat",
@@ -93,6 +95,7 @@ _PUBLIC = {
     "check": "glassengine.diagnose",
     "check_invariant": "glassengine.diagnose.invariance.check",
     "check_prompt": "glassengine.prompt.check",
+    "check_rollout": "glassengine.rollouts.check",
     "check_training": "glassengine.diagnose.training.check",
     "compare": "glassengine.compare.compare",
     "compat": "glassengine.compat",

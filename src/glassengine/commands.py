@@ -4,8 +4,9 @@
 `glass record -- SCRIPT` is `record_script`, and `--noise-floor` is `measure_noise_floor`, of a script
 `measure_script_floor`. `glass compare` of more than two records is `compare_many`, of
 watched runs `compare_series`, of engines `side_by_side`, of the artifacts of two builds `compare_artifacts`. `glass
-upload` is `upload`, `glass doctor --calibrate` is `calibrate`, and `glass doctor --batch` is `batch_table`.
-`glass check --invariant run -- SCRIPT` is `check_invariant_script`.
+upload` is `upload`, `glass doctor --calibrate` is `calibrate`, and `glass doctor --batch` is `batch_table`. `glass
+build --batch-invariant` is proven by `prove_batch_invariant`, and `glass check --invariant run -- SCRIPT` is
+`check_invariant_script`.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
     from glassengine.compare.many import compare_many
     from glassengine.compare.series.series import compare_series
     from glassengine.diagnose.engines.side_by_side import side_by_side
+    from glassengine.diagnose.invariance.engines import prove_batch_invariant
     from glassengine.diagnose.invariance.machine import batch_table
-    from glassengine.diagnose.invariance.script import check_invariant_script
+    from glassengine.diagnose.invariance.recorded import check_invariant_script
     from glassengine.diagnose.noise_floor import measure_noise_floor
     from glassengine.diagnose.script_floor import measure_script_floor
     from glassengine.program.listing.artifacts import compare_artifacts
@@ -43,6 +45,7 @@ __all__ = [
     "is_served",
     "measure_noise_floor",
     "measure_script_floor",
+    "prove_batch_invariant",
     "record_script",
     "record_served",
     "record_target",
@@ -54,7 +57,7 @@ _PUBLIC = {
     "SeriesReader": "glassengine.recording.series",
     "batch_table": "glassengine.diagnose.invariance.machine",
     "calibrate": "glassengine.backends.accuracy.calibration",
-    "check_invariant_script": "glassengine.diagnose.invariance.script",
+    "check_invariant_script": "glassengine.diagnose.invariance.recorded",
     "compare_artifacts": "glassengine.program.listing.artifacts",
     "compare_many": "glassengine.compare.many",
     "compare_series": "glassengine.compare.series.series",
@@ -62,6 +65,7 @@ _PUBLIC = {
     "is_served": "glassengine.serving.protocol:is_kind",
     "measure_noise_floor": "glassengine.diagnose.noise_floor",
     "measure_script_floor": "glassengine.diagnose.script_floor",
+    "prove_batch_invariant": "glassengine.diagnose.invariance.engines",
     "record_script": "glassengine.capture.scripts.run_script",
     "record_served": "glassengine.serving.record",
     "record_target": "glassengine.capture.runs.target",

@@ -596,6 +596,7 @@ COMMAND_LINES = {
     "compare": "one other",
     "check": "model",
     "check-prompt": "one other",
+    "check-rollout": "model --rollout file",
     "check-training": "model --candidate other",
     "profile": "trace",
     "snapshot": "show snapshot",

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import glassengine
+from glassengine.cli.main import load_command
 from glassengine.schemas import schema
 from tests.docs.json_keys import CLASSES, FUNCTIONS_ONLY, written
 
@@ -17,10 +18,18 @@ SOURCE = Path(glassengine.__file__).parent
 Run = Callable[[Path], list[str]]
 
 
-@pytest.mark.parametrize("page", ["numerics.md", "stores.md"])
+@pytest.mark.parametrize("page", ["numerics.md", "stores.md", pytest.param("tutorial.md", marks=pytest.mark.slow)])
 def test_every_block_runs_and_prints_what_is_shown(page: str, root: Path, run_guide: Run) -> None:
     problems = run_guide(root / "docs" / page)
     assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("page", ["symptoms.md", "glossary.md"])
+def test_commands_of_a_page_exist(page: str, root: Path) -> None:
+    for line in re.findall(r"`glass ([a-z][^`]*)`", (root / "docs" / page).read_text(encoding="utf-8")):
+        command, *words = line.partition(" -- ")[0].split()
+        known = {flag for option in load_command(command).params for flag in option.opts}
+        assert {word for word in words if word.startswith("-")} <= known, line
 
 
 def test_the_keys_of_the_json_documents_are_those_of_the_classes(root: Path, request: pytest.FixtureRequest) -> None:

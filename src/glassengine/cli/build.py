@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import glassengine as glass
-from glassengine import environment
+from glassengine import commands, environment
 from glassengine.cli import foreign
 from glassengine.cli.documents import answer
 from glassengine.cli.options import out, stages
+from glassengine.cli.options import progress as progress_bar
 from glassengine.cli.shared import (
     AdaptedCheckpoint,
     Dtype,
@@ -24,12 +25,15 @@ from glassengine.cli.shared import (
 )
 from glassengine.errors import UsageError
 from glassengine.progress import Work
+from glassengine.results import BatchProof
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 CONTEXT_SETTINGS = foreign.CONTEXT_SETTINGS
 
+_INVARIANT = "onnxruntime"
+"""Back-end whose kernels give a row the same bits in every batch of rows of one length."""
 _SHARES = ((Work.LOADING, 1.0), (Work.EXPORTING, 8.0), (Work.COMPILING, 12.0), (Work.WRITING, 1.0))
 
 
@@ -87,6 +91,10 @@ def command(
     tensor_parallel: TensorParallel = 1,
     pipeline_parallel: PipelineParallel = 1,
     overwrite: Overwrite = False,
+    batch_invariant: Annotated[
+        bool,
+        typer.Option("--batch-invariant", help="Prove on 200 random batches that rows have the same bits as alone."),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be built, and its size.")] = False,
     model_dir: Annotated[str | None, typer.Option("--model-dir", hidden=True)] = None,
     visualize_network: Annotated[bool, typer.Option("--visualize-network", hidden=True)] = False,
@@ -107,6 +115,14 @@ def command(
         raise UsageError("--visualize_network needs a directory", hint="--artifacts DIR, or DEBUG_ARTIFACTS_DIR=DIR")
     if out_directory is not None and output is not None:
         raise UsageError("the output directory is given twice", got=f"{out_directory} and {output}")
+    if batch_invariant and backend not in (None, _INVARIANT):
+        raise UsageError(
+            "rows of this back-end depend on the number of rows",
+            got=f"--backend {backend}",
+            expected=_INVARIANT,
+            hint=f"--backend {_INVARIANT}; glass check ENGINE --invariant batch says by how much",
+        )
+    backend = _INVARIANT if batch_invariant else backend
     options: dict[str, Any] = {
         "backend": backend,
         "device": device,
@@ -130,10 +146,19 @@ def command(
         return 0
     with stages(_SHARES) as progress:
         engine = glass.build(model, directory, overwrite=overwrite, progress=progress, **options)
+    proof = _proof(engine, inputs) if batch_invariant else None
     manifest = engine.manifest
     where = Path(artifacts) if artifacts is not None else environment.debug_artifacts_dir()
-    answer(lambda: {"directory": str(engine.directory), **manifest.to_dict()}, lambda: _print_engine(engine, where))
-    return 0
+    document = {"directory": str(engine.directory), **manifest.to_dict()}
+    document |= {} if proof is None else {"batch_invariance": proof.to_dict()}
+    answer(lambda: document, lambda: _print_engine(engine, where, proof))
+    return 0 if proof is None or proof.ok else 1
+
+
+def _proof(engine: glass.Engine, inputs: str | None) -> BatchProof:
+    """Return the proof that rows do not depend on the rest of their batch."""
+    with progress_bar(f"running random batches of {engine.manifest.name}"):
+        return commands.prove_batch_invariant(engine.directory, inputs)
 
 
 def _print_plan(plan: Any) -> None:
@@ -145,11 +170,15 @@ def _print_plan(plan: Any) -> None:
     _print_outputs(plan.added_outputs)
 
 
-def _print_engine(engine: glass.Engine, artifacts: Path | None) -> None:
+def _print_engine(engine: glass.Engine, artifacts: Path | None, proof: BatchProof | None) -> None:
     manifest = engine.manifest
     ranks = "".join(f", {kind} parallel {size}" for kind, size in manifest.mesh.items() if size > 1)
     out.print(f"built {engine.directory} with {manifest.backend}, {manifest.dtype}{ranks}")
     _print_outputs(manifest.added_outputs)
+    if proof is not None:
+        # The back-end needs no other kernels for it.
+        price = "it is the plain engine, and costs what that costs" if proof.ok else "glass check says where"
+        out.print(f"  batch invariant: {'yes' if proof.ok else 'NO'}: {proof.in_words()}; {price}")
     for name, reason in manifest.left_out.items():
         out.print(f"  left out {name}: {reason}")
     if artifacts is not None:

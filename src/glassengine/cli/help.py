@@ -59,6 +59,9 @@ check my-model --invariant batch --invariant padding
 check-prompt my-model gguf:model.gguf
 check-prompt my-model genai:folder
 check-prompt my-model vllm:my-model --python VENV/bin/python
+check-rollout my-model --rollout rollout.jsonl
+check-rollout my-model --rollout batch.pt --weights step-90 --weights step-80
+check-rollout my-model --rollout rollout.json --report answer.html
 check-training net.py:net --candidate port.py:port --inputs batches.pt
 check-training net.py:net --candidate-optimizer port.py:optimizer
 check-training net.py:net --candidate port.py:port --loss net.py:loss

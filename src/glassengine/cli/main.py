@@ -36,6 +36,7 @@ COMMANDS = {
     "compare": "Compare recordings, tensor files, dumps, engines or build artifacts.",
     "check": "Find the first op that is wrong in a port, engine, pass or dump.",
     "check-prompt": "Compare tokenizer, chat template and generation settings of two sides.",
+    "check-rollout": "Explain the gap between the log-probabilities of a rollout and those of its policy.",
     "check-training": "Find the first training step, and in it the op, that is wrong in a port.",
     "explain": "Explain a result in words: why it is ok or not, or why a tensor has its verdict.",
     "export": "Write a result for what people open already: Model Explorer, Perfetto, TensorBoard, Netron.",

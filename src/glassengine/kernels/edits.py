@@ -33,6 +33,7 @@ _OTHERS: dict[str, dict[str, Callable[..., Any]]] = {
 }  # fmt: skip
 _ROUNDED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _REDUCES = {"sum", "mean", "amax", "amin", "prod"}
+_PRODUCTS = ("matmul", "mm", "bmm")
 _MOST_NODES = 80
 
 
@@ -60,7 +61,7 @@ def mistakes_in(written: WrittenOut) -> Iterator[Mistake]:
             yield from _numbers(node)
             yield from _replaced(node, written)
             yield from _operands(node, written)
-            yield from _masks(node, value)
+            yield from _masks(node, value, written)
             yield from _shortened(node, written)
     for node in written.nodes:
         yield from _rounded(node, written)
@@ -115,33 +116,24 @@ def _left_out(node: Node, written: WrittenOut) -> Iterator[Mistake]:
         other = rest[0] if rest else None
         # What is kept is as large as the result, as a rule.
         weight = 0 if own.shape == value.shape else 2
+        text = _LEFT_OUT.get(name, f"{name} is left out").format("" if other is None else _called(written, other))
         kind = _kind_left_out(written, node, other)
-        yield Mistake(kind, _text_left_out(written, node, other), {node: _takes(operand, written)}, weight=weight)
+        yield Mistake(kind, text, {node: _takes(operand, written)}, weight=weight)
     top = node.args[0] if name == "div" else None
     if isinstance(top, Node) and _name(top) == "exp" and _name(top.args[0]) == "sub":  # type: ignore[arg-type]
         scores = top.args[0].args[0]  # type: ignore[union-attr]
-        yield Mistake("operation left out", "the softmax is left out", {node: lambda v, a, k: written.values[scores]})  # type: ignore[index]
+        yield Mistake("operation left out", "the softmax is left out", {node: _then(lambda v: written.values[scores])})  # type: ignore[index]
 
 
 def _takes(operand: Node, written: WrittenOut) -> Change:
-    place = operand
-
-    def change(value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        own = next((a for a in args if isinstance(a, Tensor) and a is written.values[place]), written.values[place])
-        return own.expand(value.shape)
-
-    return change
+    own = written.values[operand]
+    return lambda value, args, kwargs: next((a for a in args if a is own), own).expand(value.shape)
 
 
-def _text_left_out(written: WrittenOut, node: Node, other: Any) -> str:
-    name = _name(node)
-    what = _called(written, other) if other is not None else ""
-    return {
-        "add": f"{what} is not added",
-        "sub": f"{what} is not subtracted",
-        "mul": f"it is not multiplied by {what}",
-        "div": f"it is not divided by {what}",
-    }.get(name, f"{name} is left out")
+_LEFT_OUT = {
+    "add": "{} is not added", "sub": "{} is not subtracted", "mul": "it is not multiplied by {}",
+    "div": "it is not divided by {}"
+}  # fmt: skip
 
 
 def _numbers(node: Node) -> Iterator[Mistake]:
@@ -149,9 +141,8 @@ def _numbers(node: Node) -> Iterator[Mistake]:
     name = _name(node)
     for place, given in enumerate(node.args):
         if isinstance(given, bool):
-            yield _argument(
-                "operation replaced", f"{name} with {not given} in place of {given}", node, place, not given
-            )
+            text = f"{name} with {not given} in place of {given}"
+            yield _argument("operation replaced", text, node, place, not given)
         elif isinstance(given, float) or (isinstance(given, int) and name in ("mul", "div", "add", "pow", "sub")):
             yield from _other_number(node, place, float(given))
         elif isinstance(given, int) and name in ("tril", "triu"):
@@ -169,7 +160,9 @@ def _other_number(node: Node, place: int, given: float) -> Iterator[Mistake]:
                 yield _argument("eps", f"eps is {eps:g} in place of {given:g}", node, place, eps)
         for user in node.users:
             if _name(user) in ("sqrt", "rsqrt"):
-                yield Mistake("eps", "eps is added outside of the root", {user: _eps_outside(given)})
+                yield Mistake(
+                    "eps", "eps is added outside of the root", {user: _of(lambda x: torch.sqrt(x - given) + given)}
+                )
     elif name in ("mul", "div"):
         size = abs(given) or 1.0
         others = {1.0, -given, 1 / size, size**2, size**0.5, 2 * given, given / 2, math.log2(math.e), math.log(2)}
@@ -193,43 +186,24 @@ def with_number(node: Node, place: int, number: float) -> Mistake:
     return _argument(kind, f"a number is {number:.6g} in place of {given:.6g}", node, place, number)
 
 
-def _on_arguments(function: Callable[..., Any]) -> Change:
-    return lambda value, args, kwargs: function(*args, **kwargs)
-
-
-def _on_first(function: Callable[[Tensor], Tensor]) -> Change:
-    return lambda value, args, kwargs: function(args[0])
-
-
-def _made_of(function: Callable[..., Any], *given: Any) -> Change:
+def _made(function: Callable[..., Any], *given: Any) -> Change:
+    """Return the change to what a function makes of other arguments."""
     return lambda value, args, kwargs: function(*given)
 
 
-def _made_in(dtype: torch.dtype) -> Change:
-    return lambda value, args, kwargs: value.to(dtype).double()
+def _of(function: Callable[..., Any]) -> Change:
+    """Return the change to what a function makes of the arguments."""
+    return lambda value, args, kwargs: function(*args, **kwargs)
 
 
-def _hidden(hidden: Tensor, *, unmasked: bool = False) -> Change:
-    return lambda value, args, kwargs: (args[1] if unmasked else value).masked_fill(hidden, -math.inf)
-
-
-def _backwards(target: Any, dim: int) -> Change:
-    return lambda value, args, kwargs: target(args[0].flip(dim), *args[1:], **kwargs).flip(dim)
-
-
-def _operands_of(written: WrittenOut, node: Node) -> list[Any]:
-    return [written.values[a] if isinstance(a, Node) else a for a in node.args]
-
-
-def _eps_outside(eps: float) -> Change:
-    return lambda value, args, kwargs: torch.sqrt(args[0] - eps) + eps
+def _then(function: Callable[[Any], Any]) -> Change:
+    """Return the change to what a function makes of the result."""
+    return lambda value, args, kwargs: function(value)
 
 
 def _argument(kind: MistakeKind, text: str, node: Node, place: int, other: Any) -> Mistake:
-    def change(value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return node.target(*args[:place], other, *args[place + 1 :], **kwargs)  # type: ignore[operator]
-
-    return Mistake(kind, text, {node: change})
+    target: Any = node.target
+    return Mistake(kind, text, {node: _of(lambda *a, **k: target(*a[:place], other, *a[place + 1 :], **k))})
 
 
 def _replaced(node: Node, written: WrittenOut) -> Iterator[Mistake]:
@@ -238,35 +212,31 @@ def _replaced(node: Node, written: WrittenOut) -> Iterator[Mistake]:
     is_activation = traits_of(node).kind == "activation" or name == "gelu"
     gate = _gate(node, written)
     if is_activation or gate is not None:
+        given = written.given(node)[0][0] if gate is None else written.values[gate]
         for called, function in _ACTIVATIONS.items():
-            text = f"{called} in place of {'silu' if gate is not None else name}"
-            if gate is not None:
-                yield Mistake("activation", text, {node: _made_of(function, written.values[gate])})
-            else:
-                yield Mistake("activation", text, {node: _on_first(function)})
+            text = f"{called} in place of {name if gate is None else 'silu'}"
+            yield Mistake("activation", text, {node: _made(function, given)})
     for called, other in _OTHERS.get(name, {}).items():
         weight = 1 if name in ("add", "sub", "mul", "div") else 0
         kind: MistakeKind = "operation left out" if called == "nothing" else "operation replaced"
         text = f"{called} in place of {name}" if called != "nothing" else f"{name} is left out"
-        yield Mistake(kind, text, {node: _on_arguments(other)}, weight=weight)
+        yield Mistake(kind, text, {node: _of(other)}, weight=weight)
     if name in ("mean", "sum"):
         n = max(1, written.values[node.args[0]].numel() // max(1, value.numel()))  # type: ignore[index]
-        factor = n if name == "mean" else 1 / n
-        other_name = "sum" if name == "mean" else "mean"
+        other_name, factor = ("sum", n) if name == "mean" else ("mean", 1 / n)
         text = f"the {other_name} in place of the {name}"
-        yield Mistake("statistics", text, {node: lambda v, a, k: v * factor})
+        yield Mistake("statistics", text, {node: _then(lambda v: v * factor)})
         if name == "mean" and n > 1:
             by = n / (n - 1)
-            yield Mistake("statistics", f"divided by n - 1, not by n = {n}", {node: lambda v, a, k: v * by})
-    if name == "square" and isinstance(node.args[0], Node) and _name(node.args[0]) == "sub":
-        before = node.args[0].args[0]
-        if isinstance(before, Node):
-            text = "the squares are taken before the mean is subtracted"
-            yield Mistake("statistics", text, {node: lambda v, a, k: written.values[before].square()})
+            yield Mistake("statistics", f"divided by n - 1, not by n = {n}", {node: _then(lambda v: v * by)})
+    source = node.args[0] if name == "square" else None
+    if isinstance(source, Node) and _name(source) == "sub" and isinstance(source.args[0], Node):
+        text = "the squares are taken before the mean is subtracted"
+        yield Mistake("statistics", text, {node: _made(torch.square, written.values[source.args[0]])})
     if name == "where" and not isinstance(node.args[2], Node) and written.values[node.args[0]].dim():  # type: ignore[index]
         for by in (0.0, -1.0, -10.0):
             text = f"masked with {by:g} in place of {node.args[2]}"
-            yield Mistake("mask", text, {node: _made_of(torch.where, *_operands_of(written, node)[:2], by)})
+            yield Mistake("mask", text, {node: _made(torch.where, *written.given(node)[0][:2], by)})
 
 
 def _gate(node: Node, written: WrittenOut) -> Node | None:
@@ -284,28 +254,27 @@ def _operands(node: Node, written: WrittenOut) -> Iterator[Mistake]:
     name = _name(node)
     floats = [a for a in node.args if isinstance(a, Node) and isinstance(written.values[a], Tensor)]
     target: Any = node.target
-    if name in ("sub", "div", "matmul", "mm", "bmm") and len(floats) == 2:
-        a, b = (written.values[f] for f in floats)
-        if a.shape == b.shape or name in ("sub", "div"):
-            yield Mistake(
-                "operands swapped", f"the operands of {name} are exchanged", {node: lambda v, a, k: target(a[1], a[0])}
-            )
-    if name in ("matmul", "mm", "bmm") and len(floats) == 2:
-        for place in (0, 1):
-            own = written.values[floats[place]]
-            if own.dim() > 1 and own.shape[-1] == own.shape[-2]:
-                text = f"{_called(written, floats[place])} is transposed"
-                yield Mistake("permuted", text, {node: _with(target, place, lambda t: t.mT)})
+    if len(floats) != 2 or name not in ("sub", "div", *_PRODUCTS):
+        return
+    if name not in _PRODUCTS or written.values[floats[0]].shape == written.values[floats[1]].shape:
+        text = f"the operands of {name} are exchanged"
+        yield Mistake("operands swapped", text, {node: _of(lambda a, b: target(b, a))})
+    for place, operand in enumerate(floats) if name in _PRODUCTS else ():
+        own = written.values[operand]
+        if own.dim() > 1 and own.shape[-1] == own.shape[-2]:
+            text = f"{_called(written, operand)} is transposed"
+            yield Mistake("permuted", text, {node: _with(target, place, lambda t: t.mT)})
 
 
 def _with(target: Any, place: int, change: Callable[[Tensor], Tensor]) -> Change:
-    def made(value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return target(*(change(a) if i == place else a for i, a in enumerate(args)), **kwargs)
-
-    return made
+    return _of(lambda *args, **kwargs: target(*(change(a) if i == place else a for i, a in enumerate(args)), **kwargs))
 
 
-def _masks(node: Node, value: Tensor) -> Iterator[Mistake]:
+def _hiding(hidden: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda scores: scores.masked_fill(hidden, -math.inf)
+
+
+def _masks(node: Node, value: Tensor, written: WrittenOut) -> Iterator[Mistake]:
     """Other masks where scores become probabilities."""
     is_score = _name(node) in ("mul", "div", "where", "add") and value.dim() > 1 and value.is_floating_point()
     reads = [user for user in node.users if _name(user) in ("amax", "sub")]
@@ -314,21 +283,19 @@ def _masks(node: Node, value: Tensor) -> Iterator[Mistake]:
     rows, columns = torch.arange(value.shape[-2])[:, None], torch.arange(value.shape[-1])
     gap = rows - columns
     is_masked = _name(node) == "where"
-    shapes = {f"the mask is moved by {by}": gap >= -by for by in (1, -1, 2)}
-    if not is_masked:
-        shapes = {"causal": gap >= 0}
-    size = value.shape[-1]
+    shapes = {f"the mask is moved by {by}": gap >= -by for by in (1, -1, 2)} if is_masked else {"causal": gap >= 0}
+    size, scores = value.shape[-1], written.given(node)[0][1] if is_masked else value
     for n in _tails(size):
         text = f"the last {n} of {size} are masked"
-        yield Mistake("tail", text, {node: _hidden(columns >= size - n)})
+        yield Mistake("tail", text, {node: _then(_hiding(columns >= size - n))})
     shapes |= {"the other triangle is masked": gap <= 0}
     shapes |= {f"a window of {w} is masked": (gap >= 0) & (gap < w) for w in (2, 4, 8, 16, 32, 64, 128)}
     for text, seen in shapes.items():
         if not bool(seen.all()):
-            yield Mistake("mask", text, {node: _hidden(~seen, unmasked=is_masked)})
+            yield Mistake("mask", text, {node: _made(_hiding(~seen), scores)})
     if is_masked:
-        yield Mistake("mask", "the mask is left out", {node: lambda v, a, k: a[1]})
-        yield Mistake("mask", "masked by zero", {node: lambda v, a, k: torch.where(a[0], a[1], 0.0)})
+        yield Mistake("mask", "the mask is left out", {node: _of(lambda *a: a[1])})
+        yield Mistake("mask", "masked by zero", {node: _of(lambda *a: torch.where(a[0], a[1], 0.0))})
 
 
 def _tails(size: int) -> list[int]:
@@ -339,23 +306,18 @@ def _tails(size: int) -> list[int]:
 
 def _shortened(node: Node, written: WrittenOut) -> Iterator[Mistake]:
     """Sums that leave out the end, or that take more than there is."""
-    name = _name(node)
-    if name in ("sum", "mean") and isinstance(node.args[0], Node):
-        x, dims = written.values[node.args[0]], argument(node, "dim")
-        dim = dims[0] if isinstance(dims, (list, tuple)) and len(dims) == 1 else dims if isinstance(dims, int) else None
-        if dim is None or x.dim() == 0:
-            dim = 0 if x.dim() == 1 else None
-        if dim is None:
-            return
-        for n in _tails(x.shape[dim]):
-            text = f"the last {n} of {x.shape[dim]} do not enter the {name}"
-            change = _with(node.target, 0, lambda t, n=n: _without_tail(t, dim, n))  # type: ignore[misc]
-            yield Mistake("tail", text, {node: change})
-    if name in ("matmul", "mm", "bmm"):
-        size = written.values[node.args[0]].shape[-1]  # type: ignore[index]
-        for n in _tails(size):
-            text = f"the last {n} of {size} terms of the product are left out"
-            yield Mistake("tail", text, {node: _with(node.target, 0, lambda t, n=n: _without_tail(t, -1, n))})  # type: ignore[misc]
+    name, first = _name(node), node.args[0] if node.args else None
+    if name not in ("sum", "mean", *_PRODUCTS) or not isinstance(first, Node):
+        return
+    x, dims = written.values[first], [-1] if name in _PRODUCTS else argument(node, "dim")
+    dims = [dims] if isinstance(dims, int) else dims or list(range(x.dim()))
+    if len(dims) != 1 or not x.dim():
+        return
+    size = x.shape[dims[0]]
+    end = "terms of the product are left out" if name in _PRODUCTS else f"do not enter the {name}"
+    for n in _tails(size):
+        change = _with(node.target, 0, lambda t, n=n: _without_tail(t, dims[0], n))  # type: ignore[misc]
+        yield Mistake("tail", f"the last {n} of {size} {end}", {node: change})
 
 
 def _without_tail(tensor: Tensor, dim: int, number: int) -> Tensor:
@@ -372,20 +334,14 @@ def _of_all_reductions(written: WrittenOut) -> Iterator[Mistake]:
         return
     rank = written.values[nodes[0].args[0]].dim()
     for dim in range(rank):
-        changes = {}
-        for node in nodes:
-            given = argument(node, "dim")
-            is_list = isinstance(given, (list, tuple))
-            other: Any = [dim] if is_list else dim
-            changes[node] = _along(node, other)
+        changes = {node: _along(node, dim) for node in nodes}
         yield Mistake("axis", f"along axis {dim}", changes)
         for node in nodes if len(nodes) > 1 else ():
             text = f"{_name(node)} along axis {dim}"
             yield Mistake("axis", text, {node: changes[node]}, weight=1)
     for node in nodes:
         if _name(node) in ("cumsum", "cumprod"):
-            back = {node: _backwards(node.target, argument(node, "dim"))}
-            yield Mistake("permuted", f"{_name(node)} runs backwards", back)
+            yield Mistake("permuted", f"{_name(node)} runs backwards", {node: _backwards(node)})
     sums = [n for n in nodes if _name(n) in ("sum", "mean")]
     dims = [argument(n, "dim") for n in sums]
     if sums and all(isinstance(d, (list, tuple)) and len(d) == 1 for d in dims):
@@ -395,54 +351,37 @@ def _of_all_reductions(written: WrittenOut) -> Iterator[Mistake]:
             yield Mistake("tail", f"the last {n} of {size} do not enter", changes)
 
 
+def _backwards(node: Node) -> Change:
+    target: Any = node.target
+    dim = argument(node, "dim")
+    return _of(lambda x, *args, **kwargs: target(x.flip(dim), *args, **kwargs).flip(dim))
+
+
 def _first_only(node: Node, number: int) -> Change:
-    (dim,) = argument(node, "dim")
-
-    def change(value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        x = args[0].narrow(dim, 0, args[0].shape[dim] - number)
-        return node.target(x, *args[1:], **kwargs)  # type: ignore[operator]
-
-    return change
+    (dim,), target = argument(node, "dim"), node.target
+    return _with(target, 0, lambda x: x.narrow(dim, 0, x.shape[dim] - number))
 
 
-def _along(node: Node, dim: Any) -> Change:
-    def change(value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if "dim" in kwargs or len(args) < 2:
-            return node.target(*args, **{**kwargs, "dim": dim})  # type: ignore[operator]
-        return node.target(args[0], dim, *args[2:], **kwargs)  # type: ignore[operator]
-
-    return change
+def _along(node: Node, dim: int) -> Change:
+    target: Any = node.target
+    other = [dim] if isinstance(argument(node, "dim"), (list, tuple)) else dim
+    if "dim" in node.kwargs or len(node.args) < 2:
+        return _of(lambda *args, **kwargs: target(*args, **{**kwargs, "dim": other}))
+    return _of(lambda x, _, *args, **kwargs: target(x, other, *args, **kwargs))
 
 
 def _of_inputs(written: WrittenOut) -> Iterator[Mistake]:
     """Arguments that are ignored, exchanged, transposed, moved, cut off or rounded."""
     floats = [i for i, t in enumerate(written.inputs) if t.is_floating_point()]
     for i in floats:
-        x, called = written.inputs[i], f"argument {i}"
+        x = written.inputs[i]
         if len(written.inputs) > 1:
-            yield Mistake("argument ignored", f"{called} is ignored (taken as 1)", inputs={i: torch.ones_like(x)})
+            yield Mistake("argument ignored", f"argument {i} is ignored (taken as 1)", inputs={i: torch.ones_like(x)})
             kind: MistakeKind = "bias missing" if x.dim() == 1 else "argument ignored"
-            yield Mistake(kind, f"{called} is ignored (taken as 0)", inputs={i: torch.zeros_like(x)})
-        yield Mistake("bias missing", f"1 is added to {called}", inputs={i: x + 1})
-        for factor in (-1.0, 2.0, 0.5):
-            yield Mistake("scale", f"{called} is multiplied by {factor:g}", inputs={i: x * factor}, weight=1)
-        for axis in range(x.dim()):
-            size = x.shape[axis]
-            if size > 1:
-                yield Mistake("permuted", f"{called} is reversed along axis {axis}", inputs={i: x.flip(axis)}, weight=1)
-            for n in _tails(size):
-                text = f"the last {n} of {size} along axis {axis} of {called} are left out"
-                yield Mistake("tail", text, inputs={i: _without_tail(x, axis, n)}, weight=1)
-            for by in (1, -1):
-                text = f"{called} is moved by {by} along axis {axis}"
-                yield Mistake("position", text, inputs={i: x.roll(by, axis)}, weight=1)
-                shifted = x.roll(by, axis)
-                shifted.narrow(axis, 0 if by > 0 else size - 1, 1).zero_()
-                yield Mistake("position", f"{text}, with zeros", inputs={i: shifted}, weight=1)
-        if x.dim() > 1 and x.shape[-1] == x.shape[-2]:
-            yield Mistake("permuted", f"{called} is transposed", inputs={i: x.mT})
-        if x.dim() > 3:
-            yield Mistake("permuted", f"{called} is reversed along its last two axes", inputs={i: x.flip(-1, -2)})
+            yield Mistake(kind, f"argument {i} is ignored (taken as 0)", inputs={i: torch.zeros_like(x)})
+        yield Mistake("bias missing", f"1 is added to argument {i}", inputs={i: x + 1})
+        for kind, text, other in _of_input(x, f"argument {i}"):
+            yield Mistake(kind, text, inputs={i: other}, weight=0 if text.endswith("transposed") else 1)
     for i in range(len(written.inputs)):
         for j in range(i + 1, len(written.inputs)):
             a, b = written.inputs[i], written.inputs[j]
@@ -467,6 +406,26 @@ def _of_inputs(written: WrittenOut) -> Iterator[Mistake]:
     yield Mistake("precision", "the inputs are rounded to tf32", inputs=every)
 
 
+def _of_input(x: Tensor, called: str) -> Iterator[tuple[MistakeKind, str, Tensor]]:
+    for factor in (-1.0, 2.0, 0.5):
+        yield "scale", f"{called} is multiplied by {factor:g}", x * factor
+    for axis, size in enumerate(x.shape):
+        if size > 1:
+            yield "permuted", f"{called} is reversed along axis {axis}", x.flip(axis)
+        for n in _tails(size):
+            text = f"the last {n} of {size} along axis {axis} of {called} are left out"
+            yield "tail", text, _without_tail(x, axis, n)
+        for by in (1, -1):
+            text, shifted = f"{called} is moved by {by} along axis {axis}", x.roll(by, axis)
+            yield "position", text, shifted.clone()
+            shifted.narrow(axis, 0 if by > 0 else size - 1, 1).zero_()
+            yield "position", f"{text}, with zeros", shifted
+    if x.dim() > 1 and x.shape[-1] == x.shape[-2]:
+        yield "permuted", f"{called} is transposed", x.mT
+    if x.dim() > 3:
+        yield "permuted", f"{called} is reversed along its last two axes", x.flip(-1, -2)
+
+
 def _tf32(x: Tensor) -> Tensor:
     bits = x.float().view(torch.int32)
     return ((bits + 0x1000) & ~0x1FFF).view(torch.float32).double()
@@ -479,4 +438,4 @@ def _rounded(node: Node, written: WrittenOut) -> Iterator[Mistake]:
         return
     for name, dtype in _ROUNDED.items():
         text = f"the result of {_name(node)} is rounded to {name}"
-        yield Mistake("precision", text, {node: _made_in(dtype)}, weight=1)
+        yield Mistake("precision", text, {node: _made(lambda v, d: v.to(d).double(), value, dtype)}, weight=1)

@@ -43,30 +43,21 @@ Runs = Callable[[int], list[Tensor]]
 
 @dataclasses.dataclass
 class Expectation:
-    """What a tensor should be.
-
-    Attributes:
-        exact: In float64, or the integers and bools themselves.
-        native: Of the reference in its own dtype.
-        runs: Makes results of noise runs.
-        only: The op, where the reference is one that rounds.
-        tied: Takes an integer candidate; says where another choice is legal.
-        chooses: Whether the reference chooses among values that rounding changes.
-        unsettled_of: Works out which elements depend on such a choice.
-        u_ops: Unit roundoff of the coarsest op but casts and products, whose rounding is no factor of all elements.
-        cheap: Error over that of the reference in its own dtype that needs no noise run.
-        quick_ratio: What it is, once judged.
-    """
+    """What a tensor should be: exact (in float64, or the integers themselves), and of the reference as it is."""
 
     exact: Tensor
     native: Tensor
     runs: Runs
-    only: OnlyOp | None = None
-    tied: Callable[[Tensor], Tensor | None] | None = None
-    chooses: bool = False
-    unsettled_of: Callable[[], Tensor | None] = lambda: None
-    u_ops: float = 2.0**-24
+    only: OnlyOp | None
+    tied: Callable[[Tensor], Tensor | None]
+    """Takes an integer candidate; says where another choice is legal."""
+    chooses: bool
+    """Whether the reference chooses among values that rounding changes."""
+    unsettled_of: Callable[[], Tensor | None]
+    u_ops: float
+    """Unit roundoff of the coarsest op but casts and products, whose rounding is no factor of all elements."""
     cheap: float = _CHEAP
+    """Error over that of the reference in its own dtype that needs no noise run."""
     quick_ratio: float = math.inf
 
     def __post_init__(self) -> None:
@@ -87,8 +78,6 @@ class Expectation:
     def judge(self, candidate: Tensor) -> Judgement:
         """Judge a candidate: cheaply where that decides, else with as much noise as it takes."""
         exact, native = self.exact, self.native
-        if candidate.shape != exact.shape:
-            return Judgement("wrong", None, None, f"shape {list(candidate.shape)}, expected {list(exact.shape)}")
         if not exact.numel():
             return Judgement("identical", None, None)
         if exact.dtype == torch.bool or not (exact.is_floating_point() or exact.is_complex()):
@@ -199,12 +188,9 @@ class Expectation:
         is_within = bound is not None and bool((size <= bound).all())
         return dataclasses.replace(found, noise_ratio=None, bound_ratio=1.0) if is_within else None
 
-    def _reference(self, candidate: Tensor, runs: list[Tensor]) -> Reference:
-        reference = Reference(self.exact, self.native, runs, dtype=self._native_dtype, valid=None, tied=self.unsettled)
-        return reference if candidate.is_complex() else reference.kept_in(self._own)
-
     def _by(self, candidate: Tensor, runs: list[Tensor], bound: Tensor | None) -> Judgement:
-        reference = self._reference(candidate, runs)
+        reference = Reference(self.exact, self.native, runs, dtype=self._native_dtype, valid=None, tied=self.unsettled)
+        reference = reference if candidate.is_complex() else reference.kept_in(self._own)
         if bound is None:
             return reference.judge(candidate)
         if self.native.is_floating_point() and unit_roundoff(self._own) > unit_roundoff(self._native_dtype):
@@ -213,13 +199,10 @@ class Expectation:
 
     def _accepting_overflow(self, candidate: Tensor) -> Tensor:
         """Return the candidate with what overflows as the reference does in its own dtype as float64 has it."""
-        native = self.native
-        if not native.is_floating_point() or not candidate.is_floating_point():
+        native, odd = self.native, ~candidate.isfinite()
+        if not native.is_floating_point() or not candidate.is_floating_point() or not bool(odd.any()):
             return candidate
         largest = torch.finfo(self._own).max
-        odd = ~candidate.isfinite()
-        if not bool(odd.any()):
-            return candidate
         beyond = self.exact.isfinite() & (self.exact.abs() >= largest * (1 - unit_roundoff(self._own)))
         same = (candidate.isnan() & native.isnan()) | (candidate.double() == native.double())
         legal = odd & ((beyond & (candidate.sign() == self.exact.sign())) | (self.exact.isfinite() & same))
@@ -231,7 +214,7 @@ class Expectation:
         differs = candidate.to(self.exact.dtype) != self.exact
         if not bool(differs.any()):
             return Judgement("identical", 0.0, 0.0)
-        tied = self.tied(candidate) if self.tied is not None else None
+        tied = self.tied(candidate)
         if tied is not None:
             differs &= ~tied
         if bool(differs.any()):
@@ -251,14 +234,12 @@ def _usable(tensor: Tensor) -> Tensor:
 
 def figures(path: str, expectation: Expectation, candidate: Tensor, found: Judgement) -> TensorMatch:
     """Return the figures of a judged tensor, and of a wrong one which elements are wrong."""
-    dtype = str(candidate.dtype).removeprefix("torch.")
+    dtype, shape = str(candidate.dtype).removeprefix("torch."), tuple(candidate.shape)
+    num_tied = int(expectation.unsettled.sum()) if expectation.chooses and expectation.unsettled is not None else 0
     plain = TensorMatch(
-        path, tuple(expectation.exact.shape), dtype, found.verdict, found.noise_ratio, found.bound_ratio, found.reason
+        path, shape, dtype, found.verdict, found.noise_ratio, found.bound_ratio, found.reason, num_tied=num_tied
     )
-    if expectation.exact.is_floating_point() and candidate.shape == expectation.exact.shape and expectation.chooses:
-        number = 0 if expectation.unsettled is None else int(expectation.unsettled.sum())
-        plain = dataclasses.replace(plain, num_tied=number)
-    if passes(plain) or candidate.shape != expectation.exact.shape or not candidate.numel():
+    if passes(plain):
         return plain
     beyond, score = beyond_rounding(expectation, candidate)
     place = int(score.flatten().argmax())

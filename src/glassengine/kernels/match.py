@@ -15,7 +15,6 @@ from glassengine.kernels.arrays import as_tensors
 from glassengine.kernels.leaves import RIGHT, figures, passes
 from glassengine.kernels.prepared import Prepared, same, settled
 from glassengine.kernels.trace import tensors_of
-from glassengine.kernels.words import explained
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.ops import ACCUMULATIONS, Accumulation
 from glassengine.results import worst
@@ -53,6 +52,40 @@ def assert_matches(
     return found
 
 
+def explained(match: Match) -> str:
+    """Return the message: element, values, which elements, kind of mistake."""
+    if match.ok:
+        return f"{match.verdict}: rounding explains every difference"
+    lines = [f"{match.verdict}: rounding does not explain the difference"]
+    for one in match.tensors:
+        if not passes(one):
+            lines += _of_tensor(one)
+    # What has another shape or dtype has its own line.
+    for number, mistake in enumerate([one for one in match.mistakes if one.kind != "shape or dtype"][:3]):
+        is_made = mistake.proven and mistake.unexplained is not None
+        how = " (proven: the reference with this mistake gives the same)" if is_made else ""
+        lines.append(f"  {'looks like' if not number else 'or        '}  {mistake.text}{how}")
+    if match.not_traced:
+        lines.append(f"  note        the reference could not be traced ({match.not_traced}): its floor is coarser")
+    lines += [f"  note        {note}" for note in match.notes]
+    return "\n".join(lines)
+
+
+def _of_tensor(one: TensorMatch) -> list[str]:
+    name = one.path or "result"
+    shape = f"{one.dtype}{list(one.shape)}" if one.dtype else "", one.reason or ""
+    lines = [f"  {name}: {', '.join(filter(None, shape))}"]
+    if one.index is not None:
+        ulp = "" if one.ulp is None else f", {one.ulp:.3g} ulp apart"
+        lines.append(f"  element     {list(one.index)}: {one.actual:.9g}, expected {one.expected:.9g}{ulp}")
+    if one.where:
+        lines.append(f"  where       {one.where} ({one.num_beyond} beyond rounding)")
+    if one.noise_ratio is not None:
+        bound = "" if one.bound_ratio is None else f", {one.bound_ratio:.3g} times the bound"
+        lines.append(f"  error       {one.noise_ratio:.3g} times rounding{bound}")
+    return lines
+
+
 def matches(
     actual: Any,
     reference: Callable[..., Any],
@@ -81,14 +114,14 @@ def matches(
     """
     call, args = called(reference, inputs)
     prepared = Prepared(call, as_tensors(args), how(accumulation), seed)
-    return judged(actual, inputs, prepared, accumulation=accumulation or "", check_dtype=check_dtype)
+    return judged(actual, inputs, prepared, accumulation or "", check_dtype)
 
 
-def judged(actual: Any, inputs: Any, prepared: Prepared, *, accumulation: str, check_dtype: bool = True) -> Match:
+def judged(actual: Any, inputs: Any, prepared: Prepared, accumulation: str = "", check_dtype: bool = True) -> Match:
     """Judge a candidate beside a reference that is prepared on the same inputs."""
     from glassengine.kernels.mistakes import mistakes_of
 
-    written: list[Tensor | None] = []
+    written: list[Tensor] = []
     candidate = actual
     is_function = callable(actual) and not isinstance(actual, Tensor)
     if is_function:
@@ -96,107 +129,81 @@ def judged(actual: Any, inputs: Any, prepared: Prepared, *, accumulation: str, c
         own = prepared.copies(args)
         with torch.no_grad():
             candidate = call(*own)
-        written = list(tensors_of(as_tensors(own)))
-    candidate = _in_order(as_tensors(candidate), prepared.result)
-    found, notes = _compared(candidate, written, prepared, check_dtype)
-    if not found and all(leaf is None for leaf in pytree.tree_leaves(prepared.result)):
-        raise UsageError("the reference gives nothing to compare", got="no result, and no input that it writes to")
-    verdict = worst(one.verdict for one in found)
-    ok = all(map(passes, found))
-    trace = prepared.trace
-    mistakes: tuple[KernelMistake, ...] = ()
-    if not ok:
-        given = called(actual, inputs)[0] if is_function else None
-        mistakes = mistakes_of(found, prepared, candidate, given)
-    return Match(
-        ok=ok,
-        verdict=verdict,
-        tensors=tuple(found),
-        mistakes=mistakes,
-        num_ops=len(trace.steps),
-        not_traced=trace.why_not,
-        accumulation=accumulation or _declared(),
-        notes=tuple(notes),
-    )
-
-
-def _compared(
-    candidate: Any, written: list[Tensor | None], prepared: Prepared, check_dtype: bool
-) -> tuple[list[TensorMatch], list[str]]:
-    pairs, found = _paired(candidate, prepared)
-    notes = []
+        written = tensors_of(as_tensors(own))
+    pairs, found = _paired(as_tensors(candidate), prepared)
+    notes: list[str] = []
     for path, which, tensor in pairs:
         native = prepared.native[which]
         if tensor.dtype is not native.dtype:
             text = f"{tensor.dtype} in place of {native.dtype}".replace("torch.", "")
             notes.append(f"{path or 'the result'} is {text}")
             if check_dtype:
-                found.append(_refused(path, native, tensor, f"dtype: {text}"))
+                found.append(_refused(path, f"dtype: {text}", native, tensor))
                 continue
         found.append(_judged_tensor(path, which, settled(tensor), prepared))
-    before = tensors_of(prepared.inputs)
-    for i, (after, writes) in enumerate(zip(written, prepared.writes, strict=False)):
-        if after is None:
-            continue
-        path, which = f"inputs[{i}] after the call", prepared.num_results + i
+    for i, (before, after, writes) in enumerate(
+        zip(tensors_of(prepared.inputs), written, prepared.writes, strict=False)
+    ):
+        path = f"inputs[{i}] after the call"
         if writes:
-            found.append(_judged_tensor(path, which, settled(after), prepared))
-        elif not same(after, before[i]):
-            found.append(_refused(path, before[i], after, "the reference does not write to it"))
-    return found, notes
+            found.append(_judged_tensor(path, prepared.num_results + i, settled(after), prepared))
+        elif not same(after, before):
+            found.append(_refused(path, "the reference does not write to it", before, after))
+    if not found and all(leaf is None for leaf in pytree.tree_leaves(prepared.result)):
+        raise UsageError("the reference gives nothing to compare", got="no result, and no input that it writes to")
+    verdict = worst(one.verdict for one in found)
+    ok = all(map(passes, found))
+    mistakes: tuple[KernelMistake, ...] = ()
+    if not ok:
+        given = called(actual, inputs)[0] if is_function else None
+        mistakes = mistakes_of(found, prepared, [tensor for _, _, tensor in pairs], given)
+    steps, why_not = len(prepared.trace.steps), prepared.trace.why_not
+    return Match(ok, verdict, tuple(found), mistakes, steps, why_not, accumulation or _declared(), tuple(notes))
 
 
-def _in_order(candidate: Any, result: Any) -> Any:
-    """Return what a candidate made as the reference has it, where both give the same names; else as it is."""
-    ours, spec = pytree.tree_flatten_with_path(result)
-    theirs = {pytree.keystr(path): value for path, value in pytree.tree_flatten_with_path(candidate)[0]}
-    names = [pytree.keystr(path) for path, _ in ours]
-    return pytree.tree_unflatten([theirs[name] for name in names], spec) if theirs.keys() == set(names) else candidate
-
-
-def _names(tree: Any) -> set[str]:
-    """Return the names that a tree gives to its values; none for places of a list."""
-    paths = [path for path, value in pytree.tree_flatten_with_path(tree)[0] if value is not None]
-    return {pytree.keystr(path) for path in paths if any(isinstance(key, pytree.MappingKey) for key in path)}
+def _leaves(tree: Any) -> tuple[dict[str, Any], set[str]]:
+    """Return what is not None in a tree by its place, and the places with names."""
+    pairs = [(path, value) for path, value in pytree.tree_flatten_with_path(tree)[0] if value is not None]
+    named = {pytree.keystr(path) for path, _ in pairs if any(isinstance(key, pytree.MappingKey) for key in path)}
+    return {pytree.keystr(path): value for path, value in pairs}, named
 
 
 def _paired(candidate: Any, prepared: Prepared) -> tuple[list[tuple[str, int, Tensor]], list[TensorMatch]]:
     """Return (path, number, tensor) of the tensors of a candidate, and what does not fit the reference."""
-    trees = [pytree.tree_flatten_with_path(tree)[0] for tree in (candidate, prepared.result)]
-    theirs, ours = ([(pytree.keystr(k), v) for k, v in side if v is not None] for side in trees)
-    named = [_names(tree) for tree in (candidate, prepared.result)]
-    if all(named) and named[0] != named[1]:
-        reason = f"results named {', '.join(sorted(named[0]))}, expected {', '.join(sorted(named[1]))}"
-        return [], [_refused("", torch.empty(0), torch.empty(0), reason)]
+    (theirs, their_names), (ours, names) = _leaves(candidate), _leaves(prepared.result)
+    if their_names and names and their_names != names:
+        return [], [
+            _refused("", f"results named {', '.join(sorted(their_names))}, expected {', '.join(sorted(names))}")
+        ]
     if len(theirs) != len(ours):
-        nothing = torch.empty(0)
-        reason = f"{len(theirs)} results, expected {len(ours)}"
-        return [], [_refused("", nothing, nothing, reason)]
+        return [], [_refused("", f"{len(theirs)} results, expected {len(ours)}")]
     pairs: list[tuple[str, int, Tensor]] = []
     found: list[TensorMatch] = []
     which = 0
-    for (_, value), (path, native) in zip(theirs, ours, strict=True):
+    in_order = [theirs[path] for path in ours] if theirs.keys() == ours.keys() else theirs.values()
+    for value, (path, native) in zip(in_order, ours.items(), strict=True):
         if not isinstance(native, Tensor):
             if isinstance(value, Tensor) or value != native:
-                found.append(_refused(path, torch.empty(0), torch.empty(0), f"{value!r}, expected {native!r}"))
+                found.append(_refused(path, f"{value!r}, expected {native!r}"))
             continue
         if isinstance(value, Tensor):
             pairs.append((path, which, value))
         else:
-            found.append(_refused(path, native, torch.empty(0), f"{type(value).__name__}, expected a tensor"))
+            found.append(_refused(path, f"{type(value).__name__}, expected a tensor", native))
         which += 1
     return pairs, found
 
 
-def _refused(path: str, native: Tensor, tensor: Tensor, reason: str) -> TensorMatch:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return TensorMatch(path, tuple(native.shape), dtype, "wrong", None, None, reason)
+def _refused(path: str, reason: str, native: Tensor | None = None, tensor: Tensor | None = None) -> TensorMatch:
+    shape = () if native is None else tuple(native.shape)
+    dtype = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
+    return TensorMatch(path, shape, dtype, "wrong", None, None, reason)
 
 
 def _judged_tensor(path: str, which: int, tensor: Tensor, prepared: Prepared) -> TensorMatch:
     if tensor.shape != prepared.native[which].shape:
         shapes = f"shape {list(tensor.shape)}, expected {list(prepared.native[which].shape)}"
-        return _refused(path, prepared.native[which], tensor, shapes)
+        return _refused(path, shapes, prepared.native[which], tensor)
     worst_one: TensorMatch | None = None
     num_wrong = num_beyond = 0
     cheap = _CHEAP

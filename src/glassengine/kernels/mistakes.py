@@ -55,14 +55,7 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def mistakes_of(
     found: Sequence[TensorMatch], prepared: Prepared, candidate: Any, call: Call | None
 ) -> tuple[KernelMistake, ...]:
-    """Return the kinds of mistakes that make what a candidate made, the likeliest first.
-
-    Args:
-        found: Judged tensors.
-        prepared: The reference.
-        candidate: What the candidate made, as tensors.
-        call: Calls the candidate on other arguments; None for what is a ready tensor.
-    """
+    """Return the kinds of mistakes that make what a candidate made, the likeliest first; `call` calls it again."""
     wrong = [one for one in found if not passes(one)]
     told = [one for one in wrong if one.index is None and one.reason]
     if told:
@@ -145,91 +138,84 @@ def _rms(t: Tensor) -> float:
 
 def _of_values(case: _Case) -> Iterator[KernelMistake]:
     value, exact = case.value, case.wide
-    finite = value.isfinite()
-    if bool((exact.isfinite() & ~finite).any()):
+    odd = exact.isfinite() & ~value.isfinite()
+    if bool(odd.any()):
         uses = {str(n.target).split(".")[1] for n in case.part.trace.steps if "." in str(n.target)}
         exps = {"exp", "softmax", "log_softmax", "logsumexp", "cross_entropy_loss", "scaled_dot_product_attention"}
         why = ": the maximum is not subtracted before exp" if uses & exps else ""
+        if not bool(exact[odd].any()):
+            why = " and 0: what is masked as a whole is no case of its own"
         kinds = "NaN" if bool(value.isnan().any()) else "infinite"
         yield KernelMistake("overflow", f"{kinds} where the reference is finite{why}")
         return
-    if not case.is_float and not case.part.native[case.which].is_floating_point():
-        yield from _of_orders(case)
+    if bool((exact.isnan() & value.isfinite()).any()):
+        yield KernelMistake("other", "a number where the reference gives NaN: it swallows NaN", True, 0.0)
+        return
+    for kind, text in _plain(case):
+        yield KernelMistake(kind, text, True, 0.0)
+        return
+    for kind, text, other in _transformed(case):
+        if case.explains(other) or (not case.is_float and torch.equal(other, value)):
+            yield KernelMistake(kind, text, True, case.unexplained(other))
+
+
+def _plain(case: _Case) -> Iterator[tuple[MistakeKind, str]]:
+    """Yield what the values alone say."""
+    value, exact = case.value, case.wide
+    if not case.is_float:
         shift = (value - exact).flatten()
         if bool((shift == shift[0]).all()):
-            yield KernelMistake("bias missing", f"{float(shift[0]):g} is added to each element", True, 0.0)
+            yield "bias missing", f"{float(shift[0]):g} is added to each element"
         return
-    if value.numel() > 1 and float(value.max()) == float(value.min()) and float(exact.max()) != float(exact.min()):
-        yield KernelMistake("constant", f"every element is {float(value.flatten()[0]):g}", True, 0.0)
-        return
-    if value.numel() == 1 and not float(value):
-        yield KernelMistake("constant", "it is 0", True, 0.0)
-        return
+    if bool((value == value.flatten()[0]).all()) and (not bool((exact == exact.flatten()[0]).all()) or not value.any()):
+        yield "constant", f"every element is {float(value.flatten()[0]):g}"
     for i, given in enumerate(tensors_of(case.part.inputs)):
         if given.shape == value.shape and bool((given.cpu().double() == value).all()):
-            yield KernelMistake("input returned", f"it returns argument {i}", True, 0.0)
-            return
-    if case.is_float and case.candidate.element_size() == 2:
+            yield "input returned", f"it returns argument {i}"
+    if case.candidate.element_size() == 2:
         nearest = exact.to(case.candidate.dtype)
         below = (nearest.view(torch.int16) - 1).view(nearest.dtype)
         chopped = torch.where(nearest.abs() > exact.abs(), below, nearest)
         cut, near = (float((case.candidate == one).double().mean()) for one in (chopped, nearest))
         if cut > _SAME > near + _OTHER:
-            yield KernelMistake("precision", "results are truncated, not rounded to the nearest", True, 0.0)
-            return
+            yield "precision", "results are truncated, not rounded to the nearest"
     beyond, _ = beyond_rounding(case.expectation, case.candidate)
     outside = value[beyond]
-    where = described(beyond) if len(outside) < value.numel() and bool(finite.all()) else ""
-    is_end = bool(len(outside)) and (not float(outside[0]) or where.startswith(("the last", "the first")))
-    if where and is_end and bool((outside == outside[0]).all()):
-        yield KernelMistake("tail", f"{where} hold {float(outside[0]):g}: they are not written", True, 0.0)
-        return
-    power = float((exact * exact).sum())
-    if power and value.numel() > 1:
-        factor = float((value * exact).sum()) / power
-        if case.explains(exact * factor):
-            yield KernelMistake("scale", f"multiplied by {_number(factor)}", True, case.unexplained(exact * factor))
-            return
-        moved = exact + float((value - exact).mean())
-        if case.explains(moved):
-            by = float((value - exact).mean())
-            yield KernelMistake("bias missing", f"{by:.6g} is added to each element", True, case.unexplained(moved))
-    elif power:
-        factor = float(value.flatten()[0] / exact.flatten()[0])
-        known = next((n for n, c in _CONSTANTS.items() if math.isclose(factor, c, rel_tol=1e-4)), None)
-        if known or math.isclose(factor, round(factor), rel_tol=1e-5):
-            yield KernelMistake("scale", f"multiplied by {known or round(factor)}", True, 0.0)
-    yield from _of_orders(case)
-    for name, function in _FUNCTIONS.items():
-        made = function(exact)
-        if case.explains(made):
-            text = f"the result is {name} of what it should be"
-            yield KernelMistake("operation replaced", text, True, case.unexplained(made))
+    where = described(beyond) if 0 < len(outside) < value.numel() and bool(value.isfinite().all()) else ""
+    is_end = where.startswith(("the last", "the first")) or (where and not outside.any())
+    if is_end and bool((outside == outside[0]).all()):
+        yield "tail", f"{where} hold {float(outside[0]):g}: they are not written"
 
 
-def _number(factor: float) -> str:
-    known = next((n for n, c in _CONSTANTS.items() if math.isclose(factor, c, rel_tol=1e-5)), None)
-    return f"{factor:.6g}" + (f" = {known}" if known and known != f"{factor:g}" else "")
-
-
-def _of_orders(case: _Case) -> Iterator[KernelMistake]:
+def _transformed(case: _Case) -> Iterator[tuple[MistakeKind, str, Tensor]]:
+    """Yield what else may have become of the whole result."""
     value, exact = case.value, case.wide
-    if exact.dim() > 1 and exact.shape[-1] == exact.shape[-2] and case.explains(exact.mT):
-        yield KernelMistake("permuted", "the result is transposed", True, case.unexplained(exact.mT))
+    power = float((exact * exact).sum())
+    if 0 < power < math.inf and bool(value.isfinite().all()) and case.is_float:
+        factor = float((value * exact).sum()) / power
+        known = next((n for n, c in _CONSTANTS.items() if math.isclose(factor, c, rel_tol=1e-5)), "")
+        is_known = bool(known) or math.isclose(factor, round(factor), rel_tol=1e-5)
+        if value.numel() > 1 or is_known:  # any single number is a multiple of another
+            text = f"multiplied by {factor:.6g}" + (f" = {known}" if known and known != f"{factor:g}" else "")
+            yield "scale", text, exact * factor
+    if value.numel() > 1 and case.is_float:
+        by = float((value - exact).mean())
+        yield "bias missing", f"{by:.6g} is added to each element", exact + by
+    if exact.dim() > 1 and exact.shape[-1] == exact.shape[-2]:
+        yield "permuted", "the result is transposed", exact.mT
     for axis in range(exact.dim()):
         order = order_between(exact, value, axis, 1e-3)
-        if order is None or len(order) != exact.shape[axis]:
-            continue
-        made = exact.index_select(axis, order)
-        if case.explains(made) or (not case.is_float and torch.equal(made, value)):
+        if order is not None and len(order) == exact.shape[axis]:
             kind, text = called(order)
             word: MistakeKind = "position" if kind == "position" else "permuted"
-            yield KernelMistake(word, f"the result is {text} along axis {axis}", True, case.unexplained(made))
-        for by in (1, -1):
-            rolled = exact.roll(by, axis)
-            inner = rolled.narrow(axis, 1, exact.shape[axis] - 2) if exact.shape[axis] > 4 else None
-            if inner is not None and torch.equal(inner, value.narrow(axis, 1, exact.shape[axis] - 2)):
-                yield KernelMistake("position", f"the result is moved by {by} along axis {axis}", True, 0.0)
+            yield word, f"the result is {text} along axis {axis}", exact.index_select(axis, order)
+        inside = slice(1, exact.shape[axis] - 1)
+        for by_one in (1, -1) if exact.shape[axis] > 4 else ():
+            rolled, own = (t.movedim(axis, 0) for t in (exact.roll(by_one, axis), value))
+            if torch.equal(rolled[inside], own[inside]):
+                yield "position", f"the result is moved by {by_one} along axis {axis}", value
+    for name, function in _FUNCTIONS.items() if case.is_float else ():
+        yield "operation replaced", f"the result is {name} of what it should be", function(exact)
 
 
 def _of_calls(call: Call, prepared: Prepared, first: list[Tensor]) -> Iterator[KernelMistake]:
@@ -341,5 +327,9 @@ def _by_size(case: _Case) -> Iterator[KernelMistake]:
             yield KernelMistake("accumulation", f"the error is as large as that of sums in {name}", unexplained=0.5)
         if u / 64 < relative < 4 * u:
             yield KernelMistake("precision", f"the error is as large as that of {name}", unexplained=0.5)
+    size = float(case.wide.abs().nan_to_num(0.0, 0.0, 0.0).amax())
+    if case.u < 2.0**-20 and float((case.value - case.wide).abs().amax()) < _PROVEN * case.u * size:
+        text = "small results lose digits: the error is one of rounding beside the largest result"
+        yield KernelMistake("precision", text, unexplained=0.55)
     if case.u > 2.0**-20 and sums:
         yield KernelMistake("accumulation", f"the error is as large as that of sums in {own}", unexplained=0.4)

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from glassengine.judge.exclusions.ties import is_comparison, ranking, tied_choices
 from glassengine.kernels.leaves import MANY_RUNS, Expectation
-from glassengine.kernels.trace import DOUBLE, Choices, OnlyOp, Trace, copied, is_near, tensors_of, traced, wide
+from glassengine.kernels.trace import DOUBLE, Choices, OnlyOp, Run, Trace, copied, is_near, tensors_of, traced, wide
 from glassengine.numerics.ops import Accumulation
 
 _LARGE = 1 << 22
@@ -44,20 +44,19 @@ class Part:
         self._runs: list[list[Tensor]] = []
 
     @cached_property
-    def _found(self) -> tuple[list[Tensor], OnlyOp | None]:
+    def _found(self) -> Run:
         given, found = self.trace.checked
         self.trace.checked = (None, None)
-        (results, after), only = found if given is self._inputs else self.trace.exact(self._inputs)
-        return [*results, *after], only
+        return found if found is not None and given is self._inputs else self.trace.run(self._inputs)
 
     @property
     def exact(self) -> list[Tensor]:
         """The results in float64, then the inputs after the call."""
-        return self._found[0]
+        return self._found.tensors
 
     def only(self, which: int) -> OnlyOp | None:
         """Return the only op that rounds, if it makes this tensor."""
-        only, exact = self._found[1], self.exact[which]
+        only, exact = self._found.only, self.exact[which]
         if only is None or not exact.is_floating_point() or only.value.shape != exact.shape:
             return None
         # What follows may have moved the numbers: a flip, a transposition of a square.
@@ -66,11 +65,8 @@ class Part:
     def runs(self, which: int, number: int) -> list[Tensor]:
         """Return one tensor of so many noise runs, which choose as float64 does."""
         while len(self._runs) < number:
-            if self.trace.module is not None and self.trace.choices:
-                (results, after), _ = self.trace.choosing(self.inputs, self._generator, self._choices)
-            else:
-                results, after = self.trace.noisy(self.inputs, self._generator)
-            self._runs.append([*results, *after])
+            forced = self._choices if self.trace.choices else None
+            self._runs.append(self.trace.run(self.inputs, self._generator, forced=forced).tensors)
         found = [run[which] for run in self._runs[:number]]
         if not self.trace.is_double or not self.exact[which].is_floating_point():
             return found
@@ -79,26 +75,24 @@ class Part:
 
     @cached_property
     def _choices(self) -> Choices:
-        return self.trace.choosing(self.inputs, None)[1]
+        return self.trace.run(self.inputs).chosen
 
     @cached_property
     def _others(self) -> list[list[Tensor]]:
         """Float64 results with choices that rounding makes: of the reference in its own dtype and of noise runs."""
-        made = [self.trace.choosing(self.inputs, None, native=True)[1]]
-        made += [self.trace.choosing(self.inputs, self._generator)[1] for _ in range(MANY_RUNS)]
+        made = [self.trace.run(self.inputs, native=True).chosen]
+        made += [self.trace.run(self.inputs, self._generator).chosen for _ in range(MANY_RUNS)]
         found = []
         for choices in made:
-            is_same = all(torch.equal(choices[node].cpu(), self._choices[node]) for node in self._choices)
-            if not is_same:
-                own = {node: places.cpu() for node, places in choices.items()}
-                (results, after), _ = self.trace.choosing(self.inputs, None, own)
-                found.append([*results, *after])
+            own = {node: places.cpu() for node, places in choices.items()}
+            if not all(torch.equal(own[node], self._choices[node]) for node in self._choices):
+                found.append(self.trace.run(self.inputs, forced=own).tensors)
         return found
 
     def unsettled(self, which: int) -> Tensor | None:
         """Return the elements of a floating tensor that depend on a choice that rounding may turn; None if none."""
         exact = self.exact[which]
-        if self.trace.module is None or not self.trace.choices or not exact.is_floating_point():
+        if not self.trace.choices or not exact.is_floating_point():
             return None
         noise = torch.stack([(run - exact).nan_to_num(0.0, 0.0, 0.0).square() for run in self.runs(which, 2)]).mean(0)
         limit = _TURNED * (noise + noise.mean()).sqrt()
@@ -111,25 +105,13 @@ class Part:
         exact, native = self.exact[which], self.native[which]
         if not native.is_floating_point() and not native.is_complex():
             exact = exact.to(native.dtype)
-        return Expectation(
-            exact,
-            native,
-            partial(self.runs, which),
-            self.only(which),
-            partial(self._tied, which),
-            bool(self.trace.module is not None and self.trace.choices),
-            partial(self.unsettled, which),
-            self.trace.coarsest(native.dtype),
-        )
+        runs, tied, unsettled = partial(self.runs, which), partial(self._tied, which), partial(self.unsettled, which)
+        chooses, u_ops = bool(self.trace.choices), self.trace.coarsest(native.dtype)
+        return Expectation(exact, native, runs, self.only(which), tied, chooses, unsettled, u_ops)
 
     def _tied(self, which: int, candidate: Tensor) -> Tensor | None:
         """Return where another choice is legal; None if the tensor is not a choice."""
-        module = self.trace.module
-        if module is None:
-            return None
-        outputs = pytree.tree_leaves(next(n for n in module.graph.nodes if n.op == "output").args)
-        node = outputs[which] if which < len(outputs) else None
-        place = None
+        node, place = self.trace.source(which), None
         while isinstance(node, Node) and node.op == "call_function" and not (ranking(node) or is_comparison(node)):
             if getattr(node.target, "__name__", "") == "getitem":
                 place = node.args[1]
@@ -140,13 +122,13 @@ class Part:
             return None
         if is_comparison(node) and node not in self.trace.choices:
             return None  # of values that no rounding has changed
-        value, args = self.trace.seen(self.inputs, node, None)
+        value, args = self.trace.run(self.inputs, watched=node).seen
         exact = value if place is None else value[place]
         if exact.shape != candidate.shape:
             return None
         u_in = 0.0
         if node in self.trace.choices:
-            (values, *_), (moved, *_) = args, self.trace.seen(self.inputs, node, self._generator)[1]
+            (values, *_), (moved, *_) = args, self.trace.run(self.inputs, self._generator, watched=node).seen[1]
             size = values.abs().clamp(min=float(values.abs().mean()) * 2.0**-10)
             u_in = max(2.0**-24, float(((moved - values).abs() / size).nan_to_num(0.0, 0.0, 0.0).amax()))
         return tied_choices(node, args, exact, candidate, u_in)
@@ -171,28 +153,13 @@ class Rows:
 
 
 class Prepared:
-    """A reference on inputs.
-
-    Args:
-        reference: The function.
-        inputs: Its arguments.
-        accumulation: Of products.
-        seed: Of the noise.
-        backward: Whether it differentiates.
-    """
+    """A reference on inputs; `backward` if it differentiates."""
 
     def __init__(
-        self,
-        reference: Callable[..., Any],
-        inputs: Sequence[Any],
-        accumulation: Accumulation,
-        seed: int,
-        *,
-        backward: bool = False,
+        self, reference: Callable[..., Any], inputs: Sequence[Any], how: Accumulation, seed: int, backward: bool = False
     ) -> None:
-        self.reference, self.inputs, self._backward = reference, list(inputs), backward
-        self._how, self._seed = accumulation, seed
-        self._wide: dict[int, Tensor] = {}
+        self.reference, self.inputs, self._seed = reference, list(inputs), seed
+        self._traced = partial(traced, reference, accumulation=how, backward=backward)
         self._noise: dict[int, float] = {}
         own = copied(self.inputs)
         with torch.no_grad():
@@ -241,38 +208,30 @@ class Prepared:
         """All rows."""
         return Part(self._traced(self.inputs), self.inputs, self.native, self._seed)
 
-    def _traced(self, inputs: list[Any]) -> Trace:
-        return traced(self.reference, inputs, self._how, backward=self._backward)
-
     @cached_property
     def trace(self) -> Trace:
         """The reference as it is traced: on all inputs, or on those of a part."""
-        return self.whole.trace if self.rows is None else self._traced(self._sliced(0))
+        return self.whole.trace if self.rows is None else self._traced(self._sliced(self.rows, 0))
 
     def _part(self, start: int) -> Part:
         assert self.rows is not None
         results = [self.rows.of(t, start) for t in self.native[: self.num_results]]
-        inputs = self._sliced(start)
-        return Part(self.trace, inputs, [*results, *tensors_of(inputs)], self._seed + start, self._widened(inputs))
+        inputs, widened = self._sliced(self.rows, start), self._sliced(self.rows, start, self._wide)
+        return Part(self.trace, inputs, [*results, *tensors_of(inputs)], self._seed + start, widened)
 
-    def _widened(self, inputs: list[Any]) -> list[Any]:
-        """Return the inputs of a part with those that all parts read in float64, converted once."""
-        assert self.rows is not None
-        leaves, spec = pytree.tree_flatten(inputs)
-        for i, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and i not in self.rows.sliced:
-                leaves[i] = self._wide[i] if i in self._wide else self._wide.setdefault(i, wide(leaf))
-        found: list[Any] = pytree.tree_unflatten(leaves, spec)
-        return found
-
-    def _sliced(self, start: int, rows: Rows | None = None) -> list[Any]:
-        rows = rows or self.rows
-        assert rows is not None
+    def _sliced(self, rows: Rows, start: int, others: list[Any] | None = None) -> list[Any]:
+        """Return the inputs of a part; of what all parts read `others` in its place."""
         leaves, spec = pytree.tree_flatten(self.inputs)
-        for place in rows.sliced:
-            leaves[place] = rows.of(leaves[place], start)
+        for i, leaf in enumerate(leaves):
+            leaves[i] = rows.of(leaf, start) if i in rows.sliced else leaf if others is None else others[i]
         found: list[Any] = pytree.tree_unflatten(leaves, spec)
         return found
+
+    @cached_property
+    def _wide(self) -> list[Any]:
+        """What all parts read, in float64."""
+        sliced = () if self.rows is None else self.rows.sliced
+        return [leaf if i in sliced else wide(leaf) for i, leaf in enumerate(pytree.tree_leaves(self.inputs))]
 
     def _rows(self) -> Rows | None:
         """Return how large results go with rows of the inputs; None for small ones, and where they do not."""
@@ -303,13 +262,11 @@ class Prepared:
         """Whether the reference on some rows gives these rows of its results."""
         for start in (0, rows.size // 2):
             try:
-                found = tensors_of(self.reference(*copied(self._sliced(start, rows), whole=False)))
+                found = tensors_of(self.reference(*copied(self._sliced(rows, start), whole=False)))
             except (RuntimeError, IndexError, ValueError):
                 return False
-            for one, native in zip(found, self.native, strict=False):
-                own = rows.of(native, start)
-                if one.shape != own.shape or not is_near(one, own):
-                    return False
+            if not all(is_near(one, rows.of(native, start)) for one, native in zip(found, self.native, strict=False)):
+                return False
         return True
 
     def depends_on_rows(self, part: Part) -> bool:

@@ -12,15 +12,14 @@ from torch import Tensor
 
 from glassengine.errors import GlassError, UsageError, first_line
 from glassengine.kernels.arrays import as_tensors
-from glassengine.kernels.match import called, how, judged
+from glassengine.kernels.match import called, explained, how, judged
 from glassengine.kernels.prepared import Prepared, same
 from glassengine.kernels.trace import copied, tensors_of
 from glassengine.kernels.values import ALIASED, GUARDED, LAYOUTS, VALUES, Case, Make, cases, maker
-from glassengine.kernels.words import explained
 from glassengine.results.kernels import KernelMistake, MistakeKind, Sweep, SweepCase
 
 Function = Callable[..., Any]
-_BLOCKS = (2, 3, 4, 5, 8, 16, 32, 64, 128, 256)
+_BLOCKS = (256, 128, 64, 32, 16, 8, 5, 4, 3, 2)
 
 
 def sweep(
@@ -65,7 +64,7 @@ def sweep(
     symbols = [*dict.fromkeys([*names, *(sizes or {})])]
     seen: list[tuple[Case, SweepCase]] = []
     skipped: list[str] = []
-    judge = _Judge(candidate, reference, repeats, batch_invariant, accumulation, check_dtype)
+    judge = _Judge(candidate, repeats, batch_invariant, accumulation or "", check_dtype)
     for case in cases(symbols, sizes or {}, tuple(dtypes), list(known), chosen):
         inputs = case.inputs(make, known, seed)
         try:
@@ -90,10 +89,9 @@ def _of(given: Iterable[str] | None, known: Mapping[str, Any]) -> list[str]:
 @dataclass(frozen=True)
 class _Judge:
     candidate: Function
-    reference: Function
     repeats: bool
     batch_invariant: bool
-    accumulation: str | None
+    accumulation: str
     check_dtype: bool
 
     def on(self, case: Case, inputs: list[Any], prepared: Prepared) -> SweepCase:
@@ -101,9 +99,7 @@ class _Judge:
         shapes = tuple(tuple(t.shape) for t in tensors_of(inputs))
         dtype = str(case.dtype).removeprefix("torch.")
         try:
-            match = judged(
-                self.candidate, inputs, prepared, accumulation=self.accumulation or "", check_dtype=self.check_dtype
-            )
+            match = judged(self.candidate, inputs, prepared, self.accumulation, self.check_dtype)
             error = self._unstable(inputs) if match.ok else None
         except GlassError:
             raise  # of the reference, or of how it is asked
@@ -139,16 +135,8 @@ def _concluded(seen: Sequence[tuple[Case, SweepCase]], skipped: Sequence[str]) -
     failed.sort(key=lambda pair: (not _is_plain(pair[0]), sum(math.prod(shape) for shape in pair[1].shapes)))
     if not failed:
         return Sweep(True, len(seen), skipped=tuple(skipped))
-    when = _when(seen)
-    return Sweep(
-        ok=False,
-        num_cases=len(seen),
-        failures=tuple(result for _, result in failed),
-        smallest=failed[0][1],
-        when=when,
-        mistakes=_mistakes(seen, failed, when),
-        skipped=tuple(skipped),
-    )
+    failures, when = tuple(result for _, result in failed), _when(seen)
+    return Sweep(False, len(seen), failures, failures[0], when, _mistakes(seen, failed, when), tuple(skipped))
 
 
 def _is_plain(case: Case) -> bool:
@@ -159,8 +147,7 @@ def _when(seen: Sequence[tuple[Case, SweepCase]]) -> str:
     """Return what the failures have in common, and no other case has."""
     plain = [(case, result.ok) for case, result in seen if _is_plain(case)]
     failing = [case for case, ok in plain if not ok]
-    parts = []
-    if failing and all(not ok for _, ok in plain):
+    if failing and len(failing) == len(plain):
         return "always"
     if failing:
         dtypes = {case.dtype for case in failing}
@@ -168,19 +155,10 @@ def _when(seen: Sequence[tuple[Case, SweepCase]]) -> str:
             return f"in {', '.join(sorted(str(d).removeprefix('torch.') for d in dtypes))}"
         rules = [_rule(name, [(c.sizes[name], ok) for c, ok in plain]) for name in failing[0].sizes]
         return next((rule for rule in rules if rule), f"in {len(failing)} of {len(plain)} sizes: {failing[0]}")
-    for name in ("values", "layout"):
-        odd = dict.fromkeys(getattr(c, name) for c, r in seen if not r.ok and getattr(c, name) not in _USUAL)
-        parts += list(odd)
-    empty = [case for case, result in seen if not result.ok and 0 in case.sizes.values()]
-    parts += ["empty inputs"] if empty else []
-    return ", ".join(parts)
-
-
-_USUAL = ("ordinary", "contiguous")
-
-
-def _weight(one: KernelMistake) -> float:
-    return 1.0 if one.proven and one.kind != "raises" else 0.4
+    odd = [case for case, result in seen if not result.ok]
+    parts = [c.values for c in odd if c.values != "ordinary"] + [c.layout for c in odd if c.layout != "contiguous"]
+    parts += ["empty inputs" for case in odd if 0 in case.sizes.values()]
+    return ", ".join(dict.fromkeys(parts))
 
 
 def _rule(name: str, sizes: Sequence[tuple[int, bool]]) -> str | None:
@@ -188,14 +166,14 @@ def _rule(name: str, sizes: Sequence[tuple[int, bool]]) -> str | None:
     fails, rights = ({size for size, ok in sizes if ok is wanted} for wanted in (False, True))
     if fails & rights or not rights:
         return None
-    for block in reversed(_BLOCKS):
+    for block in _BLOCKS:
         if all(size % block for size in fails) and not any(size % block for size in rights):
             return f"{name} % {block} != 0"
     if max(rights) < min(fails):
         return f"{name} > {max(rights)}"
     if min(rights) > max(fails):
         return f"{name} < {min(rights)}"
-    for block in reversed(_BLOCKS):
+    for block in _BLOCKS:
         if all(size % block and size > block for size in fails) and all(s % block == 0 or s < block for s in rights):
             return f"{name} > {block} and {name} % {block} != 0"
     return f"{name} is one of {', '.join(map(str, sorted(fails)))}"
@@ -221,7 +199,9 @@ def _mistakes(
         if one is not None:
             votes.setdefault(one.kind, []).append(one)
     # What most cases look like, the smallest case for all of a kind; a guess counts for less than a proof.
-    weights = {kind: sum(map(_weight, ones)) for kind, ones in votes.items()}
+    weights = {
+        kind: sum(1.0 if one.proven and kind != "raises" else 0.4 for one in ones) for kind, ones in votes.items()
+    }
     ranked = sorted(votes, key=lambda kind: -weights[kind])
     found = [next((one for one in votes[kind] if one.proven), votes[kind][0]) for kind in ranked]
     if " % " in when and (not found or found[0].kind != "tail"):
@@ -239,12 +219,15 @@ def assert_sweep(candidate: Function, reference: Function, shapes: str | Sequenc
     found = sweep(candidate, reference, shapes, **options)
     if found.ok:
         return found
-    lines = [f"{len(found.failures)} of {found.num_cases} cases are wrong: {found.when}"]
+    when = "all of ordinary numbers" if found.when == "always" else found.when
+    lines = [f"{len(found.failures)} of {found.num_cases} cases are wrong: {when}"]
     lines += [f"  looks like  {mistake.text}" for mistake in found.mistakes[:3]]
     if found.smallest is not None:
-        match = found.smallest.match
-        lines.append(f"smallest case: {found.smallest.name}")
-        lines.append(f"  {found.smallest.error}" if match is None or match.ok else explained(match))
+        match, error = found.smallest.match, found.smallest.error
+        lines += [
+            f"smallest case: {found.smallest.name}",
+            f"  {error}" if match is None or match.ok else explained(match),
+        ]
     raise AssertionError("\n".join(lines))
 
 

@@ -40,12 +40,14 @@ _OF_BOUND = 0.5
 """Noise of an op of several steps, as a share of its rounding bound: formulas differ by more than a rounded result."""
 
 
-def wide(value: Any) -> Any:
-    """Return an argument in float64 and on the processor: a tensor as a copy, a dtype, a device."""
+def wide(value: Any, *, copies: bool = True) -> Any:
+    """Return an argument in float64 and on the processor: a tensor (as a copy, if asked for), a dtype, a device."""
     if isinstance(value, Tensor):
         own = value.detach().cpu()
         made = double(own)
-        return made.clone(memory_format=torch.preserve_format) if made.dtype is own.dtype else made
+        return made.clone(memory_format=torch.preserve_format) if copies and made.dtype is own.dtype else made
+    if isinstance(value, torch.dtype) and value.is_floating_point:
+        return torch.float64
     return torch.device("cpu") if isinstance(value, torch.device) else retarget(value)
 
 
@@ -60,15 +62,16 @@ def _double_by_default() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _wide_once(value: Any) -> Any:
-    is_wide = isinstance(value, Tensor) and value.dtype is torch.float64 and value.device.type == "cpu"
-    return value.detach() if is_wide else wide(value)
+@dataclass
+class Run:
+    """What a run of a reference gave: tensors of the result, then the inputs after the call."""
 
-
-def _narrow_device(value: Any) -> Any:
-    if isinstance(value, torch.dtype) and value.is_floating_point:
-        return torch.float64
-    return torch.device("cpu") if isinstance(value, torch.device) else retarget(value)
+    tensors: list[Tensor]
+    only: OnlyOp | None = None
+    """The only op that rounds; None where several do, or none."""
+    chosen: Choices = field(default_factory=dict)
+    seen: tuple[Any, Any] = (None, None)
+    """(value, arguments) of the op that was watched."""
 
 
 @dataclass
@@ -80,7 +83,7 @@ class Trace:
     why_not: str | None
     accumulation: Accumulation
     steps: list[Node] = field(default_factory=list)
-    checked: tuple[Any, Any] = (None, None)
+    checked: tuple[Any, Run | None] = (None, None)
     """The inputs that it was tried on, and what it gave."""
 
     @cached_property
@@ -101,17 +104,10 @@ class Trace:
         kinds = {value.dtype for node in self.rounding for value in _floats(node.meta["val"])}
         return kinds == {torch.float64}
 
-    @torch.no_grad()
-    def exact(self, inputs: Sequence[Any]) -> tuple[Any, OnlyOp | None]:
-        """Return (tensors of the result in float64, tensors of the inputs after the call), and the only op that rounds.
-
-        The op is None where several round, or none.
-        """
-        if self.module is None:
-            return self._whole(pytree.tree_map(wide, list(inputs))), None
-        lane = _Lane(self, None)
-        lane.kept = self.rounding[0] if len(self.rounding) == 1 else None
-        return lane.on(inputs), lane.only
+    def source(self, which: int) -> Any:
+        """Return what makes tensor number `which` of a run; None if the reference is not traced."""
+        outputs = [] if self.module is None else pytree.tree_leaves([n.args for n in self.module.graph.nodes][-1])
+        return outputs[which] if which < len(outputs) else None
 
     @cached_property
     def choices(self) -> list[Node]:
@@ -128,44 +124,31 @@ class Trace:
         return found
 
     @torch.no_grad()
-    def choosing(
+    def run(
         self,
         inputs: Sequence[Any],
-        generator: torch.Generator | None,
-        forced: Choices | None = None,
+        generator: torch.Generator | None = None,
         *,
+        forced: Choices | None = None,
         native: bool = False,
-    ) -> tuple[Any, Choices]:
-        """Return the results and what was chosen: with rounding noise, with choices of another run, in own dtypes."""
-        lane = _Lane(self, generator)
-        lane.forced, lane.is_native = forced or {}, native
-        return lane.on(inputs), lane.chosen
+        watched: Node | None = None,
+    ) -> Run:
+        """Run the reference in float64 (or as `native`), with legal rounding after each op if there is a generator.
 
-    @torch.no_grad()
-    def noisy(self, inputs: Sequence[Any], generator: torch.Generator) -> Any:
-        """Return the results with one sample of legal rounding after each op."""
+        Ops choose as `forced` says; the value and the arguments of one op may be `watched`.
+        """
         if self.module is not None:
-            return _Lane(self, generator).on(inputs)
+            return _Lane(self, generator, forced or {}, native, watched).on(inputs)
 
         def moved(value: Any) -> Any:
-            if not isinstance(value, Tensor) or not value.is_floating_point():
+            if generator is None or not isinstance(value, Tensor) or not value.is_floating_point():
                 return wide(value)
             return disturbed(wide(value), unit_roundoff(value.dtype), generator, smallest_precise(value.dtype))
 
-        return self._whole(pytree.tree_map(moved, list(inputs)))
-
-    @torch.no_grad()
-    def seen(self, inputs: Sequence[Any], node: Node, generator: torch.Generator | None) -> tuple[Any, Any]:
-        """Return (value, arguments) of an op in float64, or in a noise run."""
-        lane = _Lane(self, generator)
-        lane.watched = node
-        lane.on(inputs)
-        return lane.seen
-
-    def _whole(self, inputs: Sequence[Any]) -> Any:
+        given = pytree.tree_map(moved, list(inputs))
         try:
             with _double_by_default():
-                return [double(t) for t in tensors_of(self.reference(*inputs))], tensors_of(inputs)
+                return Run([*map(double, tensors_of(self.reference(*given))), *tensors_of(given)])
         except Exception as error:
             raise UsageError(
                 "the reference can neither be traced nor run in float64",
@@ -197,11 +180,7 @@ class OnlyOp:
 
     @torch.no_grad()
     def bound(self, where: Tensor | None = None) -> Tensor | None:
-        """Return its rounding bound; None where it has none.
-
-        Args:
-            where: Bool mask in the shape of the result: for these elements alone.
-        """
+        """Return its rounding bound, for the elements of a bool mask alone; None where it has none."""
         r, args, kwargs, value = self.roundoff, self.args, self.kwargs, self.value
         if traits_of(self.node).multiplies and self.how.u_operands:
             r = Roundoff(r.u, self.how.u_operands, tiny=r.tiny, u_sums=r.u_sums)
@@ -221,17 +200,11 @@ def _picked(where: Tensor, shape: torch.Size, value: Any) -> Any:
     return value.expand(shape)[where] if isinstance(value, Tensor) and value.dim() else value
 
 
-def traced(
-    reference: Callable[..., Any], inputs: Sequence[Any], accumulation: Accumulation, *, backward: bool = False
-) -> Trace:
+def traced(reference: Callable[..., Any], inputs: Sequence[Any], accumulation: Accumulation, backward: bool) -> Trace:
     """Run a reference once on copies of `inputs`, and keep what it called.
 
-    Args:
-        reference: The function.
-        inputs: Its arguments.
-        accumulation: Of products.
-        backward: Whether it differentiates. Then ops are seen below autograd, as what autograd keeps for its backward
-            pass is seen there only; attention, of whose backward pass nothing is known, is run as its products.
+    If it differentiates (`backward`), ops are seen below autograd, as what autograd keeps for its backward pass is seen
+    there only; attention, of whose backward pass nothing is known, is run as its products.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -266,7 +239,7 @@ def traced(
         found = Trace(reference, module, None, accumulation, nodes)
         try:
             is_whole = _is_faithful(found, reference, inputs)
-            found.checked = inputs, found.exact(inputs)
+            found.checked = inputs, found.run(inputs)
         except Exception as error:
             return Trace(reference, None, f"{type(error).__name__}: {first_line(error)}", accumulation)
     why = "it makes tensors of its inputs outside of PyTorch"
@@ -317,11 +290,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def copied(inputs: Any, *, whole: bool = True) -> Any:
-    """Return inputs with copies of their tensors.
-
-    They have the same strides and the memory around them, and those that share memory share it again; unless not
-    `whole`.
-    """
+    """Return inputs with copies of their tensors; if `whole` with strides, what is around them, and shared memory."""
     stores: dict[int, Tensor] = {}
 
     def copy(value: Any) -> Any:
@@ -356,47 +325,50 @@ def _floats(value: Any) -> list[Tensor]:
     return [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and t.is_floating_point()]
 
 
+_uncopied = partial(wide, copies=False)
+
+
 class _Lane(Interpreter):
     """One run of the graph in float64."""
 
-    def __init__(self, trace: Trace, generator: torch.Generator | None) -> None:
+    def __init__(
+        self, trace: Trace, generator: torch.Generator | None, forced: Choices, is_native: bool, watched: Node | None
+    ) -> None:
         assert trace.module is not None
         super().__init__(trace.module, garbage_collect_values=True)
         self._generator, self._how = generator, trace.accumulation
-        self.kept: Node | None = None
-        self.only: OnlyOp | None = None
-        self.watched: Node | None = None
-        self.seen: tuple[Any, Any] = (None, None)
-        self.forced: Choices = {}
-        self.chosen: Choices = {}
-        self.is_native = False
+        self._forced, self._is_native, self._watched = forced, is_native, watched
+        is_exact = generator is None and len(trace.rounding) == 1
+        self._kept = trace.rounding[0] if is_exact else None
         self._choices = set(trace.choices)
-        self._is_mutable = any(_is_mutable(node) for node in trace.steps)
+        self._is_mutable = any(is_mutable(node) for node in trace.steps)
+        self._found = Run([])
 
-    def on(self, inputs: Sequence[Any]) -> Any:
-        """Return (results, inputs afterwards), each the list of their tensors."""
+    def on(self, inputs: Sequence[Any]) -> Run:
+        """Return what it gives."""
         leaves = pytree.tree_leaves(list(inputs))
-        # What is in float64 already is copied only if it may be written to.
-        widened = wide if self._is_mutable else _wide_once
-        if self.is_native:
-            return self.run(*copied(leaves))
-        with _double_by_default():
-            return self.run(*map(widened, leaves))
+        if self._is_native:
+            self._found.tensors = tensors_of(self.run(*copied(leaves)))
+        else:
+            with _double_by_default():
+                # What is in float64 already is copied only if it may be written to.
+                self._found.tensors = tensors_of(self.run(*(wide(leaf, copies=self._is_mutable) for leaf in leaves)))
+        return self._found
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
-        return value if self.is_native else wide(value)
+        return value if self._is_native else wide(value)
 
     def run_node(self, n: Node) -> Any:
         if n.op != "call_function":
             return super().run_node(n)
-        if self.is_native:
+        if self._is_native:
             value = super().run_node(n)
             if n in self._choices:
-                self.chosen[n] = value if isinstance(value, Tensor) else value[1]
+                self._found.chosen[n] = value if isinstance(value, Tensor) else value[1]
             return value
         given: tuple[Any, Any] = self.fetch_args_kwargs_from_env(n)
-        args, kwargs = map_aggregate(given[0], _narrow_device), map_aggregate(given[1], _narrow_device)
+        args, kwargs = map_aggregate(given[0], _uncopied), map_aggregate(given[1], _uncopied)
         call: Any = target_of(n) if isinstance(n.target, torch._ops.OpOverload) else n.target
         value = call(*args, **kwargs)
         own = n.meta.get("val")
@@ -405,13 +377,13 @@ class _Lane(Interpreter):
             is_copy = isinstance(own, Tensor) and own.dtype is not n.args[0].meta["val"].dtype
             value = value.clone() if is_copy else value
         if n in self._choices:
-            if n in self.forced:
-                value = _chosen(n, args, value, self.forced[n])
-            self.chosen[n] = value if isinstance(value, Tensor) else value[1]
-        if n is self.watched:
-            self.seen = value, args
-        if n is self.kept and isinstance(value, Tensor) and not _is_mutable(n):
-            self.only = OnlyOp(n, value, args, kwargs, self._roundoff(n), self._how)
+            if n in self._forced:
+                value = _chosen(n, args, value, self._forced[n])
+            self._found.chosen[n] = value if isinstance(value, Tensor) else value[1]
+        if n is self._watched:
+            self._found.seen = value, args
+        if n is self._kept and isinstance(value, Tensor) and not is_mutable(n):
+            self._found.only = OnlyOp(n, value, args, kwargs, self._roundoff(n), self._how)
         if self._generator is not None and _rounds(n):
             return _written(n, value, self._noised(n, value, args, kwargs))
         return value
@@ -452,12 +424,13 @@ def _chosen(node: Node, args: tuple[Any, ...], value: Any, places: Tensor) -> An
     return (values if keeps else values.squeeze(dim)), places
 
 
-def _is_mutable(node: Node) -> bool:
+def is_mutable(node: Node) -> bool:
+    """Whether an op writes to its arguments."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _written(node: Node, value: Any, other: Any) -> Any:
     """Return another value of a node; written into its first argument where the op writes there."""
-    if not _is_mutable(node) or not isinstance(value, Tensor) or other is value:
+    if not is_mutable(node) or not isinstance(value, Tensor) or other is value:
         return other
     return value.copy_(other)

@@ -17,7 +17,7 @@ from glassengine.errors import UsageError
 Make = Callable[[Mapping[str, int], torch.dtype, torch.Generator], Sequence[Any]]
 """Sizes, dtype of floating inputs, source of numbers -> arguments."""
 
-EDGES = (1, 2, 7, 16, 31, 32, 33, 64, 65, 96, 100, 128, 129, 257)
+EDGES = (1, 2, 7, 16, 24, 31, 32, 33, 64, 65, 96, 100, 128, 129, 257)
 BASE = {"B": 3, "H": 2, "N": 5}
 _BASE_SIZE = 33
 _GUARD = 64

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
-from glassengine.kernels.trace import Trace, wide
+from glassengine.kernels.trace import Trace, is_mutable, wide
 from glassengine.numerics.float64 import retarget, target_of
 from glassengine.ops.traits import base_name, traits_of
 
@@ -25,12 +25,7 @@ Change = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class WrittenOut:
-    """A reference as simple ops in float64, with all values on some inputs.
-
-    Args:
-        trace: Of the reference; it must have been traced.
-        inputs: The inputs.
-    """
+    """A traced reference as simple ops in float64, with all values on some inputs."""
 
     def __init__(self, trace: Trace, inputs: Sequence[Any]) -> None:
         from torch._functorch.compile_utils import fx_graph_cse
@@ -52,12 +47,12 @@ class WrittenOut:
         with torch.no_grad():
             self.module: GraphModule = make(*[t.clone() for t in self.inputs])
         self.module.graph.eliminate_dead_code()
-        if not any(_is_mutable(n) for n in self.module.graph.nodes):
+        if not any(is_mutable(n) for n in self.module.graph.nodes):
             # What is written twice is computed once, or a mistake would be in one of two places.
             self.module.graph = fx_graph_cse(self.module.graph)
         self.nodes = [n for n in self.module.graph.nodes if n.op == "call_function"]
         self.placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
-        self.is_pure = not any(_is_mutable(n) for n in self.nodes)
+        self.is_pure = not any(is_mutable(n) for n in self.nodes)
         self.values: dict[Node, Any] = {}
         self.results = self.run({})
 
@@ -93,14 +88,7 @@ class WrittenOut:
     def given(self, node: Node, env: Mapping[Node, Any] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of an op."""
         env = self.values if env is None else env
-        args, kwargs = (
-            map_aggregate(part, lambda n: env[n] if isinstance(n, Node) else n) for part in (node.args, node.kwargs)
-        )
-        return args, kwargs  # type: ignore[return-value]
-
-
-def _is_mutable(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        return map_aggregate((node.args, node.kwargs), lambda n: env[n] if isinstance(n, Node) else n)
 
 
 class _Expanding(Interpreter):
@@ -108,7 +96,7 @@ class _Expanding(Interpreter):
 
     def __init__(self, module: GraphModule) -> None:
         super().__init__(module)
-        self._is_pure = not any(_is_mutable(node) for node in module.graph.nodes)
+        self._is_pure = not any(is_mutable(node) for node in module.graph.nodes)
 
     def run_node(self, n: Node) -> Any:
         if n.op == "get_attr":
@@ -129,7 +117,7 @@ class _Expanding(Interpreter):
                 return found
         call: Any = target_of(n) if isinstance(n.target, torch._ops.OpOverload) else n.target
         value = call(*args, **kwargs)
-        is_alias = isinstance(value, Tensor) and args and value is args[0] and not _is_mutable(n)
+        is_alias = isinstance(value, Tensor) and args and value is args[0] and not is_mutable(n)
         return value.clone() if is_alias else value
 
 

@@ -20,6 +20,7 @@ from glassengine.report import words
 from glassengine.report.findings import next_step
 from glassengine.report.table import VERDICT_STYLES, Screen, indent, mark, new_table
 from glassengine.report.terminal_prompt import prompt
+from glassengine.report.terminal_rollout import rollout
 from glassengine.report.words import (
     cost_line,
     exempt,
@@ -57,6 +58,8 @@ def check(result: Comparison, command: Sequence[str] = ()) -> RenderableType:
     """
     if result.prompt is not None and not result.counts["compared"]:
         return prompt(result.prompt)
+    if result.rollout is not None:
+        return rollout(result, result.rollout)
     if result.quantization is not None and not result.fineness:
         return quantization(result, result.quantization)
     return _Screen(result, command)

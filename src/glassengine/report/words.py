@@ -70,6 +70,8 @@ def headline(result: Comparison) -> Headline:
         return Headline(mark, f"worst verdict {result.verdict}", True)
     if result.prompt is not None and not result.counts["compared"]:
         return Headline(mark, result.prompt.in_words())
+    if result.rollout is not None:
+        return Headline(mark, result.rollout.in_words())
     if result.verdict == "identical":
         return Headline(mark, "bitwise identical")
     by_signal = any(found.judged_by == "signal" for found in result.results)

@@ -83,7 +83,7 @@ from glassengine.results.hints import (
     Quantization,
     QuantizedWeight,
 )
-from glassengine.results.invariance import FirstOperation, Invariance, SwitchTried, Variation
+from glassengine.results.invariance import BatchProof, FirstOperation, Invariance, SwitchTried, Variation
 from glassengine.results.metrics import (
     MetricsReport,
     MetricSummary,
@@ -114,6 +114,7 @@ from glassengine.results.report import (
     ReportPage,
     WrittenReport,
 )
+from glassengine.results.rollout import RolloutCause, RolloutComparison, RolloutToken
 
 __all__ = [
     "BY_GRID",
@@ -125,6 +126,7 @@ __all__ = [
     "VERDICTS",
     "Altered",
     "ArtifactComparison",
+    "BatchProof",
     "Bisection",
     "CacheReport",
     "CachedGraph",
@@ -176,6 +178,9 @@ __all__ = [
     "ReportPage",
     "Result",
     "ResultComparison",
+    "RolloutCause",
+    "RolloutComparison",
+    "RolloutToken",
     "Rung",
     "SeriesComparison",
     "SeriesPoint",

@@ -15,6 +15,7 @@ from glassengine.results.base import Result, Verdict
 from glassengine.results.hints import Hint, Quantization
 from glassengine.results.pairs import Counts, Pair, TokenAgreement
 from glassengine.results.prompt import PromptComparison
+from glassengine.results.rollout import RolloutComparison
 
 SCHEMA_VERSION = 1
 
@@ -231,6 +232,7 @@ class Comparison(Result):
         generates: Whether step 0 is a prefill, and the others decode.
         reads: Of a check, site -> sites whose tensors its op reads.
         prompt: Tokens, templates and settings of both sides; None where a side has none, or they were not compared.
+        rollout: Of `check-rollout`: the gap of the log-probabilities and its causes; None of other commands.
         schema_version: Changes when a key changes its meaning.
     """
 
@@ -266,6 +268,7 @@ class Comparison(Result):
     generates: bool = False
     reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     prompt: PromptComparison | None = None
+    rollout: RolloutComparison | None = None
     schema_version: int = SCHEMA_VERSION
 
     def __repr__(self) -> str:

@@ -24,6 +24,7 @@ from glassengine.results.comparison import Comparison, Divergence, Rung, Skipped
 from glassengine.results.hints import Quantization
 from glassengine.results.pairs import Counts, Pair, TokenAgreement, counts_of
 from glassengine.results.prompt import RUNG, PromptComparison
+from glassengine.results.rollout import RolloutComparison
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ class Findings:
     reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     explanation: str | None = None
     interruption: str | None = None
+    rollout: RolloutComparison | None = None
 
     @property
     def verdict(self) -> Verdict:

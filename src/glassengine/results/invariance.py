@@ -151,6 +151,29 @@ class Invariance(Result):
         return "; ".join(one.in_words() for one in worst) or "nothing was compared"
 
 
+@dataclass(frozen=True)
+class BatchProof(Result):
+    """Rows of random batches beside the same rows alone.
+
+    Attributes:
+        ok: Whether every row is bitwise equal.
+        num_batches: How many batches were run.
+        num_rows: How many rows were compared and are equal.
+        failure: The first row that is not, in words; None where all are.
+    """
+
+    ok: bool
+    num_batches: int
+    num_rows: int
+    failure: str | None = None
+
+    def in_words(self) -> str:
+        """Return what was found, in a line."""
+        if self.ok:
+            return f"{self.num_rows} rows of {self.num_batches} random batches (of one length) are bitwise as alone"
+        return f"{self.failure} is not bitwise as alone"
+
+
 def concluded(model: str, changes: Sequence[Variation], environment: Mapping[str, Any]) -> Invariance:
     """Return the answer that follows from the changes: ok if every one was compared and rounding explains it."""
     ok = bool(changes) and all(

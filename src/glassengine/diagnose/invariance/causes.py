@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from glassengine.diagnose.invariance.alone import PRODUCTS, differs_in_float64, rounding_of, tried_alone
-from glassengine.diagnose.invariance.rows import Span, View, same_bits
+from glassengine.diagnose.invariance.rows import Span, View, same_under
 from glassengine.diagnose.invariance.subjects import Results, Subject
 from glassengine.diagnose.invariance.trace import Difference
 from glassengine.diagnose.invariance.ways import SPARE, Variant, Way
@@ -82,7 +81,7 @@ class Trials:
 def same_results(variant: Variant, first: Results, second: Results) -> bool:
     """Whether what belongs together is bitwise equal."""
     views = zip(variant.views, second, strict=True)
-    return all(_same_under(view, first[call], results) for (call, view), results in views)
+    return all(same_under(view, first[call], results) for (call, view), results in views)
 
 
 def cause_of(
@@ -104,12 +103,15 @@ def cause_of(
         return trials.cause("another attention kernel adds in another order")
     if what == "cache" and (text := _of_cache(trials, variant)) is not None:
         return trials.cause(text)
-    if what in ("batch", "order") and _reads_other_rows(subject, variant):
+    if is_mistake and what in ("batch", "order") and _reads_other_rows(subject, variant):
         return trials.cause(_with_detail(MIXED, found))
-    if what == "padding" and _reads_padding(subject, variant):
+    if is_mistake and what == "padding" and _reads_padding(subject, variant):
         return trials.cause(_with_detail(PADDING, found))
     text = _of_operation(found, what, is_mistake)
-    if text == FUNCTION:
+    if text is None and what in ("batch", "order", "padding"):
+        reads = _reads_padding if what == "padding" else _reads_other_rows
+        text = None if reads(subject, variant) else f"{SHAPE}: what the other rows or the padding hold does not matter"
+    if text == FUNCTION or not subject.in_torch:
         return trials.cause(text)
     _switches(trials, found)
     return _with_operation(trials, found, trials.cause(text))
@@ -168,13 +170,13 @@ def _reads_other_rows(subject: Subject, variant: Variant) -> bool:
     """Whether the shared rows change when the others do."""
     way = variant.second
     # Where all rows are shared, one in the middle is kept.
-    own = {0} if len(variant.first.rows) == 1 else {way.rows[len(way.rows) // 2]}
+    own = {0} if len(variant.first.rows) <= subject.least_rows else {way.rows[len(way.rows) // 2]}
     changed = tuple(row if row in own else row + SPARE for row in way.rows)
     places = [i for i, row in enumerate(way.rows) if row in own]
     size = len(way.rows)
     view = View((size, size), (places, places))
     before, after = subject.run(way), subject.run(replace(way, rows=changed))
-    return not all(_same_under(view, *calls) for calls in zip(before, after, strict=True))
+    return not all(same_under(view, *calls) for calls in zip(before, after, strict=True))
 
 
 def _reads_padding(subject: Subject, variant: Variant) -> bool:
@@ -191,12 +193,7 @@ def _moves(variant: Variant, before: Results, after: Results) -> bool:
         span = view.tokens
         own = None if span is None else Span((span.sizes[1],) * 2, (span.starts[1],) * 2, span.length)
         views.append(View(tokens=own))
-    return not all(_same_under(*one) for one in zip(views, before, after, strict=True))
-
-
-def _same_under(view: View, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> bool:
-    pairs = [view.aligned(x, after[name]) for name, x in before.items()]
-    return all(pair is None or same_bits(*pair) for pair in pairs)
+    return not all(same_under(*one) for one in zip(views, before, after, strict=True))
 
 
 def _with_detail(text: str, found: Difference | None) -> str:
@@ -219,7 +216,7 @@ def _of_operation(found: Difference | None, what: What, is_mistake: bool) -> str
     if found.kind == "region" and found.ops[0] is op:
         return f"other operations run: {found.detail}"
     if found.kind == "region":
-        return "it reads another part of a tensor: a slice or a view that depends on the size"
+        return None if op.func is None else "it reads other parts of tensors that are the same: a slice or a view"
     if is_mistake or (what != "threads" and op.func is not None and differs_in_float64(found)):
         return FUNCTION
     if what == "threads":

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+_WIDTH = 8
+"""Numbers of a row from which on no two rows are the same by chance."""
 _MOST_ROWS = 1 << 16
 """Rows that are searched for by their values."""
 
@@ -88,6 +90,12 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
+def same_under(view: View, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> bool:
+    """Whether all results of a call that belong together hold the same bits."""
+    pairs = [view.aligned(x, after[name]) for name, x in before.items()]
+    return all(pair is None or same_bits(*pair) for pair in pairs)
+
+
 def largest_difference(a: Tensor, b: Tensor) -> float | None:
     """Return the largest difference of two tensors; None where they cannot be subtracted."""
     if a.shape != b.shape or not a.numel():
@@ -102,7 +110,7 @@ def matching_rows(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
 
     Experts get the rows of a batch in an order of their own.
     """
-    if a.dim() != 2 or b.dim() != 2 or a.shape[1:] != b.shape[1:] or a.dtype is not b.dtype:
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1] or a.shape[1] < _WIDTH or a.dtype is not b.dtype:
         return None
     if not 0 < len(a) <= _MOST_ROWS or not 0 < len(b) <= _MOST_ROWS:
         return None

@@ -7,6 +7,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -40,9 +41,12 @@ class Subject(ABC):
         name: On screen.
         length: Tokens of a row; 1 of what is called once.
         decodes: Whether it generates, so that logits of tokens are compared.
-        one_token: Whether a call has one token.
+        one_token: Whether every call after the first has one token.
         prime: A number of rows that no weight has as a size.
         refusals: Change -> why it cannot be made.
+        least_rows: Fewest rows of a batch.
+        in_torch: Whether settings of torch concern it.
+        unseen: What to do where no operation is observed.
     """
 
     name: str
@@ -51,22 +55,25 @@ class Subject(ABC):
     one_token: bool = False
     prime: int = _PRIMES[0]
     refusals: Mapping[What, str]
+    least_rows: int = 1
+    in_torch: bool = True
+    unseen: str = "no operation was observed"
+
+    def refusal(self, way: Way) -> str | None:
+        """Return why rows cannot be run one way; None where they can."""
+        return None
 
     @abstractmethod
-    def run(self, way: Way, *, noise: int | None = None) -> Results:
-        """Run rows one way; `noise` is the seed of a run whose operations round otherwise.
+    def run(self, way: Way) -> Results:
+        """Run rows one way."""
 
-        Raises:
-            NotImplementedError: It has no run with noise.
-        """
+    @abstractmethod
+    def noise(self, way: Way, seed: int) -> Results:
+        """Return what rounding alone does to the results, as differences: a sample drawn from `seed`."""
 
+    @abstractmethod
     def traced(self, way: Way, *, modules_only: bool, noise: int | None = None) -> tuple[Results, list[Op]]:
-        """Run rows, and record every operation; `noise` as for `run`.
-
-        Raises:
-            NotImplementedError: Nothing inside is seen.
-        """
-        raise NotImplementedError
+        """Run rows, and record every operation; with `noise` as seed each rounds otherwise."""
 
     def first_compiled(self, way: Way) -> FirstOperation | None:
         """Return the first innermost module that differs when it is compiled alone; None where none was found."""
@@ -96,7 +103,7 @@ class ModuleSubject(Subject):
         if not size:
             raise UsageError("no input of the model has rows", got=", ".join(given), hint="--inputs FILE")
         self._given = given
-        self._pool = {name: _more_rows(name, one) for name, one in tensors.items() if one.shape[0] == size}
+        self._pool = {name: more_rows(name, one) for name, one in tensors.items() if one.shape[0] == size}
         for what in ("length", "world"):
             self.refusals = {**self.refusals, what: "only a model that decodes with a cache has it"}
         ids, mask = self._pool.get("input_ids"), self._pool.get("attention_mask")
@@ -108,15 +115,18 @@ class ModuleSubject(Subject):
             self._pool["attention_mask"] = torch.ones_like(mask)
             self.length = ids.shape[1]
 
-    def run(self, way: Way, *, noise: int | None = None) -> Results:
+    def run(self, way: Way) -> Results:
         """Run rows one way."""
         module = self._prepared(way)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(way.settings())
-            if noise is not None:
-                stack.enter_context(otherwise(noise))
+        with torch.no_grad(), way.settings():
             return [dict(self._results(one)) for _, one in self._calls(module, way, None)]
+
+    def noise(self, way: Way, seed: int) -> Results:
+        """Return what rounding alone does to the results, on the same random numbers."""
+        way = replace(way, seeded=True)
+        with otherwise(seed):
+            noisy = self.run(way)
+        return differences(noisy, self.run(way))
 
     def traced(self, way: Way, *, modules_only: bool, noise: int | None = None) -> tuple[Results, list[Op]]:
         """Run rows, and record every operation."""
@@ -215,9 +225,7 @@ class CausalSubject(ModuleSubject):
         text = config.get_text_config(decoder=True)
         sizes = {size for one in self.module.parameters() for size in one.shape}
         if inputs is not None and isinstance(inputs.get("input_ids"), Tensor):
-            self._tokens = _more_rows(
-                "input_ids", inputs["input_ids"].long().reshape(-1, inputs["input_ids"].shape[-1])
-            )
+            self._tokens = more_rows("input_ids", inputs["input_ids"].long().reshape(-1, inputs["input_ids"].shape[-1]))
         else:
             limit = int(model.metadata.get("max_position_embeddings", 1 << 20))
             length = next((one for one in _LENGTHS if one not in sizes and one + 24 < limit), 19)
@@ -250,6 +258,8 @@ class CausalSubject(ModuleSubject):
                 if trace is not None:
                     trace.begin(number, inputs)
                 user: Any = getattr(module, "_orig_mod", module)
+                if number and cache_argument(user) == "cache_params":
+                    del inputs["attention_mask"]  # a recurrence has seen everything, as `generate` has it
                 given = accepted(user, {**inputs, **({cache_argument(user): cache} if cache is not None else {})})
                 result = module(**given)
                 cache = getattr(result, cache_argument(user), None)
@@ -275,7 +285,15 @@ class CausalSubject(ModuleSubject):
         yield "logits", result.logits
 
 
-def _more_rows(name: str, tensor: Tensor) -> Tensor:
+def differences(noisy: Results, plain: Results) -> Results:
+    """Return the differences of two runs, in float64."""
+    return [
+        {name: one.double() - exact[name].double() for name, one in call.items()}
+        for call, exact in zip(noisy, plain, strict=True)
+    ]
+
+
+def more_rows(name: str, tensor: Tensor) -> Tensor:
     """Return a tensor with as many rows as are needed: those that are given, then the same, rolled."""
     rows = list(tensor)
     is_mask = tensor.dtype is torch.bool or "mask" in name

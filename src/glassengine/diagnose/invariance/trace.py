@@ -21,7 +21,6 @@ from glassengine.ops.row import Rounding
 from glassengine.ops.traits import named
 
 Origin = Literal["operation", "state", "memory", "argument", "indices", "region"]
-_LEAST_WIDTH = 8
 _OF_LIBRARIES = ("/torch/", "/glassengine/", "/transformers/utils/", "/transformers/modeling_layers.py")
 
 
@@ -61,9 +60,15 @@ class Op:
         return self.module, self.name, self.source, self.occurrence
 
     @property
-    def settings(self) -> list[float | str]:
-        """Arguments that are numbers or words, not sizes or axes."""
-        return [value for value in self.leaves if isinstance(value, float | str)]
+    def settings(self) -> dict[str, float | str]:
+        """Arguments that are numbers or words, not sizes or axes, by name."""
+        if self.func is None:
+            return {}
+        args, kwargs = pytree.tree_unflatten(list(self.leaves), self.spec)
+        known = self.func._schema.arguments
+        given = {one.name: one.default_value for one in known if one.has_default_value()}
+        given |= {one.name: value for one, value in zip(known, args, strict=False)} | kwargs
+        return {name: value for name, value in given.items() if isinstance(value, float | str)}
 
     def again(self, leaves: Sequence[Any] | None = None) -> list[Tensor]:
         """Run it once more by itself on its inputs, or on others, and return its results."""
@@ -311,10 +316,12 @@ class Search:
         """Return how one operation differs; None where its results are the same or cannot be aligned."""
         outputs = self._compared(a, b, view, "outputs")
         inputs = self._compared(a, b, view, "inputs")
-        if not self._noisy and any(_is_loose(x, y, view) for x, y in _pairs(a, b)):
+        if not self._noisy and (False in inputs or None in (*inputs, *outputs)):
             moved = _by_rows(a, b)
             if moved is not None:
                 return Difference("operation", (a, b), view, moved, "rows in an order of their own") if moved else None
+            if all(_moved(x, y) for x, y in zip(a.outputs, b.outputs, strict=False)):
+                return None
         if False not in outputs:
             return None
         aligned = (view.aligned(x, y) for x, y in zip(a.outputs, b.outputs, strict=False))
@@ -326,15 +333,14 @@ class Search:
             if a.settings != b.settings:
                 return Difference("argument", (a, b), view, size, _first_other(a.settings, b.settings))
             has_others = len(a.inputs) != len(b.inputs) or None in inputs
-            return Difference(
-                "operation", (a, b), view, size, "it gets a mask, or other shapes" if has_others else None
-            )
+            detail = "it gets a mask, or other shapes" if has_others else None
+            return Difference("operation", (a, b), view, size, detail)
         if "memory" in origins:
             is_written = bool(a.func is not None and a.func._schema.is_mutable)
             return None if is_written else Difference("memory", (a, b), view, size)
         if "state" in origins:
             return Difference("state", (a, b), view, size)
-        if all(not a.inputs[i].is_floating_point() for i in different):
+        if a.func is not None and all(not a.inputs[i].is_floating_point() for i in different):
             return Difference("indices", (a, b), view, size)
         return Difference("region", (a, b), view, size)
 
@@ -348,8 +354,12 @@ def _computes(op: Op) -> bool:
     return is_known and any(one.is_floating_point() for one in op.outputs)
 
 
-def _pairs(a: Op, b: Op) -> list[tuple[Tensor, Tensor]]:
-    return [*zip(a.inputs, b.inputs, strict=False), *zip(a.outputs, b.outputs, strict=False)]
+def _moved(x: Tensor, y: Tensor) -> bool:
+    """Whether a result is there on the other side, too, in another order."""
+    if x.dim() == y.dim() == 1:
+        few, many = sorted((x, y), key=len)
+        return bool(torch.isin(few, many).all())
+    return matching_rows(x, y) is not None
 
 
 def _made_by(indices: Sequence[Difference], op: Op) -> str | None:
@@ -361,23 +371,9 @@ def _made_by(indices: Sequence[Difference], op: Op) -> str | None:
     return None
 
 
-def _is_loose(x: Tensor, y: Tensor, view: View) -> bool:
-    """Whether shapes do not say which rows of two matrices belong together: an expert has rows of its own."""
-    if (
-        x.data_ptr() == y.data_ptr()
-        or x.dim() != 2
-        or y.dim() != 2
-        or x.shape[1] != y.shape[1]
-        or x.shape[1] < _LEAST_WIDTH
-    ):
-        return False
-    pair = view.aligned(x, y)
-    return pair is None or (view.rows is not None and pair[0].shape == x.shape and len(x) != view.batch[0])
-
-
-def _first_other(a: Sequence[float | str], b: Sequence[float | str]) -> str:
-    words = [f"it gets {x!r} on one side and {y!r} on the other" for x, y in zip(a, b, strict=False) if x != y]
-    return words[0] if words else "it gets other arguments"
+def _first_other(a: Mapping[str, float | str], b: Mapping[str, float | str]) -> str:
+    name = next(name for name in {**a, **b} if a.get(name) != b.get(name))
+    return f"its argument {name!r} is {a.get(name)!r} on one side and {b.get(name)!r} on the other"
 
 
 def _by_rows(a: Op, b: Op) -> float | None:
@@ -386,7 +382,7 @@ def _by_rows(a: Op, b: Op) -> float | None:
         return None
     rows = None
     for x, y in zip(a.inputs, b.inputs, strict=True):
-        if x.shape == y.shape and same_bits(x, y):
+        if (x.shape == y.shape and same_bits(x, y)) or not x.is_floating_point():
             continue
         if rows is None:
             rows = matching_rows(x, y)

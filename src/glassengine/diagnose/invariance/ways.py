@@ -17,6 +17,7 @@ from glassengine.diagnose.invariance.rows import Span, View
 from glassengine.ops.traits import named
 from glassengine.results.invariance import What
 
+ALL = "all"
 BATCHES = (2, 3, 4, 5, 8, 16, 17)
 """Numbers of rows: other kernels run for few rows, and remainders of blocks are split otherwise."""
 SPARE = max(BATCHES)
@@ -152,18 +153,21 @@ def _needed(span: Span) -> Span | None:
     return None if span.sizes[0] == span.sizes[1] and span.starts == (0, 0) else span
 
 
-def variants_of(what: What, *, length: int, decodes: bool, one_token: bool, prime: int) -> Iterator[Variant]:
+def variants_of(
+    what: What, *, length: int, decodes: bool, one_token: bool, prime: int, least: int
+) -> Iterator[Variant]:
     """Yield the variants of a change.
 
     Args:
         what: The change.
         length: Tokens of a row; 1 of what is called once.
         decodes: Whether it generates: the last two tokens are steps of their own.
-        one_token: Whether a call may have one token alone.
+        one_token: Whether every call after the first has one token.
         prime: A number of rows that no weight of the model has as a size.
+        least: Fewest rows of a batch: "alone" is a row with others that no other batch has.
     """
-    whole = (1,) * length if one_token else (length - 2, 1, 1) if decodes else (length,)
-    one = Way(cuts=whole)
+    whole = (length - 2, 1, 1) if decodes else (length,)
+    one = Way(rows=(0, *range(SPARE, SPARE + least - 1)), cuts=whole)
     if what == "run":
         yield Variant("the same call again", replace(one, seeded=False), replace(one, seeded=False, is_next=True))
         for value in (3.0, 1e4):
@@ -174,7 +178,7 @@ def variants_of(what: What, *, length: int, decodes: bool, one_token: bool, prim
             yield Variant("a batch of 8, again", again, replace(again, is_next=True))
     elif what == "batch":
         for number in BATCHES:
-            for place in dict.fromkeys((0, number // 2, number - 1)):
+            for place in dict.fromkeys((0, number // 2, number - 1)) if number >= least else ():
                 others = (*range(1, place + 1), 0, *range(place + 1, number))
                 yield Variant(f"alone, and at place {place} of {number}", one, replace(one, rows=others))
     elif what == "order":
@@ -202,7 +206,7 @@ def variants_of(what: What, *, length: int, decodes: bool, one_token: bool, prim
             single = replace(one, rows=tuple(range(number)), threads=1)
             yield Variant(f"1 thread and 2, {number} rows", single, replace(single, threads=2))
     elif what == "compile":
-        own = one if one_token else Way(cuts=(length,))
+        own = Way(cuts=(length,))
         yield Variant("as written, and compiled", own, replace(own, compiler="inductor"))
     elif what == "attention":
         for name, words in (("math", "attention written out by torch"), ("eager", "the model's own attention")):
@@ -211,12 +215,9 @@ def variants_of(what: What, *, length: int, decodes: bool, one_token: bool, prim
 
 def _lengths(length: int, one_token: bool) -> Iterator[Variant]:
     singles = Way(cuts=(1,) * length)
-    if one_token:
-        yield Variant("token by token, twice", singles, singles)
-        return
     whole = Way(cuts=(length,))
     for size in (length // 2, 5, 16):
-        if size < length:
+        if size < length and not one_token:
             cuts = (size,) * (length // size) + ((length % size,) if length % size else ())
             yield Variant(f"whole, and in chunks of {size}", whole, replace(whole, cuts=cuts))
     yield Variant("whole, and token by token", whole, singles)

@@ -1,0 +1,113 @@
+"""Judges by its size whether a gap is rounding: no run in a dtype makes the roundings of another engine again.
+
+What is compared: the rest of the gap, over what an engine in a dtype and the trainer differ by from float64, here, on
+these tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from glassengine.rollouts.gap import Gap
+from glassengine.rollouts.settings import Settings
+
+_MOST, _TIGHT = 1.6, 1.3
+"""Largest size of a gap over that of rounding; measured ones are 0.4 to 1.15."""
+_LEAST = 0.5
+"""Smallest size of a gap that is rounding in a dtype with fewer digits than the trainer's."""
+_MOST_LEAN = 5.0
+"""Most standard errors that rounding leans to one side, or along the log-probability."""
+_ORDER = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What the rest of a gap is.
+
+    Attributes:
+        dtype: Rounding in this one explains it; None where none does.
+        ratios: Dtype -> size of the rest over that of rounding.
+        leans: Whether the gap has a direction, which rounding has not.
+        is_wide: Whether rounding flips routes of experts, so that a mistake may hide in it.
+    """
+
+    dtype: str | None
+    ratios: dict[str, float]
+    leans: bool
+    is_wide: bool
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether a mistake of a size that matters has no room in it."""
+        return self.dtype is not None and self.ratios[self.dtype] <= _TIGHT
+
+
+def judge(gap: Gap, settings: Settings, engine_dtype: str | None) -> Precision:
+    """Return which rounding the gap is that settings leave.
+
+    Args:
+        gap: The gap.
+        settings: Of the engine.
+        engine_dtype: The only dtype that the engine may have; None for any.
+    """
+    is_free = gap.is_free and settings.routes == "own"
+    settings = settings.but(dtype=None)
+    plain = gap.values(settings)
+    exact = gap.values(settings.but(dtype="float64"))
+    known = gap.tokens.engine.isfinite() & plain.isfinite() & exact.isfinite()
+    rest, own = (gap.tokens.engine - plain)[known], (plain - exact)[known]
+    ratios: dict[str, float] = {}
+    for dtype in _ORDER:
+        rounded = gap.values(settings.but(dtype=dtype))[known] - exact[known]
+        rounded = rounded[rounded.isfinite()]
+        size = math.hypot(_size(rounded, is_free), _size(own, is_free))
+        ratios[dtype] = _size(rest, is_free) / size if size else (0.0 if not rest.any() else math.inf)
+    own_dtype = gap.trainer.dtype if gap.trainer.dtype in _ORDER else _ORDER[0]
+    leans = _lean(rest, plain[known]) > _MOST_LEAN and ratios[own_dtype] > 1
+    # The trainer's own first: of a trainer in bfloat16, an engine in float32 differs as much as one in bfloat16.
+    order = [own_dtype, *(dtype for dtype in _ORDER if dtype != own_dtype)]
+    fitting = [dtype for dtype in order if engine_dtype in (None, dtype) and _fits(dtype, own_dtype, ratios)]
+    found = fitting[0] if fitting and not leans else None
+    is_wide = is_free and found not in (None, "float32")
+    if is_wide and found is not None:
+        # Medians tell what most tokens have; those with other experts may not be more or larger than by rounding.
+        rounded = (gap.values(settings.but(dtype=found)) - exact)[known].nan_to_num(0.0, 0.0, 0.0)
+        size = math.hypot(_size(rounded, False), _size(own, False))
+        is_wide = not (1 / _TIGHT <= ratios[found] <= _TIGHT and _size(rest, False) <= _MOST * size)
+    return Precision(found, ratios, leans, is_wide)
+
+
+def floor(gap: Gap, settings: Settings) -> float:
+    """Return the mean gap that rounding in the trainer's own dtype makes between two engines."""
+    own, exact = gap.values(settings), gap.values(settings.but(dtype="float64"))
+    found = (own - exact)[own.isfinite() & exact.isfinite()].abs()
+    return math.sqrt(2) * float(found.mean()) if len(found) else 0.0
+
+
+def _fits(dtype: str, own: str, ratios: dict[str, float]) -> bool:
+    is_coarser = _ORDER.index(dtype) > _ORDER.index(own)
+    return ratios[dtype] <= _MOST and (not is_coarser or ratios[dtype] >= _LEAST)
+
+
+def _size(values: Tensor, is_free: bool) -> float:
+    """Return the root of the mean square; the median where few values are far larger than the others."""
+    if not len(values):
+        return 0.0
+    return float(values.abs().median()) if is_free else float(values.square().mean().sqrt())
+
+
+def _lean(rest: Tensor, trainer: Tensor) -> float:
+    """Return how many standard errors mean and slope of a gap are from 0, of values that are cut at four deviations."""
+    if len(rest) < 8 or not rest.any():
+        return 0.0
+    cut = 6 * float(rest.abs().median())
+    rest = rest.clamp(-cut, cut) if cut else rest
+    error = float(rest.std()) / math.sqrt(len(rest))
+    centered = trainer - trainer.mean()
+    length = float(centered.square().sum())
+    slope = 0.0 if not length else float((centered * rest).sum()) / length
+    of_slope = float((rest - rest.mean()).std()) / math.sqrt(length) if length else math.inf
+    return max(abs(float(rest.mean())) / error if error else math.inf, abs(slope) / of_slope if of_slope else 0.0)

@@ -1,0 +1,90 @@
+"""Planted causes are found with their shares; rounding is called rounding, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import glassengine as glass
+from glassengine.cli.main import main
+from glassengine.errors import IncomparableError, UsageError
+from tests.rollouts.planted import FAMILIES, PAIRS, SINGLE, TINY, Plant, generate, model_of, outcome, plant, prompts
+
+OF = {one.name: one for one in (*SINGLE, *PAIRS)}
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Any:
+    return model_of("tiny-llama")
+
+
+def _write(samples: list[Any], path: Path) -> str:
+    document = {
+        "prompt_ids": [one.prompt for one in samples],
+        "completion_ids": [one.response for one in samples],
+        "logprobs": [one.logprobs.tolist() for one in samples],
+    }
+    path.write_text(json.dumps(document))
+    return str(path)
+
+
+def test_a_planted_pair_is_found_with_its_shares(tiny: Any) -> None:
+    one = OF["temperature + top_p"]
+    found = outcome(*plant(tiny, one, number=3, new=16), one)
+    assert found.is_right and found.error < 0.1, found
+    assert [(cause.setting, cause.value) for cause in found.found.causes] == [("temperature", "0.7"), ("top_p", "0.9")]
+    assert found.found.found == "mistake"
+
+
+def test_rounding_is_ok_on_the_command_line(tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = _write(generate(tiny, prompts(2), new=12), tmp_path / "rollout.json")
+    assert main(["check-rollout", str(TINY), "--rollout", file, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["rollout"]["found"] in ("none", "rounding") and document["standing"] == "ok"
+    assert document["rollout"]["worst"][0]["text"] is not None
+
+
+def test_a_gap_that_nothing_explains_is_a_mistake(tiny: Any) -> None:
+    one = OF["system prompt"]
+    found = outcome(*plant(tiny, one, number=2, new=12), one)
+    assert found.found.found == "unexplained" and "not rounding" in found.found.in_words()
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+    document = {"prompt_ids": [[1]], "response_ids": [[5000]], "logprobs": [[-1.0]]}
+    (tmp_path / "a.json").write_text(json.dumps(document))
+    with pytest.raises(IncomparableError, match="does not have"):
+        glass.check_rollout(str(TINY), tmp_path / "a.json")
+    with pytest.raises(UsageError, match="causal language model"):
+        glass.check_rollout(torch.nn.Linear(2, 2), tmp_path / "a.json")
+    with pytest.raises(UsageError, match="unknown dtype"):
+        glass.check_rollout(str(TINY), tmp_path / "a.json", engine_dtype="int8")
+    with pytest.raises(UsageError, match="above 0"):
+        glass.check_rollout(str(TINY), tmp_path / "a.json", temperature=0.0)
+
+
+def _plants(family: str) -> list[Plant]:
+    found = [one for one in (*SINGLE, *PAIRS) if one.dense or family == "mixtral"]
+    return [one for one in found if family != "gpt2" or "theta" not in one.name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_most_planted_causes_come_first(family: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model, plants = model_of(family), _plants(family)
+    found = {one.name: outcome(*plant(model, one), one) for one in plants}
+    right = sum(one.is_right for one in found.values())
+    close = sum(one.error <= 0.1 for one in found.values())
+    with capsys.disabled():
+        print(  # noqa: T201
+            f"\n{family}: the right cause first in {right} of {len(found)}, shares within 10 points in {close}"
+        )
+    assert right >= 0.9 * len(found) and close >= 0.9 * len(found)
+    for one in plants:
+        result = found[one.name].found
+        is_rounding = one.name in ("nothing", "bfloat16", "head in bfloat16", "rounded values")
+        assert (result.found in ("none", "rounding")) == is_rounding, (one.name, result.in_words())
