@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -53,40 +54,33 @@ def of_caches(question: Question) -> Iterator[Hypothesis]:
 
 def _changes(slots: torch.Tensor, rows: int, key: torch.Tensor) -> Iterator[tuple[Kind, str, Change]]:
     """Yield the words for a change, and the change, of keys or of values [..., L, D]."""
-    for by in (1, -1):
-        yield (
-            "position",
-            f"the {{}} in the cache are moved by {by} slot",
-            lambda one, by=by: _put(one, slots, one[..., slots.roll(by), :]),
-        )
     newest, before = slots[-rows:], slots[-rows - 1 : -1]
-    yield (
-        "stale",
-        "the {} of the newest token are not written to the cache",
-        lambda one: _put(one, newest, one[..., before, :]),
-    )
-    yield (
-        "position",
-        "the {} of the newest token overwrite those before it",
-        lambda one: _put(one, before, one[..., newest, :]),
-    )
-    yield (
-        "other",
-        "the {} of the newest token are zero in the cache",
-        lambda one: _put(one, newest, torch.zeros_like(one[..., newest, :])),
-    )
+    for by in (1, -1):
+        yield "position", f"the {{}} in the cache are moved by {by} slot", partial(_taken, slots, slots.roll(by))
+    yield "stale", "the {} of the newest token are not written to the cache", partial(_taken, newest, before)
+    yield "position", "the {} of the newest token overwrite those before it", partial(_taken, before, newest)
+    yield "other", "the {} of the newest token are zero in the cache", lambda one: one.index_fill(-2, newest, 0.0)
     for dim, text in ((0, "of another row of the batch"), (1, "of another head")):
         if key.dim() == 4 and key.shape[dim] > 1:
-            for order in (lambda one, dim=dim: one.flip(dim), lambda one, dim=dim: one.roll(1, dim)):
-                yield (
-                    "permuted",
-                    f"the {{}} of earlier steps are those {text}",
-                    lambda one, order=order: _joined(order(one), one, slots, rows),
-                )
+            numbers = torch.arange(key.shape[dim])
+            for order in (numbers.flip(0), numbers.roll(1)):
+                change = partial(_reordered, dim, order, slots, rows)
+                yield "permuted", f"the {{}} of earlier steps are those {text}", change
     for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
-        name = str(dtype).removeprefix("torch.")
-        yield "dtype", f"the {{}} are cached in {name}", lambda one, dtype=dtype: one.to(dtype).to(one.dtype)
+        yield "dtype", f"the {{}} are cached in {str(dtype).removeprefix('torch.')}", partial(_rounded, dtype)
     yield "dtype", IN_8_BITS, _in_8_bits
+
+
+def _taken(slots: torch.Tensor, sources: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
+    return _put(one, slots, one[..., sources, :])
+
+
+def _reordered(dim: int, order: torch.Tensor, slots: torch.Tensor, rows: int, one: torch.Tensor) -> torch.Tensor:
+    return _joined(one.index_select(dim, order), one, slots, rows)
+
+
+def _rounded(dtype: torch.dtype, one: torch.Tensor) -> torch.Tensor:
+    return one.to(dtype).to(one.dtype)
 
 
 def _in_8_bits(one: torch.Tensor) -> torch.Tensor:
