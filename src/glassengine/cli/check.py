@@ -128,6 +128,14 @@ def command(
     only: Annotated[
         str | None, typer.Option(metavar="prompt", help="Judge the prompt alone, and load no model.")
     ] = None,
+    graft: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SITE=baseline", help="Go on with the baseline's tensor there. Repeatable."),
+    ] = None,
+    graft_until_clean: Annotated[
+        bool,
+        typer.Option("--graft-until-clean", help="Graft every wrong op and judge again: lists all mistakes of a port."),
+    ] = False,
     *,
     checkpoint: AdaptedCheckpoint,
     verdicts: Verdicts,
@@ -144,6 +152,7 @@ def command(
         own += [f"--{name}" for name, value in (("candidate", candidate), ("only", only), ("drift", drift)) if value]
         target = [baseline, *filter(None, (candidate_argument, *(words or ())))]
         options = {"inputs": inputs, "dtype": dtype, "trust_engine": trust_engine, **vars(checkpoint)}
+        options |= {"library": library, "python": python}
         return check_invariance(target, invariant or (), [*given, *own], options)
     asked.model(baseline)
     candidate = asked.model(one_candidate(candidate, candidate_argument))
@@ -180,6 +189,8 @@ def command(
                 jobs=jobs,
                 tokenizer=tokenizer,
                 only=only,
+                graft=graft or (),
+                graft_until_clean=graft_until_clean,
                 progress=progress,
                 **vars(checkpoint),
             )
