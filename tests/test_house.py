@@ -56,6 +56,7 @@ OF_THE_HOUSE = {
     "exporting_once",
     "house",
     "import",
+    "platforms",
     "readme",
     "wheel",
 }

@@ -23,7 +23,7 @@ from glassengine.stores.places import Remote, remote
 
 _READ = os.O_RDONLY | os.O_CLOEXEC
 # A pipe without a writer would block the opening for ever; for a plain file the flag means nothing.
-_NONBLOCK = os.O_NONBLOCK
+_NONBLOCK = getattr(os, "O_NONBLOCK", 0)  # absent on Windows
 _NOFOLLOW = os.O_NOFOLLOW
 _DIRECTORY = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 
