@@ -1,4 +1,4 @@
-"""Import, help, `compare` and `show` need nothing that macOS or Windows lacks: tried with a platform that is patched."""
+"""Import, help, `compare` and `show` need nothing that macOS or Windows lacks, as a patched platform shows."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 # Other packages are imported as they are on this machine; only our own code sees the other platform.
 PATCHED = """
 import sys, os, signal, socket
-import torch, numpy, safetensors.torch, rich.console, typer, jinja2, fsspec, msgspec, multiprocessing, subprocess, tempfile, zlib_ng
-import asyncio, importlib.metadata, importlib.resources, concurrent.futures.process, shutil, ctypes, logging.handlers, typer.main
-import sysconfig
+import torch, numpy, safetensors.torch, rich.console, typer, jinja2, fsspec, msgspec, zlib_ng
+import multiprocessing, subprocess, tempfile, asyncio, importlib.metadata, importlib.resources, concurrent.futures.process, shutil, ctypes
+import logging.handlers, typer.main, sysconfig
 sysconfig.get_config_vars()
 platform = sys.argv.pop(1)
 absent = {
@@ -22,8 +22,8 @@ absent = {
     "win32": (
         {
             "os": ["posix_fallocate", "sched_getaffinity", "memfd_create", "O_TMPFILE", "fork", "getuid", "geteuid",
-                   "killpg", "getpgid", "setsid", "sysconf", "O_NONBLOCK", "O_NOFOLLOW", "O_DIRECTORY", "fchmod", "pread",
-                   "register_at_fork", "sync", "mkfifo"],
+                   "killpg", "getpgid", "setsid", "sysconf", "O_NONBLOCK", "O_NOFOLLOW", "O_DIRECTORY", "fchmod",
+                   "pread", "register_at_fork", "sync", "mkfifo"],
             "signal": ["SIGALRM", "SIGKILL", "SIGHUP", "SIGUSR1", "SIGUSR2", "setitimer", "pthread_sigmask"],
         },
         ["fcntl", "resource", "pwd", "grp", "termios", "posix"],

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from glassengine.diagnose.engines.side_by_side import side_by_side
     from glassengine.diagnose.invariance.engines import prove_batch_invariant
     from glassengine.diagnose.invariance.machine import batch_table
-    from glassengine.diagnose.invariance.script import check_invariant_script
+    from glassengine.diagnose.invariance.recorded import check_invariant_script
     from glassengine.diagnose.noise_floor import measure_noise_floor
     from glassengine.diagnose.script_floor import measure_script_floor
     from glassengine.program.listing.artifacts import compare_artifacts
@@ -57,7 +57,7 @@ _PUBLIC = {
     "SeriesReader": "glassengine.recording.series",
     "batch_table": "glassengine.diagnose.invariance.machine",
     "calibrate": "glassengine.backends.accuracy.calibration",
-    "check_invariant_script": "glassengine.diagnose.invariance.script",
+    "check_invariant_script": "glassengine.diagnose.invariance.recorded",
     "compare_artifacts": "glassengine.program.listing.artifacts",
     "compare_many": "glassengine.compare.many",
     "compare_series": "glassengine.compare.series.series",

@@ -37,6 +37,7 @@ PAGES = [
     "notebooks-and-viewers.md",
     "onnx-and-pt2.md",
     "quantized-and-adapted.md",
+    "temperature-0-and-still-another-answer.md",
     "the-prompt-differs.md",
     "trust.md",
     "watching.md",

@@ -144,6 +144,7 @@ def command(
         own += [f"--{name}" for name, value in (("candidate", candidate), ("only", only), ("drift", drift)) if value]
         target = [baseline, *filter(None, (candidate_argument, *(words or ())))]
         options = {"inputs": inputs, "dtype": dtype, "trust_engine": trust_engine, **vars(checkpoint)}
+        options |= {"library": library, "python": python}
         return check_invariance(target, invariant or (), [*given, *own], options)
     asked.model(baseline)
     candidate = asked.model(one_candidate(candidate, candidate_argument))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,6 +135,12 @@ def test_a_change_that_a_model_has_not_is_refused() -> None:
         glass.check_invariant(module, invariant=["padding"], inputs=planted.X)
     with pytest.raises(UnknownNameError, match="bacth"):
         glass.check_invariant(module, invariant=["bacth"], inputs=planted.X)
+
+
+@pytest.mark.slow
+def test_two_ranks_add_in_another_order(root: Path) -> None:
+    (change,) = glass.check_invariant(str(root / "examples/tiny-llama"), invariant=["world"]).changes
+    assert change.verdict == "within rounding" and change.num_tokens > 0 and "ranks" in (change.cause or "")
 
 
 def test_several_changes_point_to_a_subsystem() -> None:

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
-from glassengine import environment
+from glassengine.diagnose.check_model import check
 from glassengine.diagnose.invariance.causes import Cause, cause_of
 from glassengine.diagnose.invariance.engines import EngineSubject
+from glassengine.diagnose.invariance.machine import described
+from glassengine.diagnose.invariance.recorded import check_invariant_served
 from glassengine.diagnose.invariance.rows import largest_difference, same_bits
 from glassengine.diagnose.invariance.subjects import Results, Subject, subject_of
 from glassengine.diagnose.invariance.trace import Difference, Op, Search
-from glassengine.diagnose.invariance.ways import Variant, variants_of
+from glassengine.diagnose.invariance.ways import ALL, Variant, variants_of
 from glassengine.engine.run.load import load
 from glassengine.errors import UnknownNameError, UsageError, first_line
+from glassengine.judge.sides.protocol import Place
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.verdict import Reference
 from glassengine.program import load_inputs, load_model
 from glassengine.program.user_code.calls import forward_errors
+from glassengine.results import VERDICTS, Comparison
 from glassengine.results.answer import LEAST_DB
 from glassengine.results.invariance import (
     CHANGE_VERDICTS,
@@ -34,10 +39,10 @@ from glassengine.results.invariance import (
     What,
     concluded,
 )
+from glassengine.serving.protocol import Options, is_kind
 from glassengine.stores.places import place
 
 NUM_RUNS = 2
-ALL = "all"
 
 
 def check_invariant(
@@ -51,13 +56,15 @@ def check_invariant(
     revision: str | None = None,
     adapter: str | Path | None = None,
     trust_engine: bool = False,
+    library: str | Path | None = None,
+    python: str | Path | None = None,
 ) -> Invariance:
     """Compare a model with itself under changes that must not matter, bit for bit and then by its noise floor.
 
     Args:
-        model: As for `check`, or an engine directory.
+        model: As for `check`, an engine directory, or a serving engine (`gguf:FILE`): all that it shows is compared.
         invariant: "run", "batch", "padding", "length", "cache", "threads", "order", "compile", "attention", "world";
-            "all" is every one that the model has.
+            "all" is every one that the model has but "world", which exports it.
         inputs: Keyword arguments, as for `check`; None makes them up.
         dtype: As for `check`.
         attn_implementation: As for `check`.
@@ -65,6 +72,8 @@ def check_invariant(
         revision: As for `check`.
         adapter: As for `check`.
         trust_engine: As for `check`.
+        library: As for `check`, of a serving engine.
+        python: As for `check`, of a serving engine.
 
     Raises:
         UsageError: The model cannot be run, or cannot be changed in this way.
@@ -72,6 +81,10 @@ def check_invariant(
     """
     steps = load_inputs(str(inputs)) if isinstance(inputs, str | Path) else inputs
     given = [steps] if isinstance(steps, Mapping) else steps
+    if isinstance(model, str) and is_kind(model):
+        options = Options(library=library, python=python, dtype=dtype)
+        names = [invariant] if isinstance(invariant, str) else invariant
+        return check_invariant_served(model, names, given[0] if given else None, options)
     if isinstance(model, str | Path) and (place(model) / "engine.json").is_file():
         return judged(EngineSubject(load(model, trust=trust_engine), given[0] if given else None), invariant)
     loaded = load_model(
@@ -83,16 +96,44 @@ def check_invariant(
         adapter=adapter,
     )
     with forward_errors(loaded.module, f"{loaded.spec} cannot run on these inputs: its forward raised in"):
-        return judged(subject_of(loaded, given), invariant)
+        ranks = partial(check, model, tensor_parallel=2, backend="eager", steps=1, inputs=inputs, dtype=dtype)
+        return judged(subject_of(loaded, given), invariant, ranks)
 
 
-def judged(subject: Subject, invariant: Sequence[str] | str) -> Invariance:
-    """Judge what is run under each change."""
+def judged(
+    subject: Subject, invariant: Sequence[str] | str, ranks: Callable[[], Comparison] | None = None
+) -> Invariance:
+    """Judge what is run under each change; `ranks` compares the model with its parts on two ranks."""
     names = wanted(subject, [invariant] if isinstance(invariant, str) else invariant)
     # Whether it is the same twice decides what other differences mean.
     run = _changed(subject, "run", None)
-    changes = [run if what == "run" else _changed(subject, what, run) for what in names]
+    changes = [
+        run if what == "run" else _of_ranks(ranks()) if what == "world" and ranks else _changed(subject, what, run)
+        for what in names
+    ]
     return concluded(subject.name, changes, described())
+
+
+def _of_ranks(found: Comparison) -> Variation:
+    """Return the change that the rung of the ranks shows."""
+    result = next(one for one in found.results if one.rung == Place.RANKS)
+    verdict = CHANGE_VERDICTS[(0, 1, 1, 3)[VERDICTS.index(result.verdict)]] if result.is_decided else "undecided"
+    first, is_same = found.first_divergence, verdict == CHANGE_VERDICTS[0]
+    return Variation(
+        "world",
+        verdict,
+        1,
+        0 if is_same else 1,
+        None if is_same else "1 rank, and 2 that share each layer",
+        result.num_tokens,
+        result.num_tokens - result.same_tokens,
+        result.max_abs_diff,
+        result.largest,
+        result.noise_ratio,
+        result.reason,
+        first=None if first is None else FirstOperation(first.site, "", first.source, first.step, True, None),
+        cause=None if is_same or first is not None else "a reduction that is split by ranks",
+    )
 
 
 def wanted(subject: Subject, names: Sequence[str]) -> list[What]:
@@ -106,7 +147,7 @@ def wanted(subject: Subject, names: Sequence[str]) -> list[What]:
     found: list[What] = []
     for name in names:
         if name == ALL:
-            found += [what for what in known if what not in subject.refusals]
+            found += [what for what in known if what not in subject.refusals and what != "world"]
         elif name not in known:
             raise UnknownNameError("change", name, [*known, ALL])
         elif name in subject.refusals:
@@ -116,18 +157,6 @@ def wanted(subject: Subject, names: Sequence[str]) -> list[What]:
         else:
             found.append(name)
     return list(dict.fromkeys(found))
-
-
-def described() -> dict[str, Any]:
-    """Return what bitwise equality depends on."""
-    return {
-        "cpu": environment.cpu_name(),
-        "instruction_set": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "mkl": torch.backends.mkl.is_available(),  # type: ignore[no-untyped-call]
-        "onednn": torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
-        **{name: version for name, version in environment.versions().items() if version},
-    }
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from glassengine import environment
 from glassengine.diagnose.invariance.rows import largest_difference, same_bits
 
 _BATCHES = (2, 3, 4, 5, 8, 16, 17)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Operation = Callable[[Tensor], Tensor]
+
+
+def described() -> dict[str, Any]:
+    """Return what bitwise equality depends on."""
+    return {
+        "cpu": environment.cpu_name(),
+        "instruction_set": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "mkl": torch.backends.mkl.is_available(),  # type: ignore[no-untyped-call]
+        "onednn": torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
+        **{name: version for name, version in environment.versions().items() if version},
+    }
 
 
 def _operations(dtype: torch.dtype) -> Iterator[tuple[str, tuple[int, ...], Operation]]:

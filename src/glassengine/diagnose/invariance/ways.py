@@ -17,6 +17,7 @@ from glassengine.diagnose.invariance.rows import Span, View
 from glassengine.ops.traits import named
 from glassengine.results.invariance import What
 
+ALL = "all"
 BATCHES = (2, 3, 4, 5, 8, 16, 17)
 """Numbers of rows: other kernels run for few rows, and remainders of blocks are split otherwise."""
 SPARE = max(BATCHES)

@@ -1,6 +1,6 @@
-"""`glass check --invariant run -- python train.py`: a script beside itself, recorded twice.
+"""Records a script or a serving engine twice, and compares the recordings.
 
-`python -m glassengine.diagnose.invariance.script PATH SEEDED IS_MODULE SCRIPT ARGUMENTS...` is one run.
+`python -m glassengine.diagnose.invariance.recorded PATH SEEDED IS_MODULE SCRIPT ARGUMENTS...` is one run.
 """
 
 from __future__ import annotations
@@ -11,21 +11,34 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from glassengine import starting
 from glassengine.capture.scripts.run_script import record_script
 from glassengine.compare.compare import compare
-from glassengine.diagnose.invariance.causes import ATOMICS, RANDOM
-from glassengine.diagnose.invariance.check import described
+from glassengine.diagnose.invariance.causes import ATOMICS, RANDOM, THREADS
+from glassengine.diagnose.invariance.machine import described
 from glassengine.diagnose.invariance.rows import largest_difference
-from glassengine.diagnose.invariance.ways import seed
+from glassengine.diagnose.invariance.ways import ALL, seed
 from glassengine.diagnose.script_floor import is_same
 from glassengine.errors import GlassError, UsageError
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.reader import Recording
-from glassengine.results.invariance import ChangeVerdict, FirstOperation, Invariance, SwitchTried, Variation, concluded
+from glassengine.results.invariance import (
+    ChangeVerdict,
+    FirstOperation,
+    Invariance,
+    SwitchTried,
+    Variation,
+    What,
+    concluded,
+)
+from glassengine.serving.protocol import Options, Run, open_served
 
 _MOST_WORDS = 400
+_PROMPT = 12
 _TRIALS: Sequence[tuple[str, bool, Mapping[str, str], str]] = (
     ("torch.manual_seed, random.seed and numpy.random.seed at its beginning", True, {}, RANDOM),
     ("PYTHONHASHSEED=0", False, {"PYTHONHASHSEED": "0"}, "the order of a set or of hashes"),
@@ -76,6 +89,47 @@ def check_invariant_script(
         return concluded(words, [replace(change, cause=cause, switch=switch, tried=tuple(tried))], described())
 
 
+def check_invariant_served(
+    target: str, invariant: Sequence[str], inputs: Mapping[str, Any] | None, options: Options
+) -> Invariance:
+    """Run a serving engine twice in each way, and compare all that it shows.
+
+    Args:
+        target: `gguf:FILE`, `vllm:DIR` or another kind.
+        invariant: "run" or "threads".
+        inputs: `input_ids` of one row; None takes some small numbers.
+        options: How the engine is run.
+
+    Raises:
+        UsageError: Another change was asked for.
+    """
+    both: tuple[What, ...] = ("run", "threads")
+    names = [what for what in both if what in invariant or ALL in invariant]
+    for what in invariant:
+        if what not in (*names, ALL):
+            raise UsageError(f"--invariant {what} cannot be tried here", got=target, expected="run, threads")
+    prompt = list(range(3, 3 + _PROMPT)) if inputs is None else torch.as_tensor(inputs["input_ids"]).flatten().tolist()
+    steps = max(1, len(prompt) // 4)
+    request = Run(prompt[:-steps], steps, prompt[-steps:])
+    changes = []
+    with tempfile.TemporaryDirectory(prefix="glassengine-run-") as folder:
+
+        def recorded(name: str, threads: int) -> Path:
+            served = open_served(target, replace(options, threads=threads))
+            assert served is not None
+            served.record(request, Path(folder) / name)
+            return Path(folder) / name
+
+        first = recorded("first", 1)
+        for what in names:
+            second = recorded(what, 2 if what == "threads" else 1)
+            different = list(_differences(first, second))
+            change = _judged(first, second, different) if different else Variation("run", "bitwise", 1)
+            cause = THREADS if different and what == "threads" else None
+            changes.append(replace(change, what=what, cause=cause))
+    return concluded(target, changes, described())
+
+
 def _run(path: Path, seeded: bool, is_module: bool, words: Sequence[str], variables: Mapping[str, str]) -> None:
     given = [str(path), str(int(seeded)), str(int(is_module)), *words]
     with tempfile.TemporaryFile() as output:
@@ -95,7 +149,10 @@ def _run(path: Path, seeded: bool, is_module: bool, words: Sequence[str], variab
 
 def _differences(first: Path, second: Path) -> Iterator[tuple[Path, Entry, Entry | None]]:
     """Yield recording, tensor and its counterpart of what differs in a bit, in the order of the run."""
-    for place in sorted(one.parent.relative_to(first) for one in first.rglob("recording.json")):
+    places = sorted(one.parent.relative_to(first) for one in first.rglob("recording.json"))
+    if not any(Recording.open(first / place).entries for place in places):
+        raise GlassError("nothing was recorded, so nothing can be compared", got=str(first.name))
+    for place in places:
         ours = Recording.open(first / place)
         try:
             theirs = Recording.open(second / place)
@@ -119,7 +176,7 @@ def _judged(first: Path, second: Path, different: Sequence[tuple[Path, Entry, En
         size = largest_difference(*sides)
     operation = FirstOperation(entry.site, "", None, entry.step, None, size, f"step {entry.step}")
     verdict: ChangeVerdict = "within rounding" if found.ok else "beyond rounding"
-    words = f"the same script again: {len(different)} tensors differ"
+    words = f"{len(different)} recorded tensors differ"
     return Variation("run", verdict, 1, 1, words, max_abs_diff=size, reason=found.not_ok_because, first=operation)
 
 
