@@ -13,7 +13,8 @@ import torch
 PATCHED = """
 import sys, os, signal, socket
 import torch, numpy, safetensors.torch, rich.console, typer, jinja2, fsspec, msgspec, zlib_ng
-import multiprocessing, subprocess, tempfile, asyncio, importlib.metadata, importlib.resources, concurrent.futures.process, shutil, ctypes
+import multiprocessing, subprocess, tempfile, asyncio
+import importlib.metadata, importlib.resources, concurrent.futures.process, shutil, ctypes
 import logging.handlers, typer.main, sysconfig
 sysconfig.get_config_vars()
 platform = sys.argv.pop(1)
