@@ -30,6 +30,8 @@ FLAGS = {
     "tensor_parallel": "--tensor-parallel",
     "pipeline_parallel": "--pipeline-parallel",
     "jobs": "--jobs",
+    "graft": "--graft",
+    "graft_until_clean": "--graft-until-clean",
 }
 """Argument of `glass.check` -> flag, of the options that some kind refuses."""
 
@@ -79,11 +81,14 @@ _RUNGS = _each(["--all-rungs", "--bisect-outputs"], "--all-rungs and --bisect-ou
     ["--backend", "--pass"], "--backend and --pass build an engine of BASELINE", "remove them, or --candidate MODEL"
 )
 _SERVED = _not_served("--map", "--pass", "--accum", "--all-rungs", "--bisect-outputs", "--jobs")
+_GRAFT = _each(["--graft", "--graft-until-clean"], "{flag} is for a model as candidate", "--candidate MODEL")
 _OPS = _each(["--reproduction", "--accum"], "--reproduction and --accum are for ops")
 _WRITES = _each(["--quantize"], "matrices are rounded by back-ends that write models", "--backend gguf")
 
-BUILT = Kind("built", {}, _LAYOUT | _MAP | _SESSION | _WRITES)
-WRITTEN = Kind("written", {}, _LAYOUT | _SERVED | _SESSION | _not_served("--tensor-parallel", "--pipeline-parallel"))
+BUILT = Kind("built", {}, _LAYOUT | _MAP | _SESSION | _WRITES | _GRAFT)
+WRITTEN = Kind(
+    "written", {}, _LAYOUT | _SERVED | _SESSION | _GRAFT | _not_served("--tensor-parallel", "--pipeline-parallel")
+)
 SERVED = Kind(
     "served",
     {
@@ -93,12 +98,14 @@ SERVED = Kind(
         "executorch:FILE": "a .pte file of ExecuTorch",
         "openvino:DIR": "a decoder of OpenVINO",
     },
-    _SERVED | _SESSION | _BUILD | _not_served("--backend"),
+    _SERVED | _SESSION | _BUILD | _GRAFT | _not_served("--backend"),
 )
-ENGINE = Kind("engine", {"ENGINE": "a directory that glass build wrote"}, _LAYOUT | _MAP | _SESSION | _BUILD)
-RECORD = Kind("record", {"RECORD": "a recording, or a dump of another tool"}, _LAYOUT | _SESSION | _BUILD | _RUNGS)
-QUANTIZED = Kind("quantized", {}, _LAYOUT | _MAP | _SESSION | _BUILD | _RUNGS | _OPS)
-QUANTIZED_MODEL = Kind("quantized model", {}, _OPS)
+ENGINE = Kind("engine", {"ENGINE": "a directory that glass build wrote"}, _LAYOUT | _MAP | _SESSION | _BUILD | _GRAFT)
+RECORD = Kind(
+    "record", {"RECORD": "a recording, or a dump of another tool"}, _LAYOUT | _SESSION | _BUILD | _RUNGS | _GRAFT
+)
+QUANTIZED = Kind("quantized", {}, _LAYOUT | _MAP | _SESSION | _BUILD | _RUNGS | _OPS | _GRAFT)
+QUANTIZED_MODEL = Kind("quantized model", {}, _OPS | _GRAFT)
 """A model that turns out to be quantized when it is loaded."""
 MODEL = Kind(
     "model",

@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import torch
 
 import glassengine as glass
 from glassengine.cli.main import main
 from glassengine.errors import IncomparableError, UsageError
+from glassengine.schemas import schema
 from tests.rollouts.planted import FAMILIES, PAIRS, SINGLE, TINY, Plant, generate, model_of, outcome, plant, prompts
 
 OF = {one.name: one for one in (*SINGLE, *PAIRS)}
@@ -42,8 +44,11 @@ def test_a_planted_pair_is_found_with_its_shares(tiny: Any) -> None:
 
 def test_rounding_is_ok_on_the_command_line(tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = _write(generate(tiny, prompts(2), new=12), tmp_path / "rollout.json")
-    assert main(["check-rollout", str(TINY), "--rollout", file, "--json"]) == 0
+    page = tmp_path / "answer.html"
+    assert main(["check-rollout", str(TINY), "--rollout", file, "--json", "--report", str(page)]) == 0
     document = json.loads(capsys.readouterr().out)
+    jsonschema.validate(document, schema("check"))
+    assert "Worst tokens" in page.read_text() and "<polyline" in page.read_text()
     assert document["rollout"]["found"] in ("none", "rounding") and document["standing"] == "ok"
     assert document["rollout"]["worst"][0]["text"] is not None
 

@@ -128,6 +128,14 @@ def command(
     only: Annotated[
         str | None, typer.Option(metavar="prompt", help="Judge the prompt alone, and load no model.")
     ] = None,
+    graft: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SITE=baseline", help="Go on with the baseline's tensor there. Repeatable."),
+    ] = None,
+    graft_until_clean: Annotated[
+        bool,
+        typer.Option("--graft-until-clean", help="Graft every wrong op and judge again: lists all mistakes of a port."),
+    ] = False,
     *,
     checkpoint: AdaptedCheckpoint,
     verdicts: Verdicts,
@@ -181,6 +189,8 @@ def command(
                 jobs=jobs,
                 tokenizer=tokenizer,
                 only=only,
+                graft=graft or (),
+                graft_until_clean=graft_until_clean,
                 progress=progress,
                 **vars(checkpoint),
             )

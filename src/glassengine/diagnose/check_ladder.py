@@ -117,7 +117,10 @@ class Ladder:
 
     def check(self) -> Comparison:
         """Return what the findings come to."""
-        return self.findings().conclude(self.policy)
+        found = self.findings()
+        if self.request.grafts and found.left is None:
+            found.left = f"the candidate ran with tensors of the baseline: {', '.join(self.request.grafts)}"
+        return found.conclude(self.policy)
 
     def findings(self) -> Findings:
         """Load both sides, judge every rung, and return what was found.
@@ -260,7 +263,8 @@ class Ladder:
             self._add_candidate(climb, part, stage, candidate, is_last=climb is climbs[-1])
             # Stages of a baseline that remembers nothing are calls by themselves: one of them is made twice.
             is_alone = len(climbs) == 1 or (stage is not None and stage.baseline.state is None)
-            as_given(climb, baseline, candidate, calls_again=is_alone and climb is climbs[0])
+            if not request.grafts:
+                as_given(climb, baseline, candidate, calls_again=is_alone and climb is climbs[0])
             result = self._judged(climb, baseline, found, stack, is_alone=len(climbs) == 1)
             found.append(result if stage is None else numbered(result, stage.numbers))
         result = with_level(with_order(reduce(joined, found), candidate), candidate or baseline)
@@ -311,7 +315,7 @@ class Ladder:
             self._tensors = tensors_of(climb, self.record, load_map(request.map) if request.map else None)
             climb.coarsest = add_record(climb, self._tensors)
         elif candidate is not None:
-            climb.coarsest = add_model(climb, candidate, stage, request.progress)
+            climb.coarsest = add_model(climb, candidate, stage, request.progress, request.grafts)
         else:
             add_built(
                 climb,

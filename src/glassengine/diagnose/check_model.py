@@ -10,6 +10,7 @@ from torch import nn
 
 from glassengine import asked
 from glassengine.candidates import flags_of, require_kind
+from glassengine.diagnose.ladder.grafting import sites_of, until_clean
 from glassengine.diagnose.ladder.request import CheckRequest
 from glassengine.diagnose.prompt_rung import beside, check_only
 from glassengine.diagnose.reproduction.files import require_free
@@ -57,6 +58,8 @@ def check(
     jobs: int = 1,
     tokenizer: str | None = None,
     only: str | None = None,
+    graft: Sequence[str] = (),
+    graft_until_clean: bool = False,
     progress: Progress = silent,
 ) -> Comparison:
     """Judge a candidate against a baseline and say which op, on which rung, introduced an error first.
@@ -103,6 +106,10 @@ def check(
         jobs: Processes of this machine that judge the cases (prompts), each a case at a time; 1 is this one.
         tokenizer: Of the candidate, where it has no files of one: `file.py:factory` of an object with `encode(text)`.
         only: "prompt" compares what goes in (tokens, chat templates, settings) and loads no model.
+        graft: "SITE=baseline": there the baseline's op takes the place of the candidate's, and the candidate's program
+            goes on with what it makes. Such a check is never ok.
+        graft_until_clean: Graft every origin that is found and judge again: `origins` has all mistakes of the port,
+            also those that others hide.
         progress: Called with an event when a stage begins.
 
     Raises:
@@ -142,6 +149,7 @@ def check(
         adapter=adapter,
         mesh=mesh_for(tensor_parallel, pipeline_parallel),
         jobs=jobs,
+        grafts=sites_of(tuple(graft)),
         progress=progress,
         route=route,
     )
@@ -151,4 +159,4 @@ def check(
     if only is not None:
         return check_only(request, only, tokenizer)
     with beside(request, tokenizer) as with_prompt:
-        return with_prompt(route(request))
+        return with_prompt(until_clean(request, route) if graft_until_clean else route(request))

@@ -72,6 +72,7 @@ from glassengine.results.findings import (
     Policy,
     decide,
     over_budget,
+    with_grafts,
     with_prompt,
 )
 from glassengine.results.hints import (
@@ -208,6 +209,7 @@ __all__ = [
     "failure",
     "over_budget",
     "tally_of",
+    "with_grafts",
     "with_prompt",
     "worst",
 ]

@@ -245,6 +245,14 @@ def with_prompt(result: Comparison, prompt: PromptComparison) -> Comparison:
     return replace(result, ok=False, standing="prompt differs", not_ok_because=reason, too_little=False)
 
 
+def with_grafts(result: Comparison, more: Sequence[Divergence], note: str) -> Comparison:
+    """Return a comparison with the origins that grafts have uncovered; with one it is not ok."""
+    if more and result.ok:
+        reason = f"an op is wrong behind what was grafted: {more[0].site}"
+        result = replace(result, ok=False, standing="differs inside", verdict="wrong", not_ok_because=reason)
+    return replace(result, origins=(*result.origins, *more), notes=(note, *result.notes))
+
+
 def over_budget(results: Sequence[ResultComparison | DriftRow], min_snr: float | None) -> str | None:
     """Return which result loses more of its signal than is allowed; None where none does."""
     known = [(result.snr_db, result) for result in results if result.snr_db is not None]

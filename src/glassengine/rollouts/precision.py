@@ -40,6 +40,11 @@ class Precision:
     is_wide: bool
 
     @property
+    def is_between(self) -> bool:
+        """Whether it is smaller than rounding in a coarser dtype: a part of an engine in that dtype may make it."""
+        return self.dtype is None and not self.leans and min(self.ratios.values()) < _LEAST
+
+    @property
     def is_tight(self) -> bool:
         """Whether a mistake of a size that matters has no room in it."""
         return self.dtype is not None and self.ratios[self.dtype] <= _TIGHT
@@ -60,21 +65,24 @@ def judge(gap: Gap, settings: Settings, engine_dtype: str | None) -> Precision:
     known = gap.tokens.engine.isfinite() & plain.isfinite() & exact.isfinite()
     rest, own = (gap.tokens.engine - plain)[known], (plain - exact)[known]
     ratios: dict[str, float] = {}
-    for dtype in _ORDER:
-        rounded = gap.values(settings.but(dtype=dtype))[known] - exact[known]
+    variants = {dtype: settings.but(dtype=dtype) for dtype in _ORDER}
+    if gap.trainer.dtype == "float32" and settings.cache is None:
+        variants |= {f"{dtype} of keys and values": settings.but(cache=dtype) for dtype in _ORDER[1:]}
+    for dtype, variant in variants.items():
+        rounded = gap.values(variant)[known] - exact[known]
         rounded = rounded[rounded.isfinite()]
         size = math.hypot(_size(rounded, is_free), _size(own, is_free))
         ratios[dtype] = _size(rest, is_free) / size if size else (0.0 if not rest.any() else math.inf)
     own_dtype = gap.trainer.dtype if gap.trainer.dtype in _ORDER else _ORDER[0]
     leans = _lean(rest, plain[known]) > _MOST_LEAN and ratios[own_dtype] > 1
     # The trainer's own first: of a trainer in bfloat16, an engine in float32 differs as much as one in bfloat16.
-    order = [own_dtype, *(dtype for dtype in _ORDER if dtype != own_dtype)]
+    order = [own_dtype, *(dtype for dtype in ratios if dtype != own_dtype)]
     fitting = [dtype for dtype in order if engine_dtype in (None, dtype) and _fits(dtype, own_dtype, ratios)]
     found = fitting[0] if fitting and not leans else None
     is_wide = is_free and found not in (None, "float32")
     if is_wide and found is not None:
         # Medians tell what most tokens have; those with other experts may not be more or larger than by rounding.
-        rounded = (gap.values(settings.but(dtype=found)) - exact)[known].nan_to_num(0.0, 0.0, 0.0)
+        rounded = (gap.values(variants[found]) - exact)[known].nan_to_num(0.0, 0.0, 0.0)
         size = math.hypot(_size(rounded, False), _size(own, False))
         is_wide = not (1 / _TIGHT <= ratios[found] <= _TIGHT and _size(rest, False) <= _MOST * size)
     return Precision(found, ratios, leans, is_wide)
@@ -88,7 +96,7 @@ def floor(gap: Gap, settings: Settings) -> float:
 
 
 def _fits(dtype: str, own: str, ratios: dict[str, float]) -> bool:
-    is_coarser = _ORDER.index(dtype) > _ORDER.index(own)
+    is_coarser = dtype not in _ORDER or _ORDER.index(dtype) > _ORDER.index(own)
     return ratios[dtype] <= _MOST and (not is_coarser or ratios[dtype] >= _LEAST)
 
 

@@ -266,6 +266,7 @@ def _near(name: str, value: Any) -> list[Any]:
 
 def shares(gap: Gap, found: Settings, start: Settings) -> tuple[dict[str, float], float]:
     """Return the share of each change in the mean gap by Shapley's rule, and what all of them leave."""
+    start = start.but(order=found.order)  # which changes nothing by itself
     names = list(changed(found, start))
     most = gap.loss(start)
 

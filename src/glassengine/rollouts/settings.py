@@ -142,6 +142,8 @@ def in_words(name: str, value: Any) -> str:
     if name == "config":
         return f"{value[0]} is {value[1]:g}"
     number = f"{value:.4g}" if isinstance(value, float) else str(value)
+    if name == "order":
+        return f"the temperature is applied {'after' if value.endswith('last') else 'before'} tokens are left out"
     texts = {
         "tokens": f"the engine reads the prompt {number}",
         "weights": f"the engine has the weights of {number}",
@@ -158,7 +160,6 @@ def in_words(name: str, value: Any) -> str:
         "kind": f"values are of another kind: {number}",
         "eos": "the end of the sequence cannot be sampled",
         "kept": "probabilities are those of the kept set in the file",
-        "order": "the temperature is applied after tokens are left out",
     }
     names = {"repetition": "repetition penalty", "presence": "presence penalty", "frequency": "frequency penalty"}
     return texts.get(name) or f"{names.get(name, name)} {number}"

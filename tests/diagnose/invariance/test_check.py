@@ -22,7 +22,7 @@ FUNCTION = "another function of the row"
 INDICES = "other positions, indices or another mask"
 # Variation, what is planted, verdict, operation, words of the cause.
 ROWS = [
-    ("run", "dropout", BEYOND, "mul", causes.RANDOM),
+    ("run", "dropout", BEYOND, "bernoulli_", causes.RANDOM),
     ("run", "noise", BEYOND, "randn_like", causes.RANDOM),
     ("run", "random_of_python", BEYOND, "mul", causes.RANDOM),
     ("run", "random_of_numpy", BEYOND, "mul", causes.RANDOM),
@@ -141,6 +141,11 @@ def test_a_change_that_a_model_has_not_is_refused() -> None:
 def test_two_ranks_add_in_another_order(root: Path) -> None:
     (change,) = glass.check_invariant(str(root / "examples/tiny-llama"), invariant=["world"]).changes
     assert change.verdict == "within rounding" and change.num_tokens > 0 and "ranks" in (change.cause or "")
+
+
+def test_a_result_without_rows_is_neither_alarm_nor_ok() -> None:
+    change = changed(planted.Loss(), "batch", planted.X)
+    assert change.verdict == UNDECIDED and change.num_variants == 0
 
 
 def test_several_changes_point_to_a_subsystem() -> None:

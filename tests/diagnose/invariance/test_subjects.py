@@ -121,7 +121,7 @@ PLANTED = [
     ("batch", lambda m: after_mlp(m, OverRows()), "amax", causes.MIXED),
     ("length", lambda m: wrapped(m, restarted), "", ""),
     ("cache", lambda m: after_mlp(m, Remembering()), "mul", causes.STATE),
-    ("run", lambda m: after_mlp(m, nn.Dropout(0.1).requires_grad_(False)), "mul", causes.RANDOM),
+    ("run", lambda m: after_mlp(m, nn.Dropout(0.1)), "bernoulli_", causes.RANDOM),
 ]
 
 

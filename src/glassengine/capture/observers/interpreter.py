@@ -16,11 +16,13 @@ from glassengine.program.representation.naming import of_any_layout
 from glassengine.program.representation.program import Program
 
 Observer = Callable[[Node, Any], None]
+Graft = Callable[[Node, Any], Any]
 
 
 class _Observing(torch.fx.Interpreter):
-    def __init__(self, program: Program, observer: Observer | None) -> None:
+    def __init__(self, program: Program, observer: Observer | None, graft: Graft | None) -> None:
         super().__init__(program.exported.graph_module)
+        self._graft = graft
         self._observer = observer
         self._sites = program.sites.by_node if spans.is_recording() else {}
 
@@ -33,13 +35,18 @@ class _Observing(torch.fx.Interpreter):
                 value = super().run_node(n)
         else:
             value = super().run_node(n)
+        if self._graft is not None and n.op == "call_function":
+            value = self._graft(n, value)
         if self._observer is not None and n.op == "call_function":
             self._observer(n, value)
         return value
 
 
 def run_program(
-    program: Program, inputs: Mapping[str, torch.Tensor], observer: Observer | None = None
+    program: Program,
+    inputs: Mapping[str, torch.Tensor],
+    observer: Observer | None = None,
+    graft: Graft | None = None,
 ) -> dict[str, torch.Tensor]:
     """Interpret one step; inputs are not changed, updated caches come back as `present_*`.
 
@@ -47,6 +54,7 @@ def run_program(
         program: The program, with weights.
         inputs: Tensors by input name.
         observer: Called with (node, value) after each computed node; must not change the value.
+        graft: Called with (node, value) before that; returns the value that the program goes on with.
     """
     missing = [port.name for port in program.inputs if port.name not in inputs]
     if missing:
@@ -55,7 +63,7 @@ def run_program(
     placeholders = [n.name for n in program.graph.nodes if n.op == "placeholder"]
     specs: Any = program.exported.graph_signature.output_specs
     with torch.no_grad():
-        results = _Observing(program, observer).run(
+        results = _Observing(program, observer, graft).run(
             *(by_node.get(name) for name in placeholders), enable_io_processing=False
         )
     by_output = {spec.arg.name: value for spec, value in zip(specs, results, strict=True)}

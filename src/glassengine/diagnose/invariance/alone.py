@@ -31,7 +31,7 @@ _APART = 1e-9
 
 def rounding_of(name: str) -> Rounding:
     """Return the class of an operation, also of kernels that only eager torch has."""
-    found = named(name).rounding
+    found = named(name.rstrip("_")).rounding
     if found is not Rounding.UNKNOWN:
         return found
     if "attention" in name:

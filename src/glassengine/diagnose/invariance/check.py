@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from glassengine.diagnose.check_model import check
-from glassengine.diagnose.invariance.causes import Cause, cause_of
+from glassengine.diagnose.invariance.causes import cause_of
 from glassengine.diagnose.invariance.engines import EngineSubject
 from glassengine.diagnose.invariance.machine import described
 from glassengine.diagnose.invariance.recorded import check_invariant_served
@@ -280,7 +280,9 @@ def _parts(variant: Variant, first: Results, second: Results) -> Any:
     for (call, view), results in zip(variant.views, second, strict=True):
         for name, y in results.items():
             x = first[call].get(name)
-            pair = None if x is None else view.aligned(x, y)
+            # A result of one shape for different numbers of rows, as a loss, has no rows to compare.
+            has_rows = view.batch[0] == view.batch[1] or (x is not None and x.shape != y.shape)
+            pair = view.aligned(x, y) if x is not None and has_rows else None
             if pair is not None:
                 yield name, *pair
 
@@ -355,6 +357,3 @@ def _first(difference: Difference | None) -> FirstOperation | None:
     op = difference.ops[1]
     is_equal = difference.kind == "operation"
     return FirstOperation(op.name, op.module, op.source, op.call, is_equal, difference.size, difference.detail)
-
-
-__all__ = ["Cause", "check_invariant"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from glassengine.errors import UsageError
 from glassengine.judge.pairing.by_value import pair_programs
 from glassengine.judge.pairing.weights import compare_paired_weights, compare_weights, states_alike, weights_of
 from glassengine.judge.replay.replay import Cut, Replay
+from glassengine.judge.sides.graft import Grafts
 from glassengine.judge.sides.module import UntouchedCandidate, own_names
 from glassengine.judge.sides.program import ProgramSide
 from glassengine.judge.sides.protocol import RUNTIME, Arranged, Place
@@ -36,6 +38,7 @@ def add_model(
     other: LoadedModel,
     stage: Stage | None,
     progress: Progress,
+    grafts: Sequence[str] = (),
 ) -> torch.dtype:
     """Another model or port: op by op through its own export, and untouched at module outputs.
 
@@ -44,6 +47,10 @@ def add_model(
         other: The other model.
         stage: What of it is run; None for a model that generates.
         progress: Called with an event when a stage begins.
+        grafts: Sites at which the baseline's op takes the place of the candidate's.
+
+    Raises:
+        UsageError: There are grafts, and the candidate has no program to put them into.
     """
     candidate = other if stage is None else stage.candidate
     arguments, exported = (None, None) if stage is None else (stage.theirs_of, stage.theirs)
@@ -52,6 +59,8 @@ def add_model(
         progress(Work.EXPORTING_CANDIDATE.says("exporting the candidate"))
         exported = program_of(candidate)
     if isinstance(exported, UsageError):
+        if grafts:
+            raise UsageError("--graft needs a candidate that can be exported", got=exported.what)
         reason = f"not judged op by op: {exported.what} ({exported.got})"
         climb.skipped.append(Skipped("*", "candidate", reason, rung=Place.CANDIDATE))
         climb.weights = _weights_by_name(climb, candidate)
@@ -76,10 +85,14 @@ def add_model(
         side = ProgramSide(
             program, by_node, place=Place.CANDIDATE, replay=replay, arranged=arranged, remembered=remembered
         )
+        if grafts:
+            side.grafts = Grafts(climb.program, by_node, arranged, grafts)
         climb.add(side)
         skip_unpaired(climb, program, by_node, Place.CANDIDATE)
         observable = {"names": own_names(program, by_node), "arranged": arranged}
     coarsest: torch.dtype = getattr(torch, candidate.dtype)
+    if grafts:  # the module as it is has none of them
+        return coarsest
     runs_onnx = candidate.stored is not None and candidate.stored.onnx is not None
     accumulation = climb.of_runtime(kernels_of(RUNTIME)) if runs_onnx else climb.accumulation
     segments = Replay(climb.program, cut=Cut.SEGMENT, dtype=coarsest, accumulation=accumulation)

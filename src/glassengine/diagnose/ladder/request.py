@@ -54,6 +54,7 @@ class CheckRequest:
     drift: bool = False
     accumulation: str | None = None
     reproduction: Path | None = None
+    grafts: tuple[str, ...] = ()
     loading: Mapping[str, Any] = field(default_factory=dict)
     trust_engine: bool = False
     adapter: str | Path | None = None

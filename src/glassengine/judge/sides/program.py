@@ -16,6 +16,7 @@ from glassengine.judge.end_to_end import results_of
 from glassengine.judge.graphs.by_name import SitePair
 from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.judge.sides.arguments import Arguments
+from glassengine.judge.sides.graft import Grafts
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.judge.sides.protocol import RUNTIME, Guarantee, Observed, Place, Side
 from glassengine.numerics.ops import Accumulation
@@ -31,6 +32,7 @@ class ProgramSide(Side):
         program: With weights.
         pairs: Baseline node -> its counterpart in `program`.
         replay: Replays ops of the baseline on this side's values; None leaves the accumulated floor.
+        grafts: Tensors of the baseline that take the place of its own; None for none.
         remembered: What its module remembered before the step, by baseline node, where the baseline's did the same.
     """
 
@@ -38,6 +40,7 @@ class ProgramSide(Side):
     pairs: Mapping[str, SitePair] = field()
     replay: Replay | None = field(default=None, kw_only=True)
     remembered: Mapping[str, torch.Tensor] = field(default_factory=dict, kw_only=True)
+    grafts: Grafts | None = field(default=None, kw_only=True)
     _values: dict[str, torch.Tensor] = field(default_factory=dict, init=False)
     _results: Mapping[str, torch.Tensor] = field(default_factory=dict, init=False)
     _caches: dict[str, torch.Tensor] = field(default_factory=dict, init=False)
@@ -75,6 +78,8 @@ class ProgramSide(Side):
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Run one step, handing every computed node to `keep`; return the program's outputs by name."""
+        if self.grafts is not None:
+            return self.grafts.run(self.program, inputs, self.keep)
         return run_program(self.program, inputs, self.keep)
 
     def keep(self, node: torch.fx.Node, value: Any) -> None:

@@ -78,6 +78,7 @@ class Head:
         outputs: Of a replay: name, dtype and shape, as recorded, difference, what is not finite.
         tables: More tables.
         plots: Series of runs.
+        about_plots: What these are.
         notes: Sentences.
     """
 
@@ -98,6 +99,7 @@ class Head:
     outputs: tuple[tuple[str, ...], ...] = ()
     tables: tuple[Table, ...] = ()
     plots: tuple[Plot, ...] = ()
+    about_plots: str = "The series that part first."
     notes: tuple[str, ...] = field(default=())
 
 

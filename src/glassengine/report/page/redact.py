@@ -10,6 +10,7 @@ from typing import Any
 
 from glassengine.results import FLAGGED, CaseInputs, Figures, Hint, InputUsed, Pair
 from glassengine.results.prompt import PromptFinding
+from glassengine.results.rollout import RolloutToken
 from glassengine.results.stored import OnPair, Stored
 from glassengine.sites import parts_of_line
 
@@ -21,6 +22,7 @@ _LEFT_OUT: Mapping[type, Mapping[str, Any]] = {
     CaseInputs: {"texts": ()},
     InputUsed: {"minimum": None, "maximum": None, "num_distinct": None, "value": None},
     PromptFinding: {"detail": "", "example": None},
+    RolloutToken: {"text": None},
     Hint: {"line": None},
     Pair: {"baseline": None, "candidate": None, "values": None},
     Figures: {"worst_index": None, "baseline_at_worst": None, "candidate_at_worst": None},

@@ -35,6 +35,7 @@ from glassengine.report.page.apart import head_of_apart
 from glassengine.report.page.data import FOLDER, MOST_TENSORS, DataFolder, ListFiles, Rows, Values, compressed
 from glassengine.report.page.head import Head, head_of, markdown, reasons_of
 from glassengine.report.page.redact import MOST_BYTES, MOST_PAIRS, first_pairs, redacted, redacted_text
+from glassengine.report.page.rollout import with_rollout
 from glassengine.results import Comparison, Comparisons, Replayed, Verdict, sentences, worst
 from glassengine.results.report import ReportPage, StepLabel, WrittenReport
 from glassengine.results.stored import Apart, OnPair, Plain, Stored, read_result, without_pairs
@@ -287,7 +288,10 @@ def _page(
         valued_rows=valued,
         why_no_values=_why_none(values),
     )
-    return head_of(shown, pair), page, reasons_of(result)
+    head = head_of(shown, pair)
+    if result is not None and result.rollout is not None:
+        head = with_rollout(head, result.rollout)
+    return head, page, reasons_of(result)
 
 
 def _write_reads(reads: Mapping[str, Sequence[str]], rows: Rows, folder: DataFolder) -> None:
