@@ -98,7 +98,7 @@ dist: $(STAMP) $(TOOLS)/.installed
 # Installs the wheel of `make dist` into an empty environment, and follows the tutorial there by its text alone.
 try-dist: $(STAMP)
 	rm -rf .venv-dist && $(PYTHON) -m venv .venv-dist
-	.venv-dist/bin/pip install -q -c constraints.txt dist/*.whl pytest
+	.venv-dist/bin/pip install -c constraints.txt dist/*.whl pytest
 	.venv-dist/bin/pip check
 	$(BIN)/python tests/docs/follow.py docs/tutorial.md .venv-dist/bin
 
