@@ -3,7 +3,7 @@
 `LlamaModel.make_rope_init` handles "llama3" alone and does not call the base class, which scales linearly, or
 refuses what it does not know. No message. Control: `rope_type="default"` agrees. The same with "yarn".
 Published: deepseek-ai/deepseek-coder-1.3b, 6.7b, 33b (LlamaForCausalLM, linear, factor 4),
-lmsys/vicuna-7b-v1.5-16k, longchat-7b-16k.
+lmsys/vicuna-7b-v1.5-16k.
 """
 # /// script
 # requires-python = ">=3.11"

@@ -1,7 +1,7 @@
 """onnxruntime-genai's builder: `clip_qkv` of OLMo is ignored.
 
 The word is in no builder. Control: `clip_qkv=None`, with the norm of genai_olmo_norm.py in place, agrees.
-Published: allenai/OLMo-7B-0424-hf, OLMo-7B-0724-hf (8.0).
+Published: allenai/OLMo-7B-0424-hf (8.0).
 """
 # /// script
 # requires-python = ">=3.11"

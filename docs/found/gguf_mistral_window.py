@@ -2,6 +2,7 @@
 
 The converter writes no `attention.sliding_window`, and nothing warns. Control: `sliding_window=None` agrees.
 Published: mistralai/Mistral-7B-v0.1 (4096), HuggingFaceH4/zephyr-7b-beta.
+Known: ggml-org/llama.cpp issues 3371 and 3377 (closed as stale).
 """
 # /// script
 # requires-python = ">=3.11"

@@ -4,6 +4,7 @@ transformers 5 writes theta and scaling into `rope_parameters`. `mlx_lm/models/l
 smollm3 and others) reads `rope_theta` and `rope_scaling` alone, and runs theta 10000 without a message. Control:
 theta 10000 agrees; so does theta 500000 in the form of transformers 4.
 Published: every fine-tune of Llama 3 (theta 500000) or Qwen 2.5 (1000000) that transformers 5 wrote.
+Known: ml-explore/mlx-lm pull request 953.
 """
 # /// script
 # requires-python = ">=3.11"

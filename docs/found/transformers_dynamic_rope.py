@@ -3,8 +3,7 @@
 `dynamic_rope_update` rescales the frequencies when a prompt is longer than any before, and resets them only for one
 that is shorter than the original length. A prompt in between is computed with the frequencies of the longest prompt
 so far. Control: without the long prompt the same call twice gives the same bits.
-Published: internlm/internlm2_5-7b-chat-1m and other configurations with `rope_scaling` of type "dynamic"; a server
-that keeps one model in memory answers by the history of its requests.
+A server that keeps one model in memory answers by the history of its requests.
 """
 # /// script
 # requires-python = ">=3.11"

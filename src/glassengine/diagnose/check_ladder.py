@@ -28,7 +28,7 @@ from glassengine.diagnose.ladder.bisect_release import bisect_release
 from glassengine.diagnose.ladder.climb import Climb
 from glassengine.diagnose.ladder.generations import JUDGED, joined
 from glassengine.diagnose.ladder.judging import explain_engine, kept
-from glassengine.diagnose.ladder.other_model import add_model, start_stage
+from glassengine.diagnose.ladder.other_model import add_model, leave_out_export, start_stage
 from glassengine.diagnose.ladder.per_case import judge_cases
 from glassengine.diagnose.ladder.quantized import is_quantized_file, quantized_in_memory
 from glassengine.diagnose.ladder.record import add_record, judge_sums_again, tensors_of
@@ -369,6 +369,7 @@ class Ladder:
         stack.enter_context(kept(lambda: reduce(joined, [*before, collected()]), self.policy))
         progress(Work.JUDGING.says(f"judging {len(climb.cases)} case{'s' if len(climb.cases) > 1 else ''}"))
         judge_cases(climb, request.for_workers() if is_alone else None, request.jobs, progress)
+        leave_out_export(climb)
         if self._tensors is not None:
             judge_sums_again(climb, self._tensors, progress)
         accumulated = judge_alike(climb, progress)

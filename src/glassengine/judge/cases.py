@@ -375,7 +375,8 @@ def empty_caches(program: Program, named: Mapping[str, torch.Tensor]) -> dict[st
     """Return zeroed caches for the batch and cache length of `named`; none where the program has no caches."""
     if program.layout is None:
         return {}
-    dtype = next(getattr(torch, port.dtype) for port in program.inputs if port.name in program.caches)
+    read = (getattr(torch, port.dtype) for port in program.inputs if port.name in program.caches)
+    dtype = next(read, torch.float32)  # a program that reads none of its caches has no such port
     batch, length = named["attention_mask"].shape
     return program.layout.allocate(batch, length, dtype)
 

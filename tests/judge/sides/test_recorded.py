@@ -414,3 +414,25 @@ def test_f56_tokens_of_a_language_model_lie_in_its_dump(tmp_path: Path) -> None:
     assert not result.ok and result.standing == "results differ"
     with pytest.raises(IncomparableError, match="made on other inputs"):
         glass.check(model, candidate=tmp_path / "right.pt", inputs={"input_ids": ids + 1, "attention_mask": mask})
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router, self.last = nn.Linear(8, 4), nn.Linear(4, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.router(x.flatten(0, 1))).reshape(x.shape)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.01])
+def test_a_router_that_merges_rows_is_compared_with_one_that_does_not(tmp_path: Path, scale: float) -> None:
+    model, x = Routed().eval(), torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        routed = model.router(x) * scale
+        torch.save({"x": x, "router": routed, "last": (last := model.last(routed)), "output": last}, tmp_path / "d.pt")
+    result = glass.check(model, candidate=tmp_path / "d.pt", inputs={"x": x})
+    assert result.ok == (scale == 1.0), result.not_ok_because
+    if scale != 1.0:
+        assert result.first_divergence is not None and result.first_divergence.site.startswith("router/linear")

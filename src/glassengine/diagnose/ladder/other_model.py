@@ -83,7 +83,13 @@ def add_model(
         both_remember = climb.baseline.state is not None and candidate.state is not None
         remembered = states_alike(climb.program, program) if both_remember else {}
         side = ProgramSide(
-            program, by_node, place=Place.CANDIDATE, replay=replay, arranged=arranged, remembered=remembered
+            program,
+            by_node,
+            place=Place.CANDIDATE,
+            replay=replay,
+            arranged=arranged,
+            remembered=remembered,
+            has_fixed_cache=program.layout is not None and candidate.stored is None,
         )
         if grafts:
             side.grafts = Grafts(climb.program, by_node, arranged, grafts)
@@ -107,6 +113,18 @@ def add_model(
     )
     climb.add(untouched_side)
     return coarsest
+
+
+def leave_out_export(climb: Climb) -> None:
+    """Leave out what was judged of an export that returns something else than the candidate."""
+    for score in [score for score in climb.scores if score.unlike is not None]:
+        climb.scores.remove(score)
+        climb.severity.pop(score.side.rung, None)
+        reason = (
+            f"not judged op by op: its export returns other {score.unlike}, than it does; "
+            "its code decides by the length of the cache or of the step, which an export fixes"
+        )
+        climb.skipped.append(Skipped("*", "candidate", reason, rung=Place.CANDIDATE))
 
 
 def _weights_by_name(climb: Climb, candidate: LoadedModel) -> WeightsComparison | None:

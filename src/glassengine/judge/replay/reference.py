@@ -199,6 +199,11 @@ class ReferenceRun:
         for node, reference in self.walk(inputs, valid):
             observe(node, reference)
 
+    @property
+    def caches(self) -> Mapping[str, torch.Tensor]:
+        """Caches after the last step in the program's own dtype, by the name of their input; none before the first."""
+        return self._caches[1]
+
     def walk(
         self,
         inputs: Mapping[str, torch.Tensor],

@@ -82,7 +82,8 @@ class SegmentReplay:
         self.has_run = True
         self._is_asked_for = is_asked_for
         self._walk = self._run.walk(inputs, valid, self._taken)
-        self.values = {self._ports[name]: tensor for name, tensor in inputs.items() if name in self._ports}
+        given = {**self._run.caches, **inputs}
+        self.values = {self._ports[name]: tensor for name, tensor in given.items() if name in self._ports}
         self._observed = observed
         self._current: tuple[Node, Reference] | None = None
 

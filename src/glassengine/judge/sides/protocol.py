@@ -241,6 +241,7 @@ class Side(ABC):
         pairs: Baseline node -> the op of `program` that is its counterpart, observed or not.
         replay: Judges what its ops, regions or segments introduced; None where results alone are judged.
         arranged: Gives its tensors the baseline's dimensions.
+        has_fixed_cache: Whether `program` is an export of a module that runs with a cache that grows.
         logits: Of the last step, [B, S, V], where it chooses tokens.
         plain: Results of the current step other than tensors.
         written: Inputs of the current step that it has written to, as it leaves them; None where that is not observed.
@@ -253,6 +254,7 @@ class Side(ABC):
     pairs: Mapping[str, SitePair] = field(default_factory=dict, kw_only=True)
     replay: Replay | None = field(default=None, kw_only=True)
     arranged: Arranged = field(default_factory=Arranged, kw_only=True)
+    has_fixed_cache: bool = field(default=False, kw_only=True)
     logits: torch.Tensor | None = field(default=None, kw_only=True)
     written: Mapping[str, torch.Tensor] | None = field(default=None, init=False)
     plain: Mapping[str, Any] = field(default_factory=dict, init=False)

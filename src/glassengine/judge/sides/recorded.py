@@ -141,6 +141,8 @@ class RecordedTensors:
         return found
 
     def _aligned(self, found: Observed | None, site: Site, inputs: Given) -> Observed | None:
+        if found is not None:
+            found = Observed(_by_tokens(found.tensor, site), found.site, found.method)
         if found is None or not isinstance(inputs, StepInputs):
             return found
         value = _by_rows(found.tensor, site, inputs)
@@ -178,6 +180,15 @@ class RecordedTensors:
 
     def _lookup(self, step: int) -> Callable[[str], Tensor]:
         return lambda name: self.source.tensor(self._places[name, step])
+
+
+def _by_tokens(value: Tensor, site: Site) -> Tensor:
+    """Return a tensor [batch, sequence, ...] as [tokens, ...] where the baseline's router or experts merge both."""
+    if value.dim() < 3 or len(site.shape) != value.dim() - 1 or site.axes.get("batch") == 0:
+        return value
+    merged = value.flatten(0, 1)
+    alike = all(not isinstance(size, int) or size == own for own, size in zip(merged.shape, site.shape, strict=True))
+    return merged if alike else value
 
 
 def _by_rows(value: Tensor, site: Site, inputs: StepInputs) -> Tensor:

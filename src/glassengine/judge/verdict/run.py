@@ -118,6 +118,26 @@ def _compare_results(
         known = references[score is not scores[0]]
         theirs = score.side.results()
         score.results.compare(node, known, theirs, made, where=where, may_tie=score.may_tie)
+    compare_export(scores, node, references[0], where)
+
+
+def compare_export(scores: Sequence[Score], node: str, reference: Reference, where: tuple[str, int]) -> None:
+    """Note where a candidate's export returns something else than the candidate.
+
+    Exports have a cache of fixed size. Code that decides by the length of a cache computes something else there.
+    """
+    export = next((score for score in scores if score.side.has_fixed_cache), None)
+    runs = next((score.side for score in scores if score.side.place is Place.UNTOUCHED), None)
+    if export is None or runs is None or export.unlike is not None:
+        return
+    ours, theirs = export.side.results(), runs.results()
+    for name in ours.keys() & theirs.keys():
+        if export.program.output_nodes.get(name) != node or not ours[name].is_floating_point():
+            continue
+        is_alike = ours[name].shape == theirs[name].shape == reference.exact.shape
+        # The floor is that of the baseline: a difference of two runs of the candidate has the same size.
+        if not is_alike or reference.judge(reference.exact + (ours[name].double() - theirs[name])).verdict == "wrong":
+            export.unlike = f"{name} in {where[0]}, step {where[1]}"
 
 
 def inputs_of(case: Case, step: int, before: Any, model: Side | None) -> Any:

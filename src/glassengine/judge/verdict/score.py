@@ -169,6 +169,7 @@ class Score:
         ledger: Counts elements that did not count.
         drift: What is lost where; None where it is not asked for.
         sums: Of each product that introduced an error, whether coarse sums are why; None where its values do not tell.
+        unlike: Which result of a candidate's export is not the candidate's, in words; None where all are.
         may_tie: Whether in this case the side chose otherwise at a tie, or may have where it was not observed.
     """
 
@@ -181,6 +182,7 @@ class Score:
     left_out: dict[tuple[str, str], Skipped] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
     evidence: EvidenceBox | None = None
+    unlike: str | None = None
     may_tie: bool = False
     drift: Drift | None = None
     sums: dict[str, bool | None] = field(default_factory=dict)
@@ -195,7 +197,7 @@ class Score:
 
     def found(self) -> dict[str, Any]:
         """Return what was found, without the side and the program, which stay in their process."""
-        names = ("pairs", "divergences", "judged_nodes", "empty_nodes", "left_out", "ledger", "drift", "sums")
+        names = ("pairs", "divergences", "judged_nodes", "empty_nodes", "left_out", "ledger", "drift", "sums", "unlike")
         return {name: getattr(self, name) for name in names} | {"results": self.results.found_so_far()}
 
     def merge(self, later: Mapping[str, Any]) -> None:
@@ -215,6 +217,7 @@ class Score:
         if self.drift is not None:
             self.drift.merge(later["drift"])
         self.sums |= {node: shown for node, shown in later["sums"].items() if self.sums.get(node) is None}
+        self.unlike = self.unlike or later["unlike"]
         self.results.merge(later["results"])
 
     def fresh(self) -> Score:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
@@ -22,7 +23,10 @@ LABELS[1, 6:] = -100
 
 
 def asked(right: Callable[..., Tensor], made: Tensor, *given: Tensor) -> list[Hint]:
-    module = make_fx(lambda *given: (right(*given),))(*given)
+    return asked_of(make_fx(lambda *given: (right(*given),))(*given), made, *given)
+
+
+def asked_of(module: GraphModule, made: Tensor, *given: Tensor) -> list[Hint]:
     names = [place.name for place in module.graph.find_nodes(op="placeholder")]
     end = module.graph.output_node().all_input_nodes[0].name
     piece = Piece(module, dict(zip(names, given, strict=True)), (end,))
@@ -60,6 +64,13 @@ def test_what_is_wrong_with_a_loss_is_told(name: str) -> None:
     made, kind, text = WRONG[name]
     (hint,) = asked(loss, made, LOGITS, LABELS)
     assert hint.proven and hint.kind == kind and text in hint.text, hint
+
+
+def test_a_loss_that_is_not_smoothed_is_told_where_the_loss_is_one_op() -> None:
+    module = make_fx(lambda *given: (loss(*given, label_smoothing=0.1),), pre_dispatch=True)(LOGITS, LABELS)
+    assert any(node.target is torch.ops.aten.cross_entropy_loss.default for node in module.graph.nodes)
+    (hint,) = asked_of(module, loss(LOGITS, LABELS), LOGITS, LABELS)
+    assert hint.proven and "smoothed by 0.1 in the baseline, not in the candidate" in hint.text, hint
 
 
 def test_a_loss_of_other_logits_is_none_of_these() -> None:

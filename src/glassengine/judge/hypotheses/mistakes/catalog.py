@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Set
 from glassengine.judge.hypotheses.mistakes import (
     activations,
     arguments,
+    caches,
     candidate_ops,
     fitted_constants,
     global_transforms,
@@ -31,6 +32,7 @@ _BY_SCORE: dict[float, tuple[Family, ...]] = {
     0.98: (arguments.as_theirs,),
     0.97: (
         masks.of_attention,
+        caches.of_caches,
         fitted_constants.bases,
         fitted_constants.scaled_positions,
         losses.losses,

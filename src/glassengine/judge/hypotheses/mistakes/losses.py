@@ -38,14 +38,16 @@ def losses(question: Question) -> Iterator[Hypothesis]:
         if logits.dim() != 2 or labels.dim() != 1 or logits.numel() > _MOST_ELEMENTS:
             continue
         ignored = next((arg for arg in node.args[3:] if isinstance(arg, int) and arg < 0), _IGNORED)
-        for by, text, value in _moved(question, node, ignored):
+        smoothing = float(node.args[5]) if op_name(node) == "cross_entropy_loss" and len(node.args) > 5 else 0.0
+        loss = partial(F.cross_entropy, ignore_index=ignored, label_smoothing=smoothing)
+        for by, text, value in _moved(question, node, loss):
             yield Hypothesis("position", text, {node: _loss(value)}, "shift", (None, by))
-        for kind, text, value in _averaged(question, node, logits, labels, ignored):
+        for kind, text, value in _averaged(question, node, logits, labels, ignored, loss):
             yield Hypothesis(kind, text, {node: _loss(value)})
-        yield from _smoothed(question, node, partial(F.cross_entropy, logits, labels, ignore_index=ignored))
+        yield from _smoothed(question, node, partial(loss, logits, labels), smoothing)
 
 
-def _moved(question: Question, node: Node, ignored: int) -> Iterator[tuple[int, str, Tensor]]:
+def _moved(question: Question, node: Node, loss: Callable[..., Tensor]) -> Iterator[tuple[int, str, Tensor]]:
     """Yield: the label of another position than the next one, of all positions that have it."""
     logits, labels = (_whole(question, source) for source in node.args[:2])
     if logits is None or labels is None or logits.dim() != labels.dim() + 1 or logits.shape[:-1] != labels.shape:
@@ -56,16 +58,16 @@ def _moved(question: Question, node: Node, ignored: int) -> Iterator[tuple[int, 
         if size < 1:
             continue
         predicting, predicted = logits.narrow(-2, max(-by, 0), size), labels.narrow(-1, max(by, 0), size)
-        value = F.cross_entropy(predicting.flatten(0, -2), predicted.flatten(), ignore_index=ignored)
+        value = loss(predicting.flatten(0, -2), predicted.flatten())
         where = words.get(by, f"the position {by} later")
         yield by, f"the label of {where} is predicted in the candidate", value
 
 
 def _averaged(
-    question: Question, node: Node, logits: Tensor, labels: Tensor, ignored: int
+    question: Question, node: Node, logits: Tensor, labels: Tensor, ignored: int, loss: Callable[..., Tensor]
 ) -> Iterator[tuple[Kind, str, Tensor]]:
     """Yield: the mean counts what is ignored, or is one of the means of rows, or is a sum."""
-    each = F.cross_entropy(logits, labels, ignore_index=ignored, reduction="none")
+    each = loss(logits, labels, reduction="none")
     counted = int((labels != ignored).sum())
     if not counted:
         return
@@ -73,7 +75,7 @@ def _averaged(
     if counted < len(labels):
         text = f"the mean is over all {len(labels)} labels, not over the {counted} that count"
         yield "scale", text, each.sum() / len(labels)
-        every = F.cross_entropy(logits, labels.clamp(min=0), reduction="none")
+        every = loss(logits, labels.clamp(min=0), reduction="none")
         yield "mask", "labels that are ignored in the baseline count in the candidate, as 0", every.mean()
     rows = _whole(question, node.args[1], is_moved=True)
     if rows is not None and rows.dim() > 1 and rows.numel() == labels.numel():
@@ -81,8 +83,8 @@ def _averaged(
         yield "scale", "the mean of the means of the rows", (by_row / count.clamp(min=1)).mean()
 
 
-def _smoothed(question: Question, node: Node, loss: Callable[..., Tensor]) -> Iterator[Hypothesis]:
-    """Yield: labels are smoothed: by the number that fits, if it is one that people write."""
+def _smoothed(question: Question, node: Node, loss: Callable[..., Tensor], smoothing: float) -> Iterator[Hypothesis]:
+    """Yield: labels are smoothed by the number that fits, if it is one that people write; or not at all."""
     ends = []
     for share in (0.0, 1.0):
         made = question.trial.changed({node: _loss(loss(label_smoothing=share))})
@@ -96,7 +98,10 @@ def _smoothed(question: Question, node: Node, loss: Callable[..., Tensor]) -> It
     rounding = _ROUNDINGS * question.noise * float(ends[0].square().sum() / power) ** 0.5 if power else 1.0
     if 0 < share < 1 and abs(fitted - share) <= rounding <= _SHARP * share:
         text, value = f"labels are smoothed by {share:g} in the candidate", loss(label_smoothing=share)
-        yield Hypothesis("other", text, {node: _loss(value)}, "label_smoothing", (0.0, share))
+        yield Hypothesis("other", text, {node: _loss(value)}, "label_smoothing", (smoothing, share))
+    elif abs(fitted) <= rounding <= _SHARP * smoothing:
+        text = f"labels are smoothed by {smoothing:g} in the baseline, not in the candidate"
+        yield Hypothesis("other", text, {node: _loss(loss(label_smoothing=0.0))}, "label_smoothing", (smoothing, 0.0))
 
 
 def _whole(question: Question, source: object, *, is_moved: bool = False) -> Tensor | None:

@@ -20,7 +20,7 @@ from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind
 
 _MOST_WINDOWS = 64
-_MASK, _DROPOUT, _CAUSAL = 3, 4, 5
+MASK, _DROPOUT, _CAUSAL = 3, 4, 5
 _NEAR = 10
 """Ops below a mask within which an attention or a choice reads it."""
 _MOST_LISTED = 4
@@ -32,7 +32,7 @@ def of_attention(question: Question) -> Iterator[Hypothesis]:
     for node in reversed(question.trial.ops):
         if traits_of(node).rounding is Rounding.ATTENTION:
             for text, seen in _other_masks(question, node):
-                yield Hypothesis("mask", text, {node: _masked(seen)})
+                yield Hypothesis("mask", text, {node: masked(seen)})
             for kind, text, made in _written_out(question, node):
                 yield Hypothesis(kind, text, {node: made})
             for edit in _heads(question, node):
@@ -43,13 +43,14 @@ def _other_masks(question: Question, node: Node) -> Iterator[tuple[str, torch.Te
     """Yield (words, what is seen) of masks that an attention may have instead; None for all."""
     args, _ = bound(node.target, node.args, node.kwargs)
     rows, columns = (question.trial.values[args[i]].shape[-2] for i in (0, 1))
-    mask = question.trial.tensor(args[_MASK])
+    mask = question.trial.tensor(args[MASK])
 
     def below(diagonal: int) -> torch.Tensor:
         return torch.ones(rows, columns, dtype=torch.bool).tril(diagonal)
 
-    causal = below(columns - rows)
-    seen = _seen(mask, rows, columns) if mask is not None else below(0) if args[_CAUSAL] else None
+    seen = seen_by(mask, rows, columns) if mask is not None else below(0) if args[_CAUSAL] else None
+    before = columns - rows if seen is None else _before(seen)
+    causal = below(before)
     what = "the mask" if mask is not None else "the causal mask"
     if seen is not None:
         yield f"{what} is missing", None
@@ -66,20 +67,27 @@ def _other_masks(question: Question, node: Node) -> Iterator[tuple[str, torch.Te
         beside = seen[..., -1:, :].expand(seen.shape)
         if not torch.equal(seen, beside) and torch.equal(seen, beside & causal):
             yield "the causal part of the mask is missing", beside
-        for by in (-1, 1, columns - rows):
+        for by in (-1, 1, columns - rows - before):
             if by:
                 text = "sees the next position" if by > 0 else "does not see itself"
                 text = f"a position {text}: the causal mask is moved by {by}"
-                yield text, below(by)
+                yield text, below(before + by)
                 if mask is not None:
-                    yield text, below(by) & beside
+                    yield text, below(before + by) & beside
         if mask is not None and torch.equal(both.expand(seen.shape), seen):
             yield "causal alone: the rest of the mask is missing", causal
-    apart = torch.arange(rows)[:, None] + (columns - rows) - torch.arange(columns)[None]
+    apart = torch.arange(rows)[:, None] + before - torch.arange(columns)[None]
     for window in range(1, min(columns, _MOST_WINDOWS) + 1):
         near = (apart < window) & (apart > -window)
         for base in (causal,) if seen is None else (seen, causal):
             yield f"a window of {window} positions in the candidate", base & near
+
+
+def _before(seen: torch.Tensor) -> int:
+    """Return how many slots lie before the first row: a cache of fixed size has free ones behind the last."""
+    rows, columns = seen.shape[-2:]
+    used = seen.reshape(-1, rows, columns).any(0)[-1].nonzero().flatten()
+    return (int(used[-1]) + 1 if len(used) else columns) - rows
 
 
 def _written_out(question: Question, node: Node) -> Iterator[tuple[Kind, str, torch.Tensor]]:
@@ -89,8 +97,8 @@ def _written_out(question: Question, node: Node) -> Iterator[tuple[Kind, str, to
     if kwargs.get("enable_gqa") or query.dim() < 3:
         return
     rows, columns = query.shape[-2], key.shape[-2]
-    mask = question.trial.tensor(args[_MASK])
-    seen = _seen(mask, rows, columns) if mask is not None else torch.ones(rows, columns, dtype=torch.bool)
+    mask = question.trial.tensor(args[MASK])
+    seen = seen_by(mask, rows, columns) if mask is not None else torch.ones(rows, columns, dtype=torch.bool)
     seen = seen.tril() if args[_CAUSAL] else seen
     scale = kwargs.get("scale")
     plain = query @ key.transpose(-1, -2)
@@ -143,15 +151,18 @@ def _heads(question: Question, node: Node) -> Iterator[Edit]:
         yield in_turn
 
 
-def _seen(mask: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+def seen_by(mask: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Return what is seen through a mask, [..., rows, columns]."""
     found = mask if mask.dtype is torch.bool else mask > HIDDEN
     return found.expand(*found.shape[:-2], rows, columns)
 
 
-def _masked(seen: torch.Tensor | None) -> Edit:
+def masked(seen: torch.Tensor | None) -> Edit:
+    """Return the edit by which an attention sees something else."""
+
     def edit(call: Call) -> Any:
         args, kwargs = bound(call.node.target, call.args, call.kwargs)
-        return call.target(*args[:_MASK], seen, args[_DROPOUT], False, *args[_CAUSAL + 1 :], **kwargs)
+        return call.target(*args[:MASK], seen, args[_DROPOUT], False, *args[_CAUSAL + 1 :], **kwargs)
 
     return edit
 
