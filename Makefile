@@ -10,7 +10,7 @@ WORKERS ?= $(shell $(PYTHON) -c "import os; print(max(2, min(4, os.cpu_count() o
 test test-all test-cuda test-foreign test-foreign-onnx test-serving: export OMP_NUM_THREADS = 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: browser demo test test-all test-cuda test-foreign test-foreign-onnx test-serving lint docs pictures schemas changelog dist bench audit sbom lock fuzz faults
+.PHONY: browser demo test test-all test-cuda test-foreign test-foreign-onnx test-serving lint docs pictures schemas changelog dist try-dist bench audit sbom lock fuzz faults
 
 demo: $(STAMP)
 	$(BIN)/glass check examples/tiny-llama
@@ -88,9 +88,19 @@ docs: $(TOOLS)/.installed
 	NO_MKDOCS_2_WARNING=1 $(TOOLS)/bin/mkdocs build --strict
 
 # What a release publishes: the wheel, the source distribution, the list of components, and the checksums of all three.
-dist: $(STAMP) sbom
+dist: $(STAMP) $(TOOLS)/.installed
+	rm -rf dist build
+	$(MAKE) sbom
 	$(BIN)/python -c "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
+	$(TOOLS)/bin/twine check --strict dist/*.whl dist/*.tar.gz
 	cd dist && rm -f SHA256SUMS && sha256sum * > SHA256SUMS
+
+# Installs the wheel of `make dist` into an empty environment, and follows the tutorial there by its text alone.
+try-dist: $(STAMP)
+	rm -rf .venv-dist && $(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/pip install -c constraints.txt dist/*.whl pytest
+	.venv-dist/bin/pip check
+	$(BIN)/python tests/docs/follow.py docs/tutorial.md .venv-dist/bin
 
 # The section of a release in CHANGELOG.md, from the fragments in changelog.d/, which it removes: make changelog VERSION=0.3.0
 changelog: $(TOOLS)/.installed

@@ -56,6 +56,7 @@ OF_THE_HOUSE = {
     "exporting_once",
     "house",
     "import",
+    "platforms",
     "readme",
     "wheel",
 }
@@ -207,6 +208,7 @@ def test_what_is_installed_was_locked(root: Path) -> None:
     unhashed = [line for line in commands if "--require-hashes" not in line]
     # torch of any build with what it needs, this package itself, and packages of other people's models.
     assert [line.split(" -")[0] for line in unhashed if "requirements.txt" not in line] == [
+        "-c constraints.txt dist/*.whl pytest",  # as a user installs the wheel
         "-c constraints.txt torch",
         "--no-deps",
     ]

@@ -89,6 +89,11 @@ def glass(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Glass:
     return run
 
 
+def test_the_command_shows_three_examples_and_the_instructions(glass: Glass) -> None:
+    assert glass("skill").stdout.startswith("---\nname: glassengine\n")
+    assert glass().stdout.count("\n  glass ") == 3
+
+
 def test_the_command_and_the_back_ends_are_there(glass: Glass) -> None:
     assert glass("--version").stdout.strip().endswith(glassengine.__version__)
     doctor = glass("doctor")
@@ -130,6 +135,12 @@ def test_the_wheel_holds_the_package_and_nothing_else(dist: Path, root: Path) ->
     own = package - {"glassengine/compat/torch_xla/test/test_utils.py"}
     assert not [name for name in own if Path(name).name.startswith(("test_", "conftest"))]
     assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_wheel_is_small_and_has_the_instructions_for_agents(dist: Path) -> None:
+    (wheel,) = dist.glob("*.whl")
+    assert wheel.stat().st_size < 2_300_000
+    assert "glassengine/SKILL.md" in zipfile.ZipFile(wheel).namelist()
 
 
 def test_the_source_distribution_makes_the_same_wheel(dist: Path, tmp_path: Path) -> None:

@@ -260,6 +260,12 @@ def is_dumb_terminal() -> bool:
     return os.environ.get("TERM", "").lower() in ("dumb", "unknown")
 
 
+def open_flag(name: str) -> int:
+    """Return a flag of `os.open`; 0 where the system has none of that name: Windows has few of them."""
+    found: int = getattr(os, name, 0)
+    return found
+
+
 def cache_dirs() -> dict[str, Path]:
     """Return where downloaded models, compiled kernels and compiled graphs are kept; the directories need not exist."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"

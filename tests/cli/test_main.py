@@ -106,6 +106,7 @@ def test_every_command_file_is_in_the_table(root: Path) -> None:
         "errors",
         "foreign",
         "help",
+        "invariance",
         "mcp_server",
         "roots",
         "shared",

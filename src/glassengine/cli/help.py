@@ -19,7 +19,7 @@ _SECTIONS = {
     "Training": "optimizer candidate_optimizer loss gradients microbatches watch trigger tracker",
     "How it is judged": "fail_on min_coverage min_snr rtol atol accum drift only invariant all_rungs bisect_outputs "
     "first jobs cluster noise_floor",
-    "Engines": "backend session_options library python as_deployed trust_engine add_output",
+    "Engines": "backend batch_invariant session_options library python as_deployed trust_engine add_output",
     "Selection": "step rank nonfinite values full plot sites",
     "Sampling": "do_sample temperature top_k top_p repetition_penalty seed",
     "Debugging": "debug print_tensors debug_dir debug_format debug_mode synchronous snapshot snapshot_on profile",

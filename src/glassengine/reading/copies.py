@@ -8,7 +8,6 @@ copies together exceed their bound.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import itertools
 import json
@@ -21,11 +20,15 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from glassengine import environment
+from glassengine.environment import open_flag
 from glassengine.errors import CorruptError, GlassError, UsageError
 from glassengine.reading.files import open_regular, read_bytes
 from glassengine.stores import objects
 from glassengine.stores.objects import Found
 from glassengine.stores.places import Remote, place
+
+with contextlib.suppress(ImportError):  # Windows has none
+    import fcntl
 
 MAX_BYTES = 20 << 30
 """Of all copies together, unless GLASS_STORE_CACHE_BYTES says otherwise."""
@@ -34,7 +37,7 @@ MAX_FILES = 20_000
 _COPY, _NOTE, _CONTENT = "copy", "note.json", "content"
 _PIECE = 8 << 20
 _MOST_NOTE_BYTES = 1 << 26
-_DIRECTORY = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY
+_DIRECTORY = os.O_RDONLY | open_flag("O_CLOEXEC") | open_flag("O_NOFOLLOW") | open_flag("O_DIRECTORY")
 
 _held: dict[Path, int] = {}
 _log = logging.getLogger(__name__)

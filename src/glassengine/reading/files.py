@@ -21,11 +21,11 @@ from glassengine import environment
 from glassengine.errors import CorruptError, GlassError, UsageError
 from glassengine.stores.places import Remote, remote
 
-_READ = os.O_RDONLY | os.O_CLOEXEC
+_READ = os.O_RDONLY | environment.open_flag("O_CLOEXEC") | environment.open_flag("O_BINARY")
 # A pipe without a writer would block the opening for ever; for a plain file the flag means nothing.
-_NONBLOCK = os.O_NONBLOCK
-_NOFOLLOW = os.O_NOFOLLOW
-_DIRECTORY = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
+_NONBLOCK = environment.open_flag("O_NONBLOCK")
+_NOFOLLOW = environment.open_flag("O_NOFOLLOW")
+_DIRECTORY = environment.open_flag("O_PATH") | environment.open_flag("O_DIRECTORY") | environment.open_flag("O_CLOEXEC")
 
 # What a shell writes for `<(command)`, and names for what is already open: the user wrote the other end.
 _OPEN_ALREADY = re.compile(r"/dev/(stdin|fd/\d+)|/proc/self/fd/\d+")
@@ -146,6 +146,10 @@ def read_at(descriptor: int, num_bytes: int, position: int) -> bytes:
     Raises:
         OSError: They cannot be read.
     """
+    if not hasattr(os, "pread"):  # Windows
+        os.lseek(descriptor, position, os.SEEK_SET)
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read(num_bytes)
     pieces = [os.pread(descriptor, num_bytes, position)]
     while (done := sum(map(len, pieces))) < num_bytes and pieces[-1]:
         pieces.append(os.pread(descriptor, num_bytes - done, position + done))

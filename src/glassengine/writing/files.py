@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import io
 import os
 import re
@@ -16,8 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
+from glassengine.environment import open_flag
 from glassengine.errors import UsageError
 from glassengine.stores.places import Remote, place
+
+with contextlib.suppress(ImportError):  # Windows has none
+    import fcntl
 
 if TYPE_CHECKING:
     import torch
@@ -201,7 +204,14 @@ def open_to_append(path: Path) -> int:
     Raises:
         OSError: It cannot be opened; or it is a link, a pipe, or a file that other directories have as well.
     """
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    flags = (
+        os.O_WRONLY
+        | os.O_APPEND
+        | os.O_CREAT
+        | open_flag("O_CLOEXEC")
+        | open_flag("O_NOFOLLOW")
+        | open_flag("O_NONBLOCK")
+    )
     descriptor = os.open(path, flags, 0o666)
     found = os.fstat(descriptor)
     if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:

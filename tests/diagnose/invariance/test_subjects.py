@@ -11,6 +11,7 @@ from torch import nn
 
 import glassengine as glass
 from glassengine.diagnose.invariance import causes
+from glassengine.errors import UsageError
 from glassengine.results.invariance import Variation
 
 SMALL: dict[str, Any] = {
@@ -123,6 +124,21 @@ PLANTED = [
     ("cache", lambda m: after_mlp(m, Remembering()), "mul", causes.STATE),
     ("run", lambda m: after_mlp(m, nn.Dropout(0.1)), "bernoulli_", causes.RANDOM),
 ]
+
+
+class Uncopied(nn.Module):
+    """Refuses to be copied."""
+
+    def __deepcopy__(self, memo: Any) -> Uncopied:
+        raise RuntimeError("it holds a lock")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_a_model_that_cannot_be_copied_is_refused() -> None:
+    with pytest.raises(UsageError, match="cannot be copied"):
+        glass.check_invariant(Uncopied(), invariant=["run"], inputs={"x": torch.zeros(2, 4)})
 
 
 SLOW = [pytest.param(*one, marks=pytest.mark.slow) for one in PLANTED[1:]]

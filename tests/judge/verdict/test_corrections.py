@@ -43,6 +43,8 @@ from tests.report.made_results import comparison
         # F75: a whole number that is a size or an index is no factor.
         ("k = w.view(KV, H // KV, 1, D)", "factor", 1.5, 1.0, None),
         ("y = x[1]", "factor", 0.5, 1.0, None),
+        ("out = (p @ v).transpose(1, 2).reshape(b, n, -1)", "shift", 0, -1, None),
+        ("y = torch.roll(x.view(2, -1), -1, 1)", "shift", 0, -1, "y = torch.roll(x.view(2, -1), 0, 1)"),
         ("y = x * 2", "factor", 0.5, 2.0, "y = x * 0.5"),
     ],
 )

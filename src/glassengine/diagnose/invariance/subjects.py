@@ -20,7 +20,7 @@ from glassengine.diagnose.invariance.rows import largest_difference, same_bits
 from glassengine.diagnose.invariance.trace import Op, Trace, line_of, tensors_of
 from glassengine.diagnose.invariance.ways import SPARE, Way
 from glassengine.diagnose.noise_floor import otherwise
-from glassengine.errors import UsageError
+from glassengine.errors import UsageError, first_line
 from glassengine.program import made_up_inputs
 from glassengine.program.generation import LoadedModel
 from glassengine.program.kinds.causal_lm import accepted, cache_argument
@@ -94,6 +94,7 @@ class ModuleSubject(Subject):
         self.prime = next((one for one in _PRIMES if not any(size % one == 0 for size in sizes)), _PRIMES[0])
         self._last: nn.Module | None = None
         self.refusals = {}
+        self.fresh()
         self._prepare(model, inputs)
 
     def _prepare(self, model: LoadedModel, inputs: Mapping[str, Any] | None) -> None:
@@ -180,11 +181,19 @@ class ModuleSubject(Subject):
         return module
 
     def fresh(self) -> nn.Module:
-        """Return a copy with the same parameters; the module itself where it cannot be copied."""
+        """Return a copy with the same parameters.
+
+        Raises:
+            UsageError: It cannot be copied.
+        """
         try:
             return copy.deepcopy(self.module, {id(one): one for one in self.module.parameters()})
-        except Exception:  # what a model holds may refuse to be copied in its own ways
-            return self.module
+        except Exception as error:  # what a model holds may refuse to be copied in its own ways
+            raise UsageError(
+                "the model cannot be copied, and what it keeps between calls would pass for rounding",
+                got=first_line(error),
+                hint="glass check --invariant run -- SCRIPT compares a script with itself",
+            ) from error
 
     def _eager(self, module: nn.Module) -> nn.Module:
         if hasattr(module, "set_attn_implementation"):

@@ -30,6 +30,8 @@ from glassengine.results import Altered, Divergence, Findings, Hint
 from glassengine.sites import parts_of_line
 
 _OF_AXES = frozenset({"dims", "dim"})
+_OF_SHAPES = frozenset({"reshape", "view", "expand", "repeat", "flatten", "unflatten", "transpose", "permute", "size"})
+"""Functions whose whole numbers are sizes and axes: none of them is a number of another op on the line."""
 _LEAST_AXES = 3
 """Two numbers beside each other are found in many lines."""
 _DIVISIONS = (torch.ops.aten.div.Tensor, torch.ops.aten.div.Scalar)
@@ -111,6 +113,7 @@ def corrected(line: str, change: Altered, *, is_own: bool = True) -> str | None:
         (start, end)
         for start, end, value in tokens
         if _is_same(value, wrong) and (isinstance(value, type(wrong)) or _is_operand(line, start, end))
+        if isinstance(value, float) or _called(line, start) not in _OF_SHAPES - {op}
     ]
     if not places and op and change.argument is not None:
         divided = _divided(line, tokens, right, wrong)
@@ -124,6 +127,16 @@ def corrected(line: str, change: Altered, *, is_own: bool = True) -> str | None:
 def _is_operand(line: str, start: int, end: int) -> bool:
     """Whether a literal is multiplied, divided, added or a power: a number that stands alone is a size or an index."""
     return line[:start].rstrip().endswith(("*", "/", "+", "-")) or line[end:].lstrip().startswith(("*", "/", "+", "-"))
+
+
+def _called(line: str, place: int) -> str:
+    """Return the name of the function among whose arguments a place of a line is; empty outside of calls."""
+    depth = 0
+    for at in range(place - 1, -1, -1):
+        depth += (line[at] in ")]") - (line[at] in "([")
+        if depth < 0:
+            return (re.search(r"\w*$", line[:at]) or [""])[0] if line[at] == "(" else ""
+    return ""
 
 
 def _with_axes(line: str, right: list[Any], wrong: Any) -> str | None:
