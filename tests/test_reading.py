@@ -79,6 +79,15 @@ REASONS: dict[str, dict[str, str]] = {
         "read_text": "the same",
     },
     "report/page/write.py": {"read_text": "style and scripts that ship"},
+    "plugins/serving/another_python/check.py": {
+        "json.loads": "what our own child process wrote",
+        "read_text": "the same",
+        "torch.load": "the same, weights only",
+    },
+    "plugins/serving/another_python/inside/glassengine_recorder.py": {
+        "json.load": "what our own parent process sent",
+        "torch.load": "the same, weights only: in an interpreter without this package",
+    },
     "plugins/serving/executorch/inside/glassengine_executorch.py": {
         "json.load": "what our own parent process sent",
         "read_bytes": "in an interpreter without this package: a model that its runtime is given",
