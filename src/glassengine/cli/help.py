@@ -11,15 +11,15 @@ import glassengine
 
 _GLOBAL = "Global options"
 _SECTIONS = {
-    "What is compared": "candidate map layout transpose show_only floating_point_only series",
-    "Model": "model dtype quantize device attn_implementation trust_remote_code revision adapter tensor_parallel "
+    "What is compared": "candidate rollout weights map layout transpose show_only floating_point_only series",
+    "Model": "model dtype engine_dtype quantize device attn_implementation trust_remote_code revision adapter tensor_parallel "
     "pipeline_parallel max_batch_size max_seq_len passes",
     "Inputs": "inputs input_text input_ids input_file chat image tokenizer steps tokens_of max_new_tokens "
     "prefill_chunk",
     "Training": "optimizer candidate_optimizer loss gradients microbatches watch trigger tracker",
     "How it is judged": "fail_on min_coverage min_snr rtol atol accum drift only invariant all_rungs bisect_outputs "
-    "first jobs cluster noise_floor",
-    "Engines": "backend batch_invariant session_options library python as_deployed trust_engine add_output",
+    "graft graft_until_clean first jobs cluster noise_floor",
+    "Engines": "backend batch_invariant session_options library python against as_deployed trust_engine add_output",
     "Selection": "step rank nonfinite values full plot sites",
     "Sampling": "do_sample temperature top_k top_p repetition_penalty seed",
     "Debugging": "debug print_tensors debug_dir debug_format debug_mode synchronous snapshot snapshot_on profile",
@@ -60,7 +60,7 @@ check-prompt my-model gguf:model.gguf
 check-prompt my-model genai:folder
 check-prompt my-model vllm:my-model --python VENV/bin/python
 check-rollout my-model --rollout rollout.jsonl
-check-rollout my-model --rollout batch.pt --weights step-90 --weights step-80
+check-rollout my-model --rollout batch.pt --weights step-90
 check-rollout my-model --rollout rollout.json --report answer.html
 check-training net.py:net --candidate port.py:port --inputs batches.pt
 check-training net.py:net --candidate-optimizer port.py:optimizer
