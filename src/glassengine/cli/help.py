@@ -12,8 +12,8 @@ import glassengine
 _GLOBAL = "Global options"
 _SECTIONS = {
     "What is compared": "candidate rollout weights map layout transpose show_only floating_point_only series",
-    "Model": "model dtype engine_dtype quantize device attn_implementation trust_remote_code revision adapter tensor_parallel "
-    "pipeline_parallel max_batch_size max_seq_len passes",
+    "Model": "model dtype engine_dtype quantize device attn_implementation trust_remote_code revision adapter "
+    "tensor_parallel pipeline_parallel max_batch_size max_seq_len passes",
     "Inputs": "inputs input_text input_ids input_file chat image tokenizer steps tokens_of max_new_tokens "
     "prefill_chunk",
     "Training": "optimizer candidate_optimizer loss gradients microbatches watch trigger tracker",
