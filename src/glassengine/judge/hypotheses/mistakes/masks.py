@@ -49,7 +49,7 @@ def _other_masks(question: Question, node: Node) -> Iterator[tuple[str, torch.Te
         return torch.ones(rows, columns, dtype=torch.bool).tril(diagonal)
 
     seen = seen_by(mask, rows, columns) if mask is not None else below(0) if args[_CAUSAL] else None
-    before = columns - rows if seen is None else _before(seen)
+    before = columns - rows if seen is None or rows == columns else _before(seen)
     causal = below(before)
     what = "the mask" if mask is not None else "the causal mask"
     if seen is not None:
