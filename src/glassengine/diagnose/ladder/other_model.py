@@ -121,7 +121,7 @@ def leave_out_export(climb: Climb) -> None:
         climb.scores.remove(score)
         climb.severity.pop(score.side.rung, None)
         reason = (
-            f"not judged op by op: its export returns other {score.unlike}, than it does; "
+            f"not judged op by op: its export returns other results than it does ({score.unlike}); "
             "its code decides by the length of the cache or of the step, which an export fixes"
         )
         climb.skipped.append(Skipped("*", "candidate", reason, rung=Place.CANDIDATE))
