@@ -7,11 +7,14 @@ import struct
 import threading
 import tracemalloc
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from glassengine.engine.ranks.children import receive, send
+from glassengine.engine.ranks.children import Children, receive, send
+from glassengine.errors import BackendError
 
 
 @pytest.fixture
@@ -63,3 +66,37 @@ def test_memory_is_taken_for_what_comes(pair: tuple[socket.socket, socket.socket
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < 8 << 20
+
+
+@pytest.mark.parametrize(
+    ("statuses", "second", "named"),
+    [
+        ((1, -9), None, "rank 1 of the engine ended"),
+        ((1, 3), None, "rank 1 of the engine ended"),
+        ((1, 1), 5.0, "rank 1: no memory"),
+        ((1, 1), 9.0, "rank 0: reset by peer"),
+        ((1, None), None, "rank 0: reset by peer"),
+    ],
+)
+def test_the_rank_that_failed_first_is_named(
+    tmp_path: Path, statuses: tuple[int | None, ...], second: float | None, named: str
+) -> None:
+    """The message of a rank that lost its peer may be read before the peer's own, or before its death is seen."""
+
+    class Process:
+        def __init__(self, status: int | None) -> None:
+            self.poll = lambda: status
+
+    pairs = [socket.socketpair() for _ in statuses]
+    ranks: Any = Children.__new__(Children)
+    ranks._processes = [Process(status) for status in statuses]
+    ranks._connections = [ours for ours, _ in pairs]
+    ranks._folder, ranks.stop = tmp_path, lambda: None
+    if second is not None:
+        send(pairs[1][1], {"error": {"what": "no memory", "got": "", "hint": "", "at": second}})
+    with pytest.raises(BackendError) as raised:
+        ranks._fail(0, {"what": "reset by peer", "got": "", "hint": "", "at": 7.0})
+    assert raised.value.what == named
+    for pair in pairs:
+        for connection in pair:
+            connection.close()

@@ -147,24 +147,29 @@ class Children:
                 waiting.discard(rank)
         return found[0]
 
-    def _fail(self, rank: int, error: Mapping[str, str] | None) -> NoReturn:
-        """End all ranks, and raise what one of them says or left behind.
+    def _fail(self, rank: int, error: Mapping[str, Any] | None) -> NoReturn:
+        """End all ranks, and raise what the first one that failed says or left behind.
 
         Raises:
             BackendError: Always.
         """
-        if error is None:
-            # Others see a peer vanish; the one that ended by itself is the cause.
-            time.sleep(0.2)
-            gone = [number for number, process in enumerate(self._processes) if process.poll() not in (None, 0)]
-            rank = gone[0] if gone and rank not in gone else rank
-        process = self._processes[rank]
-        status = process.poll()
+        # The others lose their peer and fail, too; their messages may be read first.
+        time.sleep(0.2)
+        ended = [number for number, process in enumerate(self._processes) if process.poll() not in (None, 0)]
+        errors = {} if error is None else {rank: error}
+        for connection in select.select(self._connections, [], [], 0)[0]:
+            with contextlib.suppress(OSError):
+                message = receive(connection)
+                if message is not None and "error" in message[0]:
+                    errors.setdefault(self._connections.index(connection), message[0]["error"])
+        silent = [number for number in ended if number not in errors]
+        rank = silent[0] if silent else min(errors, key=lambda number: float(errors[number]["at"]), default=rank)
+        status = self._processes[rank].poll()
         words = _last_words(self._folder / f"{rank}.err")
         self._ended = True
         self.stop()
-        if error is not None:
-            raise BackendError(f"rank {rank}: {error['what']}", got=error["got"], hint=error["hint"] or None)
+        if first := errors.get(rank):
+            raise BackendError(f"rank {rank}: {first['what']}", got=first["got"], hint=first["hint"] or None)
         how = f"killed by signal {-status}" if status is not None and status < 0 else f"exit status {status}"
         last = printable(words.splitlines()[-1]) if words else "no message"
         raise BackendError(

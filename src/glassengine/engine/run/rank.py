@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,13 @@ def serve(connection: socket.socket) -> None:
             raise
 
 
-def _error_fields(error: Exception) -> dict[str, str]:
+def _error_fields(error: Exception) -> dict[str, Any]:
+    """Return the words of an error, and when it was met: of the errors of several ranks the first is the cause."""
     if isinstance(error, GlassError):
-        return {"what": error.what, "got": str(error.got or ""), "hint": str(error.hint or "")}
-    return {"what": "it failed", "got": f"{type(error).__name__}: {error}", "hint": ""}
+        words = {"what": error.what, "got": str(error.got or ""), "hint": str(error.hint or "")}
+    else:
+        words = {"what": "it failed", "got": f"{type(error).__name__}: {error}", "hint": ""}
+    return {**words, "at": time.monotonic()}
 
 
 def main(arguments: list[str]) -> None:
