@@ -77,7 +77,9 @@ def headline(result: Comparison) -> Headline:
     by_signal = any(found.judged_by == "signal" for found in result.results)
     if result.calibration == "uncalibrated":
         return Headline(mark, "every difference is within tolerance")
-    return Headline(mark, f"every difference is explained by {'the quantization' if by_signal else 'rounding'}")
+    cause = "the quantization" if by_signal else "rounding"
+    tie = " or a tie" if any(found.exempt and found.verdict != "identical" for found in result.results) else ""
+    return Headline(mark, f"every difference is explained by {cause}{tie}")
 
 
 def rung(name: str) -> str:

@@ -16,6 +16,7 @@ from glassengine.diagnose import check
 from glassengine.judge.exclusions.ties import tied_choices
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.verdict import TIED
+from glassengine.report.words import headline
 from glassengine.results import Comparison
 from glassengine.testing import models
 
@@ -398,3 +399,38 @@ def test_grouped_products_in_half_precision(tmp_path: Path) -> None:
     other.matrices.data[2] *= 1.1
     assert check(Grouped().eval(), candidate=Grouped().eval(), inputs=str(tmp_path / "x.pt")).ok
     assert not check(Grouped().eval(), candidate=other.eval(), inputs=str(tmp_path / "x.pt")).ok
+
+
+class _Routed(nn.Module):
+    """Experts chosen among scores of which most are equal: those of the groups that are left out."""
+
+    def __init__(self, by_sort: bool = False, shift: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router, self.out = nn.Linear(16, 8), nn.Linear(16, 16)
+        self.experts = nn.Parameter(torch.randn(8, 16, 16) * 0.2)
+        self.by_sort, self.shift = by_sort, shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x).sigmoid()
+        best = scores.view(*scores.shape[:-1], 4, 2).amax(-1).argmax(-1, keepdim=True)
+        keep = (torch.arange(8) // 2) == best
+        scores = scores.masked_fill(~keep, 0.1)
+        if self.by_sort:
+            weights, places = scores.sort(dim=-1, descending=True, stable=True)
+            weights, places = weights[..., :4], places[..., :4]
+        else:
+            weights, places = scores.topk(4, -1)
+        experts = self.experts[(places + self.shift) % 8]
+        return self.out((weights[..., None] * torch.einsum("bti,btkij->btkj", x, experts)).sum(-2))
+
+
+@pytest.mark.parametrize(("shift", "is_ok"), [(0, True), (1, False)])
+def test_equal_scores_may_be_chosen_in_any_order(shift: int, is_ok: bool) -> None:
+    base, port = _Routed(), _Routed(by_sort=True, shift=shift)
+    port.load_state_dict(base.state_dict())
+    torch.manual_seed(1)
+    found = check(base.eval(), candidate=port.eval(), inputs={"x": torch.randn(2, 6, 16)})
+    assert found.ok is is_ok, found.not_ok_because
+    if is_ok:
+        assert headline(found).why == "every difference is explained by rounding or a tie"

@@ -270,7 +270,10 @@ def _ranked_otherwise(node: Node, choice: Choice, values: Sequence[Tensor], othe
     # Between two values without rounding a tie is impossible.
     moves = (_spread(values) > 0).gather(at, order.indices)
     margin = torch.where(moves.narrow(at, 0, size - 1) | moves.narrow(at, 1, size - 1), margin, 0.0)
-    close = (order.values.diff(dim=at).abs() <= margin) & (margin > 0)
+    gaps = order.values.diff(dim=at).abs()
+    close = (gaps <= margin) & (margin > 0)
+    if _leaves_equals_in_any_order(node):
+        close |= gaps == 0
     if hangs is not None:
         close = close | hangs.any(at, keepdim=True)
     ranks = torch.arange(size).reshape([size if i == at % exact.dim() else 1 for i in range(exact.dim())])
@@ -280,9 +283,11 @@ def _ranked_otherwise(node: Node, choice: Choice, values: Sequence[Tensor], othe
     is_kept = indices.dim() == exact.dim()
     number = indices.shape[at] if is_kept else 1
     is_turned = torch.cat([edge, close], at) | torch.cat([close, edge], at)
-    turned, is_turned = turned.narrow(at, 0, number), is_turned.narrow(at, 0, number)
+    turned, is_turned, stable = (v.narrow(at, 0, number) for v in (turned, is_turned, order.indices))
     if not is_kept:
-        turned, is_turned = turned.squeeze(at), is_turned.squeeze(at)
+        turned, is_turned, stable = (v.squeeze(at) for v in (turned, is_turned, stable))
+    # Equal values may have changed places already.
+    turned = torch.where(turned == indices, stable, turned)
     chosen = torch.where(is_turned, turned, indices)
     if not isinstance(other, (tuple, list)):
         return chosen
