@@ -434,3 +434,31 @@ def test_equal_scores_may_be_chosen_in_any_order(shift: int, is_ok: bool) -> Non
     assert found.ok is is_ok, found.not_ok_because
     if is_ok:
         assert headline(found).why == "every difference is explained by rounding or a tie"
+
+
+class _Windows(nn.Module):
+    """Attention inside of windows that are numbered by slices, as in Swin: other windows are hidden."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.project, self.scale = nn.Linear(8, 8), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        numbers = torch.zeros((1, 8), dtype=x.dtype)
+        numbers[:, 2:4] = 1
+        numbers[:, 4:] = 2
+        apart = numbers.unsqueeze(1) - numbers.unsqueeze(2)
+        hidden = apart.masked_fill(apart != 0, -100.0).masked_fill(apart == 0, 0.0)
+        query = self.project(x)
+        return (query @ query.transpose(1, 2) * self.scale + hidden).softmax(-1) @ query
+
+
+def test_numbers_that_are_written_into_slices_have_no_rounding() -> None:
+    """A floor with other windows in it would explain any mistake."""
+    torch.manual_seed(1)
+    x = torch.randn(2, 8, 8)
+    found = check(_Windows(), candidate=_Windows(1.001), inputs={"x": x})
+    last = found.results[-1]
+    assert not last.agrees and last.exempt == 0 and last.snr_db > 40
+    assert check(_Windows(), candidate=_Windows(), inputs={"x": x}).ok

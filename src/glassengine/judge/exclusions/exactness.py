@@ -116,7 +116,8 @@ class Exactness:
 
     def _keeps(self, node: Node, args: Any, kwargs: Any, results: list[Any]) -> bool:
         traits = traits_of(node)
-        if is_view(node) or traits.moves or traits.casts or traits.correctly_rounded:
+        is_of_numbers = not node.all_input_nodes
+        if is_view(node) or traits.moves or traits.casts or traits.correctly_rounded or is_of_numbers:
             return True
         (result,) = results if len(results) == 1 else (None,)
         if not isinstance(result, Tensor):
