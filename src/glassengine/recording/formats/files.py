@@ -49,6 +49,7 @@ class ForeignTensors:
     """What another program wrote, as a `TensorSource`; a reader adds the tensors one by one."""
 
     complete = True
+    is_thread_safe = False
     _same_name = "two tensors have this name"
 
     def __init__(self, path: Path) -> None:
@@ -76,6 +77,8 @@ class ForeignTensors:
 class SafetensorsFile(ForeignTensors):
     """Tensors of a `.safetensors` file, mapped; its metadata are the file's `__metadata__`."""
 
+    is_thread_safe = True
+
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         try:
@@ -102,6 +105,8 @@ class SafetensorsFile(ForeignTensors):
 
 class SafetensorsObject(SafetensorsFile):
     """Tensors of a `.safetensors` file in a store: its header, and then the ranges that are asked for."""
+
+    is_thread_safe = False
 
     def __init__(self, path: Remote) -> None:
         url = str(path)
@@ -267,6 +272,7 @@ def _member_entry(name: str, member: zipfile.ZipInfo, file: IO[bytes]) -> Entry 
 class TorchFile(ForeignTensors):
     """Tensors of a `.pt` file, mapped; nested dicts, lists and tuples are flattened to dotted names."""
 
+    is_thread_safe = True
     _same_name = "two entries have this name"
 
     def __init__(self, path: Path) -> None:

@@ -64,12 +64,15 @@ class ShardFiles:
         start = self._starts[shard] + offset
         # Another thread may want another shard, for which this one is closed.
         with self._lock:
-            descriptor = self._descriptor(shard)
+            descriptor = os.dup(self._descriptor(shard))
+        try:
             if os.fstat(descriptor).st_size < start + num_bytes:
                 raise _shorter(self._paths[shard])
             if num_bytes >= MIN_MAPPED_BYTES:
                 return _mapped(descriptor, start, num_bytes)
             return _copied(descriptor, start, num_bytes, self._paths[shard])
+        finally:
+            os.close(descriptor)
 
     read_again = read
 
