@@ -326,7 +326,7 @@ class Arithmetic:
 def _is_held(piece: Array) -> bool:
     if piece.dtype.itemsize < 8 or piece.dtype.kind not in "iu":
         return True
-    return -_LARGEST_INTEGER <= int(piece.min()) and int(piece.max()) <= _LARGEST_INTEGER
+    return int(piece.min()) >= -_LARGEST_INTEGER and int(piece.max()) <= _LARGEST_INTEGER
 
 
 def _count(mask: Array) -> int:
