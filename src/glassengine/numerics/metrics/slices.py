@@ -42,8 +42,9 @@ def sums_of_squares(baseline: Values, candidate: Values) -> Slices:
 def _squares(b: Array, c: Array, limit: float) -> tuple[Array, Array]:
     is_complex = b.dtype.kind == "c" or c.dtype.kind == "c"
     wide = np.complex128 if is_complex else np.float64
+    is_plain = not is_complex and all(side.max() < limit and side.min() > -limit for side in (b, c))
     b, c = b.astype(wide), c.astype(wide)
-    if not is_complex and all(side.max() < limit and side.min() > -limit for side in (b, c)):
+    if is_plain:
         np.subtract(c, b, out=c)
         return np.square(c, out=c), np.square(b, out=b)
     size = np.abs(b)
