@@ -30,6 +30,8 @@ from glassengine.results import Altered, Divergence, Findings, Hint
 from glassengine.sites import parts_of_line
 
 _OF_AXES = frozenset({"dims", "dim"})
+_OF_PLACES = frozenset({"index", "start", "end", "step", "length"})
+"""Arguments that a line may calculate: a number in `x[i - 1]` is a part of one."""
 _OF_SHAPES = frozenset({"reshape", "view", "expand", "repeat", "flatten", "unflatten", "transpose", "permute", "size"})
 """Functions whose whole numbers are sizes and axes: none of them is a number of another op on the line."""
 _LEAST_AXES = 3
@@ -114,6 +116,7 @@ def corrected(line: str, change: Altered, *, is_own: bool = True) -> str | None:
         for start, end, value in tokens
         if _is_same(value, wrong) and (isinstance(value, type(wrong)) or _is_operand(line, start, end))
         if isinstance(value, float) or _called(line, start) not in _OF_SHAPES - {op}
+        if change.argument not in _OF_PLACES or not _is_operand(line, start, end)
     ]
     if not places and op and change.argument is not None:
         divided = _divided(line, tokens, right, wrong)
