@@ -14,6 +14,7 @@ import keyword
 import math
 import re
 import tokenize
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -23,7 +24,7 @@ from torch.fx import Node
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from glassengine.judge.graphs.between import region_of
+from glassengine.judge.graphs.between import passes_on, region_of
 from glassengine.judge.hypotheses.trials.hypothesis import constants_of
 from glassengine.program.representation.program import Program
 from glassengine.results import Altered, Divergence, Findings, Hint
@@ -60,6 +61,31 @@ def line_of_number(program: Program | None, counterparts: Mapping[str, str], div
     if len(holders) != 1:
         return None
     return next((site.source for site in program.sites.by_node.get(holders[0].name, ()) if site.kind == "op"), None)
+
+
+def line_of_added_op(
+    baseline: Program, program: Program | None, counterparts: Mapping[str, str], divergence: Divergence
+) -> str | None:
+    """Return "file:line: line" of the one op that only the candidate has in a region that is proven wrong.
+
+    None where the candidate has more than one, or lacks an op of the baseline's.
+    """
+    wrong, end = divergence.node or "", counterparts.get(divergence.node or "")
+    if program is None or end is None or not any(hint.proven for hint in divergence.hints[:1]):
+        return None
+    ours, theirs = (
+        [op for node in graph.nodes if node.name == name for op in region_of(node, known)[0] if not passes_on(op)]
+        for graph, name, known in (
+            (baseline.graph, wrong, set(counterparts)),
+            (program.graph, end, set(counterparts.values())),
+        )
+    )
+    lacking = Counter(op.target for op in ours)
+    lacking.subtract(op.target for op in theirs)
+    added = [op for op in theirs if lacking[op.target] < 0]
+    if len(added) != 1 or any(number > 0 for number in lacking.values()):
+        return None
+    return next((site.source for site in program.sites.by_node.get(added[0].name, ()) if site.kind == "op"), None)
 
 
 def _has(op: Node, number: float) -> bool:

@@ -26,8 +26,8 @@ def extra_op(question: Question) -> Iterator[Hypothesis]:
     trial = question.trial
     own = {node.target for node in trial.ops}
     for theirs in question.theirs:
-        # A number that is multiplied or added is one of scale, or of what is lost, which other families have.
-        is_number = traits_of(theirs).kind in ("factor", "term")
+        # A number that is multiplied or added is one of scale, which other families have; none of them has 0.
+        is_number = traits_of(theirs).kind in ("factor", "term") and 0 not in constants_of([theirs])
         if theirs.target in own or is_number or passes_on(theirs) or len(theirs.all_input_nodes) != 1:
             continue
         kind: Kind = "activation" if traits_of(theirs).kind in BENDING else "other"
@@ -38,7 +38,9 @@ def extra_op(question: Question) -> Iterator[Hypothesis]:
 
         for node in reversed([*trial.inputs, *trial.ops]):
             if is_real(trial.values[node]) and node.name not in question.weights:
-                text = f"{op_name(theirs)} of {question.label(node)} in the candidate, none in the baseline"
+                label = question.label(node)
+                text = f"{op_name(theirs)} of {label} in the candidate, none in the baseline"
+                text = f"{label} is multiplied by 0" if traits_of(theirs).kind == "factor" else text
                 yield Hypothesis(kind, text, {node: edit})
 
 
