@@ -83,12 +83,12 @@ def headline(result: Comparison) -> Headline:
 
 
 def rung(name: str) -> str:
-    """Return what a rung is called on a screen."""
+    """Return what a level is called on a screen."""
     return {"candidate, untouched": "candidate as it runs", "program": "exported program"}.get(name, name)
 
 
 def guarantee(text: str) -> str:
-    """Return how a rung was judged, for a screen."""
+    """Return how a level was judged, for a screen."""
     return text.removeprefix("judged ").replace("by segments", "in regions")
 
 

@@ -37,7 +37,7 @@ class Why(Enum):
 
 @dataclass
 class Origin:
-    """One op that introduced an error, in the step where it first did."""
+    """One op that made an error, in the step where it first did."""
 
     step: int
     node: str
@@ -197,10 +197,10 @@ def grouped(origins: Sequence[Divergence], program: Program) -> list[Divergence]
 
 
 def with_proofs(origins: Sequence[Divergence], program: Program) -> list[Divergence]:
-    """Return the origins; the first one of a rung that nothing proves has the proof of what another one finds first.
+    """Return the origins; the first one of a level that nothing proves has the proof of what another one finds first.
 
     Args:
-        origins: By rung, each in the order of steps and of the graph.
+        origins: By level, each in the order of steps and of the graph.
         program: The baseline's. What is proven is made of the op that has no proof: else it is another mistake.
     """
     firsts: dict[str | None, Divergence] = {}
