@@ -148,3 +148,27 @@ def test_submodule_does_not_hide_the_function_of_its_name(tmp_path: Path) -> Non
 
 def test_submodules_are_still_bound() -> None:
     assert fresh("import glassengine.errors; print(glassengine.errors.__name__)") == "glassengine.errors"
+
+
+_ALWAYS = "onnx onnxruntime openvino tensorboard pandas matplotlib glassengine.plugins"
+_SCREEN = "typer.rich_utils rich.markdown markdown_it pygments"
+_RESULTS = "msgspec glassengine.results glassengine.program glassengine.recording"
+_MODELS = "transformers sympy torch._dynamo torch._inductor torch.distributed.tensor networkx"
+_COMPILERS = (
+    "torch._dynamo torch._inductor torch._functorch.aot_autograd networkx accelerate glassengine.backends.inductor"
+)
+FORBIDDEN = {
+    "main(['--help'])": f"torch numpy importlib.metadata {_SCREEN} {_RESULTS}",
+    "main(['schema', 'check'])": f"torch numpy {_SCREEN}",
+    "main(['show', 'nothing'])": f"torch numpy {_SCREEN} {_RESULTS}",
+    "import glassengine.compare.compare": f"torch {_MODELS}",
+    "import glassengine.diagnose.check_model": f"{_COMPILERS} glassengine.kernels glassengine.diagnose.training",
+}
+"""What runs -> what it does not import, beside what nothing here needs."""
+
+
+@pytest.mark.parametrize("line", FORBIDDEN)
+def test_what_is_imported(line: str) -> None:
+    code = f"from glassengine.cli.main import main\n{line}\nimport sys\nprint(*sys.modules)"
+    loaded = set(fresh(code).splitlines()[-1].split())
+    assert not loaded & {*FORBIDDEN[line].split(), *_ALWAYS.split()}

@@ -10,10 +10,12 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterable
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from glassengine.errors import UsageError, first_line
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 BACKENDS = "glassengine.backends"
 """Each entry is a class that makes a `backends.protocol.backend.Backend`; the built-in ones come by the same door."""
@@ -62,6 +64,8 @@ def imported(module: str) -> Any:
 
 def registered(group: str) -> dict[str, EntryPoint]:
     """Return the entries of a group, by name."""
+    from importlib.metadata import entry_points
+
     return _entries_on(tuple(sys.path), group, entry_points)
 
 

@@ -1,4 +1,4 @@
-"""The tables of docs/json.md: the keys of every document, from the result classes and their docstrings."""
+"""The tables of docs/json/: the keys of every document, from the result classes and their docstrings."""
 
 from __future__ import annotations
 
@@ -27,12 +27,23 @@ FUNCTIONS_ONLY = {
 }
 """What only functions of Python return."""
 _WORDS = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "None": "null", "Any": "anything"}
+_LINK = re.compile(r"\[([\w.]+)\]\(\)")
+_NAMES = re.compile(r"<!-- keys: ([\w. ]+) -->")
 _TABLE = re.compile(r"(<!-- keys: ([\w. ]+) -->\n)(.*?)(<!-- end of keys -->)", re.DOTALL)
 
 
-def written(page: str) -> str:
-    """Return the page with its tables as the classes are now."""
-    return _TABLE.sub(lambda found: found[1] + "\n".join(map(table, found[2].split())) + found[4], page)
+def written(pages: dict[str, str]) -> dict[str, str]:
+    """Return file name -> page with its tables as the classes are now; links lead to the page that has the class."""
+    places = {name: page for page, text in pages.items() for name in " ".join(_NAMES.findall(text)).split()}
+
+    def filled(page: str, text: str) -> str:
+        made = _TABLE.sub(lambda found: found[1] + "\n".join(map(table, found[2].split())) + found[4], text)
+        return _LINK.sub(lambda name: f"[{name[1]}]({link(page, name[1])})", made)
+
+    def link(page: str, name: str) -> str:
+        return f"{'' if places[name] == page else places[name]}#{name.replace('.', '').lower()}"
+
+    return {page: filled(page, text) for page, text in pages.items()}
 
 
 def table(name: str) -> str:
@@ -87,5 +98,5 @@ def json_type(annotation: str, cls: Any) -> str:
         return f"object of {json_type(of, cls)}" if of in CLASSES else "object"
     name = next((name for name, other in CLASSES.items() if other is of_module.get(base)), base)
     if name in CLASSES:
-        return f"[{name}](#{name.replace('.', '').lower()})"
+        return f"[{name}]()"
     return _WORDS.get(base, "object")

@@ -32,13 +32,24 @@ def test_commands_of_a_page_exist(page: str, root: Path) -> None:
         assert {word for word in words if word.startswith("-")} <= known, line
 
 
-def test_the_keys_of_the_json_documents_are_those_of_the_classes(root: Path, request: pytest.FixtureRequest) -> None:
-    path = root / "docs/json.md"
-    page = path.read_text(encoding="utf-8")
+@pytest.fixture
+def json_pages(root: Path) -> dict[str, str]:
+    return {path.name: path.read_text(encoding="utf-8") for path in sorted((root / "docs/json").glob("*.md"))}
+
+
+def test_the_keys_of_the_json_documents_are_those_of_the_classes(
+    json_pages: dict[str, str], root: Path, request: pytest.FixtureRequest
+) -> None:
+    pages = written(json_pages)
     if request.config.getoption("--update-guides"):
-        path.write_text(page := written(page), encoding="utf-8")
+        for name, page in pages.items():
+            (root / "docs/json" / name).write_text(page, encoding="utf-8")
+        json_pages = pages
+    page = "".join(json_pages.values())
     # A sentence that was worded anew since is no mistake; a key or type that is another is one.
-    known, now = (re.findall(r"^\| `(\w+)` \| (.*) \| .* \|$", text, re.MULTILINE) for text in (page, written(page)))
+    known, now = (
+        re.findall(r"^\| `(\w+)` \| (.*) \| .* \|$", text, re.MULTILINE) for text in (page, "".join(pages.values()))
+    )
     assert known == now, "pytest tests/docs/test_documents.py --update-guides"
     keys = re.findall(r"^\| `(\w+)` \| .* \| (.*) \|$", page, re.MULTILINE)
     assert len(keys) > 200
@@ -47,8 +58,8 @@ def test_the_keys_of_the_json_documents_are_those_of_the_classes(root: Path, req
 
 
 @pytest.mark.parametrize("command", ["check", "compare"])
-def test_the_keys_are_those_of_the_schema(command: str, root: Path) -> None:
-    sections = re.split(r"^### ([\w.]+)$", (root / "docs/json.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+def test_the_keys_are_those_of_the_schema(command: str, json_pages: dict[str, str]) -> None:
+    sections = re.split(r"^### ([\w.]+)$", "".join(json_pages.values()), flags=re.MULTILINE)
     listed = {
         name: set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
         for name, text in zip(sections[1::2], sections[2::2], strict=True)
@@ -59,6 +70,13 @@ def test_the_keys_are_those_of_the_schema(command: str, root: Path) -> None:
     # Which every document may have.
     apart = {name: (listed[name] ^ described[name]) - {"metrics"} for name in both}
     assert {name: keys for name, keys in apart.items() if keys} == {}
+
+
+def test_pages_have_at_most_250_lines(root: Path) -> None:
+    """A page is read at one sitting; a longer one is two pages."""
+    paths = [*root.glob("*.md"), *(root / "docs").rglob("*.md")]
+    lengths = {str(path.relative_to(root)): len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
+    assert {page: length for page, length in lengths.items() if length > 250} == {}
 
 
 def messages() -> list[str]:

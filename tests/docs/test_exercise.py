@@ -1,4 +1,4 @@
-"""The exercise of CONTRIBUTING.md works as it is written, in a copy of the repository, as a newcomer follows it."""
+"""The exercises for contributors work as they are written, in a copy of the repository, as a newcomer follows them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from tests.docs.conftest import blocks_of, run_page
 
 # Folders of the source that a contribution of one kind may touch.
 MOST_ROOMS = 2
+PAGES = ["exercise.md", "exercise-reader.md"]
 
 
 @pytest.fixture
 def clone(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of what the exercise needs, with an environment that has the dependencies and not this repository."""
-    for name in ("pyproject.toml", "README.md", "LICENSE", "CONTRIBUTING.md"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(root / name, tmp_path)
     unwanted = shutil.ignore_patterns("__pycache__", "*.egg-info")
     # With its bytecode, or each of the commands would compile 500 modules where the surroundings forbid to write it.
@@ -38,17 +39,17 @@ def clone(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-def test_every_step_works_as_it_is_written(clone: Path) -> None:
-    problems = run_page(clone / "CONTRIBUTING.md", clone)
+@pytest.mark.parametrize("page", PAGES)
+def test_every_step_works_as_it_is_written(page: str, root: Path, clone: Path) -> None:
+    problems = run_page(root / "docs" / page, clone)
     assert not problems, "\n".join(problems)
 
 
 def test_a_contribution_needs_two_rooms_at_most(root: Path) -> None:
-    page = (root / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    exercise = page.split("## An exercise\n")[1].split("\n## ")[0]
-    parts = exercise.split("\n### ")[1:]
-    assert [part.partition("\n")[0] for part in parts] == ["A back-end", "A reader", "The bound of an op", "All of it"]
-    for part in parts[:-1]:
+    pages = [(root / "docs" / page).read_text(encoding="utf-8") for page in PAGES]
+    parts = [part for page in pages for part in page.split("\n## ")[1:] if not part.startswith("All of it")]
+    assert [part.partition("\n")[0] for part in parts] == ["A back-end", "The bound of an op", "A reader"]
+    for part in parts:
         edited = [word for block in blocks_of(part) for word in block.text.split() if word.startswith("src/")]
         files = [block.mark.removeprefix("file: ") for block in blocks_of(part) if block.mark.startswith("file: src/")]
         rooms = {str(Path(path).parent) for path in [*edited, *files]}

@@ -20,13 +20,20 @@ Run = Callable[[Path], list[str]]
 
 PAGES = [
     "a-kernel-beside-its-reference.md",
+    "causes-of-another-prompt.md",
     "coding-agents.md",
     "coming-from-ditto.md",
+    "coming-from-pytorch-neuronx-eager-debug.md",
+    "coming-from-pytorch-neuronx-snapshots.md",
+    "coming-from-pytorch-neuronx-steps.md",
     "coming-from-pytorch-neuronx.md",
+    "coming-from-tensorrt-llm-whole-models.md",
     "coming-from-tensorrt-llm.md",
     "coming-from-transformers.md",
     "continuous-integration.md",
+    "kernels-that-tolerances-judge-wrongly.md",
     "my-dump-comes-from-another-framework.md",
+    "my-dump-comes-from-tinygrad-or-cpp.md",
     "my-rollout-is-not-my-policy.md",
     "my-server-answers-differently.md",
     "my-server-executorch.md",
@@ -47,7 +54,12 @@ PAGES = [
 
 NEEDS = {"continuous-integration.md": "jq"}
 """What a page uses of the machine."""
-ELSEWHERE = ("my-dump-comes-from-another-framework.md", "my-server-executorch.md", "my-server-vllm.md")
+ELSEWHERE = (
+    "my-dump-comes-from-another-framework.md",
+    "my-dump-comes-from-tinygrad-or-cpp.md",
+    "my-server-executorch.md",
+    "my-server-vllm.md",
+)
 """Pages of packages in an environment of their own: run by `tests/foreign` and `tests/serving_engines`."""
 
 

@@ -17,8 +17,6 @@ from typing import Any
 from glassengine.cli.options import settings
 from glassengine.errors import UsageError
 from glassengine.reading.files import open_regular
-from glassengine.results.base import is_lazy, plain
-from glassengine.results.comparison import SCHEMA_VERSION
 from glassengine.stores import objects
 from glassengine.stores.places import Remote, place, remote
 from glassengine.writing.files import aside
@@ -123,6 +121,8 @@ def write_json(document: Mapping[str, Any], destination: str) -> None:
     Raises:
         UsageError: As of `require_place`.
     """
+    from glassengine.results.comparison import SCHEMA_VERSION
+
     if settings.metrics:
         import glassengine as glass
 
@@ -163,6 +163,8 @@ def json_text(document: Any) -> str:
 
 def json_pieces(document: Any) -> Iterator[str]:
     """Yield the pieces of a document as JSON; of the sequences in it that are lazy one item at a time."""
+    from glassengine.results.base import is_lazy, plain
+
     if not isinstance(document, Mapping) or not any(map(is_lazy, document.values())):
         yield _encoded(document) + "\n"
         return
@@ -185,6 +187,8 @@ def _encoded(document: Any) -> str:
     try:
         text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
     except ValueError:
+        from glassengine.results.base import plain
+
         text = json.dumps(plain(document), indent=2, ensure_ascii=False, allow_nan=False)
     if not text.isascii():
         # They stand in strings only, where JSON has another way to write them.

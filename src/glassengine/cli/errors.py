@@ -23,7 +23,6 @@ from glassengine.cli.documents import json_pieces, write_json, write_text
 from glassengine.cli.foreign import absent
 from glassengine.cli.options import err, settings
 from glassengine.errors import GlassError, UsageError
-from glassengine.results.base import failure
 
 BUG_STATUS = 70
 INTERRUPTED_STATUS = 130
@@ -79,6 +78,10 @@ def _print(error: GlassError, status: int) -> int:
 
 def _write(error: GlassError, status: int) -> None:
     """Write the error as JSON and as SARIF, if these were asked for."""
+    if settings.json is None and settings.sarif is None:
+        return
+    from glassengine.results.base import failure
+
     found = failure(error, status)
     with contextlib.suppress(OSError, GlassError):  # of which the message on stderr tells already
         if settings.json is not None:

@@ -154,6 +154,10 @@ class _LazyGroup(TyperGroup):
         name, placeholder, rest = super().resolve_command(ctx, args)
         return name, placeholder and load_command(str(name)), rest
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
 
 def _print_version(value: bool) -> None:
     if value:
@@ -169,7 +173,7 @@ _Version = Annotated[
 
 
 def _build() -> Any:
-    app = typer.Typer(cls=_LazyGroup, add_completion=False, rich_markup_mode="rich", epilog=_EPILOG)
+    app = typer.Typer(cls=_LazyGroup, add_completion=False, rich_markup_mode=None, epilog=_EPILOG)
 
     @app.callback(help=(glassengine.__doc__ or "").partition("\n")[0])
     def glass(

@@ -164,16 +164,18 @@ class Expectation:
                 return Judgement("rounding", None, None, bound_ratio=1.0)
             if not self.only.is_alone:
                 return None
-        own, others = slice_means([error.square_(), (self.native.double() - exact).square_()], Counted(None))
-        if 0 < others.mean < math.inf and own.mean < math.inf:
-            ratio = own.mean / others.mean
-            for ours, theirs in zip(own.by_axis, others.by_axis, strict=True):
-                ratio = max(ratio, float((ours / theirs.clamp(min=others.mean)).amax()))
+        squares = slice_means([error.square_(), (self.native.double() - exact).square_()], Counted(None))
+        own, others = squares.means
+        if 0 < others < math.inf and own < math.inf:
+            ratio = own / others
+            for ours, theirs in squares.by_axis:
+                ratio = max(ratio, float((ours / theirs.clamp(min=others)).amax()))
         if self.only is None and ratio < math.inf and exact.dim() > 1:
             # Small rows have a floor of their own; by chance a row has twice as much of the noise.
-            rows = own.by_axis[0] / others.by_axis[0].clamp(min=1e-300)
+            ours, theirs = squares.by_axis[0]
+            rows = ours / theirs.clamp(min=1e-300)
             ratio = max(ratio, float(rows.amax()) / 2)
-        found, self.quick_ratio = Judgement("rounding", ratio**0.5, own.mean**0.5), ratio**0.5
+        found, self.quick_ratio = Judgement("rounding", ratio**0.5, own**0.5), ratio**0.5
         if self.only is None:
             return found if self.quick_ratio <= self.cheap else None
         if self.quick_ratio <= self.cheap:

@@ -37,6 +37,7 @@ class Floor:
         special: Elements that are compared as a class, not by size: mask sentinels and what is not finite. None if
             there are none.
         counted: Elements that enter the statistics: those that are judged and not special.
+        native: Mean square of the error of the first run; NaN where that is no number.
     """
 
     by_axis: list[torch.Tensor]
@@ -45,6 +46,7 @@ class Floor:
     largest: float
     special: torch.Tensor | None
     counted: Counted
+    native: float
 
 
 def measured_floor(
@@ -67,37 +69,40 @@ def measured_floor(
         relative: Largest rms(D) / rms(P) seen for the site so far.
     """
     limit, special = sentinel(dtype), None
-    finite_power = exact.square()
-    (of_power,) = slice_means([finite_power], counted := Counted(judged))
+    found = slice_means(squares := _squares(exact, runs), counted := Counted(judged))
     # No element is larger than the root of the sum of squares, which is NaN where one of them is.
-    largest = of_power.total**0.5
+    largest = found.totals[0] ** 0.5
     if hidden is not None or (not largest < limit and not is_below(exact, limit)):
         special = ~exact.isfinite() | (exact.abs() >= limit)
         if hidden is not None:
             special |= hidden
-        finite_power = torch.where(exact.isfinite(), finite_power, 0.0)
-        (of_power,) = slice_means([finite_power], counted := Counted(~special if judged is None else judged & ~special))
-    of_runs = _of_runs(exact, runs, counted)
-    power, whole = of_power.mean, max((means.mean for means in of_runs), default=0.0)
+        squares[0].masked_fill_(~exact.isfinite(), 0.0)
+        found = slice_means(squares, counted := Counted(~special if judged is None else judged & ~special))
+    numbers = [total < math.inf for total in found.totals]
+    if not all(numbers[1:]):
+        for square in squares[1:]:
+            square.nan_to_num_(0.0, 0.0, 0.0)
+        found = slice_means(squares, counted)
+    power, whole = found.means[0], max(found.means[1:], default=0.0)
     # Near zero rounding is large, which does not apply to other steps.
     if power > relative_from(dtype) ** 2:
         relative = max(relative, (whole / power) ** 0.5)
     share = max(relative**2, unit_roundoff(dtype) ** 2 / 3)
     least = max(whole, power * share, smallest_precise(dtype) ** 2 / 3)
-    by_axis = []
-    for axis, by_index in enumerate(of_power.by_axis):
-        means = [run.by_axis[axis] for run in of_runs]
-        by_axis.append(torch.stack([*means, share * by_index]).amax(0).clamp(min=least))
-    return Floor(by_axis, least, relative, largest, special, counted)
+    for of_axis in found.by_axis:
+        of_axis[0] *= share
+    by_axis = [of_axis.amax(0).clamp_(min=least) for of_axis in found.by_axis]
+    native = found.means[1] if len(runs) and numbers[1] else math.nan
+    return Floor(by_axis, least, relative, largest, special, counted, native)
 
 
-def _of_runs(exact: torch.Tensor, runs: Sequence[torch.Tensor], counted: Counted) -> list[SliceMeans]:
-    squares = [(run.double() - exact).square_() for run in runs]
-    found = slice_means(squares, counted)
-    for i, means in enumerate(found):
-        if not means.total < math.inf:
-            (found[i],) = slice_means([squares[i].nan_to_num_(0.0, 0.0, 0.0)], counted)
-    return found
+def _squares(exact: torch.Tensor, runs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return the squares of P, and of the error of each run; of small tensors as one tensor."""
+    if exact.numel() <= _SMALL:
+        stacked = torch.stack([exact, *(run.double() for run in runs)])
+        stacked[1:] -= exact
+        return stacked.square_()  # type: ignore[return-value]
+    return [exact.square(), *((run.double() - exact).square_() for run in runs)]
 
 
 _SMALL = 1 << 16
@@ -118,42 +123,43 @@ class Counted:
         return max(1, int(self.mask.sum())), by_axis
 
 
+@dataclass(frozen=True)
 class SliceMeans:
-    """Means of squares: over all elements, and for each axis over all other axes, for every index of it.
+    """Means of each of several tensors of squares: over all elements, and for each axis over all other axes.
 
     Attributes:
-        total: The sum.
-        mean: Of all elements that count; 0 where none does.
-        by_axis: For each axis float64 [size]; 0 where nothing counts.
+        totals: The sum of each.
+        means: Of all elements of each that count; 0 where none does.
+        by_axis: For each axis float64 [number of tensors, size]; 0 where nothing counts.
     """
 
-    def __init__(self, total: float, sums: Sequence[torch.Tensor], size: int, counted: Counted) -> None:
-        self.total = total
-        if counted.mask is None:
-            self.mean = total / max(1, size)
-            self.by_axis = [part / max(1, size // max(1, part.numel())) for part in sums]
-            return
+    totals: list[float]
+    means: list[float]
+    by_axis: list[torch.Tensor]
+
+
+def slice_means(squares: Sequence[torch.Tensor], counted: Counted) -> SliceMeans:
+    """Return the means of several tensors of squares, float64, all of one shape; they may be one stacked tensor."""
+    size, mask = squares[0].numel(), counted.mask
+
+    def kept(square: torch.Tensor) -> torch.Tensor:
+        return square if mask is None else torch.where(mask, square, 0.0)
+
+    if size <= _SMALL:
+        stacked = kept(squares if isinstance(squares, torch.Tensor) else torch.stack(list(squares)))
+        sums = _slice_sums(stacked, 1)
+        whole = sums[0].sum(-1) if sums else stacked
+    else:
+        each = [_slice_sums(kept(square), 0) for square in squares]
+        sums = [torch.stack(parts) for parts in zip(*each, strict=True)]
+        whole = sums[0].sum(-1)
+    totals: list[float] = whole.tolist()
+    if mask is None:
+        number, by_axis = max(1, size), [part / max(1, size // max(1, part.shape[-1])) for part in sums]
+    else:
         number, numbers = counted.numbers
-        self.mean = total / number
-        self.by_axis = [part / own for part, own in zip(sums, numbers, strict=True)]
-
-
-def slice_means(squares: Sequence[torch.Tensor], counted: Counted) -> list[SliceMeans]:
-    """Return the means of each of several tensors of squares, float64, all of one shape."""
-    if counted.mask is not None:
-        squares = [torch.where(counted.mask, square, 0.0) for square in squares]
-    if len(squares) > 1 and squares[0].numel() <= _SMALL:
-        sums = _slice_sums(stacked := torch.stack(list(squares)), 1)
-        totals = (sums[0] if sums else stacked.unsqueeze(-1)).sum(-1).tolist()
-        return [
-            SliceMeans(total, [part[i] for part in sums], square.numel(), counted)
-            for i, (total, square) in enumerate(zip(totals, squares, strict=True))
-        ]
-    found = []
-    for square in squares:
-        sums = _slice_sums(square, 0)
-        found.append(SliceMeans(float((sums[0] if sums else square).sum()), sums, square.numel(), counted))
-    return found
+        by_axis = [part / own for part, own in zip(sums, numbers, strict=True)]
+    return SliceMeans(totals, [total / number for total in totals], by_axis)
 
 
 def _slice_sums(value: torch.Tensor, first: int) -> list[torch.Tensor]:

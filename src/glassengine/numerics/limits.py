@@ -42,6 +42,7 @@ _LIMITS = {
 }
 
 
+@functools.cache
 def limits(dtype: torch.dtype | str) -> Limits:
     """Return the limits of a floating or complex dtype, or of the one of this name.
 

@@ -257,20 +257,22 @@ class Reference:
         floor = self.measure_floor()
         assert floor is not None
         if candidate.dtype is self.native.dtype and same_where(candidate, self.native, self.valid):
-            return Judgement("identical", 0.0, rms_where(candidate.double() - exact, self._counted()))
+            return Judgement("identical", 0.0, math.sqrt(floor.native))
         value = candidate.double()
-        (means,) = slice_means([(value - exact).square_()], floor.counted)
+        squares = slice_means([(value - exact).square_()], floor.counted)
         # No element of `value` is larger than the largest of P and the largest error together.
-        is_large = not floor.largest + means.total**0.5 < self._limit
+        is_large = not floor.largest + squares.totals[0] ** 0.5 < self._limit
         if is_large or self.known.hidden is not None or (self._tied is not None and not is_finite(value)):
             mismatch = self._special_mismatch(value)
             if mismatch:
                 return Judgement("wrong", None, None, mismatch)
-        mean = means.mean
+        (mean,) = squares.means
         ratio = mean / floor.least if floor.least else float("inf") if mean else 0.0
-        for of_axis, by_index in zip(floor.by_axis, means.by_axis, strict=True):
-            ratios = torch.where(by_index > 0, by_index / of_axis, 0.0)
-            ratio = max(ratio, float(ratios.max()) if ratios.numel() else 0.0)
+        for of_axis, (by_index,) in zip(floor.by_axis, squares.by_axis, strict=True):
+            ratios = by_index / of_axis
+            if not (floor.least and mean < math.inf):
+                ratios = torch.where(by_index > 0, ratios, 0.0)
+            ratio = max(ratio, float(ratios.amax()) if ratios.numel() else 0.0)
         is_empty = self._judged is not None and not bool(self._judged.any())
         return Judgement("rounding", ratio**0.5, mean**0.5, is_empty=is_empty)
 

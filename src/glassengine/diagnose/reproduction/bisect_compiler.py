@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from glassengine import starting
-from glassengine.backends.inductor.settings import read_flags
 from glassengine.backends.protocol.backend import Backend
 from glassengine.errors import GlassError, UsageError
 from glassengine.executable.graph.graph import CapturedGraph, InputSpec, input_spec
@@ -209,6 +208,7 @@ def _part_of_compiler(piece: Piece) -> str | None:
 def compiler_settings() -> dict[str, Any]:
     """Return the settings of Inductor that are not its defaults, and those of the compiler flags; plain values only."""
     from glassengine.backends.inductor.cache import InductorCache
+    from glassengine.backends.inductor.settings import read_flags
 
     values = torch._inductor.config.get_config_copy() | read_flags().settings
     changed = InductorCache().parts()["options"].keys() | read_flags().settings.keys()

@@ -55,15 +55,21 @@ class Replayed:
     """What a replay found: the judgement, P, and the name of the explanation that it rests on.
 
     Attributes:
+        exact: P, or what computes it: of a tensor that is proven without, few ask for it.
         again: Judges another result of the same piece, in the same step.
         exempt: The elements that it left out, see `Expected`.
     """
 
     judgement: Judgement
-    predicted: Tensor
+    exact: Tensor | Callable[[], Tensor]
     again: Callable[[Tensor], Judgement]
     exempt: Masks | None = None
     explanation: str = "as read"
+
+    @property
+    def predicted(self) -> Tensor:
+        """P, in float64."""
+        return self.exact if isinstance(self.exact, Tensor) else self.exact()
 
 
 @dataclass(frozen=True)

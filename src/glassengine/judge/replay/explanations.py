@@ -22,7 +22,7 @@ import torch
 
 from glassengine.judge.exclusions.ties import chosen_along, is_unordered, tied_choices
 from glassengine.judge.replay.expected import Replayed, expected_of
-from glassengine.judge.replay.op import MOST_DEPTH, OneOp
+from glassengine.judge.replay.op import MOST_DEPTH, CandidateCall, OneOp
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.verdict import TIE
 from glassengine.ops.traits import traits_of
@@ -162,6 +162,22 @@ EXPLANATIONS = (
     Explanation("weights folded", weights_folded),
     Explanation("written out", written_out),
 )
+
+
+def replayed(call: CandidateCall) -> Replayed | None:
+    """Judge what a candidate's op made; None where the baseline's op does not fit what it read.
+
+    One comparison proves what is bitwise equal to what the program's own kernel makes of the same values.
+    """
+    if call.is_reproduced():
+        return Replayed(Judgement("identical", 0.0, None), call.predicted, partial(_judged_again, call))
+    one = call.in_float64()
+    return None if one is None else explained(one)
+
+
+def _judged_again(call: CandidateCall, result: torch.Tensor) -> Judgement:
+    one = call.in_float64()
+    return call.by_native().judge(result) if one is None else _explained_again(one, result)
 
 
 def explained(one: OneOp) -> Replayed | None:

@@ -29,8 +29,9 @@ from glassengine.judge.replay.expected import Claim, Expected
 from glassengine.judge.replay.reference import NUM_NOISE_RUNS, NUM_RUNS, bound_of, sampled
 from glassengine.judge.replay.values import DOES_NOT_FIT, Values, called, in_float64, part_of
 from glassengine.numerics.bounds import rounding_bound
+from glassengine.numerics.counted import is_finite
 from glassengine.numerics.exemptions import UNWRITTEN
-from glassengine.numerics.float64 import retargeted, target_of
+from glassengine.numerics.float64 import double, retargeted, target_of
 from glassengine.numerics.judgement import Judgement, unit_roundoff
 from glassengine.numerics.known import Known
 from glassengine.numerics.noise import disturbed, noisy, other_kernel, rounds
@@ -70,8 +71,8 @@ class Ops:
         self.generator.manual_seed(self._seed)
         self.relative_floors.clear()
 
-    def expected(self, claim: Claim) -> OneOp | None:
-        """Return what the op should give; None where its inputs are unknown or do not fit it."""
+    def called(self, claim: Claim) -> CandidateCall | None:
+        """Return the op on what the candidate fed to its own; None where that is unknown or does not fit it."""
         op, call = called(claim.node)
         if traits_of(op).is_arbitrary:
             return None
@@ -81,38 +82,14 @@ class Ops:
             if any(is_broken(value) for value in pytree.tree_leaves((args, kwargs))):
                 # What kernels make of NaN is their own affair: the op that made it is the guilty one.
                 return None
-            exact_args, exact_kwargs = retargeted((args, kwargs))
-            exact = call(*exact_args, **exact_kwargs)
-            native = self._native(op, call, args, kwargs, exact)
-            carried: Tensor | float = 0.0 if room is None else call(*room, **exact_kwargs).abs()
+            native = self._native(op, call, args, kwargs)
         except DOES_NOT_FIT:
             # The candidate's inputs do not fit the baseline's op: their own shapes are judged where they are made.
             return None
-        if not isinstance(exact, Tensor) or exact.shape != claim.candidate.shape or not _fits(claim.valid, exact):
-            return None
-        operation = Operation(op_name(op), call, exact_args, exact_kwargs, exact)
-        is_float = claim.candidate.is_floating_point() and exact.is_floating_point()
-        if not is_float:
-            dtype = native.dtype if native.is_floating_point() else torch.float64
-            reference = Reference(exact, native, [], dtype=dtype, valid=claim.valid)
-        else:
-            reference = _reference(claim, exact, native, [], self.relative_floors.get(claim.node.name, 0.0))
-        return OneOp(
-            reference,
-            ops=self,
-            claim=claim,
-            op=op,
-            args=args,
-            kwargs=kwargs,
-            operation=operation,
-            is_float=is_float,
-            carried=carried,
-        )
+        return CandidateCall(self, claim, op, call, args, kwargs, room, native)
 
-    def _native(
-        self, op: Node, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], exact: Any
-    ) -> Any:
-        """One sample of legal error: the op in the candidate's own dtypes, or P rounded where they do not mix."""
+    def _native(self, op: Node, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One sample of legal error: the op in the candidate's own dtypes; None where they do not mix."""
         if self.values.dtype is not None:
             args, kwargs = self.values.narrowed(op)
             args, _ = self.values.as_read(op, args)
@@ -121,7 +98,79 @@ class Ops:
         except RuntimeError:
             if not self.values.compiled:
                 raise
-            return exact
+            return None
+
+
+@dataclass(frozen=True)
+class CandidateCall:
+    """The baseline's op on what a candidate fed to its own.
+
+    Attributes:
+        ops: Of the candidate.
+        claim: About its result.
+        op: What is called; of several results of it, the node may be one.
+        target: Computes the value of the node.
+        args: What the candidate fed to its own.
+        kwargs: Likewise.
+        room: Arguments whose result bounds how far other reading of these may lead; None where it cannot.
+        native: In the candidate's own dtypes; None where they do not mix.
+    """
+
+    ops: Ops
+    claim: Claim
+    op: Node
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    room: tuple[Any, ...] | None
+    native: Any
+
+    def is_reproduced(self) -> bool:
+        """Whether the candidate's tensor is of numbers, and bitwise what the program's kernel makes of these values."""
+        ours, theirs = self.native, self.claim.candidate
+        if not isinstance(ours, Tensor) or ours.dtype is not theirs.dtype or not theirs.is_floating_point():
+            return False
+        return torch.equal(ours, theirs) and is_finite(theirs) and _fits(self.claim.valid, ours)
+
+    def predicted(self) -> Tensor:
+        """Return P; what it stands for where the op has no kernel in float64."""
+        one = self.in_float64()
+        return self.by_native().exact if one is None else one.operation.exact
+
+    def by_native(self) -> Reference:
+        """Return the reference of a result that is bitwise right."""
+        return _reference(self.claim, double(self.native), self.native, [], 0.0)
+
+    @torch.no_grad()
+    def in_float64(self) -> OneOp | None:
+        """Return what the op should give, with its error; None where it does not fit the candidate's tensor."""
+        claim, call = self.claim, self.target
+        try:
+            args, kwargs = retargeted((self.args, self.kwargs))
+            exact = call(*args, **kwargs)
+            carried: Tensor | float = 0.0 if self.room is None else call(*self.room, **kwargs).abs()
+        except DOES_NOT_FIT:
+            return None
+        if not isinstance(exact, Tensor) or exact.shape != claim.candidate.shape or not _fits(claim.valid, exact):
+            return None
+        native = exact if self.native is None else self.native
+        is_float = claim.candidate.is_floating_point() and exact.is_floating_point()
+        if not is_float:
+            dtype = native.dtype if native.is_floating_point() else torch.float64
+            reference = Reference(exact, native, [], dtype=dtype, valid=claim.valid)
+        else:
+            reference = _reference(claim, exact, native, [], self.ops.relative_floors.get(claim.node.name, 0.0))
+        return OneOp(
+            reference,
+            ops=self.ops,
+            claim=claim,
+            op=self.op,
+            args=self.args,
+            kwargs=self.kwargs,
+            operation=Operation(op_name(self.op), call, args, kwargs, exact),
+            is_float=is_float,
+            carried=carried,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,9 +180,7 @@ class OneOp(Expected):
     Attributes:
         ops: Of the candidate.
         claim: About its result.
-        op: What is called; of several results of it, the node may be one.
-        args: What the candidate fed to its own.
-        kwargs: Likewise.
+        op, args, kwargs: As of a `CandidateCall`.
         operation: The same in float64, and P.
         is_float: Whether P and the candidate's tensor are floating; others are equal, or not.
         carried: How far other rounding of what the inputs were made of may lead, beyond the bound.

@@ -20,7 +20,7 @@ from glassengine.judge.exclusions.dead_elements import unread_nodes
 from glassengine.judge.exclusions.masked import valid_in_step
 from glassengine.judge.graphs.cut import Piece
 from glassengine.judge.replay.expected import Claim, Replayed
-from glassengine.judge.replay.explanations import explained
+from glassengine.judge.replay.explanations import replayed
 from glassengine.judge.replay.op import Ops
 from glassengine.judge.replay.segments import SegmentReplay
 from glassengine.judge.replay.values import Values
@@ -167,13 +167,14 @@ class Replay:
             found = self._segments.expected(node, candidate)
             return None if found is None else found[0].replayed(found[1])
         claim = Claim(node, candidate.to(self._rounded.get(node.name, candidate.dtype)), valid, known, own)
-        one = self.ops.expected(claim)
-        return None if one is None else explained(one)
+        call = self.ops.called(claim)
+        return None if call is None else replayed(call)
 
     @torch.no_grad()
     def allowed(self, node: Node, candidate: torch.Tensor) -> torch.Tensor | None:
         """Return the bound that the candidate's result of `node` is judged by; None where noise alone judges it."""
-        one = self.ops.expected(Claim(node, candidate))
+        call = self.ops.called(Claim(node, candidate))
+        one = None if call is None else call.in_float64()
         return None if one is None else one.allowed()
 
     def inside(self, judged: Collection[str]) -> dict[str, set[str]]:

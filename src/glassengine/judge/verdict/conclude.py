@@ -61,7 +61,7 @@ _COMPARED = {
     Place.RECORDED: ("program", "what was recorded"),
     Place.UNTOUCHED: ("program", "the candidate as it runs"),
 }
-"""What is compared on a rung, in words."""
+"""What is compared on a level, in words."""
 
 
 def findings_of(
@@ -331,7 +331,7 @@ def _within_regions(score: Score, program: Program) -> Iterator[Pair]:
 
 
 def _first(origins: Sequence[Divergence], order: Mapping[str, int], rungs: Sequence[str]) -> Divergence | None:
-    """The earliest wrong origin by rung, step and graph order; the earliest suspicious one when none is wrong."""
+    """The earliest wrong origin by level, step and graph order; the earliest suspicious one when none is wrong."""
     for level in reversed(FLAGGED):
         found = [d for d in origins if d.verdict == level]
         if found:
@@ -356,7 +356,7 @@ BY_NAME_ONLY = "by its name alone; from its own inputs it is right, and the resu
 
 @dataclass(frozen=True)
 class Softened:
-    """Pairs and divergences by rung, after alarms that cannot matter were softened."""
+    """Pairs and divergences by level, after alarms that cannot matter were softened."""
 
     pairs: dict[str, list[Pair]]
     divergences: dict[str, list[Divergence]]
@@ -408,7 +408,7 @@ def vacuous(program: Program, scores: Sequence[Score]) -> Iterator[str]:
 
     Args:
         program: The baseline's.
-        scores: Of all sides, the untouched baseline's first.
+        scores: Of all sides, the unchanged baseline's first.
     """
     independent = [name for name in results_of(program) if not _reads_inputs(program, program.output_nodes[name])]
     constant = dict.fromkeys(name for score in scores[:1] for name in score.results.constant)

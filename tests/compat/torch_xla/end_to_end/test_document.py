@@ -1,6 +1,6 @@
 """The scripts of "How to debug models in PyTorch NeuronX" with other imports, and the numbers that it tells.
 
-The scripts of the document are word for word on the page docs/guide/coming-from-pytorch-neuronx.md, where they run.
+The scripts of the document are word for word on the pages docs/guide/coming-from-pytorch-neuronx*.md, where they run.
 """
 
 from __future__ import annotations
