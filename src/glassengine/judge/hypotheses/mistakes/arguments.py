@@ -107,7 +107,7 @@ def whole(question: Question) -> Iterator[Hypothesis]:
 def literals(question: Question) -> Iterator[Literal]:
     """Yield the non-tensor arguments of all ops of the piece, last ops first.
 
-    A number that the candidate's op has as well is no mistake. Axes stay: other axes before the op come to the same.
+    Numbers that the candidate's op has as well are left out. Axes stay: other axes before the op come to the same.
     """
     for node in reversed(question.trial.ops):
         there = _in_its_place(question, node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -46,7 +47,7 @@ def extra_op(question: Question) -> Iterator[Hypothesis]:
 
 def another_op(question: Question) -> Iterator[Hypothesis]:
     """Yield: an op of the candidate, with its own numbers, instead of one of the baseline's."""
-    own = {node.target for node in question.trial.ops}
+    own, there = (Counter(node.target for node in nodes) for nodes in (question.trial.ops, question.theirs))
     for theirs in question.theirs:
         if theirs.target in own or passes_on(theirs):
             continue
@@ -57,6 +58,8 @@ def another_op(question: Question) -> Iterator[Hypothesis]:
             return _first_of(done([leaf for leaf in leaves if isinstance(leaf, Tensor)]), call)
 
         for node in reversed(question.trial.ops):
+            if there[node.target] >= own[node.target]:
+                continue  # the candidate has it, too
             # Two products of the same tensors are one that is transposed, which is said of the tensor.
             are_products = traits_of(node).reads_memory and traits_of(theirs).reads_memory
             if len(tensors_of(question.trial, node)) == number and not passes_on(node) and not are_products:
