@@ -1,4 +1,4 @@
-"""The rungs of a check: which sides run, what of them can be observed, how their tensors pair with the baseline's."""
+"""The levels of a check: which sides run, what of them can be observed, how their tensors pair with the baseline's."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def start(
     arguments: Arguments | None = None,
     exported: Program | None = None,
 ) -> Climb:
-    """Return a climb with the exported program and its first side: the untouched model.
+    """Return a climb with the exported program and its first side: the unchanged model.
 
     Args:
         model: The baseline.
@@ -101,14 +101,14 @@ def add_built(
     passes: Sequence[str],
     progress: Progress,
     *,
-    all_rungs: bool = False,
+    all_levels: bool = False,
     only_release: bool = False,
     mesh: Mesh | None = None,
 ) -> None:
-    """The baseline's own passes, (with `all_rungs`) every op compiled alone, engine and release engine."""
+    """The baseline's own passes, (with `all_levels`) every op compiled alone, engine and release engine."""
     add_passes(climb, passes, progress)
     assert climb.built is not None
-    if all_rungs:
+    if all_levels:
         add_op_by_op(climb, backend, progress)
     folder = Path(climb.stack.enter_context(tempfile.TemporaryDirectory(prefix="glassengine-check-")))
     sizes = sizes_of(climb.cases)
