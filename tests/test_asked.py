@@ -64,7 +64,7 @@ WRONG = [
     (["check", "mine.py:net", "--pass", "mine.py:pass_"], "unknown function"),
     (["check", "mine.py:net", "--backend", "inducktor"], "nearest: inductor"),
     (["check", "mine.py:net", "--candidate", "mine.py:net", "--backend", "eager"], "build an engine of BASELINE"),
-    (["check", "mine.py:net", "--candidate", "mine.py:net", "--all-rungs"], "are for engines"),
+    (["check", "mine.py:net", "--candidate", "mine.py:net", "--all-levels"], "are for engines"),
     (
         ["check", "mine.py:net", "--candidate", "gguf:a.gguf", "--quantize", "Q4_0"],
         "for the engine that a check builds",

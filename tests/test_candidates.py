@@ -27,11 +27,11 @@ def test_refused_flags_exist() -> None:
 
 
 def test_an_option_that_a_kind_cannot_honor_is_refused_with_its_reason() -> None:
-    given = flags_of(all_rungs=True, jobs=1, tensor_parallel=1, passes=(), map=None)
-    assert given == ["--all-rungs"]
-    with pytest.raises(UsageError, match="--all-rungs and --bisect-outputs are for engines"):
+    given = flags_of(all_levels=True, jobs=1, tensor_parallel=1, passes=(), map=None)
+    assert given == ["--all-levels"]
+    with pytest.raises(UsageError, match="--all-levels and --bisect-outputs are for engines"):
         refuse(MODEL, given, "port.py:make")
-    with pytest.raises(UsageError, match="--all-rungs is not for a serving engine"):
+    with pytest.raises(UsageError, match="--all-levels is not for a serving engine"):
         refuse(SERVED, given, "gguf:model.gguf")
     refuse(MODEL, ["--session-options"], "model.onnx")
     refuse(SERVED, ["--session-options"], "genai:folder", honored=["--session-options"])

@@ -23,7 +23,7 @@ FLAGS = {
     "backend": "--backend",
     "quantize": "--quantize",
     "passes": "--pass",
-    "all_rungs": "--all-rungs",
+    "all_levels": "--all-levels",
     "bisect_outputs": "--bisect-outputs",
     "accumulation": "--accum",
     "reproduction": "--reproduction",
@@ -77,10 +77,10 @@ _SESSION = _each(
 _BUILD = _each(
     ["--tensor-parallel", "--pipeline-parallel", "--quantize"], "{flag} is for the engine that a check builds"
 )
-_RUNGS = _each(["--all-rungs", "--bisect-outputs"], "--all-rungs and --bisect-outputs are for engines") | _each(
+_LEVELS = _each(["--all-levels", "--bisect-outputs"], "--all-levels and --bisect-outputs are for engines") | _each(
     ["--backend", "--pass"], "--backend and --pass build an engine of BASELINE", "remove them, or --candidate MODEL"
 )
-_SERVED = _not_served("--map", "--pass", "--accum", "--all-rungs", "--bisect-outputs", "--jobs")
+_SERVED = _not_served("--map", "--pass", "--accum", "--all-levels", "--bisect-outputs", "--jobs")
 _GRAFT = _each(["--graft", "--graft-until-clean"], "{flag} is for a model as candidate", "--candidate MODEL")
 _OPS = _each(["--reproduction", "--accum"], "--reproduction and --accum are for ops")
 _WRITES = _each(["--quantize"], "matrices are rounded by back-ends that write models", "--backend gguf")
@@ -102,15 +102,15 @@ SERVED = Kind(
 )
 ENGINE = Kind("engine", {"ENGINE": "a directory that glass build wrote"}, _LAYOUT | _MAP | _SESSION | _BUILD | _GRAFT)
 RECORD = Kind(
-    "record", {"RECORD": "a recording, or a dump of another tool"}, _LAYOUT | _SESSION | _BUILD | _RUNGS | _GRAFT
+    "record", {"RECORD": "a recording, or a dump of another tool"}, _LAYOUT | _SESSION | _BUILD | _LEVELS | _GRAFT
 )
-QUANTIZED = Kind("quantized", {}, _LAYOUT | _MAP | _SESSION | _BUILD | _RUNGS | _OPS | _GRAFT)
+QUANTIZED = Kind("quantized", {}, _LAYOUT | _MAP | _SESSION | _BUILD | _LEVELS | _OPS | _GRAFT)
 QUANTIZED_MODEL = Kind("quantized model", {}, _OPS | _GRAFT)
 """A model that turns out to be quantized when it is loaded."""
 MODEL = Kind(
     "model",
     {"TARGET": "a Hugging Face directory or id, an adapter, file.py:factory, package.module:factory, .onnx or .pt2"},
-    _LAYOUT | _MAP | _BUILD | _RUNGS,
+    _LAYOUT | _MAP | _BUILD | _LEVELS,
 )
 GIVEN = Kind("given", {}, _BUILD)
 """Any candidate that is given, whatever kind it turns out to be."""

@@ -111,7 +111,7 @@ def first_line(error: object) -> str:
 def nearest(name: str, available: Iterable[str], limit: int = 5) -> list[str]:
     """Return up to `limit` of `available`, most similar to `name` first.
 
-    Names that contain `name`, or whose last parts are similar, rank before names that merely share letters.
+    Names that contain `name`, or whose last parts are similar, rank before names that only share letters.
     """
     wanted = name.strip("*?").lower()
     scored = []

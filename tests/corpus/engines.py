@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from glassengine.diagnose.ladder.climb import Climb
-from glassengine.diagnose.ladder.rungs import add_built, add_engine
+from glassengine.diagnose.ladder.levels import add_built, add_engine
 from glassengine.engine.build.build import build_program
 from glassengine.judge.cases import Case
 from glassengine.judge.sides.module import ModuleSide

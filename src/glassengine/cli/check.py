@@ -1,4 +1,4 @@
-"""`glass check`: climb the ladder, or judge another implementation, and name the first guilty op."""
+"""`glass check`: judges the levels of a model, or another implementation, and names the first wrong op."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from glassengine import asked
 from glassengine.candidates import GIVEN, MODEL, flags_of, forms, refuse, require_kind
 from glassengine.cli.answers import Answers
 from glassengine.cli.errors import INTERRUPTED_STATUS, terminable
+from glassengine.cli.foreign import renamed
 from glassengine.cli.invariance import check as check_invariance
 from glassengine.cli.options import err, print_answer, settings, stages
 from glassengine.cli.shared import (
@@ -43,6 +44,8 @@ _SHARES = (
     (Work.BUILDING_RELEASE, 6.0),
     (Work.JUDGING, 8.0),
 )
+
+CONTEXT_SETTINGS = renamed({"all-rungs": "all-levels"})
 
 
 def command(
@@ -83,8 +86,8 @@ def command(
     ] = None,
     steps: Annotated[int, typer.Option(min=0, help="Number of decode steps after the prefill.")] = 3,
     passes: Passes = None,
-    all_rungs: Annotated[
-        bool, typer.Option("--all-rungs", help="Compile every op alone, not only the wrong ones.")
+    all_levels: Annotated[
+        bool, typer.Option("--all-levels", help="Compile every op alone, not only the wrong ones.")
     ] = False,
     bisect_outputs: Annotated[
         bool,
@@ -181,7 +184,7 @@ def command(
                 inputs=inputs,
                 steps=steps,
                 passes=passes or (),
-                all_rungs=all_rungs,
+                all_levels=all_levels,
                 bisect_outputs=bisect_outputs,
                 fail_on=verdicts.fail_on.value,
                 min_coverage=verdicts.min_coverage,

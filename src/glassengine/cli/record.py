@@ -20,6 +20,7 @@ from glassengine.cli.documents import answer
 from glassengine.cli.foreign import renamed
 from glassengine.cli.options import err, out, progress, settings
 from glassengine.cli.shared import AdaptedCheckpoint, Dtype, Library, ModuleInputs, Overwrite, Python
+from glassengine.environment import owns_process
 from glassengine.errors import IncomparableError, UnknownNameError, UsageError
 from glassengine.reading.files import open_regular
 from glassengine.stores.places import Remote, place
@@ -229,7 +230,7 @@ def _script(line: ScriptLine, output: str, policy: dict[str, Any], *, noise_floo
         line.arguments,
         path=output,
         is_module=line.is_module,
-        ends_process=settings.owns_process and not noise_floor,
+        ends_process=owns_process() and not noise_floor,
         **policy,
     )
     sys.stdout.flush()

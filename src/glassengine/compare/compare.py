@@ -4,7 +4,7 @@ Pipeline: open both sides, bring them into one form, refuse what cannot be compa
 a step and rank, judge pair by pair, apply the rules over several verdicts, rank. What is not judged is listed with its
 reason. A baseline that was recorded with its noise floor says what rounding alone explains; dtype-aware tolerances know
 nothing about the computation, so a verdict based on them is reported as uncalibrated. Neither distinguishes an
-introduced error from an inherited one.
+error of an op from one that is passed on.
 """
 
 from __future__ import annotations

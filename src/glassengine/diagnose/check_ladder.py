@@ -1,9 +1,9 @@
 """Climbs the ladder model -> program -> (passes) -> engine -> release on the same inputs and tokens.
 
-Every rung is judged against one float64 reference, the baseline's exported program, in one sweep (see `judge`). The
-untouched model is a side like any other, so a mistake in the export itself shows as the model leaving the program.
+Every level is judged against one float64 reference, the baseline's exported program, in one sweep (see `judge`). The
+unchanged model is a side like any other, so a mistake in the export itself shows as the model leaving the program.
 An encoder-decoder is two programs, and climbs twice (`encoder_decoder`); so does a model of images and text
-(`image_text`). Another model, or a record, is a rung as an engine is one.
+(`image_text`). Another model, or a record, is a level as an engine is one.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from glassengine.diagnose.ladder.bisect_release import bisect_release
 from glassengine.diagnose.ladder.climb import Climb
 from glassengine.diagnose.ladder.generations import JUDGED, joined
 from glassengine.diagnose.ladder.judging import explain_engine, kept
+from glassengine.diagnose.ladder.levels import add_built, add_engine, arguments_of
 from glassengine.diagnose.ladder.other_model import add_model, leave_out_export, start_stage
 from glassengine.diagnose.ladder.per_case import judge_cases
 from glassengine.diagnose.ladder.quantized import is_quantized_file, quantized_in_memory
 from glassengine.diagnose.ladder.record import add_record, judge_sums_again, tensors_of
 from glassengine.diagnose.ladder.request import CheckRequest
-from glassengine.diagnose.ladder.rungs import add_built, add_engine, arguments_of
 from glassengine.diagnose.ladder.step_by_step import Stage, numbered, staged
 from glassengine.diagnose.reproduction.reproduce import with_reproduction
 from glassengine.engine.build.ranks import check_mesh
@@ -96,7 +96,7 @@ def check_model(request: CheckRequest, _: Any) -> Comparison:
 
 @dataclass
 class Ladder:
-    """A check by rungs.
+    """A check by levels.
 
     Attributes:
         request: What is asked for.
@@ -123,7 +123,7 @@ class Ladder:
         return found.conclude(self.policy)
 
     def findings(self) -> Findings:
-        """Load both sides, judge every rung, and return what was found.
+        """Load both sides, judge every level, and return what was found.
 
         Raises:
             UsageError: The request cannot be carried out.
@@ -323,7 +323,7 @@ class Ladder:
                 # Passes are those of the last program, as when an engine is built.
                 request.passes if is_last else (),
                 request.progress,
-                all_rungs=request.all_rungs,
+                all_levels=request.all_levels,
                 only_release=request.bisect_outputs,
                 mesh=request.mesh,
             )

@@ -12,7 +12,7 @@ from glassengine import asked
 from glassengine.candidates import RECORD, flags_of, refuse, require_kind
 from glassengine.diagnose.ladder.grafting import sites_of, until_clean
 from glassengine.diagnose.ladder.request import CheckRequest
-from glassengine.diagnose.prompt_rung import beside, check_only
+from glassengine.diagnose.prompt_level import beside, check_only
 from glassengine.diagnose.reproduction.files import require_free
 from glassengine.diagnose.router import route
 from glassengine.engine.build.ranks import mesh_for
@@ -42,7 +42,7 @@ def check(
     inputs: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     steps: int = 3,
     passes: Sequence[str] = (),
-    all_rungs: bool = False,
+    all_levels: bool = False,
     bisect_outputs: bool = False,
     fail_on: Literal["suspicious", "wrong"] = "wrong",
     min_coverage: float = 0.9,
@@ -65,7 +65,7 @@ def check(
     graft_until_clean: bool = False,
     progress: Progress = silent,
 ) -> Comparison:
-    """Judge a candidate against a baseline and say which op, on which rung, introduced an error first.
+    """Judge a candidate against a baseline and say which op, on which level, made an error first.
 
     Args:
         baseline: MODEL: Hugging Face directory or id, `file.py:factory`, `package.module:factory`, or a module object.
@@ -87,8 +87,8 @@ def check(
             step); None takes built-in prompts. A causal language model that is given more than tokens (images, say) is
             judged as a plain module, without a decode loop; that is listed among what was skipped.
         steps: Number of decode steps after the prefill.
-        passes: User passes on the program, each a rung of its own.
-        all_rungs: Climb op-by-op too: every op compiled alone. Without it only what the engine got wrong is.
+        passes: User passes on the program, each a level of its own.
+        all_levels: Climb op-by-op too: every op compiled alone. Without it only what the engine got wrong is.
         bisect_outputs: Build no engine with all debug outputs; where the release engine is wrong, add a few at a time.
         fail_on: The mildest verdict that makes the result not ok.
         min_coverage: Least share of the baseline's float-valued sites that must have been judged.
@@ -104,7 +104,7 @@ def check(
         trust_engine: Load native code of an engine that was built elsewhere, as for `load`.
         revision: Of a hub id.
         adapter: As for `build`, of the baseline.
-        tensor_parallel: As for `build`, of the engine that is built: its ranks are a rung of their own.
+        tensor_parallel: As for `build`, of the engine that is built: its ranks are a level of their own.
         pipeline_parallel: As for `build`.
         jobs: Processes of this machine that judge the cases (prompts), each a case at a time; 1 is this one.
         tokenizer: Of the candidate, where it has no files of one: `file.py:factory` of an object with `encode(text)`.
@@ -140,7 +140,7 @@ def check(
         inputs=as_inputs(inputs),
         steps=steps,
         passes=patterns_of(passes, "passes"),
-        all_rungs=all_rungs,
+        all_levels=all_levels,
         bisect_outputs=bisect_outputs,
         drift=drift,
         accumulation=accumulation,

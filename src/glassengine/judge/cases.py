@@ -1,7 +1,7 @@
 """Cases: what a check runs (a batch of prompts, or the steps of a plain module), the same for every implementation.
 
 A causal LM gets each prompt alone (batch 1) and one left-padded batch of two; a prefill and `steps` decode steps,
-teacher forced with the tokens that the untouched baseline picks. A recurrent model gets a prompt token by token, each
+teacher forced with the tokens that the unchanged baseline picks. A recurrent model gets a prompt token by token, each
 a step. A plain module gets its inputs, one step per dict.
 """
 
@@ -50,7 +50,7 @@ class Case:
         input_ids: [B, S] int64, left-padded; None for a plain module.
         attention_mask: [B, S] int64.
         num_steps: Prefill plus decode steps.
-        tokens: [B, num_steps - 1] int64, what is decoded; None for what the untouched baseline picks.
+        tokens: [B, num_steps - 1] int64, what is decoded; None for what the unchanged baseline picks.
         one_token: Whether a step has one token, also those of the prompt.
         constants: Inputs of the program that are the same in every step, by name; with images also where their
             features go, see `program.kinds.image_text`.

@@ -1,7 +1,7 @@
 """Compares the results of both sides, end to end: what a user of the model sees.
 
 Nothing inside enters: a result is judged against the float64 reference by the noise that all ops above it add up to,
-measured with the program in its own dtype, two runs with Monte-Carlo rounding, and the untouched model: another
+measured with the program in its own dtype, two runs with Monte-Carlo rounding, and the unchanged model: another
 implementation in floating point. Elements below a tie are exempt only where the candidate may really have chosen
 otherwise: where it was seen to, or where its choice was not observed.
 
@@ -109,7 +109,7 @@ class EndToEnd:
             node: The node.
             reference: Of its value in this step.
             theirs: Results of the side in this step.
-            ours: Those of the untouched baseline.
+            ours: Those of the unchanged baseline.
             where: Case and step.
             may_tie: Whether the side chose otherwise at a tie in this case, or may have, if unobserved.
         """
@@ -293,7 +293,7 @@ def results_left(sides: Sequence[EndToEnd]) -> str | None:
 
 
 def with_model(reference: Reference, ours: torch.Tensor | None) -> Reference:
-    """Return the reference with the untouched model as one more run behind the floor, where that itself is right."""
+    """Return the reference with the unchanged model as one more run behind the floor, where that itself is right."""
     if ours is None or not ours.is_floating_point() or not reference.exact.is_floating_point():
         return reference
     is_right = ours.shape == reference.exact.shape and reference.judge(ours).verdict not in FLAGGED
@@ -424,7 +424,7 @@ def _unit(largest: float, *sides: torch.Tensor) -> float:
 
 
 def merged(results: Iterable[ResultComparison]) -> tuple[ResultComparison, ...]:
-    """Return one entry for each result of each rung, of entries for other steps."""
+    """Return one entry for each result of each level, of entries for other steps."""
     found: dict[tuple[str, str], ResultComparison] = {}
     for one in results:
         place = (one.rung, one.name)

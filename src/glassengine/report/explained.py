@@ -125,7 +125,7 @@ def _figures(found: Figures) -> Iterator[str]:
 
 
 def _from_where(result: Comparison, pair: Pair) -> str:
-    """Return the origins of the same rung and step, of which this tensor may have its error."""
+    """Return the origins of the same level and step, of which this tensor may have its error."""
     origins = [origin for origin in result.origins if origin.rung == pair.rung and origin.step <= pair.step]
     names = ", ".join(dict.fromkeys(origin.site for origin in origins[:3]))
     return f"its inputs carried the error in, made by {names}" if names else "its inputs carried the error in"

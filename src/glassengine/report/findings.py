@@ -106,7 +106,7 @@ class Finding:
         level: "error" where it makes the comparison fail.
         site: Of the baseline; None where no tensor is named.
         text: What is wrong, in one sentence.
-        divergence: The op that introduced it, where one is known.
+        divergence: The op that made it, where one is known.
         candidate: The candidate's line.
         baseline: The baseline's line.
         hints: What kind of mistake it is, tried.
@@ -164,7 +164,7 @@ def _of_prompt(result: Comparison) -> list[Finding]:
 
 
 def _once(result: Comparison, origins: Sequence[Divergence]) -> list[Divergence]:
-    """Return one origin per tensor: on a later rung the same mistake is seen again, less finely."""
+    """Return one origin per tensor: on a later level the same mistake is seen again, less finely."""
     rungs = [rung.name for rung in result.rungs]
     kept: dict[tuple[str, int | None], Divergence] = {}
     for origin in origins:

@@ -308,7 +308,7 @@ def _prompt(result: Comparison) -> Iterator[Text]:
 
 
 def _results(result: Comparison) -> Iterator[Text]:
-    # Of several rungs the last one is what the user runs.
+    # Of several levels the last one is what the user runs.
     rungs = list(dict.fromkeys(found.rung for found in result.results))
     last = [found for found in result.results if found.rung == (rungs or [""])[-1]]
     order = sorted(last, key=lambda found: -VERDICTS.index(found.verdict))

@@ -37,7 +37,7 @@ _LESS_THAN_PROOF = ("tried", "argument", "ops", "values", "weights")
 _WORTH_SAYING = 0.005
 """Share of an error that is left after a proof, and named."""
 _TRAINED = ("forward", "backward", "run", "update")
-"""Rungs whose steps are those of a training, not of a generation."""
+"""Levels whose steps are those of a training, not of a generation."""
 _REASONS = {"below ties or padding": "that depends on ties or padding"}
 AGREEMENT = {"bitwise": "bitwise equal", "within rounding": "within rounding", "beyond": "beyond rounding"}
 _STANDING = {"same": "the series are the same", "apart": "the series part", "uncalibrated": "the series differ"}
@@ -83,12 +83,12 @@ def headline(result: Comparison) -> Headline:
 
 
 def rung(name: str) -> str:
-    """Return what a rung is called on a screen."""
+    """Return what a level is called on a screen."""
     return {"candidate, untouched": "candidate as it runs", "program": "exported program"}.get(name, name)
 
 
 def guarantee(text: str) -> str:
-    """Return how a rung was judged, for a screen."""
+    """Return how a level was judged, for a screen."""
     return text.removeprefix("judged ").replace("by segments", "in regions")
 
 

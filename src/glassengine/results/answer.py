@@ -140,7 +140,7 @@ class ResultComparison(Result):
     def in_words(self) -> str:
         """Return how it agrees or differs: "logits differ by 0.18 of 1.39 (17 dB)"."""
         are = self.is_plural
-        # The verdict is by the program's own run; the figures are by the untouched baseline's.
+        # The verdict is by the program's own run; the figures are by the unchanged baseline's.
         if self.verdict == "identical" or (self.agrees and self.max_abs_diff == 0 and self.exempt == 0):
             is_same = self.dtype == self.candidate_dtype
             return f"{self.name} {'are' if are else 'is'} {'bitwise identical' if is_same else 'equal'}"
@@ -168,7 +168,7 @@ class ResultComparison(Result):
 
 @dataclass(frozen=True)
 class Fineness(Result):
-    """How finely the float-valued sites of the baseline were judged on one rung; the shares add up to 1.
+    """How finely the float-valued sites of the baseline were judged on one level; the shares add up to 1.
 
     Attributes:
         rung: Which one.
@@ -202,7 +202,7 @@ class DriftRow(Result):
         num_tensors: How many were compared.
         snr_db: Signal-to-noise ratio.
         cosine_similarity: Over all of them.
-        introduced_db: Signal-to-noise ratio of what was introduced since the tensors above it; None where unknown.
+        introduced_db: Signal-to-noise ratio of the error made since the tensors above it; None where unknown.
         share: Of the loss (noise over signal) that all rows of its kind introduce; None where unknown.
     """
 
@@ -231,7 +231,7 @@ ExemptionReason = Literal[
 
 @dataclass(frozen=True)
 class Exemption(Result):
-    """Elements that a comparison left out for one reason, over all cases and steps of the rung that was judged finest.
+    """Elements that a comparison left out for one reason, over all cases and steps of the level that was judged finest.
 
     Attributes:
         reason: "padding" (tokens and cache slots that hold nothing), "unwritten memory", "masked rows" (attention that

@@ -41,7 +41,7 @@ class Skipped(Result):
 
 @dataclass(frozen=True)
 class Divergence(Result):
-    """An op that introduced an error.
+    """An op that made an error.
 
     Attributes:
         rung: Which implementation; None where there is one.
@@ -131,7 +131,7 @@ class Divergence(Result):
 
 @dataclass(frozen=True)
 class Rung(Result):
-    """One rung of the ladder: what was compared with what, and how it ended.
+    """One level of the ladder: what was compared with what, and how it ended.
 
     Attributes:
         name: "program", "engine", "release", "candidate", ...
@@ -211,7 +211,7 @@ class Comparison(Result):
         environment: Of both sides: versions, processor, flags.
         coverage: Share of the baseline's float-valued sites that were judged finely enough.
         rungs: Of a check, one per implementation.
-        severity: Of a check, rung -> agreement of tokens and KL divergence of the logits; decides nothing by itself.
+        severity: Of a check, level -> agreement of tokens and KL divergence of the logits; decides nothing by itself.
         not_ok_because: Why not, in one sentence.
         other_reasons: Parts of it beside `results` and `first_divergence`.
         too_little: Whether nothing was found wrong, but too little was judged (exit status 4).
@@ -222,12 +222,12 @@ class Comparison(Result):
         written_differently: Ops that both sides have and write otherwise.
         quantization: Of a quantized candidate.
         standing: Why it is ok or not, as one of eight words.
-        results: Those of both sides end to end, on each rung.
-        fineness: How finely the inside was judged, the rung first that the verdict rests on.
+        results: Those of both sides end to end, on each level.
+        fineness: How finely the inside was judged, the level first that the verdict rests on.
         inputs: What all sides ran on.
         drift: Of a less precise candidate, tensors in order of execution, results last.
         exemptions: Elements that did not count, by reason.
-        num_elements: How many the two sides have in common, on the rung that was judged finest.
+        num_elements: How many the two sides have in common, on the level that was judged finest.
         notes: Sentences about the candidate as a whole.
         generates: Whether step 0 is a prefill, and the others decode.
         reads: Of a check, site -> sites whose tensors its op reads.

@@ -228,7 +228,7 @@ def _decide(findings: Findings, policy: Policy) -> Decision:
 
 
 def with_prompt(result: Comparison, prompt: PromptComparison) -> Comparison:
-    """Return a comparison with the rung of its prompts before all others; with a wrong one it is not ok."""
+    """Return a comparison with the level of its prompts before all others; with a wrong one it is not ok."""
     verdict: Verdict = "wrong" if prompt.wrong else "identical"
     number = prompt.compared.get("tokens", 0) or sum(prompt.compared.values())
     guarantee = "judged by files" if "files" in prompt.compared else "judged by texts"

@@ -22,7 +22,7 @@ _MOST_OPEN = 32
 BY_GRID = "step of the quantization"
 
 Tally = Counter[tuple[Verdict, str, bool]]
-"""Verdict, what it rests on, whether it is inherited -> how many pairs."""
+"""Verdict, what it rests on, whether its error was passed on -> how many pairs."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Pair(Result):
         rank: Process that had the tensor.
         dtype: Of the baseline's tensor, where known.
         shape: Likewise.
-        values: Of the first that introduced an error, in a check; what `glass report` shows of its elements and axes.
+        values: Of the first that made an error, in a check; what `glass report` shows of its elements and axes.
     """
 
     step: int

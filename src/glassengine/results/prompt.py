@@ -18,7 +18,7 @@ _SAME = {
 }
 PromptLevel = Literal["wrong", "limit", "note"]
 RUNG = "prompt"
-"""Name of the rung of a check."""
+"""Name of the level of a check."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class PromptFinding:
 
 @dataclass(frozen=True)
 class PromptComparison(Result):
-    """What `glass check-prompt` returns, and the rung `prompt` of a check.
+    """What `glass check-prompt` returns, and the level `prompt` of a check.
 
     Attributes:
         baseline: Spec of the baseline.

@@ -90,7 +90,7 @@ class ReportPage(Result):
         names: Column -> what its numbers stand for: "verdict", "rung", "case", "dtype", "judged_by".
         steps: All steps, in order.
         generates: Whether step 0 is a prefill, and the others decode.
-        knows_inherited: Whether models were run, so that inherited errors are known beside introduced ones.
+        knows_inherited: Whether models were run, so that errors passed on are known beside those that an op made.
         first_row: The row of the first divergence; None where there is none, or it has no row.
         valued_rows: Rows that have an entry among the values, in its order.
         why_no_values: Why other rows have none, in a sentence.

@@ -11,7 +11,7 @@ from torch import nn
 
 from glassengine.diagnose import check
 from glassengine.diagnose.ladder.climb import Climb
-from glassengine.diagnose.ladder.rungs import add_passes, start
+from glassengine.diagnose.ladder.levels import add_passes, start
 from glassengine.judge.cases import read_inputs
 from glassengine.judge.verdict.run import run_cases
 from glassengine.program import load_model

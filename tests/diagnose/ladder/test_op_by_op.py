@@ -100,7 +100,7 @@ def test_a_wrong_kernel_is_wrong_alone_as_well(monkeypatch: pytest.MonkeyPatch, 
     assert "silu compiled alone is wrong as well" in [hint.text for hint in engine.hints]
 
 
-def test_all_rungs_judges_every_op_compiled_alone(
+def test_all_levels_judges_every_op_compiled_alone(
     tmp_path: Path, inputs: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "net.py").write_text(
@@ -109,7 +109,7 @@ def test_all_rungs_judges_every_op_compiled_alone(
         "def x():\n    import torch\n    return {'input': torch.ones(3, 8)}\n"
     )
     arguments = ["check", f"{tmp_path}/net.py:net", "--inputs", f"{tmp_path}/net.py:x", "--backend", "eager"]
-    assert main([*arguments, "--all-rungs"]) == 0
+    assert main([*arguments, "--all-levels"]) == 0
     assert "\nop-by-op " in capsys.readouterr().out
     assert main(arguments) == 0
     assert "op-by-op" not in capsys.readouterr().out

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from glassengine.diagnose.ladder import rungs
+from glassengine.diagnose.ladder import levels
 from glassengine.diagnose.ladder.judging import judge
 from glassengine.errors import IncomparableError
 from glassengine.judge.pairing.by_value import pair_programs
@@ -60,7 +60,7 @@ class Shared:
         parts = [[_copy(program) for program in row] for row in made]
         plant(parts)
         with ExitStack() as stack:
-            climb = rungs.start(self.loaded, None, 0, stack, silent, exported=self.program)
+            climb = levels.start(self.loaded, None, 0, stack, silent, exported=self.program)
             del climb.cases[1:]
             pairs = pair_programs(self.program, self.program, climb.cases)
             side = RanksSide(

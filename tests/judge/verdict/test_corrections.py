@@ -46,6 +46,9 @@ from tests.report.made_results import comparison
         ("out = (p @ v).transpose(1, 2).reshape(b, n, -1)", "shift", 0, -1, None),
         ("y = torch.roll(x.view(2, -1), -1, 1)", "shift", 0, -1, "y = torch.roll(x.view(2, -1), 0, 1)"),
         ("y = x * 2", "factor", 0.5, 2.0, "y = x * 0.5"),
+        # A number of which an index is calculated is none itself.
+        ("score += self.transitions[tags[i], tags[i - 1]]", "index", 0, 1, None),
+        ("y = x[:, 1]", "index", 0, 1, "y = x[:, 0]"),
     ],
 )
 def test_a_line_is_corrected_where_its_place_is_clear(

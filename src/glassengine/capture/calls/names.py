@@ -49,7 +49,7 @@ class Forward:
         step: Its number.
         records: Whether anything of it is wanted.
         thread: Identity of the thread.
-        open: (module, path with call, whether it merely passes on the call of its wrapper), outermost first.
+        open: (module, path with call, whether it only passes on the call of its wrapper), outermost first.
         num_calls: Calls of each path so far.
         in_call: Whether an outermost call has begun and not been dealt with to its end.
         tapped: Sites of taps so far.

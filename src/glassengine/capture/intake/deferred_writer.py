@@ -22,7 +22,7 @@ from glassengine.recording.layout.statistics import light
 
 
 class Writer(Protocol):
-    """What takes the tensors: a `BackgroundWriter`, or something that merely counts."""
+    """What takes the tensors: a `BackgroundWriter`, or something that only counts."""
 
     def again(self, site: str, step: int, tensor: Tensor, rank: int) -> bool:
         """Take a tensor that comes as it did in an earlier step, if the writer remembers that."""

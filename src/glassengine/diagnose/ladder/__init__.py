@@ -1,1 +1,1 @@
-"""The rungs of a check: which sides run for which kind of candidate, and how their tensors are paired."""
+"""The levels of a check: which sides run for which kind of candidate, and how their tensors are paired."""

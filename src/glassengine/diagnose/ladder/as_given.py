@@ -58,7 +58,7 @@ def require_two_models(baseline: LoadedModel, candidate: LoadedModel) -> None:
 
 
 def as_given(climb: Climb, baseline: LoadedModel, candidate: LoadedModel | None, *, calls_again: bool) -> None:
-    """Let the untouched sides of a climb run as they were given, and say what differs in that.
+    """Let the unchanged sides of a climb run as they were given, and say what differs in that.
 
     Args:
         climb: With its sides.

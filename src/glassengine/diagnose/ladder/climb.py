@@ -31,7 +31,7 @@ BYTE_BUDGET = 1 << 30
 
 @dataclass
 class Climb:
-    """Everything one check has; filled rung by rung.
+    """Everything one check has; filled level by level.
 
     `built` is what the engines are built from, `pairs` which of its ops are those of the baseline's program, and
     `candidate` names what is built. `coarsest` is the dtype of the coarsest side, None where that is the baseline's.
@@ -69,14 +69,14 @@ class Climb:
         self.scores.append(Score(side, self.program))
 
     def chooser(self) -> ModuleSide:
-        """Return the untouched model once more, to choose the same tokens for sides that are judged later."""
+        """Return the unchanged model once more, to choose the same tokens for sides that are judged later."""
         return self.model.chooser()
 
 
 def begun(
     model: LoadedModel, stack: ExitStack, *parts: tuple[Program, list[Case], ModuleSide | SourceSide]
 ) -> tuple[Climb, ...]:
-    """Return a climb for each program of a model, with its cases and its untouched module, which is a side of it."""
+    """Return a climb for each program of a model, with its cases and its unchanged module, which is a side of it."""
     climbs = tuple(Climb(model, program, cases, side, [], stack=stack) for program, cases, side in parts)
     for climb in climbs:
         climb.add(climb.model)

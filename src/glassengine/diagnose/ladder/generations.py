@@ -1,7 +1,7 @@
 """Starts the climbs of each kind of generation: one program, encoder and decoder, or vision and decoder.
 
 Of two programs neither is blamed for the other. The decoder of every side reads the cross-attention cache, or the image
-features, that the untouched encoder made:
+features, that the unchanged encoder made:
 
     encoder, vision    what fills the cross-attention cache; each image -> its features
     decoder            prefill and decode steps
@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from glassengine.diagnose.ladder.climb import Climb, begun
-from glassengine.diagnose.ladder.rungs import start
+from glassengine.diagnose.ladder.levels import start
 from glassengine.engine.prompts.prompts import pad_left
 from glassengine.errors import UsageError
 from glassengine.judge.cases import Case, Inputs, StepInputs, beside_tokens, causal_cases
@@ -61,7 +61,7 @@ DECODER_IDS = "decoder_input_ids"
 
 @dataclass
 class EncoderSide(ModuleSide):
-    """The untouched model, asked for its cross-attention cache."""
+    """The unchanged model, asked for its cross-attention cache."""
 
     def forward(self, inputs: Mapping[str, Any]) -> Any:
         """Run the encoder and one token of the decoder."""
@@ -70,7 +70,7 @@ class EncoderSide(ModuleSide):
 
 @dataclass
 class DecoderSide(ModuleSide):
-    """The untouched model generating: its encoder runs in the first step, its own two caches from then on."""
+    """The unchanged model generating: its encoder runs in the first step, its own two caches from then on."""
 
     _source: Mapping[str, Any] | None = None
 
@@ -174,7 +174,7 @@ def _right_padded(model: LoadedModel, case: Case) -> dict[str, Any]:
 
 def joined(encoder: Findings, decoder: Findings) -> Findings:
     """Return what was found in both programs; coverage is the lower one of the two."""
-    # A rung that only explains, or a pass, may be there for one of them.
+    # A level that only explains, or a pass, may be there for one of them.
     names = [rung.name for rung in max(encoder.rungs, decoder.rungs, key=len)]
     firsts = [found.first_divergence for found in (encoder, decoder) if found.first_divergence is not None]
     first = min(firsts, key=lambda one: names.index(one.rung or ""), default=None)
@@ -210,7 +210,7 @@ def joined(encoder: Findings, decoder: Findings) -> Findings:
 
 
 def _joined_rung(found: Sequence[Rung]) -> Rung:
-    """Return the rung of both programs; notes are the decoder's."""
+    """Return the level of both programs; notes are the decoder's."""
     return replace(
         found[-1],
         verdict=worst(rung.verdict for rung in found),
@@ -239,7 +239,7 @@ def _joined_weights(encoder: WeightsComparison | None, decoder: WeightsCompariso
 
 @dataclass
 class VisionSide(ModuleSide):
-    """The untouched model, asked for the features of an image."""
+    """The unchanged model, asked for the features of an image."""
 
     def forward(self, inputs: Mapping[str, Any]) -> Any:
         """Make the features of one image.
@@ -258,7 +258,7 @@ class VisionSide(ModuleSide):
 
 @dataclass
 class ImageTextSide(ModuleSide):
-    """The untouched model generating, its prefill with features that it made before, as in transformers."""
+    """The unchanged model generating, its prefill with features that it made before, as in transformers."""
 
     is_list: bool = False
     _images: Mapping[str, Any] | None = None

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from glassengine.diagnose.ladder.climb import Climb
+from glassengine.diagnose.ladder.levels import add_op_by_op
 from glassengine.diagnose.ladder.op_by_op import explain
-from glassengine.diagnose.ladder.rungs import add_op_by_op
 from glassengine.judge.cases import Case
 from glassengine.judge.end_to_end import Severity
 from glassengine.judge.sides.module import ModuleSide
@@ -63,7 +63,7 @@ def explain_engine(climb: Climb, backend: str | None, progress: Progress) -> Non
         alone = next((score for score in climb.scores if score.side.place is Place.OP_BY_OP), None)
         if alone is None:
             return
-        # The tokens are those of the untouched model again.
+        # The tokens are those of the unchanged model again.
         model = climb.chooser()
         judge(climb, [Score(model, climb.program), alone], model=model)
     explain(engine, alone)
@@ -72,7 +72,7 @@ def explain_engine(climb: Climb, backend: str | None, progress: Progress) -> Non
 def severity_counter(
     climb: Climb, progress: Progress, scores: Sequence[Score] | None = None, chooser: ModuleSide | None = None
 ) -> OnStep:
-    """Compare the last logits of each side with those of the rung before it, and say how many steps are judged.
+    """Compare the last logits of each side with those of the level before it, and say how many steps are judged.
 
     Args:
         climb: With the cases.

@@ -1,6 +1,6 @@
-"""The rung op-by-op: nodes of the program, each compiled and run by itself by the back-end.
+"""The level op-by-op: nodes of the program, each compiled and run by itself by the back-end.
 
-A whole program of them costs one compilation per distinct node, so without `--all-rungs` only what the engine got wrong
+A whole program of them costs one compilation per distinct node: without `--all-levels` only what the engine got wrong
 is compiled alone, with its neighbors: is the op itself miscompiled, or only together with others?
 """
 

@@ -1,4 +1,4 @@
-"""Another model as candidate: op by op through its own export, and untouched at module outputs."""
+"""Another model as candidate: op by op through its own export, and unchanged at module outputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from glassengine.backends.accuracy.calibration import kernels_of
 from glassengine.diagnose.ladder.climb import Climb, nodes, skip_unpaired
-from glassengine.diagnose.ladder.rungs import replay_of, start
+from glassengine.diagnose.ladder.levels import replay_of, start
 from glassengine.diagnose.ladder.step_by_step import Stage, program_of, specialized
 from glassengine.errors import UsageError
 from glassengine.judge.pairing.by_value import pair_programs
@@ -27,7 +27,7 @@ from glassengine.results import Skipped, WeightsComparison
 
 
 def start_stage(stage: Stage, stack: ExitStack, progress: Progress) -> Climb:
-    """Return the climb of a stage, with its first side: the untouched baseline."""
+    """Return the climb of a stage, with its first side: the unchanged baseline."""
     climb = start(stage.baseline, stage.steps, 0, stack, progress, arguments=stage.ours_of, exported=stage.ours)
     climb.skipped += specialized(stage)
     return climb
@@ -40,7 +40,7 @@ def add_model(
     progress: Progress,
     grafts: Sequence[str] = (),
 ) -> torch.dtype:
-    """Another model or port: op by op through its own export, and untouched at module outputs.
+    """Another model or port: op by op through its own export, and unchanged at module outputs.
 
     Args:
         climb: With the baseline.

@@ -49,7 +49,7 @@ class CheckRequest:
     inputs: Inputs = None
     steps: int = 3
     passes: Sequence[str] = ()
-    all_rungs: bool = False
+    all_levels: bool = False
     bisect_outputs: bool = False
     drift: bool = False
     accumulation: str | None = None

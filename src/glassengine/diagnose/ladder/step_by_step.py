@@ -2,7 +2,7 @@
 
 A number among the arguments becomes part of the graph, so steps with other numbers are other programs. What a module
 remembers (a cache in its buffers, written in place) is an implicit input of a step: each step is exported and
-run with what the untouched module held before it.
+run with what the unchanged module held before it.
 """
 
 from __future__ import annotations

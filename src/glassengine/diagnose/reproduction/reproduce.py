@@ -58,7 +58,7 @@ def with_reproduction(
     """
     first = result.first_divergence
     assert first is not None and first.node is not None
-    # A rung that only explains another one (ops compiled alone) keeps no tensors: the same op of that one will do.
+    # A level that only explains another one (ops compiled alone) keeps no tensors: the same op of that one will do.
     boxes = sorted(
         (score for score in scores if score.evidence is not None), key=lambda score: score.side.rung != first.rung
     )

@@ -1,6 +1,6 @@
 """`glass.check_training`: where two training runs part company: which step, and there forward, backward or update.
 
-The candidate is trained as it is; every step of it is judged from its own parameters, so that nothing is inherited from
+The candidate is trained as it is; every step is judged from its own parameters, so that no error is passed on from
 the step before:
 
     forward, backward   the baseline's step (see `gradient_graph`) is replayed op by op on the candidate's values, and

@@ -3,7 +3,7 @@
 *Hidden values.* One implementation hides a key with the least number of the dtype, another with minus infinity or -1e9;
 the softmax makes 0 of each. Such a number is not excluded: it is compared by whether it hides (see
 `numerics.mask_values`). It is recognized by where it comes from: numbers of that size that the program writes itself or
-is given, with nothing but selecting, adding and scaling between. A score that merely is that small hides nothing.
+is given, with nothing but selecting, adding and scaling between. A score that is that small by itself hides nothing.
 
 *Hidden rows.* A query of padding with nothing but padding before it sees no key. One implementation gives all keys the
 same share, another gives none, a third returns NaN, and rounding alone picks one of the hidden numbers. The noise of

@@ -109,19 +109,29 @@ def explain(question: Question) -> list[Hint]:
 
 @dataclass(frozen=True)
 class Explanation:
-    """A mistake that explains: its hint, where it was made, and how much it settles."""
+    """A mistake that explains: its hint, where it was made, how much it settles, and which of the catalog it is.
+
+    `score` and `family` are None of two mistakes together.
+    """
 
     hint: Hint
     hypothesis: Hypothesis
     rank: Rank
+    score: float | None = None
+    family: Family | None = None
 
 
 @torch.no_grad()
-def explanation(question: Question) -> Explanation | None:
-    """Return the best mistake that makes what the candidate made: the first that settles it; None where none fits."""
+def explanation(question: Question, only: tuple[float, Family] | None = None) -> Explanation | None:
+    """Return the best mistake that makes what the candidate made: the first that settles it; None where none fits.
+
+    Args:
+        question: What went wrong.
+        only: The one family of the catalog that is asked, with its score; all of them without it.
+    """
     near: list[tuple[float, Hypothesis]] = []
     best: Explanation | None = None
-    waiting = deque(_every(question))
+    waiting = deque(_every(question) if only is None else [(*only, _fitting(only[1], question))])
     try:
         question.trial.spend_first()
         while waiting:
@@ -130,13 +140,14 @@ def explanation(question: Question) -> Explanation | None:
                 hint = _explained(question, hypothesis, score, near)
                 if hint is None:
                     continue
-                found = Explanation(as_certain(question, family, hint), hypothesis, rank_of(family, hint))
+                certain = as_certain(question, family, hint)
+                found = Explanation(certain, hypothesis, rank_of(family, hint), score, family)
                 if best is None or found.rank > best.rank:
                     best = found
                 if best.rank is Rank.SETTLED:
                     return best
             waiting.popleft()
-        if best is None:
+        if best is None and only is None:
             best = _of_two(question, near)
     except OutOfWork:
         question.trial.budget.num_skipped += len(waiting) or 1

@@ -10,6 +10,7 @@ from torch.fx import Node
 from glassengine.judge.hypotheses.error_direction import is_summed_coarsely, literal_shown
 from glassengine.judge.hypotheses.inside import trees_differ
 from glassengine.judge.hypotheses.mistake_search import MistakeSearch
+from glassengine.judge.hypotheses.mistakes.catalog import Family
 from glassengine.judge.replay.values import called
 from glassengine.judge.sides.protocol import Side
 from glassengine.numerics.metrics.hints import tensor_hints
@@ -39,6 +40,7 @@ class Hints:
         self._side = side
         self._num_asked = 0
         self._looked: set[str] = set()
+        self._learned: dict[str, tuple[float, Family]] = {}
         self._shown: dict[str, Hint] = {}
         self._num_products = 0
         self.covered: Collection[str] = ()
@@ -114,7 +116,7 @@ class Hints:
         if side.replay is None:
             return None
         own = side.program if side.counterparts else None
-        return MistakeSearch(self._program, side.replay.values, own, side.counterparts, flagged)
+        return MistakeSearch(self._program, side.replay.values, own, side.counterparts, flagged, learned=self._learned)
 
 
 def _is_one_number(one: Hint, other: Hint) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from glassengine.judge.graphs.between import ancestors, down, passes_on, readers
 from glassengine.judge.graphs.cut import Piece, cut
 from glassengine.judge.hypotheses.explain import Explanation, Rank, differences, explanation
 from glassengine.judge.hypotheses.inside import Inside, inside_of
+from glassengine.judge.hypotheses.mistakes.catalog import Family
 from glassengine.judge.hypotheses.trials.hypothesis import constants_of, of_weight, short
 from glassengine.judge.hypotheses.trials.question import Question, in_its_dtype, noise_of
 from glassengine.judge.hypotheses.trials.trial import FAILS, OF_DIFFERENCES, Budget, Trial
@@ -24,6 +26,7 @@ from glassengine.program.representation.program import Program
 from glassengine.results import Hint
 
 _USER = "user."
+_NUMBER = re.compile(r"(?<![^.@])\d+(?![^.@:/])")
 _DEPTHS = (0, 1, 2, 4)
 """How many ops above the flagged one are asked with it: where a tensor is observed need not be where it is made."""
 _NEAR = 8
@@ -57,6 +60,8 @@ class MistakeSearch:
     """Node in which the mistake of the last `hints` was made: an unobserved one, inside of the region."""
     num_skipped: int = 0
     """Families of mistakes that the last `hints` did not try, since what one tensor may cost was spent."""
+    learned: dict[str, tuple[float, Family]] = field(default_factory=dict)
+    """Place in repeated layers -> the family of the catalog that explained it in one of them, with its score."""
 
     @torch.no_grad()
     def hints(self, node: Node, actual: torch.Tensor, valid: torch.Tensor | None) -> list[Hint]:
@@ -68,25 +73,38 @@ class MistakeSearch:
             valid: Mask of the elements that count; None for all.
         """
         budget = Budget()
-        pieces = list(self._pieces(node))
-        best: tuple[Explanation, Question, frozenset[str]] | None = None
-        for names, piece in pieces:
-            budget.begin(is_last=piece is pieces[-1][1])
-            question = self.question(node, piece, actual, valid, budget)
-            found = None if question is None else explanation(question)
-            if found is not None and question is not None and (best is None or found.rank > best[0].rank):
-                best = found, question, names
-                if found.rank is Rank.SETTLED:
-                    break
+        place = _NUMBER.sub("*", self._site(node.name))
+        family = self.learned.get(place)
+        best = None if family is None else self._best(node, actual, valid, Budget(), family)
+        if best is None or best[0].rank is not Rank.SETTLED:
+            best = self._best(node, actual, valid, budget)
         self.num_skipped = 0 if best is not None else budget.num_skipped
         if best is None:
             return []
         found, question, names = best
+        if found.rank is Rank.SETTLED and found.score is not None and found.family is not None:
+            self.learned[place] = found.score, found.family
         lost = found.hypothesis.lost
         self.place = self._place(question.trial, found.hypothesis.edits)
         anew = names if lost is None else {*names, lost.name}
         self.covered = {name for name in self.flagged if name in anew and name != node.name}
         return [found.hint]
+
+    def _best(
+        self, node: Node, actual: Tensor, valid: Tensor | None, budget: Budget, only: tuple[float, Family] | None = None
+    ) -> tuple[Explanation, Question, frozenset[str]] | None:
+        """Return the best explanation with the piece that it is of, and the names of its ops."""
+        pieces = list(self._pieces(node))
+        best: tuple[Explanation, Question, frozenset[str]] | None = None
+        for names, piece in pieces:
+            budget.begin(is_last=piece is pieces[-1][1])
+            question = self.question(node, piece, actual, valid, budget)
+            found = None if question is None else explanation(question, only)
+            if found is not None and question is not None and (best is None or found.rank > best[0].rank):
+                best = found, question, names
+                if found.rank is Rank.SETTLED:
+                    break
+        return best
 
     def _pieces(self, node: Node) -> Iterator[tuple[frozenset[str], Piece]]:
         """Yield the pieces that end in a node, from its own op on, with the names of their ops; each once."""
@@ -265,7 +283,7 @@ class MistakeSearch:
         return ops[0] if ops else sites[0].name if sites else name
 
     def _others(self, node: Node, trial: Trial) -> dict[str, torch.Tensor]:
-        """Return what else of this shape could have been read, by node: made before, nearest first, and weights."""
+        """Return what else of this shape could have been read, by node: what the candidate reads, then the nearest."""
         shapes = {tuple(value.shape) for n in trial.inputs if isinstance(value := trial.values[n], torch.Tensor)}
         shapes.add(tuple(trial.right.shape))
         inside = {op.name for op in trial.ops}
@@ -273,14 +291,27 @@ class MistakeSearch:
         # What is made of the piece's own tensors has the mistake, and explains nothing.
         left_out = {*(n.name for n in trial.inputs), *inside, *below}
         found: dict[str, torch.Tensor] = {}
-        for name, value in self._nearest(node):
-            if name in left_out or not isinstance(value, torch.Tensor) or tuple(value.shape) not in shapes:
+        for name, value in itertools.chain(self._read_there(node), self._nearest(node)):
+            if (
+                name in found
+                or name in left_out
+                or not isinstance(value, torch.Tensor)
+                or tuple(value.shape) not in shapes
+            ):
                 continue
             if len(found) == _MOST_OTHERS:
                 break
             if value.numel() <= _LARGEST_OTHER:
                 found[name] = value.detach()
         return found
+
+    def _read_there(self, node: Node) -> Iterator[tuple[str, Any]]:
+        """Yield the counterparts of what the candidate's ops of a region read."""
+        ours = {theirs: name for name, theirs in self.counterparts.items() if name in self._known}
+        for source in dict.fromkeys(source for op in self._theirs(node) for source in op.all_input_nodes):
+            for one in _passed(source):
+                if one.name in ours:
+                    yield ours[one.name], self._known[ours[one.name]]
 
     def _nearest(self, node: Node) -> Iterator[tuple[str, Any]]:
         """Yield what was made before a node and what is given, by how far from it that is made or first read."""

@@ -173,6 +173,7 @@ class WrongTensorSearch:
         behind = [
             name for name in tensors.of_number(predicted) if tensors.order[name] > last and name not in tensors.taken
         ]
+        behind = [name for name in behind if not pairs.is_beyond(node, name)]
         yield from map(Seen, dict.fromkeys([*names, *inputs, *self._one_of_each(behind, predicted)[:_TRIALS]]))
 
     def _one_of_each(self, names: Sequence[str], predicted: Values) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ _ROUNDINGS = 16
 """Unit roundoffs by which a tensor may differ from its prediction: rounding of a region, not of one op."""
 _LEAST = 2e-5
 """Of the same: differences of numbers of one size amplify the rounding of float32."""
+_MOST_FOREIGN = 2
+"""Weights of the baseline's ops behind a node with which a counterpart of the node may be made."""
 _CLOSER = 8
 """What the same op makes of the same is passed over for a tensor that is this many times closer to the prediction."""
 
@@ -66,6 +69,7 @@ class ProgramPairs:
         self.results = paired_results(baseline, candidate)
         self._proposed = {pair.baseline.node: pair for pair in pair_sites(baseline, candidate)[0]}
         self._ports = ports(baseline), ports(candidate)
+        self._made_of = ancestors_of(baseline)
         self._roundoff: dict[str, float] = {}
         self.found: dict[str, Seen] = {}
         self.predictions.counterparts = self.found
@@ -106,6 +110,29 @@ class ProgramPairs:
         if name is None or predicted is None:
             return None if name is None else Seen(name)
         return self.tensors.likeliest(name, predicted, self.hows())
+
+    def is_beyond(self, node: Node, name: str) -> bool:
+        """Whether a tensor of the candidate is made with weights that the baseline reads only behind `node`.
+
+        One wrong weight is a mistake; several are another layer.
+        """
+        above = self._made_of[node.name]
+        foreign, own = 0, 0
+        for place, there in self._same_weights:
+            if above >> place & 1:
+                own |= there
+            else:
+                foreign |= there
+        return (self.tensors.ancestors[name] & foreign & ~own).bit_count() > _MOST_FOREIGN
+
+    @cached_property
+    def _same_weights(self) -> list[tuple[int, int]]:
+        """Place of each weight of the baseline, and the bits of those of the candidate that are stored alike."""
+        found = []
+        for weight in self._baseline.weights():
+            same = self.weights.as_stored(weight)
+            found.append((self.order[weight], sum(1 << self.tensors.order[name] for name in same)))
+        return found
 
     def proposal(self, node: Node) -> Seen | None:
         """Return the tensor of the same place in a module of the same name."""

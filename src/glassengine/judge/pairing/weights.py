@@ -215,6 +215,12 @@ class SameWeights:
             self._known[name] = [other for other in kept if _is_same_in_any_arrangement(own, self._theirs[other])]
         return self._known[name]
 
+    def as_stored(self, name: str) -> list[str]:
+        """Return the candidate's weights (placeholders) that one of the baseline is without any change."""
+        own = self._ours[name]
+        kept = self._by_number.get(own.numel(), [])
+        return [other for other in kept if self._theirs[other].shape == own.shape and _alike(own, self._theirs[other])]
+
     def read_by(self, node: Node) -> list[str]:
         """Return the weights (placeholders) of the baseline that an op reads, through views and casts."""
         return [source.name for source in _weights_of(node, self._ours)]
@@ -257,6 +263,10 @@ def _users(node: Node) -> Iterator[Node]:
                 yield from _users(user)
             else:
                 yield user
+
+
+def _alike(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return ours.is_floating_point() == theirs.is_floating_point() and _is_equal(ours, theirs)
 
 
 def _is_same_in_any_arrangement(ours: torch.Tensor, theirs: torch.Tensor) -> bool:

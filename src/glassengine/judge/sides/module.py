@@ -28,13 +28,13 @@ from glassengine.program.user_code.module_state import ModuleState, own_copies, 
 
 @dataclass
 class ModuleSide(Side):
-    """A user's module, untouched: transformers' own cache and masks; observed at module outputs and taps.
+    """A user's module, unchanged: transformers' own cache and masks; observed at module outputs and taps.
 
     Args:
         module: In evaluation mode, but for `training`.
         baseline: Program of the baseline, whose sites say which node a module output is.
         replay: Judges the segments between module outputs; None leaves the accumulated floor.
-        beside: Of a candidate: the untouched baseline, which runs each step before it.
+        beside: Of a candidate: the unchanged baseline, which runs each step before it.
         arguments: How inputs become arguments of its forward; None where they have the same names.
         state: What it remembers before a step, where a forward changes that.
         training: Paths of its modules that run in training mode.

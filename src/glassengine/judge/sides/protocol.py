@@ -161,7 +161,7 @@ RUNTIME = "onnxruntime"
 
 
 class Place(StrEnum):
-    """Where a side stands on the ladder; the value is the name of its rung."""
+    """Where a side stands on the ladder; the value is the name of its level."""
 
     PROGRAM = "program"
     SOURCE = "source"
@@ -220,7 +220,7 @@ class Observed:
 
 
 class Baseline(Protocol):
-    """What the side of the untouched baseline does beside being judged."""
+    """What the side of the unchanged baseline does beside being judged."""
 
     def chooser(self) -> Side:
         """Return a side of the same model that is not judged, to choose the same tokens once more."""
@@ -236,7 +236,7 @@ class Side(ABC):
     Args:
         place: Where it stands on the ladder.
         guarantee: What its verdicts promise.
-        detail: What tells rungs at one place apart: of a pass, which one.
+        detail: What tells levels at one place apart: of a pass, which one.
         program: Its own program, op by op; None where it has none.
         pairs: Baseline node -> the op of `program` that is its counterpart, observed or not.
         replay: Judges what its ops, regions or segments introduced; None where results alone are judged.
@@ -261,7 +261,7 @@ class Side(ABC):
 
     @property
     def rung(self) -> str:
-        """Name of the rung, on screen and in documents."""
+        """Name of the level, on screen and in documents."""
         return f"{self.place} {self.detail}" if self.detail else self.place.value
 
     @property

@@ -1,6 +1,6 @@
 """A record of a run of several processes as candidate of a check: its parts are put together, step by step.
 
-What a tensor is a part of, the untouched model's own tensor of the same step tells, as for a comparison with a
+What a tensor is a part of, the unchanged model's own tensor of the same step tells, as for a comparison with a
 recording of one process. What is put together is then judged by segments: an error counts where it was made, and the
 part that is not what its own inputs make of it names the rank.
 """
@@ -62,7 +62,7 @@ def first_rank(source: TensorSource) -> TensorSource:
 
 @dataclass
 class ModelStep:
-    """What the untouched model was given and made in the present step, as a source."""
+    """What the unchanged model was given and made in the present step, as a source."""
 
     path: Path
     entries: Sequence[Entry] = ()
@@ -89,7 +89,7 @@ class TensorsOfRanks(RecordedTensors):
     Args:
         source: The record.
         program: The baseline's.
-        model: The untouched baseline, which runs each step ahead of the record.
+        model: The unchanged baseline, which runs each step ahead of the record.
         case: What is run.
 
     Attributes:
@@ -116,7 +116,7 @@ class TensorsOfRanks(RecordedTensors):
         self._require_same_inputs(source)
 
     def begin_step(self, step: int, inputs: Given) -> None:
-        """Take over a step that the untouched model has just run."""
+        """Take over a step that the unchanged model has just run."""
         self._whole.begin(step, self._made(inputs))
         wholes = {entry.site: entry for entry in self._whole.entries}
         for name in (name for name in wholes if name.startswith(_INPUT)):

@@ -18,7 +18,7 @@ from glassengine.judge.graphs.between import ancestors, origin_of
 from glassengine.judge.graphs.by_name import paired_results
 from glassengine.judge.replay.replay import covered
 from glassengine.judge.sides.protocol import Level, Place, float_nodes
-from glassengine.judge.verdict.corrections import line_of_number, with_lines
+from glassengine.judge.verdict.corrections import line_of_added_op, line_of_number, with_lines
 from glassengine.judge.verdict.coverage import coverage, fineness, missing, not_judged, region_nodes
 from glassengine.judge.verdict.drift import table
 from glassengine.judge.verdict.origins import grouped, place_of, with_proofs
@@ -61,7 +61,7 @@ _COMPARED = {
     Place.RECORDED: ("program", "what was recorded"),
     Place.UNTOUCHED: ("program", "the candidate as it runs"),
 }
-"""What is compared on a rung, in words."""
+"""What is compared on a level, in words."""
 
 
 def findings_of(
@@ -279,7 +279,8 @@ def _is_of_right_layers(score: Score, program: Program, divergence: Divergence, 
 def as_written(score: Score, program: Program, divergence: Divergence) -> Divergence:
     """Name the op that computes, on both sides, and the line of the candidate's own: that of a number proven wrong."""
     named = _at_what_computes(score, program, divergence)
-    line = line_of_number(score.side.program, score.side.counterparts, divergence)
+    own, known = score.side.program, score.side.counterparts
+    line = line_of_number(own, known, divergence) or line_of_added_op(program, own, known, divergence)
     return dataclasses.replace(named, candidate_source=line or _source_there(score, named))
 
 
@@ -330,7 +331,7 @@ def _within_regions(score: Score, program: Program) -> Iterator[Pair]:
 
 
 def _first(origins: Sequence[Divergence], order: Mapping[str, int], rungs: Sequence[str]) -> Divergence | None:
-    """The earliest wrong origin by rung, step and graph order; the earliest suspicious one when none is wrong."""
+    """The earliest wrong origin by level, step and graph order; the earliest suspicious one when none is wrong."""
     for level in reversed(FLAGGED):
         found = [d for d in origins if d.verdict == level]
         if found:
@@ -355,7 +356,7 @@ BY_NAME_ONLY = "by its name alone; from its own inputs it is right, and the resu
 
 @dataclass(frozen=True)
 class Softened:
-    """Pairs and divergences by rung, after alarms that cannot matter were softened."""
+    """Pairs and divergences by level, after alarms that cannot matter were softened."""
 
     pairs: dict[str, list[Pair]]
     divergences: dict[str, list[Divergence]]
@@ -407,7 +408,7 @@ def vacuous(program: Program, scores: Sequence[Score]) -> Iterator[str]:
 
     Args:
         program: The baseline's.
-        scores: Of all sides, the untouched baseline's first.
+        scores: Of all sides, the unchanged baseline's first.
     """
     independent = [name for name in results_of(program) if not _reads_inputs(program, program.output_nodes[name])]
     constant = dict.fromkeys(name for score in scores[:1] for name in score.results.constant)

@@ -14,6 +14,7 @@ import keyword
 import math
 import re
 import tokenize
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -23,13 +24,15 @@ from torch.fx import Node
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from glassengine.judge.graphs.between import region_of
+from glassengine.judge.graphs.between import passes_on, region_of
 from glassengine.judge.hypotheses.trials.hypothesis import constants_of
 from glassengine.program.representation.program import Program
 from glassengine.results import Altered, Divergence, Findings, Hint
 from glassengine.sites import parts_of_line
 
 _OF_AXES = frozenset({"dims", "dim"})
+_OF_PLACES = frozenset({"index", "start", "end", "step", "length"})
+"""Arguments that a line may calculate: a number in `x[i - 1]` is a part of one."""
 _OF_SHAPES = frozenset({"reshape", "view", "expand", "repeat", "flatten", "unflatten", "transpose", "permute", "size"})
 """Functions whose whole numbers are sizes and axes: none of them is a number of another op on the line."""
 _LEAST_AXES = 3
@@ -58,6 +61,31 @@ def line_of_number(program: Program | None, counterparts: Mapping[str, str], div
     if len(holders) != 1:
         return None
     return next((site.source for site in program.sites.by_node.get(holders[0].name, ()) if site.kind == "op"), None)
+
+
+def line_of_added_op(
+    baseline: Program, program: Program | None, counterparts: Mapping[str, str], divergence: Divergence
+) -> str | None:
+    """Return "file:line: line" of the one op that only the candidate has in a region that is proven wrong.
+
+    None where the candidate has more than one, or lacks an op of the baseline's.
+    """
+    wrong, end = divergence.node or "", counterparts.get(divergence.node or "")
+    if program is None or end is None or not any(hint.proven for hint in divergence.hints[:1]):
+        return None
+    ours, theirs = (
+        [op for node in graph.nodes if node.name == name for op in region_of(node, known)[0] if not passes_on(op)]
+        for graph, name, known in (
+            (baseline.graph, wrong, set(counterparts)),
+            (program.graph, end, set(counterparts.values())),
+        )
+    )
+    lacking = Counter(op.target for op in ours)
+    lacking.subtract(op.target for op in theirs)
+    added = [op for op in theirs if lacking[op.target] < 0]
+    if len(added) != 1 or any(number > 0 for number in lacking.values()):
+        return None
+    return next((site.source for site in program.sites.by_node.get(added[0].name, ()) if site.kind == "op"), None)
 
 
 def _has(op: Node, number: float) -> bool:
@@ -114,6 +142,7 @@ def corrected(line: str, change: Altered, *, is_own: bool = True) -> str | None:
         for start, end, value in tokens
         if _is_same(value, wrong) and (isinstance(value, type(wrong)) or _is_operand(line, start, end))
         if isinstance(value, float) or _called(line, start) not in _OF_SHAPES - {op}
+        if change.argument not in _OF_PLACES or not _is_operand(line, start, end)
     ]
     if not places and op and change.argument is not None:
         divided = _divided(line, tokens, right, wrong)

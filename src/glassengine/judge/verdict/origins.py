@@ -1,6 +1,6 @@
-"""Introduced or inherited: which flagged ops are origins, and which merely carry an error on.
+"""Finds origins among flagged ops: those that make an error, not those that pass one on.
 
-An error is inherited when an unbroken chain of flagged tensors leads to it. A tensor that is judged and clean breaks
+An error is passed on when an unbroken chain of flagged tensors leads to it. A tensor that is judged and clean breaks
 the chain; one that could not be observed passes it on; the cache carries it into later steps. An op that a replay found
 clean is not an origin: its error comes from an origin above it, however long the chain, or from the rounding of
 many ops together. The verdict of an origin is the worst of its chain: where a small mistake first shows, it may still
@@ -37,7 +37,7 @@ class Why(Enum):
 
 @dataclass
 class Origin:
-    """One op that introduced an error, in the step where it first did."""
+    """One op that made an error, in the step where it first did."""
 
     step: int
     node: str
@@ -47,7 +47,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Visited:
-    """What a tensor turned out to be: final verdict, whether the error is inherited, why the verdict changed."""
+    """What a tensor turned out to be: final verdict, whether the error was passed on, why the verdict changed."""
 
     verdict: Verdict | None
     inherited: bool = False
@@ -197,10 +197,10 @@ def grouped(origins: Sequence[Divergence], program: Program) -> list[Divergence]
 
 
 def with_proofs(origins: Sequence[Divergence], program: Program) -> list[Divergence]:
-    """Return the origins; the first one of a rung that nothing proves has the proof of what another one finds first.
+    """Return the origins; the first one of a level that nothing proves has the proof of what another one finds first.
 
     Args:
-        origins: By rung, each in the order of steps and of the graph.
+        origins: By level, each in the order of steps and of the graph.
         program: The baseline's. What is proven is made of the op that has no proof: else it is another mistake.
     """
     firsts: dict[str | None, Divergence] = {}

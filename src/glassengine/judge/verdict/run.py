@@ -26,7 +26,7 @@ from glassengine.program.representation.signature import named_inputs
 from glassengine.results import FLAGGED, Divergence, Pair, Verdict
 
 Made = Mapping[str, torch.Tensor]
-"""Results of the untouched model in a step, by name."""
+"""Results of the unchanged model in a step, by name."""
 
 
 def run_cases(
@@ -46,7 +46,7 @@ def run_cases(
     Args:
         program: The baseline program.
         cases: What to run.
-        model: The untouched baseline; its greedy choice is the next token of everybody. None where there are none.
+        model: The unchanged baseline; its greedy choice is the next token of everybody. None where there are none.
         scores: One per side, `model`'s among them.
         coarsest: Dtype of the coarsest side.
         accumulation: How the sides' products are summed.
@@ -113,7 +113,7 @@ def first_inputs(program: Program, case: Case) -> dict[str, torch.Tensor]:
 def _compare_results(
     scores: Sequence[Score], node: str, references: tuple[Reference, Reference], made: Made, where: tuple[str, int]
 ) -> None:
-    """Compare the results of all sides; the untouched model, the first of them, is no part of its own floor."""
+    """Compare the results of all sides; the unchanged model, the first of them, is no part of its own floor."""
     for score in scores:
         known = references[score is not scores[0]]
         theirs = score.side.results()
@@ -204,7 +204,7 @@ def judge_collectives(score: Score, case: Case, step: int) -> None:
 
 
 def leave_out_gauges(scores: Sequence[Score], inputs: Mapping[str, Tensor]) -> None:
-    """Call rounding what the candidate's next ops take back, in its program and in its untouched module.
+    """Call rounding what the candidate's next ops take back, in its program and in its unchanged module.
 
     Args:
         scores: Of all sides.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from glassengine.diagnose.ladder.as_given import modes_of
-from glassengine.diagnose.ladder.rungs import arguments_of
+from glassengine.diagnose.ladder.levels import arguments_of
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.plugins.quantized.check import check_quantized
 from glassengine.plugins.quantized.effects import difference, forwards_of, outcome_of

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from glassengine.diagnose.ladder.as_given import with_level
-from glassengine.diagnose.ladder.rungs import arguments_of
+from glassengine.diagnose.ladder.levels import arguments_of
 from glassengine.judge.cases import module_cases
 from glassengine.judge.sides.arguments import matched
 from glassengine.plugins.onnx.dequantized import without_grids

@@ -1,6 +1,6 @@
 """The one program of a causal language model: static cache, dynamic in batch, sequence and cache length.
 
-The wrapper hands the untouched user model a cache whose layers are plain tensors written in place at
+The wrapper hands the unchanged user model a cache whose layers are plain tensors written in place at
 `cache_position`; masks (causal, padding, sliding window) are made by the model's own code from the 2-D
 `attention_mask` over cache slots, so the program contains nothing of ours but the two writes per layer.
 

@@ -3,7 +3,7 @@
     encoder   inputs of the model -> keys and values of every cross-attention, once per batch
     decoder   the program of a causal language model, with these keys and values as inputs that no step changes
 
-Both are traced from the untouched user model. For the encoder it runs with one token and an empty cache, and only what
+Both are traced from the unchanged user model. For the encoder it runs with one token and an empty cache, and only what
 leads to the cross-attention cache is kept.
 
 Shape legend: B batch, S new tokens, T cache length, E encoder positions, H heads, D head size.

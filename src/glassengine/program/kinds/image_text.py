@@ -3,7 +3,7 @@
     vision    one image -> its features, through the projector; run once for each image
     decoder   the program of a causal language model, with the features of all images as an input that no step changes
 
-Both are traced from the untouched user model. Where features go is decided by the model's own code: it puts them, in
+Both are traced from the unchanged user model. Where features go is decided by the model's own code: it puts them, in
 order, in the places of its image tokens. An image token without a feature (one that the model itself has generated, or
 of a prompt without images) keeps its own embedding, as in transformers. So every step also gets an index: for each of
 its image tokens in order the number of its feature, or 0 for its own embedding.

@@ -82,6 +82,7 @@ def collect_marks(graph: torch.fx.Graph) -> list[Mark]:
 
 
 NOT_THE_USERS = ("/glassengine/program/", "/torch/")
+_INSTALLED = ("/glassengine/", "/site-packages/", "/dist-packages/", "/lib/python", "<")
 
 
 def is_users(file: str) -> bool:
@@ -95,8 +96,13 @@ def with_helpers(kept: traceback.StackSummary, frames: traceback.StackSummary) -
     if not places:
         return kept
     forward, called = frames[places[-1]], frames[places[-1] + 1 :]
-    helpers = [frame for frame in called if _folder(frame.filename) == _folder(forward.filename)]
+    helpers = [frame for frame in called if _is_helper(frame.filename, forward.filename)]
     return traceback.StackSummary.from_list([*kept, *helpers])
+
+
+def _is_helper(file: str, forward: str) -> bool:
+    """Whether a frame that a `forward` calls is of the same author: of its folder, or of no installed package."""
+    return _folder(file) == _folder(forward) or not any(part in file for part in _INSTALLED)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -102,7 +102,7 @@ def _artifacts(result: ArtifactComparison) -> Head:
     tables = [
         _open(
             "Stages",
-            "In order; an inherited one differs as those before it do.",
+            "In order; one that is passed on differs as those before it do.",
             ("stage", "status", *kinds),
             stages,
         )

@@ -72,9 +72,9 @@ class Head:
         facts: Where both came from.
         same_facts: Whether both ran in one process.
         rungs: What was compared: name, verdict, judged, number of tensors, coverage, first divergence, note.
-        results: Of the model: name, verdict, text, rung.
-        severity: Of tokens, a line a rung.
-        origins: Other ops that introduced an error.
+        results: Of the model: name, verdict, text, level.
+        severity: Of tokens, a line a level.
+        origins: Other ops that made an error.
         outputs: Of a replay: name, dtype and shape, as recorded, difference, what is not finite.
         tables: More tables.
         plots: Series of runs.

@@ -32,9 +32,15 @@ def test_an_op_too_many(wrong: Callable[..., Tensor], kind: str, says: str) -> N
     assert (hint.kind, says in hint.text.replace("_1", "")) == (kind, True), hint
 
 
-@pytest.mark.parametrize(
-    "wrong", [lambda x: x.sigmoid() * 1.01, lambda x: x.sigmoid() * 0, lambda x: x.sigmoid() + 0.1]
-)
+def test_what_is_multiplied_by_0_is_named() -> None:
+    def right(x: Tensor, y: Tensor) -> Tensor:
+        return torch.cat([x.sigmoid(), y])
+
+    hint = told(right, lambda x, y: torch.cat([x.sigmoid() * 0, y]), {"x": drawn(2, 5), "y": drawn(2, 5, seed=1)})
+    assert hint.text == "sigmoid is multiplied by 0"
+
+
+@pytest.mark.parametrize("wrong", [lambda x: x.sigmoid() * 1.01, lambda x: x.sigmoid() + 0.1])
 def test_a_number_is_no_op_too_many(wrong: Callable[..., Tensor]) -> None:
     given = {"x": drawn(2, 5, 6)}
     assert list(extra_op(asked(torch.sigmoid, wrong, given))) == []

@@ -56,6 +56,8 @@ _SAMPLED = 64
 _ROUNDINGS = 8.0
 """What a derivative is made of may have been rounded before."""
 _MOST_TENSORS = 6
+_TELLING = 4
+"""Elements of another slope than the rest, or slopes, from which a derivative is known as one."""
 _GATED = frozenset({"gelu", "gelu (tanh)", "quick_gelu", "silu", "mish", "hardswish"})
 """Activations that are x times a gate."""
 
@@ -142,8 +144,10 @@ def _found(
         if given not in slopes:
             slopes[given] = torch.stack([_derivative(name, few[given]) for name in NAMED])
         slope = slopes[given]
-        # Of nothing where all are alike: any product is one.
-        tells = (slope != slope[:, :1]).any(dim=1)
+        # Of nothing where nearly all are alike: any product with a mask is one.
+        differ = (slope != slope[:, :1]).sum(dim=1)
+        tells = torch.minimum(differ, slope.shape[1] - differ) >= _TELLING
+        tells |= torch.tensor([one.unique().numel() > _TELLING for one in slope])
         others = [gradient for gradient in tensors if gradient is not given]
         if not others or not bool(tells.any()):
             continue

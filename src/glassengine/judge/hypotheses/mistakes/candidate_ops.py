@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,8 +27,8 @@ def extra_op(question: Question) -> Iterator[Hypothesis]:
     trial = question.trial
     own = {node.target for node in trial.ops}
     for theirs in question.theirs:
-        # A number that is multiplied or added is one of scale, or of what is lost, which other families have.
-        is_number = traits_of(theirs).kind in ("factor", "term")
+        # A number that is multiplied or added is one of scale, which other families have; none of them has 0.
+        is_number = traits_of(theirs).kind in ("factor", "term") and 0 not in constants_of([theirs])
         if theirs.target in own or is_number or passes_on(theirs) or len(theirs.all_input_nodes) != 1:
             continue
         kind: Kind = "activation" if traits_of(theirs).kind in BENDING else "other"
@@ -38,13 +39,15 @@ def extra_op(question: Question) -> Iterator[Hypothesis]:
 
         for node in reversed([*trial.inputs, *trial.ops]):
             if is_real(trial.values[node]) and node.name not in question.weights:
-                text = f"{op_name(theirs)} of {question.label(node)} in the candidate, none in the baseline"
+                label = question.label(node)
+                text = f"{op_name(theirs)} of {label} in the candidate, none in the baseline"
+                text = f"{label} is multiplied by 0" if traits_of(theirs).kind == "factor" else text
                 yield Hypothesis(kind, text, {node: edit})
 
 
 def another_op(question: Question) -> Iterator[Hypothesis]:
     """Yield: an op of the candidate, with its own numbers, instead of one of the baseline's."""
-    own = {node.target for node in question.trial.ops}
+    own, there = (Counter(node.target for node in nodes) for nodes in (question.trial.ops, question.theirs))
     for theirs in question.theirs:
         if theirs.target in own or passes_on(theirs):
             continue
@@ -55,6 +58,8 @@ def another_op(question: Question) -> Iterator[Hypothesis]:
             return _first_of(done([leaf for leaf in leaves if isinstance(leaf, Tensor)]), call)
 
         for node in reversed(question.trial.ops):
+            if there[node.target] >= own[node.target]:
+                continue  # the candidate has it, too
             # Two products of the same tensors are one that is transposed, which is said of the tensor.
             are_products = traits_of(node).reads_memory and traits_of(theirs).reads_memory
             if len(tensors_of(question.trial, node)) == number and not passes_on(node) and not are_products:

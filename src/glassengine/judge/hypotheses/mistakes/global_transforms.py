@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
+from glassengine.judge.graphs.between import passes_on
 from glassengine.judge.hypotheses.mistakes.tensor_roles import PLACING, comes_from
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, reading, tensors_of
 from glassengine.judge.hypotheses.trials.question import Question
@@ -29,6 +31,7 @@ _ONE = 1e-5
 _LEAST = 8
 """Elements below which a part is no evidence."""
 _MOST_DROPPED = 0.75
+_MOST_NAMES = 3
 _WRITES = ("index_copy", "index_put", "slice_scatter", "select_scatter", "scatter", "copy")
 """Ops that put new values beside old ones."""
 _APART = 16.0
@@ -48,10 +51,20 @@ def another_tensor(question: Question) -> Iterator[Hypothesis]:
     for name, value in {**alike, **inputs}.items():
         if isinstance(value, Tensor) and value.shape == question.actual.shape:
             if name in inputs:
-                # What goes in comes out: all that is made of it is missing.
-                yield Hypothesis(_kind_of_all(question, name), f"nothing is done: it is {name}", {end: value})
+                # What goes in comes out.
+                yield Hypothesis(_kind_of_all(question, name), _missing(trial.ops, name), {end: value})
             else:
                 yield Hypothesis("stale", f"it is {name}", {end: double(value)})
+
+
+def _missing(ops: Sequence[Node], name: str) -> str:
+    """Return that ops are missing, so that what they read takes the place of what they make."""
+    names = list(dict.fromkeys(op_name(op) for op in ops if not passes_on(op)))
+    if not names:
+        return f"it is {name}"
+    if len(names) > _MOST_NAMES:
+        return f"{len(names)} ops from {names[0]} to {names[-1]} are missing: {name} is passed on as it is"
+    return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} missing: {name} is passed on as it is"
 
 
 def done_twice(question: Question) -> Iterator[Hypothesis]:

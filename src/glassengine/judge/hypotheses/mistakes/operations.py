@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -62,11 +63,20 @@ def other_ops(question: Question) -> Iterator[Hypothesis]:
             yield from _over_other_axes(question, node)
 
 
+def _has_the_same(question: Question, name: str, other: str) -> bool:
+    """Whether the candidate's program has an op as often as the baseline's, and the one confused with it no oftener."""
+    if not question.theirs or not question.named:
+        return False
+    programs = question.theirs[-1].graph.nodes, question.named.values()
+    there, here = (Counter(op_name(node) for node in nodes if node.op == "call_function") for nodes in programs)
+    return there[name] >= here[name] and there[other] <= here[other]
+
+
 def _others(question: Question, node: Node) -> Iterator[Other]:
     name = op_name(node)
     for pair in (*_PAIRS, *_COMPARED):
-        if name in pair:
-            other = pair[1 - pair.index(name)]
+        other = pair[name == pair[0]]
+        if name in pair and not _has_the_same(question, name, other):
             yield _KINDS_OF_PAIRS.get(pair, "other"), f"{other} instead of {name}", _by_name(other)
     if name in ("max", "min") and isinstance(question.trial.values[node], (tuple, list)):
         for other in ("mean", "min" if name == "max" else "max"):

@@ -32,7 +32,7 @@ _MOST_BYTES = 1 << 29
 
 
 class AsStored:
-    """A file of rounded weights beside the untouched checkpoint.
+    """A file of rounded weights beside the unchanged checkpoint.
 
     Args:
         module: The checkpoint's, before it is given any weight of the file.

@@ -1,10 +1,10 @@
-"""`glass check CHECKPOINT --candidate gguf:FILE`: the rungs of a serving engine.
+"""`glass check CHECKPOINT --candidate gguf:FILE`: the levels of a serving engine.
 
     weights       every tensor that it loads against the checkpoint's, without running anything
     ops           its own tensors by the program's names, run as exactly as it can: judged op by op
     as deployed   the same on the same tokens, as it runs by default: what it does otherwise is named as a choice
 
-Weights that are the checkpoint's but for their quantization are taken over: what they cost is in the first rung, and
+Weights that are the checkpoint's but for their quantization are taken over: what they cost is in the first level, and
 ops are judged on the weights that the engine has. A weight that is a mistake is not: its op is wrong, too. Products
 that round their activations are judged on the rounded ones (`numerics.quantization.activations`).
 """
@@ -27,8 +27,8 @@ from glassengine import environment
 from glassengine.backends.registry import get_backend
 from glassengine.diagnose.ladder.climb import Climb
 from glassengine.diagnose.ladder.judging import OnStep, judge, kept, severity_counter
+from glassengine.diagnose.ladder.levels import start
 from glassengine.diagnose.ladder.request import CheckRequest
-from glassengine.diagnose.ladder.rungs import start
 from glassengine.diagnose.reproduction.reproduce import with_reproduction
 from glassengine.engine.build.checks import check_dtype
 from glassengine.engine.build.checks import check_written as check_arguments
@@ -193,7 +193,7 @@ def take_over(module: nn.Module, held: Mapping[str, ServedWeight], weights: Weig
 def _add(
     climb: Climb, runs: Runs, config: Any, layout: str | None, *, with_weights: bool
 ) -> tuple[list[Alignment], list[Arithmetic]]:
-    """Add a side for the records of each rung; return how each was aligned, and what it computes more coarsely."""
+    """Add a side for the records of each level; return how each was aligned, and what it computes more coarsely."""
     alignments = []
     coarse: list[Arithmetic] = []
     for rung, sources in runs.records.items():
@@ -275,7 +275,7 @@ def _replace_origins(found: Findings, origins: Sequence[Divergence]) -> None:
 
 
 def add_weights(found: Findings, weights: WeightsFound) -> None:
-    """Add the rung of the weights before all others."""
+    """Add the level of the weights before all others."""
     divergences, judged = weights.divergences(), weights.judged
     assert found.counts is not None
     counts: Any = dict(found.counts)

@@ -1,4 +1,4 @@
-"""Runs of a serving engine and their recordings, by rung and prompt."""
+"""Runs of a serving engine and their recordings, by level and prompt."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from glassengine.diagnose.ladder.rungs import arguments_of
+from glassengine.diagnose.ladder.levels import arguments_of
 from glassengine.errors import BackendError, UsageError
 from glassengine.judge.cases import Case, Inputs, causal_cases, module_cases, read_inputs
 from glassengine.judge.sides.protocol import Place
@@ -32,7 +32,7 @@ class Runs:
 
     Attributes:
         cases: Prompts with the tokens that follow.
-        records: Rung -> name of a case -> recording.
+        records: Level -> name of a case -> recording.
         skipped: Prompts that were not run.
     """
 

@@ -1,4 +1,4 @@
-"""The rung `weights`: each tensor that an engine loads against the checkpoint's parameter, without running anything.
+"""The level `weights`: each tensor that an engine loads against the checkpoint's parameter, without running anything.
 
 What a conversion typically gets wrong is tried on a tensor that is not the checkpoint's: the exchange of rotary pairs
 and halves, the 1 of a norm, a transposition, parts of a fused weight in another order, another type of the same size. A
@@ -49,7 +49,7 @@ class JudgedWeight:
 
 @dataclass(frozen=True)
 class WeightsFound:
-    """What the rung found.
+    """What the level found.
 
     Attributes:
         judged: Parameters that the engine has a tensor for, in the order of the checkpoint.
@@ -133,7 +133,7 @@ class WeightsFound:
         ]
 
     def rung(self, baseline: str, candidate: str) -> Rung:
-        """Return the rung."""
+        """Return the level."""
         verdict = worst(one.verdict for one in self.judged) if self.judged else "identical"
         left = [item for item in self.skipped if item.side == "baseline"]
         share = len(self.judged) / max(1, len(self.judged) + len(left))

@@ -1,4 +1,4 @@
-"""The rung `prompt` of a check: tokens, templates and settings of both sides, compared while the model is judged."""
+"""The level `prompt` of a check: tokens, templates and settings of both sides, compared while the model is judged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_only(request: CheckRequest, only: str, tokenizer: str | None) -> Compa
     """Return the comparison of the prompts alone; no model is loaded.
 
     Raises:
-        UnknownNameError: There is no such rung by itself.
+        UnknownNameError: There is no such level by itself.
         UsageError: A side has no tokenizer.
     """
     if only != RUNG:

@@ -1,11 +1,11 @@
-"""The rungs of a check: which sides run, what of them can be observed, how their tensors pair with the baseline's."""
+"""The levels of a check: which sides run, what of them can be observed, how their tensors pair with the baseline's."""
 
 from __future__ import annotations
 
 import logging
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from glassengine.diagnose.ladder.climb import (
 )
 from glassengine.diagnose.ladder.op_by_op import op_by_op
 from glassengine.diagnose.ladder.step_by_step import require_no_memory
+from glassengine.engine.build.beside import compiled_beside
 from glassengine.engine.build.build import build_program
 from glassengine.engine.ranks.member import mesh_of, part_of
 from glassengine.engine.run.engine import Engine
@@ -63,7 +64,7 @@ def start(
     arguments: Arguments | None = None,
     exported: Program | None = None,
 ) -> Climb:
-    """Return a climb with the exported program and its first side: the untouched model.
+    """Return a climb with the exported program and its first side: the unchanged model.
 
     Args:
         model: The baseline.
@@ -100,14 +101,14 @@ def add_built(
     passes: Sequence[str],
     progress: Progress,
     *,
-    all_rungs: bool = False,
+    all_levels: bool = False,
     only_release: bool = False,
     mesh: Mesh | None = None,
 ) -> None:
-    """The baseline's own passes, (with `all_rungs`) every op compiled alone, engine and release engine."""
+    """The baseline's own passes, (with `all_levels`) every op compiled alone, engine and release engine."""
     add_passes(climb, passes, progress)
     assert climb.built is not None
-    if all_rungs:
+    if all_levels:
         add_op_by_op(climb, backend, progress)
     folder = Path(climb.stack.enter_context(tempfile.TemporaryDirectory(prefix="glassengine-check-")))
     sizes = sizes_of(climb.cases)
@@ -119,14 +120,15 @@ def add_built(
         climb.candidate = f"{ranks.manifest.backend} engine, {ranks.manifest.dtype}, {mesh}"
         climb.add(_release_side(climb, ranks))
         return
-    if not only_release:
-        plan = observable(climb, climb.built)
-        progress(Work.BUILDING_OBSERVABLE.says(f"building the engine with {len(plan.added)} debug outputs"))
-        observed = [*plan.added, *plan.derived]
-        engine = build_program(climb.built, folder / "engine", backend=backend, outputs=observed, **sizes)
-        _add_observable(climb, engine, observed)
-    progress(Work.BUILDING_RELEASE.says("building the release engine"))
-    release = build_program(climb.built, folder / "release", backend=backend, **sizes)
+    with nullcontext() if only_release else compiled_beside(climb.built, backend, **sizes) as compiled:
+        if not only_release:
+            plan = observable(climb, climb.built)
+            progress(Work.BUILDING_OBSERVABLE.says(f"building the engine with {len(plan.added)} debug outputs"))
+            observed = [*plan.added, *plan.derived]
+            engine = build_program(climb.built, folder / "engine", backend=backend, outputs=observed, **sizes)
+            _add_observable(climb, engine, observed)
+        progress(Work.BUILDING_RELEASE.says("building the release engine"))
+        release = build_program(climb.built, folder / "release", backend=backend, compiled=compiled, **sizes)
     if release.manifest.added_outputs:
         raise GlassError("the release engine has debug outputs", got=str(release.manifest.added_outputs))
     climb.of_runtime(kernels_of(release.manifest.backend))
