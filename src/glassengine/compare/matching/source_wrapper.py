@@ -65,7 +65,7 @@ class SourceWrapper:
 
     @property
     def is_thread_safe(self) -> bool:
-        """Whether several threads may read tensors at once; no where the source does not say so."""
+        """Whether several threads may read tensors at once."""
         return bool(getattr(self._source, "is_thread_safe", False))
 
     @property

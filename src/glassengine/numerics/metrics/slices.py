@@ -45,8 +45,10 @@ def _squares(b: Array, c: Array, limit: float) -> tuple[Array, Array]:
     is_plain = not is_complex and all(side.max() < limit and side.min() > -limit for side in (b, c))
     b, c = b.astype(wide), c.astype(wide)
     if is_plain:
-        np.subtract(c, b, out=c)
-        return np.square(c, out=c), np.square(b, out=b)
+        c -= b
+        c *= c
+        b *= b
+        return c, b
     size = np.abs(b)
     odd_b, odd_c = ~(size < limit), ~(np.abs(c) < limit)
     square = np.square(np.abs(c - b))
