@@ -145,6 +145,12 @@ def command(
         bool,
         typer.Option("--graft-until-clean", help="Graft every wrong op and judge again: lists all mistakes of a port."),
     ] = False,
+    suggest_precision: Annotated[
+        bool,
+        typer.Option(
+            "--suggest-precision", help="Find the fewest modules to keep in float32, or unquantized, for --min-snr."
+        ),
+    ] = False,
     *,
     checkpoint: AdaptedCheckpoint,
     verdicts: Verdicts,
@@ -201,6 +207,7 @@ def command(
                 against=against,
                 graft=graft or (),
                 graft_until_clean=graft_until_clean,
+                suggest_precision=suggest_precision,
                 progress=progress,
                 **vars(checkpoint),
             )

@@ -63,6 +63,7 @@ def check(
     against: str | Path | None = None,
     graft: Sequence[str] = (),
     graft_until_clean: bool = False,
+    suggest_precision: bool = False,
     progress: Progress = silent,
 ) -> Comparison:
     """Judge a candidate against a baseline and say which op, on which level, made an error first.
@@ -115,6 +116,8 @@ def check(
             goes on with what it makes. Such a check is never ok.
         graft_until_clean: Graft every origin that is found and judge again: `origins` has all mistakes of the port,
             also those that others hide.
+        suggest_precision: Find the fewest modules to keep in float32 so that BASELINE in `dtype` keeps `min_snr`; of a
+            quantized checkpoint as candidate the fewest to leave unquantized. `notes` name them.
         progress: Called with an event when a stage begins.
 
     Raises:
@@ -167,6 +170,11 @@ def check(
         refuse(RECORD, request.flags, against)
         found: Comparison = plugin("serving.another_python.check").check_against(request, str(against))
         return found
+    if suggest_precision:
+        if min_snr is None:
+            raise UsageError("--suggest-precision needs a budget", hint="--min-snr 40dB")
+        kept: Comparison = plugin("quantized.suggest").suggest(request, min_snr)
+        return kept
     if only is not None:
         return check_only(request, only, tokenizer)
     with beside(request, tokenizer) as with_prompt:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from glassengine.errors import IncomparableError, UsageError
 from glassengine.judge.cases import beside_tokens, causal_cases, in_one_forward
@@ -235,7 +236,10 @@ def checkpoint_drift(
         def compare(key: _Key, args: Any, kwargs: Any, output: Tensor, kept: dict[_Key, Tensor] = kept) -> None:
             expected = kept.pop(key, None)
             if expected is not None:
-                predicted = modules[0][key[0]](*args, **kwargs)
+                exact = tree_map_only(
+                    Tensor, lambda one: one.to(expected.dtype) if one.is_floating_point() else one, (args, kwargs)
+                )
+                predicted = modules[0][key[0]](*exact[0], **exact[1])
                 own = sums.setdefault(key[0], DriftSums())
                 own.add(expected, output, predicted=predicted if isinstance(predicted, Tensor) else None)
 
