@@ -26,7 +26,7 @@ from glassengine.recording.layout.layout import STORED, Entry, num_bytes
 from glassengine.results import Skipped
 from glassengine.stores import objects
 from glassengine.stores.objects import read_range
-from glassengine.stores.places import Remote
+from glassengine.stores.places import RemotePath
 from glassengine.writing.files import open_for_torch
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class SafetensorsFile(ForeignTensors):
 class SafetensorsObject(SafetensorsFile):
     """Tensors of a `.safetensors` file in a store: its header, and then the ranges that are asked for."""
 
-    def __init__(self, path: Remote) -> None:
+    def __init__(self, path: RemotePath) -> None:
         url = str(path)
         self._found = objects.require(url)
         size = int.from_bytes(objects.read(url, 0, min(8, self._found.size)), "little")
