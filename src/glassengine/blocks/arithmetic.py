@@ -12,8 +12,8 @@ float32 is used where it holds every element of both sides, float64 else. What f
   in a cosine near 1.
 - Rounding is monotonic: the largest difference is among those whose float32 value is largest, and those few are
   looked at in float64. Elements too close to the tolerance for float32 to tell are decided in float64.
-- A piece with anything that is not finite, or whose squares leave the range of float32, is declined with nothing
-  added; the next one in line takes it.
+- A piece with anything that is not finite, or whose squares leave the range of float32, or with an integer that
+  float64 does not hold, is declined with nothing added; the next one in line takes it.
 """
 
 from __future__ import annotations
@@ -43,12 +43,14 @@ _LARGEST_TOLERANCE = 1e30
 _MARGIN = 16 * 2.0**-24
 
 _IN_FLOAT32 = {np.dtype(name) for name in ("float32", "float16", "int8", "uint8", "int16", "uint16", "bool")}
-_IN_FLOAT64 = _IN_FLOAT32 | {np.dtype(name) for name in ("float64", "int32", "uint32")}
+_IN_FLOAT64 = _IN_FLOAT32 | {np.dtype(name) for name in ("float64", "int32", "uint32", "int64", "uint64")}
+_LARGEST_INTEGER = 1 << 53
+"""Up to here float64 holds every integer; a piece with a larger one is declined."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# Elements of tensors whose scratch space is kept, 40 bytes for each, and how many of such spaces a thread has.
-_SMALL, _MOST_KNOWN = 1 << 12, 32
+# Elements for which a thread keeps scratch space, up to 40 bytes for each: new memory costs as much as a pass over it.
+_MOST_KEPT = 1 << 18
 _known = threading.local()
 
 
@@ -134,10 +136,7 @@ def merged(parts: Sequence[tuple[int, RawDifference]]) -> RawDifference:
 def arithmetic_for(
     dtypes: set[np.dtype[Any]], num_elements: int, piece: int, rtol: float, atol: float
 ) -> tuple[Arithmetic, ...]:
-    """Return what may add up pieces of two tensors, fastest first; nothing for complex numbers or odd tolerances.
-
-    What float64 does not hold, 64-bit integers, is subtracted exactly elsewhere.
-    """
+    """Return what may add up pieces of two tensors, fastest first; nothing for complex numbers or odd tolerances."""
     if not (0 <= rtol < _LARGEST_TOLERANCE and 0 <= atol < _LARGEST_TOLERANCE):
         return ()
     size = min(num_elements, piece)
@@ -148,13 +147,11 @@ def arithmetic_for(
 
 
 def _made(dtype: np.dtype[Any], size: int, rtol: float, atol: float) -> Arithmetic:
-    """Return scratch space; that of small tensors, which come in thousands, is used again by the same thread."""
-    if size > _SMALL:
-        return Arithmetic(dtype, size, rtol, atol)
+    """Return scratch space, which the same thread uses again."""
     known: dict[tuple[Any, ...], Arithmetic] = vars(_known).setdefault("arithmetic", {})
     key = dtype, -(-size // _ROW), rtol, atol
     if key not in known:
-        if len(known) >= _MOST_KNOWN:
+        if size + sum(one.capacity for one in known.values()) > _MOST_KEPT:
             known.clear()
         known[key] = Arithmetic(dtype, size, rtol, atol)
     return known[key]
@@ -166,7 +163,7 @@ class Arithmetic:
     def __init__(self, dtype: np.dtype[Any], size: int, rtol: float, atol: float) -> None:
         self._dtype = dtype
         self._is_wide = dtype == _FLOAT64
-        self._capacity = -(-size // _ROW) * _ROW
+        self.capacity = -(-size // _ROW) * _ROW
         self._rtol = rtol
         self._atol = atol
         self._length = 0
@@ -180,6 +177,8 @@ class Arithmetic:
             c: Of the candidate.
             above: The largest difference of the earlier pieces; smaller ones have no position.
         """
+        if not (_is_held(b) and _is_held(c)):
+            return None
         if self._length != (length := -(-len(b) // _ROW) * _ROW):
             self._cut(length)
         x, y = self._load(b, self._x), self._load(c, self._y)
@@ -301,7 +300,7 @@ class Arithmetic:
     def _cut(self, length: int) -> None:
         """Make the scratch arrays `length` long, a multiple of the row."""
         if not self._length:
-            self._scratch = np.empty((5, self._capacity), dtype=self._dtype)
+            self._scratch = np.empty((5, self.capacity), dtype=self._dtype)
             self._ones = np.ones(_ROW, dtype=self._dtype)
         self._length = length
         self._x, self._y, self._d, self._size, self._ratio = self._scratch[:, :length]
@@ -322,6 +321,12 @@ class Arithmetic:
     @staticmethod
     def _rows(array: Array) -> Array:
         return array.reshape(-1, _ROW)
+
+
+def _is_held(piece: Array) -> bool:
+    if piece.dtype.itemsize < 8 or piece.dtype.kind not in "iu":
+        return True
+    return int(piece.min()) >= -_LARGEST_INTEGER and int(piece.max()) <= _LARGEST_INTEGER
 
 
 def _count(mask: Array) -> int:

@@ -63,7 +63,9 @@ def values_of_bytes(data: Any, dtype: str, shape: tuple[int, ...]) -> ArrayValue
         array = np.frombuffer(data, dtype)
     elif dtype == "bfloat16":
         halves = np.frombuffer(data, np.uint16)
-        array = np.left_shift(halves, 16, dtype=np.uint32).view(np.float32)
+        words = halves.astype(np.uint32)
+        words <<= 16
+        array = words.view(np.float32)
     else:
         import torch
 

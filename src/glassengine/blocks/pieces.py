@@ -194,7 +194,7 @@ def _dot(x: Tensor, y: Tensor) -> float:
     return float(torch.dot(x, y))
 
 
-_SAME_IN_NUMPY = ("float32", "float64", "float16", "int32", "int16", "int8", "uint8", "bool")
+_SAME_IN_NUMPY = ("float32", "float64", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
 _PLAIN = {
     **{getattr(torch, name): name for name in _SAME_IN_NUMPY},
     **dict.fromkeys((torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fnuz), "float32"),

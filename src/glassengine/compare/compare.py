@@ -58,6 +58,9 @@ _PRINTED = "uncalibrated: only printed mean, deviation, minimum and maximum are 
 _BYTES_A_PROCESS = 2 << 30
 """Below, a process takes longer to start than it saves."""
 _MOST_PROCESSES = 8
+_BYTES_FOR_THREADS = 32 << 20
+_MOST_THREADS = 4
+"""More of them wait for the interpreter lock."""
 
 FailOn = Literal["rounding", "suspicious", "wrong"]
 
@@ -105,7 +108,8 @@ def compare(
         min_coverage: The result is not ok when a smaller share of the baseline's float-valued tensors was judged.
         min_snr: Of two precisions: least signal-to-noise ratio of each result, in dB.
         jobs: Processes of this machine that judge; 1 is this one. The sides are paths then, and so is `map`, or a dict.
-            None is this process below 4 GB of both sides, else one for each 2 GB, up to the processors and 8.
+            None is up to four threads of this process below 4 GB of both sides, else a process for each 2 GB, up
+            to the processors and 8.
         cluster: Ray tasks judge: `ray://HOST:PORT`, or "auto". As for `jobs`; `jobs` bounds how many at a time.
         first: Stop after the first block with a tensor that is wrong.
         progress: Called with an event for each block that is over.
@@ -161,18 +165,21 @@ def compare(
 def _workers(
     session: ComparisonSession,
     plan: ComparisonPlan,
-    paths: tuple[Side, Side, Map, ComparisonOptions],
+    asked: tuple[Side, Side, Map, ComparisonOptions],
     jobs: int | None,
     cluster: str | None,
 ) -> tuple[Workers, Callable[[PairBlock], Any]]:
     """Return who judges blocks, and a function that returns what they are sent of one."""
+    baseline, candidate, map, options = asked
     if jobs is None and cluster is None:
-        is_sent = all(isinstance(side, str | Path) for side in paths[:2]) and not isinstance(paths[2], TensorMap)
+        is_sent = all(isinstance(side, str | Path) for side in asked[:2]) and not isinstance(map, TensorMap)
         most = min(environment.num_cpus(), _MOST_PROCESSES, len(plan.spans)) if is_sent else 1
         jobs = max(1, min(most, plan.num_bytes // _BYTES_A_PROCESS))
+        if jobs == 1 and options.device == "cpu" and plan.num_bytes > _BYTES_FOR_THREADS:
+            session.num_threads = min(environment.num_cpus(), _MOST_THREADS)
     if cluster is None and jobs == 1:
         return InProcess(session.answer), lambda block: block
-    request = ComparisonRequest.of(*paths)
+    request = ComparisonRequest.of(baseline, candidate, map, options)
     if cluster is None:
         assert jobs is not None
         return Processes(judge_block, jobs), lambda block: (request, block)
@@ -288,8 +295,8 @@ def summarize_worst(pairs: Packed, judging: Judging, *, all_of_them: bool) -> No
     """Give all of `pairs`, or else the worst few, the statistics of both sides and of the errors."""
     count = len(pairs) if all_of_them else _NUM_SUMMARIZED
     chosen = heapq.nlargest(count, range(len(pairs)), key=lambda i: severity(pairs[i]))
-    for i in chosen:
-        pairs[i] = judging.with_statistics(i, pairs[i])
+    for i, pair in zip(chosen, judging.with_statistics([(i, pairs[i]) for i in chosen]), strict=True):
+        pairs[i] = pair
 
 
 def first_divergence(pairs: Packed, judged: Sequence[MatchedPair], judging: Judging) -> Divergence | None:

@@ -133,7 +133,7 @@ class PairJudge(PairLoader):
         figures = figures_of(raw, x.array.shape, rtol=allowed.rtol, atol=allowed.atol)
         drift = drift_of(x, y) if self.has_drift else None
         pair = self.verdict(match, figures, _kind(x), _kind(y), drift, functools.partial(slices, x, y))
-        if pair.reason == IF_COARSE and not {precision_of(x), precision_of(y)} & {x.dtype, y.dtype}:
+        if pair.reason == IF_COARSE and _are_coarse(x, y):
             pair = dataclasses.replace(pair, verdict="suspicious", reason=COARSE)
         if not figures.num_different and is_floating(x.dtype) and raw.num_elements and not raw.num_finite:
             pair = dataclasses.replace(pair, reason="no value is finite, on either side")
@@ -172,7 +172,7 @@ class PairJudge(PairLoader):
         if is_odd or ((whole.may_hide or needs_slices) and not figures.allclose):
             return None
         pair = self.verdict(match, figures, x, y, whole.drift, functools.partial(_known, whole.slices))
-        if pair.reason in (IF_COARSE, ROUNDED):
+        if pair.reason == ROUNDED or (pair.reason == IF_COARSE and _are_coarse(*self.whole(match))):
             return None
         return PairVerdict(pair, whole.drift, self.count(match, entry.shape))
 
@@ -316,6 +316,10 @@ def severity(pair: Pair) -> tuple[float, ...]:
 
 def _summary(stream: Stream, of: ArrayValues) -> Summary:
     return Summary(shape=of.array.shape, dtype=of.dtype, **vars(statistics_of(stream)))
+
+
+def _are_coarse(x: ArrayValues, y: ArrayValues) -> bool:
+    return all(precision_of(one) != one.dtype for one in (x, y))
 
 
 def _kind(values: ArrayValues) -> TensorKind:

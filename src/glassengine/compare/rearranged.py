@@ -16,6 +16,7 @@ from glassengine.compare.matching.matching import MatchedPair
 from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.limits import is_floating
+from glassengine.numerics.metrics.orders import called, order_of_slices
 from glassengine.recording.layout.layout import Entry
 from glassengine.results import Altered, Hint
 
@@ -109,18 +110,16 @@ def _is_alike(one: Entry, other: Entry) -> bool:
 def _order(proof: _Proof) -> Hint | None:
     if not proof.is_as_large:
         return None
-    import torch
-
-    from glassengine.numerics.metrics.orders import called, order_between
-
-    ours, theirs = (torch.from_numpy(side.astype(np.float64)) for side in (proof.ours, proof.theirs))
-    for axis in range(ours.dim()):
-        order = order_between(ours, theirs, axis, 1.0)
-        share = None if order is None else proof.left(ours.index_select(axis, order).numpy())
+    ours, theirs = (side.astype(np.float64) for side in (proof.ours, proof.theirs))
+    for axis in range(ours.ndim):
+        order = order_of_slices(ours, theirs, axis, 1.0)
+        share = None if order is None else proof.left(ours.take(order, axis))
         if order is None or share is None:
             continue
-        kind, how = called(order)
-        what = _WORDS[axis + 1] if ours.dim() == 2 else _WORDS[0] if ours.dim() == 1 else f"axis {axis}"
+        import torch
+
+        kind, how = called(torch.from_numpy(order))
+        what = _WORDS[axis + 1] if ours.ndim == 2 else _WORDS[0] if ours.ndim == 1 else f"axis {axis}"
         change = Altered(axis=axis)
         return Hint(kind, f"{what} {how}", 1.0, evidence="values", proven=True, change=change, unexplained=share)
     return None

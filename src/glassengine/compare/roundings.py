@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from glassengine.blocks.arrays import Array, ArrayValues
+from glassengine.blocks.arrays import PIECE_ELEMENTS, Array, ArrayValues
 from glassengine.compare.matching.matching import MatchedPair
 from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
@@ -81,9 +81,10 @@ class Roundings:
         entry = match.baseline
         if match.rule is not None or entry.site.startswith(_GIVEN) or not is_floating(entry.dtype):
             return None
-        if self._of_step is None or self._of_step[0] != entry.step:
-            self._of_step = entry.step, self._counted(entry.step)
-        return self._of_step[1].get((entry.rank, entry.site))
+        found = self._of_step  # another thread may be at another step
+        if found is None or found[0] != entry.step:
+            self._of_step = found = entry.step, self._counted(entry.step)
+        return found[1].get((entry.rank, entry.site))
 
     def _counted(self, step: int) -> dict[tuple[int, str], Noise]:
         theirs = {entry.site for entry in _of_step(self._right, step) if is_coarse(entry.dtype)}
@@ -213,20 +214,27 @@ def precision_of(values: ArrayValues) -> str:
 
     See `numerics.metrics.tolerance.precision_of`, which needs torch.
     """
-    array = values.array
     if values.dtype not in ("float32", "float64"):
         return values.dtype
-    finite = array[np.isfinite(array)]
-    single = finite.astype(np.float32)
-    is_coarse = {
-        "bfloat16": bool((single == finite).all()) and not (single.view(np.uint32) & 0xFFFF).any(),
-        "float16": bool((np.abs(finite) <= _LARGEST_HALF).all()) and bool((single.astype(np.float16) == finite).all()),
-    }
-    for coarse, bits in LAST_BITS.items():
-        if is_coarse[coarse]:
-            mantissa = np.frexp(finite)[0] * 2**bits
-            return coarse if int((mantissa != mantissa.round()).sum()) >= FEWEST_VALUES else values.dtype
+    flat = values.array.reshape(-1)
+    pieces = [flat[start : start + PIECE_ELEMENTS] for start in range(0, len(flat), PIECE_ELEMENTS)]
+    held = list(LAST_BITS)
+    for piece in pieces:
+        if not (held := [coarse for coarse in held if _holds(coarse, piece[np.isfinite(piece)])]):
+            return values.dtype
+    num_fine = 0
+    for piece in pieces:
+        mantissa = np.frexp(piece[np.isfinite(piece)])[0] * 2 ** LAST_BITS[held[0]]
+        if (num_fine := num_fine + int((mantissa != mantissa.round()).sum())) >= FEWEST_VALUES:
+            return held[0]
     return values.dtype
+
+
+def _holds(coarse: str, finite: Array) -> bool:
+    single = finite.astype(np.float32)
+    if coarse == "bfloat16":
+        return bool((single == finite).all()) and not (single.view(np.uint32) & 0xFFFF).any()
+    return bool((np.abs(finite) <= _LARGEST_HALF).all()) and bool((single.astype(np.float16) == finite).all())
 
 
 def _module(site: str) -> tuple[str, str]:

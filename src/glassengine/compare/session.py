@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from glassengine.compare.judge import ROW_BYTES, PairJudge, PairVerdict, RowFigures, rows_of
 from glassengine.compare.loader import Counted
@@ -29,6 +30,8 @@ from glassengine.recording.read.source import TensorSource, open_source
 from glassengine.results import Pair
 from glassengine.stores.places import place
 
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 Side = str | Path | TensorSource
 Map = str | Path | Mapping[str, Any] | TensorMap | None
 
@@ -123,6 +126,7 @@ class ComparisonSession:
         why_no_floor: Why the noise floor of the baseline cannot be used, where it has one.
         dtypes: Of the models that the sides are of, where these differ in precision.
         is_drift: Whether such sides are judged by what is left of the signal.
+        num_threads: Threads that judge pairs, where neither side forbids it.
     """
 
     def __init__(
@@ -143,6 +147,7 @@ class ComparisonSession:
             has_drift=has_drift,
             is_drift=self.is_drift,
         )
+        self.num_threads = 1
         self._match = Pairs(self.judge, rules).match
         self._rejected: set[int] = set()
         self._step: _Step | None = None
@@ -164,7 +169,7 @@ class ComparisonSession:
             GlassError: A side is damaged, or a map does not fit it.
         """
         if not self.is_assembled:
-            return Answer(tuple(self._found(item, block) for item in block.items))
+            return Answer(tuple(self.mapped(lambda item: self._found(item, block), block.items)))
         from glassengine.blocks.pieces import one_thread
 
         with one_thread():
@@ -176,7 +181,21 @@ class ComparisonSession:
         if item.rows is None:
             return PairFindings(item.number, *judge.judged(match))
         pieces = rows_of(match, ROW_BYTES, *item.rows)
-        return PairFindings(item.number, rows=tuple(judge.row_figures(match, *piece) for piece in pieces))
+        return PairFindings(
+            item.number, rows=tuple(self.mapped(lambda piece: judge.row_figures(match, *piece), pieces))
+        )
+
+    def mapped(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> Iterable[_Result]:
+        """Yield what a function returns of each item, in their order; arithmetic lets go of the interpreter lock."""
+        num_threads = min(self.num_threads, len(items))
+        if num_threads < 2 or self.is_assembled or not all(side.is_thread_safe for side in self.sides):
+            yield from map(function, items)
+            return
+        pool = ThreadPoolExecutor(num_threads, thread_name_prefix="judge")
+        try:
+            yield from pool.map(function, items)
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def at(self, item: PairItem, context: Sequence[PairItem] = ()) -> tuple[PairJudge, MatchedPair]:
         """Return the match of an item, and who judges it: where ranks are put together, with all before it known."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -116,11 +116,14 @@ class Judging:
                 found[place] = sums[number]
         return found
 
-    def with_statistics(self, place: int, pair: Pair) -> Pair:
-        """Return a pair with the statistics of both sides and of the errors."""
-        judge, match = self._at(place)
+    def with_statistics(self, wanted: Sequence[tuple[int, Pair]]) -> Iterable[Pair]:
+        """Yield pairs, given with their places, with the statistics of both sides and of the errors."""
+        return self._session.mapped(self._with_statistics, wanted)
+
+    def _with_statistics(self, one: tuple[int, Pair]) -> Pair:
+        judge, match = self._at(one[0])
         baseline, candidate, absolute, relative = judge.statistics(match)
-        return replace(pair, baseline=baseline, candidate=candidate, abs_error=absolute, rel_error=relative)
+        return replace(one[1], baseline=baseline, candidate=candidate, abs_error=absolute, rel_error=relative)
 
     def explained(self, places: Sequence[int], asked: int) -> tuple[int | None, tuple[Hint, ...]]:
         """Return which rank has a tensor wrong, and hints.

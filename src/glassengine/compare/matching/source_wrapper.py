@@ -64,6 +64,11 @@ class SourceWrapper:
         return bool(self._source.complete)
 
     @property
+    def is_thread_safe(self) -> bool:
+        """Whether several threads may read tensors at once."""
+        return bool(getattr(self._source, "is_thread_safe", False))
+
+    @property
     def skipped(self) -> Sequence[Skipped]:
         """What the source has skipped."""
         found: Sequence[Skipped] = self._source.skipped

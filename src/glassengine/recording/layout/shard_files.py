@@ -64,12 +64,15 @@ class ShardFiles:
         start = self._starts[shard] + offset
         # Another thread may want another shard, for which this one is closed.
         with self._lock:
-            descriptor = self._descriptor(shard)
+            descriptor = os.dup(self._descriptor(shard))
+        try:
             if os.fstat(descriptor).st_size < start + num_bytes:
                 raise _shorter(self._paths[shard])
             if num_bytes >= MIN_MAPPED_BYTES:
-                return _mapped(descriptor, start, num_bytes)
+                return mapped(descriptor, start, num_bytes)
             return _copied(descriptor, start, num_bytes, self._paths[shard])
+        finally:
+            os.close(descriptor)
 
     read_again = read
 
@@ -114,7 +117,7 @@ def _copied(descriptor: int, start: int, num_bytes: int, path: Path) -> Any:
     return buffer
 
 
-def _mapped(descriptor: int, start: int, num_bytes: int) -> Any:
+def mapped(descriptor: int, start: int, num_bytes: int) -> Any:
     """Return a private, writable mapping: tensors want writable memory, and the file must not change."""
     before = start % mmap.ALLOCATIONGRANULARITY
     size = before + num_bytes

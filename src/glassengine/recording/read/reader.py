@@ -195,6 +195,11 @@ class Recording(Shown):
                 )
         return cls(directory, manifest, contents, shards, more)
 
+    @property
+    def is_thread_safe(self) -> bool:
+        """Whether several threads may read tensors at once."""
+        return self._shards.keeps_still
+
     def entry(self, site: str, step: int, rank: int = 0) -> Entry:
         """Return the entry of one tensor.
 
