@@ -20,7 +20,7 @@ from glassengine.judge.exclusions.dead_elements import MOST_MARKED, Differing, d
 from glassengine.judge.exclusions.masked import completed
 from glassengine.judge.exclusions.sources_per_step import CHOICES, TEXTS
 from glassengine.judge.hypotheses.hints import Hints
-from glassengine.judge.replay.expected import Replayed
+from glassengine.judge.replay.expected import ReplayedTensor
 from glassengine.judge.sides.protocol import Observed, Side
 from glassengine.judge.verdict.drift import Drift
 from glassengine.judge.verdict.evidence import EvidenceBox
@@ -104,7 +104,7 @@ def padding_differs(tensor: torch.Tensor, reference: Reference) -> bool:
     return bool(((tensor != native) & padding).any())
 
 
-def inherited_in(found: Replayed, reference: Reference) -> float | None:
+def inherited_in(found: ReplayedTensor, reference: Reference) -> float | None:
     """Return the RMS of what the inputs of an op carried in, from its result on these; None if unknown."""
     predicted = found.predicted
     if predicted.shape != reference.exact.shape or not predicted.is_floating_point():
@@ -115,7 +115,7 @@ def inherited_in(found: Replayed, reference: Reference) -> float | None:
     return float(square.mean().sqrt()) if square.numel() else 0.0
 
 
-def exempt_by_replay(found: Replayed, accumulated: Masks, tensor: torch.Tensor) -> Masks:
+def exempt_by_replay(found: ReplayedTensor, accumulated: Masks, tensor: torch.Tensor) -> Masks:
     """Return, by reason, the elements that do not count of a tensor whose op was replayed.
 
     The replay starts from what the candidate chose and drew, so choices above the op leave nothing out.
