@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import sympy
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from glassengine.torch_versions import compiling, donated, tracing_real_tensors
+from glassengine.torch_versions import compiling, donated, enlarge_caches, tracing_real_tensors
 
 
 def test_a_graph_is_donated_where_torch_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,3 +43,16 @@ def test_nodes_of_a_trace_with_real_tensors_have_values_of_one_mode() -> None:
     )
     assert len(alone) > 1 and len(one) == 1
     assert torch._guards.TracingContext.try_get() is None
+
+
+def test_the_caches_of_inductor_are_enlarged_once() -> None:
+    from torch._inductor import sizevars
+    from torch._inductor.codegen import cpp
+
+    enlarge_caches()
+    known = sizevars.stride_at_vec_range
+    enlarge_caches()
+    assert sizevars.stride_at_vec_range is known is cpp.stride_at_vec_range
+    assert known.cache_parameters()["maxsize"] > 128
+    x, y = sympy.symbols("x y", integer=True)
+    assert known(3 * x + y, x, 16) == 3 and known(y, x, 16) == 0

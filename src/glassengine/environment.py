@@ -90,6 +90,20 @@ def num_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+_is_command = False
+
+
+def set_command() -> None:
+    """Note that this process runs one command line of `glass`, and nothing else."""
+    global _is_command
+    _is_command = True
+
+
+def owns_process() -> bool:
+    """Return whether this process runs one command line of `glass`, and nothing else."""
+    return _is_command
+
+
 def memory_bytes() -> tuple[int | None, int | None]:
     """Return (total, available) memory of the machine in bytes; None where the system does not tell."""
     sizes: dict[str, int] = {}

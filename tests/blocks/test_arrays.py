@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glassengine.blocks import Difference, difference, pieces
+from glassengine.blocks.arithmetic import arithmetic_for
 from glassengine.blocks.pieces import Totals
 from tests import children
 
@@ -157,6 +158,20 @@ def test_a_relative_error_beyond_the_range_of_float32() -> None:
     b[7] = c[7] = 0
     check(b, c, 1e-3, 1e-5)
     assert 1e41 < difference(b, c, rtol=1e-3, atol=1e-5).max_rel < 1e43
+
+
+@pytest.mark.parametrize(("size", "is_held"), [(2**53, True), (2**53 + 1, False), (2**62, False)])
+def test_integers_that_float64_holds_need_no_definition(size: int, is_held: bool) -> None:
+    b = torch.arange(-500, 500)
+    b[3] = size
+    c = b.clone()
+    c[3], c[900] = size - 1, 7
+    check(b, c, 0, 0)
+    array = arithmetic_for({np.dtype(np.int64)}, 1000, 1 << 16, 0, 0)[0]
+    with np.errstate(all="ignore"):
+        found = array.partial(0, b.numpy(), c.numpy(), above=0.0)
+    assert (found is not None) == is_held
+    assert difference(b, c, rtol=0, atol=0).num_different == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint32, torch.int64, torch.uint64])

@@ -2,6 +2,8 @@
 
 import json
 import math
+import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ import torch
 
 from glassengine.capture.runs.record import record as record_model
 from glassengine.compare import compare
+from glassengine.compare.judge import PairJudge, PairVerdict
+from glassengine.compare.matching.matching import MatchedPair
 from glassengine.errors import IncomparableError, UnknownNameError, UsageError
 from glassengine.recording.write.writer import RecordingWriter
 
@@ -277,3 +281,21 @@ def test_names_of_another_spelling_do_not_take_the_place_of_namesakes(tmp_path: 
 def test_f39_a_string_names_one_pattern(tmp_path: Path) -> None:
     one = dumped(tmp_path, "one", abc=torch.ones(2), other=torch.ones(2))
     assert [pair.site for pair in compare(one, one, show_only="abc").pairs] == ["abc"]
+
+
+def test_threads_make_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = {(1, site): tensors()[1, site] * 1.5 for site in ("b", "d")}
+    x, y = record(tmp_path / "x", tensors()), record(tmp_path / "y", changed(bad))
+    expected = compare(x, y, jobs=1).to_dict()
+    names = set()
+
+    def judged(judge: PairJudge, match: MatchedPair) -> PairVerdict:
+        names.add(threading.current_thread().name.partition("_")[0])
+        return of_pair(judge, match)
+
+    of_pair = PairJudge.judged
+    monkeypatch.setattr(PairJudge, "judged", judged)
+    monkeypatch.setattr(sys.modules["glassengine.compare.compare"], "_BYTES_FOR_THREADS", 0)
+    monkeypatch.setattr("glassengine.environment.num_cpus", lambda: 2)
+    assert compare(x, y).to_dict() == expected
+    assert names == {"judge"}

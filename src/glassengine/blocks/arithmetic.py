@@ -12,8 +12,8 @@ float32 is used where it holds every element of both sides, float64 else. What f
   in a cosine near 1.
 - Rounding is monotonic: the largest difference is among those whose float32 value is largest, and those few are
   looked at in float64. Elements too close to the tolerance for float32 to tell are decided in float64.
-- A piece with anything that is not finite, or whose squares leave the range of float32, is declined with nothing
-  added; the next one in line takes it.
+- A piece with anything that is not finite, or whose squares leave the range of float32, or with an integer that
+  float64 does not hold, is declined with nothing added; the next one in line takes it.
 """
 
 from __future__ import annotations
@@ -43,17 +43,19 @@ _LARGEST_TOLERANCE = 1e30
 _MARGIN = 16 * 2.0**-24
 
 _IN_FLOAT32 = {np.dtype(name) for name in ("float32", "float16", "int8", "uint8", "int16", "uint16", "bool")}
-_IN_FLOAT64 = _IN_FLOAT32 | {np.dtype(name) for name in ("float64", "int32", "uint32")}
+_IN_FLOAT64 = _IN_FLOAT32 | {np.dtype(name) for name in ("float64", "int32", "uint32", "int64", "uint64")}
+_LARGEST_INTEGER = 1 << 53
+"""Up to here float64 holds every integer; a piece with a larger one is declined."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# Elements of tensors whose scratch space is kept, 40 bytes for each, and how many of such spaces a thread has.
-_SMALL, _MOST_KNOWN = 1 << 12, 32
+# Elements for which a thread keeps scratch space, up to 40 bytes for each: new memory costs as much as a pass over it.
+_MOST_KEPT = 1 << 18
 _known = threading.local()
 
 
 @dataclass(frozen=True)
-class Difference:
+class RawDifference:
     """Raw sums of candidate - baseline; sums and counts are over elements that are finite on both sides.
 
     `num_mismatched` counts elements that are not finite and do not agree (NaN agrees with NaN, an infinity with the
@@ -80,8 +82,8 @@ class Difference:
     candidate_at_worst: float | None
 
 
-class Sums:
-    """The running sums behind `difference`; the attributes are the fields of `Difference` but `num_elements`."""
+class DifferenceSums:
+    """The running sums behind `difference`; the attributes are the fields of `RawDifference` but `num_elements`."""
 
     def __init__(self) -> None:
         self.num_finite = self.num_different = self.num_mismatched = self.num_beyond = self.num_nonzero = 0
@@ -91,7 +93,7 @@ class Sums:
         self.baseline_at_worst: float | None = None
         self.candidate_at_worst: float | None = None
 
-    def merge(self, part: Sums) -> None:
+    def merge(self, part: DifferenceSums) -> None:
         """Add the sums of a later piece; its places are of the whole tensor."""
         is_first = bool(part.num_mismatched) and not self.num_mismatched
         if is_first or (part.max_abs > self.max_abs and not self.num_mismatched):
@@ -120,24 +122,21 @@ class Sums:
         self.num_beyond += count
 
 
-def merged(parts: Sequence[tuple[int, Difference]]) -> Difference:
+def merged(parts: Sequence[tuple[int, RawDifference]]) -> RawDifference:
     """Return the sums of consecutive parts of one tensor, each with the flat position of its first element."""
-    total = Sums()
+    total = DifferenceSums()
     for start, part in parts:
-        sums = Sums()
+        sums = DifferenceSums()
         vars(sums).update((name, value) for name, value in vars(part).items() if name != "num_elements")
         sums.worst = None if part.worst is None else start + part.worst
         total.merge(sums)
-    return Difference(sum(part.num_elements for _, part in parts), **vars(total))
+    return RawDifference(sum(part.num_elements for _, part in parts), **vars(total))
 
 
 def arithmetic_for(
     dtypes: set[np.dtype[Any]], num_elements: int, piece: int, rtol: float, atol: float
 ) -> tuple[Arithmetic, ...]:
-    """Return what may add up pieces of two tensors, fastest first; nothing for complex numbers or odd tolerances.
-
-    What float64 does not hold, 64-bit integers, is subtracted exactly elsewhere.
-    """
+    """Return what may add up pieces of two tensors, fastest first; nothing for complex numbers or odd tolerances."""
     if not (0 <= rtol < _LARGEST_TOLERANCE and 0 <= atol < _LARGEST_TOLERANCE):
         return ()
     size = min(num_elements, piece)
@@ -148,13 +147,11 @@ def arithmetic_for(
 
 
 def _made(dtype: np.dtype[Any], size: int, rtol: float, atol: float) -> Arithmetic:
-    """Return scratch space; that of small tensors, which come in thousands, is used again by the same thread."""
-    if size > _SMALL:
-        return Arithmetic(dtype, size, rtol, atol)
+    """Return scratch space, which the same thread uses again."""
     known: dict[tuple[Any, ...], Arithmetic] = vars(_known).setdefault("arithmetic", {})
     key = dtype, -(-size // _ROW), rtol, atol
     if key not in known:
-        if len(known) >= _MOST_KNOWN:
+        if size + sum(one.capacity for one in known.values()) > _MOST_KEPT:
             known.clear()
         known[key] = Arithmetic(dtype, size, rtol, atol)
     return known[key]
@@ -166,12 +163,12 @@ class Arithmetic:
     def __init__(self, dtype: np.dtype[Any], size: int, rtol: float, atol: float) -> None:
         self._dtype = dtype
         self._is_wide = dtype == _FLOAT64
-        self._capacity = -(-size // _ROW) * _ROW
+        self.capacity = -(-size // _ROW) * _ROW
         self._rtol = rtol
         self._atol = atol
         self._length = 0
 
-    def partial(self, start: int, b: Array, c: Array, *, above: float) -> Sums | None:
+    def partial(self, start: int, b: Array, c: Array, *, above: float) -> DifferenceSums | None:
         """Return the sums of one pair of flat pieces that begins at flat position `start`, or None.
 
         Args:
@@ -180,13 +177,15 @@ class Arithmetic:
             c: Of the candidate.
             above: The largest difference of the earlier pieces; smaller ones have no position.
         """
+        if not (_is_held(b) and _is_held(c)):
+            return None
         if self._length != (length := -(-len(b) // _ROW) * _ROW):
             self._cut(length)
         x, y = self._load(b, self._x), self._load(c, self._y)
         part = self._finite(start, len(b), x, y, above)
         return self._rest(start, len(b), x, y, above) if part is None else part
 
-    def _finite(self, start: int, num_elements: int, x: Array, y: Array, above: float) -> Sums | None:
+    def _finite(self, start: int, num_elements: int, x: Array, y: Array, above: float) -> DifferenceSums | None:
         """Return the sums if x, y and all that is computed from them are finite and nothing is lost to underflow."""
         d, size, ratio = self._d, self._size, self._ratio
         num_different = _count(np.not_equal(x, y, out=self._mask))
@@ -222,7 +221,7 @@ class Arithmetic:
         ):
             return None
         largest_rel = float(ratio[ratio.argmax()])
-        part = Sums()
+        part = DifferenceSums()
         part.num_finite, part.num_different, part.num_nonzero = num_elements, num_different, num_elements - num_zero
         part.sum_abs, part.sum_squares, part.sum_rel, part.max_rel = sum_abs, d_squares, sum_rel, largest_rel
         part.dot, part.baseline_squares, part.candidate_squares = b_dot_c, b_squares, c_squares
@@ -234,19 +233,19 @@ class Arithmetic:
             part.num_beyond = self._num_beyond(x, y, largest)
         return part
 
-    def _equal(self, num_elements: int, x: Array) -> Sums | None:
+    def _equal(self, num_elements: int, x: Array) -> DifferenceSums | None:
         squares = _total(self._rows(x), self._rows(x))
         num_zero = _count(np.equal(x, 0, out=self._mask))
         if num_zero == num_elements:
             squares = 0.0
         elif not math.isfinite(squares) or not (self._is_wide or squares >= _SMALLEST_SQUARES):
             return None
-        part = Sums()
+        part = DifferenceSums()
         part.num_finite, part.num_nonzero = num_elements, num_elements - num_zero
         part.dot = part.baseline_squares = part.candidate_squares = squares
         return part
 
-    def _rest(self, start: int, num_elements: int, x: Array, y: Array, above: float) -> Sums | None:
+    def _rest(self, start: int, num_elements: int, x: Array, y: Array, above: float) -> DifferenceSums | None:
         """Return the sums of x and y, some elements of which are not finite, or None if all are."""
         both = np.isfinite(x) & np.isfinite(y)
         num_dropped = both.size - _count(both)
@@ -270,7 +269,7 @@ class Arithmetic:
         return part
 
     @staticmethod
-    def _note_largest(part: Sums, start: int, x: Array, y: Array, places: Sequence[int] | Array) -> None:
+    def _note_largest(part: DifferenceSums, start: int, x: Array, y: Array, places: Sequence[int] | Array) -> None:
         """Note the first of the largest differences, which are at some of `places`."""
         first = places[0]
         if len(places) > 1:
@@ -301,7 +300,7 @@ class Arithmetic:
     def _cut(self, length: int) -> None:
         """Make the scratch arrays `length` long, a multiple of the row."""
         if not self._length:
-            self._scratch = np.empty((5, self._capacity), dtype=self._dtype)
+            self._scratch = np.empty((5, self.capacity), dtype=self._dtype)
             self._ones = np.ones(_ROW, dtype=self._dtype)
         self._length = length
         self._x, self._y, self._d, self._size, self._ratio = self._scratch[:, :length]
@@ -322,6 +321,12 @@ class Arithmetic:
     @staticmethod
     def _rows(array: Array) -> Array:
         return array.reshape(-1, _ROW)
+
+
+def _is_held(piece: Array) -> bool:
+    if piece.dtype.itemsize < 8 or piece.dtype.kind not in "iu":
+        return True
+    return int(piece.min()) >= -_LARGEST_INTEGER and int(piece.max()) <= _LARGEST_INTEGER
 
 
 def _count(mask: Array) -> int:

@@ -19,10 +19,10 @@ def run() -> None:
         gc.set_threshold(1_000_000, 10, 10)
     try:
         from glassengine.cli.main import main
-        from glassengine.cli.options import settings
+        from glassengine.environment import set_command
     except KeyboardInterrupt:  # while modules are imported, before anything could report it
         sys.exit(130)
-    settings.owns_process = True
+    set_command()
     status = main()
     if collects_seldom:
         _leave(status)

@@ -84,16 +84,14 @@ def print_answer(answer: RenderableType) -> None:
 class _Settings:
     """The global flags in effect: `show_progress` may be true and still no bar be drawn (see `progress`).
 
-    `owns_process` says that this process runs one command line and nothing else, `json` where the JSON document goes
-    that was asked for: a file, or "-" for stdout; `sarif` where a log of the findings goes,
-    `words` the command line.
+    `json` says where the JSON document goes that was asked for: a file, or "-" for stdout; `sarif` where a log of the
+    findings goes, `words` the command line.
     """
 
     quiet: bool = False
     verbose: int = 0
     show_progress: bool = True
     metrics: bool = False
-    owns_process: bool = False
     json: str | None = None
     sarif: str | None = None
     words: tuple[str, ...] = ()

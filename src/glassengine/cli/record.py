@@ -20,9 +20,10 @@ from glassengine.cli.documents import answer
 from glassengine.cli.foreign import renamed
 from glassengine.cli.options import err, out, progress, settings
 from glassengine.cli.shared import AdaptedCheckpoint, Dtype, Library, ModuleInputs, Overwrite, Python
+from glassengine.environment import owns_process
 from glassengine.errors import IncomparableError, UnknownNameError, UsageError
 from glassengine.reading.files import open_regular
-from glassengine.stores.places import Remote, place
+from glassengine.stores.places import RemotePath, place
 from glassengine.writing.files import aside
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?(\.exe)?")
@@ -155,7 +156,7 @@ def command(
         if any(option is not None for option in given) or dry_run:
             got = "--inputs, --max-new-tokens, --tokens-of, --device or --dry-run"
             raise UsageError("a script brings its own inputs, and is run once", got=got)
-        if noise_floor and (watch or not values or isinstance(place(output), Remote)):
+        if noise_floor and (watch or not values or isinstance(place(output), RemotePath)):
             got = "--watch" if watch else "--no-values" if not values else output
             raise UsageError("--noise-floor needs all values, in a directory of this machine", got=got)
         watched = watch_of(watch, trigger, tracker)
@@ -229,7 +230,7 @@ def _script(line: ScriptLine, output: str, policy: dict[str, Any], *, noise_floo
         line.arguments,
         path=output,
         is_module=line.is_module,
-        ends_process=settings.owns_process and not noise_floor,
+        ends_process=owns_process() and not noise_floor,
         **policy,
     )
     sys.stdout.flush()

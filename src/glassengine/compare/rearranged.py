@@ -11,11 +11,12 @@ import math
 
 import numpy as np
 
-from glassengine.blocks.arrays import PIECE_ELEMENTS, Array, Values
-from glassengine.compare.matching.matching import Match
+from glassengine.blocks.arrays import PIECE_ELEMENTS, Array, ArrayValues
+from glassengine.compare.matching.matching import MatchedPair
 from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.limits import is_floating
+from glassengine.numerics.metrics.orders import called, order_of_slices
 from glassengine.recording.layout.layout import Entry
 from glassengine.results import Altered, Hint
 
@@ -26,7 +27,7 @@ _SAMPLED_ROWS = 8
 _WORDS = ("elements", "rows", "columns")
 
 
-def rearranged(match: Match, left: SourceWrapper, right: SourceWrapper) -> tuple[Hint, ...]:
+def rearranged(match: MatchedPair, left: SourceWrapper, right: SourceWrapper) -> tuple[Hint, ...]:
     """Return what makes the candidate's tensor of the baseline's tensors; nothing where nothing does up to rounding.
 
     Args:
@@ -49,7 +50,7 @@ def rearranged(match: Match, left: SourceWrapper, right: SourceWrapper) -> tuple
 class _Proof:
     """Whether a tensor is what the candidate has, and the baseline's is not."""
 
-    def __init__(self, ours: Values, theirs: Values) -> None:
+    def __init__(self, ours: ArrayValues, theirs: ArrayValues) -> None:
         self.ours, self.theirs = ours.array, theirs.array
         rounding = max(unit_roundoff(one.dtype) for one in (ours, theirs) if is_floating(one.dtype))
         self.size = _size(self.theirs)
@@ -81,7 +82,7 @@ class _Proof:
         return abs(_size(self.ours) - self.size) <= self._rounding * (1 + 1e-9)
 
 
-def _another(proof: _Proof, match: Match, left: SourceWrapper, right: SourceWrapper) -> Hint | None:
+def _another(proof: _Proof, match: MatchedPair, left: SourceWrapper, right: SourceWrapper) -> Hint | None:
     own = match.baseline
     alike = (entry for entry in left.entries if _is_alike(entry, own) and entry.site != own.site)
     for entry in itertools.islice(alike, _MOST_OTHERS):
@@ -109,18 +110,16 @@ def _is_alike(one: Entry, other: Entry) -> bool:
 def _order(proof: _Proof) -> Hint | None:
     if not proof.is_as_large:
         return None
-    import torch
-
-    from glassengine.numerics.metrics.orders import called, order_between
-
-    ours, theirs = (torch.from_numpy(side.astype(np.float64)) for side in (proof.ours, proof.theirs))
-    for axis in range(ours.dim()):
-        order = order_between(ours, theirs, axis, 1.0)
-        share = None if order is None else proof.left(ours.index_select(axis, order).numpy())
+    ours, theirs = (side.astype(np.float64) for side in (proof.ours, proof.theirs))
+    for axis in range(ours.ndim):
+        order = order_of_slices(ours, theirs, axis, 1.0)
+        share = None if order is None else proof.left(ours.take(order, axis))
         if order is None or share is None:
             continue
-        kind, how = called(order)
-        what = _WORDS[axis + 1] if ours.dim() == 2 else _WORDS[0] if ours.dim() == 1 else f"axis {axis}"
+        import torch
+
+        kind, how = called(torch.from_numpy(order))
+        what = _WORDS[axis + 1] if ours.ndim == 2 else _WORDS[0] if ours.ndim == 1 else f"axis {axis}"
         change = Altered(axis=axis)
         return Hint(kind, f"{what} {how}", 1.0, evidence="values", proven=True, change=change, unexplained=share)
     return None

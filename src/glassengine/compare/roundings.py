@@ -26,8 +26,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from glassengine.blocks.arrays import Array, Values
-from glassengine.compare.matching.matching import Match
+from glassengine.blocks.arrays import PIECE_ELEMENTS, Array, ArrayValues
+from glassengine.compare.matching.matching import MatchedPair
 from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
 from glassengine.numerics.limits import is_floating
@@ -76,14 +76,15 @@ class Roundings:
         self._left, self._right = left, right
         self._of_step: tuple[int, dict[tuple[int, str], Noise]] | None = None
 
-    def before(self, match: Match) -> Noise | None:
+    def before(self, match: MatchedPair) -> Noise | None:
         """Return what roundings add up to in a tensor of the baseline; None where there are none, or it was given."""
         entry = match.baseline
         if match.rule is not None or entry.site.startswith(_GIVEN) or not is_floating(entry.dtype):
             return None
-        if self._of_step is None or self._of_step[0] != entry.step:
-            self._of_step = entry.step, self._counted(entry.step)
-        return self._of_step[1].get((entry.rank, entry.site))
+        found = self._of_step  # another thread may be at another step
+        if found is None or found[0] != entry.step:
+            self._of_step = found = entry.step, self._counted(entry.step)
+        return found[1].get((entry.rank, entry.site))
 
     def _counted(self, step: int) -> dict[tuple[int, str], Noise]:
         theirs = {entry.site for entry in _of_step(self._right, step) if is_coarse(entry.dtype)}
@@ -172,7 +173,7 @@ def is_small(figures: Figures, allowed: Tolerance, dtype: str) -> bool:
     return figures.allclose and figures.num_different > 0 and figures.snr_db < least
 
 
-def beside_larger(pairs: Packed, chosen: Sequence[Match], left: SourceWrapper) -> dict[int, str]:
+def beside_larger(pairs: Packed, chosen: Sequence[MatchedPair], left: SourceWrapper) -> dict[int, str]:
     """Return the places of small tensors that are as small as the rounding of one beside them -> that one.
 
     Args:
@@ -208,25 +209,32 @@ def may_be_coarse(figures: Figures, *dtypes: str) -> bool:
     return is_near and set(dtypes) == {"float32"} and not is_multiple(figures)
 
 
-def precision_of(values: Values) -> str:
+def precision_of(values: ArrayValues) -> str:
     """Return the coarsest dtype that holds all values of a tensor, if they use its last bits; else its own.
 
     See `numerics.metrics.tolerance.precision_of`, which needs torch.
     """
-    array = values.array
     if values.dtype not in ("float32", "float64"):
         return values.dtype
-    finite = array[np.isfinite(array)]
-    single = finite.astype(np.float32)
-    is_coarse = {
-        "bfloat16": bool((single == finite).all()) and not (single.view(np.uint32) & 0xFFFF).any(),
-        "float16": bool((np.abs(finite) <= _LARGEST_HALF).all()) and bool((single.astype(np.float16) == finite).all()),
-    }
-    for coarse, bits in LAST_BITS.items():
-        if is_coarse[coarse]:
-            mantissa = np.frexp(finite)[0] * 2**bits
-            return coarse if int((mantissa != mantissa.round()).sum()) >= FEWEST_VALUES else values.dtype
+    flat = values.array.reshape(-1)
+    pieces = [flat[start : start + PIECE_ELEMENTS] for start in range(0, len(flat), PIECE_ELEMENTS)]
+    held = list(LAST_BITS)
+    for piece in pieces:
+        if not (held := [coarse for coarse in held if _holds(coarse, piece[np.isfinite(piece)])]):
+            return values.dtype
+    num_fine = 0
+    for piece in pieces:
+        mantissa = np.frexp(piece[np.isfinite(piece)])[0] * 2 ** LAST_BITS[held[0]]
+        if (num_fine := num_fine + int((mantissa != mantissa.round()).sum())) >= FEWEST_VALUES:
+            return held[0]
     return values.dtype
+
+
+def _holds(coarse: str, finite: Array) -> bool:
+    single = finite.astype(np.float32)
+    if coarse == "bfloat16":
+        return bool((single == finite).all()) and not (single.view(np.uint32) & 0xFFFF).any()
+    return bool((np.abs(finite) <= _LARGEST_HALF).all()) and bool((single.astype(np.float16) == finite).all())
 
 
 def _module(site: str) -> tuple[str, str]:

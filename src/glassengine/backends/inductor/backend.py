@@ -37,7 +37,7 @@ from glassengine.backends.protocol.io import device_of, exported_on, read_io, ru
 from glassengine.executable.cache.cache import CompilerCache
 from glassengine.program.representation.program import Program, copied_graph
 from glassengine.program.user_code.calls import described
-from glassengine.torch_versions import donated
+from glassengine.torch_versions import donated, enlarge_caches
 
 FREEZE_LIMIT_BYTES = 2 << 30
 
@@ -60,6 +60,7 @@ class InductorBackend:
         kv="mutated",
         portable=False,
         devices=("cpu", "cuda"),
+        compiles_slowly=True,
         collectives=True,
     )
 
@@ -76,6 +77,7 @@ class InductorBackend:
     def build(self, program: Program, directory: Path) -> None:
         """Compile; no_grad, or freezing would be ignored."""
         use_private_directory()
+        enlarge_caches()
         options = self._choices(program)
 
         def compile_package(exported: Any, name: str) -> None:

@@ -47,6 +47,7 @@ class Capabilities:
             (see `calibration`).
         native_code: Whether loading what it built runs code of it. Such an engine is loaded only where its user built
             it, or says that he trusts it.
+        compiles_slowly: Whether to compile takes longer than to start a process that compiles.
         collectives: Whether a program may have collectives of torch among its ops, which ranks of an engine meet in.
     """
 
@@ -57,6 +58,7 @@ class Capabilities:
     devices: tuple[str, ...] = ("cpu",)
     own_kernels: bool = False
     native_code: bool = True
+    compiles_slowly: bool = False
     collectives: bool = False
 
 

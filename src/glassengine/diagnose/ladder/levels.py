@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from glassengine.diagnose.ladder.climb import (
 )
 from glassengine.diagnose.ladder.op_by_op import op_by_op
 from glassengine.diagnose.ladder.step_by_step import require_no_memory
+from glassengine.engine.build.beside import compiled_beside
 from glassengine.engine.build.build import build_program
 from glassengine.engine.ranks.member import mesh_of, part_of
 from glassengine.engine.run.engine import Engine
@@ -43,7 +44,7 @@ from glassengine.judge.sides.ranks import RanksSide
 from glassengine.judge.verdict.score import Score
 from glassengine.program import LoadedModel, Program, export_program, load_inputs, made_up_inputs
 from glassengine.program.kinds.example_inputs import MadeUp
-from glassengine.program.parallel.placements import Mesh, Shard
+from glassengine.program.parallel.placements import Mesh, ShardPlacement
 from glassengine.program.parallel.rewrite import lay_out
 from glassengine.program.representation.passes import apply_pass
 from glassengine.program.representation.stored import load_program
@@ -119,14 +120,15 @@ def add_built(
         climb.candidate = f"{ranks.manifest.backend} engine, {ranks.manifest.dtype}, {mesh}"
         climb.add(_release_side(climb, ranks))
         return
-    if not only_release:
-        plan = observable(climb, climb.built)
-        progress(Work.BUILDING_OBSERVABLE.says(f"building the engine with {len(plan.added)} debug outputs"))
-        observed = [*plan.added, *plan.derived]
-        engine = build_program(climb.built, folder / "engine", backend=backend, outputs=observed, **sizes)
-        _add_observable(climb, engine, observed)
-    progress(Work.BUILDING_RELEASE.says("building the release engine"))
-    release = build_program(climb.built, folder / "release", backend=backend, **sizes)
+    with nullcontext() if only_release else compiled_beside(climb.built, backend, **sizes) as compiled:
+        if not only_release:
+            plan = observable(climb, climb.built)
+            progress(Work.BUILDING_OBSERVABLE.says(f"building the engine with {len(plan.added)} debug outputs"))
+            observed = [*plan.added, *plan.derived]
+            engine = build_program(climb.built, folder / "engine", backend=backend, outputs=observed, **sizes)
+            _add_observable(climb, engine, observed)
+        progress(Work.BUILDING_RELEASE.says("building the release engine"))
+        release = build_program(climb.built, folder / "release", backend=backend, compiled=compiled, **sizes)
     if release.manifest.added_outputs:
         raise GlassError("the release engine has debug outputs", got=str(release.manifest.added_outputs))
     climb.of_runtime(kernels_of(release.manifest.backend))
@@ -263,7 +265,7 @@ def add_ranks(climb: Climb, engine: ParallelEngine, program: Program, replay: Re
     if mesh.tensor > 1:
         names = {qualified: node for node, qualified in program.weight_names().items()}
         cuts = {
-            names[name]: Shard(cut.axis, cut.blocks)
+            names[name]: ShardPlacement(cut.axis, cut.blocks)
             for name, cut in engine.manifest.placements.items()
             if name in names
         }

@@ -13,7 +13,7 @@ import logging
 import re
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -30,7 +30,7 @@ from glassengine.engine.build.checks import (
     check_written,
     require_agreement,
 )
-from glassengine.engine.build.plan import BuildPlan, Settings, plan_build
+from glassengine.engine.build.plan import BuildPlan, BuildSettings, plan_build
 from glassengine.engine.build.ranks import check_mesh, mesh_for, write_ranks
 from glassengine.engine.build.write import about_build, write_engine
 from glassengine.engine.run.engine import Engine
@@ -49,7 +49,7 @@ from glassengine.program.representation.signature import named_inputs
 from glassengine.program.user_code.forward import forward_parameters
 from glassengine.progress import Progress, Work, silent
 from glassengine.sites import patterns_of
-from glassengine.stores.places import Remote, place
+from glassengine.stores.places import RemotePath, place
 from glassengine.writing.files import remove_tree
 
 logger = logging.getLogger("glassengine")
@@ -197,7 +197,7 @@ def build(
         check_mesh(mesh, loaded, chosen, [*others, ("--dry-run", dry_run)])
     # Reading an engine must not run code: only plain checkpoints are ever loaded again.
     checkpoint = directory_to_record(loaded.directory, revision)
-    settings = Settings(
+    settings = BuildSettings(
         backend=chosen.name,
         device=device,
         add_output=add_output,
@@ -280,6 +280,7 @@ def build_program(
     overwrite: bool = False,
     byte_budget: int | None = None,
     mesh: Mesh | None = None,
+    compiled: Callable[[Path], None] | None = None,
 ) -> Engine:
     """Build an engine from a program that is already exported, and load it.
 
@@ -294,29 +295,41 @@ def build_program(
         overwrite: Replace an existing engine.
         byte_budget: As in `build`.
         mesh: Ranks that share it; None for one process.
+        compiled: Of `compiled_beside`, where the program is compiled already.
 
     Raises:
         UsageError: As `build`.
         BackendError: As `build`.
     """
-    chosen, note = choose_backend(backend, for_onnx=program.onnx is not None)
-    check_dtype(chosen, str(program.metadata.get("dtype")))
-    limit = program.metadata.get("max_position_embeddings")
-    settings = Settings(
-        backend=chosen.name,
-        device=choose_device(chosen, None),
+    settings = settings_of(
+        program,
+        backend,
         add_output=outputs,
         max_batch_size=max_batch_size,
-        max_seq_len=max_seq_len or limit or DEFAULT_MAX_SEQ_LEN,
+        max_seq_len=max_seq_len,
         overwrite=overwrite,
         byte_budget=byte_budget,
-        model={"spec": str(program.metadata.get("model")), **program.metadata},
-        notes=(note,) if note else (),
     )
-    engine = _build(program, Path(directory), settings, model, mesh=mesh)
+    engine = _build(program, Path(directory), settings, model, mesh=mesh, compiled=compiled)
     # Reading it back would take seconds, and the caller holds it anyway.
     engine.program = program
     return engine
+
+
+def settings_of(
+    program: Program, backend: str | None, *, max_seq_len: int | None = None, **asked: Any
+) -> BuildSettings:
+    """Return the settings of a build from a program."""
+    chosen, note = choose_backend(backend, for_onnx=program.onnx is not None)
+    check_dtype(chosen, str(program.metadata.get("dtype")))
+    return BuildSettings(
+        backend=chosen.name,
+        device=choose_device(chosen, None),
+        max_seq_len=max_seq_len or program.metadata.get("max_position_embeddings") or DEFAULT_MAX_SEQ_LEN,
+        model={"spec": str(program.metadata.get("model")), **program.metadata},
+        notes=(note,) if note else (),
+        **asked,
+    )
 
 
 def default_directory(spec: str) -> Path:
@@ -329,7 +342,7 @@ def default_directory(spec: str) -> Path:
 def _build(
     program: Program,
     target: Path,
-    settings: Settings,
+    settings: BuildSettings,
     model: LoadedModel | None,
     artifacts: ArtifactWriter | None = None,
     *,
@@ -337,6 +350,7 @@ def _build(
     encoder_artifacts: ArtifactWriter | None = None,
     progress: Progress = silent,
     mesh: Mesh | None = None,
+    compiled: Callable[[Path], None] | None = None,
 ) -> Engine:
     with files.written_aside(target, overwrite=settings.overwrite) as aside:
         if encoder is not None:
@@ -346,12 +360,11 @@ def _build(
             write_engine(encoder, aside / files.ENCODER, name, alone, None, encoder_artifacts, progress=progress)
         if mesh is None:
             has_encoder = encoder is not None
-            write_engine(
-                program, aside, target.name, settings, model, artifacts, has_encoder=has_encoder, progress=progress
-            )
+            more: dict[str, Any] = {"has_encoder": has_encoder, "compiled": compiled, "progress": progress}
+            write_engine(program, aside, target.name, settings, model, artifacts, **more)
         else:
             write_ranks(program, aside, target.name, settings, model, mesh, progress=progress)
         made = aside.stat().st_ino
-    if isinstance(target, Remote):
+    if isinstance(target, RemotePath):
         return load(target, trust=True)
     return files.load_unless_replaced(target, made, lambda: load(target, trust=True))

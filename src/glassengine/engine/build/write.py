@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from glassengine.backends.protocol.backend import LARGEST, Backend, TakingModels
 from glassengine.backends.protocol.io import DEVICE
 from glassengine.backends.registry import choose_backend
 from glassengine.engine.build.artifacts import ArtifactWriter
-from glassengine.engine.build.plan import Settings, planned_outputs
+from glassengine.engine.build.plan import BuildSettings, planned_outputs
 from glassengine.engine.store import files
 from glassengine.engine.store.files import list_files
 from glassengine.engine.store.manifest import Manifest, TensorEntry, instruction_flags, write_manifest
@@ -37,16 +37,18 @@ def write_engine(
     program: Program,
     directory: Path,
     name: str,
-    settings: Settings,
+    settings: BuildSettings,
     model: LoadedModel | None,
     artifacts: ArtifactWriter | None = None,
     *,
     has_encoder: bool = False,
+    compiled: Callable[[Path], None] | None = None,
     progress: Progress = silent,
 ) -> None:
     """Compile a program and write everything that an engine consists of.
 
-    `directory` is empty, or holds the engine of an encoder.
+    `directory` is empty, or holds the engine of an encoder. `compiled` puts into a directory what the back-end has made
+    already.
 
     Raises:
         UsageError: An output that was asked for does not exist.
@@ -57,10 +59,7 @@ def write_engine(
     for output, reason in left_out.items():
         logger.warning("output %s is left out: %s", output, reason)
     executed = add_outputs(program, decided.added) if decided.added else program
-    length = settings.max_seq_len or 1
-    sizes = {"batch": settings.max_batch_size, "cache": length, "sequence": length}
-    largest = sizes if program.layout is not None else {}
-    built = dataclasses.replace(executed, metadata={**executed.metadata, LARGEST: largest, DEVICE: settings.device})
+    built = for_compiler(executed, settings)
     if artifacts is not None:
         artifacts.stage(stage_of(executed, "outputs"))
         artifacts.options(backend, built, _options(settings))
@@ -69,7 +68,9 @@ def write_engine(
     graph = captured_program(executed)
 
     def make(path: Path) -> None:
-        if isinstance(backend, TakingModels) and model is not None:
+        if compiled is not None:
+            compiled(path)
+        elif isinstance(backend, TakingModels) and model is not None:
             backend.build_model(model.module, path, settings.quantize, model.directory)
         else:
             backend.build(built, path)
@@ -100,7 +101,15 @@ def write_engine(
     )
 
 
-def _options(settings: Settings) -> dict[str, Any]:
+def for_compiler(program: Program, settings: BuildSettings) -> Program:
+    """Return a program with what a back-end asks of a build."""
+    length = settings.max_seq_len or 1
+    sizes = {"batch": settings.max_batch_size, "cache": length, "sequence": length}
+    largest = sizes if program.layout is not None else {}
+    return dataclasses.replace(program, metadata={**program.metadata, LARGEST: largest, DEVICE: settings.device})
+
+
+def _options(settings: BuildSettings) -> dict[str, Any]:
     """The options of a build that shape its executable."""
     names = ("max_batch_size", "max_seq_len", "byte_budget")
     return {"add_output": list(settings.add_output), **{name: getattr(settings, name) for name in names}}
@@ -111,7 +120,7 @@ def write_description(
     backend: Backend,
     directory: Path,
     name: str,
-    settings: Settings,
+    settings: BuildSettings,
     model: LoadedModel | None,
     **facts: Any,
 ) -> None:

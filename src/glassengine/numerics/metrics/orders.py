@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
+from glassengine.blocks.arrays import Array
 from glassengine.results import Kind
+
+if TYPE_CHECKING:
+    import torch
 
 _MOST_SLICES = 8192
 
@@ -17,6 +22,8 @@ def orders_of(size: int) -> Iterator[tuple[str, torch.Tensor]]:
 
     An axis that three divides may hold queries, keys and values.
     """
+    import torch
+
     every = torch.arange(size)
     for a, b in ((0, 1), (1, 2), (0, 2)) if size % 3 == 0 and size > 3 else ():
         thirds = [0, 1, 2]
@@ -49,21 +56,26 @@ def order_between(ours: torch.Tensor, theirs: torch.Tensor, axis: int, tolerance
         axis: Along which slices are looked for.
         tolerance: By how much two equal slices may differ, relative to the size of all.
     """
+    import torch
+
+    order = order_of_slices(ours.numpy(force=True), theirs.numpy(force=True), axis, tolerance)
+    return None if order is None else torch.from_numpy(order)
+
+
+def order_of_slices(ours: Array, theirs: Array, axis: int, tolerance: float) -> Array | None:
+    """Do what `order_between` does, without torch."""
     size = ours.shape[axis]
     if ours.shape != theirs.shape or size < 2 or size > _MOST_SLICES:
         return None
-    a, b = (t.movedim(axis, 0).reshape(size, -1) for t in (ours, theirs))
-    if not bool(a.isfinite().all() and b.isfinite().all()):
+    a, b = (np.moveaxis(side, axis, 0).reshape(size, -1) for side in (ours, theirs))
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
         return None
-    generator = torch.Generator().manual_seed(0)
-    ray = torch.randn(a.shape[1], generator=generator, dtype=torch.float64)
-    one, other = (a @ ray).sort(), (b @ ray).sort()
-    order = torch.empty(size, dtype=torch.long)
-    order[other.indices] = one.indices
-    if torch.equal(order, torch.arange(size)):
+    ray = np.random.default_rng(0).standard_normal(a.shape[1])
+    order = np.empty(size, np.int64)
+    order[np.argsort(b @ ray, kind="stable")] = np.argsort(a @ ray, kind="stable")
+    if np.array_equal(order, np.arange(size)):
         return None
-    scale = float(a.square().mean().sqrt())
-    error = float((a[order] - b).square().mean().sqrt())
+    scale, error = (math.sqrt(float(np.square(one).mean())) for one in (a, a[order] - b))
     return order if error <= tolerance * max(scale, 1e-300) else None
 
 
@@ -81,6 +93,8 @@ def kind_of_shift(rank: int, axis: int, *, is_weight: bool) -> Kind:
 
 def called(order: torch.Tensor) -> tuple[Kind, str]:
     """Return (kind, what an order of slices is called)."""
+    import torch
+
     size = len(order)
     every = torch.arange(size)
     if torch.equal(order, every.flip(0)):

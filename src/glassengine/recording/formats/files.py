@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import os
 import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -17,16 +18,19 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 from safetensors import SafetensorError
 
+from glassengine.blocks.arrays import ArrayValues, values_of_bytes
 from glassengine.errors import CorruptError
+from glassengine.reading.copies import here
 from glassengine.reading.documents import parsed
 from glassengine.reading.files import open_regular
 from glassengine.reading.tensors import open_safetensors, read_header, read_torch, shape_from
 from glassengine.recording.layout.description import PAD_PREFIX
 from glassengine.recording.layout.layout import STORED, Entry, num_bytes
+from glassengine.recording.layout.shard_files import mapped
 from glassengine.results import Skipped
 from glassengine.stores import objects
 from glassengine.stores.objects import read_range
-from glassengine.stores.places import Remote
+from glassengine.stores.places import RemotePath
 from glassengine.writing.files import open_for_torch
 
 if TYPE_CHECKING:
@@ -49,6 +53,7 @@ class ForeignTensors:
     """What another program wrote, as a `TensorSource`; a reader adds the tensors one by one."""
 
     complete = True
+    is_thread_safe = False
     _same_name = "two tensors have this name"
 
     def __init__(self, path: Path) -> None:
@@ -76,13 +81,16 @@ class ForeignTensors:
 class SafetensorsFile(ForeignTensors):
     """Tensors of a `.safetensors` file, mapped; its metadata are the file's `__metadata__`."""
 
+    is_thread_safe = True
+
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         try:
-            self._file = open_safetensors(path)
-            self.metadata = dict(self._file.metadata() or {})
-            for name in self._file.offset_keys():
-                found = self._file.get_slice(name)
+            # Without torch, which takes longer to import than a gigabyte to compare.
+            checked = open_safetensors(path, framework="numpy")
+            self.metadata = dict(checked.metadata() or {})
+            for name in checked.offset_keys():
+                found = checked.get_slice(name)
                 code, shape = found.get_dtype(), shape_from(found.get_shape())
                 if name.startswith(PAD_PREFIX):
                     self._add(name, "alignment padding of a recording")
@@ -91,19 +99,49 @@ class SafetensorsFile(ForeignTensors):
                 else:
                     dtype = _NAMES[code]
                     self._add(name, Entry(name, 0, 0, dtype, shape, nbytes=num_bytes(dtype, shape)))
+            self._open(path)
         except (SafetensorError, OSError, ValueError) as error:
             raise CorruptError("not a safetensors file", got=f"{path}: {error}") from error
 
+    def _open(self, path: Path) -> None:
+        with open_regular(here(path)) as file:
+            size = os.fstat(file.fileno()).st_size
+            self._mapping = memoryview(mapped(file.fileno(), 0, size)).cast("B")
+        data = 8 + int.from_bytes(self._mapping[:8], "little")
+        self._note_starts(bytes(self._mapping[8:data]), str(path))
+        if any(self._starts[entry.site] + entry.nbytes > size for entry in self.entries):
+            raise CorruptError("a file changed while it was being read", got=str(path))
+
+    def _note_starts(self, header: bytes, where: str) -> None:
+        fields = parsed(header, dict[str, dict[str, object]], where, what="the header", items=1 << 30)
+        data = 8 + len(header)
+        self._starts = {entry.site: data + _start(fields.get(entry.site, {}), where) for entry in self.entries}
+
+    def _data(self, entry: Entry) -> Any:
+        start = self._starts[entry.site]
+        return self._mapping[start : start + entry.nbytes]
+
+    def read_values(self, entry: Entry) -> ArrayValues:
+        """Return the values of one of `entries` without torch, mapped."""
+        found = values_of_bytes(self._data(entry), entry.dtype, entry.shape)
+        return found if found.array.flags.aligned else found._replace(array=found.array.copy())
+
     def tensor(self, entry: Entry) -> Tensor:
-        """Return the values of one of `entries`, mapped."""
-        tensor: Tensor = self._file.get_tensor(entry.site)
-        return tensor
+        """Return the values of one of `entries`, mapped; writing into them changes this process's view only."""
+        import torch
+
+        dtype: torch.dtype = getattr(torch, entry.dtype)
+        if not entry.nbytes:
+            return torch.empty(entry.shape, dtype=dtype)
+        return torch.frombuffer(self._data(entry), dtype=torch.uint8).view(dtype).reshape(entry.shape)
 
 
 class SafetensorsObject(SafetensorsFile):
     """Tensors of a `.safetensors` file in a store: its header, and then the ranges that are asked for."""
 
-    def __init__(self, path: Remote) -> None:
+    is_thread_safe = False
+
+    def __init__(self, path: RemotePath) -> None:
         url = str(path)
         self._found = objects.require(url)
         size = int.from_bytes(objects.read(url, 0, min(8, self._found.size)), "little")
@@ -119,28 +157,26 @@ class SafetensorsObject(SafetensorsFile):
                 super().__init__(Path(file.name))
             except CorruptError as error:
                 raise CorruptError(error.what, got=str(error.got).replace(file.name, url)) from error
-        fields = parsed(header[8:], dict[str, dict[str, object]], url, what="the header", items=1 << 30)
-        self._starts = {entry.site: 8 + size + _start(fields[entry.site], url) for entry in self.entries}
+        self._note_starts(header[8:], url)
         self.path = path
 
-    def tensor(self, entry: Entry) -> Tensor:
-        """Return the values of one of `entries`, in memory of their own."""
-        import torch
+    def _open(self, path: Path) -> None:
+        """Map nothing: the file is hollow."""
 
-        dtype: torch.dtype = getattr(torch, entry.dtype)
+    def _data(self, entry: Entry) -> Any:
         if not entry.nbytes:
-            return torch.empty(entry.shape, dtype=dtype)
+            return b""
         data = read_range(self._found, self._starts[entry.site], entry.nbytes)
         # Nothing else says whether these are the bytes that the header was of.
         difference = self._found.change()
         if difference is not None:
             raise CorruptError("a file has changed since it was opened", got=f"{self._found.url}: {difference}")
-        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(entry.shape)
+        return data
 
 
 def _start(field: dict[str, object], url: str) -> int:
     offsets = field.get("data_offsets")
-    if not isinstance(offsets, list) or not isinstance(offsets[0], int):
+    if not isinstance(offsets, list) or not offsets or not isinstance(offsets[0], int) or offsets[0] < 0:
         raise CorruptError("not a safetensors file", got=f"{url}: {json.dumps(offsets)[:100]}")
     return offsets[0]
 
@@ -267,6 +303,7 @@ def _member_entry(name: str, member: zipfile.ZipInfo, file: IO[bytes]) -> Entry 
 class TorchFile(ForeignTensors):
     """Tensors of a `.pt` file, mapped; nested dicts, lists and tuples are flattened to dotted names."""
 
+    is_thread_safe = True
     _same_name = "two entries have this name"
 
     def __init__(self, path: Path) -> None:

@@ -185,9 +185,10 @@ class Entries(Lazy[Entry]):
 
     def _by_name(self, step: int) -> dict[tuple[str, int], Entry]:
         """Return the tensors of a step of many blocks; those of the last one are kept."""
-        if self._named is None or self._named[0] != step:
-            self._named = step, {(entry.site, entry.rank): entry for entry in self.of_step(step)}
-        return self._named[1]
+        found = self._named  # another thread may be at another step
+        if found is None or found[0] != step:
+            self._named = found = step, {(entry.site, entry.rank): entry for entry in self.of_step(step)}
+        return found[1]
 
     def _blocks_of(self, step: int) -> tuple[int, int]:
         steps = self._columns.step
