@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from glassengine.blocks.arrays import PIECE_ELEMENTS, Array, Values
+from glassengine.blocks.arrays import PIECE_ELEMENTS, Array, ArrayValues
 from glassengine.numerics.limits import sentinel
 from glassengine.numerics.metrics.noise_ratio import Slices
 
@@ -15,12 +15,12 @@ _MARGIN = 1 - 1e-6
 """Of a limit, for the rounding of sums of squares."""
 
 
-def slices(baseline: Values, candidate: Values) -> Slices:
+def slices(baseline: ArrayValues, candidate: ArrayValues) -> Slices:
     """Return the mean squares of two tensors of one shape and any dtypes; never more than a block is copied."""
     return sums_of_squares(baseline, candidate).means(baseline.array.shape)
 
 
-def sums_of_squares(baseline: Values, candidate: Values) -> Slices:
+def sums_of_squares(baseline: ArrayValues, candidate: ArrayValues) -> Slices:
     """Return the sums of the squares that `slices` gives the means of."""
     shape = baseline.array.shape
     errors, powers = ([np.zeros(size) for size in shape] for _ in range(2))
