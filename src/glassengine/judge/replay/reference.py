@@ -66,7 +66,9 @@ def sampled(
             u, tiny = unit_roundoff(dtype), smallest_precise(dtype)
             return noisy(node, result.double(), args, kwargs, u, generator, how, tiny)
 
-        return pytree.tree_map(one, value) if rounds(node) else value
+        if not rounds(node):
+            return value
+        return one(value) if isinstance(value, Tensor) else pytree.tree_map(one, value)
 
     return each
 

@@ -96,10 +96,12 @@ def is_compensated(local: Judgement, accumulated: Judgement, reference: Referenc
 def padding_differs(tensor: torch.Tensor, reference: Reference) -> bool:
     """Whether a tensor is another one than the reference where that is padding."""
     # Other exclusions are followed to their end: nothing that counts depends on them.
-    padding = reference.known.exempt.get(PADDING)
-    if padding is None or tensor.shape != reference.exact.shape:
+    padding, native = reference.known.exempt.get(PADDING), reference.native
+    if padding is None or tensor.shape != native.shape:
         return False
-    return bool(((tensor != reference.native) & padding).any())
+    if tensor.dtype is native.dtype and torch.equal(tensor, native):
+        return False
+    return bool(((tensor != native) & padding).any())
 
 
 def inherited_in(found: ReplayedTensor, reference: Reference) -> float | None:
