@@ -313,6 +313,20 @@ def rooms(found: dict[str, set[str]]) -> dict[str, set[str]]:
     return {room: others - {room} for room, others in graph.items()}
 
 
+# One class, under its own name and as PyTorch/XLA calls it; and a file that runs in an environment of its own.
+TWO_OF_A_NAME = {"Trace", "Recorder"}
+
+
+def test_a_class_name_stands_for_one_class() -> None:
+    """A reader who meets a name finds one class of it; names with an underscore are of their module alone."""
+    places: dict[str, list[str]] = {}
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(path.relative_to(SOURCE).as_posix())
+    assert {name: where for name, where in places.items() if len(where) > 1 and name not in TWO_OF_A_NAME} == {}
+
+
 def test_rooms_are_ordered() -> None:
     """The rooms within a unit point one way as well, also for what is imported for its types alone."""
     found = {module: all_imports(module) & MODULES.keys() for module in MODULES}

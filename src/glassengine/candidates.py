@@ -45,7 +45,7 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class Kind:
+class CandidateKind:
     """A kind of candidate.
 
     Attributes:
@@ -85,11 +85,11 @@ _GRAFT = _each(["--graft", "--graft-until-clean"], "{flag} is for a model as can
 _OPS = _each(["--reproduction", "--accum"], "--reproduction and --accum are for ops")
 _WRITES = _each(["--quantize"], "matrices are rounded by back-ends that write models", "--backend gguf")
 
-BUILT = Kind("built", {}, _LAYOUT | _MAP | _SESSION | _WRITES | _GRAFT)
-WRITTEN = Kind(
+BUILT = CandidateKind("built", {}, _LAYOUT | _MAP | _SESSION | _WRITES | _GRAFT)
+WRITTEN = CandidateKind(
     "written", {}, _LAYOUT | _SERVED | _SESSION | _GRAFT | _not_served("--tensor-parallel", "--pipeline-parallel")
 )
-SERVED = Kind(
+SERVED = CandidateKind(
     "served",
     {
         "gguf:FILE": "a GGUF file, run by llama.cpp",
@@ -100,19 +100,21 @@ SERVED = Kind(
     },
     _SERVED | _SESSION | _BUILD | _GRAFT | _not_served("--backend"),
 )
-ENGINE = Kind("engine", {"ENGINE": "a directory that glass build wrote"}, _LAYOUT | _MAP | _SESSION | _BUILD | _GRAFT)
-RECORD = Kind(
+ENGINE = CandidateKind(
+    "engine", {"ENGINE": "a directory that glass build wrote"}, _LAYOUT | _MAP | _SESSION | _BUILD | _GRAFT
+)
+RECORD = CandidateKind(
     "record", {"RECORD": "a recording, or a dump of another tool"}, _LAYOUT | _SESSION | _BUILD | _LEVELS | _GRAFT
 )
-QUANTIZED = Kind("quantized", {}, _LAYOUT | _MAP | _SESSION | _BUILD | _LEVELS | _OPS | _GRAFT)
-QUANTIZED_MODEL = Kind("quantized model", {}, _OPS | _GRAFT)
+QUANTIZED = CandidateKind("quantized", {}, _LAYOUT | _MAP | _SESSION | _BUILD | _LEVELS | _OPS | _GRAFT)
+QUANTIZED_MODEL = CandidateKind("quantized model", {}, _OPS | _GRAFT)
 """A model that turns out to be quantized when it is loaded."""
-MODEL = Kind(
+MODEL = CandidateKind(
     "model",
     {"TARGET": "a Hugging Face directory or id, an adapter, file.py:factory, package.module:factory, .onnx or .pt2"},
     _LAYOUT | _MAP | _BUILD | _LEVELS,
 )
-GIVEN = Kind("given", {}, _BUILD)
+GIVEN = CandidateKind("given", {}, _BUILD)
 """Any candidate that is given, whatever kind it turns out to be."""
 KINDS = (BUILT, WRITTEN, SERVED, ENGINE, RECORD, QUANTIZED, MODEL)
 
@@ -155,7 +157,7 @@ def flags_of(**arguments: object) -> list[str]:
     ]
 
 
-def refuse(kind: Kind, flags: Iterable[str], candidate: object, *, honored: Iterable[str] = ()) -> None:
+def refuse(kind: CandidateKind, flags: Iterable[str], candidate: object, *, honored: Iterable[str] = ()) -> None:
     """Raise if a kind of candidate cannot honor an option.
 
     Args:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 BACKENDS = "glassengine.backends"
 """Each entry is a class that makes a `backends.protocol.backend.Backend`; the built-in ones come by the same door."""
 FORMATS = "glassengine.formats"
-"""Each entry is a `recording.read.source.Format`."""
+"""Each entry is a `recording.read.source.SourceFormat`."""
 SERVING = "glassengine.serving"
-"""Each entry is a function from a place and `serving.protocol.Options` to a `serving.protocol.Served`."""
+"""Each entry is a function from a place and `serving.protocol.ServingOptions` to a `serving.protocol.Served`."""
 
 EXTRAS = {
     "cluster": "ray",

@@ -10,7 +10,7 @@ import glassengine
 from glassengine import commands, environment
 from glassengine.cli.main import main
 from glassengine.executable.cache.key import digest, surroundings
-from glassengine.executable.cache.store import Manifest, Store
+from glassengine.executable.cache.store import CacheManifest, Store
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ):
         parts = {**surroundings(), "inputs": {"0": f"float32[{2 + 2 * index}, 3]"}}
         about = {"name": "aten.mm.default", "graph_hash": "abc", "cause": cause, "compile_s": 1.25}
-        store.put(Manifest(key=digest(parts), parts=parts, **about), source)
+        store.put(CacheManifest(key=digest(parts), parts=parts, **about), source)
     (tmp_path / "taken").mkdir()
     assert store.fetch(digest(parts), tmp_path / "taken")
     return tmp_path / "cache"

@@ -13,8 +13,8 @@ import torch
 
 from glassengine.capture.runs.record import record as record_model
 from glassengine.compare import compare
-from glassengine.compare.judge import Judged, PairJudge
-from glassengine.compare.matching.matching import Match
+from glassengine.compare.judge import PairJudge, PairVerdict
+from glassengine.compare.matching.matching import MatchedPair
 from glassengine.errors import IncomparableError, UnknownNameError, UsageError
 from glassengine.recording.write.writer import RecordingWriter
 
@@ -289,7 +289,7 @@ def test_threads_make_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     expected = compare(x, y, jobs=1).to_dict()
     names = set()
 
-    def judged(judge: PairJudge, match: Match) -> Judged:
+    def judged(judge: PairJudge, match: MatchedPair) -> PairVerdict:
         names.add(threading.current_thread().name.partition("_")[0])
         return of_pair(judge, match)
 

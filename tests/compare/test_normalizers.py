@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import glassengine as glass
 from glassengine.cli.main import main
 from glassengine.compare.compare import compare
-from glassengine.compare.matching.source_wrapper import Opened
+from glassengine.compare.matching.source_wrapper import OpenedSource
 from glassengine.compare.normalizers import inner_model
 from glassengine.errors import IncomparableError
 from glassengine.recording.read.source import open_source
@@ -103,7 +103,7 @@ def test_names_that_fit_in_part_are_left_alone(tmp_path: Path) -> None:
         writer.commit(0)
     with pytest.raises(IncomparableError, match="nothing to compare"):
         compare(one, tmp_path / "other")
-    sides = Opened(open_source(one)), Opened(open_source(one))
+    sides = OpenedSource(open_source(one)), OpenedSource(open_source(one))
     assert inner_model(*sides) == sides
 
 

@@ -47,10 +47,10 @@ class _Compiler:
 
     @contextlib.contextmanager
     def within(self, directory: Path) -> Iterator[Any]:
-        from glassengine.executable.cache.cache import Work
+        from glassengine.executable.cache.cache import CacheWork
 
         self._directory = directory
-        yield (work := Work(reused=(directory / "product").is_file()))
+        yield (work := CacheWork(reused=(directory / "product").is_file()))
         del work
 
     def compile(self) -> Any:

@@ -14,7 +14,7 @@ from glassengine.program.generation import (
     IMAGE_TEXT,
     PLAIN,
     RECURRENT,
-    Generation,
+    GenerationKind,
     generation_of,
 )
 from glassengine.testing.architectures import FAMILIES
@@ -30,7 +30,7 @@ from glassengine.testing.architectures import FAMILIES
         pytest.param("llava", IMAGE_TEXT, ["module", "causal_lm"], marks=pytest.mark.slow),
     ],
 )
-def test_a_model_is_exported_by_its_kind(family: str, generation: Generation, kinds: list[str]) -> None:
+def test_a_model_is_exported_by_its_kind(family: str, generation: GenerationKind, kinds: list[str]) -> None:
     model = load_model(FAMILIES[family]())
     programs = export_programs(model)
     assert [program.kind for program in programs] == kinds
@@ -41,7 +41,7 @@ def test_a_model_is_exported_by_its_kind(family: str, generation: Generation, ki
     ("family", "generation"),
     [("llama", CAUSAL), ("mamba", RECURRENT), ("t5", ENCODER_DECODER), ("llava", IMAGE_TEXT), ("bert", PLAIN)],
 )
-def test_a_model_is_recognized(family: str, generation: Generation) -> None:
+def test_a_model_is_recognized(family: str, generation: GenerationKind) -> None:
     assert load_model(FAMILIES[family]()).generation is generation
 
 
@@ -50,7 +50,7 @@ def test_what_is_no_model_of_transformers_is_plain() -> None:
 
 
 @pytest.mark.parametrize("generation", GENERATIONS, ids=lambda one: one.name)
-def test_every_kind_can_be_judged_alone_and_by_its_programs(generation: Generation) -> None:
+def test_every_kind_can_be_judged_alone_and_by_its_programs(generation: GenerationKind) -> None:
     assert generation in JUDGED
     alone = generation.alone
     assert alone.alone is alone and not alone.has_encoder and not alone.one_token

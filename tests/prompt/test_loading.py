@@ -15,7 +15,7 @@ from torch import Tensor
 
 import glassengine as glass
 from glassengine.prompt.loading import compare_loading, loaded
-from glassengine.prompt.side import Loaded, Opened, PromptSide
+from glassengine.prompt.side import Loaded, OpenedSide, PromptSide
 
 Weights = dict[str, Tensor]
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
@@ -25,7 +25,7 @@ class Side(PromptSide):
     """A side that has a checkpoint only."""
 
     def __init__(self, found: Loaded) -> None:
-        self.opened, self._found = Opened("test", None, has_weights=True), found
+        self.opened, self._found = OpenedSide("test", None, has_weights=True), found
 
     def load(self) -> Loaded:
         return self._found

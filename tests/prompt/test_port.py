@@ -9,7 +9,7 @@ import pytest
 from glassengine.errors import UsageError
 from glassengine.prompt.check import compare_sides
 from glassengine.prompt.huggingface import Directory
-from glassengine.prompt.port import Port
+from glassengine.prompt.port import TokenizerPort
 from glassengine.prompt.side import PromptSide
 from glassengine.results import PromptComparison
 
@@ -76,7 +76,9 @@ def ports(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def compared(baseline: PromptSide, spec: str) -> PromptComparison:
-    return compare_sides(baseline, Port(spec, baseline.opened.vocabulary), ("baseline", spec), ("Given 12345 text",))
+    return compare_sides(
+        baseline, TokenizerPort(spec, baseline.opened.vocabulary), ("baseline", spec), ("Given 12345 text",)
+    )
 
 
 @pytest.mark.parametrize("name", ["of_tokenizers", "of_transformers", "own"])

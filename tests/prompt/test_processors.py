@@ -14,7 +14,7 @@ from PIL import ImageOps
 
 from glassengine.cli.main import main
 from glassengine.prompt.processors import compare_processors, of_directory, processed
-from glassengine.prompt.side import Opened, Processed, PromptSide
+from glassengine.prompt.side import OpenedSide, Processed, PromptSide
 from glassengine.results.prompt import PromptFinding
 
 CLIP: dict[str, Any] = {
@@ -31,7 +31,7 @@ class Side(PromptSide):
     """A side that has processors only."""
 
     def __init__(self, found: dict[str, Processed | str]) -> None:
-        self.opened, self._found = Opened("test", None, has_processor=True), found
+        self.opened, self._found = OpenedSide("test", None, has_processor=True), found
 
     def process(self) -> dict[str, Processed | str]:
         return self._found

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import glassengine as glass
-from glassengine.pytest_plugin.summary import Summary
+from glassengine.pytest_plugin.summary import PluginSummary
 from tests.test_import import HEAVY
 
 CODE = f"""
@@ -59,7 +59,7 @@ def test_reports_of_workers_become_one_log(tmp_path: Path) -> None:
     document.write_text(json.dumps({"schema_version": 1, **result.to_dict()}))
     options: dict[str, Any] = {"--glass-report": str(tmp_path)}
     config: Any = SimpleNamespace(getoption=options.get, rootpath=tmp_path / "tests")
-    summary = Summary(config)
+    summary = PluginSummary(config)
     for when in ("setup", "call", "teardown"):
         properties = [("glass.ok", "false"), ("glass.2.document", str(document)), ("other", "x")]
         report: Any = SimpleNamespace(when=when, user_properties=properties, location=("test_x.py", 4, "test"))
@@ -71,5 +71,5 @@ def test_reports_of_workers_become_one_log(tmp_path: Path) -> None:
     place = found["locations"][0]["physicalLocation"]
     assert place["artifactLocation"]["uri"] == "test_x.py" and place["region"] == {"startLine": 5}
     # Another run that compares nothing leaves no log of this one.
-    Summary(config).pytest_sessionfinish(pytest.ExitCode.OK)
+    PluginSummary(config).pytest_sessionfinish(pytest.ExitCode.OK)
     assert not (tmp_path / "glass.sarif").exists()

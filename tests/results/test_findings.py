@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import glassengine as glass
-from glassengine.diagnose.training.findings import Found
+from glassengine.diagnose.training.findings import TrainingFindings
 from glassengine.results import Comparison, Findings, Pair, Policy, ResultComparison, Verdict, decide
 from glassengine.testing import models
 
@@ -116,7 +116,7 @@ def test_f6_modules_of_other_names_are_no_mistake(tmp_path: Path) -> None:
 
 def test_a_training_run_says_why_it_is_not_ok() -> None:
     wrong = Pair(0, "a", "a", "name", 1.0, "wrong", "reverse replay", rung="forward")
-    told = Found(pairs=[wrong]).conclude("a", "b", Policy())
+    told = TrainingFindings(pairs=[wrong]).conclude("a", "b", Policy())
     assert (told.ok, told.standing, told.too_little) == (False, "differs inside", False)
-    little = Found(wanted={"a", "b"}, judged={"a"}).conclude("a", "b", Policy())
+    little = TrainingFindings(wanted={"a", "b"}, judged={"a"}).conclude("a", "b", Policy())
     assert (little.ok, little.standing, little.too_little) == (False, "too little judged", True)

@@ -27,7 +27,7 @@ from glassengine.rollouts.check import compare
 from glassengine.rollouts.gap import Gap
 from glassengine.rollouts.samples import Rollout, Sample, sample
 from glassengine.rollouts.search import shares
-from glassengine.rollouts.settings import Settings
+from glassengine.rollouts.settings import RolloutSettings
 from glassengine.rollouts.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -312,7 +312,7 @@ def outcome(trainer: Trainer, samples: list[Sample], one: Plant) -> Outcome:
         kinds = ("none", "rounding") if one.truth is not None else ("unexplained",)
         is_right = found.found in kinds
         return Outcome(found, {}, is_right, 0.0)
-    base = Settings()
+    base = RolloutSettings()
     gap = Gap(trainer, samples, base)
     start = replace(base, routes="file") if any(cause.setting == "routes" for cause in found.causes) else base
     truth, _ = shares(gap, replace(start, **one.truth), base)

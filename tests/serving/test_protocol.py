@@ -6,7 +6,7 @@ import glassengine as glass
 from glassengine.errors import UsageError
 from glassengine.extensions import plugin
 from glassengine.serving import protocol
-from glassengine.serving.protocol import Setting, kinds, open_served
+from glassengine.serving.protocol import EngineSetting, kinds, open_served
 
 
 def test_what_names_a_candidate() -> None:
@@ -37,5 +37,5 @@ def test_options_for_engines_are_refused(root: Path, tmp_path: Path) -> None:
 
 
 def test_settings_differ_beyond_float32() -> None:
-    assert not Setting("eps", 9.999999974752427e-07, 1e-6, "eps").differs
-    assert Setting("base", 500000.0, 10000.0, "position").differs
+    assert not EngineSetting("eps", 9.999999974752427e-07, 1e-6, "eps").differs
+    assert EngineSetting("base", 500000.0, 10000.0, "position").differs

@@ -10,14 +10,14 @@ import pytest
 
 from glassengine.errors import UsageError
 from glassengine.stores import objects
-from glassengine.stores.places import Remote, delivered, place, remote
+from glassengine.stores.places import RemotePath, delivered, place, remote
 
 pytestmark = pytest.mark.usefixtures("nothing_in_memory")
 
 
 @pytest.mark.parametrize("given", ["run", "a:b", "/tmp/s3://x", "./s3:/x", "C:/run", "C:\\run", "run:", Path("x")])
 def test_paths_are_paths(given: str | Path) -> None:
-    assert place(given) == Path(given) and not isinstance(place(given), Remote)
+    assert place(given) == Path(given) and not isinstance(place(given), RemotePath)
     assert remote(given) is None
 
 
@@ -29,7 +29,7 @@ def test_a_file_address_is_a_path(given: str) -> None:
 @pytest.mark.parametrize("given", ["s3://bucket/run", "s3://bucket/run/", Path("s3://bucket/run"), "S3:/bucket/run"])
 def test_a_url_is_a_path_whose_text_is_the_url(given: str | Path) -> None:
     found = place(given)
-    assert isinstance(found, Remote) and str(found) == f"{found}" == "s3://bucket/run"
+    assert isinstance(found, RemotePath) and str(found) == f"{found}" == "s3://bucket/run"
     assert str(found / "a" / "b.pt") == "s3://bucket/run/a/b.pt" and str(found.parent) == "s3://bucket"
     assert place(found) is found and place(str(found)) == found == remote(given)
     assert found.absolute() == found.resolve() == copy.copy(found) == found

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from glassengine.deferred import deferred
 
 if TYPE_CHECKING:
-    from glassengine.blocks.arithmetic import Difference, merged
+    from glassengine.blocks.arithmetic import RawDifference, merged
     from glassengine.blocks.pieces import (
         BLOCK_ELEMENTS,
         agree,
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BLOCK_ELEMENTS",
-    "Difference",
+    "RawDifference",
     "agree",
     "blocks",
     "difference",
@@ -35,7 +35,7 @@ __all__ = [
 
 _PUBLIC = {
     "BLOCK_ELEMENTS": "glassengine.blocks.pieces",
-    "Difference": "glassengine.blocks.arithmetic",
+    "RawDifference": "glassengine.blocks.arithmetic",
     "agree": "glassengine.blocks.pieces",
     "blocks": "glassengine.blocks.pieces",
     "difference": "glassengine.blocks.pieces",

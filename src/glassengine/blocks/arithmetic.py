@@ -55,7 +55,7 @@ _known = threading.local()
 
 
 @dataclass(frozen=True)
-class Difference:
+class RawDifference:
     """Raw sums of candidate - baseline; sums and counts are over elements that are finite on both sides.
 
     `num_mismatched` counts elements that are not finite and do not agree (NaN agrees with NaN, an infinity with the
@@ -82,8 +82,8 @@ class Difference:
     candidate_at_worst: float | None
 
 
-class Sums:
-    """The running sums behind `difference`; the attributes are the fields of `Difference` but `num_elements`."""
+class DifferenceSums:
+    """The running sums behind `difference`; the attributes are the fields of `RawDifference` but `num_elements`."""
 
     def __init__(self) -> None:
         self.num_finite = self.num_different = self.num_mismatched = self.num_beyond = self.num_nonzero = 0
@@ -93,7 +93,7 @@ class Sums:
         self.baseline_at_worst: float | None = None
         self.candidate_at_worst: float | None = None
 
-    def merge(self, part: Sums) -> None:
+    def merge(self, part: DifferenceSums) -> None:
         """Add the sums of a later piece; its places are of the whole tensor."""
         is_first = bool(part.num_mismatched) and not self.num_mismatched
         if is_first or (part.max_abs > self.max_abs and not self.num_mismatched):
@@ -122,15 +122,15 @@ class Sums:
         self.num_beyond += count
 
 
-def merged(parts: Sequence[tuple[int, Difference]]) -> Difference:
+def merged(parts: Sequence[tuple[int, RawDifference]]) -> RawDifference:
     """Return the sums of consecutive parts of one tensor, each with the flat position of its first element."""
-    total = Sums()
+    total = DifferenceSums()
     for start, part in parts:
-        sums = Sums()
+        sums = DifferenceSums()
         vars(sums).update((name, value) for name, value in vars(part).items() if name != "num_elements")
         sums.worst = None if part.worst is None else start + part.worst
         total.merge(sums)
-    return Difference(sum(part.num_elements for _, part in parts), **vars(total))
+    return RawDifference(sum(part.num_elements for _, part in parts), **vars(total))
 
 
 def arithmetic_for(
@@ -168,7 +168,7 @@ class Arithmetic:
         self._atol = atol
         self._length = 0
 
-    def partial(self, start: int, b: Array, c: Array, *, above: float) -> Sums | None:
+    def partial(self, start: int, b: Array, c: Array, *, above: float) -> DifferenceSums | None:
         """Return the sums of one pair of flat pieces that begins at flat position `start`, or None.
 
         Args:
@@ -185,7 +185,7 @@ class Arithmetic:
         part = self._finite(start, len(b), x, y, above)
         return self._rest(start, len(b), x, y, above) if part is None else part
 
-    def _finite(self, start: int, num_elements: int, x: Array, y: Array, above: float) -> Sums | None:
+    def _finite(self, start: int, num_elements: int, x: Array, y: Array, above: float) -> DifferenceSums | None:
         """Return the sums if x, y and all that is computed from them are finite and nothing is lost to underflow."""
         d, size, ratio = self._d, self._size, self._ratio
         num_different = _count(np.not_equal(x, y, out=self._mask))
@@ -221,7 +221,7 @@ class Arithmetic:
         ):
             return None
         largest_rel = float(ratio[ratio.argmax()])
-        part = Sums()
+        part = DifferenceSums()
         part.num_finite, part.num_different, part.num_nonzero = num_elements, num_different, num_elements - num_zero
         part.sum_abs, part.sum_squares, part.sum_rel, part.max_rel = sum_abs, d_squares, sum_rel, largest_rel
         part.dot, part.baseline_squares, part.candidate_squares = b_dot_c, b_squares, c_squares
@@ -233,19 +233,19 @@ class Arithmetic:
             part.num_beyond = self._num_beyond(x, y, largest)
         return part
 
-    def _equal(self, num_elements: int, x: Array) -> Sums | None:
+    def _equal(self, num_elements: int, x: Array) -> DifferenceSums | None:
         squares = _total(self._rows(x), self._rows(x))
         num_zero = _count(np.equal(x, 0, out=self._mask))
         if num_zero == num_elements:
             squares = 0.0
         elif not math.isfinite(squares) or not (self._is_wide or squares >= _SMALLEST_SQUARES):
             return None
-        part = Sums()
+        part = DifferenceSums()
         part.num_finite, part.num_nonzero = num_elements, num_elements - num_zero
         part.dot = part.baseline_squares = part.candidate_squares = squares
         return part
 
-    def _rest(self, start: int, num_elements: int, x: Array, y: Array, above: float) -> Sums | None:
+    def _rest(self, start: int, num_elements: int, x: Array, y: Array, above: float) -> DifferenceSums | None:
         """Return the sums of x and y, some elements of which are not finite, or None if all are."""
         both = np.isfinite(x) & np.isfinite(y)
         num_dropped = both.size - _count(both)
@@ -269,7 +269,7 @@ class Arithmetic:
         return part
 
     @staticmethod
-    def _note_largest(part: Sums, start: int, x: Array, y: Array, places: Sequence[int] | Array) -> None:
+    def _note_largest(part: DifferenceSums, start: int, x: Array, y: Array, places: Sequence[int] | Array) -> None:
         """Note the first of the largest differences, which are at some of `places`."""
         first = places[0]
         if len(places) > 1:

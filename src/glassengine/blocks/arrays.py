@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from glassengine.blocks.arithmetic import Difference, Sums, arithmetic_for
+from glassengine.blocks.arithmetic import DifferenceSums, RawDifference, arithmetic_for
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +34,7 @@ Stream = Callable[[], Iterable[Array]]
 """Opens a fresh pass over the real float64 pieces of one array."""
 
 
-class Values(NamedTuple):
+class ArrayValues(NamedTuple):
     """The values of a tensor.
 
     Attributes:
@@ -46,7 +46,7 @@ class Values(NamedTuple):
     dtype: str
 
 
-def values_of(tensor: Tensor) -> Values:
+def values_of(tensor: Tensor) -> ArrayValues:
     """Return the values of a dense tensor; the same memory where numpy has the dtype."""
     import torch
 
@@ -54,10 +54,10 @@ def values_of(tensor: Tensor) -> Values:
     plain = tensor.detach().resolve_conj().resolve_neg().cpu()
     if dtype not in IN_NUMPY:
         plain = plain.to(torch.complex64) if plain.is_complex() else plain.float()
-    return Values(plain.numpy(), dtype)
+    return ArrayValues(plain.numpy(), dtype)
 
 
-def values_of_bytes(data: Any, dtype: str, shape: tuple[int, ...]) -> Values:
+def values_of_bytes(data: Any, dtype: str, shape: tuple[int, ...]) -> ArrayValues:
     """Return the values that lie in a buffer in row-major order."""
     if dtype in IN_NUMPY:
         array = np.frombuffer(data, dtype)
@@ -70,10 +70,10 @@ def values_of_bytes(data: Any, dtype: str, shape: tuple[int, ...]) -> Values:
         import torch
 
         array = torch.frombuffer(data, dtype=torch.uint8).view(getattr(torch, dtype)).float().numpy()
-    return Values(array.reshape(shape), dtype)
+    return ArrayValues(array.reshape(shape), dtype)
 
 
-def difference_of_arrays(baseline: Array, candidate: Array, *, rtol: float, atol: float) -> Difference:
+def difference_of_arrays(baseline: Array, candidate: Array, *, rtol: float, atol: float) -> RawDifference:
     """Return what `difference` does of two tensors."""
     b, c = baseline.reshape(-1), candidate.reshape(-1)
     quick = arithmetic_for({b.dtype, c.dtype}, len(b), PIECE_ELEMENTS, rtol, atol)
@@ -90,19 +90,19 @@ def difference_of_arrays(baseline: Array, candidate: Array, *, rtol: float, atol
                 total = part
             else:
                 total.merge(part)
-    return Difference(len(b), **vars(total or Sums()))
+    return RawDifference(len(b), **vars(total or DifferenceSums()))
 
 
-def _same_integers(x: Array, y: Array) -> Sums | None:
+def _same_integers(x: Array, y: Array) -> DifferenceSums | None:
     if x.dtype != y.dtype or x.dtype.kind not in "iu" or not np.array_equal(x, y):
         return None
-    wide, part = x.astype(np.float64), Sums()
+    wide, part = x.astype(np.float64), DifferenceSums()
     part.num_finite, part.num_nonzero = len(x), int(np.count_nonzero(x))
     part.dot = part.baseline_squares = part.candidate_squares = float(np.square(wide).sum())
     return part
 
 
-def _by_torch(start: int, x: Array, y: Array, rtol: float, atol: float) -> Sums:
+def _by_torch(start: int, x: Array, y: Array, rtol: float, atol: float) -> DifferenceSums:
     import torch
 
     from glassengine.blocks.pieces import Totals

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from glassengine.blocks.arithmetic import Arithmetic, Difference, Sums, arithmetic_for
+from glassengine.blocks.arithmetic import Arithmetic, DifferenceSums, RawDifference, arithmetic_for
 
 # 64 Ki elements in float32 are 256 KiB: a pair of them and what is computed from it stay in or near an L2 cache. Half
 # of it costs a tenth of the speed in calls; twice as much gains little where float32 will do and loses more elsewhere.
@@ -129,7 +129,7 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
     return bits >> 32, bits & 0xFFFFFFFF
 
 
-class Totals(Sums):
+class Totals(DifferenceSums):
     """Running sums to which pieces are added."""
 
     def add(self, start: int, b: Tensor, c: Tensor, rtol: float, atol: float) -> None:
@@ -206,7 +206,7 @@ _PLAIN = {
 
 def difference(
     baseline: Tensor, candidate: Tensor, *, rtol: float, atol: float, device: str | torch.device = "cpu"
-) -> Difference:
+) -> RawDifference:
     """Return the raw sums of `candidate - baseline` in one pass.
 
     Sums are good to 1e-6 relative (of tensors of fewer than 256 elements, or of a dtype that float32 does not hold:
@@ -226,7 +226,7 @@ def difference(
     return _difference(baseline, candidate, rtol, atol, device)
 
 
-def _same(b: Tensor, c: Tensor) -> Difference | None:
+def _same(b: Tensor, c: Tensor) -> RawDifference | None:
     """Return what `difference` does of two small tensors of one dtype that are equal and finite: most of most sides."""
     if b.dtype != c.dtype or b.shape != c.shape or not (b.is_cpu and c.is_cpu):
         return None
@@ -240,7 +240,7 @@ def _same(b: Tensor, c: Tensor) -> Difference | None:
     count = len(values)
     nothing = {"num_different": 0, "num_mismatched": 0, "num_beyond": 0, "sum_abs": 0.0, "sum_squares": 0.0}
     largest = {"max_abs": 0.0, "sum_rel": 0.0, "max_rel": 0.0, "worst": None}
-    return Difference(
+    return RawDifference(
         num_elements=count,
         num_finite=count,
         num_nonzero=int(np.count_nonzero(values)),
@@ -257,8 +257,8 @@ def _same(b: Tensor, c: Tensor) -> Difference | None:
 @one_thread()
 def _difference(
     baseline: Tensor, candidate: Tensor, rtol: float, atol: float, device: str | torch.device
-) -> Difference:
-    total: Sums | None = None
+) -> RawDifference:
+    total: DifferenceSums | None = None
     dtypes = {_PLAIN.get(side.dtype) for side in (baseline, candidate)}
     quick: tuple[Arithmetic, ...] = ()
     if torch.device(device).type == "cpu" and None not in dtypes:
@@ -279,8 +279,8 @@ def _difference(
                 total = part
             else:
                 total.merge(part)
-    total = total or Sums()
-    return Difference(baseline.numel(), **vars(total))
+    total = total or DifferenceSums()
+    return RawDifference(baseline.numel(), **vars(total))
 
 
 def _array(piece: Tensor) -> np.ndarray[Any, np.dtype[Any]]:

@@ -29,10 +29,10 @@ import torch
 
 from glassengine import environment
 from glassengine.capture.calls.tensor_trees import tensors_in
-from glassengine.capture.intake.intake import Intake, Steps
+from glassengine.capture.intake.intake import Intake, StepCounter
 from glassengine.capture.watch.watcher import Watcher, watcher_of
 from glassengine.recording.background import BackgroundWriter
-from glassengine.recording.write.policy import Policy, Wanted, Watch, watch_of
+from glassengine.recording.write.policy import RecordingPolicy, Wanted, Watch, watch_of
 from glassengine.sites import ROOT
 
 _log = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class RunSource:
 
 
 @dataclass(frozen=True)
-class Run:
+class RuntimeRun:
     """One run that has ended.
 
     Attributes:
@@ -153,7 +153,7 @@ class SessionRecording:
             "environment": environment.describe(),
             "command_line": environment.without_secrets(sys.argv),
         }
-        self._policy = Policy(**wanted)
+        self._policy = RecordingPolicy(**wanted)
         self._writer = BackgroundWriter(
             path, metadata=metadata, overwrite=overwrite, durable=durable, spool_bytes=spool_bytes
         )
@@ -165,9 +165,9 @@ class SessionRecording:
             self._watcher.attach()
             policy = policy.unlimited()
         self._intake = Intake(self._watcher or self._writer, policy, 0)
-        self._steps = Steps()
+        self._steps = StepCounter()
 
-    def step(self, run: Run) -> None:
+    def step(self, run: RuntimeRun) -> None:
         """Record one run."""
         step = self._steps.next()
         if not self._policy.wants_step(step):
@@ -239,7 +239,7 @@ class Runtimes:
         num_processes: Processes that were started.
     """
 
-    def __init__(self, note: Callable[[Run], None]) -> None:
+    def __init__(self, note: Callable[[RuntimeRun], None]) -> None:
         self.num_unseen: dict[str, int] = {}
         self.num_processes = 0
         self._note = note
@@ -335,7 +335,7 @@ class Runtimes:
         wanted = names or [output.name for output in session.get_outputs()]
         found = [(f".:in.{name}", value) for name, value in inputs.items()]
         found += [(f".:out.{name}", value) for name, value in zip(wanted, results, strict=False)]
-        self._note(Run(session, _session_source, found, stopped))
+        self._note(RuntimeRun(session, _session_source, found, stopped))
 
     def _observe_openvino(self, openvino: ModuleType) -> None:
         self._replace(getattr(openvino, "CompiledModel", None), "create_infer_request", self._request_made)
@@ -391,7 +391,7 @@ class Runtimes:
                 found += _of_ports(request, request.model_outputs, ".:out")
         except RuntimeError as error:
             stopped = stopped or f"its tensors cannot be read: {error}"
-        self._note(Run(self._models.get(request, request), _request_source, found, stopped))
+        self._note(RuntimeRun(self._models.get(request, request), _request_source, found, stopped))
 
     def _observe_packages(self, module: ModuleType) -> None:
         def observed(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -417,10 +417,10 @@ class Runtimes:
         try:
             result = call(*args, **kwargs)
         except Exception as error:
-            self._note(Run(owner, describe, found, _reason(error)))
+            self._note(RuntimeRun(owner, describe, found, _reason(error)))
             raise
         found += [(ROOT if site == ":out" else ROOT + site, tensor) for site, tensor in tensors_in(":out", result)]
-        self._note(Run(owner, describe, found, None))
+        self._note(RuntimeRun(owner, describe, found, None))
         return result
 
 

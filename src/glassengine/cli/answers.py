@@ -20,7 +20,7 @@ from glassengine.errors import UsageError
 from glassengine.results import Comparison, Comparisons
 
 
-class Format(StrEnum):
+class AnswerFormat(StrEnum):
     """What is printed."""
 
     text = "text"
@@ -32,8 +32,8 @@ class Answers:
     """How the answer is given; a command calls `prepare` before it works, and `give` with what it found."""
 
     format: Annotated[
-        Format, typer.Option("--format", help="Print tables for people, or at most 40 lines for a coding agent.")
-    ] = Format.text
+        AnswerFormat, typer.Option("--format", help="Print tables for people, or at most 40 lines for a coding agent.")
+    ] = AnswerFormat.text
     sarif: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Write the findings as SARIF 2.1.0, also if the command fails."),
@@ -43,7 +43,7 @@ class Answers:
     @property
     def given(self) -> list[str]:
         """The names of the options that were given."""
-        return [name for name, value in vars(self).items() if value not in (None, Format.text)]
+        return [name for name, value in vars(self).items() if value not in (None, AnswerFormat.text)]
 
     def prepare(self) -> None:
         """Refuse at once what could only fail in the end.
@@ -51,7 +51,7 @@ class Answers:
         Raises:
             UsageError: `--sarif` names no place for a file, `--report` none for a page, or two outputs go to stdout.
         """
-        if self.format is Format.agent and settings.json == "-":
+        if self.format is AnswerFormat.agent and settings.json == "-":
             raise UsageError("two outputs to stdout", got="--json and --format agent", hint="--json=FILE")
         require_report(self.report)
         if self.sarif is not None:
@@ -82,7 +82,7 @@ class Answers:
         """
 
         def printed() -> None:
-            if self.format is Format.text:
+            if self.format is AnswerFormat.text:
                 show()
                 return
             from glassengine.report.agent_text import agent_text

@@ -28,7 +28,7 @@ from glassengine.cli.shared import (
     Quantize,
     TensorParallel,
     TrustEngine,
-    Verdicts,
+    VerdictOptions,
     decibels,
     one_candidate,
 )
@@ -153,7 +153,7 @@ def command(
     ] = False,
     *,
     checkpoint: AdaptedCheckpoint,
-    verdicts: Verdicts,
+    verdicts: VerdictOptions,
     answers: Answers,
 ) -> int:
     """Find the first op that is wrong in a port, engine, pass or dump.

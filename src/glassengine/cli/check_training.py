@@ -11,7 +11,7 @@ from glassengine.cli.answers import Answers
 from glassengine.cli.check import answered
 from glassengine.cli.errors import terminable
 from glassengine.cli.options import stages
-from glassengine.cli.shared import Baseline, CandidateArgument, Checkpoint, Dtype, Verdicts, one_candidate
+from glassengine.cli.shared import Baseline, CandidateArgument, Checkpoint, Dtype, VerdictOptions, one_candidate
 from glassengine.progress import Work
 
 
@@ -38,7 +38,7 @@ def command(
     dtype: Dtype = "auto",
     *,
     checkpoint: Checkpoint,
-    verdicts: Verdicts,
+    verdicts: VerdictOptions,
     answers: Answers,
 ) -> int:
     """Find the first training step, and in it the op, that is wrong in a port.

@@ -34,7 +34,7 @@ _MAX_MANIFEST_BYTES = 64 << 20
 _TENSOR_FILE = re.compile(r"step\d+\.(pt|pth|safetensors|npz)|.+\.npy|recording\.json|tllm_debug|PP_\d+")
 
 
-class FailOn(StrEnum):
+class CompareFailOn(StrEnum):
     """Lowest verdict that makes the command fail."""
 
     rounding = "rounding"
@@ -71,7 +71,7 @@ def command(
     atol: Annotated[float | None, typer.Option(help="Absolute tolerance instead of the dtype's own.")] = None,
     device: Annotated[str, typer.Option(metavar="DEVICE", help="Device of the arithmetic.")] = "cpu",
     fail_on: Annotated[
-        FailOn | None, typer.Option(help="Lowest verdict that makes the command fail.", show_default="wrong")
+        CompareFailOn | None, typer.Option(help="Lowest verdict that makes the command fail.", show_default="wrong")
     ] = None,
     min_coverage: MinCoverage = 0.9,
     min_snr: MinSnr = None,

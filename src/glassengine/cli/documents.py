@@ -18,7 +18,7 @@ from glassengine.cli.options import settings
 from glassengine.errors import UsageError
 from glassengine.reading.files import open_regular
 from glassengine.stores import objects
-from glassengine.stores.places import Remote, place, remote
+from glassengine.stores.places import RemotePath, place, remote
 from glassengine.writing.files import aside
 
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
@@ -73,7 +73,7 @@ def require_place(destination: str, flag: str = "--json") -> None:
     if destination == "-":
         return
     target = place(destination)
-    if isinstance(target, Remote):
+    if isinstance(target, RemotePath):
         _require_own(target, destination, flag)
         return
     folder = target.resolve().parent

@@ -23,7 +23,7 @@ from glassengine.cli.shared import AdaptedCheckpoint, Dtype, Library, ModuleInpu
 from glassengine.environment import owns_process
 from glassengine.errors import IncomparableError, UnknownNameError, UsageError
 from glassengine.reading.files import open_regular
-from glassengine.stores.places import Remote, place
+from glassengine.stores.places import RemotePath, place
 from glassengine.writing.files import aside
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?(\.exe)?")
@@ -156,7 +156,7 @@ def command(
         if any(option is not None for option in given) or dry_run:
             got = "--inputs, --max-new-tokens, --tokens-of, --device or --dry-run"
             raise UsageError("a script brings its own inputs, and is run once", got=got)
-        if noise_floor and (watch or not values or isinstance(place(output), Remote)):
+        if noise_floor and (watch or not values or isinstance(place(output), RemotePath)):
             got = "--watch" if watch else "--no-values" if not values else output
             raise UsageError("--noise-floor needs all values, in a directory of this machine", got=got)
         watched = watch_of(watch, trigger, tracker)

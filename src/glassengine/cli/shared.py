@@ -124,7 +124,7 @@ class AdaptedCheckpoint(Checkpoint):
 
 
 @dataclass(frozen=True)
-class Verdicts:
+class VerdictOptions:
     """What decides the exit status of a check: `vars()` of it are keyword arguments of it."""
 
     fail_on: Annotated[FailOn, typer.Option(help="Lowest verdict that makes the command fail.")] = FailOn.wrong

@@ -20,14 +20,14 @@ from glassengine import environment
 from glassengine.compare.cross_pair import apply_cross_pair_rules
 from glassengine.compare.judge import BY_FLOOR, BY_GIVEN_TOLERANCE, BY_TOLERANCE, severity
 from glassengine.compare.matching.maps import TensorMap, load_map
-from glassengine.compare.matching.matching import Match
+from glassengine.compare.matching.matching import MatchedPair
 from glassengine.compare.matching.phases import ExecutionOrder, phase_of
 from glassengine.compare.matching.source_wrapper import SourceWrapper
-from glassengine.compare.pairs import Block, Plan, planned
-from glassengine.compare.precision import Precision, rows_of_results
+from glassengine.compare.pairs import ComparisonPlan, PairBlock, planned
+from glassengine.compare.precision import PrecisionTable, rows_of_results
 from glassengine.compare.rounded_updates import NOT_JUDGED, not_judged
 from glassengine.compare.roundings import COARSE, IF_COARSE, ROUNDED, TOO_SMALL, beside_larger
-from glassengine.compare.session import Map, Options, Request, Session, Side, judge_block
+from glassengine.compare.session import ComparisonOptions, ComparisonRequest, ComparisonSession, Map, Side, judge_block
 from glassengine.compare.token_ids import require_same_tokens, sampling_apart
 from glassengine.compare.verdicts import Judging, Verdicts
 from glassengine.errors import IncomparableError, UnknownNameError, UsageError, first_line
@@ -128,18 +128,18 @@ def compare(
     check_arguments(rtol, atol, fail_on or "wrong", min_coverage, device)
     show_only, transpose = patterns_of(show_only, "show_only"), patterns_of(transpose, "transpose")
     by_drift = fail_on is None and rtol is None and atol is None
-    options = Options(rtol, atol, tuple(transpose), device, by_drift)
+    options = ComparisonOptions(rtol, atol, tuple(transpose), device, by_drift)
     rules = None if map is None else load_map(map)
     left, right = (open_source(side) if isinstance(side, str | Path) else side for side in (baseline, candidate))
     require_same_tokens(left, right)
-    session = Session(left, right, rules, options)
+    session = ComparisonSession(left, right, rules, options)
     require_names(show_only, *session.sides)
     require_names(transpose, session.sides[0])
     plan = planned(session.judge, rules, show_only=show_only, floating_point_only=floating_point_only)
     if not len(plan.pairs):
         raise nothing_to_compare(*session.sides, plan.impossible)
     workers, task = _workers(session, plan, (baseline, candidate, map, options), jobs, cluster)
-    precision = None if session.dtypes is None else Precision(session.dtypes)
+    precision = None if session.dtypes is None else PrecisionTable(session.dtypes)
     ledger = Ledger()
     judging = Judging(session, plan, workers, task, ledger, precision)
     total = len(plan.spans)
@@ -163,12 +163,12 @@ def compare(
 
 
 def _workers(
-    session: Session,
-    plan: Plan,
-    asked: tuple[Side, Side, Map, Options],
+    session: ComparisonSession,
+    plan: ComparisonPlan,
+    asked: tuple[Side, Side, Map, ComparisonOptions],
     jobs: int | None,
     cluster: str | None,
-) -> tuple[Workers, Callable[[Block], Any]]:
+) -> tuple[Workers, Callable[[PairBlock], Any]]:
     """Return who judges blocks, and a function that returns what they are sent of one."""
     baseline, candidate, map, options = asked
     if jobs is None and cluster is None:
@@ -179,7 +179,7 @@ def _workers(
             session.num_threads = min(environment.num_cpus(), _MOST_THREADS)
     if cluster is None and jobs == 1:
         return InProcess(session.answer), lambda block: block
-    request = Request.of(baseline, candidate, map, options)
+    request = ComparisonRequest.of(baseline, candidate, map, options)
     if cluster is None:
         assert jobs is not None
         return Processes(judge_block, jobs), lambda block: (request, block)
@@ -189,12 +189,12 @@ def _workers(
 
 
 def _concluded(
-    session: Session,
-    plan: Plan,
+    session: ComparisonSession,
+    plan: ComparisonPlan,
     judging: Judging,
     verdicts: Verdicts,
     ledger: Ledger,
-    precision: Precision | None,
+    precision: PrecisionTable | None,
     *,
     policy: Policy,
     show_only: Sequence[str],
@@ -265,7 +265,7 @@ def _concluded(
     return found.conclude(policy)
 
 
-def _missing(plan: Plan, verdicts: Verdicts) -> list[int]:
+def _missing(plan: ComparisonPlan, verdicts: Verdicts) -> list[int]:
     """Return the numbers of the pairs that have no verdict."""
     if len(verdicts.pairs) == len(plan.pairs):
         return []
@@ -273,13 +273,13 @@ def _missing(plan: Plan, verdicts: Verdicts) -> list[int]:
     return [number for number in range(len(plan.pairs)) if number not in known]
 
 
-def _lost(match: Match, why: str) -> Skipped:
+def _lost(match: MatchedPair, why: str) -> Skipped:
     entry = match.baseline
     rank = f" (rank {entry.rank})" if entry.rank else ""
     return Skipped(entry.site, "both", f"each worker that judged it was {why}{rank}", step=entry.step)
 
 
-def _not_asked(plan: Plan, verdicts: Verdicts) -> list[Skipped]:
+def _not_asked(plan: ComparisonPlan, verdicts: Verdicts) -> list[Skipped]:
     if verdicts.stopped_at is None:
         return []
     entry = plan.pairs[verdicts.stopped_at].baseline
@@ -299,7 +299,7 @@ def summarize_worst(pairs: Packed, judging: Judging, *, all_of_them: bool) -> No
         pairs[i] = pair
 
 
-def first_divergence(pairs: Packed, judged: Sequence[Match], judging: Judging) -> Divergence | None:
+def first_divergence(pairs: Packed, judged: Sequence[MatchedPair], judging: Judging) -> Divergence | None:
     """Return the first tensor of the worst verdict, in the order of the run.
 
     Args:

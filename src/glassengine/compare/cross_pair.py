@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
-from glassengine.compare.matching.matching import Match
+from glassengine.compare.matching.matching import MatchedPair
 from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.compare.ranks.shared_gradients import OWN_SHARE, SHARED, shared_gradients, shares
 from glassengine.compare.verdicts import Judging
@@ -22,7 +22,7 @@ Place = tuple[str, int, int]
 """Site, step and rank."""
 
 
-def apply_cross_pair_rules(found: Packed, chosen: Sequence[Match], judging: Judging) -> None:
+def apply_cross_pair_rules(found: Packed, chosen: Sequence[MatchedPair], judging: Judging) -> None:
     """Change the verdicts on single pairs by what several of them say together.
 
     Args:
@@ -75,7 +75,7 @@ def _partial_sums(left: SourceWrapper, right: SourceWrapper) -> dict[Place, Plac
     return {place: final for place, final in each if place != final}
 
 
-def _with_right_sums(pairs: Packed, judged: Sequence[Match], sums: Mapping[Place, Place]) -> dict[int, int]:
+def _with_right_sums(pairs: Packed, judged: Sequence[MatchedPair], sums: Mapping[Place, Place]) -> dict[int, int]:
     """Return the numbers of flagged pairs that are such sums -> that of the right pair with the sum over all.
 
     Args:

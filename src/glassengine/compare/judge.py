@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from glassengine.blocks.arithmetic import Difference, merged
+from glassengine.blocks.arithmetic import RawDifference, merged
 from glassengine.blocks.arrays import (
     Array,
+    ArrayValues,
     Stream,
-    Values,
     difference_of_arrays,
     error_stream_of,
     statistics_of,
@@ -23,7 +23,7 @@ from glassengine.blocks.arrays import (
 )
 from glassengine.compare import shapes
 from glassengine.compare.loader import Checksums, Counted, PairLoader
-from glassengine.compare.matching.matching import Match
+from glassengine.compare.matching.matching import MatchedPair
 from glassengine.compare.precision import by_drift, drift_of
 from glassengine.compare.roundings import (
     COARSE,
@@ -48,7 +48,7 @@ from glassengine.numerics.metrics.figures import figures_of
 from glassengine.numerics.metrics.noise_ratio import Means, Slices, noise_ratio
 from glassengine.numerics.metrics.slices import slices, sums_of_squares
 from glassengine.numerics.metrics.tolerance import Tolerance, tolerance
-from glassengine.recording.layout.noise_floor import Floor, NoiseFloor
+from glassengine.recording.layout.noise_floor import NoiseFloor, StoredFloor
 from glassengine.results import VERDICTS, Figures, Pair, Summary, Verdict
 from glassengine.writing.checksums import crc32_joined
 
@@ -62,14 +62,14 @@ ROW_BYTES = 4 << 20
 """Of a side: larger tensors are measured by rows of so many bytes, which stay in a cache and need little memory."""
 
 
-class Kind(NamedTuple):
+class TensorKind(NamedTuple):
     """What a tensor is, without its values."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
-class Judged(NamedTuple):
+class PairVerdict(NamedTuple):
     """The verdict on a pair, and what it adds to tables of all pairs."""
 
     pair: Pair
@@ -97,7 +97,7 @@ class PairJudge(PairLoader):
     has_drift: bool = False
     is_drift: bool = False
 
-    def judged(self, match: Match, *, added: Sequence[Match] = ()) -> Judged:
+    def judged(self, match: MatchedPair, *, added: Sequence[MatchedPair] = ()) -> PairVerdict:
         """Return the verdict on one pair.
 
         Args:
@@ -113,7 +113,7 @@ class PairJudge(PairLoader):
                 return found
         return self.judged_whole(match, added=added)
 
-    def judged_whole(self, match: Match, *, added: Sequence[Match] = ()) -> Judged:
+    def judged_whole(self, match: MatchedPair, *, added: Sequence[MatchedPair] = ()) -> PairVerdict:
         """Return the verdict on one pair, both tensors of which are held at once; see `judged`."""
         x, y = self.whole(match)
         counted = self.count(match, x.array.shape)
@@ -123,7 +123,7 @@ class PairJudge(PairLoader):
         if x.array.shape != y.array.shape:
             what = shapes.difference(x.array.shape, y.array.shape, match.baseline.site)
             pair = dataclasses.replace(self.pair_of(match), verdict="wrong", judged_by=BY_SHAPE, reason=what)
-            return Judged(pair, None, counted)
+            return PairVerdict(pair, None, counted)
         allowed = self.tolerance(match, x.dtype, y.dtype)
         raw = self._difference(x, y, allowed)
         if raw.num_beyond and (shown := without_hidden(x, y)) is not None:
@@ -139,9 +139,9 @@ class PairJudge(PairLoader):
             pair = dataclasses.replace(pair, reason="no value is finite, on either side")
         if pair.reason == ROUNDED and self._is_another_update(match, y.array, x.array):
             pair = dataclasses.replace(pair, verdict="wrong", reason=None)
-        return Judged(pair, drift, counted)
+        return PairVerdict(pair, drift, counted)
 
-    def row_figures(self, match: Match, first: int, end: int) -> RowFigures:
+    def row_figures(self, match: MatchedPair, first: int, end: int) -> RowFigures:
         """Return the figures of some rows of a pair that `can_be_cut`."""
         x, y, checksums = self.rows(match, first, end)
         found = self._difference(x, y, self.tolerance(match, x.dtype, y.dtype))
@@ -154,7 +154,7 @@ class PairJudge(PairLoader):
             checksums,
         )
 
-    def of_rows(self, match: Match, parts: Sequence[RowFigures]) -> Judged | None:
+    def of_rows(self, match: MatchedPair, parts: Sequence[RowFigures]) -> PairVerdict | None:
         """Return the verdict on a pair whose rows are all measured; None if it takes both tensors at once.
 
         So does one whose bytes do not match their checksum: they are then read again.
@@ -166,7 +166,7 @@ class PairJudge(PairLoader):
                 return None
         allowed = self.tolerance(match, entry.dtype, other.dtype)
         figures = figures_of(whole.difference, entry.shape, rtol=allowed.rtol, atol=allowed.atol)
-        x, y = (Kind(one.dtype, entry.shape) for one in (entry, other))
+        x, y = (TensorKind(one.dtype, entry.shape) for one in (entry, other))
         is_odd = not figures.num_different and whole.difference.num_elements and not whole.difference.num_finite
         needs_slices = whole.slices is None and self.noise_of(match) is not None
         if is_odd or ((whole.may_hide or needs_slices) and not figures.allclose):
@@ -174,17 +174,23 @@ class PairJudge(PairLoader):
         pair = self.verdict(match, figures, x, y, whole.drift, functools.partial(_known, whole.slices))
         if pair.reason == ROUNDED or (pair.reason == IF_COARSE and _are_coarse(*self.whole(match))):
             return None
-        return Judged(pair, whole.drift, self.count(match, entry.shape))
+        return PairVerdict(pair, whole.drift, self.count(match, entry.shape))
 
-    def same(self, match: Match) -> Judged:
+    def same(self, match: MatchedPair) -> PairVerdict:
         """Return the verdict on a pair that is known to hold the same bytes on both sides."""
         allowed = self.tolerance(match, match.baseline.dtype, match.candidates[0].dtype)
         figures = _no_difference(math.prod(match.baseline.shape), allowed)
         pair = dataclasses.replace(self.pair_of(match), figures=figures)
-        return Judged(pair, None, self.count(match, match.baseline.shape))
+        return PairVerdict(pair, None, self.count(match, match.baseline.shape))
 
     def verdict(
-        self, match: Match, figures: Figures, x: Kind, y: Kind, drift: DriftSums | None, of_slices: Callable[[], Slices]
+        self,
+        match: MatchedPair,
+        figures: Figures,
+        x: TensorKind,
+        y: TensorKind,
+        drift: DriftSums | None,
+        of_slices: Callable[[], Slices],
     ) -> Pair:
         """Return the verdict of figures.
 
@@ -225,17 +231,17 @@ class PairJudge(PairLoader):
             return dataclasses.replace(pair, reason=IF_COARSE)
         return pair
 
-    def statistics(self, match: Match) -> tuple[Summary, Summary, Summary | None, Summary | None]:
+    def statistics(self, match: MatchedPair) -> tuple[Summary, Summary, Summary | None, Summary | None]:
         """Return the statistics of both sides, and of absolute and relative errors where the shapes are the same."""
         x, y = self.whole(match)
         own = [_summary(stream_of(one.array), one) for one in (x, y)]
         if x.array.shape != y.array.shape:
             return own[0], own[1], None, None
-        kind = Values(x.array, "float64")
+        kind = ArrayValues(x.array, "float64")
         errors = [_summary(error_stream_of(x.array, y.array, relative=relative), kind) for relative in (False, True)]
         return own[0], own[1], errors[0], errors[1]
 
-    def noise_of(self, match: Match) -> Noise | None:
+    def noise_of(self, match: MatchedPair) -> Noise | None:
         """Return what roundings add up to in a tensor, where tolerances are those of dtypes and do not know it."""
         return None if self.is_given or self.has_drift or self.floor is not None else self._roundings.before(match)
 
@@ -243,14 +249,14 @@ class PairJudge(PairLoader):
     def _roundings(self) -> Roundings:
         return Roundings(self.left, self.right)
 
-    def pair_of(self, match: Match, verdict: Verdict | None = None) -> Pair:
+    def pair_of(self, match: MatchedPair, verdict: Verdict | None = None) -> Pair:
         """Return a pair of which nothing but the verdict is known."""
         entry = match.baseline
         by = BY_GIVEN_TOLERANCE if self.is_given else BY_TOLERANCE
         told: dict[str, Any] = {"rank": entry.rank, "dtype": entry.dtype, "shape": tuple(entry.shape)}
         return Pair(entry.step, entry.site, match.candidate_site, match.method, 1.0, verdict or "identical", by, **told)
 
-    def floor_of(self, match: Match) -> Floor | None:
+    def floor_of(self, match: MatchedPair) -> StoredFloor | None:
         """Return what rounding alone does to the baseline of a match, where that is known and asked for."""
         return None if self.floor is None or self.is_given else self.floor.of(match.baseline)
 
@@ -259,12 +265,12 @@ class PairJudge(PairLoader):
         """Whether tolerances are given, which no evidence widens."""
         return self.rtol is not None or self.atol is not None
 
-    def tolerance(self, match: Match, x: str, y: str) -> Tolerance:
+    def tolerance(self, match: MatchedPair, x: str, y: str) -> Tolerance:
         """Return the loosest tolerance of the dtypes involved: a cast does not undo the rounding of what it is from."""
         dtypes = {match.baseline.dtype, x, y, *(entry.dtype for entry in match.candidates)}
         return _loosest(frozenset(dtypes), self.rtol, self.atol)
 
-    def _difference(self, x: Values, y: Values, allowed: Tolerance) -> Difference:
+    def _difference(self, x: ArrayValues, y: ArrayValues, allowed: Tolerance) -> RawDifference:
         if self.device == "cpu":
             return difference_of_arrays(x.array, y.array, rtol=allowed.rtol, atol=allowed.atol)
         import torch
@@ -274,7 +280,7 @@ class PairJudge(PairLoader):
         tensors = (torch.from_numpy(one.array) for one in (x, y))
         return difference(*tensors, rtol=allowed.rtol, atol=allowed.atol, device=self.device)
 
-    def _is_another_update(self, match: Match, y: Array, x: Array) -> bool:
+    def _is_another_update(self, match: MatchedPair, y: Array, x: Array) -> bool:
         """Whether a parameter differs by a multiple of its gradient: by another learning rate, or scale of the loss."""
         noise = self.noise_of(match)
         if noise is None or noise.gradient is None or self.left.is_assembled:
@@ -284,7 +290,7 @@ class PairJudge(PairLoader):
         return gradient.shape == x.shape and any(is_along(difference, one) for one in (gradient, np.sign(gradient)))
 
 
-def rows_of(match: Match, num_bytes: int, first: int = 0, end: int | None = None) -> list[tuple[int, int]]:
+def rows_of(match: MatchedPair, num_bytes: int, first: int = 0, end: int | None = None) -> list[tuple[int, int]]:
     """Return first and end of the rows that a pair, or its rows from `first` to `end`, is cut into.
 
     Args:
@@ -308,16 +314,16 @@ def severity(pair: Pair) -> tuple[float, ...]:
     return (rank, 0.0, float(pair.figures.num_nonfinite_mismatch > 0), size)
 
 
-def _summary(stream: Stream, of: Values) -> Summary:
+def _summary(stream: Stream, of: ArrayValues) -> Summary:
     return Summary(shape=of.array.shape, dtype=of.dtype, **vars(statistics_of(stream)))
 
 
-def _are_coarse(x: Values, y: Values) -> bool:
+def _are_coarse(x: ArrayValues, y: ArrayValues) -> bool:
     return all(precision_of(one) != one.dtype for one in (x, y))
 
 
-def _kind(values: Values) -> Kind:
-    return Kind(values.dtype, values.array.shape)
+def _kind(values: ArrayValues) -> TensorKind:
+    return TensorKind(values.dtype, values.array.shape)
 
 
 def _known(found: Slices | None) -> Slices:
@@ -337,7 +343,7 @@ def _loosest(dtypes: frozenset[str], rtol: float | None, atol: float | None) -> 
     return Tolerance(max(one.rtol for one in each), max(one.atol for one in each))
 
 
-def _floor_does_not_fit(match: Match, x: Kind, y: Kind, noise: Sequence[Means]) -> str | None:
+def _floor_does_not_fit(match: MatchedPair, x: TensorKind, y: TensorKind, noise: Sequence[Means]) -> str | None:
     """Return why the floor of the baseline does not apply to this pair, if it does not."""
     if match.rule is not None and match.rule.baseline_ops:
         return "the floor is of another layout"
@@ -362,7 +368,7 @@ class RowFigures:
     """
 
     start: int
-    difference: Difference
+    difference: RawDifference
     may_hide: bool
     drift: DriftSums | None
     squares: Slices | None
@@ -373,7 +379,7 @@ class RowFigures:
 class WholeFigures:
     """The figures of all rows of a pair; `slices` are means."""
 
-    difference: Difference
+    difference: RawDifference
     may_hide: bool
     drift: DriftSums | None
     slices: Slices | None

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from glassengine.blocks.arrays import Values, values_of
+from glassengine.blocks.arrays import ArrayValues, values_of
 from glassengine.compare.matching.globs import NameIndex
-from glassengine.compare.matching.matching import Match
+from glassengine.compare.matching.matching import MatchedPair
 from glassengine.compare.matching.padding import CACHES, Padding
 from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.errors import UsageError, nearest
@@ -47,24 +47,24 @@ class PairLoader:
     right: SourceWrapper
     transpose: Sequence[str]
 
-    def has_layout(self, match: Match) -> bool:
+    def has_layout(self, match: MatchedPair) -> bool:
         """Whether a map or a pattern changes the layout of a side."""
         return match.rule is not None or any(matches(pattern, match.baseline.site) for pattern in self.transpose)
 
-    def is_same(self, match: Match) -> bool:
+    def is_same(self, match: MatchedPair) -> bool:
         """Whether checksums say that both sides hold the same bytes, and nothing else has to be known of them."""
         entry, other = match.baseline, match.candidates[0]
         if self.has_layout(match) or not have_same_bytes(entry, other):
             return False
         return not (entry.site.endswith(CACHES) and any(side.slots(entry) is not None for side in self.paddings))
 
-    def can_be_cut(self, match: Match) -> bool:
+    def can_be_cut(self, match: MatchedPair) -> bool:
         """Whether a pair can be judged by some of its rows after the others."""
         entry, other = match.baseline, match.candidates[0]
         is_alike = entry.shape == other.shape and len(entry.shape) > 0
         return is_alike and self._is_plain(match) and self.left.can_be_cut(entry) and self.right.can_be_cut(other)
 
-    def count(self, match: Match, shape: tuple[int, ...]) -> Counted:
+    def count(self, match: MatchedPair, shape: tuple[int, ...]) -> Counted:
         """Count what `whole` leaves out of `shape`, what it left of the baseline's tensor."""
         ledger, entry, size = Ledger(), match.baseline, math.prod(shape)
         valid = None if self.has_layout(match) else self.paddings[0].valid(entry, shape)
@@ -80,7 +80,7 @@ class PairLoader:
         """Where both sides have padding."""
         return Padding(self.left), Padding(self.right)
 
-    def whole(self, match: Match) -> tuple[Values, Values]:
+    def whole(self, match: MatchedPair) -> tuple[ArrayValues, ArrayValues]:
         """Return both tensors of a pair.
 
         Raises:
@@ -95,7 +95,7 @@ class PairLoader:
         valid = self.paddings[0].valid(match.baseline, x.array.shape)
         return (x, y) if valid is None else (_where(valid, x), _where(valid, y))
 
-    def rows(self, match: Match, first: int, end: int) -> tuple[Values, Values, Checksums]:
+    def rows(self, match: MatchedPair, first: int, end: int) -> tuple[ArrayValues, ArrayValues, Checksums]:
         """Return some rows of a pair that `can_be_cut`, and the checksums of their bytes."""
         entry, other = match.baseline, match.candidates[0]
         x, of_x = self.left.rows(entry, first, end)
@@ -108,12 +108,12 @@ class PairLoader:
             x, y = _where(valid, x), _where(valid, y)
         return x, y, checksums
 
-    def _is_plain(self, match: Match) -> bool:
+    def _is_plain(self, match: MatchedPair) -> bool:
         """Whether the values of both sides are compared as they are, but for rows of padding."""
         is_bool = [one.dtype == "bool" for one in (match.baseline, match.candidates[0])]
         return is_bool[0] == is_bool[1] and not match.baseline.site.endswith(CACHES) and not self.has_layout(match)
 
-    def _tensors(self, match: Match) -> tuple[Tensor, Tensor]:
+    def _tensors(self, match: MatchedPair) -> tuple[Tensor, Tensor]:
         """Return both sides in one layout: as a map says, transposed, slots of a cache or a mask like the other's."""
         import torch
 
@@ -180,6 +180,6 @@ class PairLoader:
         return sides
 
 
-def _where(valid: np.typing.NDArray[np.bool_], values: Values) -> Values:
+def _where(valid: np.typing.NDArray[np.bool_], values: ArrayValues) -> ArrayValues:
     """Return 0 where elements do not count."""
     return values._replace(array=np.where(valid, values.array, np.zeros((), values.array.dtype)))

@@ -12,8 +12,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from glassengine.blocks.arrays import Values
-from glassengine.compare.matching.source_wrapper import Opened, SourceWrapper
+from glassengine.blocks.arrays import ArrayValues
+from glassengine.compare.matching.source_wrapper import OpenedSource, SourceWrapper
 from glassengine.errors import IncomparableError
 from glassengine.recording.formats.debug_tree import FULL
 from glassengine.recording.layout.layout import Entry
@@ -105,7 +105,7 @@ def normalized(left: TensorSource, right: TensorSource, *, has_map: bool, is_tra
     Raises:
         IncomparableError: One side has values and the other statistics alone.
     """
-    sides: Sides = Opened(left), Opened(right)
+    sides: Sides = OpenedSource(left), OpenedSource(right)
     for normalizer, beside_map, beside_transpose in NORMALIZERS:
         if (beside_map or not has_map) and (beside_transpose or not is_transposed):
             sides = normalizer(*sides)
@@ -179,10 +179,10 @@ class WithBatchAxis(SourceWrapper):
         own = self._flat.get(entry)
         return super().tensor(entry) if own is None else super().tensor(own)[None]
 
-    def values(self, entry: Entry) -> Values:
+    def values(self, entry: Entry) -> ArrayValues:
         """Return the values of one of `entries`."""
         own = self._flat.get(entry)
-        found: Values = self._source.values(own or entry)
+        found: ArrayValues = self._source.values(own or entry)
         return found if own is None else found._replace(array=found.array[None])
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from glassengine.compare.judge import PairJudge, rows_of
 from glassengine.compare.matching.maps import TensorMap
-from glassengine.compare.matching.matching import Match, Matcher, Matching, by_step
+from glassengine.compare.matching.matching import MatchedPair, Matcher, Matching, by_step
 from glassengine.numerics.metrics.tolerance import is_inexact
 from glassengine.recording.layout.entries import Lazy
 from glassengine.recording.layout.layout import STORED, Entry, num_bytes
@@ -29,7 +29,7 @@ _PAIR_BYTES = 1 << 16
 _METHODS = ("name", "alias", "map")
 
 
-class Item(NamedTuple):
+class PairItem(NamedTuple):
     """A pair of tensors, as plain numbers.
 
     Attributes:
@@ -49,7 +49,7 @@ class Item(NamedTuple):
     rows: tuple[int, int] | None = None
 
 
-class Block(NamedTuple):
+class PairBlock(NamedTuple):
     """Pairs that are judged together.
 
     Attributes:
@@ -57,11 +57,11 @@ class Block(NamedTuple):
         context: All pairs of the same step, where ranks are put together: each depends on those before it.
     """
 
-    items: tuple[Item, ...]
-    context: tuple[Item, ...] = ()
+    items: tuple[PairItem, ...]
+    context: tuple[PairItem, ...] = ()
 
 
-class Span(NamedTuple):
+class PairSpan(NamedTuple):
     """The numbers of the pairs of a block: from `first` to `end`, or some rows of one."""
 
     first: int
@@ -70,7 +70,7 @@ class Span(NamedTuple):
     context: tuple[int, int] | None = None
 
 
-class Pairs(Lazy[Match]):
+class Pairs(Lazy[MatchedPair]):
     """Matches in columns: where both tensors are in the entries of their sides, and how they were paired.
 
     Args:
@@ -84,7 +84,7 @@ class Pairs(Lazy[Match]):
         self._method = array("b")
         self._more: dict[int, tuple[tuple[int, ...], int | None]] = {}
 
-    def add(self, item: Item) -> None:
+    def add(self, item: PairItem) -> None:
         """Add a pair."""
         if len(item.candidates) > 1 or item.rule is not None:
             self._more[len(self)] = item.candidates, item.rule
@@ -97,23 +97,23 @@ class Pairs(Lazy[Match]):
         """Return how many there are."""
         return len(self._baseline)
 
-    def item(self, place: int) -> Item:
+    def item(self, place: int) -> PairItem:
         """Return a pair as plain numbers."""
         candidates, rule = self._more.get(place, ((self._candidate[place],), None))
-        return Item(self._numbers[place], self._baseline[place], candidates, _METHODS[self._method[place]], rule)
+        return PairItem(self._numbers[place], self._baseline[place], candidates, _METHODS[self._method[place]], rule)
 
-    def match(self, item: Item) -> Match:
+    def match(self, item: PairItem) -> MatchedPair:
         """Return the pair that an item stands for."""
         rule = None if item.rule is None or self._rules is None else self._rules.rules[item.rule]
         theirs = tuple(self._judge.right.entries[place] for place in item.candidates)
-        return Match(self._judge.left.entries[item.baseline], theirs, item.method, rule)
+        return MatchedPair(self._judge.left.entries[item.baseline], theirs, item.method, rule)
 
-    def _item(self, place: int) -> Match:
+    def _item(self, place: int) -> MatchedPair:
         return self.match(self.item(place))
 
 
 @dataclass
-class Plan:
+class ComparisonPlan:
     """What is judged, and what is not.
 
     Attributes:
@@ -135,7 +135,7 @@ class Plan:
     pairs: Pairs
     context: Pairs
     same: bytearray = field(default_factory=bytearray)
-    spans: list[Span] = field(default_factory=list)
+    spans: list[PairSpan] = field(default_factory=list)
     num_bytes: int = 0
     skipped: list[Skipped] = field(default_factory=list)
     impossible: list[Skipped] = field(default_factory=list)
@@ -144,14 +144,14 @@ class Plan:
     judged: int = 0
     floats_alone: bool = False
 
-    def block(self, span: Span) -> Block:
+    def block(self, span: PairSpan) -> PairBlock:
         """Return what is to be judged of a span; nothing where all is known."""
         if span.rows is not None:
-            return Block((self.pairs.item(span.first)._replace(rows=span.rows),))
+            return PairBlock((self.pairs.item(span.first)._replace(rows=span.rows),))
         items = tuple(self.pairs.item(number) for number in range(span.first, span.end) if not self.same[number])
         if span.context is None or not items:
-            return Block(items)
-        return Block(items, tuple(self.context.item(place) for place in range(*span.context)))
+            return PairBlock(items)
+        return PairBlock(items, tuple(self.context.item(place) for place in range(*span.context)))
 
     def coverage(self, lost: Iterable[Entry] = ()) -> float:
         """Return the share of the baseline that was judged; `lost` could not be."""
@@ -161,7 +161,7 @@ class Plan:
 
 def planned(
     judge: PairJudge, rules: TensorMap | None, *, show_only: Sequence[str] = (), floating_point_only: bool = False
-) -> Plan:
+) -> ComparisonPlan:
     """Return how two sides are compared.
 
     Args:
@@ -186,7 +186,7 @@ _Place = tuple[str, int, int]
 
 class _Planner:
     def __init__(self, judge: PairJudge, rules: TensorMap | None, show_only: Sequence[str], floats: bool) -> None:
-        self._plan = Plan(judge, Pairs(judge, rules), Pairs(judge, rules))
+        self._plan = ComparisonPlan(judge, Pairs(judge, rules), Pairs(judge, rules))
         self._is_assembled = judge.left.is_assembled or judge.right.is_assembled
         self._rules = {id(rule): number for number, rule in enumerate(() if rules is None else rules.rules)}
         self._show_only, self._floats = show_only, floats
@@ -210,7 +210,7 @@ class _Planner:
             number = len(plan.pairs) if is_judged else -1
             candidates = tuple(theirs[entry.place] for entry in one.candidates)
             rule = None if one.rule is None else self._rules[id(one.rule)]
-            item = Item(number, ours[one.baseline.place], candidates, one.method, rule)
+            item = PairItem(number, ours[one.baseline.place], candidates, one.method, rule)
             if self._is_assembled:
                 plan.context.add(item)
             if is_judged:
@@ -227,7 +227,7 @@ class _Planner:
             ("candidate", "candidate", matching.candidate_only),
         ):
             for entry, why in entries:
-                reason = self._why_deselected(Match(entry, (), "name"))
+                reason = self._why_deselected(MatchedPair(entry, (), "name"))
                 plan.unmatched[side] += reason is None
                 self._skipped[name].append(_skip(entry, side, reason or why))
                 if reason is None and side == "baseline":
@@ -238,7 +238,7 @@ class _Planner:
         if self._is_assembled:
             self._close(context=(start, len(plan.context)))
 
-    def made(self) -> Plan:
+    def made(self) -> ComparisonPlan:
         """Return the plan."""
         self._close()
         plan = self._plan
@@ -250,7 +250,7 @@ class _Planner:
         )
         return plan
 
-    def _cut(self, one: Match) -> None:
+    def _cut(self, one: MatchedPair) -> None:
         """Add the last pair to the block that is open, or begin another."""
         plan, number = self._plan, len(self._plan.pairs) - 1
         plan.same.append(not self._is_assembled and plan.judge.is_same(one))
@@ -262,7 +262,7 @@ class _Planner:
             return
         if size > BLOCK_BYTES and plan.judge.can_be_cut(one):
             self._close(number)
-            plan.spans += [Span(number, number + 1, rows) for rows in rows_of(one, BLOCK_BYTES // 2)]
+            plan.spans += [PairSpan(number, number + 1, rows) for rows in rows_of(one, BLOCK_BYTES // 2)]
             self._first = number + 1
             return
         if self._bytes and self._bytes + size > BLOCK_BYTES:
@@ -272,10 +272,10 @@ class _Planner:
     def _close(self, end: int | None = None, context: tuple[int, int] | None = None) -> None:
         end = len(self._plan.pairs) if end is None else end
         if end > self._first:
-            self._plan.spans.append(Span(self._first, end, context=context))
+            self._plan.spans.append(PairSpan(self._first, end, context=context))
         self._first, self._bytes = end, 0
 
-    def _why_deselected(self, one: Match) -> str | None:
+    def _why_deselected(self, one: MatchedPair) -> str | None:
         entries = (one.baseline, *one.candidates)
         if self._show_only and not any(names_it(name, entry.site) for name in self._show_only for entry in entries):
             return "not selected by --show-only"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from glassengine.blocks.arrays import Values
+from glassengine.blocks.arrays import ArrayValues
 from glassengine.numerics.limits import is_floating, sentinel
 from glassengine.numerics.metrics.drift import LOST, DriftSums, by_growth
 from glassengine.numerics.metrics.tolerance import is_inexact, tolerance
@@ -31,7 +31,7 @@ def two_precisions(left: TensorSource, right: TensorSource) -> tuple[str, str] |
     return (ours, theirs) if tolerance(ours, ours).rtol != tolerance(theirs, theirs).rtol else None
 
 
-def drift_of(x: Values, y: Values) -> DriftSums:
+def drift_of(x: ArrayValues, y: ArrayValues) -> DriftSums:
     """Return the sums of one pair: of the elements that are numbers on both sides; none of other kinds of tensors."""
     sums = DriftSums()
     if not (is_floating(x.dtype) and is_floating(y.dtype)) or x.array.shape != y.array.shape or not x.array.size:
@@ -49,7 +49,7 @@ def drift_of(x: Values, y: Values) -> DriftSums:
 
 
 @dataclass
-class Precision:
+class PrecisionTable:
     """The table of two records, gathered in the order of their tensors.
 
     Attributes:

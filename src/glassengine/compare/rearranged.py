@@ -11,8 +11,8 @@ import math
 
 import numpy as np
 
-from glassengine.blocks.arrays import PIECE_ELEMENTS, Array, Values
-from glassengine.compare.matching.matching import Match
+from glassengine.blocks.arrays import PIECE_ELEMENTS, Array, ArrayValues
+from glassengine.compare.matching.matching import MatchedPair
 from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.limits import is_floating
@@ -27,7 +27,7 @@ _SAMPLED_ROWS = 8
 _WORDS = ("elements", "rows", "columns")
 
 
-def rearranged(match: Match, left: SourceWrapper, right: SourceWrapper) -> tuple[Hint, ...]:
+def rearranged(match: MatchedPair, left: SourceWrapper, right: SourceWrapper) -> tuple[Hint, ...]:
     """Return what makes the candidate's tensor of the baseline's tensors; nothing where nothing does up to rounding.
 
     Args:
@@ -50,7 +50,7 @@ def rearranged(match: Match, left: SourceWrapper, right: SourceWrapper) -> tuple
 class _Proof:
     """Whether a tensor is what the candidate has, and the baseline's is not."""
 
-    def __init__(self, ours: Values, theirs: Values) -> None:
+    def __init__(self, ours: ArrayValues, theirs: ArrayValues) -> None:
         self.ours, self.theirs = ours.array, theirs.array
         rounding = max(unit_roundoff(one.dtype) for one in (ours, theirs) if is_floating(one.dtype))
         self.size = _size(self.theirs)
@@ -82,7 +82,7 @@ class _Proof:
         return abs(_size(self.ours) - self.size) <= self._rounding * (1 + 1e-9)
 
 
-def _another(proof: _Proof, match: Match, left: SourceWrapper, right: SourceWrapper) -> Hint | None:
+def _another(proof: _Proof, match: MatchedPair, left: SourceWrapper, right: SourceWrapper) -> Hint | None:
     own = match.baseline
     alike = (entry for entry in left.entries if _is_alike(entry, own) and entry.site != own.site)
     for entry in itertools.islice(alike, _MOST_OTHERS):

@@ -15,7 +15,7 @@ import numpy as np
 
 from glassengine.blocks.arrays import Array
 from glassengine.compare.judge import BY_TOLERANCE
-from glassengine.compare.matching.matching import Match
+from glassengine.compare.matching.matching import MatchedPair
 from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.numerics.limits import limits
 from glassengine.numerics.metrics.tolerance import tolerance
@@ -40,7 +40,7 @@ NOT_JUDGED = (
 """The reason of what is neither ok nor wrong."""
 
 
-def rounded_update(match: Match, left: SourceWrapper, right: SourceWrapper) -> tuple[Hint, ...]:
+def rounded_update(match: MatchedPair, left: SourceWrapper, right: SourceWrapper) -> tuple[Hint, ...]:
     """Return that a parameter differs where its gradients are rounding, and nowhere else.
 
     Args:
@@ -68,7 +68,7 @@ def rounded_update(match: Match, left: SourceWrapper, right: SourceWrapper) -> t
     return (Hint("other", text, 0.9, evidence="values"),)
 
 
-def not_judged(pairs: Packed, chosen: Sequence[Match], left: SourceWrapper, right: SourceWrapper) -> list[int]:
+def not_judged(pairs: Packed, chosen: Sequence[MatchedPair], left: SourceWrapper, right: SourceWrapper) -> list[int]:
     """Return the places of what is wrong as an update of rounding or what reads one, up to the first that is neither.
 
     That a gradient is rounding is known from its terms: it differs by no more than rounding can leave of their sum. A
@@ -110,11 +110,11 @@ class _Updates:
         right: The candidate.
     """
 
-    def __init__(self, chosen: Sequence[Match], left: SourceWrapper, right: SourceWrapper) -> None:
+    def __init__(self, chosen: Sequence[MatchedPair], left: SourceWrapper, right: SourceWrapper) -> None:
         self._chosen, self._left, self._right = chosen, left, right
         self._known: dict[tuple[int, str], Array | None] = {}
 
-    def explain(self, match: Match) -> bool:
+    def explain(self, match: MatchedPair) -> bool:
         """Whether a tensor that is wrong is off by what rounding has made of updates, and by nothing else."""
         entry = match.baseline
         if entry.site.endswith((_BIAS, _WEIGHT)):
@@ -138,14 +138,14 @@ class _Updates:
             y = y + by
         return not _beyond(x, y, entry, match.candidates[0]).any()
 
-    def _of(self, match: Match) -> Array | None:
+    def _of(self, match: MatchedPair) -> Array | None:
         """Return by how much a parameter differs after a step; None where that is not made of rounding."""
         place = match.baseline.step, match.baseline.site
         if place not in self._known:
             self._known[place] = self._rounding(match)
         return self._known[place]
 
-    def _rounding(self, match: Match) -> Array | None:
+    def _rounding(self, match: MatchedPair) -> Array | None:
         """Return by how much a parameter is off, if by what its gradients are, and these by what their terms allow.
 
         An update that divides by the size of a gradient changes by no more than the gradient does, relative to it.
@@ -188,7 +188,7 @@ class _Updates:
         return max(steps, default=None)
 
     @functools.cached_property
-    def _matches(self) -> Mapping[tuple[int, str], Match]:
+    def _matches(self) -> Mapping[tuple[int, str], MatchedPair]:
         ends = (_BIAS, _WEIGHT)
         return {(one.baseline.step, one.baseline.site): one for one in self._chosen if one.baseline.site.endswith(ends)}
 

@@ -26,8 +26,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from glassengine.blocks.arrays import PIECE_ELEMENTS, Array, Values
-from glassengine.compare.matching.matching import Match
+from glassengine.blocks.arrays import PIECE_ELEMENTS, Array, ArrayValues
+from glassengine.compare.matching.matching import MatchedPair
 from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
 from glassengine.numerics.limits import is_floating
@@ -76,7 +76,7 @@ class Roundings:
         self._left, self._right = left, right
         self._of_step: tuple[int, dict[tuple[int, str], Noise]] | None = None
 
-    def before(self, match: Match) -> Noise | None:
+    def before(self, match: MatchedPair) -> Noise | None:
         """Return what roundings add up to in a tensor of the baseline; None where there are none, or it was given."""
         entry = match.baseline
         if match.rule is not None or entry.site.startswith(_GIVEN) or not is_floating(entry.dtype):
@@ -173,7 +173,7 @@ def is_small(figures: Figures, allowed: Tolerance, dtype: str) -> bool:
     return figures.allclose and figures.num_different > 0 and figures.snr_db < least
 
 
-def beside_larger(pairs: Packed, chosen: Sequence[Match], left: SourceWrapper) -> dict[int, str]:
+def beside_larger(pairs: Packed, chosen: Sequence[MatchedPair], left: SourceWrapper) -> dict[int, str]:
     """Return the places of small tensors that are as small as the rounding of one beside them -> that one.
 
     Args:
@@ -209,7 +209,7 @@ def may_be_coarse(figures: Figures, *dtypes: str) -> bool:
     return is_near and set(dtypes) == {"float32"} and not is_multiple(figures)
 
 
-def precision_of(values: Values) -> str:
+def precision_of(values: ArrayValues) -> str:
     """Return the coarsest dtype that holds all values of a tensor, if they use its last bits; else its own.
 
     See `numerics.metrics.tolerance.precision_of`, which needs torch.

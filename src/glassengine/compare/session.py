@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from glassengine.compare.judge import ROW_BYTES, Judged, PairJudge, RowFigures, rows_of
+from glassengine.compare.judge import ROW_BYTES, PairJudge, PairVerdict, RowFigures, rows_of
 from glassengine.compare.loader import Counted
 from glassengine.compare.matching.maps import TensorMap, load_map
-from glassengine.compare.matching.matching import Match, Matching
+from glassengine.compare.matching.matching import MatchedPair, Matching
 from glassengine.compare.matching.source_wrapper import SourceWrapper, Told
 from glassengine.compare.normalizers import normalized
-from glassengine.compare.pairs import Block, Item, Pairs
+from glassengine.compare.pairs import PairBlock, PairItem, Pairs
 from glassengine.compare.precision import two_precisions
 from glassengine.errors import UsageError
 from glassengine.numerics.metrics.drift import DriftSums
@@ -37,7 +37,7 @@ Map = str | Path | Mapping[str, Any] | TensorMap | None
 
 
 @dataclass(frozen=True)
-class Options:
+class ComparisonOptions:
     """What the verdict on a pair depends on, beside the two sides; see `compare.compare`."""
 
     rtol: float | None = None
@@ -48,7 +48,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Request:
+class ComparisonRequest:
     """What another process opens.
 
     Attributes:
@@ -62,14 +62,14 @@ class Request:
     baseline: str
     candidate: str
     map: str | Mapping[str, Any] | None
-    options: Options
+    options: ComparisonOptions
     token: str
 
     def __hash__(self) -> int:
         return hash(self.token)
 
     @classmethod
-    def of(cls, baseline: Side, candidate: Side, map: Map, options: Options) -> Request:
+    def of(cls, baseline: Side, candidate: Side, map: Map, options: ComparisonOptions) -> ComparisonRequest:
         """Return what other processes are sent.
 
         Raises:
@@ -86,7 +86,7 @@ class Request:
         return cls(absolute_path(baseline), absolute_path(candidate), rules, options, uuid.uuid4().hex)
 
 
-class Found(NamedTuple):
+class PairFindings(NamedTuple):
     """What was found of one pair.
 
     Attributes:
@@ -107,11 +107,11 @@ class Found(NamedTuple):
 class Answer(NamedTuple):
     """What was found of the pairs of a block, and of the tensors that several ranks have parts of."""
 
-    found: tuple[Found, ...] = ()
+    found: tuple[PairFindings, ...] = ()
     told: tuple[Told, ...] = ()
 
 
-class Session:
+class ComparisonSession:
     """Two sources that are open and in one form.
 
     Args:
@@ -129,7 +129,9 @@ class Session:
         num_threads: Threads that judge pairs, where neither side forbids it.
     """
 
-    def __init__(self, left: TensorSource, right: TensorSource, rules: TensorMap | None, options: Options) -> None:
+    def __init__(
+        self, left: TensorSource, right: TensorSource, rules: TensorMap | None, options: ComparisonOptions
+    ) -> None:
         sides = normalized(left, right, has_map=rules is not None, is_transposed=bool(options.transpose))
         self.rules, self.dtypes = rules, two_precisions(*sides)
         has_drift = self.dtypes is not None
@@ -160,7 +162,7 @@ class Session:
         """Whether a side is put together from parts of several ranks."""
         return any(side.is_assembled for side in self.sides)
 
-    def answer(self, block: Block) -> Answer:
+    def answer(self, block: PairBlock) -> Answer:
         """Return what is found of a block.
 
         Raises:
@@ -174,12 +176,14 @@ class Session:
             found = tuple(self._found(item, block) for item in block.items)
         return Answer(found, self._step.told() if self._step is not None else ())
 
-    def _found(self, item: Item, block: Block) -> Found:
+    def _found(self, item: PairItem, block: PairBlock) -> PairFindings:
         judge, match = self.at(item, block.context)
         if item.rows is None:
-            return Found(item.number, *judge.judged(match))
+            return PairFindings(item.number, *judge.judged(match))
         pieces = rows_of(match, ROW_BYTES, *item.rows)
-        return Found(item.number, rows=tuple(self.mapped(lambda piece: judge.row_figures(match, *piece), pieces)))
+        return PairFindings(
+            item.number, rows=tuple(self.mapped(lambda piece: judge.row_figures(match, *piece), pieces))
+        )
 
     def mapped(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> Iterable[_Result]:
         """Yield what a function returns of each item, in their order; arithmetic lets go of the interpreter lock."""
@@ -193,7 +197,7 @@ class Session:
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def at(self, item: Item, context: Sequence[Item] = ()) -> tuple[PairJudge, Match]:
+    def at(self, item: PairItem, context: Sequence[PairItem] = ()) -> tuple[PairJudge, MatchedPair]:
         """Return the match of an item, and who judges it: where ranks are put together, with all before it known."""
         if not self.is_assembled:
             return self.judge, self._match(item)
@@ -203,7 +207,7 @@ class Session:
         self._step.reach(item, is_rejected=item.number in self._rejected)
         return self._step.judge, self._match(item)
 
-    def rejected(self, item: Item, context: Sequence[Item]) -> Judged:
+    def rejected(self, item: PairItem, context: Sequence[PairItem]) -> PairVerdict:
         """Return the verdict on a pair whose parts are never added up."""
         self._rejected.add(item.number)
         judge, match = self.at(item, context)
@@ -221,7 +225,7 @@ class Session:
 class _Step:
     """The pairs of some steps whose parts are put together, in their order: each depends on those before it."""
 
-    def __init__(self, judge: PairJudge, steps: frozenset[int], pairs: Sequence[tuple[Item, Match]]) -> None:
+    def __init__(self, judge: PairJudge, steps: frozenset[int], pairs: Sequence[tuple[PairItem, MatchedPair]]) -> None:
         from glassengine.compare.ranks.sides import expect_counterparts
 
         left, right = judge.left.fresh(), judge.right.fresh()
@@ -232,7 +236,7 @@ class _Step:
         self._place = {item.number: place for place, (item, _) in enumerate(self._judged)}
         self._reached = 0
 
-    def reach(self, item: Item, *, is_rejected: bool) -> None:
+    def reach(self, item: PairItem, *, is_rejected: bool) -> None:
         """Put together all that is before a pair; note whether its parts are never added up."""
         place = self._place.get(item.number, -1)
         for _, before in self._judged[self._reached : place]:
@@ -248,16 +252,16 @@ class _Step:
         return (*self.judge.left.told(), *self.judge.right.told())
 
 
-def judge_block(task: tuple[Request, Block]) -> Answer:
+def judge_block(task: tuple[ComparisonRequest, PairBlock]) -> Answer:
     """Return what is found of a block in another process; what is opened is kept for the next block."""
     request, block = task
     return _opened(request).answer(block)
 
 
 @functools.lru_cache(maxsize=2)
-def _opened(request: Request) -> Session:
+def _opened(request: ComparisonRequest) -> ComparisonSession:
     rules = None if request.map is None else load_map(request.map)
-    return Session(open_source(request.baseline), open_source(request.candidate), rules, request.options)
+    return ComparisonSession(open_source(request.baseline), open_source(request.candidate), rules, request.options)
 
 
 def absolute_path(path: str | Path) -> str:

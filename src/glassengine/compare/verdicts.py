@@ -13,14 +13,14 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from glassengine.compare.judge import Judged, PairJudge, RowFigures
-from glassengine.compare.matching.matching import Match
+from glassengine.compare.judge import PairJudge, PairVerdict, RowFigures
+from glassengine.compare.matching.matching import MatchedPair
 from glassengine.compare.matching.source_wrapper import SourceWrapper
-from glassengine.compare.pairs import Block, Item, Plan, Span
-from glassengine.compare.precision import Precision
+from glassengine.compare.pairs import ComparisonPlan, PairBlock, PairItem, PairSpan
+from glassengine.compare.precision import PrecisionTable
 from glassengine.compare.ranks.shared_gradients import is_share, sum_of
 from glassengine.compare.rounded_updates import rounded_update
-from glassengine.compare.session import Answer, Found, Session
+from glassengine.compare.session import Answer, ComparisonSession, PairFindings
 from glassengine.errors import CorruptError
 from glassengine.numerics.exemptions import Ledger
 from glassengine.recording.layout.entries import Lazy
@@ -42,7 +42,7 @@ class Verdicts:
 
     pairs: Packed = field(default_factory=Packed)
     numbers: array[int] = field(default_factory=lambda: array("q"))
-    judged: Sequence[Match] = ()
+    judged: Sequence[MatchedPair] = ()
     lost: dict[int, str] = field(default_factory=dict)
     stopped_at: int | None = None
 
@@ -61,12 +61,12 @@ class Judging:
 
     def __init__(
         self,
-        session: Session,
-        plan: Plan,
+        session: ComparisonSession,
+        plan: ComparisonPlan,
         workers: Workers,
-        task: Callable[[Block], Any],
+        task: Callable[[PairBlock], Any],
         ledger: Ledger,
-        precision: Precision | None,
+        precision: PrecisionTable | None,
     ) -> None:
         self._session, self._plan, self._workers, self._task = session, plan, workers, task
         self._ledger, self._precision = ledger, precision
@@ -158,17 +158,17 @@ class Judging:
             added.append(replace(match, baseline=judge.left.entries[item.baseline], candidates=theirs))
         return judge.judged(match, added=added).pair
 
-    def _block(self, place: int) -> tuple[Item, Sequence[Item]]:
+    def _block(self, place: int) -> tuple[PairItem, Sequence[PairItem]]:
         """Return a pair that has a verdict as an item, and the pairs that it depends on."""
         number, plan = self._found.numbers[place], self._plan
         span = plan.spans[bisect.bisect_right(plan.spans, number, key=lambda one: one.first) - 1]
         context = range(*span.context) if span.context is not None else ()
         return plan.pairs.item(number), [plan.context.item(each) for each in context]
 
-    def _at(self, place: int) -> tuple[PairJudge, Match]:
+    def _at(self, place: int) -> tuple[PairJudge, MatchedPair]:
         return self._session.at(*self._block(place))
 
-    def _pieces(self, block: Block, answer: Answer | Died, *, attempts: int = 2) -> Sequence[Found]:
+    def _pieces(self, block: PairBlock, answer: Answer | Died, *, attempts: int = 2) -> Sequence[PairFindings]:
         """Return what was found of a block; where its workers died, of its halves, down to what killed them."""
         if isinstance(answer, Answer):
             self._session.note(answer.told)
@@ -178,14 +178,14 @@ class Judging:
             self._found.lost.setdefault(block.items[0].number, answer.reason)
             return ()
         middle = len(block.items) // 2
-        found: list[Found] = []
+        found: list[PairFindings] = []
         for items in (block.items[:middle], block.items[middle:]):
             half = block._replace(items=items)
             with closing(self._workers.run([self._task(half)], attempts=attempts)) as answers:
                 found += self._pieces(half, next(answers))
         return found
 
-    def _merge(self, span: Span, pieces: Sequence[Found]) -> bool:
+    def _merge(self, span: PairSpan, pieces: Sequence[PairFindings]) -> bool:
         """Add what was found of a span; return whether a tensor of it is wrong, whatever others say."""
         found, is_wrong = {one.number: one for one in pieces}, False
         for number in range(span.first, span.end):
@@ -202,7 +202,7 @@ class Judging:
                 self._precision.add(pair.site, pair.candidate_site, drift)
         return is_wrong
 
-    def _judged(self, span: Span, number: int, found: Found | None) -> Judged | None:
+    def _judged(self, span: PairSpan, number: int, found: PairFindings | None) -> PairVerdict | None:
         """Return the verdict on a pair; None where it is lost, or where some of its rows are still to come."""
         plan = self._plan
         if plan.same[number]:
@@ -211,7 +211,7 @@ class Judging:
             if found is None:
                 return None
             assert found.pair is not None and found.counted is not None
-            return Judged(found.pair, found.drift, found.counted)
+            return PairVerdict(found.pair, found.drift, found.counted)
         match = plan.pairs[number]
         parts = self._rows.setdefault(number, [])
         parts += found.rows if found is not None else ()
@@ -222,7 +222,7 @@ class Judging:
             return None
         return plan.judge.of_rows(match, parts) or plan.judge.judged_whole(match)
 
-    def _require_unchanged(self, found: Sequence[Found]) -> None:
+    def _require_unchanged(self, found: Sequence[PairFindings]) -> None:
         """Raise a `CorruptError` where a worker has read other files than this process."""
         for one in found[:1]:
             entry, there = self._plan.pairs[one.number].baseline, one.pair
@@ -235,15 +235,15 @@ class Judging:
                 )
 
 
-class _Some(Lazy[Match]):
+class _Some(Lazy[MatchedPair]):
     """Some matches of a plan."""
 
-    def __init__(self, pairs: Sequence[Match], numbers: Sequence[int]) -> None:
+    def __init__(self, pairs: Sequence[MatchedPair], numbers: Sequence[int]) -> None:
         self._pairs, self._numbers = pairs, numbers
 
     def __len__(self) -> int:
         """Return how many there are."""
         return len(self._numbers)
 
-    def _item(self, place: int) -> Match:
+    def _item(self, place: int) -> MatchedPair:
         return self._pairs[self._numbers[place]]

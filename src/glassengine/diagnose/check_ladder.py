@@ -34,7 +34,7 @@ from glassengine.diagnose.ladder.per_case import judge_cases
 from glassengine.diagnose.ladder.quantized import is_quantized_file, quantized_in_memory
 from glassengine.diagnose.ladder.record import add_record, judge_sums_again, tensors_of
 from glassengine.diagnose.ladder.request import CheckRequest
-from glassengine.diagnose.ladder.step_by_step import Stage, numbered, staged
+from glassengine.diagnose.ladder.step_by_step import StepStage, numbered, staged
 from glassengine.diagnose.reproduction.reproduce import with_reproduction
 from glassengine.engine.build.ranks import check_mesh
 from glassengine.engine.run.engine import Engine
@@ -64,7 +64,7 @@ from glassengine.program.kinds.image_text import IMAGE_TOKEN, WITHOUT_IMAGES
 from glassengine.progress import Work
 from glassengine.recording.read.source import TensorSource
 from glassengine.results import Comparison, Findings, Policy, Skipped
-from glassengine.serving.protocol import Options
+from glassengine.serving.protocol import ServingOptions
 
 
 def check_built(request: CheckRequest, _: Any) -> Comparison:
@@ -175,7 +175,7 @@ class Ladder:
 
     def _of_file(self, path: Any) -> Findings:
         """Judge an ONNX file that stands for the candidate, in a session as it is by default, in this process."""
-        return Ladder(replace(self.request, candidate=path, serving=Options(), drift=False, jobs=1)).findings()
+        return Ladder(replace(self.request, candidate=path, serving=ServingOptions(), drift=False, jobs=1)).findings()
 
     def _load_baseline(self) -> tuple[LoadedModel, bool]:
         """Return the baseline, and whether it is judged without the programs that it generates with."""
@@ -247,7 +247,7 @@ class Ladder:
         """Judge each program of the baseline (or each stage of a plain module), and join what was found."""
         request = self.request
         parts = _parts_of(self.engine, 2 if baseline.generation.has_encoder else 1)
-        stages: Sequence[Stage | None] = (None,) * len(parts)
+        stages: Sequence[StepStage | None] = (None,) * len(parts)
         if candidate is not None and not baseline.generation.generates:
             stages = made = staged(baseline, candidate, arguments_of(baseline, given), request.progress)
             climbs: Sequence[Climb] = [start_stage(stage, stack, request.progress) for stage in made]
@@ -299,7 +299,7 @@ class Ladder:
         self,
         climb: Climb,
         engine: Engine | None,
-        stage: Stage | None,
+        stage: StepStage | None,
         candidate: LoadedModel | None,
         *,
         is_last: bool,

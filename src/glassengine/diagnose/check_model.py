@@ -22,7 +22,7 @@ from glassengine.judge.cases import as_inputs
 from glassengine.program.onnx.stored.options import session_settings
 from glassengine.progress import Progress, silent
 from glassengine.results import Comparison, Policy
-from glassengine.serving.protocol import Options
+from glassengine.serving.protocol import ServingOptions
 from glassengine.sites import patterns_of
 from glassengine.stores.places import place
 
@@ -128,7 +128,7 @@ def check(
     flags = flags_of(**locals())
     require_kind(candidate)
     dtype = str(asked.dtype(dtype))
-    serving = Options(library=library, python=python, dtype=dtype, session=session_settings(session_options))
+    serving = ServingOptions(library=library, python=python, dtype=dtype, session=session_settings(session_options))
     request = CheckRequest(
         baseline,
         candidate,

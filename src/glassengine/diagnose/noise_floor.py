@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from glassengine.blocks.arrays import values_of
 from glassengine.capture.intake.deferred_writer import Writer
 from glassengine.compare.matching.padding import Padding
-from glassengine.compare.matching.source_wrapper import Opened
+from glassengine.compare.matching.source_wrapper import OpenedSource
 from glassengine.errors import GlassError
 from glassengine.numerics.float64 import retarget
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
@@ -34,7 +34,7 @@ from glassengine.numerics.noise import disturbed, noisy, rounds
 from glassengine.ops.traits import traits_of
 from glassengine.recording.layout.description import Facts
 from glassengine.recording.layout.layout import LeftOut
-from glassengine.recording.layout.noise_floor import Floor, Key, write_noise_floor
+from glassengine.recording.layout.noise_floor import Key, StoredFloor, write_noise_floor
 from glassengine.recording.read.reader import Recording
 
 NUM_RUNS = 2
@@ -56,7 +56,7 @@ def measure_noise_floor(path: Path, run_again: Callable[[Writer], None]) -> None
         GlassError: The runs did not make the recorded tensors again.
     """
     recording = Recording.open(path)
-    floors: dict[Key, Floor] = {}
+    floors: dict[Key, StoredFloor] = {}
     for seed in range(NUM_RUNS):
         collector = Collector(recording, floors)
         with otherwise(seed) as mode:
@@ -164,10 +164,10 @@ class Collector:
         mode: What is on while the model runs.
     """
 
-    def __init__(self, recording: Recording, floors: dict[Key, Floor]) -> None:
+    def __init__(self, recording: Recording, floors: dict[Key, StoredFloor]) -> None:
         self.mode = RoundedOtherwise(0)
         self._recording = recording
-        self._padding = Padding(Opened(recording))
+        self._padding = Padding(OpenedSource(recording))
         # All are of one process, whichever of several that is.
         self._entries = {(entry.site, entry.step): entry for entry in recording.entries}
         self._floors = floors
@@ -190,7 +190,7 @@ class Collector:
         if known is not None:
             whole = max(whole, known.whole)
             parts = tuple(np.maximum(a, b) for a, b in zip(parts, known.slices, strict=True))
-        self._floors[key] = Floor(whole, found.power, parts)
+        self._floors[key] = StoredFloor(whole, found.power, parts)
 
     def again(self, site: str, step: int, tensor: Tensor, rank: int) -> bool:
         """Every tensor is looked at."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from glassengine.backends.protocol.backend import TakingModels
 from glassengine.backends.registry import find_backend, get_backend
-from glassengine.candidates import BUILT, ENGINE, MODEL, QUANTIZED, RECORD, SERVED, WRITTEN, Kind, refuse
+from glassengine.candidates import BUILT, ENGINE, MODEL, QUANTIZED, RECORD, SERVED, WRITTEN, CandidateKind, refuse
 from glassengine.diagnose.check_ladder import check_built, check_engine, check_model, check_record
 from glassengine.diagnose.ladder.quantized import is_quantized_candidate
 from glassengine.diagnose.ladder.request import CheckRequest, Model
@@ -38,7 +38,7 @@ class Handler:
         run: Judges it.
     """
 
-    kind: Kind
+    kind: CandidateKind
     accepts: Callable[[CheckRequest], Any]
     run: Callable[[CheckRequest, Any], Comparison]
 

@@ -26,7 +26,7 @@ from glassengine.diagnose.noise_floor import NUM_RUNS, Collector, otherwise
 from glassengine.errors import GlassError
 from glassengine.numerics.metrics.tolerance import is_inexact
 from glassengine.recording.layout.layout import Entry, have_same_bytes
-from glassengine.recording.layout.noise_floor import Floor, Key, write_noise_floor
+from glassengine.recording.layout.noise_floor import Key, StoredFloor, write_noise_floor
 from glassengine.recording.layout.values import bytes_of
 from glassengine.recording.read.reader import Recording
 from glassengine.sites import ROOT
@@ -165,9 +165,9 @@ def is_same(ours: Recording, entry: Entry, theirs: Recording, other: Entry) -> b
     return bytes_of(ours.tensor(entry)) == bytes_of(theirs.tensor(other))
 
 
-def _floors(path: Path, others: Sequence[Path]) -> dict[Key, Floor]:
+def _floors(path: Path, others: Sequence[Path]) -> dict[Key, StoredFloor]:
     recording = Recording.open(path)
-    floors: dict[Key, Floor] = {}
+    floors: dict[Key, StoredFloor] = {}
     collector = Collector(recording, floors)
     for other in others:
         source = _opened(other, path)

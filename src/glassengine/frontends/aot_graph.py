@@ -38,7 +38,7 @@ _STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 
 
 @dataclass(frozen=True)
-class Source:
+class InputSource:
     """An input of a Dynamo graph: the user's name of it, what it is, whether the caller's tensor needs gradients."""
 
     name: str
@@ -65,7 +65,7 @@ class Names:
         roots |= {path for path in modules if not any(_is_within(path, root) for root in roots)}
         self._root = roots.pop() if len(roots) == 1 else None
         self.sources = [
-            Source(self.path(text), _kind(text), getattr(node.meta.get("example_value"), "requires_grad", False))
+            InputSource(self.path(text), _kind(text), getattr(node.meta.get("example_value"), "requires_grad", False))
             for node, text in zip(placeholders, texts, strict=True)
         ]
         self.model = next(
@@ -152,7 +152,7 @@ def _input(node: Node, names: Names, is_mutated: bool, unique: _Unique) -> Input
     return input_spec(value, unique(name), kind, requires_grad=requires_grad, is_mutated=is_mutated)  # type: ignore[arg-type]
 
 
-def _source(what: Any, sources: Sequence[Source]) -> Source | None:
+def _source(what: Any, sources: Sequence[InputSource]) -> InputSource | None:
     while isinstance(what, descriptors.SubclassGetAttrAOTInput):
         what = what.base
     return sources[what.idx] if isinstance(what, descriptors.PlainAOTInput) and what.idx < len(sources) else None

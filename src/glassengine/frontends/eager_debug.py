@@ -33,8 +33,8 @@ from glassengine.errors import BackendError
 from glassengine.executable.metrics.compilation import FIRST, Occasion
 from glassengine.executable.metrics.metrics import registry
 from glassengine.frontends.eager_graph import (
-    Call,
     CompiledCall,
+    EagerCall,
     TensorSpec,
     UnforeseenError,
     compile_call,
@@ -163,7 +163,7 @@ class OpRunner:
             return op(*args, **kwargs)
         obstacle = operation.obstacle_of(args, kwargs)
         if not obstacle:
-            call = Call(operation, args, kwargs)
+            call = EagerCall(operation, args, kwargs)
             found = self._find(call, meta) if not call.obstacle else call.obstacle
             if isinstance(found, CompiledCall):
                 # Below autograd, which has seen the call already; compiled code writes into tensors it has made.
@@ -173,7 +173,7 @@ class OpRunner:
         count_fallback(op, obstacle)
         return op(*args, **kwargs)
 
-    def _find(self, call: Call, meta: Mapping[str, Any] | None) -> CompiledCall | str:
+    def _find(self, call: EagerCall, meta: Mapping[str, Any] | None) -> CompiledCall | str:
         """Return the executable of a call, compiled now if it is the first of its kind, or why there is none."""
         if overlap(call):
             return "it writes to memory that another of its tensors shares"
@@ -205,11 +205,13 @@ class OpRunner:
         family.by_numbers[call.number_key] = compiled
         return compiled
 
-    def _compile(self, call: Call, cause: Cause, meta: Mapping[str, Any] | None, *, with_numbers: bool) -> CompiledCall:
+    def _compile(
+        self, call: EagerCall, cause: Cause, meta: Mapping[str, Any] | None, *, with_numbers: bool
+    ) -> CompiledCall:
         occasion = Occasion((("", cause),))
         return compile_call(call, with_numbers=with_numbers, backend=self._backend, occasion=occasion, meta=meta)
 
-    def _why(self, call: Call) -> Cause:
+    def _why(self, call: EagerCall) -> Cause:
         """Return why a call is unlike all earlier ones, by the call of the same operation that it is most like."""
         op = call.operation.op
         earlier = [key for key in self._families if key[0] is op]

@@ -55,7 +55,7 @@ class TensorSpec(NamedTuple):
     device: torch.device
 
 
-class Call:
+class EagerCall:
     """The arguments of one call, taken apart.
 
     Attributes:
@@ -69,7 +69,7 @@ class Call:
 
     __slots__ = ("_places", "_shape", "args", "kwargs", "numbers", "obstacle", "operation", "tensors")
 
-    def __init__(self, operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, operation: EagerOperation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.operation = operation
         self.args = args
         self.kwargs = kwargs
@@ -135,7 +135,7 @@ class CompiledCall:
     """The executable of calls with one key.
 
     Attributes:
-        executable: Takes `Call.inputs`.
+        executable: Takes `EagerCall.inputs`.
         with_numbers: Whether the numbers are inputs.
         num_results: For each result of the schema how many tensors of the graph it is: None for an argument that is
             returned, 1 for a tensor, and a tuple of one number for a list.
@@ -145,7 +145,7 @@ class CompiledCall:
     with_numbers: bool
     num_results: tuple[int | tuple[int] | None, ...]
 
-    def run(self, call: Call) -> Any:
+    def run(self, call: EagerCall) -> Any:
         """Return what ATen would return."""
         results = iter(self.executable.run(call.inputs(self.with_numbers)))
         returned: list[Any] = []
@@ -161,7 +161,7 @@ class CompiledCall:
 
 
 def compile_call(
-    call: Call,
+    call: EagerCall,
     *,
     with_numbers: bool,
     backend: CompilingGraphs,
@@ -233,7 +233,7 @@ def compile_call(
     return CompiledCall(executable, with_numbers, num_results)
 
 
-def overlap(call: Call) -> bool:
+def overlap(call: EagerCall) -> bool:
     """Whether a tensor that the call writes to shares memory with another of its tensors, or with itself."""
     if not call.operation.written:
         return False
@@ -246,7 +246,7 @@ def overlap(call: Call) -> bool:
     )
 
 
-def _named(call: Call) -> Iterator[tuple[str, torch.Tensor, bool]]:
+def _named(call: EagerCall) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """Yield every tensor of the arguments: its name by the schema, and whether it is written to."""
     names = [described.name for described in call.operation.op._schema.arguments]
     for name, value in [*zip(names, call.args, strict=False), *call.kwargs.items()]:
@@ -259,12 +259,12 @@ def _named(call: Call) -> Iterator[tuple[str, torch.Tensor, bool]]:
                     yield f"{name}.{index}", item, is_written
 
 
-def _written(call: Call) -> set[int]:
+def _written(call: EagerCall) -> set[int]:
     """Return which of the tensors of a call it writes to."""
     return {call.index(tensor) for _, tensor, is_written in _named(call) if is_written}
 
 
-def _exchange(call: Call, value: Any, others: Sequence[Any]) -> Any:
+def _exchange(call: EagerCall, value: Any, others: Sequence[Any]) -> Any:
     return others[call.index(value)] if isinstance(value, torch.Tensor) else value
 
 
@@ -275,7 +275,7 @@ def _placeholder(graph: torch.fx.Graph, fake: torch.Tensor) -> torch.fx.Node:
 
 
 def _results(
-    graph: torch.fx.Graph, called: torch.fx.Node, operation: Operation, outcome: Any
+    graph: torch.fx.Graph, called: torch.fx.Node, operation: EagerOperation, outcome: Any
 ) -> tuple[list[torch.fx.Node], tuple[int | tuple[int] | None, ...]]:
     """Return the nodes that the graph returns, and how they make up the results of the schema."""
     several = len(operation.returned) > 1
@@ -306,7 +306,7 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 @dataclass(frozen=True)
-class Operation:
+class EagerOperation:
     """An operation, as far as its schema tells.
 
     Attributes:
@@ -347,7 +347,7 @@ def argument(place: tuple[str, int], args: Sequence[Any], kwargs: Mapping[str, A
 
 
 @functools.cache
-def examine(op: OpOverload) -> Operation:
+def examine(op: OpOverload) -> EagerOperation:
     """Return what the schema of `op` says."""
     schema = op._schema
     places = [(argument.name, index) for index, argument in enumerate(schema.arguments)]
@@ -376,7 +376,7 @@ def examine(op: OpOverload) -> Operation:
         or op._overloadpacket.__name__ == "resize_"
         or op.namespace in _UNCOUNTED
     )
-    return Operation(
+    return EagerOperation(
         op,
         computes,
         _obstacle(op, has_dropout=dropout is not None, has_indices=indices is not None),

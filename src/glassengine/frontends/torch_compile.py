@@ -35,7 +35,7 @@ MODES = ("compile", "eager_debug")
 
 
 @dataclass(frozen=True)
-class Options:
+class CompileOptions:
     """What `torch.compile(..., options=...)` may say.
 
     Attributes:
@@ -81,7 +81,7 @@ def glass_backend(
 class _GraphCompiler:
     """Compiles what AOT autograd makes of one graph of Dynamo: an inference graph, or a forward and a backward one."""
 
-    def __init__(self, options: Options, names: Names) -> None:
+    def __init__(self, options: CompileOptions, names: Names) -> None:
         self._backend = choose_graph_backend(options.backend)
         self._operations = op_runner(type(self._backend)) if options.mode == "eager_debug" else None
         self._cache = self._backend.graph_cache() if isinstance(self._backend, CachingGraphs) else None
@@ -126,7 +126,7 @@ def _boxed(function: GraphFunction, tapped: tuple[str, ...]) -> GraphFunction:
     return call
 
 
-def read_options(options: Mapping[str, Any] | None, mode: str | None) -> Options:
+def read_options(options: Mapping[str, Any] | None, mode: str | None) -> CompileOptions:
     """Return the options of a call of torch.compile.
 
     Raises:
@@ -135,10 +135,10 @@ def read_options(options: Mapping[str, Any] | None, mode: str | None) -> Options
     given = dict(options or {})
     if mode is not None:
         given.setdefault("mode", mode)
-    known = tuple(Options.__dataclass_fields__)
+    known = tuple(CompileOptions.__dataclass_fields__)
     for name in given.keys() - known:
         raise UnknownNameError("option of torch.compile", name, known, hint='options={"backend": ..., "mode": ...}')
-    chosen = Options(**given)
+    chosen = CompileOptions(**given)
     if chosen.mode not in MODES:
         raise UnknownNameError("mode", str(chosen.mode), MODES, hint='options={"mode": "compile"}')
     return chosen

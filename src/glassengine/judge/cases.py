@@ -106,6 +106,7 @@ class StepInputs:
     B batch, S new tokens, T cache length. `attention_mask` is [B, T]; `token_mask` [B, S] marks real (not padding)
     tokens of this step; `to_come` are the tokens of the steps after it, where the case prescribes them, `mask_to_come`
     says which of these are padding, for as many as it has, and `constants` are what the program makes of the case's.
+    `known_masks` are those that `valid_mask` has worked out.
     """
 
     input_ids: torch.Tensor
@@ -116,6 +117,7 @@ class StepInputs:
     to_come: torch.Tensor | None = None
     mask_to_come: torch.Tensor | None = None
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    known_masks: dict[Any, torch.Tensor | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def first(cls, case: Case) -> StepInputs:

@@ -14,7 +14,7 @@ from torch import Tensor
 from glassengine.kernels.arrays import as_tensors
 from glassengine.kernels.edits import Mistake, mistakes_in, numbers_in, with_number
 from glassengine.kernels.leaves import beyond_rounding, passes
-from glassengine.kernels.prepared import Part, Prepared, same, settled
+from glassengine.kernels.prepared import KernelPart, Prepared, same, settled
 from glassengine.kernels.regions import described
 from glassengine.kernels.trace import copied, tensors_of
 from glassengine.kernels.written_out import WrittenOut
@@ -96,7 +96,7 @@ def _refused(one: TensorMatch) -> KernelMistake:
 class _Case:
     """One wrong tensor, with the rows that are looked at."""
 
-    part: Part
+    part: KernelPart
     which: int
     candidate: Tensor
 

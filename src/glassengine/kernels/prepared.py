@@ -16,7 +16,18 @@ from torch.utils import _pytree as pytree
 
 from glassengine.judge.exclusions.ties import is_comparison, ranking, tied_choices
 from glassengine.kernels.leaves import MANY_RUNS, Expectation
-from glassengine.kernels.trace import DOUBLE, Choices, OnlyOp, Run, Trace, copied, is_near, tensors_of, traced, wide
+from glassengine.kernels.trace import (
+    DOUBLE,
+    Choices,
+    OnlyOp,
+    ReferenceTrace,
+    TracedRun,
+    copied,
+    is_near,
+    tensors_of,
+    traced,
+    wide,
+)
 from glassengine.numerics.ops import Accumulation
 
 _LARGE = 1 << 22
@@ -32,11 +43,11 @@ _TURNED = 8.0
 """Times the noise, from which on other values are those of another choice."""
 
 
-class Part:
+class KernelPart:
     """Some rows, or all: the reference on their inputs, in float64 and with noise."""
 
     def __init__(
-        self, trace: Trace, inputs: Sequence[Any], native: list[Tensor], seed: int, widened: Any = None
+        self, trace: ReferenceTrace, inputs: Sequence[Any], native: list[Tensor], seed: int, widened: Any = None
     ) -> None:
         self.trace, self.inputs, self.native = trace, inputs, [settled(t) for t in native]
         self._inputs = inputs if widened is None else widened
@@ -44,7 +55,7 @@ class Part:
         self._runs: list[list[Tensor]] = []
 
     @cached_property
-    def _found(self) -> Run:
+    def _found(self) -> TracedRun:
         given, found = self.trace.checked
         self.trace.checked = (None, None)
         return found if found is not None and given is self._inputs else self.trace.run(self._inputs)
@@ -135,7 +146,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Rows:
+class KernelRows:
     """How the rows of all results go with rows of inputs."""
 
     axis: int
@@ -180,7 +191,7 @@ class Prepared:
         found, self._unread = self._unread if is_own else None, None
         return copied(args) if found is None else found
 
-    def parts(self) -> Iterator[tuple[Part, int]]:
+    def parts(self) -> Iterator[tuple[KernelPart, int]]:
         """Yield each part with its first row."""
         if self.rows is None:
             yield self.whole, 0
@@ -194,7 +205,7 @@ class Prepared:
         """Return the rows of a part; all where there is one part."""
         return tensor if self.rows is None else self.rows.of(tensor, start)
 
-    def worst(self, tensor: Tensor, which: int) -> tuple[Part, int]:
+    def worst(self, tensor: Tensor, which: int) -> tuple[KernelPart, int]:
         """Return the part in which a tensor differs most from that of the reference, with its first row."""
         if self.rows is None:
             return self.whole, 0
@@ -204,22 +215,22 @@ class Prepared:
         return self._part(start), start
 
     @cached_property
-    def whole(self) -> Part:
+    def whole(self) -> KernelPart:
         """All rows."""
-        return Part(self._traced(self.inputs), self.inputs, self.native, self._seed)
+        return KernelPart(self._traced(self.inputs), self.inputs, self.native, self._seed)
 
     @cached_property
-    def trace(self) -> Trace:
+    def trace(self) -> ReferenceTrace:
         """The reference as it is traced: on all inputs, or on those of a part."""
         return self.whole.trace if self.rows is None else self._traced(self._sliced(self.rows, 0))
 
-    def _part(self, start: int) -> Part:
+    def _part(self, start: int) -> KernelPart:
         assert self.rows is not None
         results = [self.rows.of(t, start) for t in self.native[: self.num_results]]
         inputs, widened = self._sliced(self.rows, start), self._sliced(self.rows, start, self._wide)
-        return Part(self.trace, inputs, [*results, *tensors_of(inputs)], self._seed + start, widened)
+        return KernelPart(self.trace, inputs, [*results, *tensors_of(inputs)], self._seed + start, widened)
 
-    def _sliced(self, rows: Rows, start: int, others: list[Any] | None = None) -> list[Any]:
+    def _sliced(self, rows: KernelRows, start: int, others: list[Any] | None = None) -> list[Any]:
         """Return the inputs of a part; of what all parts read `others` in its place."""
         leaves, spec = pytree.tree_flatten(self.inputs)
         for i, leaf in enumerate(leaves):
@@ -233,7 +244,7 @@ class Prepared:
         sliced = () if self.rows is None else self.rows.sliced
         return [leaf if i in sliced else wide(leaf) for i, leaf in enumerate(pytree.tree_leaves(self.inputs))]
 
-    def _rows(self) -> Rows | None:
+    def _rows(self) -> KernelRows | None:
         """Return how large results go with rows of the inputs; None for small ones, and where they do not."""
         results = self.native[: self.num_results]
         leaves = pytree.tree_leaves(self.inputs)
@@ -252,13 +263,13 @@ class Prepared:
                 others = sum(leaf.numel() for i, leaf in tensors if i not in sliced)
                 part = _PART * (4 if others > _PART else 1)
                 step = max(1, min(size // 4, math.ceil(size * part / total)))
-                rows = Rows(axis, sliced, size, step)
+                rows = KernelRows(axis, sliced, size, step)
                 if self._fits(rows):
                     return rows
         return None
 
     @torch.no_grad()
-    def _fits(self, rows: Rows) -> bool:
+    def _fits(self, rows: KernelRows) -> bool:
         """Whether the reference on some rows gives these rows of its results."""
         for start in (0, rows.size // 2):
             try:
@@ -269,7 +280,7 @@ class Prepared:
                 return False
         return True
 
-    def depends_on_rows(self, part: Part) -> bool:
+    def depends_on_rows(self, part: KernelPart) -> bool:
         """Whether the reference gave other rows than it gives on these rows alone: they depend on others after all."""
         for which in range(self.num_results):
             # Some columns are as good as all, in every part.

@@ -15,7 +15,7 @@ from glassengine.kernels.arrays import as_tensors
 from glassengine.kernels.match import called, explained, how, judged
 from glassengine.kernels.prepared import Prepared, same
 from glassengine.kernels.trace import copied, tensors_of
-from glassengine.kernels.values import ALIASED, GUARDED, LAYOUTS, VALUES, Case, Make, cases, maker
+from glassengine.kernels.values import ALIASED, GUARDED, LAYOUTS, VALUES, KernelCase, Make, cases, maker
 from glassengine.results.kernels import KernelMistake, MistakeKind, Sweep, SweepCase
 
 Function = Callable[..., Any]
@@ -62,7 +62,7 @@ def sweep(
     known.setdefault("ordinary", VALUES["ordinary"])
     chosen = _of(layouts, {**LAYOUTS, ALIASED: None})
     symbols = [*dict.fromkeys([*names, *(sizes or {})])]
-    seen: list[tuple[Case, SweepCase]] = []
+    seen: list[tuple[KernelCase, SweepCase]] = []
     skipped: list[str] = []
     judge = _Judge(candidate, repeats, batch_invariant, accumulation or "", check_dtype)
     for case in cases(symbols, sizes or {}, tuple(dtypes), list(known), chosen):
@@ -94,7 +94,7 @@ class _Judge:
     accumulation: str
     check_dtype: bool
 
-    def on(self, case: Case, inputs: list[Any], prepared: Prepared) -> SweepCase:
+    def on(self, case: KernelCase, inputs: list[Any], prepared: Prepared) -> SweepCase:
         """Judge one case."""
         shapes = tuple(tuple(t.shape) for t in tensors_of(inputs))
         dtype = str(case.dtype).removeprefix("torch.")
@@ -130,7 +130,7 @@ def _alike(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
 
 
-def _concluded(seen: Sequence[tuple[Case, SweepCase]], skipped: Sequence[str]) -> Sweep:
+def _concluded(seen: Sequence[tuple[KernelCase, SweepCase]], skipped: Sequence[str]) -> Sweep:
     failed = [(case, result) for case, result in seen if not result.ok]
     failed.sort(key=lambda pair: (not _is_plain(pair[0]), sum(math.prod(shape) for shape in pair[1].shapes)))
     if not failed:
@@ -139,11 +139,11 @@ def _concluded(seen: Sequence[tuple[Case, SweepCase]], skipped: Sequence[str]) -
     return Sweep(False, len(seen), failures, failures[0], when, _mistakes(seen, failed, when), tuple(skipped))
 
 
-def _is_plain(case: Case) -> bool:
+def _is_plain(case: KernelCase) -> bool:
     return case.values == "ordinary" and case.layout == "contiguous" and 0 not in case.sizes.values()
 
 
-def _when(seen: Sequence[tuple[Case, SweepCase]]) -> str:
+def _when(seen: Sequence[tuple[KernelCase, SweepCase]]) -> str:
     """Return what the failures have in common, and no other case has."""
     plain = [(case, result.ok) for case, result in seen if _is_plain(case)]
     failing = [case for case, ok in plain if not ok]
@@ -180,7 +180,7 @@ def _rule(name: str, sizes: Sequence[tuple[int, bool]]) -> str | None:
 
 
 def _mistakes(
-    seen: Sequence[tuple[Case, SweepCase]], failed: Sequence[tuple[Case, SweepCase]], when: str
+    seen: Sequence[tuple[KernelCase, SweepCase]], failed: Sequence[tuple[KernelCase, SweepCase]], when: str
 ) -> tuple[KernelMistake, ...]:
     """Return kinds of mistakes: by which cases fail, then by what the failing ones look like."""
     right = {(case.dtype, tuple(case.sizes.items())) for case, result in seen if result.ok and _is_plain(case)}
@@ -250,7 +250,9 @@ def kernel_inputs(
     symbols = [*dict.fromkeys([*names, *(sizes or {})])]
     drawn = {name: strategies.sampled_from(list((sizes or {}).get(name, range(1, 130)))) for name in symbols}
     return strategies.builds(
-        lambda case_sizes, dtype, value, layout, seed: Case(case_sizes, dtype, value, layout).inputs(make, known, seed),
+        lambda case_sizes, dtype, value, layout, seed: KernelCase(case_sizes, dtype, value, layout).inputs(
+            make, known, seed
+        ),
         strategies.fixed_dictionaries(drawn),
         strategies.sampled_from(list(dtypes)),
         strategies.sampled_from(list(known)),

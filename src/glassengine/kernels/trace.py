@@ -63,7 +63,7 @@ def _double_by_default() -> Iterator[None]:
 
 
 @dataclass
-class Run:
+class TracedRun:
     """What a run of a reference gave: tensors of the result, then the inputs after the call."""
 
     tensors: list[Tensor]
@@ -75,7 +75,7 @@ class Run:
 
 
 @dataclass
-class Trace:
+class ReferenceTrace:
     """A reference on inputs of one shape."""
 
     reference: Callable[..., Any]
@@ -83,7 +83,7 @@ class Trace:
     why_not: str | None
     accumulation: Accumulation
     steps: list[Node] = field(default_factory=list)
-    checked: tuple[Any, Run | None] = (None, None)
+    checked: tuple[Any, TracedRun | None] = (None, None)
     """The inputs that it was tried on, and what it gave."""
 
     @cached_property
@@ -132,7 +132,7 @@ class Trace:
         forced: Choices | None = None,
         native: bool = False,
         watched: Node | None = None,
-    ) -> Run:
+    ) -> TracedRun:
         """Run the reference in float64 (or as `native`), with legal rounding after each op if there is a generator.
 
         Ops choose as `forced` says; the value and the arguments of one op may be `watched`.
@@ -148,7 +148,7 @@ class Trace:
         given = pytree.tree_map(moved, list(inputs))
         try:
             with _double_by_default():
-                return Run([*map(double, tensors_of(self.reference(*given))), *tensors_of(given)])
+                return TracedRun([*map(double, tensors_of(self.reference(*given))), *tensors_of(given)])
         except Exception as error:
             raise UsageError(
                 "the reference can neither be traced nor run in float64",
@@ -200,7 +200,9 @@ def _picked(where: Tensor, shape: torch.Size, value: Any) -> Any:
     return value.expand(shape)[where] if isinstance(value, Tensor) and value.dim() else value
 
 
-def traced(reference: Callable[..., Any], inputs: Sequence[Any], accumulation: Accumulation, backward: bool) -> Trace:
+def traced(
+    reference: Callable[..., Any], inputs: Sequence[Any], accumulation: Accumulation, backward: bool
+) -> ReferenceTrace:
     """Run a reference once on copies of `inputs`, and keep what it called.
 
     If it differentiates (`backward`), ops are seen below autograd, as what autograd keeps for its backward pass is seen
@@ -227,7 +229,7 @@ def traced(reference: Callable[..., Any], inputs: Sequence[Any], accumulation: A
                 module = make(*copies)
         except Exception as error:
             why = f"{type(error).__name__}: {first_line(error)}"
-            return Trace(reference, None, why, accumulation)
+            return ReferenceTrace(reference, None, why, accumulation)
         nodes = [node for node in module.graph.nodes if node.op == "call_function"]
         for node in nodes:
             if traits_of(node).is_random and argument(node, "train") is not False and argument(node, "p") != 0:
@@ -236,17 +238,17 @@ def traced(reference: Callable[..., Any], inputs: Sequence[Any], accumulation: A
                     got=str(node.target),
                     hint="pass them as inputs, or judge a sampler by glass.testing.assert_samples_match",
                 )
-        found = Trace(reference, module, None, accumulation, nodes)
+        found = ReferenceTrace(reference, module, None, accumulation, nodes)
         try:
             is_whole = _is_faithful(found, reference, inputs)
             found.checked = inputs, found.run(inputs)
         except Exception as error:
-            return Trace(reference, None, f"{type(error).__name__}: {first_line(error)}", accumulation)
+            return ReferenceTrace(reference, None, f"{type(error).__name__}: {first_line(error)}", accumulation)
     why = "it makes tensors of its inputs outside of PyTorch"
-    return found if is_whole else Trace(reference, None, why, accumulation)
+    return found if is_whole else ReferenceTrace(reference, None, why, accumulation)
 
 
-def _is_faithful(trace: Trace, reference: Callable[..., Any], inputs: Sequence[Any]) -> bool:
+def _is_faithful(trace: ReferenceTrace, reference: Callable[..., Any], inputs: Sequence[Any]) -> bool:
     """Whether a graph that holds tensors gives what the reference gives on other inputs: no result is among them."""
     assert trace.module is not None
     if not any(node.op == "get_attr" for node in trace.module.graph.nodes):
@@ -332,7 +334,12 @@ class _Lane(Interpreter):
     """One run of the graph in float64."""
 
     def __init__(
-        self, trace: Trace, generator: torch.Generator | None, forced: Choices, is_native: bool, watched: Node | None
+        self,
+        trace: ReferenceTrace,
+        generator: torch.Generator | None,
+        forced: Choices,
+        is_native: bool,
+        watched: Node | None,
     ) -> None:
         assert trace.module is not None
         super().__init__(trace.module, garbage_collect_values=True)
@@ -342,9 +349,9 @@ class _Lane(Interpreter):
         self._kept = trace.rounding[0] if is_exact else None
         self._choices = set(trace.choices)
         self._is_mutable = any(is_mutable(node) for node in trace.steps)
-        self._found = Run([])
+        self._found = TracedRun([])
 
-    def on(self, inputs: Sequence[Any]) -> Run:
+    def on(self, inputs: Sequence[Any]) -> TracedRun:
         """Return what it gives."""
         leaves = pytree.tree_leaves(list(inputs))
         if self._is_native:

@@ -90,7 +90,7 @@ ALIASED = "one tensor as two arguments"
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """One call."""
 
     sizes: Mapping[str, int]
@@ -152,21 +152,21 @@ def cases(
     dtypes: Sequence[torch.dtype],
     values: Sequence[str],
     layouts: Sequence[str],
-) -> Iterator[Case]:
+) -> Iterator[KernelCase]:
     """Yield cases: each size by itself, then all values and layouts of one size, in each dtype."""
     base = {name: BASE.get(name, _BASE_SIZE) for name in names}
     base |= {name: next(iter(given)) for name, given in sizes.items() if base.get(name) not in given}
     for dtype in dtypes:
-        yield Case(base, dtype)
+        yield KernelCase(base, dtype)
         for name in base:
             for size in sizes.get(name, EDGES[:4] if name in BASE else EDGES):
                 if size != base[name]:
-                    yield Case({**base, name: size}, dtype)
+                    yield KernelCase({**base, name: size}, dtype)
         for value in values:
             if value != "ordinary":
-                yield Case(base, dtype, value)
+                yield KernelCase(base, dtype, value)
         for layout in layouts:
             if layout != "contiguous":
-                yield Case(base, dtype, layout=layout)
+                yield KernelCase(base, dtype, layout=layout)
         for name in base if not sizes else ():
-            yield Case({**base, name: 0}, dtype)
+            yield KernelCase({**base, name: 0}, dtype)

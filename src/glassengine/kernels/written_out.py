@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
-from glassengine.kernels.trace import Trace, is_mutable, wide
+from glassengine.kernels.trace import ReferenceTrace, is_mutable, wide
 from glassengine.numerics.float64 import retarget, target_of
 from glassengine.ops.traits import base_name, traits_of
 
@@ -27,7 +27,7 @@ Change = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 class WrittenOut:
     """A traced reference as simple ops in float64, with all values on some inputs."""
 
-    def __init__(self, trace: Trace, inputs: Sequence[Any]) -> None:
+    def __init__(self, trace: ReferenceTrace, inputs: Sequence[Any]) -> None:
         from torch._functorch.compile_utils import fx_graph_cse
         from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from glassengine.blocks.arrays import Array, Values
+from glassengine.blocks.arrays import Array, ArrayValues
 from glassengine.numerics.limits import HIDDEN, is_floating, sentinel
 
 
-def without_hidden(x: Values, y: Values) -> tuple[Values, Values] | None:
+def without_hidden(x: ArrayValues, y: ArrayValues) -> tuple[ArrayValues, ArrayValues] | None:
     """Return both with 0 where both hide; None where they do nowhere.
 
     A number hides in a mask, which holds zeros beside, or where it is the least of its own dtype.
@@ -23,7 +23,7 @@ def without_hidden(x: Values, y: Values) -> tuple[Values, Values] | None:
     return x._replace(array=np.where(both, zero, x.array)), y._replace(array=np.where(both, zero, y.array))
 
 
-def both_may_hide(x: Values, y: Values) -> bool:
+def both_may_hide(x: ArrayValues, y: ArrayValues) -> bool:
     """Whether `without_hidden` could change something, of tensors of which these are some rows."""
     if not (is_floating(x.dtype) and is_floating(y.dtype)):
         return False

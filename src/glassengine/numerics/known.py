@@ -11,7 +11,7 @@ from glassengine.results import ExemptionReason
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownValues:
     """Of one tensor.
 
     Attributes:
@@ -28,4 +28,4 @@ class Known:
     settled: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-NOTHING = Known()
+NOTHING = KnownValues()

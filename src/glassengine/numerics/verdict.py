@@ -39,7 +39,7 @@ from glassengine.numerics.judgement import (
     unit_roundoff,
 )
 from glassengine.numerics.kinds import other_kind, parts, unequal
-from glassengine.numerics.known import NOTHING, Known
+from glassengine.numerics.known import NOTHING, KnownValues
 from glassengine.numerics.mask_values import HIDDEN, is_below, kind_of, sentinel
 from glassengine.results import Verdict
 
@@ -83,7 +83,7 @@ class Reference:
         dtype: torch.dtype,
         valid: torch.Tensor | None,
         tied: torch.Tensor | None = None,
-        known: Known = NOTHING,
+        known: KnownValues = NOTHING,
         relative_floor: float = 0.0,
         remember: Callable[[float], None] | None = None,
     ) -> None:

@@ -47,7 +47,7 @@ class Stages:
 
 
 @dataclass(frozen=True, eq=False)
-class Generation(ABC):
+class GenerationKind(ABC):
     """A kind of generation.
 
     Attributes:
@@ -68,7 +68,7 @@ class Generation(ABC):
 
     @property
     @abstractmethod
-    def alone(self) -> Generation:
+    def alone(self) -> GenerationKind:
         """How a model of this kind is judged beside one that has not its programs: a port, or a record."""
 
     @abstractmethod
@@ -94,14 +94,14 @@ class Generation(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class Plain(Generation):
+class Plain(GenerationKind):
     """One forward."""
 
     name: str = "plain"
     generates: bool = False
 
     @property
-    def alone(self) -> Generation:
+    def alone(self) -> GenerationKind:
         """Itself."""
         return self
 
@@ -124,7 +124,7 @@ class Plain(Generation):
 
 
 @dataclass(frozen=True, eq=False)
-class Causal(Generation):
+class Causal(GenerationKind):
     """Tokens in, logits of the next ones out; keys and values are kept."""
 
     name: str = "causal"
@@ -132,7 +132,7 @@ class Causal(Generation):
     decodes_tokens: bool = True
 
     @property
-    def alone(self) -> Generation:
+    def alone(self) -> GenerationKind:
         """Itself: a port that generates has one such program, too."""
         return self
 
@@ -159,7 +159,7 @@ class Recurrent(Causal):
     one_token: bool = True
 
     @property
-    def alone(self) -> Generation:
+    def alone(self) -> GenerationKind:
         """One forward of the whole sequence."""
         return PLAIN
 
@@ -176,9 +176,9 @@ class Recurrent(Causal):
         return super().export(model, None, stages) if inputs is None else PLAIN.export(model, inputs, stages)
 
 
-PLAIN: Generation = Plain()
-CAUSAL: Generation = Causal()
-RECURRENT: Generation = Recurrent()
+PLAIN: GenerationKind = Plain()
+CAUSAL: GenerationKind = Causal()
+RECURRENT: GenerationKind = Recurrent()
 
 
 def is_decoder(module: Any) -> bool:
@@ -192,14 +192,14 @@ def has_head(model: Any) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class EncoderDecoder(Generation):
+class EncoderDecoder(GenerationKind):
     """An encoder reads the prompt once; the decoder reads what it made in every step."""
 
     name: str = "encoder-decoder"
     has_encoder: bool = True
 
     @property
-    def alone(self) -> Generation:
+    def alone(self) -> GenerationKind:
         """One forward of both."""
         return PLAIN
 
@@ -217,7 +217,7 @@ class EncoderDecoder(Generation):
 
 
 @dataclass(frozen=True, eq=False)
-class ImageText(Generation):
+class ImageText(GenerationKind):
     """A decoder that reads the features of images instead of some tokens."""
 
     name: str = "image-text"
@@ -226,7 +226,7 @@ class ImageText(Generation):
     has_encoder: bool = True
 
     @property
-    def alone(self) -> Generation:
+    def alone(self) -> GenerationKind:
         """Its decoder, from text."""
         return CAUSAL
 
@@ -253,11 +253,11 @@ class ImageText(Generation):
 ENCODER_DECODER = EncoderDecoder()
 IMAGE_TEXT = ImageText()
 
-GENERATIONS: tuple[Generation, ...] = (RECURRENT, ENCODER_DECODER, IMAGE_TEXT, CAUSAL, PLAIN)
+GENERATIONS: tuple[GenerationKind, ...] = (RECURRENT, ENCODER_DECODER, IMAGE_TEXT, CAUSAL, PLAIN)
 """All kinds; the first one that recognizes a model is its."""
 
 
-def generation_of(module: Any) -> Generation:
+def generation_of(module: Any) -> GenerationKind:
     """Return how a model, as it is written, generates."""
     return next(kind for kind in GENERATIONS if kind.recognizes(module))
 
@@ -283,7 +283,7 @@ class LoadedModel:
     dtype: str
     directory: str | None
     metadata: dict[str, Any] = field(default_factory=dict)
-    generation: Generation = PLAIN
+    generation: GenerationKind = PLAIN
     stored: Program | None = None
     state: ModuleState | None = None
     training: tuple[str, ...] = ()
@@ -293,6 +293,6 @@ class LoadedModel:
         """What manifests call it: "causal_lm" where any forward takes tokens, else "module"."""
         return "causal_lm" if self.generation.takes_tokens else "module"
 
-    def judged_as(self, generation: Generation) -> LoadedModel:
+    def judged_as(self, generation: GenerationKind) -> LoadedModel:
         """Return the same model, to be exported and run as another kind is."""
         return replace(self, generation=generation)

@@ -14,7 +14,7 @@ from glassengine.prompt.settings import compare_settings
 from glassengine.prompt.side import PromptSide
 from glassengine.prompt.templates import compare_templates
 from glassengine.prompt.tokens import compare_tokens
-from glassengine.prompt.worker import Remote, answer, kind_of, worker_in
+from glassengine.prompt.worker import RemoteSide, answer, kind_of, worker_in
 from glassengine.results.prompt import PromptComparison, PromptFinding, PromptPart
 from glassengine.workers.processes import Processes
 
@@ -82,7 +82,7 @@ def compare_in(
             return started.enter_context(closing(worker_in(python))) if is_elsewhere else workers
 
         kind = dict(zip(("baseline", "candidate"), kinds, strict=True))
-        sides = {name: Remote(name, specs[name], worker(name, kind[name])) for name in order}
+        sides = {name: RemoteSide(name, specs[name], worker(name, kind[name])) for name in order}
         return compare_sides(sides["baseline"], sides["candidate"], (baseline, candidate), texts)
 
 

@@ -16,10 +16,10 @@ from glassengine.prompt.side import (
     SPECIAL,
     Conversation,
     Loaded,
-    Opened,
+    OpenedSide,
     Processed,
+    PromptSetting,
     PromptSide,
-    Setting,
     Vocabulary,
     numbers_of,
     pieces_of,
@@ -44,7 +44,7 @@ class Directory(PromptSide):
         vocabulary, template = self._tokens(path) if has_any(path, TOKENIZERS) else (None, None)
         config = document(path / "config.json")
         self._path, self._processors = path, {key: 0 for name in PROCESSORS for key in document(path / name)}
-        self.opened = Opened(
+        self.opened = OpenedSide(
             self.engine,
             vocabulary,
             template,
@@ -71,7 +71,7 @@ class Directory(PromptSide):
 
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
-    def settings(self, path: Path) -> dict[str, Setting] | None:
+    def settings(self, path: Path) -> dict[str, PromptSetting] | None:
         """Return the generation settings."""
         return settings_of(path, document(path / "config.json"))
 
@@ -131,7 +131,7 @@ class SentencepieceFile(PromptSide):
         special = {name: numbers_of(getattr(self._model, f"{name}_id")()) for name in SPECIAL}
         pieces = pieces_of({text: number for number, text in enumerate(texts)}, added)
         vocabulary = Vocabulary(pieces, special, added, reads_special=False)
-        self.opened = Opened("sentencepiece", vocabulary, has_templates=False)
+        self.opened = OpenedSide("sentencepiece", vocabulary, has_templates=False)
 
     def encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
         """Return the ids of each text; the library adds a BOS only when it is asked for."""
@@ -217,7 +217,7 @@ def _rows(config: Mapping[str, Any]) -> int | None:
     return rows if isinstance(rows, int) else None
 
 
-def settings_of(path: Path, config: Mapping[str, Any]) -> dict[str, Setting] | None:
+def settings_of(path: Path, config: Mapping[str, Any]) -> dict[str, PromptSetting] | None:
     """Return what generation_config.json states, and of token ids what config.json does; None without either file."""
     file = path / "generation_config.json"
     if not config and not file.is_file():

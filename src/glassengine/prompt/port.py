@@ -9,14 +9,14 @@ from typing import Any
 from glassengine.errors import UsageError
 from glassengine.program.user_code.calls import call_factory
 from glassengine.prompt.huggingface import rendered
-from glassengine.prompt.side import SPECIAL, Conversation, Opened, PromptSide, Vocabulary, numbers_of, pieces_of
+from glassengine.prompt.side import SPECIAL, Conversation, OpenedSide, PromptSide, Vocabulary, numbers_of, pieces_of
 
 _SWITCH = "add_special_tokens"
 _OPTIONS: Sequence[Mapping[str, Any]] = ({_SWITCH: False}, {"allowed_special": "all"}, {})
 """Of `encode`: of transformers and tokenizers, of tiktoken, of others."""
 
 
-class Port(PromptSide):
+class TokenizerPort(PromptSide):
     """An object with `encode(text)`; `get_vocab`, ids of special tokens and a chat template are used where it has them.
 
     Args:
@@ -40,7 +40,7 @@ class Port(PromptSide):
         vocabulary = Vocabulary(pieces, special, added, can_be_bare=_SWITCH in self._options)
         template = getattr(self._tokenizer, "chat_template", None)
         has_templates = isinstance(template, str) and hasattr(self._tokenizer, "apply_chat_template")
-        self.opened = Opened(
+        self.opened = OpenedSide(
             type(self._tokenizer).__name__, vocabulary, template if has_templates else None, has_templates=has_templates
         )
 

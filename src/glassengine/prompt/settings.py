@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from glassengine.prompt.side import PromptSide, Setting
+from glassengine.prompt.side import PromptSetting, PromptSide
 from glassengine.results.prompt import PromptFinding
 
 # Name in transformers -> its value where no file states one, and its effect.
@@ -31,9 +31,9 @@ _OFF = (0, -1)
 """Values of top_k that keep all tokens."""
 
 
-def stated_in(document: Mapping[str, Any], where: str, names: Iterable[str] = NAMES) -> dict[str, Setting]:
+def stated_in(document: Mapping[str, Any], where: str, names: Iterable[str] = NAMES) -> dict[str, PromptSetting]:
     """Return the settings that a document states; `where` stands before each name."""
-    return {name: Setting(document[name], f"{where}{name}") for name in names if document.get(name) is not None}
+    return {name: PromptSetting(document[name], f"{where}{name}") for name in names if document.get(name) is not None}
 
 
 def compare_settings(baseline: PromptSide, candidate: PromptSide) -> tuple[list[PromptFinding], int]:
@@ -81,5 +81,5 @@ def _list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _words(setting: Setting | None, default: Any) -> str:
+def _words(setting: PromptSetting | None, default: Any) -> str:
     return f"not stated ({default})" if setting is None else f"{setting.value} ({setting.where})"

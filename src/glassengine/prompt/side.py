@@ -42,7 +42,7 @@ class Vocabulary:
 
 
 @dataclass(frozen=True)
-class Setting:
+class PromptSetting:
     """A value that steers generation.
 
     Attributes:
@@ -57,7 +57,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedSide:
     """A side, opened.
 
     Attributes:
@@ -81,7 +81,7 @@ class Opened:
     has_templates: bool = True
     lacks: Sequence[str] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
-    settings: Mapping[str, Setting] | None = None
+    settings: Mapping[str, PromptSetting] | None = None
     rows: int | None = None
     has_processor: bool = False
     has_weights: bool = False
@@ -128,7 +128,7 @@ class Loaded:
 class PromptSide:
     """A tokenizer with its template, in a process of its own."""
 
-    opened: Opened
+    opened: OpenedSide
 
     def encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
         """Return the ids of each text, with or without the tokens at its ends."""

@@ -127,10 +127,10 @@ def _open(spec: str) -> PromptSide:
     if kind == "openvino":
         return plugin("serving.openvino.prompt").OpenvinoSide(path)  # type: ignore[no-any-return]
     if kind == "port":
-        from glassengine.prompt.port import Port
+        from glassengine.prompt.port import TokenizerPort
 
         baseline = _sides.get("baseline")
-        return Port(spec, None if baseline is None else baseline.opened.vocabulary)
+        return TokenizerPort(spec, None if baseline is None else baseline.opened.vocabulary)
     return SentencepieceFile(path) if kind == "sentencepiece" else Directory(path)
 
 
@@ -184,7 +184,7 @@ def worker_in(python: str | Path | None) -> Processes:
     return Processes(answer, 1, [str(given.absolute()), "-I", "-c", _STARTS, here])
 
 
-class Remote(PromptSide):
+class RemoteSide(PromptSide):
     """A side in the process of a comparison.
 
     Args:

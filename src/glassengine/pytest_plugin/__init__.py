@@ -39,9 +39,9 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "glass(**options): options of glass.check and glass.compare for the checks of a test"
     )
     if not hasattr(config, "workerinput"):
-        from glassengine.pytest_plugin.summary import Summary
+        from glassengine.pytest_plugin.summary import PluginSummary
 
-        config.pluginmanager.register(Summary(config), SUMMARY)
+        config.pluginmanager.register(PluginSummary(config), SUMMARY)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -13,7 +13,7 @@ _NAME = re.compile(r"glass\.(?:\d+\.)?(?P<name>\w+)")
 LOG = "glass.sarif"
 
 
-class Summary:
+class PluginSummary:
     """Collects what tests leave in their reports, which workers send.
 
     Args:

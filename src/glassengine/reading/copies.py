@@ -24,8 +24,8 @@ from glassengine.environment import open_flag
 from glassengine.errors import CorruptError, GlassError, UsageError
 from glassengine.reading.files import open_regular, read_bytes
 from glassengine.stores import objects
-from glassengine.stores.objects import Found
-from glassengine.stores.places import Remote, place
+from glassengine.stores.objects import ObjectFacts
+from glassengine.stores.places import RemotePath, place
 
 with contextlib.suppress(ImportError):  # Windows has none
     import fcntl
@@ -53,7 +53,7 @@ def here(path: str | Path) -> Path:
         CorruptError: A name cannot be that of a file, or an object changes while it is copied.
     """
     there = place(path)
-    if not isinstance(there, Remote):
+    if not isinstance(there, RemotePath):
         return there
     found = objects.require(str(there), directory=True)
     files = {there.name: found}
@@ -98,7 +98,7 @@ def _hold(root: Path) -> None:
             os.close(lock)
 
 
-def _is_whole(copy: Path, files: dict[str, Found]) -> bool:
+def _is_whole(copy: Path, files: dict[str, ObjectFacts]) -> bool:
     """Return whether a copy has these files, complete and as it was made; no part of the way to them is a link."""
     try:
         data = read_bytes(copy / _NOTE, most=_MOST_NOTE_BYTES, inside=copy.parent)
@@ -123,7 +123,7 @@ def _measured(path: Path, root: Path) -> tuple[int, int]:
     return size, checksum
 
 
-def _copy(files: dict[str, Found], root: Path) -> None:
+def _copy(files: dict[str, ObjectFacts], root: Path) -> None:
     # Another process may be at the same; each makes its own, and the first one stays.
     aside = root / f"aside-{os.getpid()}"
     for old in (aside, root / _COPY):

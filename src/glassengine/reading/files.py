@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 from glassengine import environment
 from glassengine.errors import CorruptError, GlassError, UsageError
-from glassengine.stores.places import Remote, remote
+from glassengine.stores.places import RemotePath, remote
 
 _READ = os.O_RDONLY | environment.open_flag("O_CLOEXEC") | environment.open_flag("O_BINARY")
 # A pipe without a writer would block the opening for ever; for a plain file the flag means nothing.
@@ -92,7 +92,7 @@ def require_directory(path: Path) -> None:
     Raises:
         CorruptError: It is none, or not there.
     """
-    if isinstance(path, Remote):
+    if isinstance(path, RemotePath):
         if not path.is_dir():
             raise CorruptError("not a directory", got=shown(path))
         return
@@ -208,7 +208,7 @@ def _open_inside(path: Path, directory: Path) -> int:
         os.close(here)
 
 
-def _open_remote(there: Remote, inside: str | Path | None) -> io.BufferedReader:
+def _open_remote(there: RemotePath, inside: str | Path | None) -> io.BufferedReader:
     if inside is not None and (".." in there.parts or not there.is_relative_to(str(inside))):
         raise CorruptError("a file is outside of its directory", got=shown(there), expected=f"below {shown(inside)}")
     from glassengine.stores.objects import open_object

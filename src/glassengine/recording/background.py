@@ -28,7 +28,16 @@ from glassengine.recording.layout.description import Facts
 from glassengine.recording.layout.layout import LeftOut
 from glassengine.recording.recovery import num_left, with_left
 from glassengine.recording.ring.file import ring_file
-from glassengine.recording.ring.items import Block, Commit, Copied, Item, Piece, Seen, Stored, Streamed
+from glassengine.recording.ring.items import (
+    Commit,
+    Copied,
+    EarlierTensor,
+    Item,
+    RingBlock,
+    RingPiece,
+    RingTensor,
+    Streamed,
+)
 from glassengine.recording.ring.journal import Journal
 from glassengine.recording.ring.producer import MIN_SHARED_BYTES, Producer, SeenTensors
 from glassengine.recording.ring.ring import Flag, PinnedCopies, Ring, lies_flat, pieces_of, require_memory
@@ -92,7 +101,7 @@ class BackgroundWriter:
         self._most_bytes = ring_bytes // _PIECES_OF_RING
         # A handler of a signal may write what is left, and may run while its thread writes.
         self._lock = threading.RLock()
-        self._queue: deque[Item | Piece | Flag | None] = deque()
+        self._queue: deque[Item | RingPiece | Flag | None] = deque()
         self._wake = Flag()
         self._consumer = Consumer(self._writer, self._ring, self._pinned, self._notes, self._queue, self._wake)
         self._journal = Journal(self._notes, self._queue, self._on_wait)
@@ -158,7 +167,9 @@ class BackgroundWriter:
             self._take(seen, step, tensor, rank, False, reason)
         return True
 
-    def _take(self, seen: Seen, step: int, tensor: Tensor, rank: int, is_new: bool, reason: str | None) -> None:
+    def _take(
+        self, seen: EarlierTensor, step: int, tensor: Tensor, rank: int, is_new: bool, reason: str | None
+    ) -> None:
         description, nbytes, ring = seen.description, seen.nbytes, self._ring
         if seen.is_simple and nbytes <= self._most_bytes and lies_flat(tensor):
             with self._lock:
@@ -180,9 +191,9 @@ class BackgroundWriter:
                 return
             position = ring.reserve(nbytes, self._on_wait)
             ring.fill_from(position, tensor, nbytes)
-            item: Block | Stored = Stored(seen, step, rank, position, reason)
+            item: RingBlock | RingTensor = RingTensor(seen, step, rank, position, reason)
             if seen.is_small:
-                item = Block((seen,), (description,), (), step, rank, position, position + nbytes, reason)
+                item = RingBlock((seen,), (description,), (), step, rank, position, position + nbytes, reason)
             self._journal.note((item,))
             self._queue.append(item)
         self._producer.wake_if_half_full()
@@ -300,14 +311,14 @@ class BackgroundWriter:
     def _stream(self, item: Streamed, tensor: Tensor) -> None:
         most = self._most_bytes // blocks.BLOCK_ELEMENTS * blocks.BLOCK_ELEMENTS
         self._queue.append(item)
-        last = Piece(0, 0, cut=True)
+        last = RingPiece(0, 0, cut=True)
         try:
             for piece in pieces_of(tensor, most // tensor.element_size()):
                 nbytes = piece.numel() * piece.element_size()
                 position = self._ring.reserve(nbytes, self._on_wait)
                 self._ring.fill_from(position, piece, nbytes)
                 item.pieces.append((position, nbytes))
-                self._queue.append(Piece(position, nbytes))
+                self._queue.append(RingPiece(position, nbytes))
                 self._wake.set()
             last.cut = False
             self._journal.note((item,))

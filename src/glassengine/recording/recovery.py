@@ -199,7 +199,7 @@ def _replay(directory: Path, ring: LeftRing, target: Path) -> int:
     count = 0
     first = max(_FIRST_SHARD, max(shards.data_bytes, default=-1) + 1)
     with RecordingWriter(target, metadata={}, first_shard=first) as writer:
-        replay = Replay(writer, ring, frames, shards)
+        replay = JournalReplay(writer, ring, frames, shards)
         for step in steps:
             try:
                 replay.put(step)
@@ -217,7 +217,7 @@ _CHECKED_FROM = 8
 
 
 @dataclass(frozen=True)
-class Row:
+class JournalRow:
     """One item of a step; `journal` has the meanings."""
 
     kind: int
@@ -233,7 +233,7 @@ class JournaledStep:
     """A step that had ended, or whose forward had."""
 
     number: int
-    rows: list[Row] = field(default_factory=list)
+    rows: list[JournalRow] = field(default_factory=list)
     stopped: str | None = None
 
 
@@ -242,7 +242,7 @@ class _Record:
     step: int
     position: int
     before: int
-    rows: list[Row]
+    rows: list[JournalRow]
 
 
 class Journaled:
@@ -272,10 +272,10 @@ class Journaled:
         """Yield the steps in the order in which they ended; first those that ended."""
         ended: dict[int, JournaledStep] = {}
         held: dict[int, JournaledStep] = {}
-        rows: dict[int, list[Row]] = {}
+        rows: dict[int, list[JournalRow]] = {}
         # At the end of a step they are repeated.
-        tokens: dict[int, list[Row]] = {}
-        held_tokens: dict[int, list[Row]] = {}
+        tokens: dict[int, list[JournalRow]] = {}
+        held_tokens: dict[int, list[JournalRow]] = {}
         counts: Counter[int] = Counter()
         for record in self._records:
             mine = rows.setdefault(record.step, [])
@@ -316,7 +316,7 @@ def _record(data: bytes) -> _Record:
         )
         text, reason = data[at : at + text_bytes], data[at + text_bytes :][:reason_bytes]
         at += text_bytes + reason_bytes
-        rows.append(Row(kind, rank, text, _text_of(reason), place, extra))
+        rows.append(JournalRow(kind, rank, text, _text_of(reason), place, extra))
     if at != size:
         raise ValueError("a record is impossible")
     return _Record(step, position, before, rows)
@@ -336,7 +336,7 @@ _NOWHERE = {"step": 0, "rank": 0, "shard": 0, "offset": 0, "checksum": 0}
 _Original = tuple[Description, Location | None, str | None, LightStatistics | None]
 
 
-class Replay:
+class JournalReplay:
     """Brings the items of steps to a writer."""
 
     def __init__(
@@ -382,7 +382,7 @@ class Replay:
         ids = [tokens.get(number, []) for number in range(max(tokens, default=-1) + 1)] if len(tokens) < 1 << 20 else []
         self._writer.commit(step.number, token_ids=ids, stopped=step.stopped)
 
-    def _put_block(self, row: Row, step: int) -> None:
+    def _put_block(self, row: JournalRow, step: int) -> None:
         descriptions, same_as, entries = self._group(row.text)
         group = self._writer.group(descriptions, row.rank, same_as)
         if row.extra - row.position != group.nbytes:
@@ -401,7 +401,7 @@ class Replay:
             (table,) = self._statistics.light_of_blocks(memoryview(data), 1, group.kinds, group.columns)
             self._writer.leave_out_block(group, step, row.reason, table)
 
-    def _put_stored(self, row: Row, step: int, originals: dict[tuple[int, int], _Original]) -> None:
+    def _put_stored(self, row: JournalRow, step: int, originals: dict[tuple[int, int], _Original]) -> None:
         description = self._description(row.text)
         location = statistics = None
         if row.kind == journal.COPIED and row.position >= self._ring.tails[0]:
@@ -423,7 +423,7 @@ class Replay:
             self._leave_out(_left_out(description, step, row, row.reason, statistics), step)
         originals[row.position, description.nbytes] = (description, location, row.reason, statistics)
 
-    def _put_alias(self, row: Row, step: int, originals: dict[tuple[int, int], _Original]) -> None:
+    def _put_alias(self, row: JournalRow, step: int, originals: dict[tuple[int, int], _Original]) -> None:
         description = self._description(row.text)
         original, location, reason, statistics = originals[row.position, row.extra]
         if description.nbytes != original.nbytes:
@@ -438,7 +438,7 @@ class Replay:
             raise ValueError("a tensor of another step")
         self._writer.leave_out(item)
 
-    def _pieces(self, rows: Sequence[Row]) -> Iterator[memoryview]:
+    def _pieces(self, rows: Sequence[JournalRow]) -> Iterator[memoryview]:
         for row in rows:
             yield memoryview(self._bytes(row.position, row.extra, is_piece=True))
 
@@ -487,14 +487,14 @@ def _described(entry: Entry) -> Description:
 
 
 def _left_out(
-    description: Description, step: int, row: Row, reason: str, statistics: LightStatistics | None
+    description: Description, step: int, row: JournalRow, reason: str, statistics: LightStatistics | None
 ) -> LeftOut:
     return LeftOut(description.site, step, row.rank, reason, description.dtype, description.shape, statistics)
 
 
-def _once(rows: Sequence[Row]) -> list[Row]:
+def _once(rows: Sequence[JournalRow]) -> list[JournalRow]:
     """Return the rows without those that were written again, because the first time was interrupted."""
-    last: dict[object, Row] = {}
+    last: dict[object, JournalRow] = {}
     for number, row in enumerate(rows):
         key: object = number
         if row.kind in (journal.BLOCK, journal.STORED):

@@ -170,7 +170,7 @@ _MAX_NUMBERS = 1 << 28
 
 
 @dataclass(frozen=True)
-class Row:
+class SeriesRow:
     """A step of a watched run.
 
     Attributes:
@@ -227,12 +227,12 @@ class SeriesReader:
         self.notes: list[str] = []
         self.damage: str | None = None
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[SeriesRow]:
         """Yield every step, from the start; forgets what an earlier call has found."""
         for known in (self.names, self.kinds, self.events, self.notes):
             known.clear()
         self.damage = None
-        row: Row | None = None
+        row: SeriesRow | None = None
         with open_regular(self.path / SERIES, inside=self.path) as file:
             payloads = read_payloads(file)
             while True:
@@ -246,13 +246,13 @@ class SeriesReader:
                     payload = None
                 if payload is not None and row is not None and payload[1] == len(row.states) and payload[0] == row.step:
                     states, values = (row.states, payload[3]), (row.values, payload[4])
-                    row = Row(row.step, row.time, np.concatenate(states), np.concatenate(values))
+                    row = SeriesRow(row.step, row.time, np.concatenate(states), np.concatenate(values))
                     continue
                 if row is not None:
                     yield row
                 if payload is None:
                     return
-                row = Row(payload[0], payload[2], payload[3], payload[4])
+                row = SeriesRow(payload[0], payload[2], payload[3], payload[4])
 
     def chosen(self, pattern: str | None = None) -> Chosen:
         """Return the series whose name matches `pattern`, or all."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from glassengine.reading.files import printable
 from glassengine.report import words
-from glassengine.report.findings import Finding, SourceLine, findings, next_step
+from glassengine.report.findings import ReportFinding, SourceLine, findings, next_step
 from glassengine.report.terminal_check import answer, compared, headline
 from glassengine.report.words import hint_details, of_side, pair_of, size, untried
 from glassengine.results import Comparison
@@ -60,7 +60,7 @@ def _answer(result: Comparison) -> Iterator[str]:
         yield f"{name or 'results'}: {text.strip()}"
 
 
-def _finding(result: Comparison, found: Finding) -> Iterator[str]:
+def _finding(result: Comparison, found: ReportFinding) -> Iterator[str]:
     origin = found.divergence
     if origin is None:
         yield f"{found.rule}: {found.text}"

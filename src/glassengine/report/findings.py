@@ -98,7 +98,7 @@ class SourceLine:
 
 
 @dataclass(frozen=True)
-class Finding:
+class ReportFinding:
     """One mistake, or one reason why a comparison is not ok.
 
     Attributes:
@@ -132,7 +132,7 @@ class Finding:
         return self.candidate is not None and self.candidate == self.baseline
 
 
-def findings(result: Comparison) -> list[Finding]:
+def findings(result: Comparison) -> list[ReportFinding]:
     """Return all findings, errors first, in order of execution.
 
     A comparison that is ok has no error among them, and one that is not ok has at least one.
@@ -154,13 +154,13 @@ def findings(result: Comparison) -> list[Finding]:
     if not result.ok and not any(finding.level == "error" for finding in found):
         rule = _RULE_OF.get(result.standing, "wrong")
         text = result.not_ok_because or RULES[rule]
-        found.append(Finding(rule, "error", None if first is None else first.site, text))
+        found.append(ReportFinding(rule, "error", None if first is None else first.site, text))
     return sorted(found, key=lambda finding: finding.level != "error")
 
 
-def _of_prompt(result: Comparison) -> list[Finding]:
+def _of_prompt(result: Comparison) -> list[ReportFinding]:
     wrong = () if result.prompt is None else result.prompt.wrong
-    return [Finding("prompt-differs", "error", None, f"{one.part}: {one.cause}: {one.detail}") for one in wrong]
+    return [ReportFinding("prompt-differs", "error", None, f"{one.part}: {one.cause}: {one.detail}") for one in wrong]
 
 
 def _once(result: Comparison, origins: Sequence[Divergence]) -> list[Divergence]:
@@ -193,7 +193,7 @@ def _pairs_of(result: Comparison, origins: Sequence[Divergence]) -> dict[tuple[s
     return found
 
 
-def _of_origin(origin: Divergence, pairs: Sequence[Pair], fails: bool) -> Finding:
+def _of_origin(origin: Divergence, pairs: Sequence[Pair], fails: bool) -> ReportFinding:
     where = f", {origin.where}" if origin.where else ""
     rank = f" of rank {origin.rank}" if origin.rank is not None else ""
     kind = f": {origin.hints[0].text}" if origin.hints else ""
@@ -203,7 +203,7 @@ def _of_origin(origin: Divergence, pairs: Sequence[Pair], fails: bool) -> Findin
     if pairs:
         text += f" The error: {size(pair_of(origin, pairs))}."
     lines = SourceLine.of(origin.source), SourceLine.of(origin.candidate_source)
-    return Finding(
+    return ReportFinding(
         "wrong" if origin.verdict == "wrong" else "suspicious",
         "error" if fails else "warning",
         origin.site,

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from glassengine.environment import versions
 from glassengine.reading.files import printable
-from glassengine.report.findings import RULES, Finding, SourceLine, findings
+from glassengine.report.findings import RULES, ReportFinding, SourceLine, findings
 from glassengine.report.words import hint_details
 from glassengine.results import Comparison, Message
 
@@ -115,7 +115,7 @@ def _rule(name: str, text: str) -> dict[str, Any]:
     }
 
 
-def _result(finding: Finding, result: Comparison, root: Path, asked_at: tuple[str, int] | None) -> dict[str, Any]:
+def _result(finding: ReportFinding, result: Comparison, root: Path, asked_at: tuple[str, int] | None) -> dict[str, Any]:
     physical, related = _places(finding, result, root)
     if physical is None and asked_at is not None:
         physical = _physical(SourceLine(*asked_at, ""), root)
@@ -139,7 +139,9 @@ def _result(finding: Finding, result: Comparison, root: Path, asked_at: tuple[st
     return found
 
 
-def _places(finding: Finding, result: Comparison, root: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
+def _places(
+    finding: ReportFinding, result: Comparison, root: Path
+) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
     """Return where to show the finding, which is in the repository, and the lines beside it."""
     sides = [("The candidate's line", finding.candidate), ("The baseline's line", finding.baseline)]
     lines = [(words, line, _physical(line, root)) for words, line in sides if line is not None]
@@ -185,7 +187,7 @@ def _inside(path: Path, root: Path) -> str | None:
     return None
 
 
-def _fingerprint(finding: Finding) -> str:
+def _fingerprint(finding: ReportFinding) -> str:
     """Return what stays the same while lines move and numbers change."""
     origin = finding.divergence
     parts = [finding.rule, finding.site or ""]
@@ -196,7 +198,7 @@ def _fingerprint(finding: Finding) -> str:
     return hashlib.sha256("\0".join(parts).encode("utf-8", "backslashreplace")).hexdigest()[:32]
 
 
-def _properties(finding: Finding, result: Comparison) -> dict[str, Any]:
+def _properties(finding: ReportFinding, result: Comparison) -> dict[str, Any]:
     hints = ["; ".join(f"{what}: {text}" for what, text in hint_details(hint)) for hint in finding.hints]
     found: dict[str, Any] = {"verdict": result.verdict, "hints": list(map(_text, hints))}
     origin = finding.divergence

@@ -25,7 +25,7 @@ from glassengine.sites import ROOT
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from glassengine.executable.snapshot.layout import Entry as SnapshotEntry
+    from glassengine.executable.snapshot.layout import SnapshotEntry as SnapshotEntry
     from glassengine.executable.snapshot.reader import Snapshot
     from glassengine.recording.series import Chosen, SeriesReader
     from glassengine.results.recorded import ListedSnapshot
@@ -44,14 +44,14 @@ _TREE_STATISTICS = ("min", "mean", "max", "std")
 
 
 @dataclass(frozen=True)
-class Row:
+class ShownRow:
     """One tensor: its entry and statistics, or what is known of one whose values were left out."""
 
     tensor: Entry | LeftOut
     summary: Summary | None = None
 
 
-def tree(rows: Iterable[Row], modules: Mapping[str, str]) -> RenderableType:
+def tree(rows: Iterable[ShownRow], modules: Mapping[str, str]) -> RenderableType:
     """Return one table per step and rank, the tensors indented under their modules.
 
     Args:
@@ -59,7 +59,7 @@ def tree(rows: Iterable[Row], modules: Mapping[str, str]) -> RenderableType:
         modules: Path -> class name; may be empty.
     """
     parts: list[RenderableType] = []
-    tables: dict[tuple[int, int], list[Row]] = {}
+    tables: dict[tuple[int, int], list[ShownRow]] = {}
     for row in rows:
         tables.setdefault((row.tensor.step, row.tensor.rank), []).append(row)
     for (step, rank), members in tables.items():
@@ -117,7 +117,7 @@ def split(site: str, modules: Mapping[str, str]) -> tuple[str, str]:
     return site, ""
 
 
-def sorted_by_module(rows: list[Row], modules: Mapping[str, str]) -> list[Row]:
+def sorted_by_module(rows: list[ShownRow], modules: Mapping[str, str]) -> list[ShownRow]:
     """Return the rows so that each module is in one place: in the model's order, or else that of the first tensors."""
     order: dict[str, int] = {path: position for position, path in enumerate(modules)}
     places: dict[str, list[int]] = {}
@@ -146,7 +146,7 @@ def _depth(path: str) -> int:
     return 0 if _is_root(path) else path.count(".") + 1
 
 
-def _row_cells(row: Row) -> list[str]:
+def _row_cells(row: ShownRow) -> list[str]:
     tensor = row.tensor
     if isinstance(tensor, Entry):
         found = row.summary

@@ -11,7 +11,7 @@ What = Literal["kind", "dtype", "shape", "stride", "device", "requires_grad", "i
 
 
 @dataclass(frozen=True)
-class Change(Result):
+class KeyChange(Result):
     """One difference.
 
     Attributes:
@@ -87,7 +87,7 @@ class Compilation(Result):
     kind: str = ""
     graph_hash: str = ""
     nearest: str = ""
-    changes: tuple[Change, ...] = ()
+    changes: tuple[KeyChange, ...] = ()
     num_ops: int = 0
     num_inputs: int = 0
     num_outputs: int = 0

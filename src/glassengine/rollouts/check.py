@@ -19,10 +19,10 @@ from glassengine.results.rollout import RolloutCause, RolloutComparison, Rollout
 from glassengine.rollouts import precision
 from glassengine.rollouts.formats import read_rollout
 from glassengine.rollouts.gap import Gap
-from glassengine.rollouts.precision import Precision
+from glassengine.rollouts.precision import PrecisionGap
 from glassengine.rollouts.samples import Rollout, Sample
-from glassengine.rollouts.search import Found, search, shares
-from glassengine.rollouts.settings import KIND_OF, Settings, changed, in_words, is_rounding
+from glassengine.rollouts.search import GapExplanation, search, shares
+from glassengine.rollouts.settings import KIND_OF, RolloutSettings, changed, in_words, is_rounding
 from glassengine.rollouts.trainer import DTYPES, Trainer
 
 _MOST_TOKENS, _MOST_LOGITS = 512, 1 << 24
@@ -102,7 +102,7 @@ def compare(
     Raises:
         IncomparableError: As for `check_rollout`.
     """
-    base = Settings(temperature=temperature or given.temperature or 1.0)
+    base = RolloutSettings(temperature=temperature or given.temperature or 1.0)
     gap = Gap(trainer, _searched(given.samples, trainer.vocab_size), base)
     floor = precision.floor(gap, base)
     first = base
@@ -110,7 +110,7 @@ def compare(
         forced = base.but(routes="file")
         first = forced if gap.loss(forced) < _HELPS * gap.loss(base) else base
 
-    def is_tight(settings: Settings) -> bool:
+    def is_tight(settings: RolloutSettings) -> bool:
         return precision.judge(gap, settings, engine_dtype).is_tight
 
     found = search(gap, base, first, floor, is_tight)
@@ -135,7 +135,9 @@ def _searched(samples: Sequence[Sample], vocab_size: int) -> list[Sample]:
     return found
 
 
-def _causes(gap: Gap, found: Found, base: Settings, rest: Precision) -> tuple[tuple[RolloutCause, ...], float]:
+def _causes(
+    gap: Gap, found: GapExplanation, base: RolloutSettings, rest: PrecisionGap
+) -> tuple[tuple[RolloutCause, ...], float]:
     each, left = shares(gap, found.settings, base)
     alike = tuple(
         " and ".join(in_words(name, value) for name, value in changed(one, base).items()) for one in found.alike[:3]
@@ -157,7 +159,7 @@ def _causes(gap: Gap, found: Found, base: Settings, rest: Precision) -> tuple[tu
     return tuple(sorted(causes, key=lambda one: -one.share)), left
 
 
-def _flips_by_rounding(gap: Gap, settings: Settings, rest: Precision) -> bool:
+def _flips_by_rounding(gap: Gap, settings: RolloutSettings, rest: PrecisionGap) -> bool:
     """Whether the file's experts differ from the trainer's no more often than rounding in the engine's dtype makes."""
     if rest.dtype is None:
         return False
@@ -179,12 +181,12 @@ def _flips_by_rounding(gap: Gap, settings: Settings, rest: Precision) -> bool:
 def _result(
     trainer: Trainer,
     given: Rollout,
-    base: Settings,
+    base: RolloutSettings,
     causes: tuple[RolloutCause, ...],
     left: float,
-    rest: Precision,
+    rest: PrecisionGap,
     gap: Gap,
-    found: Found,
+    found: GapExplanation,
     text_of: Callable[[int], str | None],
     engine_dtype: str | None,
 ) -> RolloutComparison:
@@ -240,7 +242,7 @@ def _result(
     )
 
 
-def _all(trainer: Trainer, given: Rollout, base: Settings) -> tuple[list[tuple[int, int, int]], Tensor, Tensor]:
+def _all(trainer: Trainer, given: Rollout, base: RolloutSettings) -> tuple[list[tuple[int, int, int]], Tensor, Tensor]:
     """Return (sample, place, token), engine and trainer of all tokens with finite values, a few samples at a time."""
     names: list[tuple[int, int, int]] = []
     engine: list[Tensor] = []
@@ -257,7 +259,7 @@ def _all(trainer: Trainer, given: Rollout, base: Settings) -> tuple[list[tuple[i
     return names, torch.cat(engine), torch.cat(trainers)
 
 
-def _in_words(rest: Precision, gap: Gap, settings: Settings) -> str:
+def _in_words(rest: PrecisionGap, gap: Gap, settings: RolloutSettings) -> str:
     """Return what the rest of the gap is."""
     if rest.dtype is not None:
         own = "" if rest.dtype == gap.trainer.dtype else f", in an engine beside a trainer in {gap.trainer.dtype}"
@@ -276,7 +278,7 @@ def _in_words(rest: Precision, gap: Gap, settings: Settings) -> str:
     return f"not rounding ({why}), and no change that was tried explains it{_shape(gap, settings)}"
 
 
-def _shape(gap: Gap, settings: Settings) -> str:
+def _shape(gap: Gap, settings: RolloutSettings) -> str:
     """Return a hint by the form of the gap, or ""."""
     values = gap.values(settings)
     d = gap.tokens.engine - values

@@ -32,7 +32,7 @@ Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Format:
+class RolloutFormat:
     """A way to write rollouts.
 
     Attributes:
@@ -346,20 +346,20 @@ def _arrays(record: Record) -> Iterator[Sample]:
 
 
 FORMATS = (
-    Format("slime or miles", ("tokens", "response_length", "rollout_log_probs"), _slime),
-    Format("NeMo-RL", ("token_ids", "input_lengths", "generation_logprobs"), _nemo),
-    Format("OpenRLHF", ("sequences", "action_mask", "rollout_log_probs"), _openrlhf),
-    Format("verl", ("prompts", "responses", "rollout_log_probs"), _verl),
-    Format("verl", ("input_ids", "responses", "rollout_log_probs"), _verl),
-    Format("verl's agent loop", ("prompt_ids", "response_ids", "response_logprobs"), _agent_loop),
-    Format("TRL", ("prompt_ids", "completion_ids", "logprobs"), _trl),
-    Format("SGLang", ("meta_info", "text"), _sglang),
-    Format("SGLang", ("meta_info", "output_ids"), _sglang),
-    Format("SGLang", ("meta_info", "prompt_token_ids"), _sglang),
-    Format("OpenAI's protocol", ("choices",), _openai),
-    Format("vLLM", ("prompt_token_ids", "outputs"), _vllm),
-    Format("vLLM", ("prompt_token_ids", "prompt_logprobs"), _vllm),
-    Format("plain lists", ("prompt_ids", "response_ids", "logprobs"), _lists),
-    Format("plain arrays", ("token_ids", "logprobs", "mask"), _arrays),
+    RolloutFormat("slime or miles", ("tokens", "response_length", "rollout_log_probs"), _slime),
+    RolloutFormat("NeMo-RL", ("token_ids", "input_lengths", "generation_logprobs"), _nemo),
+    RolloutFormat("OpenRLHF", ("sequences", "action_mask", "rollout_log_probs"), _openrlhf),
+    RolloutFormat("verl", ("prompts", "responses", "rollout_log_probs"), _verl),
+    RolloutFormat("verl", ("input_ids", "responses", "rollout_log_probs"), _verl),
+    RolloutFormat("verl's agent loop", ("prompt_ids", "response_ids", "response_logprobs"), _agent_loop),
+    RolloutFormat("TRL", ("prompt_ids", "completion_ids", "logprobs"), _trl),
+    RolloutFormat("SGLang", ("meta_info", "text"), _sglang),
+    RolloutFormat("SGLang", ("meta_info", "output_ids"), _sglang),
+    RolloutFormat("SGLang", ("meta_info", "prompt_token_ids"), _sglang),
+    RolloutFormat("OpenAI's protocol", ("choices",), _openai),
+    RolloutFormat("vLLM", ("prompt_token_ids", "outputs"), _vllm),
+    RolloutFormat("vLLM", ("prompt_token_ids", "prompt_logprobs"), _vllm),
+    RolloutFormat("plain lists", ("prompt_ids", "response_ids", "logprobs"), _lists),
+    RolloutFormat("plain arrays", ("token_ids", "logprobs", "mask"), _arrays),
 )
 """In the order in which they are tried."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from glassengine.rollouts.reported import Logits, Tokens
 from glassengine.rollouts.samples import Sample
-from glassengine.rollouts.settings import Settings
+from glassengine.rollouts.settings import RolloutSettings
 from glassengine.rollouts.trainer import Trainer
 
 MOST_GAP = 20.0
@@ -30,15 +30,15 @@ class Gap:
         base: Settings of the trainer.
     """
 
-    def __init__(self, trainer: Trainer, samples: Sequence[Sample], base: Settings) -> None:
+    def __init__(self, trainer: Trainer, samples: Sequence[Sample], base: RolloutSettings) -> None:
         self.trainer, self.samples, self.base = trainer, list(samples), base
         self.tokens = Tokens(self.samples)
         self.is_free = bool(trainer.gates) and not all(one.routes is not None for one in samples)
         self._logits: OrderedDict[tuple[Any, ...], Logits] = OrderedDict()
-        self._losses: dict[Settings, float] = {}
+        self._losses: dict[RolloutSettings, float] = {}
         self._most = max(3, _MOST_BYTES // (24 * max(1, len(self.tokens.ids) * trainer.vocab_size)))
 
-    def logits(self, settings: Settings) -> Logits:
+    def logits(self, settings: RolloutSettings) -> Logits:
         """Return the logits of a run; the last ones are held."""
         key = settings.of_run
         if key not in self._logits:
@@ -50,18 +50,18 @@ class Gap:
         self._logits.move_to_end(key)
         return self._logits[key]
 
-    def values(self, settings: Settings) -> Tensor:
+    def values(self, settings: RolloutSettings) -> Tensor:
         """Return what an engine with these settings reports."""
         with torch.no_grad():
             return self.logits(settings).reported(settings)
 
-    def of(self, settings: Settings) -> Tensor:
+    def of(self, settings: RolloutSettings) -> Tensor:
         """Return the gap of the tokens that both sides have; one that only the engine can have counts as `MOST_GAP`."""
         values = self.values(settings)
         found = (self.tokens.engine - values)[self.tokens.engine.isfinite() & ~values.isnan()]
         return found.nan_to_num(MOST_GAP, MOST_GAP, -MOST_GAP).clamp(-MOST_GAP, MOST_GAP)
 
-    def loss(self, settings: Settings) -> float:
+    def loss(self, settings: RolloutSettings) -> float:
         """Return the mean absolute gap; of the smaller ones where routers are free."""
         if settings not in self._losses:
             found = self.of(settings).abs()

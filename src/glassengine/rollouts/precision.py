@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from glassengine.rollouts.gap import Gap
-from glassengine.rollouts.settings import Settings
+from glassengine.rollouts.settings import RolloutSettings
 
 _MOST, _TIGHT = 1.6, 1.3
 """Largest size of a gap over that of rounding; measured ones are 0.4 to 1.15."""
@@ -24,7 +24,7 @@ _ORDER = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
-class Precision:
+class PrecisionGap:
     """What the rest of a gap is.
 
     Attributes:
@@ -50,7 +50,7 @@ class Precision:
         return self.dtype is not None and self.ratios[self.dtype] <= _TIGHT
 
 
-def judge(gap: Gap, settings: Settings, engine_dtype: str | None) -> Precision:
+def judge(gap: Gap, settings: RolloutSettings, engine_dtype: str | None) -> PrecisionGap:
     """Return which rounding the gap is that settings leave.
 
     Args:
@@ -85,10 +85,10 @@ def judge(gap: Gap, settings: Settings, engine_dtype: str | None) -> Precision:
         rounded = (gap.values(variants[found]) - exact)[known].nan_to_num(0.0, 0.0, 0.0)
         size = math.hypot(_size(rounded, False), _size(own, False))
         is_wide = not (1 / _TIGHT <= ratios[found] <= _TIGHT and _size(rest, False) <= _MOST * size)
-    return Precision(found, ratios, leans, is_wide)
+    return PrecisionGap(found, ratios, leans, is_wide)
 
 
-def floor(gap: Gap, settings: Settings) -> float:
+def floor(gap: Gap, settings: RolloutSettings) -> float:
     """Return the mean gap that rounding in the trainer's own dtype makes between two engines."""
     own, exact = gap.values(settings), gap.values(settings.but(dtype="float64"))
     found = (own - exact)[own.isfinite() & exact.isfinite()].abs()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from glassengine.rollouts.samples import Sample
-from glassengine.rollouts.settings import Settings
+from glassengine.rollouts.settings import RolloutSettings
 
 Heated = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """Rank of each token, its log-probability, sums of probabilities in order; probabilities that decide, their sums."""
@@ -70,7 +70,7 @@ class Logits:
         self._penalized: tuple[tuple[Any, ...], Tensor] | None = None
         self._held: tuple[tuple[float, str], Heated] | None = None
 
-    def reported(self, settings: Settings) -> Tensor:
+    def reported(self, settings: RolloutSettings) -> Tensor:
         """Return what an engine with these settings reports; NaN where nothing is, -inf where it cannot sample."""
         values, ids = self.values, self.tokens.ids[:, None]
         if settings.has_penalties:
@@ -90,7 +90,7 @@ class Logits:
             found = _truncated(*self._heated(values, settings), settings)
         return self._shifted(_of_kind(found, settings.kind), settings.shift)
 
-    def _with_penalties(self, settings: Settings) -> Tensor:
+    def _with_penalties(self, settings: RolloutSettings) -> Tensor:
         rows, tokens, counts = self.tokens.before()
         old = self.values[rows, tokens]
         new = torch.where(old > 0, old / settings.repetition, old * settings.repetition)
@@ -103,7 +103,7 @@ class Logits:
                  for row, kept in enumerate(sets)]  # fmt: skip
         return torch.stack(found)
 
-    def _heated(self, values: Tensor, settings: Settings) -> Heated:
+    def _heated(self, values: Tensor, settings: RolloutSettings) -> Heated:
         """Return what all sets of kept tokens have in common; that of the last temperature is held."""
         key = settings.repetition, settings.presence, settings.frequency, settings.eos
         if self._sorted is None or self._sorted[0] != key:
@@ -124,7 +124,7 @@ class Logits:
         return torch.where(same, moved, math.nan)
 
 
-def _heated(order: Tensor, rank: Tensor, settings: Settings) -> Heated:
+def _heated(order: Tensor, rank: Tensor, settings: RolloutSettings) -> Heated:
     heated = order / settings.temperature
     log_p = heated - heated.logsumexp(-1, keepdim=True)
     total = log_p.exp().cumsum(-1)
@@ -134,7 +134,7 @@ def _heated(order: Tensor, rank: Tensor, settings: Settings) -> Heated:
     return rank, log_p.gather(1, rank[:, None])[:, 0], total, log_p.exp(), total
 
 
-def _truncated(rank: Tensor, own: Tensor, total: Tensor, p: Tensor, sums: Tensor, settings: Settings) -> Tensor:
+def _truncated(rank: Tensor, own: Tensor, total: Tensor, p: Tensor, sums: Tensor, settings: RolloutSettings) -> Tensor:
     """Return log-probabilities where only a first part of the tokens, likeliest first, is kept.
 
     The first token that is left out counts as kept: rounding decides between it and the last one that is.

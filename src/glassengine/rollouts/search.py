@@ -12,7 +12,7 @@ import torch
 
 from glassengine.rollouts.gap import Gap
 from glassengine.rollouts.reported import Logits
-from glassengine.rollouts.settings import CHOICES, CONTINUOUS, SINGLE, TOKENS, Settings, changed
+from glassengine.rollouts.settings import CHOICES, CONTINUOUS, SINGLE, TOKENS, RolloutSettings, changed
 from glassengine.rollouts.trainer import configurations
 
 _MOST_CAUSES, _MOST_STATES = 3, 3
@@ -31,7 +31,7 @@ _TENSORS = 3
 
 
 @dataclass(frozen=True)
-class Found:
+class GapExplanation:
     """What explains a gap.
 
     Attributes:
@@ -40,12 +40,18 @@ class Found:
         alike: Other settings that leave as little.
     """
 
-    settings: Settings
+    settings: RolloutSettings
     loss: float
-    alike: tuple[Settings, ...] = ()
+    alike: tuple[RolloutSettings, ...] = ()
 
 
-def search(gap: Gap, start: Settings, first: Settings, floor: float, is_rounding: Callable[[Settings], bool]) -> Found:
+def search(
+    gap: Gap,
+    start: RolloutSettings,
+    first: RolloutSettings,
+    floor: float,
+    is_rounding: Callable[[RolloutSettings], bool],
+) -> GapExplanation:
     """Return the settings that explain a gap best.
 
     Args:
@@ -55,14 +61,14 @@ def search(gap: Gap, start: Settings, first: Settings, floor: float, is_rounding
         floor: Mean gap that rounding in the trainer's own dtype makes.
         is_rounding: Whether settings leave no more than rounding.
     """
-    states: list[Settings] = [first]
-    alike: tuple[Settings, ...] = ()
+    states: list[RolloutSettings] = [first]
+    alike: tuple[RolloutSettings, ...] = ()
     for number in range(_MOST_CAUSES):
         best = gap.loss(states[0])
         if best <= 1.5 * floor or (number and is_rounding(states[0])):
             break
         tries = {one for state in states for one in _tries(gap, state, start)}
-        kept: dict[frozenset[str], Settings] = {}
+        kept: dict[frozenset[str], RolloutSettings] = {}
         for one in sorted(tries, key=lambda one: (max(gap.loss(one), floor), _rank(one, start))):
             kept.setdefault(frozenset(changed(one, start)), one)
             if len(kept) == 2 * _MOST_STATES:
@@ -75,14 +81,14 @@ def search(gap: Gap, start: Settings, first: Settings, floor: float, is_rounding
         if number == 0:
             alike = tuple(one for one in refitted if one != simplest and _is_same(gap, one, simplest, floor))
     best_of = _pruned(gap, states[0], start, floor)
-    return Found(best_of, gap.loss(best_of), alike if len(changed(best_of, start)) == 1 else ())
+    return GapExplanation(best_of, gap.loss(best_of), alike if len(changed(best_of, start)) == 1 else ())
 
 
-def _is_same(gap: Gap, one: Settings, other: Settings, floor: float) -> bool:
+def _is_same(gap: Gap, one: RolloutSettings, other: RolloutSettings, floor: float) -> bool:
     return gap.loss(one) <= max(_SAME * gap.loss(other), 1.5 * floor)
 
 
-def _simplest(gap: Gap, found: list[Settings], start: Settings, floor: float) -> Settings:
+def _simplest(gap: Gap, found: list[RolloutSettings], start: RolloutSettings, floor: float) -> RolloutSettings:
     """Return the settings with the fewest and likeliest changes among those that leave as little as the best."""
     return min(
         (one for one in found if _is_same(gap, one, found[0], floor)),
@@ -90,12 +96,12 @@ def _simplest(gap: Gap, found: list[Settings], start: Settings, floor: float) ->
     )
 
 
-def _rank(one: Settings, start: Settings) -> tuple[int, ...]:
+def _rank(one: RolloutSettings, start: RolloutSettings) -> tuple[int, ...]:
     names = changed(one, start)
     return len(names), *sorted(map(_ORDER.index, names))
 
 
-def _pruned(gap: Gap, found: Settings, start: Settings, floor: float) -> Settings:
+def _pruned(gap: Gap, found: RolloutSettings, start: RolloutSettings, floor: float) -> RolloutSettings:
     """Return settings without the changes that explain nothing beside the others."""
     for name in sorted(changed(found, start), key=_ORDER.index, reverse=True):
         fewer = found.but(**{name: getattr(start, name)})
@@ -104,11 +110,11 @@ def _pruned(gap: Gap, found: Settings, start: Settings, floor: float) -> Setting
     return found
 
 
-def _tries(gap: Gap, state: Settings, start: Settings) -> Iterator[Settings]:
+def _tries(gap: Gap, state: RolloutSettings, start: RolloutSettings) -> Iterator[RolloutSettings]:
     """Yield settings with one more change, or two where each alone hides the other."""
     known = changed(state, start)
 
-    def new(**changes: Any) -> Iterator[Settings]:
+    def new(**changes: Any) -> Iterator[RolloutSettings]:
         one = state.but(**changes)
         if not known.keys() & changes.keys() and one != state:
             yield one
@@ -145,7 +151,7 @@ def _runs(gap: Gap) -> Iterator[dict[str, Any]]:
         yield {"routes": "file"}
 
 
-def _scaled(gap: Gap, state: Settings) -> Iterator[dict[str, Any]]:
+def _scaled(gap: Gap, state: RolloutSettings) -> Iterator[dict[str, Any]]:
     """Yield tensors that are scaled: those whose direction, by a backward, the gap has, and the best factor."""
     module = gap.trainer.module
     if state.weights != "own" or state.quantized or state.scale is not None:
@@ -187,11 +193,11 @@ def _scaled(gap: Gap, state: Settings) -> Iterator[dict[str, Any]]:
         yield {"scale": (name, near)}
 
 
-def _scaled_loss(gap: Gap, state: Settings, name: str) -> Callable[[float], float]:
+def _scaled_loss(gap: Gap, state: RolloutSettings, name: str) -> Callable[[float], float]:
     return lambda factor: gap.loss(state.but(scale=(name, factor)))
 
 
-def _best(gap: Gap, state: Settings, name: str, low: float, high: float) -> float:
+def _best(gap: Gap, state: RolloutSettings, name: str, low: float, high: float) -> float:
     """Return the best value of a continuous setting: a grid first, then by golden section around its best."""
 
     def loss(value: float) -> float:
@@ -219,7 +225,7 @@ def _golden(loss: Callable[[float], float], low: float, high: float, steps: int)
     return left if at_left < at_right else right
 
 
-def _refitted(gap: Gap, found: Settings, start: Settings) -> Settings:
+def _refitted(gap: Gap, found: RolloutSettings, start: RolloutSettings) -> RolloutSettings:
     """Return the settings with each value once more, given the others."""
     names = changed(found, start)
     cuts = [name for name in CHOICES if name in names]
@@ -245,7 +251,7 @@ def _refitted(gap: Gap, found: Settings, start: Settings) -> Settings:
     return found
 
 
-def _best_near(gap: Gap, state: Settings, name: str, value: float, width: float) -> float:
+def _best_near(gap: Gap, state: RolloutSettings, name: str, value: float, width: float) -> float:
     def loss(x: float) -> float:
         return gap.loss(state.but(**{name: x}))
 
@@ -264,7 +270,7 @@ def _near(name: str, value: Any) -> list[Any]:
     return [*choices, *(round(value + step * n, 4) for n in (-2, -1, 1, 2) if 0 < value + step * n < 1)]
 
 
-def shares(gap: Gap, found: Settings, start: Settings) -> tuple[dict[str, float], float]:
+def shares(gap: Gap, found: RolloutSettings, start: RolloutSettings) -> tuple[dict[str, float], float]:
     """Return the share of each change in the mean gap by Shapley's rule, and what all of them leave."""
     start = start.but(order=found.order)  # which changes nothing by itself
     names = list(changed(found, start))

@@ -9,7 +9,7 @@ from glassengine.results.rollout import CauseKind
 
 
 @dataclass(frozen=True)
-class Settings:
+class RolloutSettings:
     """How log-probabilities are made. The defaults are the trainer's: the model as it is, and plain log-softmax.
 
     Attributes:
@@ -62,7 +62,7 @@ class Settings:
     order: str = "temperature first"
     kept: str = "all"
 
-    def but(self, **changes: Any) -> Settings:
+    def but(self, **changes: Any) -> RolloutSettings:
         """Return the same settings with some changes."""
         return replace(self, **changes)
 
@@ -126,11 +126,11 @@ def is_rounding(name: str, value: Any) -> bool:
     return name in ROUNDING or (name == "kind" and str(value).startswith("rounded"))
 
 
-def changed(settings: Settings, base: Settings) -> dict[str, Any]:
+def changed(settings: RolloutSettings, base: RolloutSettings) -> dict[str, Any]:
     """Return the settings that differ."""
     return {
         one.name: getattr(settings, one.name)
-        for one in fields(Settings)
+        for one in fields(RolloutSettings)
         if getattr(settings, one.name) != getattr(base, one.name)
     }
 

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from glassengine.errors import IncomparableError, UsageError, first_line
 from glassengine.rollouts.samples import Sample
-from glassengine.rollouts.settings import Settings
+from glassengine.rollouts.settings import RolloutSettings
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _MOST_COPIES = 4
@@ -79,7 +79,7 @@ class Trainer:
         found = [self.prompt(one, how) for one in samples]
         return all(found) and any(a != one.prompt for a, one in zip(found, samples, strict=True))
 
-    def logits(self, samples: Sequence[Sample], settings: Settings) -> Tensor:
+    def logits(self, samples: Sequence[Sample], settings: RolloutSettings) -> Tensor:
         """Return the logits before each token of the responses.
 
         Raises:
@@ -90,7 +90,7 @@ class Trainer:
         with self._changed(settings) as module:
             return torch.cat([self._part(module, samples[at : at + settings.batch], settings) for at in parts])
 
-    def _part(self, module: Any, samples: Sequence[Sample], settings: Settings) -> Tensor:
+    def _part(self, module: Any, samples: Sequence[Sample], settings: RolloutSettings) -> Tensor:
         rows = [self.prompt(one, settings.tokens) + one.response for one in samples]
         width = max(map(len, rows))
         largest = max(map(max, rows))
@@ -115,7 +115,7 @@ class Trainer:
         return torch.cat([found[at, start - 1 : end - 1] for at, (start, end) in enumerate(ends)])
 
     @contextlib.contextmanager
-    def _changed(self, settings: Settings) -> Iterator[Any]:
+    def _changed(self, settings: RolloutSettings) -> Iterator[Any]:
         """Yield the model with dtype, weights, configuration and head of the settings."""
         module = self._copy(settings)
         with contextlib.ExitStack() as undo:
@@ -141,7 +141,7 @@ class Trainer:
                 undo.callback(head.register_forward_hook(rounded).remove)
             yield module
 
-    def _copy(self, settings: Settings) -> Any:
+    def _copy(self, settings: RolloutSettings) -> Any:
         """Return the model with the weights and dtype of the settings, made when it is first asked for."""
         key = settings.weights, settings.quantized, settings.dtype or self.dtype
         if key == ("own", None, self.dtype):
@@ -160,7 +160,7 @@ class Trainer:
         return self._copies[key]
 
     @contextlib.contextmanager
-    def _routed(self, module: Any, samples: Sequence[Sample], width: int, settings: Settings) -> Iterator[None]:
+    def _routed(self, module: Any, samples: Sequence[Sample], width: int, settings: RolloutSettings) -> Iterator[None]:
         """Force the experts of the file, where these are wanted: weights follow from the model's own logits."""
         with contextlib.ExitStack() as hooks:
             if settings.routes == "file":
@@ -171,7 +171,7 @@ class Trainer:
                     hooks.callback(gate.register_forward_hook(_forcing(known, width, skipped)).remove)
             yield
 
-    def own_routes(self, samples: Sequence[Sample], settings: Settings) -> list[Tensor]:
+    def own_routes(self, samples: Sequence[Sample], settings: RolloutSettings) -> list[Tensor]:
         """Return the experts that the model itself takes, as [tokens - 1, layers, k] of each sample."""
         found: list[Tensor] = []
         with self._changed(settings) as module, contextlib.ExitStack() as hooks, torch.no_grad():

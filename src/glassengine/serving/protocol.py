@@ -2,7 +2,7 @@
 
 A candidate is named by its kind and where it is. Built-in kinds are a table here, of the plugin `serving`. Other
 packages register theirs by an entry point of the group `glassengine.serving`: a function from what follows the colon,
-and `Options`, to a `Served`.
+and `ServingOptions`, to a `Served`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from glassengine.results import Kind
 
 
 @dataclass(frozen=True)
-class Options:
+class ServingOptions:
     """How an engine is run.
 
     Attributes:
@@ -43,7 +43,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Run:
+class ServingRun:
     """One run of an engine.
 
     Attributes:
@@ -85,7 +85,7 @@ class ServedWeight:
 
 
 @dataclass(frozen=True)
-class Setting:
+class EngineSetting:
     """A number that the engine computes with, and the checkpoint's.
 
     Attributes:
@@ -128,10 +128,10 @@ class Served(Protocol):
     def extra_weights(self) -> Sequence[str]:
         """Return its tensors that stand for no parameter of the module asked last."""
 
-    def settings(self, config: Any) -> Sequence[Setting]:
+    def settings(self, config: Any) -> Sequence[EngineSetting]:
         """Return the numbers that it computes with, as far as the checkpoint has them too."""
 
-    def record(self, run: Run, path: Path) -> None:
+    def record(self, run: ServingRun, path: Path) -> None:
         """Run, and write a recording: its own names, with the metadata that `alignment.aligned` reads."""
 
 
@@ -144,14 +144,14 @@ class ServedOnce(Served, Protocol):
 
 @runtime_checkable
 class ServedInDtype(Served, Protocol):
-    """An engine that takes the dtype in which it computes from `Options.dtype`."""
+    """An engine that takes the dtype in which it computes from `ServingOptions.dtype`."""
 
     dtype: str
 
 
 @runtime_checkable
 class ServedInSession(Served, Protocol):
-    """An engine that runs an ONNX file in a session of `Options.session`."""
+    """An engine that runs an ONNX file in a session of `ServingOptions.session`."""
 
     session: SessionSettings
 
@@ -160,7 +160,9 @@ class ServedInSession(Served, Protocol):
 class ServedTogether(Served, Protocol):
     """An engine that runs several prompts at once."""
 
-    def record_together(self, runs: Sequence[Run], folder: Path, ways: Sequence[str]) -> Mapping[str, TensorSource]:
+    def record_together(
+        self, runs: Sequence[ServingRun], folder: Path, ways: Sequence[str]
+    ) -> Mapping[str, TensorSource]:
         """Run all prompts each way, "alone" or "together"; return what was recorded, forward by forward."""
 
 
@@ -220,7 +222,7 @@ def results_of_cache(name: str) -> list[str]:
     return [name.replace(past, now, 1) for past, now in (("past_key_values", "present"), ("past", "present"))]
 
 
-def open_served(candidate: object, options: Options = Options()) -> Served | None:
+def open_served(candidate: object, options: ServingOptions = ServingOptions()) -> Served | None:
     """Return the candidate that `gguf:FILE` names; None where the text names no kind.
 
     Raises:

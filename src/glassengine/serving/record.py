@@ -14,9 +14,9 @@ from glassengine.program import load_inputs
 from glassengine.recording.read.reader import Recording
 from glassengine.results import RecordedTarget
 from glassengine.serving.protocol import (
-    Options,
-    Run,
     ServedInDtype,
+    ServingOptions,
+    ServingRun,
     open_served,
 )
 from glassengine.writing.files import remove_tree
@@ -53,7 +53,7 @@ def record_served(
         UsageError: No token ids of one row are given, or the engine cannot be opened.
         BackendError: The engine fails.
     """
-    served = open_served(target, Options(library=library, python=python, dtype=dtype))
+    served = open_served(target, ServingOptions(library=library, python=python, dtype=dtype))
     assert served is not None
     if dtype != "auto" and not isinstance(served, ServedInDtype):
         raise UsageError("the engine computes in the dtypes of its file", got=f"--dtype {dtype}", hint="leave it out")
@@ -74,7 +74,7 @@ def record_served(
     if overwrite and target_path.is_dir():
         Recording.open(target_path)  # nothing but a recording is replaced
         remove_tree(target_path)
-    served.record(Run(prompt, steps, forced, as_deployed), target_path)
+    served.record(ServingRun(prompt, steps, forced, as_deployed), target_path)
     opened = Recording.open(target_path)
     total = sum(entry.nbytes for entry in opened.entries)
     return RecordedTarget(str(path), len(opened.steps), len(opened.entries), len(opened.left_out), total)

@@ -62,7 +62,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Found:
+class ObjectFacts:
     """What a store says of a place.
 
     Attributes:
@@ -98,7 +98,7 @@ class Found:
         return "it was replaced" if is_same_kind and now.version != self.version else None
 
 
-def find(url: str) -> Found | None:
+def find(url: str) -> ObjectFacts | None:
     """Return what is at a place, or None.
 
     Raises:
@@ -110,7 +110,7 @@ def find(url: str) -> Found | None:
     return found
 
 
-def require(url: str, *, owned: bool = False, directory: bool = False) -> Found:
+def require(url: str, *, owned: bool = False, directory: bool = False) -> ObjectFacts:
     """Return what is known of an object.
 
     Raises:
@@ -130,7 +130,7 @@ def require(url: str, *, owned: bool = False, directory: bool = False) -> Found:
     raise kind("a file cannot be read", got=f"{url}: {what}", expected=close or None)
 
 
-def listed(url: str) -> list[Found]:
+def listed(url: str) -> list[ObjectFacts]:
     """Return what is directly below a place, by name; nothing where nothing is there.
 
     Names that no path can have are refused: they would lead out of a directory.
@@ -154,7 +154,7 @@ def listed(url: str) -> list[Found]:
     return sorted(found, key=lambda item: item.url)
 
 
-def below(url: str, depth: int = 0) -> Iterator[tuple[str, Found]]:
+def below(url: str, depth: int = 0) -> Iterator[tuple[str, ObjectFacts]]:
     """Yield (relative name, object) for all objects below a place, at any depth.
 
     Raises:
@@ -242,9 +242,9 @@ def in_parallel(function: Callable[[Item], Result], items: Sequence[Item]) -> li
         return list(pool.map(function, items))
 
 
-def _found(url: str, info: dict[str, Any]) -> Found:
+def _found(url: str, info: dict[str, Any]) -> ObjectFacts:
     version = next((f"{key.lower()}={_text(info[key])}" for key in _VERSIONS if info.get(key) is not None), "")
-    return Found(url, int(info.get("size") or 0), version, info.get("type") == _DIRECTORY)
+    return ObjectFacts(url, int(info.get("size") or 0), version, info.get("type") == _DIRECTORY)
 
 
 def _text(version: object) -> str:
@@ -322,7 +322,7 @@ def forget(url: str) -> None:
             del kept[key]
 
 
-def _block(found: Found, number: int) -> bytes:
+def _block(found: ObjectFacts, number: int) -> bytes:
     """Return one block; where the one before it is kept, those behind it are fetched with it."""
     kept, lock = _blocks(os.getpid())
     first, last = (found.url, found.version, number), -(-found.size // BLOCK_BYTES)
@@ -344,7 +344,7 @@ def _block(found: Found, number: int) -> bytes:
     return data[0]
 
 
-def read_range(found: Found, start: int, num_bytes: int) -> Any:
+def read_range(found: ObjectFacts, start: int, num_bytes: int) -> Any:
     """Return a writable buffer with bytes of an object.
 
     Raises:
@@ -381,7 +381,7 @@ def read_range(found: Found, start: int, num_bytes: int) -> Any:
 class ObjectFile(io.RawIOBase):
     """An object open for reading, by blocks."""
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: ObjectFacts) -> None:
         self.size = found.size
         self._found = found
         self._position = 0

@@ -27,7 +27,7 @@ _HERE = ("file", "local")
 _MAX_DEPTH = 64
 
 
-class Remote(type(Path())):  # type: ignore[misc]  # the class of this system's paths
+class RemotePath(type(Path())):  # type: ignore[misc]  # the class of this system's paths
     """A path in a store; as text it is its URL, and asks its store what a path asks its disk.
 
     Everything that needs a descriptor (`os.open`, a mapping) fails: `reading.files` and `stores` read it.
@@ -40,7 +40,7 @@ class Remote(type(Path())):  # type: ignore[misc]  # the class of this system's 
         return str(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Remote, (str(self),)
+        return RemotePath, (str(self),)
 
     def exists(self, **_: Any) -> bool:
         """Return whether there is an object, or one below it."""
@@ -58,11 +58,11 @@ class Remote(type(Path())):  # type: ignore[misc]  # the class of this system's 
         """Return False: a store has none."""
         return False
 
-    def iterdir(self) -> Iterator[Remote]:
+    def iterdir(self) -> Iterator[RemotePath]:
         """Yield what is directly below it, by name."""
         yield from (self / item.name for item in objects.listed(str(self)))
 
-    def glob(self, pattern: str, **_: Any) -> Iterator[Remote]:
+    def glob(self, pattern: str, **_: Any) -> Iterator[RemotePath]:
         """Yield what is there for a relative pattern without `**`, by name."""
         first, _slash, rest = str(pattern).partition("/")
         if "*" not in first:
@@ -75,7 +75,7 @@ class Remote(type(Path())):  # type: ignore[misc]  # the class of this system's 
             elif "*" in first or item.exists():
                 yield item
 
-    def absolute(self, **_: Any) -> Remote:
+    def absolute(self, **_: Any) -> RemotePath:
         """Return itself."""
         return self
 
@@ -87,14 +87,14 @@ class Remote(type(Path())):  # type: ignore[misc]  # the class of this system's 
 
 
 def place(path: str | Path) -> Path:
-    """Return a path of this machine, or a `Remote`.
+    """Return a path of this machine, or a `RemotePath`.
 
     A directory that is called like a URL is `./s3:/...`, as a string.
 
     Raises:
         UsageError: It is the address of something that is neither, as `https://host/x`, or leads out of its bucket.
     """
-    if isinstance(path, Remote):
+    if isinstance(path, RemotePath):
         return path
     found = _URL.fullmatch(str(path))
     if found is None:
@@ -113,12 +113,12 @@ def place(path: str | Path) -> Path:
     parts = rest.split("/")
     if "::" in rest or ".." in parts or "\0" in rest or len(parts) > _MAX_DEPTH or not parts[0]:
         raise UsageError("not a place in a store", got=f"{scheme}://{rest}", expected=f"{scheme}://BUCKET/PATH")
-    return Remote(f"{scheme}://{rest}".rstrip("/"))
+    return RemotePath(f"{scheme}://{rest}".rstrip("/"))
 
 
-def remote(path: str | Path) -> Remote | None:
+def remote(path: str | Path) -> RemotePath | None:
     """Return the place in a store that a path names, or None for any other path."""
-    if isinstance(path, Remote):
+    if isinstance(path, RemotePath):
         return path
     found = _URL.fullmatch(str(path))
     is_ours = found is not None and found[1].lower() in objects.EXTRAS
@@ -127,7 +127,7 @@ def remote(path: str | Path) -> Remote | None:
 
 def size_of(path: Path) -> int:
     """Return the bytes of a file or an object."""
-    return objects.require(str(path)).size if isinstance(path, Remote) else path.stat().st_size
+    return objects.require(str(path)).size if isinstance(path, RemotePath) else path.stat().st_size
 
 
 @contextlib.contextmanager
@@ -144,7 +144,7 @@ def delivered(target: str | Path, *, overwrite: bool = True, last: str = "", rep
         UsageError: The store cannot be used, or has one of the objects.
     """
     there = place(target)
-    if not isinstance(there, Remote):
+    if not isinstance(there, RemotePath):
         yield there
         return
     objects.find(str(there))  # before any work is done
@@ -162,7 +162,7 @@ def delivered(target: str | Path, *, overwrite: bool = True, last: str = "", rep
         shutil.rmtree(root, ignore_errors=True)
 
 
-def deliver(local: Path, there: Remote, *, overwrite: bool = True, last: str = "") -> None:
+def deliver(local: Path, there: RemotePath, *, overwrite: bool = True, last: str = "") -> None:
     """Upload a file or directory.
 
     Raises:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from glassengine.environment import open_flag
 from glassengine.errors import UsageError
-from glassengine.stores.places import Remote, place
+from glassengine.stores.places import RemotePath, place
 
 with contextlib.suppress(ImportError):  # Windows has none
     import fcntl
@@ -268,7 +268,7 @@ def local(path: str | Path) -> Path:
             as a string.
     """
     found = place(path)
-    if not isinstance(found, Remote):
+    if not isinstance(found, RemotePath):
         return found
     raise UsageError(
         "only files of this machine are written",

@@ -18,7 +18,7 @@ from glassengine.executable.metrics.compilation import Occasion, compilations
 from glassengine.executable.metrics.metrics import metrics, reset_metrics
 from glassengine.executable.run.executable import Executable
 from glassengine.frontends.eager_debug import OpRunner
-from glassengine.frontends.eager_graph import Call, compile_call, examine
+from glassengine.frontends.eager_graph import EagerCall, compile_call, examine
 
 MM = torch.ops.aten.mm.default
 
@@ -36,7 +36,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def compile_once(op: torch._ops.OpOverload = MM, args: Sequence[torch.Tensor] | None = None) -> Executable:
     """Compile as a new process would: nothing of an earlier call is used again."""
     given = args or [torch.arange(6.0).reshape(2, 3), torch.arange(12.0).reshape(3, 4)]
-    call = Call(examine(op), given, {})
+    call = EagerCall(examine(op), given, {})
     made = compile_call(call, with_numbers=False, backend=InductorBackend(), occasion=Occasion(()))
     torch.testing.assert_close(made.run(call), op(*given))
     return made.executable

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from glassengine.capture.watch.recent_steps import Column, DeviceNorms, Item, StepBuffer, retain_freed_memory
+from glassengine.capture.watch.recent_steps import Column, DeviceNorms, StepBuffer, StepItem, retain_freed_memory
 from glassengine.recording.layout.statistics import copied_norm, norm_of
 
 
@@ -34,9 +34,9 @@ def test_a_watch_without_memory_keeps_none() -> None:
     assert retain_freed_memory(0)() is None
 
 
-def item_of(tensor: Tensor) -> Item:
+def item_of(tensor: Tensor) -> StepItem:
     column = Column("a", 0, None, {}, copies=False)
-    return Item(column, tensor.dtype, tensor.shape, tensor.detach(), tensor._version)
+    return StepItem(column, tensor.dtype, tensor.shape, tensor.detach(), tensor._version)
 
 
 def test_norms_in_bulk_are_those_of_each() -> None:

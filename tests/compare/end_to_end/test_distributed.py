@@ -21,7 +21,7 @@ from torch import nn
 import glassengine as glass
 from glassengine.compare import loader, pairs
 from glassengine.compare.compare import compare
-from glassengine.compare.pairs import Block
+from glassengine.compare.pairs import PairBlock
 from glassengine.errors import CorruptError, UsageError
 from glassengine.recording.write.writer import RecordingWriter
 from glassengine.workers import Died, InProcess
@@ -201,7 +201,7 @@ def test_what_kills_its_workers_is_named_and_not_ok(sides: Path, monkeypatch: py
     wanted = 5
     asked = []
 
-    def run(self: InProcess, requests: Iterable[Block], *, attempts: int = 3) -> Generator[Any, None, None]:
+    def run(self: InProcess, requests: Iterable[PairBlock], *, attempts: int = 3) -> Generator[Any, None, None]:
         for block in requests:
             asked.append(len(block.items))
             is_deadly = any(item.number == wanted for item in block.items)

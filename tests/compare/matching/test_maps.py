@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from glassengine.compare import compare
 from glassengine.compare.matching.globs import _parsed, captures
 from glassengine.compare.matching.layouts import _OPERATIONS
-from glassengine.compare.matching.maps import Rule, load_map
+from glassengine.compare.matching.maps import MapRule, load_map
 from glassengine.compare.matching.matching import pair_names
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.recording.write.writer import RecordingWriter
@@ -335,7 +335,7 @@ def test_numbered_wildcards() -> None:
     assert pairs({"rules": [{"baseline": "a.*.b.*", "candidate": "c.{2}.{1}"}]}, ["a.1.b.2"], ["c.2.1"]) == [
         ("a.1.b.2", "c.2.1")
     ]
-    assert str(Rule("a", ("b", "c"))) == "'a' -> 'b', 'c'"
+    assert str(MapRule("a", ("b", "c"))) == "'a' -> 'b', 'c'"
 
 
 def test_the_maps_of_the_guide_are_maps(root: Path) -> None:

@@ -16,7 +16,7 @@ from glassengine.compare import compare
 from glassengine.compare.ranks.shards import assembled
 from glassengine.errors import CorruptError, IncomparableError, UsageError
 from glassengine.recording.layout.layout import Sharding
-from glassengine.recording.layout.noise_floor import FILE, Floor, write_noise_floor
+from glassengine.recording.layout.noise_floor import FILE, StoredFloor, write_noise_floor
 from glassengine.recording.read.reader import Recording
 from glassengine.recording.read.source import RankRecordings, open_source
 from glassengine.recording.write.writer import RecordingWriter
@@ -287,7 +287,7 @@ def test_ranks_are_judged_by_the_noise_floor_of_each(tmp_path: Path) -> None:
     for rank, size in enumerate(noise):
         power = float(randn(4, 4, seed=rank).square().mean())
         slices = tuple(np.full(4, size**2) for _ in range(2))
-        floors = {("y", 0, rank): Floor(size**2, power, slices)}
+        floors = {("y", 0, rank): StoredFloor(size**2, power, slices)}
         write_noise_floor(tmp_path / "x" / f"rank{rank}", floors, "by hand")
     for bad, verdict in ((1, "rounding"), (0, "wrong")):
         each = [{"y": randn(4, 4, seed=rank) + (noise[1] if rank == bad else 0)} for rank in range(2)]

@@ -302,9 +302,9 @@ def piece() -> Piece:
 
 
 def _all(module: torch.fx.GraphModule, values: dict[str, Any]) -> dict[str, Any]:
-    from glassengine.judge.graphs.cut import Recorder
+    from glassengine.judge.graphs.cut import NodeRecorder
 
-    recorder = Recorder(module)
+    recorder = NodeRecorder(module)
     recorder.run(*values.values())
     return recorder.values
 

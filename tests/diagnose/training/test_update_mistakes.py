@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from glassengine.diagnose.training.findings import Found
+from glassengine.diagnose.training.findings import TrainingFindings
 from glassengine.diagnose.training.run import train
 from glassengine.diagnose.training.updates import judge_updates
 from glassengine.results import Divergence
@@ -39,7 +39,7 @@ def updated(mistake: training.Trained, *, is_right: bool = False) -> list[Diverg
     batches = [{"input": torch.randn(4, 5)} for _ in range(2)]
     own = mistake.baseline if is_right else mistake.candidate or mistake.baseline
     steps = train(candidate, batches, lambda out: (out - 1).square().sum(), own)
-    found = Found()
+    found = TrainingFindings()
     judge_updates(found, baseline, steps, mistake.baseline)
     return found.origins
 

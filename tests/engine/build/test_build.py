@@ -21,7 +21,7 @@ import glassengine as glass
 from glassengine.backends.eager import EagerBackend
 from glassengine.engine import Engine, build_program
 from glassengine.engine.build.build import default_directory
-from glassengine.engine.build.plan import BuildPlan, Settings, plan_build
+from glassengine.engine.build.plan import BuildPlan, BuildSettings, plan_build
 from glassengine.engine.store import files
 from glassengine.engine.store.requests import parse_request
 from glassengine.errors import BackendError, CorruptError, UnknownNameError, UsageError
@@ -35,7 +35,7 @@ def eager(program: Program, directory: Path, **options: Any) -> Engine:
 
 
 def planned(program: Program, *requests: str, **options: Any) -> BuildPlan:
-    settings = Settings(backend="eager", add_output=requests, implicit_outputs=True, **options)
+    settings = BuildSettings(backend="eager", add_output=requests, implicit_outputs=True, **options)
     return plan_build(program, Path("e"), settings)
 
 

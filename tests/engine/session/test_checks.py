@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from glassengine.engine import Engine
-from glassengine.engine.session.checks import Row, check_prompts, refuse, render, render_tensors, results_of
+from glassengine.engine.session.checks import InputRow, check_prompts, refuse, render, render_tensors, results_of
 from glassengine.errors import CorruptError, UsageError
 
 
@@ -52,8 +52,8 @@ def test_nothing_is_said_when_all_fits(engine: Engine) -> None:
 
 def test_table() -> None:
     rows = [
-        Row("a", "int64", "cpu", "[1]", "int64 cpu [2]", "too small", "pass more"),
-        Row("bb", "-", "-", "3", "1..4"),
+        InputRow("a", "int64", "cpu", "[1]", "int64 cpu [2]", "too small", "pass more"),
+        InputRow("bb", "-", "-", "3", "1..4"),
     ]
     assert render(rows).splitlines() == [
         "input  dtype  device  shape  built for      problem    to do",

@@ -11,7 +11,7 @@ import torch
 import glassengine as glass
 from glassengine.engine import Engine, build_program
 from glassengine.engine.store.manifest import FILE, read_manifest
-from glassengine.engine.store.requests import Request, find_sites, read_requests
+from glassengine.engine.store.requests import OutputRequest, find_sites, read_requests
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.program import Program
 
@@ -23,9 +23,12 @@ def test_alias_file(program: Program, tmp_path: Path) -> None:
     path = tmp_path / "names.json"
     path.write_text(json.dumps({"layers.*.mlp": "mlp", "mm_default": "q", "re:a=b": "c"}))
     assert read_requests(["lm_head", f"@{path}", "x=y:float32"]) == [
-        Request("lm_head"), Request("layers.*.mlp", "mlp"), Request("mm_default", "q"), Request("re:a=b", "c"),
-        Request("x", "y", "float32"),
-    ]  # fmt: skip
+        OutputRequest("lm_head"),
+        OutputRequest("layers.*.mlp", "mlp"),
+        OutputRequest("mm_default", "q"),
+        OutputRequest("re:a=b", "c"),
+        OutputRequest("x", "y", "float32"),
+    ]
     path.write_text(json.dumps({"layers.*.mlp": "mlp"}))
     engine = build_program(program, tmp_path / "e", backend="eager", outputs=[f"@{path}"])
     assert list(engine.added_outputs) == ["mlp_0", "mlp_1"]

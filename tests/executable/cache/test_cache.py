@@ -23,7 +23,7 @@ from glassengine import environment
 from glassengine.errors import UsageError
 from glassengine.executable.cache import cache as cache_module
 from glassengine.executable.cache import store as cache_store
-from glassengine.executable.cache.cache import Compiled, Work, compiled, examine_cache
+from glassengine.executable.cache.cache import CacheWork, Compiled, compiled, examine_cache
 from glassengine.executable.cache.key import SCHEMA_VERSION, Parts
 from glassengine.executable.graph.graph import CapturedGraph, input_spec
 from glassengine.executable.metrics.metrics import metrics, reset_metrics
@@ -59,9 +59,9 @@ class Compiler:
         return {"backend": {"name": "fake"}, "options": self.options}
 
     @contextlib.contextmanager
-    def within(self, directory: Path) -> Iterator[Work]:
+    def within(self, directory: Path) -> Iterator[CacheWork]:
         self._directory = directory
-        work = Work()
+        work = CacheWork()
         before = self.compilations
         yield work
         work.reused = self.compilations == before

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from glassengine.executable.cache.key import Difference, Parts, differences, digest, explain_miss
+from glassengine.executable.cache.key import KeyDifference, Parts, differences, digest, explain_miss
 
 STORED: Parts = {
     "graph": {"calls": "aten.addmm.default", "arguments": "(%0, %1, %2)"},
@@ -22,9 +22,9 @@ def test_key_is_of_the_values_and_not_of_their_order() -> None:
 def test_differences_are_both_ways() -> None:
     wanted = {**changed(inputs={"1": "float32[4, 10]", "2": "int64[1]"}), "options": {"level": "3"}}
     assert differences(STORED, wanted) == [
-        Difference("inputs", "1", "float32[2, 10]", "float32[4, 10]"),
-        Difference("inputs", "2", "", "int64[1]"),
-        Difference("options", "level", "", "3"),
+        KeyDifference("inputs", "1", "float32[2, 10]", "float32[4, 10]"),
+        KeyDifference("inputs", "2", "", "int64[1]"),
+        KeyDifference("options", "level", "", "3"),
     ]
     assert [(d.stored, d.wanted) for d in differences(wanted, STORED)][1] == ("int64[1]", "")
 
@@ -48,5 +48,5 @@ def test_operations_that_are_new_and_compiled_otherwise() -> None:
 
 def test_of_a_long_value_the_words_that_differ_are_shown() -> None:
     flags = [f"flag{index}" for index in range(50)]
-    shown = str(Difference("processor", "flags", " ".join(flags), " ".join([*flags[1:], "amx"])))
+    shown = str(KeyDifference("processor", "flags", " ".join(flags), " ".join([*flags[1:], "amx"])))
     assert shown == "processor.flags: -flag0 +amx"

@@ -20,7 +20,7 @@ import glassengine as glass
 from glassengine import spans
 from glassengine.errors import BackendError, CorruptError, UsageError
 from glassengine.executable.graph.execution import observers
-from glassengine.executable.profile.trace import Span, annotate, kind_of, nest, summarize
+from glassengine.executable.profile.trace import ProfileSpan, annotate, kind_of, nest, summarize
 from glassengine.executable.run.executable import Executable
 from tests import children
 
@@ -106,7 +106,7 @@ def nested(trace: dict[str, Any]) -> list[tuple[str, ...]]:
     """Return the chain of our spans above and with each of them, in order of time."""
     found: list[tuple[str, ...]] = []
 
-    def walk(level: list[Span], above: tuple[str, ...]) -> None:
+    def walk(level: list[ProfileSpan], above: tuple[str, ...]) -> None:
         for span in level:
             kind = kind_of(span.event)
             here = above if kind is None else (*above, f"{kind} {span.event['name']}")

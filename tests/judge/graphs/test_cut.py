@@ -14,13 +14,13 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from glassengine.judge.graphs.cut import MAX_TRIALS, Piece, Recorder, clone, cut, piece_of, smallest_failing
+from glassengine.judge.graphs.cut import MAX_TRIALS, NodeRecorder, Piece, clone, cut, piece_of, smallest_failing
 
 Values = dict[str, Any]
 
 
 def recorded(module: GraphModule, *inputs: torch.Tensor) -> Values:
-    recorder = Recorder(module)
+    recorder = NodeRecorder(module)
     recorder.run(*inputs)
     return recorder.values
 

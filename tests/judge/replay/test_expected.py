@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from glassengine.judge.graphs.cut import Piece, Recorder, piece_of
+from glassengine.judge.graphs.cut import NodeRecorder, Piece, piece_of
 from glassengine.judge.replay.expected import expected_of, judged
 
 
 def piece_of_all(function: Callable[[Tensor], object], x: Tensor) -> Piece:
     graph = make_fx(function)(x.clone())
-    recorder = Recorder(graph)
+    recorder = NodeRecorder(graph)
     recorder.run(x.clone())
     piece = piece_of([node for node in graph.graph.nodes if node.op == "call_function"], recorder.values)
     assert piece is not None

@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from glassengine.judge.graphs.cut import cut
 from glassengine.judge.graphs.flat import flat_program, with_values
-from glassengine.judge.replay.expected import Replayed
+from glassengine.judge.replay.expected import ReplayedTensor
 from glassengine.judge.replay.explanations import EXPLANATIONS
 from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.program.representation.program import Program
@@ -53,7 +53,7 @@ class Example:
     observed: Mapping[str, Tensor] = field(default_factory=dict)
     own: Callable[[Node], Any] | None = None
 
-    def judge(self, result: Tensor, how: Cut = Cut.OP, *, compiled: bool = True) -> Replayed | None:
+    def judge(self, result: Tensor, how: Cut = Cut.OP, *, compiled: bool = True) -> ReplayedTensor | None:
         replay = Replay(self.program, cut=how, compiled=compiled)
         replay.begin_step(self.inputs, {**self.observed, self.node: result})
         (node,) = (node for node in self.program.graph.nodes if node.name == self.node)

@@ -14,7 +14,7 @@ from glassengine.judge.cases import module_cases
 from glassengine.judge.replay.replay import Replay
 from glassengine.numerics.exemptions import UNWRITTEN
 from glassengine.numerics.judgement import Judgement
-from glassengine.numerics.known import Known
+from glassengine.numerics.known import KnownValues
 from glassengine.numerics.ops import ACCUMULATIONS
 from glassengine.program import export_program, load_model
 from glassengine.program.export.export import export_module
@@ -325,7 +325,7 @@ def test_what_is_not_written_yet_holds_anything(broken: slice, is_wrong: bool) -
     written[:, :4] = True
     replay = Replay(program, compiled=True)
     replay.begin_step({"x": x}, values)
-    found = replay.judge(first, values[first.name], written, Known({UNWRITTEN: ~written}))
+    found = replay.judge(first, values[first.name], written, KnownValues({UNWRITTEN: ~written}))
     assert found is not None and (found.judgement.verdict == "wrong") == is_wrong, found
 
 

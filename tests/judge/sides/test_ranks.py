@@ -19,7 +19,7 @@ from glassengine.judge.sides.protocol import Place
 from glassengine.judge.sides.ranks import RanksSide
 from glassengine.judge.verdict.score import Score
 from glassengine.program import Program, export_program, load_model
-from glassengine.program.parallel.placements import Mesh, Shard, shard_of
+from glassengine.program.parallel.placements import Mesh, ShardPlacement, shard_of
 from glassengine.program.parallel.plan import plan_ranks
 from glassengine.program.parallel.rewrite import program_of
 from glassengine.program.parallel.stages import cut_stages
@@ -258,7 +258,7 @@ def test_halves_of_a_gate_cut_as_if_they_were_one() -> None:
         end = "layers.0.mlp.experts.gate_up_proj"
         whole = next(v for k, v in shared.program.exported.state_dict.items() if k.endswith(end))
         for rank in range(2):
-            weight(parts, rank, end, shard_of(whole.detach(), Shard(1, (int(whole.shape[1]),)), 2, rank))
+            weight(parts, rank, end, shard_of(whole.detach(), ShardPlacement(1, (int(whole.shape[1]),)), 2, rank))
 
     first = shared.judged(Mesh(2), plant)[0][0]
     assert first.site.startswith("model.layers.0.mlp.experts/")

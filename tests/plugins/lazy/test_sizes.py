@@ -13,7 +13,7 @@ import glassengine as glass
 from glassengine.errors import UsageError
 from glassengine.executable.metrics.compilation import compilations
 from glassengine.plugins.lazy.sizes import fitted
-from glassengine.plugins.lazy.symbols import Sample, Size
+from glassengine.plugins.lazy.symbols import Size, SizeSample
 from glassengine.testing import models
 
 
@@ -156,7 +156,7 @@ def test_a_llama_is_compiled_once_for_prompts_of_any_length() -> None:
 
 
 def test_sizes_are_fitted_exactly() -> None:
-    samples = [Sample((4, 3, 8), (12, 7, 2, 5)), Sample((6, 5, 8), (30, 11, 3, 5))]
+    samples = [SizeSample((4, 3, 8), (12, 7, 2, 5)), SizeSample((6, 5, 8), (30, 11, 3, 5))]
     pattern = fitted(samples)
     assert pattern is not None and pattern.symbols == (0, 1)
     assert pattern.arguments == (
@@ -165,10 +165,10 @@ def test_sizes_are_fitted_exactly() -> None:
         Size(Fraction(1, 2), (0,), Fraction(0)),
         Size(Fraction(0), (), Fraction(5)),
     )
-    assert pattern.fits(Sample((8, 2, 8), (16, 15, 4, 5)))
-    assert not pattern.fits(Sample((8, 2, 8), (16, 15, 4, 6)))
-    assert not pattern.fits(Sample((7, 2, 8), (14, 13, 3, 5)))
-    assert fitted([*samples, Sample((8, 2, 8), (99, 15, 4, 5))]) is None
+    assert pattern.fits(SizeSample((8, 2, 8), (16, 15, 4, 5)))
+    assert not pattern.fits(SizeSample((8, 2, 8), (16, 15, 4, 6)))
+    assert not pattern.fits(SizeSample((7, 2, 8), (14, 13, 3, 5)))
+    assert fitted([*samples, SizeSample((8, 2, 8), (99, 15, 4, 5))]) is None
 
 
 def test_only_what_holds_data_is_marked() -> None:

@@ -14,7 +14,7 @@ from torch.export import Dim, ExportedProgram
 from glassengine.program import export_program, load_model
 from glassengine.program.export import export
 from glassengine.program.export.export import export_module
-from glassengine.program.export.functional_rules import Unknown
+from glassengine.program.export.functional_rules import NoRule
 from glassengine.program.export.functionalize import decomposed, functional, rewritten
 from glassengine.testing import models
 from tests.corpus import families
@@ -157,7 +157,7 @@ class Counts(nn.Module):
 )
 def test_what_has_no_rule_is_left_to_torch(function: Callable[..., Any], module: nn.Module | None) -> None:
     exported = traced(function, (2, 4, 6), module=module)
-    with pytest.raises(Unknown):
+    with pytest.raises(NoRule):
         rewritten(exported)
     found = functional(exported)
     assert not any(node.target._schema.is_mutable for node in found.graph.nodes if hasattr(node.target, "_schema"))
@@ -176,7 +176,7 @@ def test_a_model_without_a_rule_is_exported(batches: tuple[int, ...]) -> None:
             return changes_a_part(self, x)
 
     program = export_module(Model(), [{"x": torch.ones(batch, 4, 6)} for batch in batches])
-    with pytest.raises(Unknown):
+    with pytest.raises(NoRule):
         rewritten(traced(changes_a_part, (2, 4, 6)))
     result = program.exported.module(check_guards=False)(x=torch.ones(2, 4, 6))
     torch.testing.assert_close(result, changes_a_part(Model(), torch.ones(2, 4, 6)))
@@ -196,7 +196,7 @@ def compared(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any]) -> bool:
     def both(exported: ExportedProgram) -> ExportedProgram:
         try:
             short = rewritten(exported)
-        except Unknown:
+        except NoRule:
             found.append(False)
             return decomposed(exported)
         assert described(short) == described(decomposed(exported))

@@ -113,7 +113,7 @@ def test_tokens_of_an_image_see_each_other_where_they_do_in_the_model() -> None:
     ids = torch.tensor([[7, 8, TOKEN, TOKEN, TOKEN, TOKEN, 9, 10]])
     layout = causal_lm.probe_layout(model)
     caches = list(layout.allocate(1, 10, torch.float32).values())
-    decoder = image_text.Decoder(model, layout, is_list=image_text.makes_list(model, {"pixel_values": pixels}))
+    decoder = image_text.ImageTextDecoder(model, layout, is_list=image_text.makes_list(model, {"pixel_values": pixels}))
     features = image_text.features_of(model, [pixels])
     mask = torch.ones(1, 10).long()
     slots = torch.arange(8)

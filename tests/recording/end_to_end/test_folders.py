@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 from safetensors.torch import save_file
 
 from glassengine.errors import CorruptError
-from glassengine.recording.formats.folders import NpyFolder, StepFiles
+from glassengine.recording.formats.folders import NpyFolder, StepFolder
 from glassengine.recording.read.source import TensorSource, open_source
 
 
@@ -39,7 +39,7 @@ def test_step_files(tmp_path: Path) -> None:
     save_steps(tmp_path, steps)
     save_steps(tmp_path / "rank1", {step: tensor + 0.5 for step, tensor in steps.items()})
     source = open_source(tmp_path)
-    assert isinstance(source, StepFiles)
+    assert isinstance(source, StepFolder)
     assert keys(source) == [(step, rank, "logits") for step in (8, 9, 10) for rank in (0, 1)]
     for entry in source.entries:
         assert source.tensor(entry)[0, 0] == entry.step + 0.5 * entry.rank

@@ -13,7 +13,7 @@ from glassengine.recording.formats.files import SafetensorsObject
 from glassengine.recording.read.source import open_source
 from glassengine.stores import objects
 from glassengine.stores import objects as ranges
-from glassengine.stores.places import Remote
+from glassengine.stores.places import RemotePath
 
 URL = "memory://dumps/a.safetensors"
 TENSORS = {
@@ -61,13 +61,13 @@ def test_a_file_that_changes(stored: bytes) -> None:
 def test_a_file_that_is_cut(stored: bytes, size: int) -> None:
     objects.write(stored[:size], URL)
     with pytest.raises(CorruptError, match=r"memory://dumps/a\.safetensors"):
-        SafetensorsObject(Remote(URL))
+        SafetensorsObject(RemotePath(URL))
 
 
 def test_a_header_that_lies(stored: bytes) -> None:
     objects.write((1 << 40).to_bytes(8, "little") + stored[8:], URL)
     with pytest.raises(CorruptError, match="does not fit"):
-        SafetensorsObject(Remote(URL))
+        SafetensorsObject(RemotePath(URL))
     objects.write(stored.replace(b'"whole":{"dtype":"F32"', b'"whole":{"dtype":"F64"'), URL)
     with pytest.raises(CorruptError, match="not a safetensors file"):
-        SafetensorsObject(Remote(URL))
+        SafetensorsObject(RemotePath(URL))

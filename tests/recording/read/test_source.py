@@ -250,7 +250,7 @@ def test_a_format_of_another_package_is_asked_first(tmp_path: Path, register: Re
     def opens(path: Path) -> TorchFile | None:
         return TorchFile(path) if path.stem == "a" else None
 
-    register(lambda: sources.Format("files called a", opens, (".pt", ".mine")))
+    register(lambda: sources.SourceFormat("files called a", opens, (".pt", ".mine")))
     assert ".mine" in sources.file_suffixes()
     assert names(open_source(tmp_path / "a.mine")) == ["a.mine"]
     assert names(open_source(tmp_path / "b.pt")) == ["b.pt"]
@@ -266,7 +266,7 @@ def test_a_directory_of_another_package(tmp_path: Path, register: Register) -> N
         torch.save({"a": torch.ones(2)}, path / "made.pt")
         return TorchFile(path / "made.pt") if (path / "odd.bin").exists() else None
 
-    register(lambda: sources.Format("a directory with odd.bin", opens))
+    register(lambda: sources.SourceFormat("a directory with odd.bin", opens))
     assert names(open_source(tmp_path)) == ["a"]
 
 
@@ -276,7 +276,7 @@ def test_formats_of_other_packages_that_fail(tmp_path: Path, register: Register)
     def fails(path: Path) -> Any:
         raise ZeroDivisionError("theirs")
 
-    register(lambda: sources.Format("files of theirs", fails, (".pt",)))
+    register(lambda: sources.SourceFormat("files of theirs", fails, (".pt",)))
     with pytest.raises(CorruptError, match=r"the reader of files of theirs has failed[\s\S]*ZeroDivisionError: theirs"):
         open_source(tmp_path / "a.pt")
 

@@ -23,7 +23,7 @@ from glassengine.recording.ring import producer as repetition
 from glassengine.recording.ring.producer import Repetition, SeenTensors
 from glassengine.recording.write import consumer
 from glassengine.recording.write import consumer as drain
-from glassengine.recording.write.policy import Policy
+from glassengine.recording.write.policy import RecordingPolicy
 
 RING = 1 << 20
 
@@ -56,7 +56,7 @@ def _check(path: Path, expected: dict[tuple[str, int], torch.Tensor]) -> Recordi
 
 def test_steps_that_go_alike_are_expected(tmp_path: Path, again: Counter[bool]) -> None:
     writer = BackgroundWriter(tmp_path / "r", metadata={})
-    intake = Intake(writer, Policy(), 0)
+    intake = Intake(writer, RecordingPolicy(), 0)
     expected = {}
     for step in range(6):
         x = torch.full((4, 4), float(step))
@@ -76,7 +76,7 @@ def test_steps_that_go_alike_are_expected(tmp_path: Path, again: Counter[bool]) 
 def test_any_order_and_kind(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("any") / "r"
     writer = BackgroundWriter(path, metadata={}, ring_bytes=data.draw(st.sampled_from([RING, 8 * RING])))
-    intake = Intake(writer, Policy(), 0)
+    intake = Intake(writer, RecordingPolicy(), 0)
     expected = {}
     size = data.draw(st.sampled_from([8, 20_000]))  # in a block, and by itself
     shared = torch.zeros(size)
@@ -119,7 +119,7 @@ def test_large_ones_are_expected_too(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(SeenTensors, "look", counting)
     writer = BackgroundWriter(tmp_path / "r", metadata={})
-    intake = Intake(writer, Policy(values=values), 0)
+    intake = Intake(writer, RecordingPolicy(values=values), 0)
     expected = {}
     for step in range(4):
         x = torch.full((200, 200), float(step))
@@ -146,7 +146,7 @@ def test_large_ones_are_expected_too(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_what_is_equal_by_chance_once_is_proved_again(tmp_path: Path, again: Counter[bool]) -> None:
     writer = BackgroundWriter(tmp_path / "r", metadata={})
-    intake = Intake(writer, Policy(), 0)
+    intake = Intake(writer, RecordingPolicy(), 0)
     expected = {}
     x = torch.ones(8)
     for step in range(8):
@@ -166,7 +166,7 @@ def test_what_is_equal_by_chance_once_is_proved_again(tmp_path: Path, again: Cou
 @pytest.mark.parametrize("size", [8, 20_000])
 def test_steps_that_change_are_learned_anew(tmp_path: Path, again: Counter[bool], size: int) -> None:
     writer = BackgroundWriter(tmp_path / "r", metadata={})
-    intake = Intake(writer, Policy(), 0)
+    intake = Intake(writer, RecordingPolicy(), 0)
     expected, found = {}, []
     for step in range(8):
         before = again[True]
@@ -197,7 +197,7 @@ def test_parts_of_distributed_tensors_are_looked_at(tmp_path: Path, again: Count
 
 def test_a_site_that_comes_twice_is_told_however_it_came(tmp_path: Path, again: Counter[bool]) -> None:
     writer = BackgroundWriter(tmp_path / "r", metadata={})
-    intake = Intake(writer, Policy(), 0)
+    intake = Intake(writer, RecordingPolicy(), 0)
     for step in range(4):
         for site in ("a", "b", "a"):
             intake.take(site, step, torch.full((4,), float(step)))
@@ -211,7 +211,7 @@ def test_a_site_that_comes_twice_is_told_however_it_came(tmp_path: Path, again: 
 @pytest.mark.parametrize("values", [False, ["a"]])
 def test_what_is_measured_is_expected_too(tmp_path: Path, again: Counter[bool], values: bool | list[str]) -> None:
     writer = BackgroundWriter(tmp_path / "r", metadata={})
-    intake = Intake(writer, Policy(values=values), 0)
+    intake = Intake(writer, RecordingPolicy(values=values), 0)
     for step in range(5):
         x = torch.full((6,), float(step))
         for site, tensor in {"a": x, "b": x, "c": x.view(torch.int32), "d": x + 1}.items():
@@ -231,7 +231,7 @@ def test_what_is_measured_is_expected_too(tmp_path: Path, again: Counter[bool], 
 
 def test_threads_that_share_a_step(tmp_path: Path, again: Counter[bool]) -> None:
     writer = BackgroundWriter(tmp_path / "r", metadata={})
-    intake = Intake(writer, Policy(), 0)
+    intake = Intake(writer, RecordingPolicy(), 0)
     expected = {
         (f"t{t}.s{n}", s): torch.full((5,), t * 100.0 + n + s) for t in range(3) for n in range(9) for s in range(20)
     }
@@ -254,7 +254,7 @@ def test_threads_that_share_a_step(tmp_path: Path, again: Counter[bool]) -> None
 
 def test_steps_that_are_open_side_by_side(tmp_path: Path) -> None:
     writer = BackgroundWriter(tmp_path / "r", metadata={})
-    intake = Intake(writer, Policy(), 0)
+    intake = Intake(writer, RecordingPolicy(), 0)
     expected = {}
     for pair in range(0, 12, 2):
         for site in ("a", "b", "c"):
@@ -273,7 +273,7 @@ def test_a_copy_that_is_interrupted_loses_one_tensor(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     writer = BackgroundWriter(tmp_path / "r", metadata={})
-    intake = Intake(writer, Policy(), 0)
+    intake = Intake(writer, RecordingPolicy(), 0)
     expected = {}
     move = repetition.MEMMOVE
 
@@ -300,7 +300,7 @@ def test_a_copy_that_is_interrupted_loses_one_tensor(
 
 def test_blocks_that_are_full(tmp_path: Path, again: Counter[bool]) -> None:
     writer = BackgroundWriter(tmp_path / "r", metadata={}, ring_bytes=RING)  # a block takes 128 KiB
-    intake = Intake(writer, Policy(), 0)
+    intake = Intake(writer, RecordingPolicy(), 0)
     expected = {}
     for step in range(5):
         for number in range(20):
@@ -324,7 +324,7 @@ def test_steps_that_go_alike_are_measured_together(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(consumer, "_LOOK_S", 0.3)
     # Small enough that slots go around its end several times.
     writer = BackgroundWriter(tmp_path / "r", metadata={}, ring_bytes=RING)
-    intake = Intake(writer, Policy(values=False), 0)
+    intake = Intake(writer, RecordingPolicy(values=False), 0)
     expected: dict[tuple[str, int], torch.Tensor] = {}
     generator = torch.Generator().manual_seed(0)
     for step in range(120):

@@ -19,10 +19,10 @@ from glassengine.recording.write import uploads
 from glassengine.recording.write.uploads import directory_of
 from glassengine.recording.write.writer import StoredWriter
 from glassengine.stores import objects
-from glassengine.stores.places import Remote
+from glassengine.stores.places import RemotePath
 
 URL = "memory://runs/a"
-TARGET = Remote(URL)
+TARGET = RemotePath(URL)
 STEPS, SITES, SIZE = 20, 4, 4096
 
 
@@ -195,11 +195,11 @@ def test_existing_recordings_are_replaced_on_demand_only() -> None:
     assert objects.read(f"{URL}/notes.txt", 0, 1) == b"x"
     objects.write(b"x", "memory://other/notes.txt")
     with pytest.raises(UsageError, match="other files"):
-        StoredWriter(Remote("memory://other"), metadata={})
-    writer = StoredWriter(Remote("memory://third"), metadata={})
+        StoredWriter(RemotePath("memory://other"), metadata={})
+    writer = StoredWriter(RemotePath("memory://third"), metadata={})
     there = objects.listed("memory://third")
     with pytest.raises(UsageError, match="being written"):
-        StoredWriter(Remote("memory://third"), metadata={}, overwrite=True)
+        StoredWriter(RemotePath("memory://third"), metadata={}, overwrite=True)
     assert there and objects.listed("memory://third") == there, "what it has uploaded is left alone"
     writer.close()
     assert writer.deliver() is None
@@ -310,7 +310,7 @@ def test_a_directory_of_a_process_that_was_killed_before_it_began() -> None:
 
 def test_the_ranks_of_a_run() -> None:
     for rank in range(3):
-        writer = StoredWriter(Remote(f"{URL}/rank{rank}"), metadata={"rank": rank})
+        writer = StoredWriter(RemotePath(f"{URL}/rank{rank}"), metadata={"rank": rank})
         writer.write("x", 0, torch.full((5,), float(rank)), rank=rank)
         writer.commit(0)
         writer.close()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import glassengine as glass
-from glassengine.report.page.data import INHERITED, NONFINITE, SHAPE, DataFolder, ListFiles, Rows, Values
+from glassengine.report.page.data import INHERITED, NONFINITE, SHAPE, DataFolder, ListFiles, PageRows, PageValues
 from glassengine.report.page.write import write_report
 from glassengine.results import Divergence
 from tests.report.made_results import figures, layered, pair
@@ -38,7 +38,7 @@ def test_a_file_is_written_as_soon_as_it_is_full(tmp_path: Path) -> None:
 def test_values_are_those_of_both_records_and_why_others_have_none(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(4), "shape": torch.ones(2)}, tmp_path / "x.pt")
     torch.save({"a": torch.full((4,), 1.5), "shape": torch.ones(3)}, tmp_path / "y.pt")
-    values = Values(tmp_path / "x.pt", tmp_path / "y.pt")
+    values = PageValues(tmp_path / "x.pt", tmp_path / "y.pt")
     folder = DataFolder(tmp_path / "report")
     wanted = [(7, pair(0, "a", "wrong", 1.0)), (8, pair(0, "b", "wrong", 1.0)), (9, pair(0, "shape", "wrong", 1.0))]
     assert values.write(folder, wanted) == (7,)
@@ -61,9 +61,9 @@ def test_compare_gives_its_recordings_to_the_report(tmp_path: Path, number: int)
 TYPES = {"Uint8": "u1", "Uint16": "<u2", "Uint32": "<u4", "Float32": "<f4"}
 
 
-def rows_of(folder: Path, pairs: list) -> tuple[Rows, DataFolder]:
+def rows_of(folder: Path, pairs: list) -> tuple[PageRows, DataFolder]:
     data = DataFolder(folder)
-    rows = Rows(data)
+    rows = PageRows(data)
     for one in pairs:
         rows.add(one, one.to_dict())
     return rows, data
@@ -130,7 +130,7 @@ def test_nothing_judged_is_an_empty_table(tmp_path: Path) -> None:
 
 def test_the_end_of_a_region_is_no_origin_where_an_op_in_it_is_known(tmp_path: Path) -> None:
     reads = {"a/mm.0": ["x"], "b/sdpa.0": ["a/mm.0"], "b/linear.0": ["b/sdpa.0"], "c/linear.0": ["b/linear.0"]}
-    rows = Rows(DataFolder(tmp_path))
+    rows = PageRows(DataFolder(tmp_path))
     own = [pair(0, "b/sdpa.0", "wrong", 9.0), pair(0, "b/linear.0", "wrong", 9.0, inherited=True)]
     ends = [pair(0, name, "wrong", 9.0, judged_by="segment", rung="candidate, untouched") for name in "bc"]
     for one in (*own, *ends):

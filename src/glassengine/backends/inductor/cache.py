@@ -14,7 +14,7 @@ from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 
 from glassengine import environment
 from glassengine.backends.inductor.settings import read_flags, use_private_directory
-from glassengine.executable.cache.cache import Work
+from glassengine.executable.cache.cache import CacheWork
 from glassengine.executable.cache.key import Parts
 
 _DEFAULTS = {name: entry.default for name, entry in vars(torch._inductor.config)["_config"].items()}
@@ -46,12 +46,12 @@ class InductorCache:
         }
 
     @contextlib.contextmanager
-    def within(self, directory: Path) -> Iterator[Work]:
+    def within(self, directory: Path) -> Iterator[CacheWork]:
         """Let Inductor work in `directory`, and see from its own counters whether it compiled."""
         use_private_directory()
         # It probes the processor by compiling, once in a process: not in the directory of the first graph.
         pick_vec_isa()
-        work = Work()
+        work = CacheWork()
         before = _counts()
         with temporary_cache_dir(str(directory)):
             yield work

@@ -21,7 +21,7 @@ _PARALLEL = frozenset({"DistributedDataParallel", "DataParallel"})
 
 
 @dataclass(eq=False)
-class Known:
+class KnownModule:
     """A module of the model.
 
     Attributes:
@@ -42,7 +42,7 @@ class Known:
 
 
 @dataclass
-class Forward:
+class OpenCalls:
     """The calls of one step that are open in one thread.
 
     Attributes:
@@ -64,7 +64,7 @@ class Forward:
     step: int
     records: bool
     thread: int
-    open: list[tuple[Known, str, bool]] = field(default_factory=list)
+    open: list[tuple[KnownModule, str, bool]] = field(default_factory=list)
     num_calls: dict[str, int] = field(default_factory=dict)
     in_call: bool = False
     tapped: set[str] = field(default_factory=set)
@@ -79,7 +79,7 @@ class Forward:
 class OfThread(threading.local):
     """The forward that is open in a thread, and the step that was the last one there."""
 
-    forward: Forward | None = None
+    forward: OpenCalls | None = None
     last: int | None = None
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class ModuleNames:
                     self._holders.setdefault(_join(path, name), module)
         inner_ones = set(wrapped_by.values())
         self.known = {
-            module: Known(module, paths, module in wrapped, wrapped_by.get(module), module in inner_ones)
+            module: KnownModule(module, paths, module in wrapped, wrapped_by.get(module), module in inner_ones)
             for module, paths in found.items()
         }
         self._logs: list[_AccessLog] = []
@@ -155,7 +155,7 @@ class ModuleNames:
                     found.setdefault(parameter, _join(known.paths[0], name))
         return found
 
-    def enter(self, known: Known, forward: Forward) -> str | None:
+    def enter(self, known: KnownModule, forward: OpenCalls) -> str | None:
         """Note a call and return its path with call; None where it passes on the call of its wrapper."""
         open_calls, paths = forward.open, known.paths
         if open_calls and open_calls[-1][0].wrapped is known.module:
@@ -187,7 +187,7 @@ class ModuleNames:
             log.restore()
         self._logs.clear()
 
-    def _alias(self, known: Known, forward: Forward) -> str:
+    def _alias(self, known: KnownModule, forward: OpenCalls) -> str:
         """Return the path that the running code used for a shared module."""
         # In `self.b(self.a(x))` both names are looked up before the first call: the last one not yet called is meant.
         waiting = self._looked_up[known.module]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from glassengine.capture.calls.names import Forward, Known
+from glassengine.capture.calls.names import KnownModule, OpenCalls
 from glassengine.capture.calls.observed_call import is_interruption
 from glassengine.capture.calls.tensor_trees import is_computed_later, tensors_in, values_now
 
@@ -30,7 +30,7 @@ _MAX_ROWS = 64
 class EntryPoints:
     """Tells which modules continue a forward that has ended."""
 
-    def __init__(self, known: Collection[Known]) -> None:
+    def __init__(self, known: Collection[KnownModule]) -> None:
         self._silent = [one for one in known if not one.is_root and _can_be_called(one.module)]
         self._continues: dict[nn.Module, bool] = {}
         self._results: dict[int, list[weakref.ref[Tensor]]] = {}
@@ -85,12 +85,12 @@ def _can_be_called(module: nn.Module) -> bool:
     return getattr(type(module), "forward", None) is not nn.Module.forward
 
 
-def callable_ones(known: Iterable[Known]) -> list[Known]:
+def callable_ones(known: Iterable[KnownModule]) -> list[KnownModule]:
     """Return the modules that can be called; containers cannot."""
     return [one for one in known if _can_be_called(one.module)]
 
 
-Watch = Callable[[Tensor, str, Forward], None]
+Watch = Callable[[Tensor, str, OpenCalls], None]
 
 
 class Recomputed:
@@ -107,16 +107,16 @@ class Recomputed:
         self.num_calls: Counter[str] = Counter()
         self._watch = watch
 
-    def before(self, known: Known, forward: Forward | None, args: Any, kwargs: Any) -> None:
+    def before(self, known: KnownModule, forward: OpenCalls | None, args: Any, kwargs: Any) -> None:
         """Note that a call begins again, which `forward` made first."""
         self.num_calls[known.paths[0]] += 1
         self._look(known, forward, ":in", (args, kwargs))
 
-    def after(self, known: Known, forward: Forward | None, result: Any) -> None:
+    def after(self, known: KnownModule, forward: OpenCalls | None, result: Any) -> None:
         """Note its result."""
         self._look(known, forward, ":out", (result,))
 
-    def _look(self, known: Known, forward: Forward | None, port: str, trees: tuple[Any, ...]) -> None:
+    def _look(self, known: KnownModule, forward: OpenCalls | None, port: str, trees: tuple[Any, ...]) -> None:
         # Which of several calls runs again is unknown.
         path = known.paths[0]
         if self._watch is None or forward is None or len(known.paths) > 1 or forward.num_calls.get(path) != 1:

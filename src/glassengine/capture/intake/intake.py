@@ -22,7 +22,7 @@ from glassengine.capture.intake.deferred_writer import DeferredWriter, Writer
 from glassengine.recording.layout.layout import LeftOut, Sharding
 from glassengine.recording.layout.statistics import light
 from glassengine.recording.layout.values import dtype_name, why_not
-from glassengine.recording.write.policy import NO_VALUES, Policy
+from glassengine.recording.write.policy import NO_VALUES, RecordingPolicy
 
 
 def untransformed(tensor: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class Intake:
         takes_again: Whether what a second backward of a step computes again is recorded, too.
     """
 
-    def __init__(self, writer: Writer, policy: Policy, rank: int) -> None:
+    def __init__(self, writer: Writer, policy: RecordingPolicy, rank: int) -> None:
         self.num_late = 0
         self.takes_again = True
         self._writer = writer
@@ -303,7 +303,7 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in _PLAIN and strided and not (tensor.is_quantized or tensor.is_nested)
 
 
-class Steps:
+class StepCounter:
     """Numbers what happens in all threads, from 0 on."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from glassengine.capture.calls.generation_facts import generation_facts
-from glassengine.capture.calls.names import Forward, Known, ModuleNames, OfThread
+from glassengine.capture.calls.names import KnownModule, ModuleNames, OfThread, OpenCalls
 from glassengine.capture.calls.observed_call import ObservedCall, is_interruption, num_running, out_of_reach, why_unseen
 from glassengine.capture.calls.step_rules import (
     EntryPoints,
@@ -25,8 +25,8 @@ from glassengine.capture.calls.step_rules import (
 )
 from glassengine.capture.calls.tensor_trees import KV_AXES, NO_TENSOR, CacheSites, tensors_in
 from glassengine.capture.intake.gradients import watch
-from glassengine.capture.intake.intake import Intake, Steps
-from glassengine.recording.write.policy import Policy
+from glassengine.capture.intake.intake import Intake, StepCounter
+from glassengine.recording.write.policy import RecordingPolicy
 from glassengine.sites import ROOT, tap_site, with_call
 from glassengine.taps import tap_sink
 
@@ -41,7 +41,7 @@ class Delivery:
         self._intake = intake
         self._gradients = gradients
 
-    def deliver(self, forward: Forward, where: str, port: str, tree: Any) -> None:
+    def deliver(self, forward: OpenCalls, where: str, port: str, tree: Any) -> None:
         """Deliver the tensors of the inputs or the result of a call."""
         caches: list[Any] = []
         try:
@@ -70,7 +70,7 @@ class Delivery:
         for cache in caches:
             forward.caches.setdefault(id(cache), (cache, set()))[1].add(where.partition("@")[0])
 
-    def deliver_caches(self, forward: Forward, *, whole: bool) -> None:
+    def deliver_caches(self, forward: OpenCalls, *, whole: bool) -> None:
         """Deliver the caches that were seen in a forward, of all layers where the whole model was called."""
         try:
             for cache, where in forward.caches.values():
@@ -85,7 +85,7 @@ class Delivery:
             self._intake.leave_out(".:kv", forward.step, f"{type(error).__name__}: {error}"[:MAX_REASON])
         forward.caches.clear()
 
-    def deliver_tap(self, forward: Forward, name: str, tensor: Tensor) -> None:
+    def deliver_tap(self, forward: OpenCalls, name: str, tensor: Tensor) -> None:
         """Deliver a tap of the innermost call."""
         if not forward.open or not forward.records or torch.compiler.is_compiling():
             return
@@ -94,7 +94,7 @@ class Delivery:
         if self._gradients and tensor.requires_grad:
             self.watch_gradient(tensor, f"{site}:grad_out", forward)
 
-    def watch_gradient(self, tensor: Tensor, site: str, forward: Forward) -> None:
+    def watch_gradient(self, tensor: Tensor, site: str, forward: OpenCalls) -> None:
         """Deliver the gradient of a tensor when a backward has it."""
         forward.watched_sites.add(site)
         handle = watch(tensor, site, forward.step, self._intake)
@@ -135,14 +135,14 @@ class ModuleHooks:
         self,
         root: nn.Module,
         intake: Intake,
-        policy: Policy,
+        policy: RecordingPolicy,
         *,
         gradients: bool = False,
         holds_steps: bool = False,
         most_held: int = 1,
     ) -> None:
         self.names = ModuleNames(root)
-        self.steps = Steps()
+        self.steps = StepCounter()
         self._intake = intake
         self._policy = policy
         self._gradients = gradients
@@ -155,8 +155,8 @@ class ModuleHooks:
         self._entry_points = EntryPoints(self.names.known.values())
         self.recomputed = Recomputed(self._delivery.watch_gradient if gradients else None)
         self._local = OfThread()
-        self._open: dict[int, Forward] = {}
-        self._held: dict[int, tuple[Forward, list[list[int]]]] = {}
+        self._open: dict[int, OpenCalls] = {}
+        self._held: dict[int, tuple[OpenCalls, list[list[int]]]] = {}
         self.generation: dict[str, Any] = {}
         self._forks = _Forks.count
         self._handles: dict[str, ObservedCall] = {}
@@ -241,7 +241,7 @@ class ModuleHooks:
         """The steps that are held and have gradients, if a backward comes."""
         return [step for step, (forward, _) in self._held.items() if forward.watched_sites]
 
-    def _current(self) -> Forward | None:
+    def _current(self) -> OpenCalls | None:
         forward = self._local.forward
         if forward is None:
             last = self._local.last
@@ -250,7 +250,7 @@ class ModuleHooks:
             forward = held and held[0]
         return forward
 
-    def _observers(self, known: Known) -> tuple[Callable[..., None], Callable[..., None]]:
+    def _observers(self, known: KnownModule) -> tuple[Callable[..., None], Callable[..., None]]:
         # They run thousands of times a second: what does not change is looked up once.
         local, take, deliver, gradients = self._local, self._intake.take, self._delivery.deliver, self._gradients
         graph_task, forks, path = torch._C._current_graph_task_id, self._forks, known.paths[0]
@@ -301,7 +301,9 @@ class ModuleHooks:
 
         return local.one_by_one(before), local.one_by_one(after)
 
-    def _before(self, known: Known, forward: Forward | None, args: Any, kwargs: Any) -> tuple[Forward, str | None]:
+    def _before(
+        self, known: KnownModule, forward: OpenCalls | None, args: Any, kwargs: Any
+    ) -> tuple[OpenCalls, str | None]:
         """Note a call; return its forward and path with call, None where it passes on the call of its wrapper."""
         # What is interrupted while it observes a call does not hear of its end.
         if (
@@ -316,7 +318,7 @@ class ModuleHooks:
         known.is_called = True
         return forward, self.names.enter(known, forward)
 
-    def _after(self, known: Known, forward: Forward, args: Any, kwargs: Any, result: Any) -> None:
+    def _after(self, known: KnownModule, forward: OpenCalls, args: Any, kwargs: Any, result: Any) -> None:
         if forward.open[-1][0] is not known:
             if not any(known is called for called, _, _ in forward.open):
                 return
@@ -344,7 +346,7 @@ class ModuleHooks:
                 self._local.forward = None
         forward.in_call = False
 
-    def _outermost(self, known: Known, forward: Forward | None, args: Any, kwargs: Any) -> Forward:
+    def _outermost(self, known: KnownModule, forward: OpenCalls | None, args: Any, kwargs: Any) -> OpenCalls:
         """Return the step that an outermost call belongs to."""
         if forward is not None and known.module in forward.alone:
             # Called by itself once more, and never the model: each of these calls is a step.
@@ -360,7 +362,7 @@ class ModuleHooks:
         forward.leave.enter_context(tap_sink(lambda name, tensor: self._delivery.deliver_tap(current, name, tensor)))
         return forward
 
-    def _continued(self, known: Known, args: Any, kwargs: Any) -> Forward | None:
+    def _continued(self, known: KnownModule, args: Any, kwargs: Any) -> OpenCalls | None:
         """Return the last forward of this thread, if the call of a part of the model goes on where it ended."""
         held = self._held.get(-1 if self._local.last is None else self._local.last)
         step = held[0].step if held is not None else None
@@ -368,9 +370,9 @@ class ModuleHooks:
             return None
         return held and held[0]
 
-    def _new_step(self, args: Any, kwargs: Any) -> Forward:
+    def _new_step(self, args: Any, kwargs: Any) -> OpenCalls:
         if is_shape_inference_call(self._root, args, kwargs):
-            return Forward(_NO_STEP, False, threading.get_ident())
+            return OpenCalls(_NO_STEP, False, threading.get_ident())
         own = [step for step, (held, _) in self._held.items() if held.thread == threading.get_ident()]
         for step in sorted(own)[: max(0, len(own) - self._most_held + 1)]:
             self._release(step)
@@ -379,10 +381,10 @@ class ModuleHooks:
             self.generation = generation_facts()
         # A tracer passes placeholders, not values.
         records = self._policy.wants_step(step) and torch._C._get_tracing_state() is None
-        forward = self._open[step] = Forward(step, records, threading.get_ident())
+        forward = self._open[step] = OpenCalls(step, records, threading.get_ident())
         return forward
 
-    def _end(self, forward: Forward, token_ids: list[list[int]], stopped: str | None) -> None:
+    def _end(self, forward: OpenCalls, token_ids: list[list[int]], stopped: str | None) -> None:
         forward.leave.close()
         self._local.forward = None
         if forward.step in self._held and stopped is None:
@@ -399,7 +401,7 @@ class ModuleHooks:
         forward, token_ids = self._held.pop(step)
         self._commit(forward, token_ids, None)
 
-    def _commit(self, forward: Forward, token_ids: list[list[int]], stopped: str | None) -> None:
+    def _commit(self, forward: OpenCalls, token_ids: list[list[int]], stopped: str | None) -> None:
         self._open.pop(forward.step, None)
         self._held.pop(forward.step, None)
         for handle in forward.watched:
@@ -408,7 +410,7 @@ class ModuleHooks:
             self._intake.commit(forward.step, token_ids=token_ids, stopped=stopped)
 
 
-def _is_stale(forward: Forward, module: nn.Module) -> bool:
+def _is_stale(forward: OpenCalls, module: nn.Module) -> bool:
     """Whether the open calls are left over: of a forward that ended while one of its calls was being observed."""
     outermost = forward.open[0][0].module
     return num_running(outermost) < (2 if outermost is module else 1)

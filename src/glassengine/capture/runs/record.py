@@ -23,7 +23,7 @@ from glassengine.capture.observers.module_hooks import ModuleHooks
 from glassengine.capture.watch.watcher import LOSS, Watcher, listen, stop_listening, watcher_of
 from glassengine.errors import GlassError, UnknownNameError, UsageError
 from glassengine.recording.background import BackgroundWriter
-from glassengine.recording.write.policy import Policy, Watch, WhenBehind, watch_of
+from glassengine.recording.write.policy import RecordingPolicy, Watch, WhenBehind, watch_of
 from glassengine.sites import ROOT
 from glassengine.stores.places import place
 
@@ -49,7 +49,7 @@ class Recorder:
         path: Directory of the recording.
     """
 
-    def __init__(self, model: nn.Module, path: str | Path, policy: Policy, settings: RecorderSettings) -> None:
+    def __init__(self, model: nn.Module, path: str | Path, policy: RecordingPolicy, settings: RecorderSettings) -> None:
         self.path = place(path)
         self.model = model
         self._policy = policy
@@ -277,7 +277,7 @@ def record(
         raise UsageError(what, got=type(model).__name__, hint="record the module it was made from")
     if microbatches < 1 or (microbatches > 1 and not gradients):
         raise UsageError("invalid microbatches", got=str(microbatches), expected="1, or more with gradients")
-    policy = Policy(sites=sites, values=values, steps=steps, byte_budget=byte_budget, when_behind=when_behind)
+    policy = RecordingPolicy(sites=sites, values=values, steps=steps, byte_budget=byte_budget, when_behind=when_behind)
     facts = {**describe_model(model), **(metadata or {}), "gradients": gradients, "byte_budget": byte_budget}
     metadata = facts if microbatches == 1 else {**facts, "microbatches": microbatches}
     writing = {"metadata": metadata, "overwrite": overwrite, "durable": durable, "spool_bytes": spool_bytes}

@@ -28,7 +28,7 @@ from glassengine.program.loading.load import load_model
 from glassengine.program.user_code.calls import forward_errors
 from glassengine.recording.layout.description import Facts
 from glassengine.recording.layout.layout import LeftOut
-from glassengine.recording.write.policy import Policy, WhenBehind
+from glassengine.recording.write.policy import RecordingPolicy, WhenBehind
 from glassengine.results.recorded import RecordedTarget
 from glassengine.stores.places import place
 
@@ -110,7 +110,7 @@ def record_target(
         forced = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), forced)
 
     def observe(writer: Writer, forced: Sequence[Tensor] | None = None) -> None:
-        policy = Policy(sites=sites, values=values, steps=steps, byte_budget=byte_budget)
+        policy = RecordingPolicy(sites=sites, values=values, steps=steps, byte_budget=byte_budget)
         hooks = ModuleHooks(loaded.module, Intake(writer, policy, 0), policy)
         hooks.attach()
         try:

@@ -27,11 +27,11 @@ from torch import nn
 
 from glassengine.capture.calls.names import ModuleNames
 from glassengine.capture.runs.record import Recorder, own_directory, record
-from glassengine.capture.runtimes import Run, Runtimes, SessionRecording, unseen_runtimes
+from glassengine.capture.runtimes import RuntimeRun, Runtimes, SessionRecording, unseen_runtimes
 from glassengine.errors import GlassError, IncomparableError, UsageError
 from glassengine.recording.layout.layout import MANIFEST
 from glassengine.recording.write.policy import RecordOptions, ScriptOptions
-from glassengine.stores.places import Remote, place
+from glassengine.stores.places import RemotePath, place
 
 MAX_MODELS = 8
 
@@ -72,7 +72,7 @@ class ScriptRecorder:
             raise UsageError(
                 "the output directory is not empty", got=str(self.directory), hint="replace recordings with --overwrite"
             )
-        if not isinstance(self.directory, Remote):
+        if not isinstance(self.directory, RemotePath):
             self.directory.mkdir(parents=True, exist_ok=True)
         self._undo.enter_context(_module_calls(self._before_call, self._runtimes.scripted_call))
         self._undo.enter_context(self._runtimes)
@@ -156,7 +156,7 @@ class ScriptRecorder:
         self._failures.append(error)
         _log.warning("%s is not recorded: %s", path.name, error)
 
-    def _note_run(self, run: Run) -> None:
+    def _note_run(self, run: RuntimeRun) -> None:
         with self._lock:
             if run.owner not in self._sessions:
                 self._sessions[run.owner] = self._begin_session(run)
@@ -164,7 +164,7 @@ class ScriptRecorder:
         if recording is not None:
             recording.step(run)
 
-    def _begin_session(self, run: Run) -> SessionRecording | None:
+    def _begin_session(self, run: RuntimeRun) -> SessionRecording | None:
         if not self._has_room():
             return None
         source = run.describe(run.owner)

@@ -61,7 +61,7 @@ class Column:
 
 
 @dataclass(eq=False, slots=True)
-class Item:
+class StepItem:
     """A tensor of a step.
 
     Attributes:
@@ -130,13 +130,13 @@ class HeldStep:
     """
 
     step: int
-    items: list[tuple[Column, Item] | LeftOut] = field(default_factory=list)
+    items: list[tuple[Column, StepItem] | LeftOut] = field(default_factory=list)
     numbers: dict[str, Any] = field(default_factory=dict)
     token_ids: Sequence[Sequence[int]] = ()
     stopped: str | None = None
     is_recorded: bool = False
     num_cut: int = 0
-    known: dict[tuple[Any, ...], Item] = field(default_factory=dict)
+    known: dict[tuple[Any, ...], StepItem] = field(default_factory=dict)
     storages: set[int] = field(default_factory=set)
 
 
@@ -168,7 +168,7 @@ class StepBuffer:
             found = self.open[number] = HeldStep(number)
         return found
 
-    def take(self, number: int, column: Column, tensor: Tensor, place: int) -> tuple[Item, bool]:
+    def take(self, number: int, column: Column, tensor: Tensor, place: int) -> tuple[StepItem, bool]:
         """Hold a tensor of an open step; return it, and whether it is a new one."""
         # Memory that is given back at once goes to the system, which is slow: it goes as fast as it is asked for again.
         self._leave(1)
@@ -180,12 +180,12 @@ class StepBuffer:
             held.items.append((column, item))
             return item, False
         tensor = tensor.detach()
-        item = Item(column, tensor.dtype, tensor.shape, tensor, version)
+        item = StepItem(column, tensor.dtype, tensor.shape, tensor, version)
         held.items.append((column, item))
         self._hold(held, item, tensor, key)
         return item, True
 
-    def _hold(self, held: HeldStep, item: Item, tensor: Tensor, key: tuple[Any, ...]) -> None:
+    def _hold(self, held: HeldStep, item: StepItem, tensor: Tensor, key: tuple[Any, ...]) -> None:
         column, nbytes = item.column, tensor.numel() * tensor.element_size()
         storage = tensor.untyped_storage()
         whole = storage.nbytes()
@@ -260,7 +260,7 @@ class StepBuffer:
                 self._release(found[1])
         held.num_cut = len(held.items)
 
-    def _release(self, item: Item) -> None:
+    def _release(self, item: StepItem) -> None:
         """Give memory back, and note whether the tensor has stayed as it was."""
         if item.tensor is not None:
             is_untouched = item.is_untouched()
@@ -276,7 +276,7 @@ class StepBuffer:
         item.tensor = item.copy = None
         item.lost = item.lost or "the watch did not hold it any more"
 
-    def _copied(self, item: Item, tensor: Tensor, nbytes: int) -> Tensor:
+    def _copied(self, item: StepItem, tensor: Tensor, nbytes: int) -> Tensor:
         spare = self._spare.get((tensor.dtype, tensor.shape))
         with torch.no_grad():
             if not tensor.is_cpu:
@@ -294,7 +294,7 @@ class StepBuffer:
             return room
 
 
-def note_of(column: Column, item: Item, step: int, rank: int) -> LeftOut:
+def note_of(column: Column, item: StepItem, step: int, rank: int) -> LeftOut:
     """Return what a recording says of a tensor whose values are lost."""
     reason = f"{item.lost}; norm {item.norm:.9g}" if not math.isnan(item.norm) else str(item.lost)
     return LeftOut(column.site, step, rank, reason, dtype_name(item.dtype), tuple(item.shape))
@@ -322,12 +322,12 @@ class DeviceNorms:
     """Norms of the tensors of one step that are not on the CPU."""
 
     def __init__(self) -> None:
-        self._waiting: dict[tuple[torch.device, torch.dtype], list[tuple[Item, Tensor]]] = {}
+        self._waiting: dict[tuple[torch.device, torch.dtype], list[tuple[StepItem, Tensor]]] = {}
         self._num_waiting = self._bytes_waiting = 0
-        self._asked: list[tuple[Sequence[Item | Number], Tensor]] = []
-        self._copies: list[tuple[list[Item | Number], Tensor, Any]] = []
+        self._asked: list[tuple[Sequence[StepItem | Number], Tensor]] = []
+        self._copies: list[tuple[list[StepItem | Number], Tensor, Any]] = []
 
-    def add(self, item: Item, tensor: Tensor) -> None:
+    def add(self, item: StepItem, tensor: Tensor) -> None:
         """Measure a tensor soon; not one that is written to until then."""
         self._waiting.setdefault((tensor.device, tensor.dtype), []).append(
             (item, tensor.detach() if item.copy is None else item.copy)
@@ -346,7 +346,7 @@ class DeviceNorms:
     def end(self) -> bool:
         """Ask for what is left, and begin to copy the answers; return whether there are any."""
         self._ask()
-        by_device: dict[torch.device, list[tuple[Sequence[Item | Number], Tensor]]] = {}
+        by_device: dict[torch.device, list[tuple[Sequence[StepItem | Number], Tensor]]] = {}
         for items, norms in self._asked:
             by_device.setdefault(norms.device, []).append((items, norms))
         for device, some in by_device.items():
@@ -394,7 +394,7 @@ def norms_of(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [torch.linalg.vector_norm(tensor) for tensor in tensors]
 
 
-def _look_closer(item: Item) -> None:
+def _look_closer(item: StepItem) -> None:
     """Count what is not finite, where the values are still there."""
     values = item.values()
     if values is None:

@@ -21,9 +21,9 @@ from glassengine.capture.watch.recent_steps import (
     Column,
     DeviceNorms,
     HeldStep,
-    Item,
     Number,
     StepBuffer,
+    StepItem,
     note_of,
     retain_freed_memory,
 )
@@ -35,8 +35,8 @@ from glassengine.recording.layout.description import Facts
 from glassengine.recording.layout.layout import LeftOut
 from glassengine.recording.layout.statistics import norm_of
 from glassengine.recording.series import ABSENT, MEASURED, NONFINITE, UNMEASURED, SeriesLog
-from glassengine.recording.write.policy import Policy, Watch
-from glassengine.stores.places import Remote
+from glassengine.recording.write.policy import RecordingPolicy, Watch
+from glassengine.stores.places import RemotePath
 
 LOSS = "loss"
 # In which the ranks of a run ask each other for steps.
@@ -308,7 +308,7 @@ class Watcher:
         self._writer.commit(held.step, token_ids=held.token_ids, stopped=held.stopped)
         self._ring.let_go(held)
 
-    def _pass_on_tensor(self, step: int, column: Column, item: Item) -> None:
+    def _pass_on_tensor(self, step: int, column: Column, item: StepItem) -> None:
         values = item.values()
         if values is None:
             self._writer.leave_out(note_of(column, item, step, self._rank))
@@ -322,16 +322,18 @@ class Watcher:
                 self._writer.leave_out(note_of(column, item, step, self._rank))
 
 
-def _state(item: Item) -> int:
+def _state(item: StepItem) -> int:
     if item.num_nonfinite:
         return NONFINITE
     return UNMEASURED if math.isnan(item.norm) else MEASURED
 
 
-def watcher_of(writer: BackgroundWriter, watch: Watch, policy: Policy, *, rank: int, shared: Path | None) -> Watcher:
+def watcher_of(
+    writer: BackgroundWriter, watch: Watch, policy: RecordingPolicy, *, rank: int, shared: Path | None
+) -> Watcher:
     """Return a watcher; closes the writer where that fails."""
     try:
-        if isinstance(writer.path, Remote):
+        if isinstance(writer.path, RemotePath):
             raise UsageError(
                 "the series of a watched run are written on this machine",
                 got=str(writer.path),

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from glassengine.compare.matching import layouts
-from glassengine.compare.matching.maps import Rule
+from glassengine.compare.matching.maps import MapRule
 from glassengine.errors import UsageError
 
 
-def assembled(rule: Rule, parts: Sequence[tuple[Tensor, Callable[[str], Tensor]]]) -> Tensor:
+def assembled(rule: MapRule, parts: Sequence[tuple[Tensor, Callable[[str], Tensor]]]) -> Tensor:
     """Return the tensor that the candidates of a rule are together.
 
     Args:
@@ -28,7 +28,7 @@ def assembled(rule: Rule, parts: Sequence[tuple[Tensor, Callable[[str], Tensor]]
     return of_steps[0] if rule.accumulate is None else _concatenated(of_steps, rule.accumulate)
 
 
-def _joined(rule: Rule, parts: Sequence[Tensor]) -> Tensor:
+def _joined(rule: MapRule, parts: Sequence[Tensor]) -> Tensor:
     if rule.is_sum:
         if any(part.shape != parts[0].shape for part in parts):
             raise UsageError("the candidates cannot be added", got=", ".join(str(list(part.shape)) for part in parts))

@@ -36,7 +36,7 @@ Lookup: TypeAlias = "Callable[[str], Tensor]"
 
 
 @dataclass(frozen=True)
-class Operation:
+class LayoutOperation:
     """One operation of the list above: its name and its arguments, checked."""
 
     op: str
@@ -46,7 +46,7 @@ class Operation:
         return f"{self.op}({', '.join(f'{name}={value}' for name, value in self.arguments.items())})"
 
 
-def parse_operation(data: object, where: str) -> Operation:
+def parse_operation(data: object, where: str) -> LayoutOperation:
     """Return the operation that `data` describes.
 
     Args:
@@ -76,10 +76,10 @@ def parse_operation(data: object, where: str) -> Operation:
             raise UsageError(f"{where}: split needs one of 'parts' and 'sizes'", got=_short(data))
     if missing:
         raise UsageError(f"{where}: {name} needs {', '.join(map(repr, missing))}", got=_short(data))
-    return Operation(name, {**defaults, **arguments})
+    return LayoutOperation(name, {**defaults, **arguments})
 
 
-def apply(operations: Sequence[Operation], tensor: Tensor, *, lookup: Lookup) -> Tensor:
+def apply(operations: Sequence[LayoutOperation], tensor: Tensor, *, lookup: Lookup) -> Tensor:
     """Return `tensor` after `operations`, a view of it where torch can.
 
     Raises:

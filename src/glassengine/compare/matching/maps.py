@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from glassengine.compare.matching.globs import num_captures, wildcards
-from glassengine.compare.matching.layouts import Operation, parse_operation
+from glassengine.compare.matching.layouts import LayoutOperation, parse_operation
 from glassengine.errors import GlassError, UsageError, nearest
 from glassengine.reading.documents import read_document
 
@@ -51,7 +51,7 @@ _KEYS = (
 
 
 @dataclass(frozen=True)
-class Rule:
+class MapRule:
     """One rule of a map.
 
     Attributes:
@@ -71,8 +71,8 @@ class Rule:
 
     baseline: str
     candidates: tuple[str, ...]
-    baseline_ops: tuple[Operation, ...] = ()
-    candidate_ops: tuple[Operation, ...] = ()
+    baseline_ops: tuple[LayoutOperation, ...] = ()
+    candidate_ops: tuple[LayoutOperation, ...] = ()
     concat_dim: int | None = None
     is_alias: bool = False
     rank: int | None = None
@@ -90,7 +90,7 @@ class Rule:
 class TensorMap:
     """Rules in the order of the file."""
 
-    rules: tuple[Rule, ...]
+    rules: tuple[MapRule, ...]
 
 
 def load_map(source: str | Path | Mapping[str, Any] | TensorMap) -> TensorMap:
@@ -127,7 +127,7 @@ def parse_map(data: object, where: str) -> TensorMap:
             raise UsageError(f"{where} is written for another version", got=str(version), expected=str(SCHEMA_VERSION))
         rules = tuple(_rule(rule, f"{where}: rule {i}") for i, rule in enumerate(data["rules"]))
     elif isinstance(data, dict) and all(isinstance(alias, str) for alias in data.values()):
-        rules = tuple(Rule(pattern, (alias,), is_alias=True) for pattern, alias in data.items())
+        rules = tuple(MapRule(pattern, (alias,), is_alias=True) for pattern, alias in data.items())
         for rule in rules:
             _require_captures(rule, where)
     else:
@@ -141,7 +141,7 @@ def parse_map(data: object, where: str) -> TensorMap:
     return TensorMap(rules)
 
 
-def _rule(data: object, where: str) -> Rule:
+def _rule(data: object, where: str) -> MapRule:
     if not isinstance(data, dict):
         raise UsageError(f"{where} is not an object", got=repr(data)[:200])
     _require_keys(data, _KEYS, where)
@@ -170,7 +170,7 @@ def _rule(data: object, where: str) -> Rule:
     rank = data.get("rank")
     if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 0):
         raise UsageError(f"{where}: 'rank' is not the number of a rank", got=repr(rank)[:200])
-    rule = Rule(
+    rule = MapRule(
         baseline,
         tuple(names),
         operations["baseline_ops"],
@@ -193,7 +193,7 @@ def _require_keys(data: Mapping[str, Any], known: tuple[str, ...], where: str) -
             raise UsageError(f"{where} has an unknown key {key!r}", expected=[*nearest(key, known), *known][:6])
 
 
-def _require_captures(rule: Rule, where: str) -> None:
+def _require_captures(rule: MapRule, where: str) -> None:
     there = num_captures(rule.baseline)
     for name in rule.candidates:
         needed = wildcards(name)
@@ -203,7 +203,7 @@ def _require_captures(rule: Rule, where: str) -> None:
             )
 
 
-def steps_of(rule: Rule, step: int) -> range:
+def steps_of(rule: MapRule, step: int) -> range:
     """Return the steps of the candidate whose tensors stand for one step of the baseline."""
     last = step + rule.step_offset
     return range(last if rule.accumulate is None else 0, last + 1)

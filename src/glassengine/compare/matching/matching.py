@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from glassengine.compare.matching.globs import NameIndex, captures, substitute, wildcards
-from glassengine.compare.matching.maps import Rule, TensorMap, steps_of
+from glassengine.compare.matching.maps import MapRule, TensorMap, steps_of
 from glassengine.errors import UnknownNameError, UsageError, nearest
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource
@@ -20,7 +20,7 @@ _Place = tuple[int, int, str]
 
 
 @dataclass(frozen=True)
-class Match:
+class MatchedPair:
     """A tensor of the baseline and its counterpart; several of a rule that concatenates them.
 
     `method` is "map" (then `rule` says in which layout), "name" or "alias".
@@ -29,7 +29,7 @@ class Match:
     baseline: Entry
     candidates: tuple[Entry, ...]
     method: str
-    rule: Rule | None = None
+    rule: MapRule | None = None
 
     @property
     def candidate_site(self) -> str:
@@ -41,7 +41,7 @@ class Match:
 class Matching:
     """The matches in the order of the baseline, and what has none, with the reason."""
 
-    matches: tuple[Match, ...]
+    matches: tuple[MatchedPair, ...]
     baseline_only: tuple[tuple[Entry, str], ...]
     candidate_only: tuple[tuple[Entry, str], ...]
 
@@ -81,7 +81,7 @@ class Matcher:
         """Return how tensors correspond, all of a step on each side."""
         ours = {_place(entry): entry for entry in left}
         theirs = {_place(entry): entry for entry in right}
-        matches: list[Match] = []
+        matches: list[MatchedPair] = []
         baseline_only: list[Entry] = []
         used: set[_Place] = set()
         for place, entry in ours.items():
@@ -102,33 +102,33 @@ class Matcher:
 
     def _of(
         self, place: _Place, entry: Entry, ours: Mapping[_Place, Entry], theirs: Mapping[_Place, Entry]
-    ) -> list[Match]:
+    ) -> list[MatchedPair]:
         step, rank, site = place
-        found: list[Match] = []
+        found: list[MatchedPair] = []
         rules_here = [(rule, names) for rule, names in self._by_map.get(site, ()) if rule.rank in (None, rank)]
         for rule, names in rules_here:
             entries = [theirs.get((one, rank, name)) for one in steps_of(rule, step) for name in names]
             whole = tuple(other for other in entries if other is not None)
             if whole and len(whole) == len(entries):
-                found.append(Match(entry, whole, "map", rule))
+                found.append(MatchedPair(entry, whole, "map", rule))
         if found or rules_here:
             return found
         other = theirs.get(place) if self._mapped_away.isdisjoint([(None, site), (rank, site)]) else None
         if other is not None:
-            return [Match(entry, (other,), "name")]
+            return [MatchedPair(entry, (other,), "name")]
         if (alias := self._aliases.get(site)) is not None and (step, rank, alias) in theirs:
-            return [Match(entry, (theirs[step, rank, alias],), "alias")]
+            return [MatchedPair(entry, (theirs[step, rank, alias],), "alias")]
         spelled = [theirs.get((step, rank, name)) for name in other_spellings(site)]
         # Not a namesake of another tensor, nor the first of another list.
         alike = [
             other for other in spelled if other is not None and other.shape == entry.shape and _place(other) not in ours
         ]
-        return [Match(entry, (other,), "alias") for other in alike[:1]]
+        return [MatchedPair(entry, (other,), "alias") for other in alike[:1]]
 
 
 def _by_map(
     left: TensorSource, right: TensorSource, rules: TensorMap | None
-) -> tuple[dict[str, list[tuple[Rule, tuple[str, ...]]]], dict[str, str]]:
+) -> tuple[dict[str, list[tuple[MapRule, tuple[str, ...]]]], dict[str, str]]:
     if rules is None:
         return {}, {}
     ranks = sorted({entry.rank for entry in left.entries})
@@ -143,7 +143,7 @@ def _by_map(
         baseline_aliases=_other_names(left),
         candidate_aliases=_other_names(right),
     )
-    table: dict[str, list[tuple[Rule, tuple[str, ...]]]] = {}
+    table: dict[str, list[tuple[MapRule, tuple[str, ...]]]] = {}
     for pair in pairs:
         table.setdefault(pair.baseline, []).append((pair.rule, pair.candidates))
     return table, missing
@@ -211,13 +211,13 @@ def by_step(left: Sequence[Entry], right: Sequence[Entry]) -> Iterator[tuple[dic
 class NamePair:
     """A name of the baseline and the names of the candidate that a rule gives it."""
 
-    rule: Rule
+    rule: MapRule
     baseline: str
     candidates: tuple[str, ...]
 
 
 def pair_names(
-    rules: Iterable[Rule],
+    rules: Iterable[MapRule],
     baseline: Iterable[str],
     candidate: Iterable[str],
     *,
@@ -254,7 +254,7 @@ def pair_names(
     return pairs, {name: target for name, target in missing.items() if name not in paired}
 
 
-def _by_pattern(rule: Rule, ours: NameIndex, theirs: NameIndex) -> tuple[list[NamePair], dict[str, str]]:
+def _by_pattern(rule: MapRule, ours: NameIndex, theirs: NameIndex) -> tuple[list[NamePair], dict[str, str]]:
     names = _named(rule.baseline, ours, {})
     if not names and not rule.is_optional:
         raise UnknownNameError("tensor in the baseline of the map", rule.baseline, ours.names)
@@ -279,7 +279,7 @@ def _by_pattern(rule: Rule, ours: NameIndex, theirs: NameIndex) -> tuple[list[Na
 
 
 def _pair_by_alias(
-    rule: Rule,
+    rule: MapRule,
     ours: NameIndex,
     theirs: NameIndex,
     our_aliases: Mapping[str, str],
@@ -301,7 +301,7 @@ def _pair_by_alias(
     raise UnknownNameError("tensor in the map", rule.baseline, [*ours.names, *theirs.names])
 
 
-def _aliased(rule: Rule, having: NameIndex, other: NameIndex, aliases: Mapping[str, str]) -> list[tuple[str, str]]:
+def _aliased(rule: MapRule, having: NameIndex, other: NameIndex, aliases: Mapping[str, str]) -> list[tuple[str, str]]:
     (alias,) = rule.candidates
     names = _named(rule.baseline, having, aliases)
     if wildcards(alias):
@@ -333,7 +333,7 @@ def _named(pattern: str, index: NameIndex, aliases: Mapping[str, str]) -> list[s
     return [name for name in index.names if next(captures(pattern, name), None) is not None]
 
 
-def _resolve(rule: Rule, name: str, theirs: NameIndex) -> tuple[str, ...] | None:
+def _resolve(rule: MapRule, name: str, theirs: NameIndex) -> tuple[str, ...] | None:
     """Return the names of the candidate that `name` has by `rule`: whole names first, then unique suffixes."""
     options = _targets(rule, name)
     for targets in options:
@@ -354,7 +354,7 @@ def _resolve(rule: Rule, name: str, theirs: NameIndex) -> tuple[str, ...] | None
     return None
 
 
-def _targets(rule: Rule, name: str) -> list[tuple[str, ...]]:
+def _targets(rule: MapRule, name: str) -> list[tuple[str, ...]]:
     # A name that is meant whole, or by another name, stands for no wildcards.
     options = dict.fromkeys(captures(rule.baseline, name)) or {(): None}
     needed = max(map(wildcards, rule.candidates))
@@ -373,5 +373,5 @@ def _moved(captured: tuple[str, ...], offset: int) -> tuple[str, ...]:
     return (*captured[:at], str(int(captured[at]) + offset), *captured[at + 1 :])
 
 
-def _first_target(rule: Rule, name: str) -> str:
+def _first_target(rule: MapRule, name: str) -> str:
     return next((targets[0] for targets in _targets(rule, name)), rule.candidates[0])

@@ -1,6 +1,6 @@
 """Sources as a comparison sees them: each answers for itself what a comparison asks of a side.
 
-`Opened` passes questions on to what was opened. Other wrappers are a source seen differently: under other names, with
+`OpenedSource` passes questions on to what was opened. Others are a source seen differently: by other names, with
 another dimension, of one rank, put together of several.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from glassengine.blocks.arrays import Values, values_of
+from glassengine.blocks.arrays import ArrayValues, values_of
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.layout.noise_floor import NoiseFloor
 from glassengine.recording.read.source import TensorSource
@@ -85,7 +85,7 @@ class SourceWrapper:
         found: Tensor = self._source.tensor(entry)
         return found
 
-    def values(self, entry: Entry) -> Values:
+    def values(self, entry: Entry) -> ArrayValues:
         """Return the values of one of `entries`, without torch where the source can."""
         return values_of(self.tensor(entry))
 
@@ -93,7 +93,7 @@ class SourceWrapper:
         """Whether rows of one of `entries` can be read without the others."""
         return False
 
-    def rows(self, entry: Entry, first: int, end: int) -> tuple[Values, int]:
+    def rows(self, entry: Entry, first: int, end: int) -> tuple[ArrayValues, int]:
         """Return some rows of an entry that `can_be_cut`, and the CRC-32 of their bytes."""
         raise NotImplementedError
 
@@ -127,12 +127,12 @@ class SourceWrapper:
         """Take over what a `fresh` source has `told`."""
 
 
-class Opened(SourceWrapper):
+class OpenedSource(SourceWrapper):
     """A source as it was opened, whose kind may be of another package: it answers what it can."""
 
-    def values(self, entry: Entry) -> Values:
+    def values(self, entry: Entry) -> ArrayValues:
         """Return the values of one of `entries`."""
-        found: Values = (
+        found: ArrayValues = (
             self._source.read_values(entry) if hasattr(self._source, "read_values") else super().values(entry)
         )
         return found
@@ -141,9 +141,9 @@ class Opened(SourceWrapper):
         """Whether rows of one of `entries` can be read: of a recording, unless a block holds it with others."""
         return hasattr(self._source, "read_rows") and entry.location is not None and entry.location.block is None
 
-    def rows(self, entry: Entry, first: int, end: int) -> tuple[Values, int]:
+    def rows(self, entry: Entry, first: int, end: int) -> tuple[ArrayValues, int]:
         """Return some rows."""
-        found: tuple[Values, int] = self._source.read_rows(entry, first, end)
+        found: tuple[ArrayValues, int] = self._source.read_rows(entry, first, end)
         return found
 
     def noise_floor(self) -> NoiseFloor | None:

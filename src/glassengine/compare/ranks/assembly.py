@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from glassengine.compare.ranks.spread import Arrangement, Part, put, take
+from glassengine.compare.ranks.spread import RankArrangement, RankPart, put, take
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,8 +60,8 @@ class Assembly:
         num_groups: How many groups of ranks have data of their own, in a mean of sums.
     """
 
-    parts: tuple[Part, ...]
-    way: Arrangement
+    parts: tuple[RankPart, ...]
+    way: RankArrangement
     kind: str = COPIES
     differ: bool = False
     is_open: bool = False
@@ -84,17 +84,17 @@ class Assembly:
         """Return the whole; of copies that differ the worst ones."""
         import torch
 
-        chosen: list[tuple[Part, int]] = []
+        chosen: list[tuple[RankPart, int]] = []
         for members in self.cells():
             if self.kind in (SUM, MEAN, MEAN_OF_SUMS):
                 total = torch.stack([self.parts[i].tensor.double() for i in members]).sum(0)
                 total = total / {SUM: 1, MEAN: len(members)}.get(self.kind, self.num_groups)
                 first = self.parts[members[0]]
-                chosen.append((Part(first.ranks, total.to(first.tensor.dtype)), members[0]))
+                chosen.append((RankPart(first.ranks, total.to(first.tensor.dtype)), members[0]))
             elif self.kind in (ROWS, NUMBERS):
                 of_cell, place = [self.parts[i].tensor for i in members], self.place(members[0], reference)
                 found = (_numbered if self.kind == NUMBERS else _nearest_rows)(of_cell, place)
-                chosen.append((Part(self.parts[members[0]].ranks, found), members[0]))
+                chosen.append((RankPart(self.parts[members[0]].ranks, found), members[0]))
             elif self.differ:
                 worst = max(members, key=lambda i: error_of(self.parts[i].tensor, self.place(i, reference)))
                 chosen.append((self.parts[worst], worst))

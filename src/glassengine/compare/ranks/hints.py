@@ -9,12 +9,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from glassengine.compare.matching.matching import Match
+from glassengine.compare.matching.matching import MatchedPair
 from glassengine.compare.matching.phases import is_of_activation, is_of_parameter
 from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.compare.ranks.assembly import EXPLAINED, MEAN, SUM, Assembly, error_of
 from glassengine.compare.ranks.ranks import AssembledRanks
-from glassengine.compare.ranks.spread import Arrangement, Part, sample_of
+from glassengine.compare.ranks.spread import RankArrangement, RankPart, sample_of
 from glassengine.numerics.metrics.hints import tensor_hints
 from glassengine.recording.layout.layout import Entry
 from glassengine.results import FLAGGED, Hint, Pair
@@ -113,12 +113,12 @@ def wrong_ranks(source: AssembledRanks, entry: Entry, whole: Tensor) -> tuple[in
     return wrong if len(wrong) < len(errors) else ()
 
 
-def hints_of_copies(parts: Sequence[Part], site: str, whole: Tensor) -> tuple[Hint, ...]:
+def hints_of_copies(parts: Sequence[RankPart], site: str, whole: Tensor) -> tuple[Hint, ...]:
     """Return what explains that no rank has `whole`, which all should have."""
     if not whole.is_floating_point() or any(part.tensor.shape != whole.shape for part in parts):
         return ()
     everywhere = (None,) * whole.dim()
-    way = Arrangement(tuple(whole.shape), (everywhere,) * len(parts), ((),) * len(parts), ())
+    way = RankArrangement(tuple(whole.shape), (everywhere,) * len(parts), ((),) * len(parts), ())
     is_one = all(torch.equal(parts[0].tensor, part.tensor) for part in parts[1:])
     assembly = Assembly(tuple(parts), way, differ=not is_one)
     judged = assembly.whole(whole)
@@ -316,7 +316,7 @@ def _names(ranks: Iterable[int]) -> str:
 
 
 def rank_and_hints(
-    number: int, pairs: Sequence[Pair], judged: Sequence[Match], left: SourceWrapper, right: SourceWrapper
+    number: int, pairs: Sequence[Pair], judged: Sequence[MatchedPair], left: SourceWrapper, right: SourceWrapper
 ) -> tuple[int | None, tuple[Hint, ...]]:
     """Return the rank that has a tensor wrong, None where all that have it do or there is one; and hints.
 
@@ -350,7 +350,7 @@ def rank_and_hints(
     baselines = [left.tensor(judged[i].baseline) for i in there]
     if not all(torch.equal(baselines[0], other) for other in baselines[1:]):
         return None, ()
-    parts = [Part((pairs[i].rank,), right.tensor(judged[i].candidates[0])) for i in there]
+    parts = [RankPart((pairs[i].rank,), right.tensor(judged[i].candidates[0])) for i in there]
     return None, hints_of_copies(parts, match.baseline.site, baselines[0])
 
 

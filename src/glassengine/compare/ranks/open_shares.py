@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from glassengine.compare.matching.matching import Match
+from glassengine.compare.matching.matching import MatchedPair
 from glassengine.compare.matching.padding import CACHES
 from glassengine.compare.matching.phases import is_of_parameter, phase_of
 from glassengine.compare.ranks.assembly import EXPLAINED
@@ -20,7 +20,7 @@ from glassengine.sites import ROOT
 
 
 def never_added_up(
-    pairs: Sequence[Pair], judged: Sequence[Match], side: AssembledRanks, own: Sequence[Entry]
+    pairs: Sequence[Pair], judged: Sequence[MatchedPair], side: AssembledRanks, own: Sequence[Entry]
 ) -> list[int]:
     """Return the numbers of the pairs that are shares of a sum, or of a mean, which nothing shows to be made.
 
@@ -56,7 +56,7 @@ def never_added_up(
     return found
 
 
-def _is_new(k: int, i: int, judged: Sequence[Match]) -> bool:
+def _is_new(k: int, i: int, judged: Sequence[MatchedPair]) -> bool:
     """Whether a later tensor is another than the one before it: not the same storage under another name."""
     location = judged[k].baseline.location
     return location is None or location != judged[i].baseline.location
@@ -66,7 +66,7 @@ def _is_used(
     i: int,
     is_open: Sequence[bool],
     pairs: Sequence[Pair],
-    judged: Sequence[Match],
+    judged: Sequence[MatchedPair],
     of_site: Mapping[str, Sequence[int]],
     side: AssembledRanks,
     own: Sequence[Entry],
@@ -93,7 +93,7 @@ def _is_made(
     i: int,
     later: Sequence[int],
     pairs: Sequence[Pair],
-    judged: Sequence[Match],
+    judged: Sequence[MatchedPair],
     side: AssembledRanks,
     own: Sequence[Entry],
 ) -> bool:
@@ -113,7 +113,7 @@ def _is_made(
     return any(pairs[k].verdict in FLAGGED for k in same_phase if k < around)
 
 
-def _is_made_of(match: Match) -> bool:
+def _is_made_of(match: MatchedPair) -> bool:
     """Whether a tensor may be made of those before it: no parameter, no mask, no cache (recorded when all is done)."""
     entry = match.baseline
     is_of_activations = not is_of_parameter(entry.site) and not entry.site.endswith(CACHES)

@@ -32,9 +32,9 @@ from glassengine.compare.ranks.data_layout import data_layout, with_other_stages
 from glassengine.compare.ranks.local_names import LocalNames, local_names
 from glassengine.compare.ranks.shards import Local, assembled, is_spread, meshes, why_not_assembled
 from glassengine.compare.ranks.spread import (
-    Arrangement,
     DataLayout,
-    Part,
+    RankArrangement,
+    RankPart,
     arrangements,
     can_be_arranged,
     choose,
@@ -176,7 +176,7 @@ class AssembledRanks(SourceWrapper):
             found = dataclasses.replace(known, parts=parts)
         elif reference is None or len(self._parts[key]) == 1:
             ndim = parts[0].tensor.dim()
-            way = Arrangement(tuple(parts[0].tensor.shape), ((None,) * ndim,) * len(parts), ((),) * len(parts), ())
+            way = RankArrangement(tuple(parts[0].tensor.shape), ((None,) * ndim,) * len(parts), ((),) * len(parts), ())
             found = Assembly(parts, way)
             if reference is not None and len(parts) > 1:
                 found = self._settled(key, found, reference)
@@ -246,12 +246,12 @@ class AssembledRanks(SourceWrapper):
             found_layout, {part.rank for (at, _), own in self._parts.items() if at == step for part in own}
         )
 
-    def _joined(self, key: _Key) -> tuple[Part, ...]:
+    def _joined(self, key: _Key) -> tuple[RankPart, ...]:
         """Return the parts, distributed tensors put together."""
         entries = self._parts[key]
         if not is_spread(entries) or any(why_not_assembled(mesh) for mesh in self._meshes(key)):
-            return self._without_padding(key, [Part((e.rank,), self._source.tensor(e)) for e in entries])
-        found: list[Part] = []
+            return self._without_padding(key, [RankPart((e.rank,), self._source.tensor(e)) for e in entries])
+        found: list[RankPart] = []
         for mesh in self._meshes(key):
             local: list[Local] = [
                 (entry.rank, self._source.tensor(entry), entry.sharding) for entry in mesh if entry.sharding is not None
@@ -259,12 +259,12 @@ class AssembledRanks(SourceWrapper):
             found += assembled(local)
         return tuple(found)
 
-    def _without_padding(self, key: _Key, parts: Sequence[Part]) -> tuple[Part, ...]:
+    def _without_padding(self, key: _Key, parts: Sequence[RankPart]) -> tuple[RankPart, ...]:
         shapes = {tuple(part.tensor.shape) for part in parts}
         if key in self._expected and len(shapes) == 1:
             found = padding(shapes.pop(), len(parts), self._expected[key][1].shape, key[1])
             if found is not None:
-                return (*parts[:-1], Part(parts[-1].ranks, parts[-1].tensor.narrow(found[0], 0, found[1])))
+                return (*parts[:-1], RankPart(parts[-1].ranks, parts[-1].tensor.narrow(found[0], 0, found[1])))
         return tuple(parts)
 
     def _meshes(self, key: _Key) -> list[list[Entry]]:
@@ -274,7 +274,7 @@ class AssembledRanks(SourceWrapper):
         layout = self.layout(key[0])
         return meshes(entries, layout.groups if layout is not None else None)
 
-    def _way(self, key: _Key, parts: Sequence[Part], reference: Tensor) -> Arrangement:
+    def _way(self, key: _Key, parts: Sequence[RankPart], reference: Tensor) -> RankArrangement:
         shapes = {tuple(part.tensor.shape) for part in parts}
         whole = tuple(reference.shape)
         layout = None if is_of_parameter(key[1]) else self.layout(key[0])
@@ -287,9 +287,9 @@ class AssembledRanks(SourceWrapper):
             if way is not None:
                 self._styles[way.style] += bool(way.style)
                 return way
-        return Arrangement(shape, ((None,) * len(shape),) * len(parts), ((),) * len(parts), ())
+        return RankArrangement(shape, ((None,) * len(shape),) * len(parts), ((),) * len(parts), ())
 
-    def _as_shares(self, key: _Key, parts: tuple[Part, ...], reference: Tensor) -> Assembly | None:
+    def _as_shares(self, key: _Key, parts: tuple[RankPart, ...], reference: Tensor) -> Assembly | None:
         """Return the places in which parts that agree with nothing alone add up to it: gradients of own data."""
         shape, whole = tuple(parts[0].tensor.shape), tuple(reference.shape)
         if any(tuple(part.tensor.shape) != shape for part in parts):

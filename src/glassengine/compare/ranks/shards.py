@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from glassengine.compare.ranks.spread import Part
+from glassengine.compare.ranks.spread import RankPart
 from glassengine.recording.layout.layout import Entry, Sharding
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def why_not_assembled(parts: Sequence[Entry]) -> str | None:
     )
 
 
-def assembled(parts: Sequence[Local]) -> tuple[Part, ...]:
+def assembled(parts: Sequence[Local]) -> tuple[RankPart, ...]:
     """Return every copy of the whole, one for each place along the dimensions of the mesh that replicate it.
 
     Args:
@@ -92,7 +92,7 @@ def assembled(parts: Sequence[Local]) -> tuple[Part, ...]:
             )
         }
         whole = _joined({place: tensor for place, (_, tensor) in chosen.items()}, sharding)
-        found.append(Part(tuple(rank for rank, _ in chosen.values()), whole))
+        found.append(RankPart(tuple(rank for rank, _ in chosen.values()), whole))
     return tuple(found)
 
 

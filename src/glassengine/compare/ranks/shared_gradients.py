@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from glassengine.compare.matching.matching import Match
+from glassengine.compare.matching.matching import MatchedPair
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource
 from glassengine.results import FLAGGED, Packed, Pair
@@ -21,7 +21,7 @@ OWN_SHARE = "the module's own share of a gradient whose sum is right"
 _MAX_SHARES = 256
 
 
-def shared_gradients(pairs: Packed, judged: Sequence[Match]) -> list[list[int]]:
+def shared_gradients(pairs: Packed, judged: Sequence[MatchedPair]) -> list[list[int]]:
     """Return the numbers of flagged pairs that the baseline has as one gradient and the candidate as several.
 
     Args:
@@ -43,7 +43,7 @@ def shared_gradients(pairs: Packed, judged: Sequence[Match]) -> list[list[int]]:
     ]
 
 
-def shares(pairs: Packed, judged: Sequence[Match]) -> dict[int, list[int]]:
+def shares(pairs: Packed, judged: Sequence[MatchedPair]) -> dict[int, list[int]]:
     """Return the numbers of flagged pairs that may be a module's share -> those of right pairs that may be the sum.
 
     In the baseline both are one gradient: a share that is wrong would make the sum wrong.
@@ -80,7 +80,7 @@ def is_share(pair: Pair) -> bool:
     return ":grad_in" in pair.site
 
 
-def _is_given(match: Match) -> bool:
+def _is_given(match: MatchedPair) -> bool:
     return match.rule is None and match.baseline.site.partition(":")[2].startswith("grad_in")
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from glassengine.compare.matching.matching import Match, Matching, by_step
+from glassengine.compare.matching.matching import MatchedPair, Matching, by_step
 from glassengine.compare.matching.phases import is_of_activation, is_of_parameter
 from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.compare.ranks.assembly import EXPLAINED, Assembly, error_of, lies_in_rows
@@ -26,9 +26,9 @@ from glassengine.compare.ranks.local_names import is_in_lists, local_names, numb
 from glassengine.compare.ranks.ranks import AssembledRanks
 from glassengine.compare.ranks.shards import Local, assembled, is_spread, meshes, why_not_assembled
 from glassengine.compare.ranks.spread import (
-    Arrangement,
     DataLayout,
-    Part,
+    RankArrangement,
+    RankPart,
     Shape,
     agreement,
     arrangements,
@@ -67,7 +67,7 @@ def expect_counterparts(left: SourceWrapper, right: SourceWrapper, matching: Mat
     Returns:
         The matching without what cannot be put together, which is listed with its reason.
     """
-    possible: list[Match] = []
+    possible: list[MatchedPair] = []
     impossible: list[tuple[Entry, str]] = []
     for match in matching.matches:
         reason = None
@@ -83,7 +83,9 @@ def expect_counterparts(left: SourceWrapper, right: SourceWrapper, matching: Mat
     return Matching(tuple(possible), (*matching.baseline_only, *impossible), matching.candidate_only)
 
 
-def _reason(side: SourceWrapper, entry: Entry, other: SourceWrapper, counterpart: Entry, match: Match) -> str | None:
+def _reason(
+    side: SourceWrapper, entry: Entry, other: SourceWrapper, counterpart: Entry, match: MatchedPair
+) -> str | None:
     rule = match.rule
     if len(match.candidates) == 1 and (rule is None or not (rule.baseline_ops or rule.candidate_ops)):
         side.expect(entry, other, counterpart)
@@ -143,7 +145,7 @@ class ReshardedRanks(SourceWrapper):
             self._theirs.setdefault((entry.step, entry.site), []).append(entry)
         self._styles: Counter[str] = Counter()
         self._layouts: dict[int, tuple[DataLayout | None, DataLayout | None]] = {}
-        self._ways: dict[_Key, tuple[Arrangement, str]] = {}
+        self._ways: dict[_Key, tuple[RankArrangement, str]] = {}
         self.entries: tuple[Entry, ...] = tuple(
             dataclasses.replace(parts[0], rank=0, site=key[1], shape=self._whole_shape(key), sharding=None)
             for key, parts in self._parts.items()
@@ -183,7 +185,7 @@ class ReshardedRanks(SourceWrapper):
         self._styles[way.style] += bool(way.style)
         return way.whole
 
-    def _found_way(self, key: _Key) -> tuple[Arrangement, str]:
+    def _found_way(self, key: _Key) -> tuple[RankArrangement, str]:
         import torch
 
         ours, theirs = self._joined(key), _parts(self._other, self._theirs.get(key, []))
@@ -202,7 +204,7 @@ class ReshardedRanks(SourceWrapper):
         if len(other) != len(shape):
             return _in_place(ours), "in every rank"
         own_layout, their_layout = (None, None) if is_of_parameter(key[1]) else self._layout(key[0])
-        best: tuple[tuple[int, int, int, int, int], Arrangement, str] | None = None
+        best: tuple[tuple[int, int, int, int, int], RankArrangement, str] | None = None
         sizes = () if own_layout is None else own_layout.sizes
         wholes = _likely(_wholes_of(shape, other, len(ours), len(theirs)), ours, theirs, sizes)
         # In place of one another first: sums of other parts are equal, too, where parts are dealt out otherwise.
@@ -224,7 +226,7 @@ class ReshardedRanks(SourceWrapper):
         assert best is not None
         return best[1], best[2]
 
-    def _uneven(self, ours: Sequence[Part], theirs: Sequence[Part]) -> Arrangement:
+    def _uneven(self, ours: Sequence[RankPart], theirs: Sequence[RankPart]) -> RankArrangement:
         shape = ours[0].tensor.shape
         for dim in range(len(shape)):
             size = sum(part.tensor.shape[dim] for part in ours)
@@ -233,7 +235,7 @@ class ReshardedRanks(SourceWrapper):
                 return found
         return _in_place(ours)
 
-    def _joined(self, key: _Key) -> tuple[Part, ...]:
+    def _joined(self, key: _Key) -> tuple[RankPart, ...]:
         return _parts(self._source, self._parts[key])
 
     def _layout(self, step: int) -> tuple[DataLayout | None, DataLayout | None]:
@@ -255,7 +257,7 @@ class ReshardedRanks(SourceWrapper):
 _COPIES, _SUM, _MEAN, _MEAN_OF_SUMS = "in place", "added up", "averaged", "added up and averaged"
 
 
-def _whole(parts: Sequence[Part], way: Arrangement, how: str, num_groups: int) -> Tensor:
+def _whole(parts: Sequence[RankPart], way: RankArrangement, how: str, num_groups: int) -> Tensor:
     import torch
 
     whole = torch.empty(way.whole, dtype=parts[0].tensor.dtype)
@@ -268,7 +270,7 @@ def _whole(parts: Sequence[Part], way: Arrangement, how: str, num_groups: int) -
     return whole
 
 
-def _num_agreeing(parts: Sequence[Part], whole: Tensor, layout: DataLayout | None, how: str, scales: bool) -> int:
+def _num_agreeing(parts: Sequence[RankPart], whole: Tensor, layout: DataLayout | None, how: str, scales: bool) -> int:
     """Return how many parts agree with what `whole` has in their place, in the best of all ways."""
     import torch
 
@@ -323,7 +325,9 @@ def _wholes_of(ours: Shape, theirs: Shape, num_ours: int, num_theirs: int) -> It
     yield from sorted(found, key=math.prod) or [ours]
 
 
-def _likely(wholes: Iterator[Shape], ours: Sequence[Part], theirs: Sequence[Part], sizes: Sequence[int]) -> list[Shape]:
+def _likely(
+    wholes: Iterator[Shape], ours: Sequence[RankPart], theirs: Sequence[RankPart], sizes: Sequence[int]
+) -> list[Shape]:
     """Return some wholes, first those of as many different parts as there are, and of all rows and positions."""
     facts = [(side[0].tensor.shape, _num_different(side)) for side in (ours, theirs)]
 
@@ -336,27 +340,27 @@ def _likely(wholes: Iterator[Shape], ours: Sequence[Part], theirs: Sequence[Part
     return sorted(wholes, key=key)[:_MAX_WHOLES]
 
 
-def _num_different(parts: Sequence[Part]) -> int:
+def _num_different(parts: Sequence[RankPart]) -> int:
     sample = sampled(*(tuple(parts[0].tensor.shape),) * 2)
     return len({tuple(taken_at(part.tensor, sample).tolist()) for part in parts})
 
 
-def _in_place(parts: Sequence[Part]) -> Arrangement:
+def _in_place(parts: Sequence[RankPart]) -> RankArrangement:
     shape = tuple(parts[0].tensor.shape)
-    return Arrangement(shape, ((None,) * len(shape),) * len(parts), ((),) * len(parts), ())
+    return RankArrangement(shape, ((None,) * len(shape),) * len(parts), ((),) * len(parts), ())
 
 
-def _parts(source: TensorSource, entries: Sequence[Entry]) -> tuple[Part, ...]:
+def _parts(source: TensorSource, entries: Sequence[Entry]) -> tuple[RankPart, ...]:
     """Return the parts of one tensor, distributed tensors put together."""
     if entries and is_spread(entries):
         of_meshes = meshes(entries)
         if not any(map(why_not_assembled, of_meshes)):
-            found: list[Part] = []
+            found: list[RankPart] = []
             for mesh in of_meshes:
                 local: list[Local] = [(e.rank, source.tensor(e), e.sharding) for e in mesh if e.sharding is not None]
                 found += assembled(local)
             return tuple(found)
-    return tuple(Part((entry.rank,), source.tensor(entry)) for entry in entries)
+    return tuple(RankPart((entry.rank,), source.tensor(entry)) for entry in entries)
 
 
 def _layouts(

@@ -29,7 +29,7 @@ _MAX_GROUP = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class RankPart:
     """What one process has, or several whose distributed tensor has been put together."""
 
     ranks: tuple[int, ...]
@@ -37,7 +37,7 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class Arrangement:
+class RankArrangement:
     """A way to make up the whole.
 
     Attributes:
@@ -143,18 +143,18 @@ def shape_of_whole(part: Shape, whole: Shape, *, is_cache: bool) -> Shape | None
     return tuple(wanted)
 
 
-def arrangements(parts: Sequence[Part], whole: Shape, layout: DataLayout | None) -> Iterator[Arrangement]:
+def arrangements(parts: Sequence[RankPart], whole: Shape, layout: DataLayout | None) -> Iterator[RankArrangement]:
     """Yield the ways in which parts of one shape can make up `whole`, the usual ones first."""
     shape = tuple(parts[0].tensor.shape)
     dims = [d for d, (p, w) in enumerate(zip(shape, whole, strict=True)) if p != w]
     if not dims:
-        yield Arrangement(whole, tuple(_everything(len(whole)) for _ in parts), ((),) * len(parts), ())
+        yield RankArrangement(whole, tuple(_everything(len(whole)) for _ in parts), ((),) * len(parts), ())
         return
     for by_data in _data_dims(parts, shape, whole, dims, layout):
         yield from _on_meshes(parts, shape, whole, [d for d in dims if d not in by_data], by_data)
 
 
-def uneven(parts: Sequence[Part], whole: Shape, layout: DataLayout | None = None) -> Arrangement | None:
+def uneven(parts: Sequence[RankPart], whole: Shape, layout: DataLayout | None = None) -> RankArrangement | None:
     """Return how parts of different sizes along one dimension make up the whole, or several copies of it.
 
     Those of the rows that each rank was given lie where these do.
@@ -173,15 +173,15 @@ def uneven(parts: Sequence[Part], whole: Shape, layout: DataLayout | None = None
         if layout is not None and (rows := _rows(parts, size, sizes, layout)) is not None:
             index = tuple(_along(dim, at, len(whole)) for at in rows)
             cells = tuple((layout.groups[part.ranks[0]],) for part in parts)
-            return Arrangement(whole, index, cells, (dim,), (dim,))
+            return RankArrangement(whole, index, cells, (dim,), (dim,))
         for starts in _starts(sizes, size):
             index = tuple(_along(dim, torch.arange(a, a + n), len(whole)) for a, n in zip(starts, sizes, strict=True))
             cells = tuple((start,) for start in starts)
-            return Arrangement(whole, index, cells, (dim,))
+            return RankArrangement(whole, index, cells, (dim,))
     return None
 
 
-def _rows(parts: Sequence[Part], size: int, sizes: Sequence[int], layout: DataLayout) -> list[Tensor] | None:
+def _rows(parts: Sequence[RankPart], size: int, sizes: Sequence[int], layout: DataLayout) -> list[Tensor] | None:
     """Return where parts of the ranks' own rows lie, or of all positions in them; None where they are of others."""
     given = [layout.positions(part.ranks) for part in parts]
     is_flat = size != layout.sizes[0] and size == math.prod(layout.sizes[:2])
@@ -204,7 +204,7 @@ def _starts(sizes: Sequence[int], whole: int) -> Iterator[list[int]]:
 
 
 def _data_dims(
-    parts: Sequence[Part], shape: Shape, whole: Shape, dims: Sequence[int], layout: DataLayout | None
+    parts: Sequence[RankPart], shape: Shape, whole: Shape, dims: Sequence[int], layout: DataLayout | None
 ) -> Iterator[dict[int, list[Tensor]]]:
     """Yield which dimensions are cut as the inputs are, and where each part lies along them; nothing cut so last."""
     positions = [layout.positions(part.ranks) for part in parts] if layout is not None else [None]
@@ -242,8 +242,8 @@ def _flattened(at: tuple[Tensor | None, ...], sizes: tuple[int, ...]) -> Tensor:
 
 
 def _on_meshes(
-    parts: Sequence[Part], shape: Shape, whole: Shape, dims: Sequence[int], by_data: Mapping[int, list[Tensor]]
-) -> Iterator[Arrangement]:
+    parts: Sequence[RankPart], shape: Shape, whole: Shape, dims: Sequence[int], by_data: Mapping[int, list[Tensor]]
+) -> Iterator[RankArrangement]:
     """Yield the ways to spread `dims` over the processes that have the same data, or over all."""
     groups: dict[tuple[tuple[int, ...], ...], list[int]] = defaultdict(list)
     for i in range(len(parts)):
@@ -274,7 +274,7 @@ def _on_meshes(
                 for dim, factor in zip(dims, factors, strict=True):
                     own[dim] = _share(at[i][dim], factor, shape[dim], sizes_of)
                 index.append(tuple(own))
-            yield Arrangement(
+            yield RankArrangement(
                 whole,
                 tuple(index),
                 tuple((number[i][0], *(at[i][dim] for dim in dims)) for i in range(len(parts))),
@@ -313,8 +313,8 @@ def _pieces(size: int) -> Iterator[tuple[int, ...]]:
 
 
 def choose(
-    parts: Sequence[Part], ways: Iterator[Arrangement], reference: Tensor, usual: Mapping[str, int]
-) -> Arrangement | None:
+    parts: Sequence[RankPart], ways: Iterator[RankArrangement], reference: Tensor, usual: Mapping[str, int]
+) -> RankArrangement | None:
     """Return the way in which most parts agree with `reference`; the usual one where none is better.
 
     Args:
@@ -323,7 +323,7 @@ def choose(
         reference: The counterpart of the whole; a cache may be of another length.
         usual: How often each style was what all parts agreed with.
     """
-    best: tuple[tuple[int, int, int], Arrangement] | None = None
+    best: tuple[tuple[int, int, int], RankArrangement] | None = None
     by_data: int | None = None
     sample = sampled(tuple(parts[0].tensor.shape), tuple(reference.shape))
     ours = [taken_at(part.tensor, sample) for part in parts]
@@ -436,7 +436,7 @@ def moved_by(sample: tuple[Tensor, ...], index: Index) -> tuple[Tensor, ...]:
 def can_be_arranged(shapes: Sequence[tuple[int, ...]], count: int, whole: tuple[int, ...], site: str) -> bool:
     """Return whether `count` parts of these shapes may be the whole of a site."""
     if len(set(shapes)) > 1:
-        sizes = [Part((i,), _Shape(shape)) for i, shape in enumerate(shapes)]  # type: ignore[arg-type]
+        sizes = [RankPart((i,), _Shape(shape)) for i, shape in enumerate(shapes)]  # type: ignore[arg-type]
         return uneven(sizes, whole) is not None
     if padding(shapes[0], count, whole, site) is not None:
         return True

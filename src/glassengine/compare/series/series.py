@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from glassengine.errors import IncomparableError
-from glassengine.recording.series import MEASURED, NONFINITE, Array, Row, SeriesReader
+from glassengine.recording.series import MEASURED, NONFINITE, Array, SeriesReader, SeriesRow
 from glassengine.results.comparison import SeriesComparison, SeriesPoint, SeriesStanding
 
 WINDOW, CALIBRATION, LASTING = 32, 16, 3
@@ -46,7 +46,7 @@ def compare_series(baseline: str | Path, candidate: str | Path) -> SeriesCompari
     return found.result(str(baseline), str(candidate))
 
 
-def _paired(sides: tuple[SeriesReader, SeriesReader], found: _Found) -> Iterator[tuple[Row, Row]]:
+def _paired(sides: tuple[SeriesReader, SeriesReader], found: _Found) -> Iterator[tuple[SeriesRow, SeriesRow]]:
     """Yield the rows of the steps that both have, in ascending order."""
     left, right = (_ascending(side.rows(), found) for side in sides)
     one, other = next(left, None), next(right, None)
@@ -64,7 +64,7 @@ def _paired(sides: tuple[SeriesReader, SeriesReader], found: _Found) -> Iterator
         found.only[index] += (first is not None) + sum(1 for _ in rest)
 
 
-def _ascending(rows: Iterator[Row], found: _Found) -> Iterator[Row]:
+def _ascending(rows: Iterator[SeriesRow], found: _Found) -> Iterator[SeriesRow]:
     last = -1
     for row in rows:
         if row.step > last:
@@ -99,7 +99,7 @@ class _Found:
         self._run = np.zeros(0, dtype=np.int64)
         self._began: dict[int, SeriesPoint] = {}
 
-    def take(self, row: Row, other: Row) -> None:
+    def take(self, row: SeriesRow, other: SeriesRow) -> None:
         """Compare a step."""
         self.num_steps += 1
         self._name()
@@ -219,7 +219,7 @@ class _Found:
             yield f"{self.num_disordered} steps came after later ones and were not compared"
 
 
-def _of(row: Row, columns: list[int]) -> tuple[Array, Array]:
+def _of(row: SeriesRow, columns: list[int]) -> tuple[Array, Array]:
     """Return states and values of some columns, of which the row may not have the last."""
     chosen = np.array(columns)
     there = chosen < len(row.states)

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from glassengine import starting
-from glassengine.diagnose.invariance.rows import View, largest_difference, same_bits
-from glassengine.diagnose.invariance.trace import Difference, Op
+from glassengine.diagnose.invariance.rows import PartMapping, largest_difference, same_bits
+from glassengine.diagnose.invariance.trace import CallDifference, TracedOp
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import named
 from glassengine.results.invariance import SwitchTried
@@ -39,7 +39,7 @@ def rounding_of(name: str) -> Rounding:
     return Rounding.PRODUCT if name.endswith("mm") else Rounding.COMPOSITE if "norm" in name else found
 
 
-def tried_alone(found: Difference) -> Iterator[SwitchTried]:
+def tried_alone(found: CallDifference) -> Iterator[SwitchTried]:
     """Yield what was tried on the operation alone."""
     a, b = found.ops
     capability = (
@@ -53,16 +53,16 @@ def tried_alone(found: Difference) -> Iterator[SwitchTried]:
         yield SwitchTried("float64, rounded once", _in_float64(a, b, found.view), "operation")
 
 
-def _is_cpu(op: Op) -> bool:
+def _is_cpu(op: TracedOp) -> bool:
     return all(one.device.type == "cpu" for one in op.inputs)
 
 
-def _agree(view: View, x: list[Tensor], y: list[Tensor]) -> bool:
+def _agree(view: PartMapping, x: list[Tensor], y: list[Tensor]) -> bool:
     pairs = [view.aligned(one, other) for one, other in zip(x, y, strict=True)]
     return all(pair is not None and same_bits(*pair) for pair in pairs)
 
 
-def _in_float64(a: Op, b: Op, view: View) -> bool:
+def _in_float64(a: TracedOp, b: TracedOp, view: PartMapping) -> bool:
     """Whether float64 results, rounded once, are the same."""
     rounded = []
     for op in (a, b):
@@ -73,7 +73,7 @@ def _in_float64(a: Op, b: Op, view: View) -> bool:
     return _agree(view, *rounded)
 
 
-def _wide(op: Op) -> list[Tensor] | None:
+def _wide(op: TracedOp) -> list[Tensor] | None:
     """Return the results of an operation in float64; None where it has no such kernel."""
     leaves = [one.double() if isinstance(one, Tensor) and one.is_floating_point() else one for one in op.leaves]
     try:
@@ -82,7 +82,7 @@ def _wide(op: Op) -> list[Tensor] | None:
         return None
 
 
-def differs_in_float64(found: Difference) -> bool:
+def differs_in_float64(found: CallDifference) -> bool:
     """Whether the operation gives other results in float64, too: then no rounding explains that."""
     sides = [_wide(op) for op in found.ops]
     if sides[0] is None or sides[1] is None:
@@ -98,7 +98,7 @@ def differs_in_float64(found: Difference) -> bool:
     return False
 
 
-def _by_onednn(a: Op, b: Op, view: View) -> bool:
+def _by_onednn(a: TracedOp, b: TracedOp, view: PartMapping) -> bool:
     """Whether oneDNN's product, which has another kernel for one row alone, gives both sides the same."""
     try:
         return _agree(view, *([onednn_product(*op.inputs)] for op in (a, b)))
@@ -115,7 +115,7 @@ def onednn_product(*inputs: Tensor) -> Tensor:
     return found[: len(x)]
 
 
-def _in_child(a: Op, b: Op, view: View, variables: dict[str, str]) -> bool | None:
+def _in_child(a: TracedOp, b: TracedOp, view: PartMapping, variables: dict[str, str]) -> bool | None:
     """Whether the operation gives both sides the same in a process with other variables; None where it cannot run."""
     with tempfile.TemporaryDirectory() as folder:
         try:

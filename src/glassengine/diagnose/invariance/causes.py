@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from glassengine.diagnose.invariance.alone import PRODUCTS, differs_in_float64, rounding_of, tried_alone
-from glassengine.diagnose.invariance.rows import Span, View, same_under
-from glassengine.diagnose.invariance.subjects import Results, Subject
-from glassengine.diagnose.invariance.trace import Difference
-from glassengine.diagnose.invariance.ways import SPARE, Variant, Way
+from glassengine.diagnose.invariance.rows import PartMapping, PositionSpan, same_under
+from glassengine.diagnose.invariance.subjects import InvarianceSubject, Results
+from glassengine.diagnose.invariance.trace import CallDifference
+from glassengine.diagnose.invariance.ways import SPARE, InvarianceWay, Way
 from glassengine.ops.row import Rounding
 from glassengine.results.invariance import FirstOperation, SwitchTried, Variation, What
 
@@ -31,7 +31,7 @@ THREADS = "a reduction that is split by threads"
 
 
 @dataclass(frozen=True)
-class Cause:
+class InvarianceCause:
     """What the trials have shown.
 
     Attributes:
@@ -47,14 +47,14 @@ class Cause:
     first: FirstOperation | None = None
 
 
-class Trials:
+class SettingTrials:
     """Runs a variant again under one setting after the other."""
 
-    def __init__(self, subject: Subject, variant: Variant) -> None:
+    def __init__(self, subject: InvarianceSubject, variant: InvarianceWay) -> None:
         self.subject, self.variant = subject, variant
         self.tried: list[SwitchTried] = []
 
-    def works(self, name: str, variant: Variant, *, repeats: int = 1, listed: bool = True) -> bool:
+    def works(self, name: str, variant: InvarianceWay, *, repeats: int = 1, listed: bool = True) -> bool:
         """Whether both ways of a variant are bitwise equal, each time."""
         try:
             found = all(self.same(variant) for _ in range(repeats))
@@ -64,7 +64,7 @@ class Trials:
             self.tried.append(SwitchTried(name, found))
         return found
 
-    def same(self, variant: Variant) -> bool:
+    def same(self, variant: InvarianceWay) -> bool:
         """Whether both ways of a variant are bitwise equal."""
         return same_results(variant, self.subject.run(variant.first), self.subject.run(variant.second))
 
@@ -72,29 +72,29 @@ class Trials:
         """Whether a setting makes both ways bitwise equal."""
         return self.works(name, self.variant.under(context))
 
-    def cause(self, text: str | None) -> Cause:
+    def cause(self, text: str | None) -> InvarianceCause:
         """Return the cause with the first switch that works."""
         switch = next((one.name for one in self.tried if one.works), None)
-        return Cause(text, switch, tuple(self.tried))
+        return InvarianceCause(text, switch, tuple(self.tried))
 
 
-def same_results(variant: Variant, first: Results, second: Results) -> bool:
+def same_results(variant: InvarianceWay, first: Results, second: Results) -> bool:
     """Whether what belongs together is bitwise equal."""
     views = zip(variant.views, second, strict=True)
     return all(same_under(view, first[call], results) for (call, view), results in views)
 
 
 def cause_of(
-    subject: Subject,
+    subject: InvarianceSubject,
     what: What,
-    variant: Variant,
-    found: Difference | None,
+    variant: InvarianceWay,
+    found: CallDifference | None,
     run: Variation | None,
     *,
     is_mistake: bool,
-) -> Cause:
+) -> InvarianceCause:
     """Try what makes the two ways of a variant equal, and return the cause that follows."""
-    trials = Trials(subject, variant)
+    trials = SettingTrials(subject, variant)
     if what == "run" or (run is not None and run.verdict != "bitwise" and not _is_repeatable(subject, variant.second)):
         return _of_run(trials, variant, found)
     if what == "compile":
@@ -117,14 +117,14 @@ def cause_of(
     return _with_operation(trials, found, trials.cause(text))
 
 
-def _is_repeatable(subject: Subject, way: Way) -> bool:
+def _is_repeatable(subject: InvarianceSubject, way: Way) -> bool:
     """Whether a way, from a fresh start, gives the same bits three times."""
-    own = Variant("", way, way)
+    own = InvarianceWay("", way, way)
     first = subject.run(way)
     return all(same_results(own, first, subject.run(way)) for _ in range(2))
 
 
-def _of_run(trials: Trials, variant: Variant, found: Difference | None) -> Cause:
+def _of_run(trials: SettingTrials, variant: InvarianceWay, found: CallDifference | None) -> InvarianceCause:
     if variant.second.garbage is not None:
         trials.works("torch.zeros in place of torch.empty", variant.changed(garbage=0.0))
         return trials.cause(MEMORY)
@@ -143,7 +143,7 @@ def _of_run(trials: Trials, variant: Variant, found: Difference | None) -> Cause
     return trials.cause(ATOMICS if one or deterministic else None)
 
 
-def _of_cache(trials: Trials, variant: Variant) -> str | None:
+def _of_cache(trials: SettingTrials, variant: InvarianceWay) -> str | None:
     if variant.second.earlier == "prefix":
         return "the prefix of another request is not what it would be from scratch: a stale cache"
     return STATE + (
@@ -155,7 +155,7 @@ def _of_cache(trials: Trials, variant: Variant) -> str | None:
     )
 
 
-def _of_compiler(trials: Trials, variant: Variant) -> Cause:
+def _of_compiler(trials: SettingTrials, variant: InvarianceWay) -> InvarianceCause:
     for backend, text in (
         ("aot_eager", "kernels that Inductor generates: fused operations round and add otherwise"),
         ("eager", "another order of operations: AOTAutograd's decompositions"),
@@ -166,7 +166,7 @@ def _of_compiler(trials: Trials, variant: Variant) -> Cause:
     return trials.cause("the graph that Dynamo traces is another one")
 
 
-def _reads_other_rows(subject: Subject, variant: Variant) -> bool:
+def _reads_other_rows(subject: InvarianceSubject, variant: InvarianceWay) -> bool:
     """Whether the shared rows change when the others do."""
     way = variant.second
     # Where all rows are shared, one in the middle is kept.
@@ -174,33 +174,33 @@ def _reads_other_rows(subject: Subject, variant: Variant) -> bool:
     changed = tuple(row if row in own else row + SPARE for row in way.rows)
     places = [i for i, row in enumerate(way.rows) if row in own]
     size = len(way.rows)
-    view = View((size, size), (places, places))
+    view = PartMapping((size, size), (places, places))
     before, after = subject.run(way), subject.run(replace(way, rows=changed))
     return not all(same_under(view, *calls) for calls in zip(before, after, strict=True))
 
 
-def _reads_padding(subject: Subject, variant: Variant) -> bool:
+def _reads_padding(subject: InvarianceSubject, variant: InvarianceWay) -> bool:
     """Whether real tokens change when the token of the padding does."""
     way = variant.second
     before = subject.run(way)
     return any(_moves(variant, before, subject.run(replace(way, filler=way.filler + more))) for more in (1, 2, 5))
 
 
-def _moves(variant: Variant, before: Results, after: Results) -> bool:
+def _moves(variant: InvarianceWay, before: Results, after: Results) -> bool:
     """Whether results of real tokens differ."""
     views = []
     for _, view in variant.views:
         span = view.tokens
-        own = None if span is None else Span((span.sizes[1],) * 2, (span.starts[1],) * 2, span.length)
-        views.append(View(tokens=own))
+        own = None if span is None else PositionSpan((span.sizes[1],) * 2, (span.starts[1],) * 2, span.length)
+        views.append(PartMapping(tokens=own))
     return not all(same_under(*one) for one in zip(views, before, after, strict=True))
 
 
-def _with_detail(text: str, found: Difference | None) -> str:
+def _with_detail(text: str, found: CallDifference | None) -> str:
     return text if found is None or found.detail is None else f"{text} ({found.detail})"
 
 
-def _of_operation(found: Difference | None, what: What, is_mistake: bool) -> str | None:
+def _of_operation(found: CallDifference | None, what: What, is_mistake: bool) -> str | None:
     """Return the cause that the kind of the first difference, and its operation run alone, show."""
     if found is None:
         return None
@@ -258,7 +258,7 @@ def _without_mkldnn() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(before)
 
 
-def _switches(trials: Trials, found: Difference | None) -> None:
+def _switches(trials: SettingTrials, found: CallDifference | None) -> None:
     """Try settings of torch on the whole model."""
     name = "" if found is None else found.ops[1].name
     variant = trials.variant
@@ -271,7 +271,7 @@ def _switches(trials: Trials, found: Difference | None) -> None:
     trials.under("torch.use_deterministic_algorithms(True)", _deterministic)
 
 
-def _with_operation(trials: Trials, found: Difference | None, cause: Cause) -> Cause:
+def _with_operation(trials: SettingTrials, found: CallDifference | None, cause: InvarianceCause) -> InvarianceCause:
     """Add what was tried on the first operation alone, where no setting of the model helps."""
     if cause.switch is not None or found is None or found.kind != "operation" or found.ops[1].func is None:
         return cause

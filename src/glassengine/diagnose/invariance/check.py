@@ -18,9 +18,9 @@ from glassengine.diagnose.invariance.engines import EngineSubject
 from glassengine.diagnose.invariance.machine import described
 from glassengine.diagnose.invariance.recorded import check_invariant_served
 from glassengine.diagnose.invariance.rows import largest_difference, same_bits
-from glassengine.diagnose.invariance.subjects import Results, Subject, subject_of
-from glassengine.diagnose.invariance.trace import Difference, Op, Search
-from glassengine.diagnose.invariance.ways import ALL, Variant, variants_of
+from glassengine.diagnose.invariance.subjects import InvarianceSubject, Results, subject_of
+from glassengine.diagnose.invariance.trace import CallDifference, Search, TracedOp
+from glassengine.diagnose.invariance.ways import ALL, InvarianceWay, variants_of
 from glassengine.engine.run.load import load
 from glassengine.errors import UnknownNameError, UsageError, first_line
 from glassengine.judge.sides.protocol import Place
@@ -39,7 +39,7 @@ from glassengine.results.invariance import (
     What,
     concluded,
 )
-from glassengine.serving.protocol import Options, is_kind
+from glassengine.serving.protocol import ServingOptions, is_kind
 from glassengine.stores.places import place
 
 NUM_RUNS = 2
@@ -82,7 +82,7 @@ def check_invariant(
     steps = load_inputs(str(inputs)) if isinstance(inputs, str | Path) else inputs
     given = [steps] if isinstance(steps, Mapping) else steps
     if isinstance(model, str) and is_kind(model):
-        options = Options(library=library, python=python, dtype=dtype)
+        options = ServingOptions(library=library, python=python, dtype=dtype)
         names = [invariant] if isinstance(invariant, str) else invariant
         return check_invariant_served(model, names, given[0] if given else None, options)
     if isinstance(model, str | Path) and (place(model) / "engine.json").is_file():
@@ -101,7 +101,7 @@ def check_invariant(
 
 
 def judged(
-    subject: Subject, invariant: Sequence[str] | str, ranks: Callable[[], Comparison] | None = None
+    subject: InvarianceSubject, invariant: Sequence[str] | str, ranks: Callable[[], Comparison] | None = None
 ) -> Invariance:
     """Judge what is run under each change; `ranks` compares the model with its parts on two ranks."""
     names = wanted(subject, [invariant] if isinstance(invariant, str) else invariant)
@@ -136,7 +136,7 @@ def _of_ranks(found: Comparison) -> Variation:
     )
 
 
-def wanted(subject: Subject, names: Sequence[str]) -> list[What]:
+def wanted(subject: InvarianceSubject, names: Sequence[str]) -> list[What]:
     """Return the changes that were asked for.
 
     Raises:
@@ -163,7 +163,7 @@ def wanted(subject: Subject, names: Sequence[str]) -> list[What]:
 class _Compared:
     """How the results of a variant differ."""
 
-    variant: Variant
+    variant: InvarianceWay
     verdict: ChangeVerdict = "bitwise"
     num_tokens: int = 0
     num_changed: int = 0
@@ -179,7 +179,7 @@ class _Compared:
         return CHANGE_VERDICTS.index(self.verdict), self.ratio or 0.0
 
 
-def _changed(subject: Subject, what: What, run: Variation | None) -> Variation:
+def _changed(subject: InvarianceSubject, what: What, run: Variation | None) -> Variation:
     variants = variants_of(
         what,
         length=subject.length,
@@ -233,7 +233,7 @@ def _changed(subject: Subject, what: What, run: Variation | None) -> Variation:
     )
 
 
-def _compared(subject: Subject, variant: Variant, pair: tuple[Results, Results]) -> _Compared | None:
+def _compared(subject: InvarianceSubject, variant: InvarianceWay, pair: tuple[Results, Results]) -> _Compared | None:
     """Judge the results of a variant; None where nothing belongs together."""
     parts = list(_parts(variant, *pair))
     if not parts:
@@ -269,13 +269,13 @@ def _verdict(x: Tensor, y: Tensor, found: Judgement) -> tuple[ChangeVerdict, str
     return "within rounding", found.reason
 
 
-def _noise(subject: Subject, variant: Variant, second: Results) -> list[list[Tensor]]:
+def _noise(subject: InvarianceSubject, variant: InvarianceWay, second: Results) -> list[list[Tensor]]:
     """Return what rounding alone does to each part, of several runs on the same random numbers."""
     runs = [subject.noise(variant.first, seed) for seed in range(NUM_RUNS)]
     return [[x for _, x, _ in _parts(variant, run, second)] for run in runs]
 
 
-def _parts(variant: Variant, first: Results, second: Results) -> Any:
+def _parts(variant: InvarianceWay, first: Results, second: Results) -> Any:
     """Yield (name, tensor of the first way, of the second) of what belongs together."""
     for (call, view), results in zip(variant.views, second, strict=True):
         for name, y in results.items():
@@ -307,7 +307,9 @@ def _signal(x: Tensor, y: Tensor) -> float:
     return float("inf") if not noise > 0 or not power > 0 else float(10 * torch.log10(power / noise))
 
 
-def located(subject: Subject, variant: Variant, *, is_mistake: bool) -> tuple[Difference | None, list[str]]:
+def located(
+    subject: InvarianceSubject, variant: InvarianceWay, *, is_mistake: bool
+) -> tuple[CallDifference | None, list[str]]:
     """Return where the two ways begin to differ, and what one would not expect of the search.
 
     Of a difference beyond rounding it is the first operation that rounding does not explain; of the same call again,
@@ -336,7 +338,9 @@ def located(subject: Subject, variant: Variant, *, is_mistake: bool) -> tuple[Di
     return None, [reason]
 
 
-def _noisy_trace(subject: Subject, variant: Variant, left: Sequence[Op], seed: int, modules_only: bool) -> Sequence[Op]:
+def _noisy_trace(
+    subject: InvarianceSubject, variant: InvarianceWay, left: Sequence[TracedOp], seed: int, modules_only: bool
+) -> Sequence[TracedOp]:
     try:
         return subject.traced(replace(variant.first, seeded=True), modules_only=modules_only, noise=seed)[1]
     except Exception:  # what runs under a mode of torch may refuse that
@@ -351,7 +355,7 @@ def is_rounding(x: Tensor, y: Tensor, runs: Sequence[Tensor]) -> bool:
     return Reference(x.double(), x, own, dtype=x.dtype, valid=None).judge(y).verdict != "wrong"
 
 
-def _first(difference: Difference | None) -> FirstOperation | None:
+def _first(difference: CallDifference | None) -> FirstOperation | None:
     if difference is None:
         return None
     op = difference.ops[1]

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from glassengine.capture.observers.interpreter import run_program
-from glassengine.diagnose.invariance.rows import View, same_under
-from glassengine.diagnose.invariance.subjects import NUM_ROWS, Results, Subject, differences, more_rows
-from glassengine.diagnose.invariance.trace import Op
+from glassengine.diagnose.invariance.rows import PartMapping, same_under
+from glassengine.diagnose.invariance.subjects import NUM_ROWS, InvarianceSubject, Results, differences, more_rows
+from glassengine.diagnose.invariance.trace import TracedOp
 from glassengine.diagnose.invariance.ways import SPARE, Way
 from glassengine.diagnose.noise_floor import otherwise
 from glassengine.engine.run.engine import Engine
@@ -30,7 +30,7 @@ _PRIMES = (7, 5, 3)
 _FIXED = "the engine runs as it was built"
 
 
-class EngineSubject(Subject):
+class EngineSubject(InvarianceSubject):
     """An engine of one process.
 
     Its operations are seen where they are outputs.
@@ -93,22 +93,22 @@ class EngineSubject(Subject):
             noisy = self._run(twin, way)[0]
         return differences(noisy, self._run(twin, way)[0])
 
-    def traced(self, way: Way, *, modules_only: bool, noise: int | None = None) -> tuple[Results, list[Op]]:
+    def traced(self, way: Way, *, modules_only: bool, noise: int | None = None) -> tuple[Results, list[TracedOp]]:
         """Run rows, and return the outputs that were added, as operations."""
         return self._run(self._engine, way)
 
-    def _run(self, engine: LoadedEngine, way: Way) -> tuple[Results, list[Op]]:
+    def _run(self, engine: LoadedEngine, way: Way) -> tuple[Results, list[TracedOp]]:
         with way.settings():
             if way.earlier:
                 self._run(engine, Way(rows=(3, 4), cuts=way.cuts))
             return self._generated(engine, way) if self.decodes else self._called(engine, way)
 
-    def _called(self, engine: LoadedEngine, way: Way) -> tuple[Results, list[Op]]:
+    def _called(self, engine: LoadedEngine, way: Way) -> tuple[Results, list[TracedOp]]:
         found = engine(**{name: one[list(way.rows)] for name, one in self._pool.items()})
         results = {name: one.clone() for name, one in found.items() if name not in self._engine.added_outputs}
         return [results], self._ops(engine, 0, found)
 
-    def _generated(self, engine: LoadedEngine, way: Way) -> tuple[Results, list[Op]]:
+    def _generated(self, engine: LoadedEngine, way: Way) -> tuple[Results, list[TracedOp]]:
         tokens = nn.functional.pad(self._tokens[list(way.rows)], (way.left, 0), value=way.filler)
         mask = torch.ones_like(tokens)
         mask[:, : way.left] = 0
@@ -128,12 +128,12 @@ class EngineSubject(Subject):
             ops += self._ops(engine, len(results) - 1, session.debug_buffers)
         return results, ops
 
-    def _ops(self, engine: LoadedEngine, call: int, found: Mapping[str, Tensor]) -> list[Op]:
+    def _ops(self, engine: LoadedEngine, call: int, found: Mapping[str, Tensor]) -> list[TracedOp]:
         """Return the added outputs of a call, in the order of the program."""
         added = {one.site: one.name for one in engine.added_outputs.values() if one.name in found}
         sites = [site for site in engine.sites if site.name in added]
         return [
-            Op(call, site.name, site.op, _line(site.source), 0, outputs=[found[added[site.name]].clone()])
+            TracedOp(call, site.name, site.op, _line(site.source), 0, outputs=[found[added[site.name]].clone()])
             for site in sites
         ]
 
@@ -161,7 +161,7 @@ def prove_batch_invariant(
         rows = tuple(draw.sample(range(SPARE), size))
         together = subject.run(Way(rows=rows, cuts=cuts))
         for place, row in enumerate(rows):
-            view = View((1 + len(others), size), ((0,), (place,)))
+            view = PartMapping((1 + len(others), size), ((0,), (place,)))
             if not all(same_under(view, *calls) for calls in zip(alone[row], together, strict=True)):
                 return BatchProof(False, number + 1, num_rows, f"row {row} at place {place} of {size}")
             num_rows += 1

@@ -35,7 +35,7 @@ from glassengine.results.invariance import (
     What,
     concluded,
 )
-from glassengine.serving.protocol import Options, Run, open_served
+from glassengine.serving.protocol import ServingOptions, ServingRun, open_served
 
 _MOST_WORDS = 400
 _PROMPT = 12
@@ -90,7 +90,7 @@ def check_invariant_script(
 
 
 def check_invariant_served(
-    target: str, invariant: Sequence[str], inputs: Mapping[str, Any] | None, options: Options
+    target: str, invariant: Sequence[str], inputs: Mapping[str, Any] | None, options: ServingOptions
 ) -> Invariance:
     """Run a serving engine twice in each way, and compare all that it shows.
 
@@ -110,7 +110,7 @@ def check_invariant_served(
             raise UsageError(f"--invariant {what} cannot be tried here", got=target, expected="run, threads")
     prompt = list(range(3, 3 + _PROMPT)) if inputs is None else torch.as_tensor(inputs["input_ids"]).flatten().tolist()
     steps = max(1, len(prompt) // 4)
-    request = Run(prompt[:-steps], steps, prompt[-steps:])
+    request = ServingRun(prompt[:-steps], steps, prompt[-steps:])
     changes = []
     with tempfile.TemporaryDirectory(prefix="glassengine-run-") as folder:
 

@@ -15,7 +15,7 @@ _MOST_ROWS = 1 << 16
 
 
 @dataclass(frozen=True)
-class Span:
+class PositionSpan:
     """A range of positions on both sides.
 
     Attributes:
@@ -34,7 +34,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class View:
+class PartMapping:
     """Which part of the tensors of one call belongs to which part of those of another.
 
     Attributes:
@@ -46,8 +46,8 @@ class View:
 
     batch: tuple[int, int] = (1, 1)
     rows: tuple[Sequence[int], Sequence[int]] | None = None
-    tokens: Span | None = None
-    keys: Span | None = None
+    tokens: PositionSpan | None = None
+    keys: PositionSpan | None = None
 
     def aligned(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the parts that belong together, of one shape; None where shapes do not say which."""
@@ -90,7 +90,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def same_under(view: View, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> bool:
+def same_under(view: PartMapping, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> bool:
     """Whether all results of a call that belong together hold the same bits."""
     pairs = [view.aligned(x, after[name]) for name, x in before.items()]
     return all(pair is None or same_bits(*pair) for pair in pairs)

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from glassengine.capture.calls.tensor_trees import tensors_in
 from glassengine.diagnose.invariance.rows import largest_difference, same_bits
-from glassengine.diagnose.invariance.trace import Op, Trace, line_of, tensors_of
+from glassengine.diagnose.invariance.trace import CallTrace, TracedOp, line_of, tensors_of
 from glassengine.diagnose.invariance.ways import SPARE, Way
 from glassengine.diagnose.noise_floor import otherwise
 from glassengine.errors import UsageError, first_line
@@ -34,7 +34,7 @@ _MOST_COMPILED = 8
 _PRIMES = (11, 13, 7, 19, 5)
 
 
-class Subject(ABC):
+class InvarianceSubject(ABC):
     """What is run.
 
     Attributes:
@@ -72,7 +72,7 @@ class Subject(ABC):
         """Return what rounding alone does to the results, as differences: a sample drawn from `seed`."""
 
     @abstractmethod
-    def traced(self, way: Way, *, modules_only: bool, noise: int | None = None) -> tuple[Results, list[Op]]:
+    def traced(self, way: Way, *, modules_only: bool, noise: int | None = None) -> tuple[Results, list[TracedOp]]:
         """Run rows, and record every operation; with `noise` as seed each rounds otherwise."""
 
     def first_compiled(self, way: Way) -> FirstOperation | None:
@@ -80,7 +80,7 @@ class Subject(ABC):
         return None
 
 
-class ModuleSubject(Subject):
+class ModuleSubject(InvarianceSubject):
     """A module that is called once.
 
     Args:
@@ -129,10 +129,10 @@ class ModuleSubject(Subject):
             noisy = self.run(way)
         return differences(noisy, self.run(way))
 
-    def traced(self, way: Way, *, modules_only: bool, noise: int | None = None) -> tuple[Results, list[Op]]:
+    def traced(self, way: Way, *, modules_only: bool, noise: int | None = None) -> tuple[Results, list[TracedOp]]:
         """Run rows, and record every operation."""
         module = self._prepared(way)
-        trace = Trace(module, modules_only=modules_only)
+        trace = CallTrace(module, modules_only=modules_only)
         found: Results = []
         with torch.no_grad(), way.settings():
             self._earlier(module, way)
@@ -205,7 +205,7 @@ class ModuleSubject(Subject):
             for _ in self._calls(module, Way(rows=(3, 4, 5), cuts=way.cuts), None):
                 pass
 
-    def _calls(self, module: nn.Module, way: Way, trace: Trace | None) -> Iterator[tuple[int, Any]]:
+    def _calls(self, module: nn.Module, way: Way, trace: CallTrace | None) -> Iterator[tuple[int, Any]]:
         if trace is None:
             self._earlier(module, way)
         rows = torch.tensor(way.rows)
@@ -245,7 +245,7 @@ class CausalSubject(ModuleSubject):
         if self.length < 4:
             raise UsageError("the prompt is too short", got=f"{self.length} tokens", expected="at least 4")
 
-    def _calls(self, module: nn.Module, way: Way, trace: Trace | None) -> Iterator[tuple[int, Any]]:
+    def _calls(self, module: nn.Module, way: Way, trace: CallTrace | None) -> Iterator[tuple[int, Any]]:
         if trace is None:
             self._earlier(module, way)
         tokens = nn.functional.pad(self._tokens[list(way.rows)], (way.left, way.right), value=way.filler)
@@ -313,7 +313,7 @@ def more_rows(name: str, tensor: Tensor) -> Tensor:
     return torch.stack(rows[:NUM_ROWS])
 
 
-def subject_of(model: LoadedModel, inputs: Sequence[Mapping[str, Any]] | None) -> Subject:
+def subject_of(model: LoadedModel, inputs: Sequence[Mapping[str, Any]] | None) -> InvarianceSubject:
     """Return a loaded model as what is run."""
     given = inputs[0] if inputs else None
     extra = set(given or ()) - {"input_ids", "attention_mask", "position_ids"}

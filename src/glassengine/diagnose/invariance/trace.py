@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from glassengine.diagnose.invariance.rows import View, largest_difference, matching_rows, same_bits
+from glassengine.diagnose.invariance.rows import PartMapping, largest_difference, matching_rows, same_bits
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import named
 
@@ -25,7 +25,7 @@ _OF_LIBRARIES = ("/torch/", "/glassengine/", "/transformers/utils/", "/transform
 
 
 @dataclass(eq=False)
-class Op:
+class TracedOp:
     """One operation of a call.
 
     Attributes:
@@ -79,7 +79,7 @@ class Op:
         return [one for one in pytree.tree_leaves(result) if isinstance(one, Tensor)]
 
 
-class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CallTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records operations while it is on.
 
     Args:
@@ -92,7 +92,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, root: nn.Module, *, modules_only: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.ops: list[Op] = []
+        self.ops: list[TracedOp] = []
         self._modules_only, self._call = modules_only, 0
         self._paths = {id(module): path for path, module in root.named_modules()}
         self._weights = {one.untyped_storage().data_ptr() for one in root.parameters()}
@@ -102,7 +102,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: list[Tensor] = []
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[Trace]:
+    def listening(self) -> Iterator[CallTrace]:
         """Record what runs meanwhile."""
         entered: list[tuple[nn.Module, list[Tensor]]] = []
 
@@ -156,9 +156,9 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found.outputs = [one.detach().clone() for one in outputs]
         return result
 
-    def _add(self, module: str, name: str, source: str | None, **tensors: Any) -> Op:
+    def _add(self, module: str, name: str, source: str | None, **tensors: Any) -> TracedOp:
         key = (module, name, source)
-        found = Op(self._call, module, name, source, self._counts[key], **tensors)
+        found = TracedOp(self._call, module, name, source, self._counts[key], **tensors)
         self._counts[key] += 1
         self.ops.append(found)
         return found
@@ -207,7 +207,7 @@ def _short(path: str) -> str:
 
 
 @dataclass(frozen=True)
-class Difference:
+class CallDifference:
     """Where two calls begin to differ.
 
     Attributes:
@@ -220,13 +220,13 @@ class Difference:
     """
 
     kind: Origin
-    ops: tuple[Op, Op]
-    view: View
+    ops: tuple[TracedOp, TracedOp]
+    view: PartMapping
     size: float | None
     detail: str | None = None
 
 
-Calls = Sequence[tuple[int, View]]
+Calls = Sequence[tuple[int, PartMapping]]
 """For each call of the second side the call of the first one that it belongs to, and how their tensors are aligned."""
 Tensors = Literal["inputs", "outputs"]
 IsRounding = Callable[[Tensor, Tensor, Sequence[Tensor]], bool]
@@ -246,10 +246,10 @@ class Search:
 
     def __init__(
         self,
-        left: Sequence[Op],
-        right: Sequence[Op],
+        left: Sequence[TracedOp],
+        right: Sequence[TracedOp],
         calls: Calls,
-        noisy: Sequence[Sequence[Op]] = (),
+        noisy: Sequence[Sequence[TracedOp]] = (),
         is_rounding: IsRounding | None = None,
     ) -> None:
         self._left, self._right, self._calls = left, right, calls
@@ -257,9 +257,9 @@ class Search:
         self._noisy = [_by_key(run) for run in noisy]
         self._is_rounding = is_rounding
 
-    def first(self) -> Difference | None:
+    def first(self) -> CallDifference | None:
         """Return where the second side begins to differ; None where nothing that can be paired does."""
-        indices: list[Difference] = []
+        indices: list[CallDifference] = []
         for op in self._right:
             call, view = self._calls[op.call]
             other = self._by_key.get((call, *op.key))
@@ -273,11 +273,11 @@ class Search:
                 return replace(found, detail=_made_by(indices, op))
             if found.kind == "region" and (alone := self._unpaired(found)) is not None:
                 detail = f"{alone.name} at {alone.source} runs on one side alone"
-                return Difference("region", (alone, alone), view, found.size, detail)
+                return CallDifference("region", (alone, alone), view, found.size, detail)
             return found
         return None
 
-    def _unpaired(self, found: Difference) -> Op | None:
+    def _unpaired(self, found: CallDifference) -> TracedOp | None:
         """Return the first operation before a pair that runs on one side alone and computes numbers."""
         a, b = found.ops
         ours = set(self._by_key)
@@ -291,7 +291,7 @@ class Search:
                 return op
         return None
 
-    def _compared(self, a: Op, b: Op, view: View, which: Tensors) -> list[bool | None]:
+    def _compared(self, a: TracedOp, b: TracedOp, view: PartMapping, which: Tensors) -> list[bool | None]:
         """Return for each tensor whether both sides have the same; None where they cannot be aligned."""
         found: list[bool | None] = []
         for i, (x, y) in enumerate(zip(getattr(a, which), getattr(b, which), strict=False)):
@@ -302,7 +302,7 @@ class Search:
             found.append(same)
         return found
 
-    def _runs(self, a: Op, view: View, which: Tensors, i: int, y: Tensor) -> list[Tensor]:
+    def _runs(self, a: TracedOp, view: PartMapping, which: Tensors, i: int, y: Tensor) -> list[Tensor]:
         """Return what a tensor of the first side is in runs that round otherwise."""
         runs = []
         for run in self._noisy:
@@ -312,14 +312,16 @@ class Search:
                 runs += [pair[0]] if pair is not None else []
         return runs
 
-    def _differs(self, a: Op, b: Op, view: View) -> Difference | None:
+    def _differs(self, a: TracedOp, b: TracedOp, view: PartMapping) -> CallDifference | None:
         """Return how one operation differs; None where its results are the same or cannot be aligned."""
         outputs = self._compared(a, b, view, "outputs")
         inputs = self._compared(a, b, view, "inputs")
         if not self._noisy and (False in inputs or None in (*inputs, *outputs)):
             moved = _by_rows(a, b)
             if moved is not None:
-                return Difference("operation", (a, b), view, moved, "rows in an order of their own") if moved else None
+                return (
+                    CallDifference("operation", (a, b), view, moved, "rows in an order of their own") if moved else None
+                )
             if all(_moved(x, y) for x, y in zip(a.outputs, b.outputs, strict=False)):
                 return None
         if False not in outputs:
@@ -332,25 +334,25 @@ class Search:
         origins = [a.origins[i] for i in different if i < len(a.origins)]
         if not different and (a.inputs or b.inputs):
             if a.settings != b.settings:
-                return Difference("argument", (a, b), view, size, _first_other(a.settings, b.settings))
+                return CallDifference("argument", (a, b), view, size, _first_other(a.settings, b.settings))
             has_others = len(a.inputs) != len(b.inputs) or None in inputs
             detail = "it gets a mask, or other shapes" if has_others else None
-            return Difference("operation", (a, b), view, size, detail)
+            return CallDifference("operation", (a, b), view, size, detail)
         if "memory" in origins:
             is_written = bool(a.func is not None and a.func._schema.is_mutable)
-            return None if is_written else Difference("memory", (a, b), view, size)
+            return None if is_written else CallDifference("memory", (a, b), view, size)
         if "state" in origins:
-            return Difference("state", (a, b), view, size)
+            return CallDifference("state", (a, b), view, size)
         if a.func is not None and all(not a.inputs[i].is_floating_point() for i in different):
-            return Difference("indices", (a, b), view, size)
-        return Difference("region", (a, b), view, size)
+            return CallDifference("indices", (a, b), view, size)
+        return CallDifference("region", (a, b), view, size)
 
 
-def _by_key(ops: Sequence[Op]) -> dict[tuple[Any, ...], Op]:
+def _by_key(ops: Sequence[TracedOp]) -> dict[tuple[Any, ...], TracedOp]:
     return {(op.call, *op.key): op for op in ops}
 
 
-def _computes(op: Op) -> bool:
+def _computes(op: TracedOp) -> bool:
     is_known = named(op.name.rstrip("_")).rounding not in (Rounding.MOVES, Rounding.CASTS, Rounding.EXACT)
     return is_known and any(one.is_floating_point() for one in op.outputs)
 
@@ -363,7 +365,7 @@ def _moved(x: Tensor, y: Tensor) -> bool:
     return matching_rows(x, y) is not None
 
 
-def _made_by(indices: Sequence[Difference], op: Op) -> str | None:
+def _made_by(indices: Sequence[CallDifference], op: TracedOp) -> str | None:
     """Return which operation made the indices or the mask that an operation reads, and that differ."""
     for one in reversed(indices):
         made = one.ops[1].outputs
@@ -377,7 +379,7 @@ def _first_other(a: Mapping[str, float | str], b: Mapping[str, float | str]) -> 
     return f"its argument {name!r} is {a.get(name)!r} on one side and {b.get(name)!r} on the other"
 
 
-def _by_rows(a: Op, b: Op) -> float | None:
+def _by_rows(a: TracedOp, b: TracedOp) -> float | None:
     """Return the largest difference of results whose rows are found by those of the inputs; None where they are not."""
     if len(a.inputs) != len(b.inputs) or len(a.outputs) != 1 or len(b.outputs) != 1:
         return None
@@ -402,6 +404,6 @@ def _by_rows(a: Op, b: Op) -> float | None:
     return 0.0 if same_bits(x[rows[0]], y[rows[1]]) else largest_difference(x[rows[0]], y[rows[1]])
 
 
-def _which(op: Op, rows: Tensor) -> int:
+def _which(op: TracedOp, rows: Tensor) -> int:
     """Return the first matrix of an operation that has so many rows."""
     return next(i for i, one in enumerate(op.inputs) if one.dim() == 2 and len(one) > int(rows.max()))

@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from glassengine.diagnose.invariance.rows import Span, View
+from glassengine.diagnose.invariance.rows import PartMapping, PositionSpan
 from glassengine.ops.traits import named
 from glassengine.results.invariance import What
 
@@ -106,23 +106,23 @@ class Garbage(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
-class Variant:
+class InvarianceWay:
     """Two ways that must give the same, in words."""
 
     words: str
     first: Way
     second: Way
 
-    def under(self, context: Context) -> Variant:
+    def under(self, context: Context) -> InvarianceWay:
         """Return the variant with a setting on both sides."""
         return self.changed(context=context)
 
-    def changed(self, **both: Any) -> Variant:
+    def changed(self, **both: Any) -> InvarianceWay:
         """Return the variant with both ways changed."""
         return replace(self, first=replace(self.first, **both), second=replace(self.second, **both))
 
     @property
-    def views(self) -> list[tuple[int, View]]:
+    def views(self) -> list[tuple[int, PartMapping]]:
         """For each call of the second way the call of the first one, and how their tensors are aligned."""
         a, b = self.first, self.second
         found, start = [], 0
@@ -133,10 +133,10 @@ class Variant:
             # Padding stands in the first call alone.
             pads = [(way.left + way.right if where == 0 else 0) for way, where in ((a, begin), (b, start))]
             lefts = [(way.left if where == 0 else 0) for way, where in ((a, begin), (b, start))]
-            tokens = Span((a.cuts[call] + pads[0], size + pads[1]), (start - begin + lefts[0], lefts[1]), size)
+            tokens = PositionSpan((a.cuts[call] + pads[0], size + pads[1]), (start - begin + lefts[0], lefts[1]), size)
             ends_at = ends[call] + a.left + a.right, start + size + b.left + b.right
-            keys = Span(ends_at, (a.left, b.left), start + size)
-            found.append((call, View((len(a.rows), len(b.rows)), self._rows(), _needed(tokens), _needed(keys))))
+            keys = PositionSpan(ends_at, (a.left, b.left), start + size)
+            found.append((call, PartMapping((len(a.rows), len(b.rows)), self._rows(), _needed(tokens), _needed(keys))))
             start += size
         return found
 
@@ -149,13 +149,13 @@ class Variant:
         return [a.index(row) for row in shared], [b.index(row) for row in shared]
 
 
-def _needed(span: Span) -> Span | None:
+def _needed(span: PositionSpan) -> PositionSpan | None:
     return None if span.sizes[0] == span.sizes[1] and span.starts == (0, 0) else span
 
 
 def variants_of(
     what: What, *, length: int, decodes: bool, one_token: bool, prime: int, least: int
-) -> Iterator[Variant]:
+) -> Iterator[InvarianceWay]:
     """Yield the variants of a change.
 
     Args:
@@ -169,55 +169,55 @@ def variants_of(
     whole = (length - 2, 1, 1) if decodes else (length,)
     one = Way(rows=(0, *range(SPARE, SPARE + least - 1)), cuts=whole)
     if what == "run":
-        yield Variant("the same call again", replace(one, seeded=False), replace(one, seeded=False, is_next=True))
+        yield InvarianceWay("the same call again", replace(one, seeded=False), replace(one, seeded=False, is_next=True))
         for value in (3.0, 1e4):
             words = "the same call with other values in memory that nothing was written to"
-            yield Variant(words, replace(one, garbage=-value), replace(one, garbage=value))
+            yield InvarianceWay(words, replace(one, garbage=-value), replace(one, garbage=value))
         for _ in range(2):
             again = replace(one, rows=tuple(range(8)), seeded=False)
-            yield Variant("a batch of 8, again", again, replace(again, is_next=True))
+            yield InvarianceWay("a batch of 8, again", again, replace(again, is_next=True))
     elif what == "batch":
         for number in BATCHES:
             for place in dict.fromkeys((0, number // 2, number - 1)) if number >= least else ():
                 others = (*range(1, place + 1), 0, *range(place + 1, number))
-                yield Variant(f"alone, and at place {place} of {number}", one, replace(one, rows=others))
+                yield InvarianceWay(f"alone, and at place {place} of {number}", one, replace(one, rows=others))
     elif what == "order":
         rows = tuple(range(prime))
         for words, order in (("reversed", rows[::-1]), ("rotated", (*rows[3:], *rows[:3]))):
-            yield Variant(f"{prime} rows, {words}", replace(one, rows=rows), replace(one, rows=tuple(order)))
+            yield InvarianceWay(f"{prime} rows, {words}", replace(one, rows=rows), replace(one, rows=tuple(order)))
     elif what == "padding":
         if not decodes:
             whole = (length,)
         plain = Way(cuts=whole)
         for number in (1, 7, 24):
-            yield Variant(f"{number} tokens of padding on the left", plain, replace(plain, left=number))
+            yield InvarianceWay(f"{number} tokens of padding on the left", plain, replace(plain, left=number))
             right = Way(cuts=(length,))
-            yield Variant(f"{number} tokens of padding on the right", right, replace(right, right=number))
+            yield InvarianceWay(f"{number} tokens of padding on the right", right, replace(right, right=number))
     elif what == "length":
         yield from _lengths(length, one_token)
     elif what == "cache":
-        yield Variant("from scratch, and after other requests", one, replace(one, earlier="rows"))
+        yield InvarianceWay("from scratch, and after other requests", one, replace(one, earlier="rows"))
         if decodes and not one_token:
             parts = Way(cuts=(length // 2, length - length // 2))
             words = "its own cache, and the prefix of another request"
-            yield Variant(words, parts, replace(parts, earlier="prefix"))
+            yield InvarianceWay(words, parts, replace(parts, earlier="prefix"))
     elif what == "threads":
         for number in (1, 8):
             single = replace(one, rows=tuple(range(number)), threads=1)
-            yield Variant(f"1 thread and 2, {number} rows", single, replace(single, threads=2))
+            yield InvarianceWay(f"1 thread and 2, {number} rows", single, replace(single, threads=2))
     elif what == "compile":
         own = Way(cuts=(length,))
-        yield Variant("as written, and compiled", own, replace(own, compiler="inductor"))
+        yield InvarianceWay("as written, and compiled", own, replace(own, compiler="inductor"))
     elif what == "attention":
         for name, words in (("math", "attention written out by torch"), ("eager", "the model's own attention")):
-            yield Variant(f"as it is, and {words}", one, replace(one, attention=name))
+            yield InvarianceWay(f"as it is, and {words}", one, replace(one, attention=name))
 
 
-def _lengths(length: int, one_token: bool) -> Iterator[Variant]:
+def _lengths(length: int, one_token: bool) -> Iterator[InvarianceWay]:
     singles = Way(cuts=(1,) * length)
     whole = Way(cuts=(length,))
     for size in (length // 2, 5, 16):
         if size < length and not one_token:
             cuts = (size,) * (length // size) + ((length % size,) if length % size else ())
-            yield Variant(f"whole, and in chunks of {size}", whole, replace(whole, cuts=cuts))
-    yield Variant("whole, and token by token", whole, singles)
+            yield InvarianceWay(f"whole, and in chunks of {size}", whole, replace(whole, cuts=cuts))
+    yield InvarianceWay("whole, and token by token", whole, singles)

@@ -99,7 +99,7 @@ Observe = Callable[[Sequence[str]], tuple[Collection[str], bool]]
 
 
 @dataclass
-class Bisection:
+class ReleaseBisection:
     """How a search ended.
 
     Attributes:
@@ -120,7 +120,7 @@ def most_builds(num_nodes: int) -> int:
     return math.ceil(math.log(max(num_nodes, 1) + 1, NUM_OUTPUTS + 1)) + _SPARE
 
 
-def bisect(program: Program, nodes: Collection[str], wrong: str, observe: Observe) -> Bisection:
+def bisect(program: Program, nodes: Collection[str], wrong: str, observe: Observe) -> ReleaseBisection:
     """Find the first op that is wrong.
 
     Args:
@@ -131,7 +131,7 @@ def bisect(program: Program, nodes: Collection[str], wrong: str, observe: Observ
     """
     above = _above(program)
     known_right: set[str] = set()
-    found = Bisection(None, ())
+    found = ReleaseBisection(None, ())
     last, limit = wrong, most_builds(len(nodes))
     while True:
         suspects = [n for n in above[last] if n in nodes and n not in known_right]

@@ -13,7 +13,7 @@ from glassengine.engine.run.engine import Engine
 from glassengine.judge.cases import Case
 from glassengine.judge.end_to_end import Severity
 from glassengine.judge.graphs.by_name import SitePair
-from glassengine.judge.replay.reference import PLAIN, Arithmetic
+from glassengine.judge.replay.reference import PLAIN, CoarseArithmetic
 from glassengine.judge.replay.replay import covered
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.judge.sides.program import SourceSide
@@ -45,7 +45,7 @@ class Climb:
     model: ModuleSide | SourceSide
     scores: list[Score]
     accumulation: Accumulation = FLOAT32_SUMS
-    arithmetic: Arithmetic = PLAIN
+    arithmetic: CoarseArithmetic = PLAIN
     coarsest: torch.dtype | None = None
     kernels: Kernels = UNMEASURED
     built: Program | None = None

@@ -29,7 +29,7 @@ from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.numerics.exemptions import together
 from glassengine.program import LoadedModel, export_programs
-from glassengine.program.generation import CAUSAL, ENCODER_DECODER, IMAGE_TEXT, PLAIN, RECURRENT, Generation
+from glassengine.program.generation import CAUSAL, ENCODER_DECODER, IMAGE_TEXT, PLAIN, RECURRENT, GenerationKind
 from glassengine.program.kinds.encoder_decoder import SOURCE_MASK, Encoder, start_token, takes_mask
 from glassengine.program.kinds.example_inputs import encoder_inputs
 from glassengine.program.kinds.image_text import (
@@ -407,7 +407,7 @@ Start = Callable[[LoadedModel, Inputs, int, ExitStack, Progress, Case | None], S
 
 
 @dataclass(frozen=True)
-class Judged:
+class GenerationRequest:
     """What a check asks of a kind of generation.
 
     Attributes:
@@ -453,10 +453,10 @@ def _beside_prompts(model: LoadedModel, inputs: Inputs) -> list[str]:
     return beside_tokens(inputs)
 
 
-JUDGED: Mapping[Generation, Judged] = {
-    PLAIN: Judged(_start_one, lambda model, inputs: []),
-    CAUSAL: Judged(_start_one, _beside_prompts),
-    RECURRENT: Judged(_start_one, _beside_prompts),
-    ENCODER_DECODER: Judged(_start_both, beside_source),
-    IMAGE_TEXT: Judged(_start_with_images, _beside_images, _without_derived),
+JUDGED: Mapping[GenerationKind, GenerationRequest] = {
+    PLAIN: GenerationRequest(_start_one, lambda model, inputs: []),
+    CAUSAL: GenerationRequest(_start_one, _beside_prompts),
+    RECURRENT: GenerationRequest(_start_one, _beside_prompts),
+    ENCODER_DECODER: GenerationRequest(_start_both, beside_source),
+    IMAGE_TEXT: GenerationRequest(_start_with_images, _beside_images, _without_derived),
 }

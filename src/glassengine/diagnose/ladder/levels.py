@@ -44,7 +44,7 @@ from glassengine.judge.sides.ranks import RanksSide
 from glassengine.judge.verdict.score import Score
 from glassengine.program import LoadedModel, Program, export_program, load_inputs, made_up_inputs
 from glassengine.program.kinds.example_inputs import MadeUp
-from glassengine.program.parallel.placements import Mesh, Shard
+from glassengine.program.parallel.placements import Mesh, ShardPlacement
 from glassengine.program.parallel.rewrite import lay_out
 from glassengine.program.representation.passes import apply_pass
 from glassengine.program.representation.stored import load_program
@@ -265,7 +265,7 @@ def add_ranks(climb: Climb, engine: ParallelEngine, program: Program, replay: Re
     if mesh.tensor > 1:
         names = {qualified: node for node, qualified in program.weight_names().items()}
         cuts = {
-            names[name]: Shard(cut.axis, cut.blocks)
+            names[name]: ShardPlacement(cut.axis, cut.blocks)
             for name, cut in engine.manifest.placements.items()
             if name in names
         }

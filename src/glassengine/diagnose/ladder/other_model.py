@@ -12,7 +12,7 @@ import torch
 from glassengine.backends.accuracy.calibration import kernels_of
 from glassengine.diagnose.ladder.climb import Climb, nodes, skip_unpaired
 from glassengine.diagnose.ladder.levels import replay_of, start
-from glassengine.diagnose.ladder.step_by_step import Stage, program_of, specialized
+from glassengine.diagnose.ladder.step_by_step import StepStage, program_of, specialized
 from glassengine.errors import UsageError
 from glassengine.judge.pairing.by_value import pair_programs
 from glassengine.judge.pairing.weights import compare_paired_weights, compare_weights, states_alike, weights_of
@@ -26,7 +26,7 @@ from glassengine.progress import Progress, Work
 from glassengine.results import Skipped, WeightsComparison
 
 
-def start_stage(stage: Stage, stack: ExitStack, progress: Progress) -> Climb:
+def start_stage(stage: StepStage, stack: ExitStack, progress: Progress) -> Climb:
     """Return the climb of a stage, with its first side: the unchanged baseline."""
     climb = start(stage.baseline, stage.steps, 0, stack, progress, arguments=stage.ours_of, exported=stage.ours)
     climb.skipped += specialized(stage)
@@ -36,7 +36,7 @@ def start_stage(stage: Stage, stack: ExitStack, progress: Progress) -> Climb:
 def add_model(
     climb: Climb,
     other: LoadedModel,
-    stage: Stage | None,
+    stage: StepStage | None,
     progress: Progress,
     grafts: Sequence[str] = (),
 ) -> torch.dtype:

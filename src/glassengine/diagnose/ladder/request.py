@@ -16,7 +16,7 @@ from glassengine.judge.cases import Inputs
 from glassengine.program.parallel.placements import Mesh
 from glassengine.progress import Progress, silent
 from glassengine.results import Comparison, Policy
-from glassengine.serving.protocol import Options
+from glassengine.serving.protocol import ServingOptions
 
 logger = logging.getLogger("glassengine")
 
@@ -42,7 +42,7 @@ class CheckRequest:
     flags: Sequence[str] = ()
     map: str | Path | None = None
     layout: str | None = None
-    serving: Options = field(default_factory=Options)
+    serving: ServingOptions = field(default_factory=ServingOptions)
     backend: str | None = None
     quantize: str | None = None
     dtype: str = "auto"

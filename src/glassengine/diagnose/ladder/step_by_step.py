@@ -30,7 +30,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
-class Stage:
+class StepStage:
     """Steps that one program runs.
 
     Attributes:
@@ -54,7 +54,7 @@ class Stage:
     theirs_of: Arguments | None = None
 
 
-def staged(baseline: LoadedModel, candidate: LoadedModel, steps: Sequence[Step], progress: Progress) -> list[Stage]:
+def staged(baseline: LoadedModel, candidate: LoadedModel, steps: Sequence[Step], progress: Progress) -> list[StepStage]:
     """Return the stages of a check, with their programs.
 
     Args:
@@ -91,7 +91,7 @@ def require_no_memory(model: LoadedModel, steps: Sequence[Step]) -> None:
         )
 
 
-def specialized(stage: Stage) -> list[Skipped]:
+def specialized(stage: StepStage) -> list[Skipped]:
     """Return what to say of programs that hold for one step alone."""
     found = []
     for side, program, model in (
@@ -117,7 +117,7 @@ def program_of(
         return error
 
 
-def _exported(stage: Stage, ours: Arguments, theirs: Arguments) -> list[Stage]:
+def _exported(stage: StepStage, ours: Arguments, theirs: Arguments) -> list[StepStage]:
     """Return a stage with its programs; one for each step where a side can be traced with its values alone."""
     given, other = [ours.of(step) for step in stage.steps], [theirs.of(step) for step in stage.steps]
     left, right = program_of(stage.baseline, given), program_of(stage.candidate, other)
@@ -141,7 +141,7 @@ def _exported(stage: Stage, ours: Arguments, theirs: Arguments) -> list[Stage]:
 
 def _stages(
     baseline: LoadedModel, candidate: LoadedModel, steps: Sequence[Step], ours: Arguments, theirs: Arguments
-) -> list[Stage]:
+) -> list[StepStage]:
     given = [ours.of(step) for step in steps]
     other = [theirs.of(step) for step in steps]
     keeps, other_keeps = _remembers(baseline, given[0]), _remembers(candidate, other[0])
@@ -151,7 +151,7 @@ def _stages(
         if other_keeps:
             others = states_before(candidate.module, other)
         return [
-            Stage(replace(baseline, state=a), replace(candidate, state=b), _part(steps, [number]), [number])
+            StepStage(replace(baseline, state=a), replace(candidate, state=b), _part(steps, [number]), [number])
             for number, (a, b) in enumerate(zip(before, others, strict=True))
         ]
     if other_keeps:
@@ -160,8 +160,8 @@ def _stages(
     for number, step in enumerate(steps):
         groups.setdefault(repr([(k, v) for k, v in sorted(step.items()) if isinstance(v, _PLAIN)]), []).append(number)
     if len(groups) == 1:
-        return [Stage(baseline, candidate, steps, range(len(steps)))]
-    return [Stage(baseline, candidate, _part(steps, numbers), numbers) for numbers in groups.values()]
+        return [StepStage(baseline, candidate, steps, range(len(steps)))]
+    return [StepStage(baseline, candidate, _part(steps, numbers), numbers) for numbers in groups.values()]
 
 
 def numbered(found: Findings, numbers: Sequence[int]) -> Findings:

@@ -25,7 +25,7 @@ from glassengine import starting
 from glassengine.backends.protocol.backend import Backend
 from glassengine.errors import GlassError, UsageError
 from glassengine.executable.graph.graph import CapturedGraph, InputSpec, input_spec
-from glassengine.judge.graphs.cut import Piece, Recorder, clone, piece_of, smallest_failing
+from glassengine.judge.graphs.cut import NodeRecorder, Piece, clone, piece_of, smallest_failing
 from glassengine.judge.graphs.flat import module_path
 from glassengine.judge.graphs.run import compile_run
 from glassengine.judge.replay.expected import expected_of, judged
@@ -37,7 +37,7 @@ logger = logging.getLogger("glassengine")
 
 
 @dataclass
-class Trials:
+class CompileTrials:
     """Compiles pieces and says how they fail.
 
     Args:
@@ -108,7 +108,7 @@ def bisect_graph(
     if whole is None:
         raise UsageError("the graph cannot be split", got="inner graphs, or results that are not tensors")
     progress(Work.COMPILING.says(f"compiling {len(nodes)} ops with {backend.name}"))
-    trials = Trials(backend, graph.kind, weights_of(graph))
+    trials = CompileTrials(backend, graph.kind, weights_of(graph))
     attempt = trials.try_piece
     is_compiled = backend.name != "eager"
     if snapshot is not None and is_compiled and try_elsewhere(snapshot, backend.name, whole)[0] == "crash":
@@ -142,7 +142,7 @@ def recorded_values(graph: CapturedGraph, arguments: Sequence[Any]) -> dict[str,
     Raises:
         UsageError: It fails.
     """
-    recorder = Recorder(graph.module)
+    recorder = NodeRecorder(graph.module)
     try:
         with torch.no_grad():
             recorder.run(*(clone(a) if isinstance(a, torch.Tensor) else a for a in arguments))

@@ -43,7 +43,7 @@ from glassengine.environment import versions
 from glassengine.errors import UsageError
 from glassengine.judge.graphs.cut import Piece
 from glassengine.program.representation.program import Program
-from glassengine.stores.places import Remote, delivered
+from glassengine.stores.places import RemotePath, delivered
 from glassengine.writing.files import ASIDE, aside, put_away
 
 SCHEMA_VERSION = 1
@@ -117,7 +117,7 @@ def write_reproduction(directory: Path, found: Reproduction) -> None:
         OSError: It cannot be written.
     """
     require_free(directory)
-    if isinstance(directory, Remote):
+    if isinstance(directory, RemotePath):
         with delivered(directory) as here:
             write_reproduction(here, found)
         return

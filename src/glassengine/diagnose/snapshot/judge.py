@@ -22,7 +22,7 @@ from glassengine.backends.protocol.backend import Backend, CompilingGraphs
 from glassengine.executable.graph.graph import CapturedGraph, input_spec
 from glassengine.executable.snapshot.reader import Snapshot
 from glassengine.judge.cases import Case, Given, StepInputs, module_cases
-from glassengine.judge.graphs.cut import Recorder, clone
+from glassengine.judge.graphs.cut import NodeRecorder, clone
 from glassengine.judge.graphs.flat import with_values
 from glassengine.judge.graphs.run import GraphRun, compile_run, program_of, without_numbers
 from glassengine.judge.replay.replay import Replay
@@ -174,7 +174,7 @@ def _without_draws(graph: CapturedGraph, arguments: Sequence[Any]) -> tuple[Capt
     draws = [node for node in graph.module.graph.nodes if node.op == "call_function" and traits_of(node).is_random]
     if not draws:
         return graph, list(arguments), False
-    recorder = Recorder(graph.module)
+    recorder = NodeRecorder(graph.module)
     with torch.no_grad():
         recorder.run(*(clone(a) if isinstance(a, torch.Tensor) else a for a in arguments))
     copy = copied_graph(graph.module.graph)

@@ -10,7 +10,7 @@ import json
 import sys
 
 from glassengine.backends.registry import get_backend
-from glassengine.diagnose.reproduction.bisect_compiler import Trials, recorded_values, weights_of
+from glassengine.diagnose.reproduction.bisect_compiler import CompileTrials, recorded_values, weights_of
 from glassengine.diagnose.snapshot.replay import as_recorded, captured_graph, device_of
 from glassengine.executable.snapshot.reader import Snapshot
 from glassengine.judge.graphs.cut import piece_of
@@ -25,7 +25,7 @@ def main() -> int:
         wanted = set(request["nodes"])
         piece = piece_of([node for node in graph.nodes if node.name in wanted], recorded_values(graph, arguments))
         assert piece is not None
-        found = Trials(get_backend(request["backend"]), graph.kind, weights_of(graph)).try_piece(piece)
+        found = CompileTrials(get_backend(request["backend"]), graph.kind, weights_of(graph)).try_piece(piece)
     sys.stdout.write(json.dumps(found) + "\n")
     return 0
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from glassengine.diagnose.training.findings import Found
+from glassengine.diagnose.training.findings import TrainingFindings
 from glassengine.diagnose.training.gradient_graph import (
     GRADIENT,
     LOSS,
@@ -119,7 +119,7 @@ def check_training(
                 tensor.copy_(kept[name])
         if trained is other:
             _plain(other).zero_grad(set_to_none=True)
-    found = Found()
+    found = TrainingFindings()
     for number, (step, batch) in enumerate(zip(steps, batches, strict=True)):
         _judge_gradients(found, number, trusted, _plain(other), step, batch, measure)
     judge_updates(found, trusted, steps, made_by)
@@ -131,7 +131,7 @@ def check_training(
     return found.conclude(names[0], names[1], Policy(fail_on, min_coverage))
 
 
-def _list_statistics(found: Found, steps: Sequence[StepTaken]) -> None:
+def _list_statistics(found: TrainingFindings, steps: Sequence[StepTaken]) -> None:
     """List the buffers that a run writes: each step is judged from the candidate's own."""
     for name in steps[-1].buffers_written:
         reason = "a buffer that the forward writes is not judged: running statistics, say"
@@ -172,7 +172,7 @@ class _RunSide(Side):
 
 
 def _judge_gradients(
-    found: Found,
+    found: TrainingFindings,
     number: int,
     baseline: nn.Module,
     candidate: nn.Module,

@@ -31,7 +31,7 @@ RUNGS = tuple(GUARANTEES)
 
 
 @dataclass
-class Found:
+class TrainingFindings:
     """What was judged so far."""
 
     pairs: list[Pair] = field(default_factory=list)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from glassengine.diagnose.training.findings import RUNGS, Found
+from glassengine.diagnose.training.findings import RUNGS, TrainingFindings
 from glassengine.diagnose.training.run import OptimizerFactory, StepTaken, options_of, repeat_update, split
 from glassengine.diagnose.training.update_mistakes import Updates, kind_of_option
 from glassengine.numerics.float64 import double
@@ -19,7 +19,9 @@ from glassengine.numerics.verdict import Reference
 from glassengine.results import FLAGGED, Divergence, Hint, Pair, Skipped, WrittenDifferently, worst
 
 
-def judge_updates(found: Found, baseline: nn.Module, steps: Sequence[StepTaken], optimizer: OptimizerFactory) -> None:
+def judge_updates(
+    found: TrainingFindings, baseline: nn.Module, steps: Sequence[StepTaken], optimizer: OptimizerFactory
+) -> None:
     """Judge every update of the candidate by the baseline's optimizer, from the candidate's own gradients."""
     generator = torch.Generator().manual_seed(0)
 
@@ -86,7 +88,7 @@ def judge_updates(found: Found, baseline: nn.Module, steps: Sequence[StepTaken],
 def _updated(
     results: Sequence[tuple[Mapping[str, Tensor], Mapping[str, Mapping[str, Any]]]],
     step: StepTaken,
-    found: Found,
+    found: TrainingFindings,
     number: int,
 ) -> Iterator[tuple[str, Tensor, Tensor, Tensor, Tensor]]:
     """Yield (site, exact, native, noisy, candidate) of the optimizer's memory first: parameters are made from it."""

@@ -30,7 +30,7 @@ from glassengine.engine.build.checks import (
     check_written,
     require_agreement,
 )
-from glassengine.engine.build.plan import BuildPlan, Settings, plan_build
+from glassengine.engine.build.plan import BuildPlan, BuildSettings, plan_build
 from glassengine.engine.build.ranks import check_mesh, mesh_for, write_ranks
 from glassengine.engine.build.write import about_build, write_engine
 from glassengine.engine.run.engine import Engine
@@ -49,7 +49,7 @@ from glassengine.program.representation.signature import named_inputs
 from glassengine.program.user_code.forward import forward_parameters
 from glassengine.progress import Progress, Work, silent
 from glassengine.sites import patterns_of
-from glassengine.stores.places import Remote, place
+from glassengine.stores.places import RemotePath, place
 from glassengine.writing.files import remove_tree
 
 logger = logging.getLogger("glassengine")
@@ -197,7 +197,7 @@ def build(
         check_mesh(mesh, loaded, chosen, [*others, ("--dry-run", dry_run)])
     # Reading an engine must not run code: only plain checkpoints are ever loaded again.
     checkpoint = directory_to_record(loaded.directory, revision)
-    settings = Settings(
+    settings = BuildSettings(
         backend=chosen.name,
         device=device,
         add_output=add_output,
@@ -316,11 +316,13 @@ def build_program(
     return engine
 
 
-def settings_of(program: Program, backend: str | None, *, max_seq_len: int | None = None, **asked: Any) -> Settings:
+def settings_of(
+    program: Program, backend: str | None, *, max_seq_len: int | None = None, **asked: Any
+) -> BuildSettings:
     """Return the settings of a build from a program."""
     chosen, note = choose_backend(backend, for_onnx=program.onnx is not None)
     check_dtype(chosen, str(program.metadata.get("dtype")))
-    return Settings(
+    return BuildSettings(
         backend=chosen.name,
         device=choose_device(chosen, None),
         max_seq_len=max_seq_len or program.metadata.get("max_position_embeddings") or DEFAULT_MAX_SEQ_LEN,
@@ -340,7 +342,7 @@ def default_directory(spec: str) -> Path:
 def _build(
     program: Program,
     target: Path,
-    settings: Settings,
+    settings: BuildSettings,
     model: LoadedModel | None,
     artifacts: ArtifactWriter | None = None,
     *,
@@ -363,6 +365,6 @@ def _build(
         else:
             write_ranks(program, aside, target.name, settings, model, mesh, progress=progress)
         made = aside.stat().st_ino
-    if isinstance(target, Remote):
+    if isinstance(target, RemotePath):
         return load(target, trust=True)
     return files.load_unless_replaced(target, made, lambda: load(target, trust=True))

@@ -17,7 +17,7 @@ import torch
 
 from glassengine.backends.registry import choose_backend
 from glassengine.engine.store.manifest import AddedOutput
-from glassengine.engine.store.requests import Request, find_sites, read_requests, requests_from_environment
+from glassengine.engine.store.requests import OutputRequest, find_sites, read_requests, requests_from_environment
 from glassengine.errors import UsageError
 from glassengine.program.representation.outputs import OutputPlan, plan_outputs
 from glassengine.program.representation.program import Program
@@ -26,7 +26,7 @@ from glassengine.sites import Site
 
 
 @dataclass(frozen=True)
-class Settings:
+class BuildSettings:
     """What a build was asked for beside the program; see `build`.
 
     `implicit_outputs` adds what TRTLLM_ADD_OUTPUT says and the taps of a plain module. `reloadable` says that the
@@ -79,7 +79,7 @@ class BuildPlan(Result):
     notes: tuple[str, ...]
 
 
-def plan_build(program: Program, target: Path, settings: Settings, *, encoder: Program | None = None) -> BuildPlan:
+def plan_build(program: Program, target: Path, settings: BuildSettings, *, encoder: Program | None = None) -> BuildPlan:
     """Return what `build` would make of `program`, and of the encoder that belongs to it."""
     programs = [program] if encoder is None else [encoder, program]
     chosen, _ = choose_backend(settings.backend)
@@ -113,7 +113,9 @@ def weights_bytes(programs: Sequence[Program]) -> int:
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in stored}.values())
 
 
-def planned_outputs(program: Program, settings: Settings) -> tuple[OutputPlan, tuple[AddedOutput, ...], dict[str, str]]:
+def planned_outputs(
+    program: Program, settings: BuildSettings
+) -> tuple[OutputPlan, tuple[AddedOutput, ...], dict[str, str]]:
     """Decide how each debug output of a build is observed.
 
     Returns:
@@ -141,7 +143,7 @@ def planned_outputs(program: Program, settings: Settings) -> tuple[OutputPlan, t
     return decided, tuple(added), left_out
 
 
-def _requested(program: Program, settings: Settings) -> list[_Requested]:
+def _requested(program: Program, settings: BuildSettings) -> list[_Requested]:
     """Return the outputs that a build was asked for, and those that it adds without being asked."""
     requests = read_requests(settings.add_output)
     if settings.implicit_outputs:
@@ -152,7 +154,7 @@ def _requested(program: Program, settings: Settings) -> list[_Requested]:
     # A tap that was asked for, in another dtype say, is not added once more as it is.
     asked = {request.name for request in found}
     taps = [site.name for site in program.sites if site.kind == "tap" and site.name not in asked]
-    return _resolved(program, [*requests, *map(Request, taps)])
+    return _resolved(program, [*requests, *map(OutputRequest, taps)])
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ class _Requested:
     cast: str | None = None
 
 
-def _resolved(program: Program, requests: Iterable[Request]) -> list[_Requested]:
+def _resolved(program: Program, requests: Iterable[OutputRequest]) -> list[_Requested]:
     """Return the outputs that `requests` name, in the order asked for; raises as `planned_outputs`."""
     inputs = {port.name for port in program.inputs}
     taken = inputs | set(program.output_nodes)

@@ -9,14 +9,14 @@ from typing import Any
 
 from glassengine.backends.protocol.backend import Backend
 from glassengine.backends.registry import choose_backend
-from glassengine.engine.build.plan import Settings, planned_outputs
+from glassengine.engine.build.plan import BuildSettings, planned_outputs
 from glassengine.engine.build.write import write_description, write_engine
 from glassengine.engine.ranks.member import part_of, placeholder_group
 from glassengine.engine.store.manifest import AddedOutput, CutWeight
 from glassengine.errors import UsageError
 from glassengine.program import LoadedModel, Program
 from glassengine.program.parallel.placements import Mesh
-from glassengine.program.parallel.plan import Plan, plan_ranks
+from glassengine.program.parallel.plan import ShardPlan, plan_ranks
 from glassengine.program.parallel.rewrite import program_of, weight_placements
 from glassengine.program.parallel.stages import cut_stages, require_layers
 from glassengine.program.representation.program import copied_graph, rebuilt, without_dead_weights
@@ -76,7 +76,7 @@ def _heads(model: LoadedModel) -> int | None:
     return heads if isinstance(heads, int) else None
 
 
-def plan_of(program: Program, model: LoadedModel | None, mesh: Mesh) -> Plan | None:
+def plan_of(program: Program, model: LoadedModel | None, mesh: Mesh) -> ShardPlan | None:
     """Return how the weights are cut within a stage; None where each layer is on one rank.
 
     Raises:
@@ -94,7 +94,7 @@ def plan_of(program: Program, model: LoadedModel | None, mesh: Mesh) -> Plan | N
     return plan_ranks(program, getattr(model.module, "tp_plan", None) if model is not None else None, mesh.tensor)
 
 
-def rank_programs(program: Program, plan: Plan | None, mesh: Mesh) -> Iterator[tuple[int, Program]]:
+def rank_programs(program: Program, plan: ShardPlan | None, mesh: Mesh) -> Iterator[tuple[int, Program]]:
     """Yield (rank, program) with the rank's share of the weights, those of one place of all stages after each other."""
     for place in range(mesh.tensor):
         own = program if plan is None else program_of(program, plan.layout, place)
@@ -119,7 +119,7 @@ def write_ranks(
     program: Program,
     directory: Path,
     name: str,
-    settings: Settings,
+    settings: BuildSettings,
     model: LoadedModel | None,
     mesh: Mesh,
     *,

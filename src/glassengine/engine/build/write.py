@@ -17,7 +17,7 @@ from glassengine.backends.protocol.backend import LARGEST, Backend, TakingModels
 from glassengine.backends.protocol.io import DEVICE
 from glassengine.backends.registry import choose_backend
 from glassengine.engine.build.artifacts import ArtifactWriter
-from glassengine.engine.build.plan import Settings, planned_outputs
+from glassengine.engine.build.plan import BuildSettings, planned_outputs
 from glassengine.engine.store import files
 from glassengine.engine.store.files import list_files
 from glassengine.engine.store.manifest import Manifest, TensorEntry, instruction_flags, write_manifest
@@ -37,7 +37,7 @@ def write_engine(
     program: Program,
     directory: Path,
     name: str,
-    settings: Settings,
+    settings: BuildSettings,
     model: LoadedModel | None,
     artifacts: ArtifactWriter | None = None,
     *,
@@ -101,7 +101,7 @@ def write_engine(
     )
 
 
-def for_compiler(program: Program, settings: Settings) -> Program:
+def for_compiler(program: Program, settings: BuildSettings) -> Program:
     """Return a program with what a back-end asks of a build."""
     length = settings.max_seq_len or 1
     sizes = {"batch": settings.max_batch_size, "cache": length, "sequence": length}
@@ -109,7 +109,7 @@ def for_compiler(program: Program, settings: Settings) -> Program:
     return dataclasses.replace(program, metadata={**program.metadata, LARGEST: largest, DEVICE: settings.device})
 
 
-def _options(settings: Settings) -> dict[str, Any]:
+def _options(settings: BuildSettings) -> dict[str, Any]:
     """The options of a build that shape its executable."""
     names = ("max_batch_size", "max_seq_len", "byte_budget")
     return {"add_output": list(settings.add_output), **{name: getattr(settings, name) for name in names}}
@@ -120,7 +120,7 @@ def write_description(
     backend: Backend,
     directory: Path,
     name: str,
-    settings: Settings,
+    settings: BuildSettings,
     model: LoadedModel | None,
     **facts: Any,
 ) -> None:

@@ -16,7 +16,7 @@ from glassengine.engine.prompts.prompts import Request
 from glassengine.engine.session.checks import require_module
 from glassengine.engine.session.debug_buffers import select_names
 from glassengine.engine.session.loaded import LoadedEngine
-from glassengine.engine.session.record import Recorder
+from glassengine.engine.session.record import EngineRecorder
 from glassengine.engine.store.manifest import Manifest
 from glassengine.errors import UsageError
 from glassengine.program import load_inputs
@@ -55,7 +55,7 @@ def forward(
     seconds = time.perf_counter() - start
     if record is not None:
         names = [entry.name for entry in engine.manifest.outputs]
-        with Recorder(record, engine, names, rows, padding="right", overwrite=overwrite) as recorder:
+        with EngineRecorder(record, engine, names, rows, padding="right", overwrite=overwrite) as recorder:
             recorder.write_step(0, outputs, token_ids=rows)
     if selected is not None:
         known = {**named_inputs(given), **outputs}

@@ -26,7 +26,7 @@ from glassengine.engine.store import files
 from glassengine.engine.store.manifest import Manifest, read_manifest, without_caches
 from glassengine.errors import UsageError
 from glassengine.executable.run.executable import Executable
-from glassengine.program.parallel.placements import Shard, whole_of
+from glassengine.program.parallel.placements import ShardPlacement, whole_of
 from glassengine.results.engines import Generation
 from glassengine.sites import SiteTable
 
@@ -113,7 +113,7 @@ class ParallelEngine(Engine):
             for name in parts[0].keys() - found.keys():
                 cut = placements.get(name)
                 shards = [part[name] for part in parts]
-                found[name] = shards[0] if cut is None else whole_of(shards, Shard(cut.axis, cut.blocks))
+                found[name] = shards[0] if cut is None else whole_of(shards, ShardPlacement(cut.axis, cut.blocks))
         return found
 
 

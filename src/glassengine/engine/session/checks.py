@@ -48,7 +48,7 @@ def require_module(manifest: Manifest) -> None:
         )
 
 
-def size_rows(manifest: Manifest, batch_size: int, length: int) -> list[Row]:
+def size_rows(manifest: Manifest, batch_size: int, length: int) -> list[InputRow]:
     """Return the rows of the sizes of a session."""
     most, longest = manifest.max_batch_size or 0, manifest.max_seq_len or 0
     batch = ("", "")
@@ -63,14 +63,14 @@ def size_rows(manifest: Manifest, batch_size: int, length: int) -> list[Row]:
             f"build with --max-seq-len {length}, shorten the prompt, or lower --max-new-tokens",
         )
     return [
-        Row("batch size", "-", "-", str(batch_size), f"1..{most}", *batch),
-        Row("length", "-", "-", str(length), f"1..{longest}", *total),
+        InputRow("batch size", "-", "-", str(batch_size), f"1..{most}", *batch),
+        InputRow("length", "-", "-", str(length), f"1..{longest}", *total),
     ]
 
 
 def token_row(
     manifest: Manifest, tokens: Any, *, batch_size: int, room: int, new: int | None = None, name: str = "input_ids"
-) -> Row:
+) -> InputRow:
     """Return the row of token ids [B, S].
 
     `room` is what is left of the cache, `new` the tokens of a step, if it takes that many alone.
@@ -78,9 +78,9 @@ def token_row(
     vocab = manifest.vocab_size
     built = f"int64 cpu [{batch_size}, {new or f'1..{room}'}]" + (f", ids 0..{vocab - 1}" if vocab else "")
     if not isinstance(tokens, torch.Tensor):
-        return Row(name, type(tokens).__name__, "-", "-", built, "no tensor", "pass torch.tensor(ids)")
+        return InputRow(name, type(tokens).__name__, "-", "-", built, "no tensor", "pass torch.tensor(ids)")
 
-    def row(problem: str = "", fix: str = "") -> Row:
+    def row(problem: str = "", fix: str = "") -> InputRow:
         return row_of(name, tokens, built, problem, fix)
 
     if tokens.dtype != torch.int64:
@@ -110,7 +110,7 @@ def token_row(
     return row()
 
 
-def constant_rows(manifest: Manifest, names: Sequence[str], constants: Mapping[str, torch.Tensor]) -> list[Row]:
+def constant_rows(manifest: Manifest, names: Sequence[str], constants: Mapping[str, torch.Tensor]) -> list[InputRow]:
     """Return the rows of what the encoder of an encoder-decoder has made."""
     entries = {entry.name: entry for entry in manifest.inputs}
     rows = []
@@ -119,7 +119,9 @@ def constant_rows(manifest: Manifest, names: Sequence[str], constants: Mapping[s
         built = f"{entry.dtype} cpu [{', '.join(map(str, entry.shape))}]"
         tensor = constants.get(name)
         if tensor is None:
-            rows.append(Row(name, "-", "-", "-", built, "missing", "engine.session(..., constants=engine.encode(...))"))
+            rows.append(
+                InputRow(name, "-", "-", "-", built, "missing", "engine.session(..., constants=engine.encode(...))")
+            )
             continue
         fits = str(tensor.dtype).removeprefix("torch.") == entry.dtype and tensor.dim() == len(entry.shape)
         rows.append(row_of(name, tensor, built, *(() if fits else ("another dtype or shape", "engine.encode(...)"))))
@@ -128,13 +130,13 @@ def constant_rows(manifest: Manifest, names: Sequence[str], constants: Mapping[s
     return rows
 
 
-def mask_row(mask: Any, tokens: torch.Tensor) -> Row:
+def mask_row(mask: Any, tokens: torch.Tensor) -> InputRow:
     """Return the row of an attention mask [B, S] for `tokens`: 1 for tokens, 0 for padding on the left."""
     name, built = "attention_mask", f"int64 cpu {list(tokens.shape)}, padding on the left"
     if not isinstance(mask, torch.Tensor):
-        return Row(name, type(mask).__name__, "-", "-", built, "no tensor", "pass torch.tensor(mask)")
+        return InputRow(name, type(mask).__name__, "-", "-", built, "no tensor", "pass torch.tensor(mask)")
 
-    def row(problem: str = "", fix: str = "") -> Row:
+    def row(problem: str = "", fix: str = "") -> InputRow:
         return row_of(name, mask, built, problem, fix)
 
     if mask.is_floating_point() or mask.is_complex():
@@ -172,12 +174,12 @@ def check_inputs(manifest: Manifest, inputs: Mapping[str, Any]) -> dict[str, tor
     """
     given = named_inputs(inputs)
     sizes: dict[str, int] = {}
-    rows: list[Row] = []
+    rows: list[InputRow] = []
     for entry in manifest.inputs:
         tensor = given.pop(entry.name, None)
         built = f"{entry.dtype} cpu [{', '.join(_size_text(size, manifest) for size in entry.shape)}]"
         if tensor is None:
-            rows.append(Row(entry.name, "-", "-", "-", built, "missing", "pass it"))
+            rows.append(InputRow(entry.name, "-", "-", "-", built, "missing", "pass it"))
             continue
         problem, fix = "", ""
         if str(tensor.dtype).removeprefix("torch.") != entry.dtype:
@@ -194,7 +196,7 @@ def check_inputs(manifest: Manifest, inputs: Mapping[str, Any]) -> dict[str, tor
     return {entry.name: tensors[entry.name] for entry in manifest.inputs}
 
 
-def _fixed_rows(manifest: Manifest, inputs: Mapping[str, Any]) -> list[Row]:
+def _fixed_rows(manifest: Manifest, inputs: Mapping[str, Any]) -> list[InputRow]:
     """Plain values are part of the graph: another value would be ignored."""
     rows = []
     for name, value in inputs.items():
@@ -202,7 +204,7 @@ def _fixed_rows(manifest: Manifest, inputs: Mapping[str, Any]) -> list[Row]:
         if plain and manifest.fixed_inputs.get(name, not value) != value:
             built = repr(manifest.fixed_inputs[name]) if name in manifest.fixed_inputs else "-"
             given = (type(value).__name__, "-", repr(value))
-            rows.append(Row(name, *given, built, "its value was built in", "build again with other --inputs"))
+            rows.append(InputRow(name, *given, built, "its value was built in", "build again with other --inputs"))
     return rows
 
 
@@ -252,7 +254,7 @@ def results_of(
 
 
 @dataclass(frozen=True)
-class Row:
+class InputRow:
     """One input.
 
     Attributes:
@@ -274,13 +276,13 @@ class Row:
     fix: str = ""
 
 
-def row_of(name: str, tensor: torch.Tensor, built: str, problem: str = "", fix: str = "") -> Row:
+def row_of(name: str, tensor: torch.Tensor, built: str, problem: str = "", fix: str = "") -> InputRow:
     """Return the row of a tensor; its values are not looked at."""
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return Row(name, dtype, str(tensor.device), str(list(tensor.shape)), built, problem, fix)
+    return InputRow(name, dtype, str(tensor.device), str(list(tensor.shape)), built, problem, fix)
 
 
-def render(rows: Sequence[Row]) -> str:
+def render(rows: Sequence[InputRow]) -> str:
     """Return the table as text, a line per row; columns that are empty throughout are left out."""
     cells = [[r.name, r.dtype, r.device, r.shape, r.built, r.problem or "ok", r.fix] for r in rows]
     if not any(row.problem for row in rows):
@@ -297,7 +299,7 @@ def render_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
     return render([row_of(name, tensor, "") for name, tensor in tensors.items()])
 
 
-def refuse(engine: str, rows: Sequence[Row]) -> None:
+def refuse(engine: str, rows: Sequence[InputRow]) -> None:
     """Raise if any row has a problem; the hint repeats what helps.
 
     Raises:

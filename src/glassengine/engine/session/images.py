@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from glassengine.engine.session.checks import Row, row_of
+from glassengine.engine.session.checks import InputRow, row_of
 from glassengine.engine.session.loaded import LoadedEngine
 from glassengine.engine.store.manifest import Manifest
 from glassengine.errors import UsageError
@@ -83,7 +83,7 @@ class PromptImages:
         self.constants = given
         self.in_one_piece = bool(manifest.model.get(WHOLE_IMAGES)) and self._num is not None
 
-    def begin(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[Row]:
+    def begin(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[InputRow]:
         """Lay out where features go in prompts [B, S]; return what to say of the images given."""
         if self._rows is None:
             mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask

@@ -18,7 +18,7 @@ from glassengine.recording.background import BackgroundWriter
 from glassengine.sites import ROOT, Site
 
 
-class Recorder:
+class EngineRecorder:
     """Writes the steps of an engine; a context manager.
 
     Args:
@@ -109,7 +109,7 @@ class Recorder:
         self._writer.close(None if failed is None else f"stopped by {failed}")
 
 
-class SessionRecorder(Recorder):
+class SessionRecorder(EngineRecorder):
     """Called after each step of `session`, made before its prefill, with its logits and added outputs."""
 
     def __init__(self, path: str | Path, session: Session, rows: Sequence[Sequence[int]], *, overwrite: bool) -> None:
@@ -135,7 +135,7 @@ def _result_site(sites: Sequence[Site]) -> Site:
     return modules[0] if modules else sites[0]
 
 
-class RankRecorder(Recorder):
+class RankRecorder(EngineRecorder):
     """Writes what the part of an engine that one rank runs makes in each step, into `rank<r>` of a directory."""
 
     def __init__(

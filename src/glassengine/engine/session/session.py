@@ -17,7 +17,7 @@ import torch
 from glassengine import spans
 from glassengine.accelerators import require_device
 from glassengine.engine.session.checks import (
-    Row,
+    InputRow,
     constant_rows,
     mask_row,
     refuse,
@@ -320,7 +320,7 @@ class Session:
             collected[name] = value if own else copies.setdefault(id(value), _copy(value))
         return DebugBuffers(collected, self.engine.added_outputs)
 
-    def _token_row(self, tokens: torch.Tensor, new: int | None) -> Row:
+    def _token_row(self, tokens: torch.Tensor, new: int | None) -> InputRow:
         room = self._length - self.position
         name = "tokens" if new else "input_ids"
         return token_row(self.engine.manifest, tokens, batch_size=self._batch_size, room=room, new=new, name=name)

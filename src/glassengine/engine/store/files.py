@@ -23,7 +23,7 @@ from glassengine.errors import CorruptError, GlassError, UsageError
 from glassengine.reading.documents import parsed
 from glassengine.reading.files import open_regular, require_directory, shown
 from glassengine.reading.tensors import open_safetensors, read_safetensors
-from glassengine.stores.places import Remote, delivered
+from glassengine.stores.places import RemotePath, delivered
 from glassengine.writing.files import exchange, remove_tree, save_safetensors
 
 WEIGHTS = "weights.safetensors"
@@ -71,7 +71,7 @@ def check_target(target: Path, *, overwrite: bool) -> None:
     Raises:
         UsageError: It exists and `overwrite` is false, it holds something else than an engine, or it lies under a file.
     """
-    if isinstance(target, Remote):
+    if isinstance(target, RemotePath):
         _check_stored(target, overwrite=overwrite)
         return
     above = next(path for path in target.absolute().parents if path.exists())
@@ -90,7 +90,7 @@ def check_target(target: Path, *, overwrite: bool) -> None:
         )
 
 
-def _check_stored(target: Remote, *, overwrite: bool) -> None:
+def _check_stored(target: RemotePath, *, overwrite: bool) -> None:
     there = [item.name for item in target.iterdir()]
     if there and FILE not in there:
         raise UsageError("the output directory holds other files", got=str(target), hint="name a new or empty one")
@@ -109,7 +109,7 @@ def written_aside(target: Path, *, overwrite: bool) -> Iterator[Path]:
     """
     target = target.absolute()
     check_target(target, overwrite=overwrite)
-    if isinstance(target, Remote):
+    if isinstance(target, RemotePath):
         with delivered(target, last=FILE, replace=overwrite) as here, written_aside(here, overwrite=False) as aside:
             yield aside
         return

@@ -34,7 +34,7 @@ _PART = re.compile(r"(?P<node>\w+)/[A-Z]\w*_\d+")
 _KERNEL = re.compile(r"((cpp|triton)_\w*fused|aoti_torch_)\w*(:\d+)?")
 
 
-class Request(NamedTuple):
+class OutputRequest(NamedTuple):
     """One thing asked for: a pattern of sites, what to call it, and the dtype to read it as."""
 
     pattern: str
@@ -42,19 +42,19 @@ class Request(NamedTuple):
     dtype: str | None = None
 
 
-def parse_request(text: str) -> Request:
+def parse_request(text: str) -> OutputRequest:
     """Split `PATTERN[=ALIAS][:DTYPE]`."""
     found = _REQUEST.fullmatch(text)
-    return Request(found["pattern"], found["alias"], found["dtype"]) if found else Request(text)
+    return OutputRequest(found["pattern"], found["alias"], found["dtype"]) if found else OutputRequest(text)
 
 
-def read_requests(texts: Iterable[str]) -> list[Request]:
+def read_requests(texts: Iterable[str]) -> list[OutputRequest]:
     """Return what `--add-output` asks for; `@FILE` stands for the entries of an alias file.
 
     Raises:
         UsageError: An alias file cannot be read, or is not a JSON object of strings.
     """
-    requests: list[Request] = []
+    requests: list[OutputRequest] = []
     for text in texts:
         if not text.startswith("@"):
             requests.append(parse_request(text))
@@ -70,7 +70,7 @@ def read_requests(texts: Iterable[str]) -> list[Request]:
     return requests
 
 
-def requests_from_environment() -> list[Request]:
+def requests_from_environment() -> list[OutputRequest]:
     """Return what TRTLLM_ADD_OUTPUT asks for.
 
     Raises:
@@ -80,13 +80,13 @@ def requests_from_environment() -> list[Request]:
     return [] if text is None else _aliases(text, "TRTLLM_ADD_OUTPUT")
 
 
-def _aliases(text: str, origin: str) -> list[Request]:
+def _aliases(text: str, origin: str) -> list[OutputRequest]:
     hint = """{"SITE": "ALIAS", ...}"""
     try:
         aliases = parsed(text, dict[str, Alias], origin, unique=True)
     except CorruptError as error:
         raise UsageError(f"{origin} is not a JSON object of strings", got=error.got, hint=hint) from error
-    return [Request(name, alias) for name, alias in aliases.items()]
+    return [OutputRequest(name, alias) for name, alias in aliases.items()]
 
 
 def find_sites(sites: SiteTable, pattern: str) -> list[Site]:

@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol
 from glassengine import environment
 from glassengine.errors import CorruptError, UsageError
 from glassengine.executable.cache.key import Parts, differences, digest, explain_miss, key_parts, surroundings
-from glassengine.executable.cache.store import Manifest, Store
+from glassengine.executable.cache.store import CacheManifest, Store
 from glassengine.executable.graph.graph import CapturedGraph
 from glassengine.executable.metrics.metrics import registry
 from glassengine.results.compilation import CachedGraph, CacheReport
@@ -39,7 +39,7 @@ _said: set[str] = set()
 
 
 @dataclass
-class Work:
+class CacheWork:
     """Reports what a compiler did in a directory: it took the code from it, or cannot keep it there for `reason`."""
 
     reused: bool = False
@@ -52,7 +52,7 @@ class CompilerCache(Protocol):
     def parts(self) -> Parts:
         """Return the back-end's name, its options, and its settings that differ from their defaults."""
 
-    def within(self, directory: Path) -> contextlib.AbstractContextManager[Work]:
+    def within(self, directory: Path) -> contextlib.AbstractContextManager[CacheWork]:
         """Let the compiler keep its products in `directory` while the block runs; the result is right afterwards."""
 
 
@@ -200,7 +200,7 @@ def _keep(store: Store, name: str, hash: str, parts: Parts, cause: str, seconds:
     plain = {part: dict(values) for part, values in parts.items()}
     limit = _max_bytes()
     try:
-        manifest = Manifest(
+        manifest = CacheManifest(
             key=digest(parts), name=name, graph_hash=hash, parts=plain, cause=cause, compile_s=round(seconds, 3)
         )
         store.put(manifest, directory)

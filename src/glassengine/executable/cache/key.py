@@ -78,7 +78,7 @@ def digest(parts: Parts) -> str:
 
 
 @dataclass(frozen=True)
-class Difference:
+class KeyDifference:
     """One value that differs: `stored` in the nearest entry, `wanted` now; "" where it is absent."""
 
     part: str
@@ -97,13 +97,13 @@ class Difference:
         return f"{self.part}.{self.name}: {stored} -> {wanted}"
 
 
-def differences(stored: Parts, wanted: Parts) -> list[Difference]:
+def differences(stored: Parts, wanted: Parts) -> list[KeyDifference]:
     """Return every value that differs between two sets of parts, in the order of `wanted`."""
     found = []
     for part in dict.fromkeys([*wanted, *stored]):
         before, now = stored.get(part, {}), wanted.get(part, {})
         found += [
-            Difference(part, name, before.get(name, ""), now.get(name, ""))
+            KeyDifference(part, name, before.get(name, ""), now.get(name, ""))
             for name in dict.fromkeys([*now, *before])
             if before.get(name) != now.get(name)
         ]
@@ -126,11 +126,11 @@ def explain_miss(wanted: Parts, stored: Iterable[tuple[str, Parts]]) -> str:
     return f"no entry has these operations{also}"
 
 
-def _has_other_calls(found: Iterable[Difference]) -> bool:
+def _has_other_calls(found: Iterable[KeyDifference]) -> bool:
     return any(difference.name == "calls" for difference in found)
 
 
-def _listed(found: Iterable[Difference], limit: int = 4) -> str:
+def _listed(found: Iterable[KeyDifference], limit: int = 4) -> str:
     texts = [str(difference) for difference in found]
     more = f" and {len(texts) - limit} more" if len(texts) > limit else ""
     return "; ".join(texts[:limit]) + more

@@ -38,7 +38,7 @@ _TRIES = 3  # another process may replace an entry meanwhile
 _serial = itertools.count()
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class CacheManifest(msgspec.Struct, frozen=True, kw_only=True):
     """Describes one entry.
 
     Attributes:
@@ -65,10 +65,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     """A stored entry: its manifest, its hits, and its last use in seconds since the epoch."""
 
-    manifest: Manifest
+    manifest: CacheManifest
     num_hits: int
     last_used: float
 
@@ -123,7 +123,7 @@ class Store:
             return True
         raise damage if isinstance(damage, CorruptError) else CorruptError(f"cache entry {key} is damaged: {damage}")
 
-    def put(self, manifest: Manifest, source: Path) -> None:
+    def put(self, manifest: CacheManifest, source: Path) -> None:
         """Store the files of `source`; an entry of the same key is replaced.
 
         Raises:
@@ -155,19 +155,19 @@ class Store:
 
     def damaged(self) -> dict[str, str]:
         """Return key -> problem of entries whose manifest cannot be read; the next lookup removes them."""
-        return {key: str(found) for key, found in self._manifests() if not isinstance(found, Manifest)}
+        return {key: str(found) for key, found in self._manifests() if not isinstance(found, CacheManifest)}
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[CacheEntry]:
         """Yield every entry whose manifest can be read."""
         for key, manifest in self._manifests():
-            if isinstance(manifest, Manifest):
+            if isinstance(manifest, CacheManifest):
                 with contextlib.suppress(OSError):
                     uses = self.root / key / _USES
                     status = uses.stat() if uses.exists() else None
                     made = (self.root / key / _MANIFEST).stat().st_mtime
-                    yield Entry(manifest, status.st_size if status else 0, status.st_mtime if status else made)
+                    yield CacheEntry(manifest, status.st_size if status else 0, status.st_mtime if status else made)
 
-    def shrink(self, max_bytes: int) -> list[Entry]:
+    def shrink(self, max_bytes: int) -> list[CacheEntry]:
         """Remove the least recently used entries until the rest is within `max_bytes`, and return them."""
         entries = sorted(self.entries(), key=lambda entry: entry.last_used)
         total = sum(entry.manifest.num_bytes for entry in entries)
@@ -178,7 +178,7 @@ class Store:
             total -= removed[-1].manifest.num_bytes
         return removed
 
-    def _manifests(self) -> Iterator[tuple[str, Manifest | Exception]]:
+    def _manifests(self) -> Iterator[tuple[str, CacheManifest | Exception]]:
         for path in sorted(self.root.iterdir()):
             if _KEY.fullmatch(path.name):
                 try:
@@ -196,11 +196,11 @@ class Store:
                     remove_tree(path)
 
 
-def _read_manifest(entry: Path) -> Manifest:
+def _read_manifest(entry: Path) -> CacheManifest:
     what = f"the manifest of cache entry {entry.name}"
     most = _MAX_MANIFEST_BYTES
     found = read_document(
-        entry / _MANIFEST, Manifest, most=most, inside=entry.parent, what=what, version=SCHEMA_VERSION
+        entry / _MANIFEST, CacheManifest, most=most, inside=entry.parent, what=what, version=SCHEMA_VERSION
     )
     if found.key != entry.name or digest(found.parts) != entry.name:
         raise CorruptError(f"cache entry {entry.name} is of another key", got=shown(found.key))
@@ -208,7 +208,7 @@ def _read_manifest(entry: Path) -> Manifest:
 
 
 @functools.lru_cache(maxsize=4096)
-def _known_manifest(entry: Path, changed_ns: int) -> Manifest:
+def _known_manifest(entry: Path, changed_ns: int) -> CacheManifest:
     return _read_manifest(entry)
 
 

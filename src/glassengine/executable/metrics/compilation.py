@@ -28,7 +28,7 @@ import torch
 from glassengine import environment
 from glassengine.executable.graph.graph import CapturedGraph, InputSpec
 from glassengine.executable.metrics.metrics import registry
-from glassengine.results.compilation import Cause, Change, Compilation, What
+from glassengine.results.compilation import Cause, Compilation, KeyChange, What
 
 logger = logging.getLogger("glassengine.compilations")
 
@@ -208,9 +208,9 @@ class Outline:
         return 2 * common / ((self._content.total() + other._content.total()) or 1)
 
 
-def changes(before: Outline, after: Outline) -> tuple[Change, ...]:
+def changes(before: Outline, after: Outline) -> tuple[KeyChange, ...]:
     """Return every difference of inputs and the first difference of operations; empty for equal graphs."""
-    found = [] if before.kind == after.kind else [Change("kind", "", before.kind, after.kind)]
+    found = [] if before.kind == after.kind else [KeyChange("kind", "", before.kind, after.kind)]
     found += _input_changes(before, after)
     for number, (old, new) in enumerate(zip(before.ops, after.ops, strict=False)):
         if old != new:
@@ -219,7 +219,7 @@ def changes(before: Outline, after: Outline) -> tuple[Change, ...]:
     return tuple(found)
 
 
-def _op_change(before: Outline, after: Outline, number: int) -> Change:
+def _op_change(before: Outline, after: Outline, number: int) -> KeyChange:
     """Return the change at the first operation that differs."""
     old_ops, new_ops = ([_op(text) for text in side.ops[number : number + _WINDOW]] for side in (before, after))
     tag = difflib.SequenceMatcher(None, old_ops, new_ops, autojunk=False).get_opcodes()[0][0]
@@ -229,10 +229,10 @@ def _op_change(before: Outline, after: Outline, number: int) -> Change:
     if tag == "equal":
         blank = re.compile(r"#\d+|<[^>]*>")
         what = "order" if blank.sub("_", old) == blank.sub("_", new) else "constant"
-    return Change(what, f"{number} ({place})" if place else str(number), old, new)
+    return KeyChange(what, f"{number} ({place})" if place else str(number), old, new)
 
 
-def _input_changes(before: Outline, after: Outline) -> Iterator[Change]:
+def _input_changes(before: Outline, after: Outline) -> Iterator[KeyChange]:
     def named(name: str, side: Outline) -> str:
         """Return the name of an input; of one that has only a number also where it is first read."""
         place = next((place for op, place in zip(side.ops, side.places, strict=True) if f"<{name}>" in op), "")
@@ -242,15 +242,15 @@ def _input_changes(before: Outline, after: Outline) -> Iterator[Change]:
     for name, new in sorted(after.inputs.items(), key=lambda item: item[1].kind in ("parameter", "buffer")):
         old = before.inputs.get(name)
         if old is None:
-            yield Change("input", named(name, after), "", str(new))
+            yield KeyChange("input", named(name, after), "", str(new))
             continue
         for field in _FIELDS:
             was, is_now = getattr(old, field), getattr(new, field)
             if was != is_now:
-                yield Change(field, named(name, after), _spell(was), _spell(is_now))
+                yield KeyChange(field, named(name, after), _spell(was), _spell(is_now))
     for name, old in before.inputs.items():
         if name not in after.inputs:
-            yield Change("input", named(name, before), str(old), "")
+            yield KeyChange("input", named(name, before), str(old), "")
 
 
 def _spell(value: object) -> str:

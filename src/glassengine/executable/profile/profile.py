@@ -37,7 +37,7 @@ from glassengine.errors import UsageError
 from glassengine.executable.graph.execution import Execution, attach, detach
 from glassengine.executable.profile.trace import FORMAT, SCHEMA_VERSION, SUMMARY, annotate, sealed, summarize
 from glassengine.sites import ROOT
-from glassengine.stores.places import Remote, deliver, place
+from glassengine.stores.places import RemotePath, deliver, place
 from glassengine.writing.files import aside, next_directory, remove_tree
 
 logger = logging.getLogger("glassengine")
@@ -121,7 +121,7 @@ class Profile:
         try:
             self._require_clock()
             self._write(wall_s)
-            if isinstance(self._root, Remote):
+            if isinstance(self._root, RemotePath):
                 here, there = self.directory, self._root / self.directory.name
                 deliver(here, there, overwrite=False, last=SUMMARY)
                 self.directory = there
@@ -260,7 +260,7 @@ def profile(directory: str | Path, *, steps: int | None = None) -> Iterator[Prof
 
 
 def _make_directory(root: Path) -> Path:
-    if isinstance(root, Remote):
+    if isinstance(root, RemotePath):
         # Where it is written until it has ended; others may take the same number, and the first one to end has it.
         there = [0, *(int(found[1]) for path in root.iterdir() if (found := _NAME.fullmatch(path.name)))]
         return next_directory(Path(tempfile.mkdtemp(prefix="glassengine-")), "profile", digits=6, first=max(there) + 1)

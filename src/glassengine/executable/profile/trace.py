@@ -38,11 +38,11 @@ _MAX_DEPTH = 400
 
 
 @dataclass
-class Span:
+class ProfileSpan:
     """One event with what happened inside it; times in microseconds."""
 
     event: Event
-    children: list[Span] = field(default_factory=list)
+    children: list[ProfileSpan] = field(default_factory=list)
 
     @property
     def duration(self) -> float:
@@ -102,21 +102,21 @@ def annotate(trace: Trace, kernels_of: Callable[[str], Kernels]) -> None:
         trace["traceEvents"].append(named)
 
 
-def nest(trace: Trace) -> list[Span]:
+def nest(trace: Trace) -> list[ProfileSpan]:
     """Return the outermost spans of every thread, in order of time; steps are left out, which cross them."""
     threads: dict[tuple[Any, Any], list[Event]] = defaultdict(list)
     for event in trace["traceEvents"]:
         if event.get("ph") == "X" and event.get("cat") not in ("Trace", None) and kind_of(event) != "step":
             threads[event.get("pid"), event.get("tid")].append(event)
-    roots: list[Span] = []
+    roots: list[ProfileSpan] = []
     for events in threads.values():
         events.sort(key=lambda event: (float(event["ts"]), -float(event["dur"])))
-        stack: list[Span] = []
+        stack: list[ProfileSpan] = []
         for event in events:
             start = float(event["ts"])
             while stack and float(stack[-1].event["ts"]) + stack[-1].duration <= start:
                 stack.pop()
-            span = Span(event)
+            span = ProfileSpan(event)
             (stack[-1].children if stack else roots).append(span)
             stack.append(span)
     return roots
@@ -147,7 +147,7 @@ def summarize(trace: Trace) -> dict[str, Any]:
             if kind == "step":
                 steps.append(float(event["dur"]))
 
-    def add(span: Span, level: dict[str, Any], path: str) -> None:
+    def add(span: ProfileSpan, level: dict[str, Any], path: str) -> None:
         site = span.event.get("args", {}).get("site")
         if site is not None:
             path = _module_path(site)
@@ -175,13 +175,13 @@ def _label(event: Event) -> str:
     return f"{kind}: {name}" if kind in ("compile", "execute", "transfer", "snapshot") else name
 
 
-def _walk(span: Span) -> Iterator[Span]:
+def _walk(span: ProfileSpan) -> Iterator[ProfileSpan]:
     yield span
     for child in span.children:
         yield from _walk(child)
 
 
-def _name_kernels(execution: Span, kernels: Kernels) -> None:
+def _name_kernels(execution: ProfileSpan, kernels: Kernels) -> None:
     """Put sites on the kernels of one execution: they ran in the order in which `kernels` lists them."""
     position = 0
     for span in _walk(execution):

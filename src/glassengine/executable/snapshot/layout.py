@@ -59,7 +59,7 @@ def directory_name(name: str, process: int, executable: int, device: int, execut
 
 
 @dataclass(frozen=True)
-class Entry:
+class SnapshotEntry:
     """One input or output.
 
     Attributes:
@@ -122,19 +122,19 @@ class Entry:
         return found
 
 
-def plain_entry(name: str, kind: str, value: Any) -> Entry:
+def plain_entry(name: str, kind: str, value: Any) -> SnapshotEntry:
     """Return the entry of an input or output that is not a tensor."""
     if value is None:
-        return Entry(name, kind, "NoneType")
+        return SnapshotEntry(name, kind, "NoneType")
     dtype = type(value).__name__
     if type(value) not in _PLAIN.values():
-        return Entry(name, kind, dtype, left_out=f"a {dtype} has no values to keep")
+        return SnapshotEntry(name, kind, dtype, left_out=f"a {dtype} has no values to keep")
     if isinstance(value, float) and not math.isfinite(value):
         value = str(value)
-    return Entry(name, kind, dtype, value=value)
+    return SnapshotEntry(name, kind, dtype, value=value)
 
 
-def plain_value(entry: Entry) -> int | float | bool | str | None:
+def plain_value(entry: SnapshotEntry) -> int | float | bool | str | None:
     """Return the value of a non-tensor entry that was not left out."""
     if entry.dtype == "NoneType" or entry.value is None:
         return None
@@ -153,9 +153,9 @@ class Meta(msgspec.Struct):
     device_index: int
     execution: int
     redacted: bool
-    inputs: tuple[Entry, ...]
-    outputs: tuple[Entry, ...] | None
-    rng: dict[str, Entry]
+    inputs: tuple[SnapshotEntry, ...]
+    outputs: tuple[SnapshotEntry, ...] | None
+    rng: dict[str, SnapshotEntry]
     output_names: tuple[str, ...]
     graph_hash: str | None
     graph_file: Literal["graph.pt2", "graph.onnx"] = "graph.pt2"

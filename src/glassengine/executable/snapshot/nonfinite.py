@@ -55,11 +55,11 @@ class NonFiniteError(GlassError):
     """
 
     snapshot: Path | None = None
-    origin: Origin | None = None
+    origin: NonFiniteOrigin | None = None
 
 
 @dataclass(frozen=True)
-class Origin:
+class NonFiniteOrigin:
     """The op that made the first value that is not finite, of those that reached an output.
 
     Attributes:
@@ -126,7 +126,7 @@ def kinds_of(tensor: Tensor) -> Kinds:
 
 
 @dataclass(frozen=True)
-class Finding:
+class NonFiniteFinding:
     """What running a graph again shows.
 
     Attributes:
@@ -135,7 +135,7 @@ class Finding:
         is_random: Whether the graph draws random numbers, which compiled code may draw otherwise.
     """
 
-    origin: Origin | None
+    origin: NonFiniteOrigin | None
     is_reproduced: bool
     is_random: bool
 
@@ -148,7 +148,7 @@ class Finding:
         return f"{made}, or it drew other random numbers" if self.is_random else made
 
 
-def find_origin(graph: CapturedGraph, arguments: Sequence[Any], outputs: Iterable[str]) -> Finding:
+def find_origin(graph: CapturedGraph, arguments: Sequence[Any], outputs: Iterable[str]) -> NonFiniteFinding:
     """Run a graph node by node and say where what is not finite in `outputs` comes from.
 
     Args:
@@ -169,7 +169,9 @@ def find_origin(graph: CapturedGraph, arguments: Sequence[Any], outputs: Iterabl
     ends = [run.written.get(node, node) for node in wanted if isinstance(node, Node)]
     guilty = run.first_guilty([node for node in ends if node in run.found])
     is_reproduced = any(any(run.found.get(node, FINITE)) for node in ends)
-    return Finding(None if guilty is None else run.origin(guilty), is_reproduced, any(map(_is_random, graph.nodes)))
+    return NonFiniteFinding(
+        None if guilty is None else run.origin(guilty), is_reproduced, any(map(_is_random, graph.nodes))
+    )
 
 
 class _Watching(Interpreter):
@@ -220,7 +222,7 @@ class _Watching(Interpreter):
                     waiting.append(source)
         return min(makers, key=self._order.__getitem__, default=None)
 
-    def origin(self, node: Node) -> Origin:
+    def origin(self, node: Node) -> NonFiniteOrigin:
         """Describe a guilty node."""
         module = module_path(node)
         tops = {module_path(other).partition(".")[0] for other in self._order}
@@ -231,7 +233,7 @@ class _Watching(Interpreter):
         if node.op == "placeholder":
             specs = zip(self._graph.inputs, (n for n in self._graph.nodes if n.op == "placeholder"), strict=True)
             op, name = "input", next(spec.name for spec, placeholder in specs if placeholder is node)
-        return Origin(op, name, module, source_line(node), str(self.found[node]), count, total)
+        return NonFiniteOrigin(op, name, module, source_line(node), str(self.found[node]), count, total)
 
     def _judge(self, node: Node, found: Kinds) -> None:
         self.found[node] = found

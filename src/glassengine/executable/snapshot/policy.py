@@ -25,7 +25,7 @@ _lock = threading.Lock()
 
 
 @dataclass(frozen=True)
-class Policy:
+class SnapshotPolicy:
     """When snapshots are taken, what they hold, and what limits them.
 
     Attributes:

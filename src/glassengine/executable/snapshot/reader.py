@@ -15,8 +15,8 @@ from torch.export import ExportedProgram
 from glassengine.errors import CorruptError, UnknownNameError, UsageError
 from glassengine.executable.snapshot import layout
 from glassengine.executable.snapshot.graph import load_graph
-from glassengine.executable.snapshot.layout import Entry, Meta, parsed_meta, read_meta, sealed
-from glassengine.executable.snapshot.nonfinite import Origin
+from glassengine.executable.snapshot.layout import Meta, SnapshotEntry, parsed_meta, read_meta, sealed
+from glassengine.executable.snapshot.nonfinite import NonFiniteOrigin
 from glassengine.executable.snapshot.tensors import TensorFile, restored, write_tensors
 from glassengine.program.onnx.stored.file import read_onnx
 from glassengine.program.onnx.translated import TranslatedFile, translate_file
@@ -68,7 +68,9 @@ class Snapshot:
         self.graph_hash, self._graph_file, self._graph_crc32 = meta.graph_hash, meta.graph_file, meta.graph_crc32
         self.output_names, self.redacted = meta.output_names, meta.redacted
         origin = meta.origin
-        self.origin = None if origin is None else converted(origin, Origin, path, what="the origin in the snapshot")
+        self.origin = (
+            None if origin is None else converted(origin, NonFiniteOrigin, path, what="the origin in the snapshot")
+        )
 
     @classmethod
     def open(cls, path: str | Path) -> Snapshot:
@@ -176,7 +178,7 @@ class Snapshot:
         """Return new values of all inputs in the order of the graph's placeholders; raises as `input`."""
         return [self._value(entry, device) for entry in self.inputs]
 
-    def statistics(self, entry: Entry) -> dict[str, Any] | None:
+    def statistics(self, entry: SnapshotEntry) -> dict[str, Any] | None:
         """Return `results.Summary` of an input or output as a dict; None if not numeric."""
         if entry.statistics is not None or not entry.is_tensor or entry.file is None:
             return entry.statistics
@@ -185,7 +187,7 @@ class Snapshot:
     def to_dict(self, *, statistics: bool = False) -> dict[str, Any]:
         """Return everything but values as JSON values."""
 
-        def described(entries: tuple[Entry, ...]) -> list[dict[str, Any]]:
+        def described(entries: tuple[SnapshotEntry, ...]) -> list[dict[str, Any]]:
             return [
                 {**entry.to_dict(), **({"statistics": self.statistics(entry)} if statistics else {})}
                 for entry in entries
@@ -222,13 +224,13 @@ class Snapshot:
             raise UsageError("cannot write the packed snapshot", got=f"{error.strerror or error} ({path})") from error
         return path
 
-    def _entry(self, entries: tuple[Entry, ...], name: str, what: str) -> Entry:
+    def _entry(self, entries: tuple[SnapshotEntry, ...], name: str, what: str) -> SnapshotEntry:
         for entry in entries:
             if entry.name == name:
                 return entry
         raise UnknownNameError(f"{what} of the snapshot", name, [entry.name for entry in entries])
 
-    def _value(self, entry: Entry, device: str | torch.device) -> Any:
+    def _value(self, entry: SnapshotEntry, device: str | torch.device) -> Any:
         if entry.left_out is not None or (entry.is_tensor and entry.file is None):
             raise UsageError(
                 f"the value of {entry.name!r} is not in the snapshot {self.path.name}",
@@ -244,10 +246,10 @@ class Snapshot:
             tensor = tensor.to(device)
         return tensor.requires_grad_(entry.requires_grad and tensor.is_floating_point())
 
-    def _values(self, entry: Entry) -> Tensor:
+    def _values(self, entry: SnapshotEntry) -> Tensor:
         return restored(self._stored(entry), entry.dtype, entry.shape, entry.stride)
 
-    def _stored(self, entry: Entry) -> Tensor:
+    def _stored(self, entry: SnapshotEntry) -> Tensor:
         assert entry.file is not None and entry.key is not None
         if self._packed is not None:
             stored = self._packed.read(f"{entry.file}/{entry.key}")

@@ -30,7 +30,7 @@ from glassengine.executable.snapshot.policy import (
     OCCASIONS,
     KeepInputs,
     Occasion,
-    Policy,
+    SnapshotPolicy,
 )
 from glassengine.executable.snapshot.taker import SnapshotTaker
 from glassengine.writing.files import local
@@ -137,7 +137,7 @@ def snapshots(
         if limit is not None and limit < 0:
             raise UsageError(f"{name} is below zero", got=str(limit), expected="0 or more, or None for no limit")
     chosen = None if ranks is None else frozenset([ranks] if isinstance(ranks, int) else ranks)
-    policy = Policy(
+    policy = SnapshotPolicy(
         local(directory).absolute(),
         occasions,
         words,
@@ -194,12 +194,12 @@ def _taker_of(request: environment.SnapshotRequest, start: str) -> SnapshotTaker
 
 
 @functools.lru_cache(maxsize=64)
-def _taker(policy: Policy) -> SnapshotTaker:
+def _taker(policy: SnapshotPolicy) -> SnapshotTaker:
     """The same one each time the variables are set to the same, so that its counts go on."""
     return SnapshotTaker(policy)
 
 
-def policy_of(request: environment.SnapshotRequest, start: str) -> Policy | None:
+def policy_of(request: environment.SnapshotRequest, start: str) -> SnapshotPolicy | None:
     """Return what the values of the variables ask for, paths beginning at `start`; what makes no sense is logged."""
     flags = _flags(request.xla_flags)
     every = flags.get("xla_dump_hlo_snapshots", "0").lower() not in _OFF
@@ -223,7 +223,7 @@ def policy_of(request: environment.SnapshotRequest, start: str) -> Policy | None
     except UsageError as error:
         logger.warning("no snapshots are taken: XLA_FLAGS names %s; %s", directory, error.what)
         return None
-    return Policy(
+    return SnapshotPolicy(
         Path(start, place),
         frozenset({"every"} if every else ()) | frozenset({"nonfinite", "error"} if keep_inputs else ()),
         contents,

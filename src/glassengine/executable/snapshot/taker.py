@@ -30,8 +30,15 @@ from glassengine.executable.graph.execution import Execution
 from glassengine.executable.graph.graph import CapturedGraph
 from glassengine.executable.metrics.steps import current_step
 from glassengine.executable.snapshot.keeper import Keeper, rng_states, set_rng_states
-from glassengine.executable.snapshot.nonfinite import Finding, Kinds, NonFiniteError, find_origin, kinds_of, probe
-from glassengine.executable.snapshot.policy import Policy, ask_callback, has_callback
+from glassengine.executable.snapshot.nonfinite import (
+    Kinds,
+    NonFiniteError,
+    NonFiniteFinding,
+    find_origin,
+    kinds_of,
+    probe,
+)
+from glassengine.executable.snapshot.policy import SnapshotPolicy, ask_callback, has_callback
 from glassengine.executable.snapshot.tensors import obstacle
 from glassengine.executable.snapshot.writer import SnapshotWriter, Taken
 
@@ -65,7 +72,7 @@ class SnapshotTaker:
         store: What was written and left out.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: SnapshotPolicy) -> None:
         self.policy = policy
         self.store = SnapshotStore(policy)
         self._keeper = Keeper(policy.keep_inputs)
@@ -153,7 +160,7 @@ class SnapshotTaker:
         known = self._masks.get((execution.executable.number, name))
         return known is not None and not any(now and not then for now, then in zip(kinds, known, strict=True))
 
-    def _examine(self, execution: Execution, pending: _Pending, found: Mapping[str, Kinds]) -> Finding | None:
+    def _examine(self, execution: Execution, pending: _Pending, found: Mapping[str, Kinds]) -> NonFiniteFinding | None:
         """Run the graph node by node; None where that is not possible."""
         before = rng_states(execution.inputs)
         try:
@@ -169,7 +176,7 @@ class SnapshotTaker:
             set_rng_states(before)
 
     def _nonfinite_error(
-        self, execution: Execution, found: Mapping[str, Kinds], finding: Finding | None, path: Path | None
+        self, execution: Execution, found: Mapping[str, Kinds], finding: NonFiniteFinding | None, path: Path | None
     ) -> NonFiniteError:
         origin = finding.origin if finding is not None else None
         if path is not None and origin is not None:
@@ -273,7 +280,7 @@ def _arguments(graph: CapturedGraph, kept: Mapping[str, Any]) -> list[Any]:
     return found
 
 
-def _is_explained(finding: Finding | None, found: Mapping[str, Kinds], pending: _Pending) -> bool:
+def _is_explained(finding: NonFiniteFinding | None, found: Mapping[str, Kinds], pending: _Pending) -> bool:
     """Whether infinities are those of masks: by the graph, or, if unknown, because an input has them as well."""
     if finding is not None:
         return finding.origin is None and finding.is_reproduced
@@ -292,7 +299,7 @@ class SnapshotStore:
         num_bytes: Disk space they take; what they share counts once.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: SnapshotPolicy) -> None:
         self.policy = policy
         self.written: list[Path] = []
         self.left_out: Counter[str] = Counter()

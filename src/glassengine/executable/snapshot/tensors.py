@@ -174,7 +174,7 @@ class Home:
 
 
 @dataclass(frozen=True)
-class Place:
+class StoredPlace:
     """Where the values of a tensor are within a snapshot."""
 
     file: str
@@ -185,7 +185,7 @@ class Place:
 @dataclass(frozen=True)
 class _Known:
     home: Home
-    place: Place
+    place: StoredPlace
     version: int
 
 
@@ -202,7 +202,7 @@ class SharedWeights:
 
     def place(
         self, home: Home, tensors: Mapping[str, Tensor], weights: Container[str], constant: Container[str]
-    ) -> dict[str, Place]:
+    ) -> dict[str, StoredPlace]:
         """Link and write files of weights into the snapshot at `home`; return which tensors they have, and where.
 
         Only `weights` are written if no file has them; those in `constant` never change, and need no second
@@ -219,17 +219,17 @@ class SharedWeights:
                 continue
             if name in constant or crc32(bytes_of(tensor.detach())) == known.place.crc32:
                 shared.setdefault((known.home.path, known.place.file), {})[name] = known
-        found: dict[str, Place] = {}
+        found: dict[str, StoredPlace] = {}
         number = 0
         for (directory, file), names in shared.items() if len(shared) < _MAX_FILES else ():
             if link(directory / file, home.path / weights_file(number)):
                 for name, known in names.items():
-                    found[name] = Place(weights_file(number), known.place.key, known.place.crc32)
+                    found[name] = StoredPlace(weights_file(number), known.place.key, known.place.crc32)
                 number += 1
         rest = {name: tensor for name, tensor in tensors.items() if name in weights and name not in found}
         return found | self._write(home, weights_file(number), rest)
 
-    def _write(self, home: Home, file: str, tensors: Mapping[str, Tensor]) -> dict[str, Place]:
+    def _write(self, home: Home, file: str, tensors: Mapping[str, Tensor]) -> dict[str, StoredPlace]:
         assert home.path is not None
         # Tied weights are one tensor under several names.
         first: dict[tuple[object, ...], str] = {}
@@ -241,7 +241,7 @@ class SharedWeights:
         found = {}
         for name, tensor in tensors.items():
             key = file_key(first[_identity(tensor)])
-            found[name] = Place(file, key, checksums[key])
+            found[name] = StoredPlace(file, key, checksums[key])
             if tensor.numel():
                 self._known[_identity(tensor)] = _Known(home, found[name], _version(tensor))
         return found

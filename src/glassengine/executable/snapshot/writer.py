@@ -28,8 +28,16 @@ from glassengine.errors import first_line
 from glassengine.executable.graph.graph import CapturedGraph
 from glassengine.executable.snapshot import layout
 from glassengine.executable.snapshot.graph import flatten, graph_archive
-from glassengine.executable.snapshot.layout import Entry, plain_entry, read_meta, sealed
-from glassengine.executable.snapshot.tensors import Home, Place, SharedWeights, file_key, link, obstacle, write_tensors
+from glassengine.executable.snapshot.layout import SnapshotEntry, plain_entry, read_meta, sealed
+from glassengine.executable.snapshot.tensors import (
+    Home,
+    SharedWeights,
+    StoredPlace,
+    file_key,
+    link,
+    obstacle,
+    write_tensors,
+)
 from glassengine.program.onnx.translated import without_data
 from glassengine.recording.layout.statistics import summarize
 from glassengine.recording.layout.values import bytes_of, dtype_name
@@ -174,8 +182,8 @@ class SnapshotWriter:
         graph = self._graph(taken)
         if graph.archive is not None:
             self._write_graph(graph, home)
-        inputs: list[Entry] = []
-        rng: list[Entry] = []
+        inputs: list[SnapshotEntry] = []
+        rng: list[SnapshotEntry] = []
         if taken.inputs is not None:
             inputs = self._write_inputs(taken, graph.constants, home)
             if not self._redact:
@@ -229,7 +237,7 @@ class SnapshotWriter:
             target.write_bytes(graph.archive)
         graph.home = home
 
-    def _write_inputs(self, taken: Taken, constants: Mapping[str, Tensor], home: Home) -> list[Entry]:
+    def _write_inputs(self, taken: Taken, constants: Mapping[str, Tensor], home: Home) -> list[SnapshotEntry]:
         assert taken.inputs is not None
         given = _as("input", taken.inputs)
         specs = {spec.name: spec for spec in taken.graph.inputs} if taken.graph is not None else {}
@@ -250,7 +258,7 @@ class SnapshotWriter:
 
     def _write_values(
         self, home: Home, file: str, values: Mapping[str, tuple[str, Any]], *, constant: Container[str] = ()
-    ) -> list[Entry]:
+    ) -> list[SnapshotEntry]:
         """Write the values, by name and with their kind, that can be written; return an entry for each of all.
 
         All but weights, which have files of their own, go to `file`; those in `constant` never change.
@@ -267,7 +275,7 @@ class SnapshotWriter:
         rest = {name: tensor for name, tensor in tensors.items() if name not in places}
         if rest:
             checksums = write_tensors(home.path / file, {file_key(name): tensor for name, tensor in rest.items()})
-            places |= {name: Place(file, file_key(name), checksums[file_key(name)]) for name in rest}
+            places |= {name: StoredPlace(file, file_key(name), checksums[file_key(name)]) for name in rest}
         for name, place in places.items():
             found[name] = dataclasses.replace(found[name], file=place.file, key=place.key, crc32=place.crc32)
         return list(found.values())
@@ -330,7 +338,7 @@ def _machine() -> dict[str, Any]:
     return environment.describe()
 
 
-def _entry(name: str, kind: str, value: Any, redact: bool) -> Entry:
+def _entry(name: str, kind: str, value: Any, redact: bool) -> SnapshotEntry:
     """Return the entry of an input or output, whether or not its values can be written."""
     if not isinstance(value, Tensor):
         entry = plain_entry(name, kind, value)
@@ -338,7 +346,7 @@ def _entry(name: str, kind: str, value: Any, redact: bool) -> Entry:
         return dataclasses.replace(entry, value=None, left_out="redacted") if is_hidden else entry
     stride = tuple(value.stride()) if value.layout == torch.strided else ()
     shape, problem = tuple(value.shape), obstacle(value)
-    entry = Entry(name, kind, dtype_name(value.dtype), shape, stride, str(value.device), left_out=problem)
+    entry = SnapshotEntry(name, kind, dtype_name(value.dtype), shape, stride, str(value.device), left_out=problem)
     if problem is not None or not redact:
         return entry
     digest = hashlib.sha256(bytes_of(value.detach())).hexdigest()

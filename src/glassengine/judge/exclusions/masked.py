@@ -211,6 +211,14 @@ def valid_mask(site: Site, value: torch.Tensor, inputs: StepInputs) -> torch.Ten
         value: The tensor.
         inputs: Of the step: [B, S] real tokens, [B, T] occupied cache slots.
     """
+    reads_slots = "cache" in site.axes and not is_mask(value)
+    key = (tuple(site.shape), *site.axes.items(), value.shape, reads_slots)
+    if key not in inputs.known_masks:
+        inputs.known_masks[key] = _valid_mask(site, value, inputs, reads_slots=reads_slots)
+    return inputs.known_masks[key]
+
+
+def _valid_mask(site: Site, value: torch.Tensor, inputs: StepInputs, *, reads_slots: bool) -> torch.Tensor | None:
     tokens, slots = inputs.token_mask, inputs.attention_mask.bool()
     if bool(tokens.all()) and bool(slots.all()):
         return None
@@ -220,7 +228,7 @@ def valid_mask(site: Site, value: torch.Tensor, inputs: StepInputs) -> torch.Ten
         mask = _spread(tokens.flatten(), value, folded[0])
     elif tokens.shape[1] == 1 and not bool(tokens.all()) and "batch" in site.axes:
         mask = _spread(tokens[:, 0], value, site.axes["batch"])  # all that a row of padding has
-    tables = {"sequence": tokens} if is_mask(value) else {"sequence": tokens, "cache": slots}
+    tables = {"sequence": tokens, "cache": slots} if reads_slots else {"sequence": tokens}
     for axis, table in tables.items():
         if axis in site.axes and "batch" in site.axes:
             part = _spread(table, value, site.axes["batch"], site.axes[axis])

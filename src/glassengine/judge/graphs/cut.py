@@ -238,7 +238,7 @@ def _is_computed(node: Node, values: Mapping[str, Any]) -> bool:
     return node.op == "call_function" and is_value and not traits_of(node).is_random
 
 
-class Recorder(Interpreter):
+class NodeRecorder(Interpreter):
     """Runs a graph in eager mode and keeps the value of every node in `values`, by name."""
 
     def __init__(self, module: GraphModule) -> None:

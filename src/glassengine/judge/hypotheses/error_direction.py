@@ -28,7 +28,7 @@ from glassengine.judge.hypotheses.mistakes.arguments import fitting, is_whole, l
 from glassengine.judge.hypotheses.mistakes.precision import to_tf32
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import FAILS, Call, OutOfWork, Trial
+from glassengine.judge.hypotheses.trials.trial import FAILS, OutOfWork, Trial, TrialCall
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of
 from glassengine.results import Hint
@@ -140,7 +140,7 @@ def is_summed_coarsely(search: MistakeSearch, node: Node, actual: Tensor) -> boo
     return _is_independent(call, held, error) if held else None
 
 
-def _is_of_rounded_operands(call: Call, error: Tensor) -> bool:
+def _is_of_rounded_operands(call: TrialCall, error: Tensor) -> bool:
     """Whether the product of operands that were rounded first is what the candidate made."""
     size = float(error.square().mean())
     for rounded in (*(lambda t, d=d: t.to(d).double() for d in _COARSE), to_tf32):
@@ -158,7 +158,7 @@ def _is_operand(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1
 
 
-def _is_independent(call: Call, held: list[int], error: Tensor) -> bool | None:
+def _is_independent(call: TrialCall, held: list[int], error: Tensor) -> bool | None:
     """Whether errors of rows that are alike are not alike; None where too few rows are alike to tell."""
     weight = next((place for place in held if call.args[place].dim() > 1), None)
     if weight is None:

@@ -108,7 +108,7 @@ def explain(question: Question) -> list[Hint]:
 
 
 @dataclass(frozen=True)
-class Explanation:
+class MistakeExplanation:
     """A mistake that explains: its hint, where it was made, how much it settles, and which of the catalog it is.
 
     `score` and `family` are None of two mistakes together.
@@ -122,7 +122,7 @@ class Explanation:
 
 
 @torch.no_grad()
-def explanation(question: Question, only: tuple[float, Family] | None = None) -> Explanation | None:
+def explanation(question: Question, only: tuple[float, Family] | None = None) -> MistakeExplanation | None:
     """Return the best mistake that makes what the candidate made: the first that settles it; None where none fits.
 
     Args:
@@ -130,7 +130,7 @@ def explanation(question: Question, only: tuple[float, Family] | None = None) ->
         only: The one family of the catalog that is asked, with its score; all of them without it.
     """
     near: list[tuple[float, Hypothesis]] = []
-    best: Explanation | None = None
+    best: MistakeExplanation | None = None
     waiting = deque(_every(question) if only is None else [(*only, _fitting(only[1], question))])
     try:
         question.trial.spend_first()
@@ -141,7 +141,7 @@ def explanation(question: Question, only: tuple[float, Family] | None = None) ->
                 if hint is None:
                     continue
                 certain = as_certain(question, family, hint)
-                found = Explanation(certain, hypothesis, rank_of(family, hint), score, family)
+                found = MistakeExplanation(certain, hypothesis, rank_of(family, hint), score, family)
                 if best is None or found.rank > best.rank:
                     best = found
                 if best.rank is Rank.SETTLED:
@@ -202,7 +202,7 @@ def _only_moves(question: Question, hypothesis: Hypothesis) -> bool:
     return torch.equal(*(tensor.double().flatten().sort().values for tensor in (right, made)))
 
 
-def _of_two(question: Question, near: list[tuple[float, Hypothesis]]) -> Explanation | None:
+def _of_two(question: Question, near: list[tuple[float, Hypothesis]]) -> MistakeExplanation | None:
     """Return two mistakes that together make what the candidate made: one that leaves less, and another after it.
 
     More pairs fit by chance than single mistakes do, so that only a proof counts, and only where each of the two is
@@ -232,7 +232,7 @@ def _of_two(question: Question, near: list[tuple[float, Hypothesis]]) -> Explana
                 kind: Kind = "position" if are_of_positions(question, edits, first.kind) else first.kind
                 left, change = share * (hint.unexplained or 0.0), change_of(question, both)
                 found = Hint(kind, text, hint.score, proven=True, change=change, unexplained=left)
-                return Explanation(found, both, Rank.TOGETHER)
+                return MistakeExplanation(found, both, Rank.TOGETHER)
     return None
 
 

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from glassengine.judge.graphs.between import ancestors, down, passes_on, readers_of, region_of, up
 from glassengine.judge.graphs.cut import Piece, cut
-from glassengine.judge.hypotheses.explain import Explanation, Rank, differences, explanation
+from glassengine.judge.hypotheses.explain import MistakeExplanation, Rank, differences, explanation
 from glassengine.judge.hypotheses.inside import Inside, inside_of
 from glassengine.judge.hypotheses.mistakes.catalog import Family
 from glassengine.judge.hypotheses.trials.hypothesis import constants_of, of_weight, short
@@ -92,10 +92,10 @@ class MistakeSearch:
 
     def _best(
         self, node: Node, actual: Tensor, valid: Tensor | None, budget: Budget, only: tuple[float, Family] | None = None
-    ) -> tuple[Explanation, Question, frozenset[str]] | None:
+    ) -> tuple[MistakeExplanation, Question, frozenset[str]] | None:
         """Return the best explanation with the piece that it is of, and the names of its ops."""
         pieces = list(self._pieces(node))
-        best: tuple[Explanation, Question, frozenset[str]] | None = None
+        best: tuple[MistakeExplanation, Question, frozenset[str]] | None = None
         for names, piece in pieces:
             budget.begin(is_last=piece is pieces[-1][1])
             question = self.question(node, piece, actual, valid, budget)

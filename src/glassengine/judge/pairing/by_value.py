@@ -34,10 +34,10 @@ from glassengine.judge.graphs.between import (
     sibling_of,
 )
 from glassengine.judge.graphs.by_name import SitePair, pair_sites, ports
-from glassengine.judge.pairing.candidate_tensors import Seen, Values, shapes_of
+from glassengine.judge.pairing.candidate_tensors import CandidateTensor, Values, shapes_of
 from glassengine.judge.pairing.find_wrong_tensor import WrongTensorSearch
 from glassengine.judge.pairing.probe import ProbeStep, probe
-from glassengine.judge.pairing.program_pairs import ProgramPairs, Unknown
+from glassengine.judge.pairing.program_pairs import ProgramPairs, UnknownValue
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.program import Program
@@ -66,7 +66,7 @@ class Counterparts:
         self._known = ProgramPairs(baseline, candidate, steps)
         self._search = WrongTensorSearch(self._known)
         self._places: dict[str, int] = {}
-        self._wrong: dict[str, Seen] = {}
+        self._wrong: dict[str, CandidateTensor] = {}
 
     @torch.no_grad()
     def find(self) -> dict[str, SitePair]:
@@ -140,7 +140,7 @@ class Counterparts:
         known = self._known.predictions
         try:
             predicted = known.predict(node, {})
-        except Unknown:
+        except UnknownValue:
             same = self._known.same_op(node) or self._known.proposal(node)
             if same is not None:
                 self._known.settle(node, same)
@@ -165,9 +165,9 @@ class Counterparts:
         """Whether a view is the counterpart of what it views: the candidate made the tensor in this shape at once."""
         source = node.args[0] if passes_on(node) and node.args else None
         known = self._known.found.get(source.name) if isinstance(source, Node) else None
-        return known is not None and self._apart(node, Seen(known.name), predicted) is not None
+        return known is not None and self._apart(node, CandidateTensor(known.name), predicted) is not None
 
-    def _apart(self, node: Node, seen: Seen, predicted: Values) -> float | None:
+    def _apart(self, node: Node, seen: CandidateTensor, predicted: Values) -> float | None:
         """Return how far a tensor is from a prediction, in unit roundoffs; None if that is not rounding."""
         if shapes_of(self._known.tensors.values(seen)) != shapes_of(predicted):
             return None
@@ -177,17 +177,17 @@ class Counterparts:
         is_rounding = distance <= self._known.allowed(node, seen.name)
         return distance / self._known.unit(node, seen.name) if is_rounding else None
 
-    def _counterpart(self, node: Node, predicted: Values) -> Seen | None:
+    def _counterpart(self, node: Node, predicted: Values) -> CandidateTensor | None:
         if traits_of(node).is_arbitrary:
             return self._known.same_op(node) or self._known.proposal(node)
         result = self._known.results.get(node.name)
         if result is not None and result in self._known.tensors.nodes:
-            return Seen(result)
+            return CandidateTensor(result)
         if not all(value.is_floating_point() for value in predicted):
             return self._same_choice(node, predicted)
         return self._closest(node, predicted)
 
-    def _same_choice(self, node: Node, predicted: Values) -> Seen | None:
+    def _same_choice(self, node: Node, predicted: Values) -> CandidateTensor | None:
         """Return the counterpart of integers or a mask: too alike for their values alone to say which is which."""
         names = {name: seen.name for name, seen in self._known.found.items()}
         same, proposed = self._known.same_op(node), self._known.proposal(node)
@@ -200,13 +200,13 @@ class Counterparts:
         if is_arranged:
             # A choice among tensors of other dimensions has others, too: its own are not evidence.
             same = self._known.same_op(node, predicted)
-        for known in (same, proposed, Seen(sibling) if sibling is not None else None):
+        for known in (same, proposed, CandidateTensor(sibling) if sibling is not None else None):
             is_free = known is not None and known.name not in self._known.tensors.taken
             if is_free and known is not None and self._known.tensors.distance(known, predicted) == 0:
                 return known
         return same
 
-    def _closest(self, node: Node, predicted: Values) -> Seen | None:
+    def _closest(self, node: Node, predicted: Values) -> CandidateTensor | None:
         """Return the tensor that is the prediction up to rounding, and that what is below `node` follows from."""
         close = self._known.close(node, predicted)
         found = next((seen for seen in close if self._is_followed(node, predicted, seen)), None)
@@ -219,7 +219,7 @@ class Counterparts:
         unrounded = next((seen for seen in close if isinstance(source, Node) and seen.name == source.name), None)
         return unrounded if goes_on and unrounded is not None else found
 
-    def _is_followed(self, node: Node, predicted: Values, seen: Seen) -> bool:
+    def _is_followed(self, node: Node, predicted: Values, seen: CandidateTensor) -> bool:
         """Whether what is below `node` follows from the tensor no worse than from the prediction.
 
         A tensor that is near the prediction by chance (a residual stream that a layer hardly changes) is found by this.
@@ -244,7 +244,7 @@ class Counterparts:
         """Return how near any tensor is to what `node` makes of `env`, its own roundoff at least."""
         try:
             predicted = self._known.predictions.value(node, env)
-        except Unknown:
+        except UnknownValue:
             return math.inf
         if not is_tensor_node(node) or not all(value.is_floating_point() for value in predicted):
             return math.inf

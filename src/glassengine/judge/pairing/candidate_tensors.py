@@ -29,7 +29,7 @@ _SLACK = 1.01
 """Beyond what the distance of two tensors allows their means to differ: these are rounded, too."""
 
 
-class Seen(NamedTuple):
+class CandidateTensor(NamedTuple):
     """A tensor of the candidate, in the arrangement of the baseline."""
 
     name: str
@@ -74,16 +74,16 @@ class CandidateTensors:
         self.ancestors = ancestors_of(program)
         self.by_shape: dict[tuple[Any, ...], list[str]] = {}
         for name in self.nodes:
-            self.by_shape.setdefault(shapes_of(self.values(Seen(name))), []).append(name)
-        self._shapes = {name: shapes_of(self.values(Seen(name))) for name in self.nodes}
+            self.by_shape.setdefault(shapes_of(self.values(CandidateTensor(name))), []).append(name)
+        self._shapes = {name: shapes_of(self.values(CandidateTensor(name))) for name in self.nodes}
         self._hows: dict[tuple[Any, Any], list[Arrangement | None]] = {}
         self.by_number: dict[tuple[int, ...], list[str]] = {}
         for name in self.nodes:
-            self.by_number.setdefault(numbers_of(self.values(Seen(name))), []).append(name)
+            self.by_number.setdefault(numbers_of(self.values(CandidateTensor(name))), []).append(name)
         self.taken: set[str] = set()
         self._sums: dict[str, list[_Sums]] = {}
 
-    def values(self, seen: Seen) -> Values:
+    def values(self, seen: CandidateTensor) -> Values:
         """Return what a node made in each step, arranged."""
         made = [step.values[seen.name] for step in self._steps]
         return made if seen.how is None else [seen.how.apply(value) for value in made]
@@ -97,18 +97,18 @@ class CandidateTensors:
         """Return the tensors of as many elements."""
         return self.by_number.get(numbers_of(predicted), ())
 
-    def alike(self, predicted: Values, besides: int) -> Iterator[Seen]:
+    def alike(self, predicted: Values, besides: int) -> Iterator[CandidateTensor]:
         """Yield the floating tensors of the same shape and, roughly, size, but those at the places `besides`."""
         sums = [_sums(value) for value in predicted]
         for name in self.by_shape.get(shapes_of(predicted), ()):
             if self._is_free(name, besides):
                 both = list(zip(sums, self._sums_of(name), strict=True))[: self._num_unpadded]
                 if all(abs(a.size - b.size) <= 0.2 * max(a.size, b.size) for a, b in both):
-                    yield Seen(name)
+                    yield CandidateTensor(name)
 
     def close(
         self, predicted: Values, allowed: Callable[[str], float], besides: int, *, beside_padding: bool = True
-    ) -> Iterator[tuple[float, Seen]]:
+    ) -> Iterator[tuple[float, CandidateTensor]]:
         """Yield (distance, tensor) of the floating tensors that are near a prediction, in any arrangement.
 
         Args:
@@ -133,7 +133,7 @@ class CandidateTensors:
                     yield distance, seen
                     break
 
-    def near(self, predicted: Values, most: float, known: Sequence[Arrangement]) -> list[Seen]:
+    def near(self, predicted: Values, most: float, known: Sequence[Arrangement]) -> list[CandidateTensor]:
         """Return the free floating tensors within `most` of a prediction, in likely arrangements, the nearest first.
 
         Args:
@@ -142,7 +142,7 @@ class CandidateTensors:
             known: As for `arranged`.
         """
         sums = [_sums(value) for value in predicted]
-        ranked: list[tuple[float, int, Seen]] = []
+        ranked: list[tuple[float, int, CandidateTensor]] = []
         for name in self.by_number.get(numbers_of(predicted), ()):
             both = list(zip(sums, self._sums_of(name), strict=True))[: self._num_unpadded]
             if self._is_free(name, 0) and all(_may_be_near(a, b, most) for a, b in both):
@@ -150,7 +150,7 @@ class CandidateTensors:
                 ranked += [(self.distance(s, predicted, beside_padding=False), self.order[name], s) for s in found]
         return [seen for distance, _, seen in sorted(ranked, key=lambda item: item[:2]) if distance <= most]
 
-    def arranged(self, name: str, predicted: Values, known: Sequence[Arrangement]) -> Iterator[Seen]:
+    def arranged(self, name: str, predicted: Values, known: Sequence[Arrangement]) -> Iterator[CandidateTensor]:
         """Yield a tensor in the arrangements that one of this shape most likely has, for any values.
 
         Args:
@@ -162,21 +162,21 @@ class CandidateTensors:
         if None in ours or None in theirs:
             return
         fitting = [how for how in known if all(how.fits(a, b) for a, b in zip(theirs, ours, strict=True))]
-        likely = [Seen(name, None if how.is_trivial else how) for how in fitting]
+        likely = [CandidateTensor(name, None if how.is_trivial else how) for how in fitting]
         if ours == theirs:
-            likely.insert(0, Seen(name))
+            likely.insert(0, CandidateTensor(name))
         yield from itertools.islice(dict.fromkeys([*likely, *self._arranged(name, ours)]), _MOST_LIKELY)
 
-    def likeliest(self, name: str, predicted: Values, known: Sequence[Arrangement]) -> Seen | None:
+    def likeliest(self, name: str, predicted: Values, known: Sequence[Arrangement]) -> CandidateTensor | None:
         """Return a tensor in its most likely arrangement, or one that is clearly nearer; arguments as of `arranged`."""
-        best: tuple[float, Seen] | None = None
+        best: tuple[float, CandidateTensor] | None = None
         for seen in self.arranged(name, predicted, known):
             if shapes_of(self.values(seen)) == shapes_of(predicted):
                 distance = self.distance(seen, predicted)
                 best = (distance, seen) if best is None or distance < best[0] * _ANOTHER else best
         return None if best is None else best[1]
 
-    def distance(self, seen: Seen, predicted: Values, *, beside_padding: bool = True) -> float:
+    def distance(self, seen: CandidateTensor, predicted: Values, *, beside_padding: bool = True) -> float:
         """Return the largest distance of any step: rms(tensor - predicted) / rms(predicted), infinite across masks.
 
         What stands in padding counts for nothing; without `beside_padding` steps that have some do not count at all.
@@ -190,16 +190,16 @@ class CandidateTensors:
             return False
         return not besides >> self.order[name] & 1
 
-    def _arranged(self, name: str, shapes: tuple[Any, ...]) -> Iterator[Seen]:
+    def _arranged(self, name: str, shapes: tuple[Any, ...]) -> Iterator[CandidateTensor]:
         theirs = self._shapes[name]
         if (theirs, shapes) not in self._hows:
             self._hows[theirs, shapes] = _hows(theirs, shapes)
         for how in self._hows[theirs, shapes]:
-            yield Seen(name, how)
+            yield CandidateTensor(name, how)
 
     def _sums_of(self, name: str) -> list[_Sums]:
         if name not in self._sums:
-            self._sums[name] = [_sums(value) for value in self.values(Seen(name))]
+            self._sums[name] = [_sums(value) for value in self.values(CandidateTensor(name))]
         return self._sums[name]
 
 

@@ -20,8 +20,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch.fx import Node
 
 from glassengine.judge.graphs.between import next_below, origin_of, partners_of, passes_on, region_of
-from glassengine.judge.pairing.candidate_tensors import Seen, Values, is_telling, shapes_of
-from glassengine.judge.pairing.program_pairs import ProgramPairs, Unknown
+from glassengine.judge.pairing.candidate_tensors import CandidateTensor, Values, is_telling, shapes_of
+from glassengine.judge.pairing.program_pairs import ProgramPairs, UnknownValue
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import is_tensor_node
@@ -53,7 +53,9 @@ class WrongTensorSearch:
         self._pairs = pairs
         self._num_tried = 0
 
-    def wrong(self, node: Node, predicted: Values, proposed: Seen | None, *, meets: bool) -> list[tuple[Node, Seen]]:
+    def wrong(
+        self, node: Node, predicted: Values, proposed: CandidateTensor | None, *, meets: bool
+    ) -> list[tuple[Node, CandidateTensor]]:
         """Return the tensor that what is below `node` follows from, if it does not follow from the prediction.
 
         Args:
@@ -102,7 +104,9 @@ class WrongTensorSearch:
                 return [(node, seen)]
         return self._with_partner(node, predicted, proposed) if without is None else []
 
-    def _comes_later(self, of_another: Mapping[int, Seen], of_prediction: Mapping[int, Seen]) -> bool:
+    def _comes_later(
+        self, of_another: Mapping[int, CandidateTensor], of_prediction: Mapping[int, CandidateTensor]
+    ) -> bool:
         """Whether the candidate goes on from what follows from another tensor to what follows from the prediction.
 
         It scales scores where the baseline scales queries, say: the prediction holds, a few ops later.
@@ -111,7 +115,9 @@ class WrongTensorSearch:
         both = [(seen.name, of_prediction[index].name) for index, seen in of_another.items() if index in of_prediction]
         return any(one != other and tensors.ancestors[other] & 1 << tensors.order[one] for one, other in both)
 
-    def _with_partner(self, node: Node, predicted: Values, proposed: Seen | None) -> list[tuple[Node, Seen]]:
+    def _with_partner(
+        self, node: Node, predicted: Values, proposed: CandidateTensor | None
+    ) -> list[tuple[Node, CandidateTensor]]:
         """Return the tensor that, with another one for a node passed over before, an op that reads both follows from.
 
         Queries and keys that are rotated wrong are so together, and an attention follows from neither of them alone.
@@ -138,11 +144,11 @@ class WrongTensorSearch:
         return []
 
     def _to_try(
-        self, node: Node, predicted: Values, proposed: Seen | None, *, each: int | None = None
-    ) -> Iterator[Seen]:
+        self, node: Node, predicted: Values, proposed: CandidateTensor | None, *, each: int | None = None
+    ) -> Iterator[CandidateTensor]:
         """Yield the tensors that may replace a node, in at most `each` arrangements."""
         shapes = shapes_of(predicted)
-        tried: set[Seen] = set()
+        tried: set[CandidateTensor] = set()
         hows = self._pairs.hows()
         for some in self._likely(node, predicted, proposed):
             tensors = self._pairs.tensors
@@ -158,7 +164,7 @@ class WrongTensorSearch:
                     tried.add(seen)
                     yield seen
 
-    def _likely(self, node: Node, predicted: Values, proposed: Seen | None) -> Iterator[Seen]:
+    def _likely(self, node: Node, predicted: Values, proposed: CandidateTensor | None) -> Iterator[CandidateTensor]:
         """Yield the tensors that may replace a node, the likely ones first."""
         pairs, tensors = self._pairs, self._pairs.tensors
         yield from filter(None, [pairs.same_op(node, predicted)])
@@ -174,7 +180,9 @@ class WrongTensorSearch:
             name for name in tensors.of_number(predicted) if tensors.order[name] > last and name not in tensors.taken
         ]
         behind = [name for name in behind if not pairs.is_beyond(node, name)]
-        yield from map(Seen, dict.fromkeys([*names, *inputs, *self._one_of_each(behind, predicted)[:_TRIALS]]))
+        yield from map(
+            CandidateTensor, dict.fromkeys([*names, *inputs, *self._one_of_each(behind, predicted)[:_TRIALS]])
+        )
 
     def _one_of_each(self, names: Sequence[str], predicted: Values) -> list[str]:
         """Return of each tensor and its views and copies the one that is most like what is predicted."""
@@ -182,7 +190,7 @@ class WrongTensorSearch:
         ours = shapes_of(predicted)
         best: dict[str, tuple[bool, bool, int, str]] = {}
         for name in names:
-            theirs = shapes_of(tensors.values(Seen(name)))
+            theirs = shapes_of(tensors.values(CandidateTensor(name)))
             other_sizes = any(sorted(a or ()) != sorted(b or ()) for a, b in zip(theirs, ours, strict=True))
             rank = (theirs != ours, other_sizes, tensors.order[name], name)
             origin = origin_of(tensors.nodes[name]).name
@@ -206,10 +214,10 @@ class WrongTensorSearch:
         self,
         below: Sequence[Node],
         replaced: dict[str, Values],
-        instead: Sequence[Seen] = (),
+        instead: Sequence[CandidateTensor] = (),
         *,
         padded: bool = False,
-    ) -> Iterator[tuple[int, Seen]]:
+    ) -> Iterator[tuple[int, CandidateTensor]]:
         """Yield the places of ops below that the candidate has counterparts of, and these counterparts.
 
         With the tensors `instead` in place of nodes they must be made of them, by ops that compute, and change them:
@@ -231,7 +239,7 @@ class WrongTensorSearch:
             self._num_tried += 1
             try:
                 predicted = pairs.predictions.predict(node, env)
-            except Unknown:
+            except UnknownValue:
                 continue
             env[node.name] = predicted
             if not is_tensor_node(node) or not all(value.is_floating_point() for value in predicted):

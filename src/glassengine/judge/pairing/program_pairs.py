@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 from glassengine.judge.graphs.between import origin_of, passes_on, reads_the_same, rounded_to
 from glassengine.judge.graphs.by_name import SitePair, difference, pair_sites, paired_results, ports
 from glassengine.judge.pairing.candidate_tensors import (
+    CandidateTensor,
     CandidateTensors,
-    Seen,
     Values,
     ancestors_of,
     is_telling,
@@ -71,7 +71,7 @@ class ProgramPairs:
         self._ports = ports(baseline), ports(candidate)
         self._made_of = ancestors_of(baseline)
         self._roundoff: dict[str, float] = {}
-        self.found: dict[str, Seen] = {}
+        self.found: dict[str, CandidateTensor] = {}
         self.predictions.counterparts = self.found
         self.agreeing: dict[str, float] = {}
         self.pairs: dict[str, SitePair] = {}
@@ -86,7 +86,7 @@ class ProgramPairs:
         }
         return reads_the_same(node, theirs, names, self._ports) and self.weights.agree(node, theirs)
 
-    def same_op(self, node: Node, predicted: Values | None = None) -> Seen | None:
+    def same_op(self, node: Node, predicted: Values | None = None) -> CandidateTensor | None:
         """Return what the candidate's same op makes of the counterparts of what `node` reads, where there is one.
 
         Args:
@@ -108,7 +108,7 @@ class ProgramPairs:
         free = [name for name in names if name not in self.tensors.taken]
         name = proposed.name if proposed is not None and proposed.name in free else free[0] if len(free) == 1 else None
         if name is None or predicted is None:
-            return None if name is None else Seen(name)
+            return None if name is None else CandidateTensor(name)
         return self.tensors.likeliest(name, predicted, self.hows())
 
     def is_beyond(self, node: Node, name: str) -> bool:
@@ -134,16 +134,16 @@ class ProgramPairs:
             found.append((self.order[weight], sum(1 << self.tensors.order[name] for name in same)))
         return found
 
-    def proposal(self, node: Node) -> Seen | None:
+    def proposal(self, node: Node) -> CandidateTensor | None:
         """Return the tensor of the same place in a module of the same name."""
         pair = self._proposed.get(node.name)
         if pair is None or pair.candidate.node not in self.tensors.nodes or pair.candidate.node in self.tensors.taken:
             return None
-        return Seen(pair.candidate.node)
+        return CandidateTensor(pair.candidate.node)
 
     def close(
-        self, node: Node, predicted: Values, instead: Sequence[Seen] = (), *, beside_padding: bool = True
-    ) -> list[Seen]:
+        self, node: Node, predicted: Values, instead: Sequence[CandidateTensor] = (), *, beside_padding: bool = True
+    ) -> list[CandidateTensor]:
         """Return the tensors that are the prediction up to rounding and not yet a counterpart, best first.
 
         `instead` are tensors that take the place of inputs: neither they nor what they are made of can be made of them.
@@ -187,7 +187,7 @@ class ProgramPairs:
             ranked.append((rank, seen))
         return [seen for _, seen in sorted(ranked, key=lambda item: item[0])]
 
-    def settle(self, node: Node, seen: Seen) -> None:
+    def settle(self, node: Node, seen: CandidateTensor) -> None:
         """Make a tensor of the candidate the counterpart of a node."""
         ours, theirs = _op_site(self._baseline, node.name), _op_site(self._candidate, seen.name)
         if ours is None or theirs is None or seen.name not in self.tensors.nodes:
@@ -230,7 +230,7 @@ class ProgramPairs:
         found = Counter(seen.how for seen in self.found.values() if seen.how is not None)
         return [how for how, _ in found.most_common()]
 
-    def is_near(self, node: Node, seen: Seen, predicted: Values) -> bool:
+    def is_near(self, node: Node, seen: CandidateTensor, predicted: Values) -> bool:
         """Whether a tensor is what is predicted of `node` up to rounding."""
         if shapes_of(self.tensors.values(seen)) != shapes_of(predicted):
             return False
@@ -249,11 +249,11 @@ def _op_site(program: Program, node: str) -> Site | None:
     return next((site for site in program.sites.by_node.get(node, ()) if site.kind == "op"), None)
 
 
-class Unknown(Exception):
+class UnknownValue(Exception):
     """The value of a node is unknown: an input of it is, or the op does not take it."""
 
 
-class Trial(dict[str, Values]):
+class PairingTrial(dict[str, Values]):
     """Values that take the place of known ones, for a while, and what was computed with them.
 
     Attributes:
@@ -284,9 +284,9 @@ class Predictions:
         self.values: dict[str, Values] = {}
         self.counterparts: Collection[str] = ()
 
-    def trial(self, values: Mapping[str, Values]) -> Trial:
+    def trial(self, values: Mapping[str, Values]) -> PairingTrial:
         """Return values that take the place of what is known of some nodes, and of what is below them."""
-        found = Trial(values)
+        found = PairingTrial(values)
         for name in values:
             found.replaced |= self._place[name]
         return found
@@ -314,7 +314,7 @@ class Predictions:
             try:
                 results.append(target_of(node)(*args, **kwargs))
             except (RuntimeError, IndexError, ValueError, TypeError, AttributeError) as error:
-                raise Unknown from error
+                raise UnknownValue from error
         return results
 
     def value(self, node: Node, env: dict[str, Values]) -> Values:
@@ -328,7 +328,7 @@ class Predictions:
 
     def _is_stale(self, node: Node, env: dict[str, Values]) -> bool:
         """Whether what is known of a node was predicted from a value that another one took the place of."""
-        replaced = env.replaced if isinstance(env, Trial) else 0
+        replaced = env.replaced if isinstance(env, PairingTrial) else 0
         return bool(self._ancestors[node.name] & replaced) and node.name not in self.counterparts
 
     def _given(self, node: Node, step: ProbeStep) -> Any:

@@ -24,7 +24,7 @@ from glassengine.judge.replay.reference import NUM_NOISE_RUNS, sampled
 from glassengine.numerics.exemptions import Masks
 from glassengine.numerics.float64 import retarget, target_of
 from glassengine.numerics.judgement import Judgement
-from glassengine.numerics.known import NOTHING, Known
+from glassengine.numerics.known import NOTHING, KnownValues
 from glassengine.numerics.verdict import Reference
 
 Valid = Callable[[Node, Tensor], Tensor | None]
@@ -46,12 +46,12 @@ class Claim:
     node: Node
     candidate: Tensor
     valid: Tensor | None = None
-    known: Known = NOTHING
+    known: KnownValues = NOTHING
     own: Callable[[Node], Piece | None] | None = None
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplayedTensor:
     """What a replay found: the judgement, P, and the name of the explanation that it rests on.
 
     Attributes:
@@ -88,9 +88,9 @@ class Expected:
         """Judge what a candidate made of the same tensors."""
         return self.reference.judge(result)
 
-    def replayed(self, result: Tensor) -> Replayed:
+    def replayed(self, result: Tensor) -> ReplayedTensor:
         """Return what the replay found of a result as it was read."""
-        return Replayed(self.judge(result), self.reference.exact, self.judge, self.exempt)
+        return ReplayedTensor(self.judge(result), self.reference.exact, self.judge, self.exempt)
 
 
 def judged(expected: Sequence[Expected], results: Sequence[Tensor]) -> list[Judgement]:

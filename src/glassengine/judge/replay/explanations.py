@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from glassengine.judge.exclusions.ties import chosen_along, is_unordered, tied_choices
-from glassengine.judge.replay.expected import Replayed, expected_of
+from glassengine.judge.replay.expected import ReplayedTensor, expected_of
 from glassengine.judge.replay.op import MOST_DEPTH, CandidateCall, OneOp
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.verdict import TIE
@@ -35,13 +35,13 @@ _EQUAL = 2.0**-20
 """Of constants that are written with some ten digits."""
 
 
-def as_read(one: OneOp, first: Replayed | None) -> Iterator[Replayed]:
+def as_read(one: OneOp, first: ReplayedTensor | None) -> Iterator[ReplayedTensor]:
     """The tensor is within floor and bound of what the piece makes of what was observed; integers are equal."""
     if not _may_be_in_any_order(one):
         yield one.replayed(one.claim.candidate)
 
 
-def in_any_order(one: OneOp, first: Replayed | None) -> Iterator[Replayed]:
+def in_any_order(one: OneOp, first: ReplayedTensor | None) -> Iterator[ReplayedTensor]:
     """The op promises no order of the values that it chooses, and sorted they are within floor and bound."""
     if not _may_be_in_any_order(one):
         return
@@ -56,10 +56,10 @@ def in_any_order(one: OneOp, first: Replayed | None) -> Iterator[Replayed]:
     found = one.read(ordered, ours.values).judge(theirs.values)
     if found.verdict not in FLAGGED and not torch.equal(ours.indices, theirs.indices):
         found = dataclasses.replace(found, verdict="rounding", reason=TIE, is_tie=True)
-    yield Replayed(found, operation.exact, one.judge)
+    yield ReplayedTensor(found, operation.exact, one.judge)
 
 
-def another_choice(one: OneOp, first: Replayed | None) -> Iterator[Replayed]:
+def another_choice(one: OneOp, first: ReplayedTensor | None) -> Iterator[ReplayedTensor]:
     """Wherever integers differ, what the op compared is within the rounding of the inputs, and no value is settled."""
     if one.is_float or not one.ops.values.compiled:
         return
@@ -69,10 +69,10 @@ def another_choice(one: OneOp, first: Replayed | None) -> Iterator[Replayed]:
         return
     differs = (claim.candidate != exact.to(claim.candidate.dtype)) & ~tied
     if not bool((differs if claim.valid is None else differs & claim.valid).any()):
-        yield Replayed(Judgement("rounding", None, None, TIE, is_tie=True), exact, one.judge)
+        yield ReplayedTensor(Judgement("rounding", None, None, TIE, is_tie=True), exact, one.judge)
 
 
-def computed_again(one: OneOp, first: Replayed | None) -> Iterator[Replayed]:
+def computed_again(one: OneOp, first: ReplayedTensor | None) -> Iterator[ReplayedTensor]:
     """The tensor is within floor and bound of the op on inputs that were not rounded, or are computed again.
 
     Fused code computes a sum once for its readers and once more for the dump, rounded in other places; where terms
@@ -91,7 +91,7 @@ def computed_again(one: OneOp, first: Replayed | None) -> Iterator[Replayed]:
         yield again.replayed(one.claim.candidate)
 
 
-def weights_folded(one: OneOp, first: Replayed | None) -> Iterator[Replayed]:
+def weights_folded(one: OneOp, first: ReplayedTensor | None) -> Iterator[ReplayedTensor]:
     """An input was rounded while it was made of weights alone, and the tensor is within floor and bound of the op on
     what other kernels make of these weights.
     """
@@ -104,7 +104,7 @@ def weights_folded(one: OneOp, first: Replayed | None) -> Iterator[Replayed]:
         yield folded.replayed(one.claim.candidate)
 
 
-def written_out(one: OneOp, first: Replayed | None) -> Iterator[Replayed]:
+def written_out(one: OneOp, first: ReplayedTensor | None) -> Iterator[ReplayedTensor]:
     """The op is an activation, the candidate's program computes it by other ops, and these make the same in float64.
 
     1 + erf(x) and 1 + tanh(x) cancel, so that gelu by hand in a half precision is far from gelu in one op where x is
@@ -133,7 +133,7 @@ def _may_be_in_any_order(one: OneOp) -> bool:
     return one.is_float and one.ops.values.compiled and is_unordered(one.op)
 
 
-def _may_be_rounded_otherwise(one: OneOp, first: Replayed | None) -> bool:
+def _may_be_rounded_otherwise(one: OneOp, first: ReplayedTensor | None) -> bool:
     """Whether another kernel may have rounded inputs otherwise: what is no number was not rounded."""
     is_number = first is not None and first.judgement.noise_ratio is not None
     return is_number and one.is_float and one.ops.values.compiled and not is_unordered(one.op)
@@ -150,7 +150,7 @@ class Explanation:
     """
 
     name: str
-    replays: Callable[[OneOp, Replayed | None], Iterator[Replayed]]
+    replays: Callable[[OneOp, ReplayedTensor | None], Iterator[ReplayedTensor]]
     is_exemption: bool = False
 
 
@@ -164,13 +164,13 @@ EXPLANATIONS = (
 )
 
 
-def replayed(call: CandidateCall) -> Replayed | None:
+def replayed(call: CandidateCall) -> ReplayedTensor | None:
     """Judge what a candidate's op made; None where the baseline's op does not fit what it read.
 
     One comparison proves what is bitwise equal to what the program's own kernel makes of the same values.
     """
     if call.is_reproduced():
-        return Replayed(Judgement("identical", 0.0, None), call.predicted, partial(_judged_again, call))
+        return ReplayedTensor(Judgement("identical", 0.0, None), call.predicted, partial(_judged_again, call))
     one = call.in_float64()
     return None if one is None else explained(one)
 
@@ -180,7 +180,7 @@ def _judged_again(call: CandidateCall, result: torch.Tensor) -> Judgement:
     return call.by_native().judge(result) if one is None else _explained_again(one, result)
 
 
-def explained(one: OneOp) -> Replayed | None:
+def explained(one: OneOp) -> ReplayedTensor | None:
     """Return the first explanation of the candidate's tensor that holds; the first of all where none does."""
     first = None
     for explanation in EXPLANATIONS:

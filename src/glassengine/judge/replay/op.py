@@ -33,7 +33,7 @@ from glassengine.numerics.counted import is_finite
 from glassengine.numerics.exemptions import UNWRITTEN
 from glassengine.numerics.float64 import double, retargeted, target_of
 from glassengine.numerics.judgement import Judgement, unit_roundoff
-from glassengine.numerics.known import Known
+from glassengine.numerics.known import KnownValues
 from glassengine.numerics.noise import disturbed, noisy, other_kernel, rounds
 from glassengine.numerics.nonfinite import is_broken, num_newly_broken
 from glassengine.numerics.ops import U_ACCUMULATE, Operation, Roundoff
@@ -280,7 +280,7 @@ def _fits(valid: Tensor | None, exact: Tensor) -> bool:
 
 
 def _reference(claim: Claim, exact: Tensor, native: Tensor, runs: Sequence[Tensor], floor: float) -> Reference:
-    known, dtype = Known(hidden=claim.known.hidden), claim.candidate.dtype
+    known, dtype = KnownValues(hidden=claim.known.hidden), claim.candidate.dtype
     return Reference(exact, native, runs, dtype=dtype, valid=claim.valid, known=known, relative_floor=floor)
 
 

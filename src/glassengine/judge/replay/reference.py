@@ -26,7 +26,7 @@ from glassengine.judge.exclusions.sources_per_step import Excluded, Exclusions, 
 from glassengine.judge.exclusions.ties import settled_sources
 from glassengine.numerics.float64 import double, retarget, retargeted, target_of
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
-from glassengine.numerics.known import Known
+from glassengine.numerics.known import KnownValues
 from glassengine.numerics.noise import disturbed, noisy, rounded, rounds
 from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
 from glassengine.numerics.product_noise import ExactProduct, uniform
@@ -66,7 +66,9 @@ def sampled(
             u, tiny = unit_roundoff(dtype), smallest_precise(dtype)
             return noisy(node, result.double(), args, kwargs, u, generator, how, tiny)
 
-        return pytree.tree_map(one, value) if rounds(node) else value
+        if not rounds(node):
+            return value
+        return one(value) if isinstance(value, Tensor) else pytree.tree_map(one, value)
 
     return each
 
@@ -83,7 +85,7 @@ _FACTORS = 3
 
 
 @dataclass(frozen=True)
-class Arithmetic:
+class CoarseArithmetic:
     """Node -> what is coarse there; what is not named is computed in float32.
 
     Attributes:
@@ -98,9 +100,9 @@ class Arithmetic:
     rounded: Mapping[str, torch.dtype] = field(default_factory=dict)
     words: tuple[str, ...] = ()
 
-    def joined(self, other: Arithmetic) -> Arithmetic:
+    def joined(self, other: CoarseArithmetic) -> CoarseArithmetic:
         """Return what is coarse in one of two; of a node that both have, the other's counts."""
-        return Arithmetic(
+        return CoarseArithmetic(
             {**self.operands, **other.operands},
             {**self.summed, **other.summed},
             {**self.rounded, **other.rounded},
@@ -134,7 +136,7 @@ class Arithmetic:
         return (*read, *args[_FACTORS:])
 
 
-PLAIN = Arithmetic()
+PLAIN = CoarseArithmetic()
 
 
 NUM_NOISE_RUNS = 2
@@ -162,7 +164,7 @@ class ReferenceRun:
         coarsest: torch.dtype | None = None,
         accumulation: Accumulation = FLOAT32_SUMS,
         seed: int = 0,
-        arithmetic: Arithmetic = PLAIN,
+        arithmetic: CoarseArithmetic = PLAIN,
     ) -> None:
         self._program = program
         self._arithmetic = arithmetic
@@ -413,7 +415,9 @@ class ReferenceRun:
             dtype=self._dtype(node, lanes[0]),
             valid=excluded.valid,
             tied=excluded.tied,
-            known=Known(excluded.by_reason, self._hidden.of(node), node in self._exactness, settled_sources(node, env)),
+            known=KnownValues(
+                excluded.by_reason, self._hidden.of(node), node in self._exactness, settled_sources(node, env)
+            ),
             relative_floor=self.relative_floors.get(node.name, 0.0),
             remember=partial(self.relative_floors.__setitem__, node.name),
         )

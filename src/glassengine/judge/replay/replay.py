@@ -19,13 +19,13 @@ from glassengine.judge.cases import Given, by_name, empty_caches
 from glassengine.judge.exclusions.dead_elements import unread_nodes
 from glassengine.judge.exclusions.masked import valid_in_step
 from glassengine.judge.graphs.cut import Piece
-from glassengine.judge.replay.expected import Claim, Replayed
+from glassengine.judge.replay.expected import Claim, ReplayedTensor
 from glassengine.judge.replay.explanations import replayed
 from glassengine.judge.replay.op import Ops
 from glassengine.judge.replay.segments import SegmentReplay
 from glassengine.judge.replay.values import Values
 from glassengine.numerics.kinds import in_kind
-from glassengine.numerics.known import NOTHING, Known
+from glassengine.numerics.known import NOTHING, KnownValues
 from glassengine.numerics.noise import WideOperands
 from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
 from glassengine.numerics.quantization.activations import Read
@@ -159,9 +159,9 @@ class Replay:
         node: Node,
         candidate: torch.Tensor,
         valid: torch.Tensor | None,
-        known: Known = NOTHING,
+        known: KnownValues = NOTHING,
         own: Callable[[Node], Piece | None] | None = None,
-    ) -> Replayed | None:
+    ) -> ReplayedTensor | None:
         """Judge what the piece that ends in `node` introduced; None where its inputs are not known. See `Claim`."""
         if self._segments is not None and (self._cut is Cut.SEGMENT or self._values.lacks_inputs(node)):
             found = self._segments.expected(node, candidate)

@@ -22,7 +22,7 @@ from glassengine.judge.cases import Given, by_name, empty_caches
 from glassengine.judge.end_to_end import results_of
 from glassengine.judge.sides.program import ProgramSide
 from glassengine.judge.sides.protocol import Collective, Observed
-from glassengine.program.parallel.placements import Placement, Shard, shard_of, whole_of
+from glassengine.program.parallel.placements import Placement, ShardPlacement, shard_of, whole_of
 from glassengine.program.parallel.rewrite import Layout, is_sum
 from glassengine.program.parallel.stages import HANDED
 from glassengine.program.representation.program import Program
@@ -123,7 +123,7 @@ class RanksSide(ProgramSide):
 
     def _cut(self, node: str) -> Placement:
         found = None if self.layout is None else self.layout.placed.get(node)
-        return found if isinstance(found, Shard) else None
+        return found if isinstance(found, ShardPlacement) else None
 
     def _parts_of(self, node: str) -> list[Tensor]:
         return [seen[node] for seen in self._seen if isinstance(seen.get(node), Tensor)]

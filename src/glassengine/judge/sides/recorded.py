@@ -20,7 +20,7 @@ from torch import Tensor
 
 from glassengine.capture.runs.known_tokens import prompt_lengths
 from glassengine.compare.matching.assembling import assembled
-from glassengine.compare.matching.maps import Rule, TensorMap, steps_of
+from glassengine.compare.matching.maps import MapRule, TensorMap, steps_of
 from glassengine.compare.matching.matching import pair_names
 from glassengine.errors import IncomparableError, UsageError, nearest
 from glassengine.judge.cases import Case, Given, Inputs, StepInputs, by_name, empty_caches
@@ -30,7 +30,7 @@ from glassengine.judge.sides.module import ModuleSide
 from glassengine.judge.sides.protocol import Observed, Place, Side
 from glassengine.numerics.metrics.tolerance import is_inexact, precision_of
 from glassengine.program import LoadedModel
-from glassengine.program.generation import Generation
+from glassengine.program.generation import GenerationKind
 from glassengine.program.inputs.modules import inputs_in_file
 from glassengine.program.representation.program import Program
 from glassengine.recording.layout.layout import Entry
@@ -70,7 +70,7 @@ class RecordedTensors:
         self.impossible: dict[str, str] = {}
         self.unknown: dict[str, str] = {}
         names = dict.fromkeys(entry.site for entry in source.entries)
-        self._by_name: dict[str, tuple[tuple[str, ...], Rule | None]] = {name: ((name,), None) for name in names}
+        self._by_name: dict[str, tuple[tuple[str, ...], MapRule | None]] = {name: ((name,), None) for name in names}
         if rules is not None:
             if any(rule.baseline_ops for rule in rules.rules):
                 raise UsageError(
@@ -108,7 +108,7 @@ class RecordedTensors:
                 hint="name its tensors as `glass sites MODEL` does, or say which belong together: --map FILE",
             )
 
-    def names(self, site: Site) -> tuple[tuple[str, ...], Rule | None] | None:
+    def names(self, site: Site) -> tuple[tuple[str, ...], MapRule | None] | None:
         """Return what the record calls a site; by its own name first, then by that of its node."""
         return next(
             (
@@ -392,7 +392,7 @@ _MOST_READ = 64
 """Tensors of a record whose values are asked in which dtype they were computed."""
 
 
-def case_of(source: TensorSource, generation: Generation) -> Case | None:
+def case_of(source: TensorSource, generation: GenerationKind) -> Case | None:
     """Return what a record was made with; None where a plain module's record does not say.
 
     Raises:

@@ -15,7 +15,7 @@ from glassengine.judge.cases import Case, StepInputs, by_name, empty_caches
 from glassengine.judge.end_to_end import results_of, with_model
 from glassengine.judge.exclusions.masked import valid_mask
 from glassengine.judge.pairing.gauge import TAKEN_BACK, taken_back
-from glassengine.judge.replay.reference import PLAIN, Arithmetic, ReferenceRun
+from glassengine.judge.replay.reference import PLAIN, CoarseArithmetic, ReferenceRun
 from glassengine.judge.sides.protocol import Place, Side
 from glassengine.judge.verdict.score import Score
 from glassengine.numerics.exemptions import GAUGE
@@ -37,7 +37,7 @@ def run_cases(
     *,
     coarsest: torch.dtype | None,
     accumulation: Accumulation = FLOAT32_SUMS,
-    arithmetic: Arithmetic = PLAIN,
+    arithmetic: CoarseArithmetic = PLAIN,
     on_step: Callable[[Case, int, Mapping[str, float]], None],
     gauges: bool = True,
 ) -> None:

@@ -20,7 +20,7 @@ from glassengine.judge.exclusions.dead_elements import MOST_MARKED, Differing, d
 from glassengine.judge.exclusions.masked import completed
 from glassengine.judge.exclusions.sources_per_step import CHOICES, TEXTS
 from glassengine.judge.hypotheses.hints import Hints
-from glassengine.judge.replay.expected import Replayed
+from glassengine.judge.replay.expected import ReplayedTensor
 from glassengine.judge.sides.protocol import Observed, Side
 from glassengine.judge.verdict.drift import Drift
 from glassengine.judge.verdict.evidence import EvidenceBox
@@ -96,13 +96,15 @@ def is_compensated(local: Judgement, accumulated: Judgement, reference: Referenc
 def padding_differs(tensor: torch.Tensor, reference: Reference) -> bool:
     """Whether a tensor is another one than the reference where that is padding."""
     # Other exclusions are followed to their end: nothing that counts depends on them.
-    padding = reference.known.exempt.get(PADDING)
-    if padding is None or tensor.shape != reference.exact.shape:
+    padding, native = reference.known.exempt.get(PADDING), reference.native
+    if padding is None or tensor.shape != native.shape:
         return False
-    return bool(((tensor != reference.native) & padding).any())
+    if tensor.dtype is native.dtype and torch.equal(tensor, native):
+        return False
+    return bool(((tensor != native) & padding).any())
 
 
-def inherited_in(found: Replayed, reference: Reference) -> float | None:
+def inherited_in(found: ReplayedTensor, reference: Reference) -> float | None:
     """Return the RMS of what the inputs of an op carried in, from its result on these; None if unknown."""
     predicted = found.predicted
     if predicted.shape != reference.exact.shape or not predicted.is_floating_point():
@@ -113,7 +115,7 @@ def inherited_in(found: Replayed, reference: Reference) -> float | None:
     return float(square.mean().sqrt()) if square.numel() else 0.0
 
 
-def exempt_by_replay(found: Replayed, accumulated: Masks, tensor: torch.Tensor) -> Masks:
+def exempt_by_replay(found: ReplayedTensor, accumulated: Masks, tensor: torch.Tensor) -> Masks:
     """Return, by reason, the elements that do not count of a tensor whose op was replayed.
 
     The replay starts from what the candidate chose and drew, so choices above the op leave nothing out.

@@ -59,7 +59,7 @@ def _telling(ours: Node, theirs: Node) -> str | None:
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class MissingOps:
     """Which ops only one side has.
 
     Attributes:
@@ -73,7 +73,7 @@ class LeftOut:
     kind: Kind
 
 
-def left_out(baseline: Program, side: Side, name: str) -> LeftOut | None:
+def left_out(baseline: Program, side: Side, name: str) -> MissingOps | None:
     """Return which ops only one side has where the node `name` of `baseline` is made, None where both have the same.
 
     Both sides are looked at from what is made of them up to the tensors that both have.
@@ -111,7 +111,7 @@ def left_out(baseline: Program, side: Side, name: str) -> LeftOut | None:
     kind = _kind(lone) if is_one_sided else "other"
     if kind == "other" and _is_placing(baseline, nodes[0][name], above):
         kind = "position"
-    return LeftOut(text, is_one_sided, kind)
+    return MissingOps(text, is_one_sided, kind)
 
 
 def _is_attention(node: Node) -> bool:

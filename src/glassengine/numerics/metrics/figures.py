@@ -6,11 +6,11 @@ import math
 
 import numpy as np
 
-from glassengine.blocks.arithmetic import Difference
+from glassengine.blocks.arithmetic import RawDifference
 from glassengine.results import Figures
 
 
-def figures_of(raw: Difference, shape: tuple[int, ...], *, rtol: float, atol: float) -> Figures:
+def figures_of(raw: RawDifference, shape: tuple[int, ...], *, rtol: float, atol: float) -> Figures:
     """Return the figures of two tensors of `shape` whose sums are known; see `measure`."""
     worst = None if raw.worst is None else tuple(int(i) for i in np.unravel_index(raw.worst, shape))
     return Figures(
@@ -33,7 +33,7 @@ def figures_of(raw: Difference, shape: tuple[int, ...], *, rtol: float, atol: fl
     )
 
 
-def _cosine(raw: Difference) -> float:
+def _cosine(raw: RawDifference) -> float:
     if raw.num_different == 0 or raw.baseline_squares == raw.candidate_squares == 0:
         return 1.0
     if raw.baseline_squares == 0 or raw.candidate_squares == 0:
@@ -42,7 +42,7 @@ def _cosine(raw: Difference) -> float:
     return max(-1.0, min(1.0, raw.dot / math.sqrt(raw.baseline_squares) / math.sqrt(raw.candidate_squares)))
 
 
-def _snr_db(raw: Difference) -> float:
+def _snr_db(raw: RawDifference) -> float:
     if raw.sum_squares == 0:
         return math.inf
     if raw.baseline_squares == 0:

@@ -16,7 +16,7 @@ import numpy as np
 
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
 from glassengine.numerics.limits import is_floating
-from glassengine.recording.layout.noise_floor import Floor
+from glassengine.recording.layout.noise_floor import StoredFloor
 
 Means = np.typing.NDArray[np.float64]
 
@@ -47,7 +47,7 @@ class Slices:
         return Slices(self.error / count, self.power / count, errors, powers)
 
 
-def noise_ratio(found: Slices, floor: Floor, relative: float, dtype: str) -> float:
+def noise_ratio(found: Slices, floor: StoredFloor, relative: float, dtype: str) -> float:
     """Return the error over the floor, in the worst slice.
 
     Args:

@@ -105,7 +105,7 @@ def judge_weight(
             is fitted to some elements at the cost of others.
     """
     b, c, s = (x.detach().reshape(-1, x.shape[-1]) for x in (baseline, candidate, step))
-    sums = Sums(b, c, s)
+    sums = MatrixSums(b, c, s)
     groups = _Groups(torch.cat(sums.groups, 1), sums.slope, sums.correlation)
     mistakes = list(groups.mistakes()) or list(_inputs(sums.columns, len(b)))
     mistakes += _single(sums)
@@ -140,7 +140,7 @@ class _Groups:
     """Means and slopes of the elements that share a row and a step.
 
     Args:
-        sums: [8, groups], as in `Sums`.
+        sums: [8, groups], as in `MatrixSums`.
         slope: Of all elements.
         correlation: Of all elements.
     """
@@ -214,14 +214,14 @@ def _inputs(columns: Tensor, number: int) -> Iterator[Hint]:
         yield Hint("scale", text, 0.6, evidence="scaled inputs")
 
 
-def _single(sums: Sums) -> Iterator[Hint]:
+def _single(sums: MatrixSums) -> Iterator[Hint]:
     far, number = sums.num_far, sums.num_inside
     if far and far < 0.01 * number and sums.sample.numel() and float(sums.sample.quantile(0.99)) < _NEAREST:
         text = f"{far} of {number} elements are up to {sums.largest:.3g} steps away, all others rounded"
         yield Hint("other", text, 0.8, evidence="single elements")
 
 
-def _whole(sums: Sums) -> Iterator[Hint]:
+def _whole(sums: MatrixSums) -> Iterator[Hint]:
     """Yield a factor, or a shift, of all of a weight or of whole rows that is small beside a step."""
     if sums.correlation < _RIGHT or not sums.noise:
         return
@@ -246,7 +246,7 @@ def _factors(sums: Tensor) -> tuple[Tensor, Tensor]:
     """Return factors on the unquantized values, and how far each is beyond what quantizers make; below 0 it is not.
 
     Args:
-        sums: [6, ...], as in `Sums.rows`.
+        sums: [6, ...], as in `MatrixSums.rows`.
     """
     bb, bd, dd, squares, cubes, fourths = sums
     power = bb.clamp(min=1e-300)
@@ -261,7 +261,7 @@ def _bias(slope: Tensor, noise: Tensor) -> Tensor:
     return torch.where(slope > 0, _GROWN, _SHRUNK) * noise.clamp(min=0)
 
 
-def _is_scaled(sums: Sums) -> bool:
+def _is_scaled(sums: MatrixSums) -> bool:
     """Whether elements not at an end have a factor that is large beside rounding: that of 8 bit floating numbers is."""
     bb, bc, rounding = (float(total) for total in sums.inside)
     enough = bb > 0 and sums.num_inside >= LEAST_GROUP**2
@@ -305,7 +305,7 @@ _SPARSE = 17
 """One of so many errors is kept, to see how they are distributed; of any place in a group."""
 
 
-class Sums:
+class MatrixSums:
     """Everything that is added up over the elements of a matrix, some rows at a time.
 
     Attributes:

@@ -19,12 +19,12 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
 from glassengine.executable.metrics.steps import before_end_of_step
-from glassengine.plugins.lazy.dispatching import Recorder
+from glassengine.plugins.lazy.dispatching import DispatchRecorder
 from glassengine.plugins.lazy.observed import mark_taps
 from glassengine.plugins.lazy.recording import held, lazy_tensor, recorded
 from glassengine.plugins.lazy.running import run_pending
 from glassengine.plugins.lazy.tensor import DEVICE, LazyTensor
-from glassengine.plugins.lazy.values import Memory
+from glassengine.plugins.lazy.values import LazyMemory
 
 aten = torch.ops.aten
 
@@ -43,7 +43,7 @@ def register() -> None:
     global _library
     if _library is not None:
         return
-    LazyTensor.recorder = Recorder()
+    LazyTensor.recorder = DispatchRecorder()
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -102,7 +102,7 @@ def _made(target: OpOverload, *args: Any, **kwargs: Any) -> torch.Tensor:
 def _to_be_filled(data: torch.Tensor) -> LazyTensor:
     """Return a lazy tensor over memory into which ATen writes before it is used, as `torch.tensor` does."""
     made: LazyTensor = torch.Tensor._make_subclass(LazyTensor, data)
-    made._lazy = Memory(held(data))
+    made._lazy = LazyMemory(held(data))
     return made
 
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from glassengine.frontends.eager_graph import argument
 from glassengine.plugins.lazy.eager_fallback import computed
-from glassengine.plugins.lazy.memory import View
+from glassengine.plugins.lazy.memory import MemoryView
 from glassengine.plugins.lazy.observed import Awaited
 from glassengine.plugins.lazy.output_inference import NotRecordableError
 from glassengine.plugins.lazy.recording import (
@@ -32,22 +32,22 @@ from glassengine.plugins.lazy.recording import (
     taken_apart,
     write,
 )  # fmt: skip
-from glassengine.plugins.lazy.rules import Kind, Rule, rule_of
+from glassengine.plugins.lazy.rules import CallKind, CallRule, rule_of
 from glassengine.plugins.lazy.running import fetch, run_pending
 from glassengine.plugins.lazy.settings import Reason, settings
 from glassengine.plugins.lazy.tensor import DEVICE, LazyTensor
-from glassengine.plugins.lazy.values import Memory, Value
+from glassengine.plugins.lazy.values import LazyMemory, LazyValue
 
 aten = torch.ops.aten
 _SAME = (aten.alias.default, aten.detach.default, aten.lift_fresh.default)
 _MASKS = (torch.bool, torch.uint8)
 
 
-class Recorder:
+class DispatchRecorder:
     """Records what lazy tensors are used for."""
 
     def dispatch(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of an operation; see `Kind`."""
+        """Return the result of an operation; see `CallKind`."""
         known = _handlers.get(target)
         if known is None:
             if not isinstance(target, OpOverload):
@@ -77,7 +77,7 @@ class Recorder:
         run_pending(Reason("read", why))
 
 
-def _compute(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _compute(rule: CallRule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if rule.indices is not None or rule.dropout is not None:
         _require_static(rule, args, kwargs)
     if rule.target is aten.histc.default and type(args[0]) is LazyTensor and not args[0].is_floating_point():
@@ -87,15 +87,15 @@ def _compute(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     operation, call = record(rule, args, kwargs, taken_apart(rule, args, kwargs))
     results = operation.results
     if not operation.is_list and not operation.is_tuple:
-        return LazyTensor.made(Memory(Value(results[0], call)))  # type: ignore[arg-type]
+        return LazyTensor.made(LazyMemory(LazyValue(results[0], call)))  # type: ignore[arg-type]
     made = [
-        None if kind is None else LazyTensor.made(Memory(Value(kind, call, index)))
+        None if kind is None else LazyTensor.made(LazyMemory(LazyValue(kind, call, index)))
         for index, kind in enumerate(results)
     ]
     return made if operation.is_list else tuple(made)
 
 
-def _require_static(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _require_static(rule: CallRule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     if rule.dropout is not None and argument(rule.dropout, args, kwargs):
         raise NotRecordableError("what it draws depends on values")
     if rule.indices is not None:
@@ -104,7 +104,7 @@ def _require_static(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) 
                 raise NotRecordableError("the shape of its result depends on values")
 
 
-def _view(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _view(rule: CallRule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     tensor = args[0]
     if type(tensor) is not LazyTensor:
         raise NotRecordableError("it is a view of a tensor that is not lazy")
@@ -113,7 +113,7 @@ def _view(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return LazyTensor.made(parent)
     if target is aten.as_strided.default:
         # Its sizes and steps are those of the memory, whatever view it is called on.
-        parent = parent.memory if isinstance(parent, View) else parent
+        parent = parent.memory if isinstance(parent, MemoryView) else parent
         if len(args) < 4 or args[3] is None:
             args = (*args[:3], tensor._lazy.spec.offset)
             kwargs = {}
@@ -123,7 +123,7 @@ def _view(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         args = (tensor, *args[1:])
     operation, call = record(rule, args, kwargs, taken_apart(rule, args, kwargs, of_view=True))
     made = [
-        LazyTensor.made(View(parent, operation, index, Value(kind, call, index)))
+        LazyTensor.made(MemoryView(parent, operation, index, LazyValue(kind, call, index)))
         for index, kind in enumerate(operation.results)
         if kind is not None
     ]
@@ -132,7 +132,7 @@ def _view(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return tuple(made) if operation.is_tuple else made[0]
 
 
-def _reshape(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _reshape(rule: CallRule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Record an operation that gives its argument another shape in place, as `squeeze_`."""
     assert rule.twin is not None
     tensor = args[0]
@@ -143,7 +143,7 @@ def _reshape(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return tensor
 
 
-def _write(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _write(rule: CallRule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     assert rule.twin is not None and rule.written is not None
     name, place = rule.written
     written = argument(rule.written, args, kwargs)
@@ -162,12 +162,12 @@ def _write(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return None if not rule.target._schema.returns else written
 
 
-def _copy(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _copy(rule: CallRule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     tensor, source = args[0], args[1]
     if type(tensor) is not LazyTensor:
         raise NotRecordableError("it writes to a tensor that is not lazy")
     kind = tensor._lazy.spec
-    value: Value | None = source._lazy.get() if type(source) is LazyTensor else None
+    value: LazyValue | None = source._lazy.get() if type(source) is LazyTensor else None
     if value is None:
         value = brought_in(source) if type(source) in PLAIN and source.layout is torch.strided else None
     if value is None:
@@ -178,7 +178,7 @@ def _copy(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return tensor
 
 
-def _draw(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _draw(rule: CallRule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     kind = args[0]._lazy.spec.flat if type(args[0]) is LazyTensor else None
     if kind is None or any(isinstance(value, torch.Tensor) for value in (*args[1:], *kwargs.values())):
         raise NotRecordableError("what it draws depends on values")
@@ -194,7 +194,7 @@ def _draw(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return args[0]
 
 
-def _normalize(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _normalize(rule: CallRule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Record a batch normalization, which writes its statistics in training without its schema saying so."""
     mean, variance, training = args[3], args[4], args[5]
     if not training or mean is None:
@@ -208,24 +208,24 @@ def _normalize(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     return tuple(lazy_tensor(value) for value in values if value is not None)
 
 
-def _number(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _number(rule: CallRule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return fetch([args[0]._lazy.get()], Reason("read", "item()"))[0].item()
 
 
-def _aten(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _aten(rule: CallRule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return computed(rule.target, args, kwargs, rule.reason)
 
 
-Handler = Callable[[Rule, Sequence[Any], Mapping[str, Any]], Any]
-_handlers: dict[OpOverload, tuple[Handler, Rule]] = {}
-_BY_KIND: dict[Kind, Handler] = {
-    Kind.COMPUTE: _compute,
-    Kind.RESHAPE: _reshape,
-    Kind.VIEW: _view,
-    Kind.WRITE: _write,
-    Kind.COPY: _copy,
-    Kind.DRAW: _draw,
-    Kind.NORMALIZE: _normalize,
-    Kind.NUMBER: _number,
-    Kind.ATEN: _aten,
+Handler = Callable[[CallRule, Sequence[Any], Mapping[str, Any]], Any]
+_handlers: dict[OpOverload, tuple[Handler, CallRule]] = {}
+_BY_KIND: dict[CallKind, Handler] = {
+    CallKind.COMPUTE: _compute,
+    CallKind.RESHAPE: _reshape,
+    CallKind.VIEW: _view,
+    CallKind.WRITE: _write,
+    CallKind.COPY: _copy,
+    CallKind.DRAW: _draw,
+    CallKind.NORMALIZE: _normalize,
+    CallKind.NUMBER: _number,
+    CallKind.ATEN: _aten,
 }

@@ -15,14 +15,14 @@ from torch.utils._pytree import tree_map
 
 from glassengine.executable.metrics.metrics import registry
 from glassengine.frontends.eager_graph import argument
-from glassengine.plugins.lazy.memory import View
+from glassengine.plugins.lazy.memory import MemoryView
 from glassengine.plugins.lazy.output_inference import NotRecordableError
 from glassengine.plugins.lazy.recording import fitted, held, lazy_tensor, write
 from glassengine.plugins.lazy.running import fetch
 from glassengine.plugins.lazy.settings import Reason
 from glassengine.plugins.lazy.tensor import DEVICE, LazyTensor
 from glassengine.plugins.lazy.user_code import user_line
-from glassengine.plugins.lazy.values import Spec
+from glassengine.plugins.lazy.values import LazySpec
 from glassengine.results.lazy import Fallback
 
 logger = logging.getLogger("glassengine.lazy")
@@ -85,7 +85,7 @@ def _written(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
     return [value for value in found if type(value) is LazyTensor]
 
 
-def _overlaps(kind: Spec) -> bool:
+def _overlaps(kind: LazySpec) -> bool:
     return any(not step and size > 1 for step, size in zip(kind.stride, kind.shape, strict=True))
 
 
@@ -108,7 +108,7 @@ def _write_back(tensor: LazyTensor, data: torch.Tensor) -> None:
         write(handle, value)
     except NotRecordableError:
         # The memory is computed and written with the views of ATen itself.
-        assert isinstance(handle, View)
+        assert isinstance(handle, MemoryView)
         memory = fetch([handle.memory.get()], Reason("fallback", "a write to a view"))[0].clone()
         part: Any = memory
         for view in handle.chain():

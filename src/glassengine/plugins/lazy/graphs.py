@@ -16,8 +16,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from glassengine.executable.graph.graph import CapturedGraph, input_spec
 from glassengine.plugins.lazy.observed import observed
-from glassengine.plugins.lazy.symbols import Pattern, Sample, SymbolicSizes
-from glassengine.plugins.lazy.values import NUMBER_DTYPES, Call, Value, filled
+from glassengine.plugins.lazy.symbols import Pattern, SizeSample, SymbolicSizes
+from glassengine.plugins.lazy.values import NUMBER_DTYPES, LazyCall, LazyValue, filled
 
 aten = torch.ops.aten
 
@@ -34,9 +34,9 @@ class Pending:
         key: Equal for equal calls, wired the same way, whatever the data and the numbers.
     """
 
-    calls: tuple[Call, ...]
-    leaves: tuple[Value, ...]
-    outputs: tuple[Value, ...]
+    calls: tuple[LazyCall, ...]
+    leaves: tuple[LazyValue, ...]
+    outputs: tuple[LazyValue, ...]
     numbers: tuple[float, ...]
     key: tuple[int, ...]
 
@@ -45,10 +45,10 @@ _sites: dict[str, int] = {}
 """Names of outputs -> what stands for them in a key."""
 
 
-def pending(outputs: Sequence[Value]) -> Pending:
+def pending(outputs: Sequence[LazyValue]) -> Pending:
     """Return the calls that make `outputs`, which are pending, each once, and what else someone looks at of them."""
     waiting = [value.call for value in outputs if value.call is not None]
-    seen: dict[int, Call] = {}
+    seen: dict[int, LazyCall] = {}
     while waiting:
         call = waiting.pop()
         if call.number in seen:
@@ -61,7 +61,7 @@ def pending(outputs: Sequence[Value]) -> Pending:
     outputs = (*outputs, *observed(seen, outputs))
     first: dict[int, int] = {}
     leaf_numbers: dict[int, int] = {}
-    leaves: list[Value] = []
+    leaves: list[LazyValue] = []
     numbers: list[float] = []
     key: list[int] = []
     made = 0
@@ -88,7 +88,7 @@ def captured(
     made_by: Pending,
     hoisted: frozenset[int],
     names: dict[int, tuple[str, str]],
-    sizes: tuple[Pattern, Sample] | None = None,
+    sizes: tuple[Pattern, SizeSample] | None = None,
 ) -> tuple[CapturedGraph, list[Any], FakeTensorMode, Pattern | None]:
     """Return the graph of pending values, its inputs without data, the mode that these belong to, and its sizes.
 
@@ -140,11 +140,11 @@ def captured(
     start = 0
     for call in made_by.calls:
 
-        def tensor(index: int, call: Call = call) -> torch.fx.Node:
+        def tensor(index: int, call: LazyCall = call) -> torch.fx.Node:
             value = call.reads[index]
             return leaves[id(value)] if value.data is not None else nodes[value.call.number, value.index]  # type: ignore[union-attr]
 
-        def number_of(index: int, call: Call = call, start: int = start) -> Any:
+        def number_of(index: int, call: LazyCall = call, start: int = start) -> Any:
             return numbers.get(start + index, call.numbers[index])
 
         operation = call.operation
@@ -173,7 +173,7 @@ def captured(
     return graph_of, fakes, mode, None if symbols is None else symbols.pattern
 
 
-def source_of(call: Call) -> str:
+def source_of(call: LazyCall) -> str:
     """Return where a call was made, in the form of a traceback; "" where it is unknown."""
     if call.code is None:
         return ""

@@ -13,15 +13,15 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
-from glassengine.plugins.lazy.values import Call, Memory, Operation, Spec, Value
+from glassengine.plugins.lazy.values import LazyCall, LazyMemory, LazyOperation, LazySpec, LazyValue
 
 aten = torch.ops.aten
 
-Apply = Callable[..., Value]
+Apply = Callable[..., LazyValue]
 """Records a call of an operation, given with its arguments, values in place of tensors; returns its only result."""
 
 
-class View:
+class MemoryView:
     """A part of a memory, or all of it in another shape.
 
     Attributes:
@@ -34,12 +34,12 @@ class View:
 
     __slots__ = ("_value", "_version", "index", "memory", "operation", "parent", "spec")
 
-    def __init__(self, parent: Memory | View, operation: Operation, index: int, value: Value) -> None:
+    def __init__(self, parent: LazyMemory | MemoryView, operation: LazyOperation, index: int, value: LazyValue) -> None:
         self.parent = parent
-        self.memory: Memory = parent if type(parent) is Memory else parent.memory  # type: ignore[union-attr]
+        self.memory: LazyMemory = parent if type(parent) is LazyMemory else parent.memory  # type: ignore[union-attr]
         self.operation = operation
         self.index = index
-        self.spec: Spec = value.spec
+        self.spec: LazySpec = value.spec
         self._value = value
         self._version = self.memory.version
 
@@ -48,30 +48,30 @@ class View:
         """Of the memory."""
         return self.memory.version
 
-    def get(self) -> Value:
+    def get(self) -> LazyValue:
         """Return what it holds now."""
         if self._version != self.memory.version:
-            read = Call(self.operation, (self.parent.get(),), (), None, 0)
-            self._value = Value(self.spec, read, self.index)
+            read = LazyCall(self.operation, (self.parent.get(),), (), None, 0)
+            self._value = LazyValue(self.spec, read, self.index)
             self._version = self.memory.version
         return self._value
 
-    def chain(self) -> list[View]:
+    def chain(self) -> list[MemoryView]:
         """Return the views from the memory to this one."""
-        found: list[View] = []
-        view: Memory | View = self
-        while isinstance(view, View):
+        found: list[MemoryView] = []
+        view: LazyMemory | MemoryView = self
+        while isinstance(view, MemoryView):
             found.append(view)
             view = view.parent
         return found[::-1]
 
 
-Handle = Memory | View
+Handle = LazyMemory | MemoryView
 
 
-def viewed(value: Value) -> bool:
+def viewed(value: LazyValue) -> bool:
     """Give a value its data if views alone make it of data that is there; return whether they do."""
-    chain: list[Value] = []
+    chain: list[LazyValue] = []
     current = value
     while current.data is None:
         call = current.call
@@ -93,7 +93,7 @@ def viewed(value: Value) -> bool:
     return True
 
 
-def with_part(view: View, written: Value, apply: Apply) -> Value | None:
+def with_part(view: MemoryView, written: LazyValue, apply: Apply) -> LazyValue | None:
     """Return what the parent of a view holds when the view is written; None where there is no inverse.
 
     Args:
@@ -105,7 +105,7 @@ def with_part(view: View, written: Value, apply: Apply) -> Value | None:
     return None if inverse is None else inverse(view, written, apply)
 
 
-def _arguments(view: View) -> dict[str, Any]:
+def _arguments(view: MemoryView) -> dict[str, Any]:
     """Return the arguments of a view by name, those left out with what the schema says."""
     operation = view.operation
     schema = operation.target._schema.arguments
@@ -115,59 +115,59 @@ def _arguments(view: View) -> dict[str, Any]:
     return found
 
 
-def _reshaped(view: View, written: Value, apply: Apply) -> Value:
+def _reshaped(view: MemoryView, written: LazyValue, apply: Apply) -> LazyValue:
     return apply(aten.reshape.default, written, list(view.parent.spec.shape))
 
 
-def _transposed(view: View, written: Value, apply: Apply) -> Value:
+def _transposed(view: MemoryView, written: LazyValue, apply: Apply) -> LazyValue:
     if view.operation.target is aten.t.default:
         return apply(aten.t.default, written)
     given = _arguments(view)
     return apply(aten.transpose.int, written, given["dim0"], given["dim1"])
 
 
-def _permuted(view: View, written: Value, apply: Apply) -> Value:
+def _permuted(view: MemoryView, written: LazyValue, apply: Apply) -> LazyValue:
     dims = [dim % len(view.spec.shape) for dim in _arguments(view)["dims"]]
     return apply(aten.permute.default, written, [dims.index(dim) for dim in range(len(dims))])
 
 
-def _selected(view: View, written: Value, apply: Apply) -> Value:
+def _selected(view: MemoryView, written: LazyValue, apply: Apply) -> LazyValue:
     given = _arguments(view)
     return apply(aten.select_scatter.default, view.parent.get(), written, given["dim"], given["index"])
 
 
-def _unbound(view: View, written: Value, apply: Apply) -> Value:
+def _unbound(view: MemoryView, written: LazyValue, apply: Apply) -> LazyValue:
     return apply(aten.select_scatter.default, view.parent.get(), written, _arguments(view)["dim"], view.index)
 
 
-def _sliced(view: View, written: Value, apply: Apply) -> Value:
+def _sliced(view: MemoryView, written: LazyValue, apply: Apply) -> LazyValue:
     given = _arguments(view)
     bounds = (given["dim"], given["start"], given["end"], given["step"])
     return apply(aten.slice_scatter.default, view.parent.get(), written, *bounds)
 
 
-def _diagonal(view: View, written: Value, apply: Apply) -> Value:
+def _diagonal(view: MemoryView, written: LazyValue, apply: Apply) -> LazyValue:
     given = _arguments(view)
     place = (given["offset"], given["dim1"], given["dim2"])
     return apply(aten.diagonal_scatter.default, view.parent.get(), written, *place)
 
 
-def _split(view: View, written: Value, apply: Apply) -> Value:
+def _split(view: MemoryView, written: LazyValue, apply: Apply) -> LazyValue:
     dim = _arguments(view)["dim"]
     start = sum(kind.shape[dim] for kind in view.operation.results[: view.index] if kind is not None)
     end = start + view.spec.shape[dim]
     return apply(aten.slice_scatter.default, view.parent.get(), written, dim, start, end, 1)
 
 
-def _other_dtype(view: View, written: Value, apply: Apply) -> Value:
+def _other_dtype(view: MemoryView, written: LazyValue, apply: Apply) -> LazyValue:
     return apply(aten.view.dtype, written, view.parent.spec.dtype)
 
 
-def _by(inverse: OpOverload) -> Callable[[View, Value, Apply], Value]:
+def _by(inverse: OpOverload) -> Callable[[MemoryView, LazyValue, Apply], LazyValue]:
     return lambda view, written, apply: apply(inverse, written)
 
 
-_INVERSES: dict[OpOverload, Callable[[View, Value, Apply], Value]] = {
+_INVERSES: dict[OpOverload, Callable[[MemoryView, LazyValue, Apply], LazyValue]] = {
     **dict.fromkeys(
         (
             aten.view.default, aten._reshape_alias.default, aten.unsqueeze.default, aten.squeeze.default,

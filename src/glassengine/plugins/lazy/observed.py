@@ -17,7 +17,7 @@ from glassengine import taps
 from glassengine.capture.calls.observed_call import modules_being_called
 from glassengine.plugins.lazy.memory import viewed
 from glassengine.plugins.lazy.tensor import LazyTensor
-from glassengine.plugins.lazy.values import Call, Value
+from glassengine.plugins.lazy.values import LazyCall, LazyValue
 from glassengine.sites import ROOT, tap_site
 
 
@@ -34,7 +34,7 @@ class Awaited:
 
     __slots__ = ("__weakref__", "told", "value")
 
-    def __init__(self, value: Value, site: str, told: Callable[[], None]) -> None:
+    def __init__(self, value: LazyValue, site: str, told: Callable[[], None]) -> None:
         value.site = value.site or site
         self.value = value
         self.told = told
@@ -59,7 +59,7 @@ def awaited() -> list[Awaited]:
     return [one for one in found if one is not None]
 
 
-def observed(calls: Mapping[int, Call], outputs: Collection[Value]) -> Iterator[Value]:
+def observed(calls: Mapping[int, LazyCall], outputs: Collection[LazyValue]) -> Iterator[LazyValue]:
     """Yield the values of some calls that someone looks at and that are not among the outputs, each once.
 
     Args:

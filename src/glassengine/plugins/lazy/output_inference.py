@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
 from glassengine.frontends.eager_graph import silent
-from glassengine.plugins.lazy.values import NUMBER_DTYPES, Call, Operation, Spec, spec_of
+from glassengine.plugins.lazy.values import NUMBER_DTYPES, LazyCall, LazyOperation, LazySpec, spec_of
 
 _lock = threading.RLock()
 """Of the mode, in which tensors change their device while an operation runs: threads wait for each other."""
@@ -27,10 +27,10 @@ class NotRecordableError(Exception):
 
 def infer_outputs(
     target: OpOverload,
-    kinds: Sequence[Spec],
+    kinds: Sequence[LazySpec],
     numbers: Sequence[float],
     template: tuple[tuple[Any, ...], Mapping[str, Any]],
-) -> Operation:
+) -> LazyOperation:
     """Return the kind of a call.
 
     Args:
@@ -43,7 +43,7 @@ def infer_outputs(
         NotRecordableError: There is none.
     """
     args, kwargs = template
-    operation = Operation(target, args, kwargs, (), is_list=False, is_tuple=False)
+    operation = LazyOperation(target, args, kwargs, (), is_list=False, is_tuple=False)
     try:
         with _lock, silent(), _disable_current_modes(), torch._C._DisableAutocast(), torch.no_grad(), _mode():
             fakes = [_fake(kind) for kind in kinds]
@@ -60,7 +60,7 @@ def infer_outputs(
     return operation
 
 
-def takes_any_number(call: Call, decompositions: Mapping[Any, Callable[..., Any]]) -> bool:
+def takes_any_number(call: LazyCall, decompositions: Mapping[Any, Callable[..., Any]]) -> bool:
     """Return whether a call can be decomposed without knowing its numbers."""
     operation = call.operation
 
@@ -83,7 +83,7 @@ def takes_any_number(call: Call, decompositions: Mapping[Any, Callable[..., Any]
     return True
 
 
-def _kind(result: Any) -> Spec | None:
+def _kind(result: Any) -> LazySpec | None:
     if result is None:
         return None
     if not isinstance(result, torch.Tensor):
@@ -101,7 +101,7 @@ def _mode() -> FakeTensorMode:
 
 
 @functools.lru_cache(1024)
-def _fake(kind: Spec) -> torch.Tensor:
+def _fake(kind: LazySpec) -> torch.Tensor:
     """Return a tensor of a kind without data; called within the mode."""
     if not kind.offset:
         return kind.empty()

@@ -21,17 +21,26 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from glassengine.executable.metrics.metrics import registry
 from glassengine.frontends.eager_graph import is_input_number
-from glassengine.plugins.lazy.memory import Handle, View, order_of, with_part
+from glassengine.plugins.lazy.memory import Handle, MemoryView, order_of, with_part
 from glassengine.plugins.lazy.output_inference import NotRecordableError, infer_outputs
-from glassengine.plugins.lazy.rules import Rule, rule_of
+from glassengine.plugins.lazy.rules import CallRule, rule_of
 from glassengine.plugins.lazy.tensor import DEVICE, LazyTensor
-from glassengine.plugins.lazy.values import Call, Memory, NumberPlace, Operation, Spec, TensorPlace, Value, spec_of
+from glassengine.plugins.lazy.values import (
+    LazyCall,
+    LazyMemory,
+    LazyOperation,
+    LazySpec,
+    LazyValue,
+    NumberPlace,
+    TensorPlace,
+    spec_of,
+)
 
 aten = torch.ops.aten
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NOT_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<frozen", "<string>")
-_operations: dict[tuple[Any, ...], Operation] = {}
+_operations: dict[tuple[Any, ...], LazyOperation] = {}
 _is_users: dict[int, tuple[CodeType, bool]] = {}
 
 
@@ -54,11 +63,11 @@ def _place(depth: int) -> tuple[CodeType | None, int]:
         frame = frame.f_back
 
 
-Taken = tuple[list[Any], list[Value], list[float]]
+Taken = tuple[list[Any], list[LazyValue], list[float]]
 """Of the arguments of a call: the operation, the kinds of tensors and all that is no number; values; numbers."""
 
 
-def taken_apart(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any], of_view: bool = False) -> Taken:
+def taken_apart(rule: CallRule, args: Sequence[Any], kwargs: Mapping[str, Any], of_view: bool = False) -> Taken:
     """Take the arguments of a call apart.
 
     Args:
@@ -68,7 +77,7 @@ def taken_apart(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any], of_v
         of_view: Whether where a tensor begins in its memory is a part of its kind.
     """
     key: list[Any] = [rule.target]
-    reads: list[Value] = []
+    reads: list[LazyValue] = []
     taken: Taken = (key, reads, [])
     numeric = rule.numeric
     for place, value in enumerate(args):
@@ -87,7 +96,7 @@ def taken_apart(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any], of_v
 def _take(taken: Taken, value: Any, is_numeric: bool) -> None:
     key, reads, numbers = taken
     kind = type(value)
-    if kind is LazyTensor or kind is Value:
+    if kind is LazyTensor or kind is LazyValue:
         held = value._lazy.get() if kind is LazyTensor else value
         reads.append(held)
         key.append(held.spec.flat)
@@ -115,14 +124,14 @@ def _take(taken: Taken, value: Any, is_numeric: bool) -> None:
         key.append((bool, value) if kind is bool else value)
 
 
-def _template(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _template(rule: CallRule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return arguments with places for tensors and numbers, in the order in which `Arguments` takes them."""
     tensors = numbers = 0
 
     def put(value: Any, is_numeric: bool) -> Any:
         nonlocal tensors, numbers
         kind = type(value)
-        if isinstance(value, torch.Tensor) or kind is Value:
+        if isinstance(value, torch.Tensor) or kind is LazyValue:
             tensors += 1
             return TensorPlace(tensors - 1)
         if is_numeric and is_input_number(value):
@@ -139,7 +148,7 @@ def _template(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tup
     return placed, {name: put(value, name in numeric) for name, value in kwargs.items()}
 
 
-def _operands(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, ...]:
+def _operands(rule: CallRule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, ...]:
     """Return for each number of a call whether it is computed with, as the float that a tensor is multiplied by."""
     types = {argument.name: str(argument.type) for argument in rule.target._schema.arguments}
     names = list(types)
@@ -162,7 +171,7 @@ def _operands(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tup
     return tuple(found)
 
 
-def brought_in(tensor: torch.Tensor) -> Value:
+def brought_in(tensor: torch.Tensor) -> LazyValue:
     """Return the value of a tensor like any other: a copy, since its owner may write to it."""
     start = time.perf_counter_ns()
     with _disable_current_modes(), torch.no_grad(), torch._C._DisableAutocast():
@@ -175,23 +184,23 @@ def brought_in(tensor: torch.Tensor) -> Value:
     return value
 
 
-def held(data: torch.Tensor) -> Value:
+def held(data: torch.Tensor) -> LazyValue:
     """Return the value of data that nothing else writes to."""
     if data.storage_offset() or not _is_dense(data):
         data = data.contiguous().clone()
-    return Value(spec_of(data), data=data)
+    return LazyValue(spec_of(data), data=data)
 
 
 def _is_dense(data: torch.Tensor) -> bool:
     return torch.ops.aten.is_non_overlapping_and_dense.default(data)  # type: ignore[no-any-return]
 
 
-def lazy_tensor(value: Value) -> LazyTensor:
+def lazy_tensor(value: LazyValue) -> LazyTensor:
     """Return a tensor with memory of its own that holds a value."""
-    return LazyTensor.made(Memory(value))
+    return LazyTensor.made(LazyMemory(value))
 
 
-def recorded(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Value | None]:
+def recorded(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[LazyValue | None]:
     """Record a call, and return the values that it makes.
 
     Raises:
@@ -201,7 +210,9 @@ def recorded(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any])
     return outcome(*record(rule, args, kwargs, taken_apart(rule, args, kwargs)))
 
 
-def record(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any], taken: Taken) -> tuple[Operation, Call]:
+def record(
+    rule: CallRule, args: Sequence[Any], kwargs: Mapping[str, Any], taken: Taken
+) -> tuple[LazyOperation, LazyCall]:
     """Record a call whose arguments were taken apart.
 
     Raises:
@@ -213,28 +224,28 @@ def record(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any], taken: Ta
     except TypeError as error:  # an argument without a hash
         raise NotRecordableError("an argument of it is of no kind that a graph can hold") from error
     if operation is None:
-        kinds = [part for part in key if type(part) is Spec]
+        kinds = [part for part in key if type(part) is LazySpec]
         operation = infer_outputs(rule.target, kinds, taken[2], _template(rule, args, kwargs))
         operation.operands = _operands(rule, args, kwargs)
         _operations[key] = operation
     operation.calls += 1
     code, lasti = _place(4)
-    return operation, Call(operation, tuple(taken[1]), tuple(taken[2]), code, lasti)
+    return operation, LazyCall(operation, tuple(taken[1]), tuple(taken[2]), code, lasti)
 
 
-def outcome(operation: Operation, call: Call) -> list[Value | None]:
+def outcome(operation: LazyOperation, call: LazyCall) -> list[LazyValue | None]:
     """Return the values that a call makes."""
-    return [None if kind is None else Value(kind, call, index) for index, kind in enumerate(operation.results)]
+    return [None if kind is None else LazyValue(kind, call, index) for index, kind in enumerate(operation.results)]
 
 
-def apply(target: OpOverload, *args: Any) -> Value:
+def apply(target: OpOverload, *args: Any) -> LazyValue:
     """Record a call with values in place of tensors, and return its only result."""
     (value,) = recorded(target, args, {})
     assert value is not None
     return value
 
 
-def fitted(value: Value | None, kind: Spec) -> Value:
+def fitted(value: LazyValue | None, kind: LazySpec) -> LazyValue:
     """Return a value as memory of a kind holds it once it is written there.
 
     Raises:
@@ -254,13 +265,13 @@ def fitted(value: Value | None, kind: Spec) -> Value:
     return apply(aten.permute.default, value, [order.index(dim) for dim in range(len(order))])
 
 
-def write(handle: Handle, value: Value) -> None:
+def write(handle: Handle, value: LazyValue) -> None:
     """Let memory, or the part of it that a view is, hold a value of its kind.
 
     Raises:
         NotRecordableError: There is no operation that puts such a part into its memory.
     """
-    while isinstance(handle, View):
+    while isinstance(handle, MemoryView):
         whole = with_part(handle, value, apply)
         if whole is None:
             raise NotRecordableError("it writes to a view that is not followed")

@@ -16,7 +16,7 @@ from glassengine.ops.traits import traits_of_target
 aten = torch.ops.aten
 
 
-class Kind(enum.Enum):
+class CallKind(enum.Enum):
     """What becomes of a call."""
 
     COMPUTE = "it is recorded"
@@ -31,7 +31,7 @@ class Kind(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Rule:
+class CallRule:
     """What becomes of calls of one operation.
 
     Attributes:
@@ -46,7 +46,7 @@ class Rule:
     """
 
     target: OpOverload
-    kind: Kind
+    kind: CallKind
     numeric: frozenset[Place]
     twin: OpOverload | None = None
     written: tuple[str, int] | None = None
@@ -77,44 +77,44 @@ _NO_DRAWS = frozenset({"normal.Tensor_float", "normal.float_Tensor", "normal.Ten
 
 
 @functools.cache
-def rule_of(target: OpOverload) -> Rule:
+def rule_of(target: OpOverload) -> CallRule:
     """Return the rule for an operation."""
     target = _SHARING.get(target, target)
     schema = examine(target)
     packet = target._overloadpacket.__name__
     name = f"{packet}.{target._overloadname}"
 
-    def rule(kind: Kind, **facts: object) -> Rule:
+    def rule(kind: CallKind, **facts: object) -> CallRule:
         facts = {"indices": schema.indices, "dropout": schema.dropout} | facts
-        return Rule(target, kind, schema.numeric, **facts)  # type: ignore[arg-type]
+        return CallRule(target, kind, schema.numeric, **facts)  # type: ignore[arg-type]
 
     if target is aten._local_scalar_dense.default:
-        return rule(Kind.NUMBER)
+        return rule(CallKind.NUMBER)
     if target is aten.copy_.default:
-        return rule(Kind.COPY, written=("self", 0))
+        return rule(CallKind.COPY, written=("self", 0))
     if packet == "multilabel_margin_loss_forward":
-        return rule(Kind.ATEN, reason="torch foresees another shape of its result than it has")
+        return rule(CallKind.ATEN, reason="torch foresees another shape of its result than it has")
     if target is aten.native_batch_norm.default:
-        return rule(Kind.NORMALIZE)
+        return rule(CallKind.NORMALIZE)
     if target is aten.mkldnn_rnn_layer.default:
-        return rule(Kind.ATEN, reason="its result depends on whether gradients are wanted")
+        return rule(CallKind.ATEN, reason="its result depends on whether gradients are wanted")
     if target in _READ_AS:
-        return Rule(_READ_AS[target], Kind.VIEW, schema.numeric)
+        return CallRule(_READ_AS[target], CallKind.VIEW, schema.numeric)
     if torch.Tag.nondeterministic_seeded in target.tags and schema.dropout is None:
         if name not in _NO_DRAWS and (packet in _DRAWS or name in _DRAWS):
-            return rule(Kind.DRAW)
-        return rule(Kind.ATEN, reason="what it draws depends on values")
+            return rule(CallKind.DRAW)
+        return rule(CallKind.ATEN, reason="what it draws depends on values")
     if target.namespace not in ("aten", "prims"):
         functional = not target._schema.is_mutable and target.namespace not in ("profiler", "c10d", "_c10d_functional")
-        return rule(Kind.COMPUTE if functional else Kind.ATEN, reason="it is no operation of ATen")
+        return rule(CallKind.COMPUTE if functional else CallKind.ATEN, reason="it is no operation of ATen")
     if torch.Tag.inplace_view in target.tags and (twin := _twin(target, of_view=True)) is not None:
-        return rule(Kind.RESHAPE, twin=twin)
+        return rule(CallKind.RESHAPE, twin=twin)
     if torch.Tag.inplace_view in target.tags or packet in ("resize_", "set_", "set", "resize_as_"):
-        return rule(Kind.ATEN, reason="it gives an argument another shape")
+        return rule(CallKind.ATEN, reason="it gives an argument another shape")
     if target.is_view:
-        return rule(Kind.VIEW)
+        return rule(CallKind.VIEW)
     if not target._schema.returns:
-        return rule(Kind.ATEN, reason="it returns nothing")
+        return rule(CallKind.ATEN, reason="it returns nothing")
     if target._schema.is_mutable:
         twin = _twin(target)
         place = next(
@@ -126,11 +126,13 @@ def rule_of(target: OpOverload) -> Rule:
             None,
         )
         if twin is None or place is None:
-            return rule(Kind.ATEN, reason="it writes to its arguments, and there is no such operation that does not")
-        return rule(Kind.WRITE, twin=twin, written=place)
+            return rule(
+                CallKind.ATEN, reason="it writes to its arguments, and there is no such operation that does not"
+            )
+        return rule(CallKind.WRITE, twin=twin, written=place)
     if schema.obstacle or traits_of_target(target).is_unwritten:
-        return rule(Kind.ATEN if schema.obstacle else Kind.COMPUTE, reason=schema.obstacle)
-    return rule(Kind.COMPUTE)
+        return rule(CallKind.ATEN if schema.obstacle else CallKind.COMPUTE, reason=schema.obstacle)
+    return rule(CallKind.COMPUTE)
 
 
 def _is_written(argument: torch.Argument) -> bool:

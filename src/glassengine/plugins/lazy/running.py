@@ -24,11 +24,11 @@ from glassengine.plugins.lazy.graphs import Pending, captured, pending
 from glassengine.plugins.lazy.memory import viewed
 from glassengine.plugins.lazy.observed import awaited
 from glassengine.plugins.lazy.output_inference import takes_any_number
-from glassengine.plugins.lazy.settings import Graph, Reason, Variant, bytes_of, settings
+from glassengine.plugins.lazy.settings import LazyExecutable, LazyGraph, Reason, bytes_of, settings
 from glassengine.plugins.lazy.sizes import constant, fitted, foreseen, sample_of, skeleton
-from glassengine.plugins.lazy.symbols import Pattern, Sample
+from glassengine.plugins.lazy.symbols import Pattern, SizeSample
 from glassengine.plugins.lazy.user_code import names_of, user_line
-from glassengine.plugins.lazy.values import NUMBER_DTYPES, Value, counts, pending_memories
+from glassengine.plugins.lazy.values import NUMBER_DTYPES, LazyValue, counts, pending_memories
 from glassengine.results.compilation import Cause
 
 logger = logging.getLogger("glassengine.lazy")
@@ -58,13 +58,13 @@ def run_pending(reason: Reason = Reason("step", "mark_step")) -> int:  # noqa: B
         return len(values)
 
 
-def fetch(values: Sequence[Value], reason: Reason) -> list[torch.Tensor]:
+def fetch(values: Sequence[LazyValue], reason: Reason) -> list[torch.Tensor]:
     """Return the data of values; one graph computes those of them that are pending.
 
     What views alone make of data is read without a graph.
     """
     with _lock:
-        wanted: dict[int, Value] = {}
+        wanted: dict[int, LazyValue] = {}
         for value in values:
             if value.data is None and not viewed(value):
                 wanted[id(value)] = value
@@ -85,19 +85,19 @@ def fetch(values: Sequence[Value], reason: Reason) -> list[torch.Tensor]:
         return found  # type: ignore[return-value]
 
 
-def _note_read(values: Mapping[int, Value], reason: Reason) -> None:
+def _note_read(values: Mapping[int, LazyValue], reason: Reason) -> None:
     where = user_line()
     registry.count("TensorRead")
     registry.count(f"TensorRead::{reason.text} at {where}")
     logger.info("the graph of %s ran for %s at %s", _spelled(values), reason.text, where)
 
 
-def _spelled(values: Mapping[int, Value]) -> str:
+def _spelled(values: Mapping[int, LazyValue]) -> str:
     first = next(iter(values.values()))
     return str(first.spec) if len(values) == 1 else f"{len(values)} tensors"
 
 
-def _run(values: list[Value], reason: Reason) -> None:
+def _run(values: list[LazyValue], reason: Reason) -> None:
     if not values:
         return
     made_by = pending(values)
@@ -113,7 +113,7 @@ def _run(values: list[Value], reason: Reason) -> None:
     form = skeleton(made_by)
     sample = None if form is None else sample_of(made_by)
     key = compiler.name, form or made_by.key
-    graph = settings.graphs.setdefault(key, Graph())
+    graph = settings.graphs.setdefault(key, LazyGraph())
     variant = next((variant for variant in graph.variants if variant.fits(made_by.numbers, sample)), None)
     if variant is None:
         variant = _compiled(made_by, graph, sample, compiler)
@@ -133,7 +133,7 @@ def _run(values: list[Value], reason: Reason) -> None:
         told()
 
 
-def _kept(value: Value, result: torch.Tensor) -> torch.Tensor:
+def _kept(value: LazyValue, result: torch.Tensor) -> torch.Tensor:
     """Return a result with the strides that were foreseen."""
     if value.spec.fits(result):
         return result
@@ -154,7 +154,9 @@ def _alone() -> Iterator[None]:
         yield
 
 
-def _compiled(made_by: Pending, graph: Graph, sample: Sample | None, compiler: CompilingGraphs) -> Variant:
+def _compiled(
+    made_by: Pending, graph: LazyGraph, sample: SizeSample | None, compiler: CompilingGraphs
+) -> LazyExecutable:
     everything = frozenset(range(len(made_by.numbers)))
     hoisted = frozenset(_operands(made_by))
     cause = FIRST if len(settings.graphs) == 1 else _NEW
@@ -165,7 +167,7 @@ def _compiled(made_by: Pending, graph: Graph, sample: Sample | None, compiler: C
         many = changed and len(graph.variants) >= _MOST_VARIANTS
         hoisted = everything if many else frozenset((*latest.hoisted, *changed))
 
-    def made(sizes: tuple[Pattern, Sample] | None) -> Variant:
+    def made(sizes: tuple[Pattern, SizeSample] | None) -> LazyExecutable:
         return _with_inputs(
             made_by, hoisted, compiler, lambda numbers: _variant(made_by, numbers, compiler, cause, sizes)
         )
@@ -189,8 +191,8 @@ def _with_inputs(
     made_by: Pending,
     hoisted: frozenset[int],
     compiler: CompilingGraphs,
-    compiled: Callable[[frozenset[int]], Variant],
-) -> Variant:
+    compiled: Callable[[frozenset[int]], LazyExecutable],
+) -> LazyExecutable:
     """Compile a graph with as many of its numbers as inputs as the back-end takes."""
     known = settings.constant.setdefault(compiler.name, {})
     if isinstance(compiler, DecomposingGraphs):
@@ -239,8 +241,8 @@ def _variant(
     hoisted: frozenset[int],
     compiler: CompilingGraphs,
     cause: Cause,
-    sizes: tuple[Pattern, Sample] | None,
-) -> Variant:
+    sizes: tuple[Pattern, SizeSample] | None,
+) -> LazyExecutable:
     graph, fakes, mode, pattern = captured(made_by, hoisted, names_of(made_by), sizes)
     cache = compiler.graph_cache() if isinstance(compiler, CachingGraphs) else None
     with _alone(), tracing(TracingContext(mode)):
@@ -250,7 +252,7 @@ def _variant(
         )  # fmt: skip
     executable.backend = compiler.name
     constants = tuple((index, bytes_of(number)) for index, number in enumerate(made_by.numbers) if index not in hoisted)
-    return Variant(executable, tuple(sorted(hoisted)), constants, pattern)
+    return LazyExecutable(executable, tuple(sorted(hoisted)), constants, pattern)
 
 
 def _operands(made_by: Pending) -> Iterator[int]:

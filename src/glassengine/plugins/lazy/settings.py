@@ -14,7 +14,7 @@ from glassengine import environment
 from glassengine.backends.protocol.backend import CompilingGraphs
 from glassengine.backends.registry import choose_graph_backend
 from glassengine.executable.run.executable import Executable
-from glassengine.plugins.lazy.symbols import Pattern, Sample
+from glassengine.plugins.lazy.symbols import Pattern, SizeSample
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Reason:
 
 
 @dataclass(frozen=True)
-class Variant:
+class LazyExecutable:
     """One executable of a graph.
 
     Attributes:
@@ -47,7 +47,7 @@ class Variant:
     constants: tuple[tuple[int, bytes], ...]
     sizes: Pattern | None = None
 
-    def fits(self, numbers: Sequence[float], sample: Sample | None) -> bool:
+    def fits(self, numbers: Sequence[float], sample: SizeSample | None) -> bool:
         """Return whether its constants are those among `numbers`, and its sizes those of a recording."""
         if any(bytes_of(numbers[index]) != value for index, value in self.constants):
             return False
@@ -55,7 +55,7 @@ class Variant:
 
 
 @dataclass
-class Graph:
+class LazyGraph:
     """What is known of one graph.
 
     Attributes:
@@ -63,12 +63,12 @@ class Graph:
         samples: The sizes that it was compiled for, where some are marked as changing.
     """
 
-    variants: list[Variant] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
+    variants: list[LazyExecutable] = field(default_factory=list)
+    samples: list[SizeSample] = field(default_factory=list)
 
 
 @dataclass
-class Settings:
+class LazySettings:
     """How graphs are compiled and run.
 
     Attributes:
@@ -81,7 +81,7 @@ class Settings:
 
     backend: CompilingGraphs | None = None
     each_op: bool = field(default_factory=environment.eager_debug)
-    graphs: dict[tuple[str, tuple[Any, ...]], Graph] = field(default_factory=dict)
+    graphs: dict[tuple[str, tuple[Any, ...]], LazyGraph] = field(default_factory=dict)
     constant: dict[str, dict[OpOverload, bool]] = field(default_factory=dict)
     unread: str = ""
 
@@ -92,7 +92,7 @@ class Settings:
         return self.backend
 
 
-settings = Settings()
+settings = LazySettings()
 
 
 @contextlib.contextmanager

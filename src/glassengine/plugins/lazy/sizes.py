@@ -18,8 +18,8 @@ from typing import Any
 from glassengine.plugins.lazy.graphs import Pending
 from glassengine.plugins.lazy.memory import order_of
 from glassengine.plugins.lazy.output_inference import NotRecordableError, infer_outputs
-from glassengine.plugins.lazy.symbols import Pattern, Sample, Size, form_of, ranks_of, sizes_of, strides, with_sizes
-from glassengine.plugins.lazy.values import Operation, Spec, Value, spec
+from glassengine.plugins.lazy.symbols import Pattern, Size, SizeSample, form_of, ranks_of, sizes_of, strides, with_sizes
+from glassengine.plugins.lazy.values import LazyOperation, LazySpec, LazyValue, spec
 
 _MAX_TRIALS = 64
 _FORESEEN = 3
@@ -30,10 +30,10 @@ _Term = tuple[tuple[int, ...], tuple[int, ...]]
 """Symbols, and the product of their values in each recording."""
 
 
-def sample_of(made_by: Pending) -> Sample:
+def sample_of(made_by: Pending) -> SizeSample:
     """Return the sizes of a recording."""
     inputs = tuple(size for value in made_by.leaves for size in value.spec.shape)
-    return Sample(inputs, tuple(size for call in made_by.calls for size in sizes_of(call.operation)))
+    return SizeSample(inputs, tuple(size for call in made_by.calls for size in sizes_of(call.operation)))
 
 
 def skeleton(made_by: Pending) -> tuple[Any, ...] | None:
@@ -51,19 +51,19 @@ def skeleton(made_by: Pending) -> tuple[Any, ...] | None:
     return tuple(key)
 
 
-def _is_dense(kind: Spec) -> bool:
+def _is_dense(kind: LazySpec) -> bool:
     dense = strides(kind.shape, order_of(kind.stride, kind.shape))
     return kind.offset == 0 and all(
         size < 2 or one == other for size, one, other in zip(kind.shape, kind.stride, dense, strict=True)
     )
 
 
-def constant(sample: Sample) -> Pattern:
+def constant(sample: SizeSample) -> Pattern:
     """Return the pattern of one recording alone."""
     return Pattern((), tuple(map(_constant, sample.inputs)), tuple(map(_constant, sample.arguments)))
 
 
-def fitted(samples: Sequence[Sample]) -> Pattern | None:
+def fitted(samples: Sequence[SizeSample]) -> Pattern | None:
     """Return the pattern of all these recordings; None where there is none."""
     symbols: dict[tuple[int, ...], int] = {}
     places: list[int] = []
@@ -112,7 +112,7 @@ def _fit(values: tuple[int, ...], terms: Sequence[_Term]) -> Size | None:
     return min(found, key=lambda size: (size.plus != 0, len(size.symbols), size.scale.denominator), default=None)
 
 
-def foreseen(made_by: Pending) -> Sample | None:
+def foreseen(made_by: Pending) -> SizeSample | None:
     """Return what would be recorded with other sizes in the dimensions that are marked; None where nothing fits.
 
     Each call is foreseen with sizes in its arguments that come from those of its inputs as the recorded ones do, or
@@ -122,7 +122,7 @@ def foreseen(made_by: Pending) -> Sample | None:
     seen = _Changes()
     for value in made_by.leaves:
         seen.add(value.spec.shape, leaves[id(value)].shape)
-    kinds: dict[tuple[int, int], Spec] = {}
+    kinds: dict[tuple[int, int], LazySpec] = {}
     arguments: list[int] = []
     for call in made_by.calls:
         after = [
@@ -145,7 +145,7 @@ def foreseen(made_by: Pending) -> Sample | None:
             if was is not None and kind_after is not None:
                 kinds[call.number, index] = kind_after
                 seen.add(was.shape, kind_after.shape)
-    return Sample(tuple(size for value in made_by.leaves for size in leaves[id(value)].shape), tuple(arguments))
+    return SizeSample(tuple(size for value in made_by.leaves for size in leaves[id(value)].shape), tuple(arguments))
 
 
 class _Changes:
@@ -175,15 +175,15 @@ def _products(sizes: Sequence[int]) -> Iterator[int]:
     return itertools.accumulate(sizes, operator.mul)
 
 
-def _enlarged(value: Value) -> Spec:
+def _enlarged(value: LazyValue) -> LazySpec:
     kind = value.spec
     shape = tuple(size * _FORESEEN if dim in value.dynamic else size for dim, size in enumerate(kind.shape))
     return spec(kind.dtype, shape, strides(shape, order_of(kind.stride, kind.shape)), 0, kind.device)
 
 
 def _outcome(
-    operation: Operation, sizes: Sequence[int], kinds: Sequence[Spec], numbers: Sequence[float]
-) -> Operation | None:
+    operation: LazyOperation, sizes: Sequence[int], kinds: Sequence[LazySpec], numbers: Sequence[float]
+) -> LazyOperation | None:
     """Foresee a call with other sizes; None where they do not fit."""
     args, kwargs = with_sizes(operation, sizes.__getitem__)
     try:

@@ -15,7 +15,7 @@ from glassengine.plugins.lazy.eager_fallback import fallbacks
 from glassengine.plugins.lazy.graphs import captured, pending, place_of
 from glassengine.plugins.lazy.settings import settings
 from glassengine.plugins.lazy.tensor import DEVICE, LazyTensor
-from glassengine.plugins.lazy.values import Value, pending_memories
+from glassengine.plugins.lazy.values import LazyValue, pending_memories
 from glassengine.results.lazy import PendingTensor
 
 M = TypeVar("M", bound=torch.nn.Module)
@@ -162,7 +162,7 @@ def text(tensors: torch.Tensor | Sequence[torch.Tensor]) -> str:
     return "\n".join(lines)
 
 
-def _values(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[Value]:
+def _values(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[LazyValue]:
     found = []
     for one in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
         if not isinstance(one, LazyTensor):

@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from glassengine.plugins.lazy.memory import order_of
-from glassengine.plugins.lazy.values import Operation, Spec
+from glassengine.plugins.lazy.values import LazyOperation, LazySpec
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Sample:
+class SizeSample:
     """The sizes of one recording.
 
     Attributes:
@@ -53,9 +53,9 @@ class Pattern:
     """How the sizes of recordings of the same calls follow from those that change.
 
     Attributes:
-        symbols: For each the place in `Sample.inputs` that holds it.
-        inputs: What each of `Sample.inputs` is.
-        arguments: What each of `Sample.arguments` is.
+        symbols: For each the place in `SizeSample.inputs` that holds it.
+        inputs: What each of `SizeSample.inputs` is.
+        arguments: What each of `SizeSample.arguments` is.
         env: What a compiler assumed of the symbols; None before it was asked.
         names: The symbols in `env`.
     """
@@ -66,7 +66,7 @@ class Pattern:
     env: ShapeEnv | None = None
     names: tuple[sympy.Symbol, ...] = ()
 
-    def fits(self, sample: Sample) -> bool:
+    def fits(self, sample: SizeSample) -> bool:
         """Return whether a recording has the sizes that this foretells, and the compiler's assumptions hold."""
         values = [sample.inputs[place] for place in self.symbols]
         sizes = zip((*self.inputs, *self.arguments), (*sample.inputs, *sample.arguments), strict=True)
@@ -105,7 +105,7 @@ class SymbolicSizes:
         env: What the symbols belong to.
     """
 
-    def __init__(self, pattern: Pattern, sample: Sample, env: ShapeEnv) -> None:
+    def __init__(self, pattern: Pattern, sample: SizeSample, env: ShapeEnv) -> None:
         self._values: list[Any] = []
         for number, place in enumerate(pattern.symbols):
             source = ConstantSource(f"size{number}")
@@ -117,7 +117,7 @@ class SymbolicSizes:
         self._inputs = iter(pattern.inputs)
         self._arguments = iter(pattern.arguments)
 
-    def empty(self, kind: Spec) -> torch.Tensor:
+    def empty(self, kind: LazySpec) -> torch.Tensor:
         """Return the next leaf, without data, in the mode that is in effect."""
         sizes = [next(self._inputs) for _ in kind.shape]
         shape = [self._values[size.symbols[0]] if size.symbols else int(size.plus) for size in sizes]
@@ -129,7 +129,7 @@ class SymbolicSizes:
         """Add an input for each symbol, of which a cache of compiled code asks whether it fits."""
         self._nodes = [add(value, f"size{number}", "input") for number, value in enumerate(self._values)]
 
-    def arguments(self, graph: torch.fx.Graph, operation: Operation) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self, graph: torch.fx.Graph, operation: LazyOperation) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of the next call, with what stands for its sizes."""
         sizes = [self._node(graph, next(self._arguments)) for _ in sizes_of(operation)]
         return with_sizes(operation, sizes.__getitem__)
@@ -181,17 +181,17 @@ _forms: dict[int, Form] = {}
 """Number of an operation -> its form."""
 
 
-def sizes_of(operation: Operation) -> tuple[int, ...]:
+def sizes_of(operation: LazyOperation) -> tuple[int, ...]:
     """Return the sizes among the arguments of a call."""
     return form_of(operation).sizes
 
 
-def ranks_of(operation: Operation) -> list[tuple[torch.dtype, int] | None]:
+def ranks_of(operation: LazyOperation) -> list[tuple[torch.dtype, int] | None]:
     """Return the dtype and the number of dimensions of each result of a call."""
     return [None if kind is None else (kind.dtype, len(kind.shape)) for kind in operation.results]
 
 
-def with_sizes(operation: Operation, size: Callable[[int], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def with_sizes(operation: LazyOperation, size: Callable[[int], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a call with other sizes, places for tensors and numbers left in."""
     form = form_of(operation)
 
@@ -203,7 +203,7 @@ def with_sizes(operation: Operation, size: Callable[[int], Any]) -> tuple[tuple[
     return put(form.args), {name: put(value) for name, value in form.kwargs.items()}
 
 
-def form_of(operation: Operation) -> Form:
+def form_of(operation: LazyOperation) -> Form:
     """Return the form of an operation."""
     found = _forms.get(operation.number)
     if found is None:

@@ -16,12 +16,12 @@ from torch._ops import OpOverload
 
 from glassengine.errors import UsageError
 from glassengine.plugins.lazy.memory import Handle
-from glassengine.plugins.lazy.values import Memory, Value
+from glassengine.plugins.lazy.values import LazyMemory, LazyValue
 
 DEVICE = torch.device("lazy", 0)
 
 
-class Recorder(Protocol):
+class LazyRecorder(Protocol):
     """What takes the operations on lazy tensors, and gives them their data."""
 
     def dispatch(self, target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -40,7 +40,7 @@ class Recorder(Protocol):
 class LazyTensor(torch.Tensor):
     """A tensor whose operations are recorded; `glass.lazy.tensor` and moving one to `glass.lazy.device()` make it."""
 
-    recorder: ClassVar[Recorder]
+    recorder: ClassVar[LazyRecorder]
     _lazy: Handle
 
     @staticmethod
@@ -217,7 +217,7 @@ class LazyTensor(torch.Tensor):
 
     def data_ptr(self) -> int:
         """Return an address that is the same for tensors that begin at the same place of one memory."""
-        memory = self._lazy if isinstance(self._lazy, Memory) else self._lazy.memory
+        memory = self._lazy if isinstance(self._lazy, LazyMemory) else self._lazy.memory
         return id(memory) + self._lazy.spec.offset * self.dtype.itemsize
 
     def untyped_storage(self) -> Any:
@@ -249,6 +249,6 @@ class _Fetch(torch.autograd.Function):
         return gradients[0].to(DEVICE)
 
 
-def value_of(tensor: LazyTensor) -> Value:
+def value_of(tensor: LazyTensor) -> LazyValue:
     """Return what a lazy tensor holds now."""
     return tensor._lazy.get()

@@ -13,7 +13,7 @@ import torch
 
 from glassengine.plugins.lazy.graphs import Pending
 from glassengine.plugins.lazy.tensor import LazyTensor
-from glassengine.plugins.lazy.values import Memory
+from glassengine.plugins.lazy.values import LazyMemory
 
 NOT_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<frozen")
 """Where files begin that are no code of the user."""
@@ -43,7 +43,7 @@ def names_of(made_by: Pending) -> dict[int, tuple[str, str]]:
                 continue
             for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
                 for name, tensor in tensors:
-                    if type(tensor) is LazyTensor and type(tensor._lazy) is Memory:
+                    if type(tensor) is LazyTensor and type(tensor._lazy) is LazyMemory:
                         value = tensor._lazy.value
                         if id(value) in wanted:
                             found.setdefault(id(value), (f"{variable}.{name}", kind))

@@ -24,7 +24,7 @@ NUMBER_DTYPES = {float: torch.float64, int: torch.int64}
 """Type of a number -> dtype of the input that holds it."""
 
 
-class Spec:
+class LazySpec:
     """The kind of a value: there is one object for each, so that kinds are compared by identity.
 
     Attributes:
@@ -46,7 +46,7 @@ class Spec:
         self.stride = stride
         self.offset = offset
         self.device = device
-        self.flat: Spec = self if not offset else spec(dtype, shape, stride, 0, device)
+        self.flat: LazySpec = self if not offset else spec(dtype, shape, stride, 0, device)
 
     def __repr__(self) -> str:
         """As messages show it, e.g. float32[2, 3]."""
@@ -61,21 +61,23 @@ class Spec:
         return data.dtype is self.dtype and data.shape == self.shape and data.stride() == self.stride
 
 
-_specs: dict[tuple[Any, ...], Spec] = {}
+_specs: dict[tuple[Any, ...], LazySpec] = {}
 
 
-def spec(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], offset: int, device: torch.device) -> Spec:
+def spec(
+    dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], offset: int, device: torch.device
+) -> LazySpec:
     """Return the kind of a value."""
     key = (dtype, shape, stride, offset, device)
     found = _specs.get(key)
     if found is None:
         size, steps = torch.Size(shape), tuple(stride)
-        made = Spec(dtype, size, steps, offset, device)
+        made = LazySpec(dtype, size, steps, offset, device)
         found = _specs.setdefault((dtype, size, steps, offset, device), made)
     return found
 
 
-def spec_of(tensor: torch.Tensor) -> Spec:
+def spec_of(tensor: torch.Tensor) -> LazySpec:
     """Return the kind of a tensor, real or fake."""
     return spec(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.device)
 
@@ -94,7 +96,7 @@ class NumberPlace:
     index: int
 
 
-class Operation:
+class LazyOperation:
     """One kind of call: an operation, the kinds of the tensors it reads, and all arguments but its numbers.
 
     Attributes:
@@ -116,7 +118,7 @@ class Operation:
         target: OpOverload,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        results: tuple[Spec | None, ...],
+        results: tuple[LazySpec | None, ...],
         *,
         is_list: bool,
         is_tuple: bool,
@@ -168,7 +170,7 @@ def filled(
     return put(args), {name: put(value) for name, value in kwargs.items()}
 
 
-class Call:
+class LazyCall:
     """One call that was recorded and has not run.
 
     Attributes:
@@ -184,8 +186,8 @@ class Call:
 
     def __init__(
         self,
-        operation: Operation,
-        reads: tuple[Value, ...],
+        operation: LazyOperation,
+        reads: tuple[LazyValue, ...],
         numbers: tuple[float, ...],
         code: CodeType | None,
         lasti: int,
@@ -198,7 +200,7 @@ class Call:
         self.lasti = lasti
 
 
-class Value:
+class LazyValue:
     """A tensor that never changes: pending, or with its data.
 
     Attributes:
@@ -212,7 +214,9 @@ class Value:
 
     __slots__ = ("call", "data", "dynamic", "index", "site", "spec")
 
-    def __init__(self, spec: Spec, call: Call | None = None, index: int = 0, data: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, spec: LazySpec, call: LazyCall | None = None, index: int = 0, data: torch.Tensor | None = None
+    ) -> None:
         self.spec = spec
         self.call = call
         self.index = index
@@ -221,7 +225,7 @@ class Value:
         self.site = ""
 
 
-class Memory:
+class LazyMemory:
     """Memory that tensors share: its value now, and how often it was written.
 
     Attributes:
@@ -231,7 +235,7 @@ class Memory:
 
     __slots__ = ("__weakref__", "value", "version")
 
-    def __init__(self, value: Value) -> None:
+    def __init__(self, value: LazyValue) -> None:
         global _created
         self.value = value
         self.version = 0
@@ -248,15 +252,15 @@ class Memory:
         _pending.pop(id(self), None)
 
     @property
-    def spec(self) -> Spec:
+    def spec(self) -> LazySpec:
         """Of what it holds."""
         return self.value.spec
 
-    def get(self) -> Value:
+    def get(self) -> LazyValue:
         """Return what it holds."""
         return self.value
 
-    def set(self, value: Value) -> None:
+    def set(self, value: LazyValue) -> None:
         """Write all of it."""
         self.value = value
         self.version += 1
@@ -264,12 +268,12 @@ class Memory:
             _pending[id(self)] = weakref.ref(self)
 
 
-_pending: dict[int, weakref.ref[Memory]] = {}
+_pending: dict[int, weakref.ref[LazyMemory]] = {}
 _created = 0
 _destroyed = 0
 
 
-def pending_memories() -> list[Memory]:
+def pending_memories() -> list[LazyMemory]:
     """Return the memories that a tensor can still read and that have no data yet, in the order they were written."""
     found = []
     for number, reference in list(_pending.items()):

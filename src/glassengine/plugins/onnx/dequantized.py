@@ -18,7 +18,7 @@ from torch import Tensor
 
 from glassengine.errors import UsageError
 from glassengine.program.onnx.stored.file import OnnxFile, free_names
-from glassengine.program.onnx.stored.grids import SMALL, Grid, grids_of
+from glassengine.program.onnx.stored.grids import SMALL, GridNames, grids_of
 
 if TYPE_CHECKING:
     import onnx
@@ -170,7 +170,7 @@ class _Twin:
                 self._held[inputs[-1]] = torch.tensor(value)
         self._add("Clip" if len(inputs) > 1 else "Relu", inputs, self._floats[integers], None)
 
-    def _weight(self, name: str, grid: Grid) -> Tensor:
+    def _weight(self, name: str, grid: GridNames) -> Tensor:
         integers = self._weights[name]
         numbers = grid.numbers(integers, self._weights)
         steps = grid.step(self._weights, integers).expand(numbers.shape)

@@ -18,7 +18,7 @@ from glassengine.judge.replay.replay import covered
 from glassengine.judge.verdict.coverage import fineness_of
 from glassengine.numerics.metrics.drift import shared
 from glassengine.numerics.quantization.weight_error import WeightError
-from glassengine.plugins.quantized.file import Op, QuantizedFile, judge_widths
+from glassengine.plugins.quantized.file import QuantizedFile, QuantizedOp, judge_widths
 from glassengine.plugins.quantized.graph import QuantizedRun
 from glassengine.program import LoadedModel
 from glassengine.program.representation.program import Program
@@ -174,7 +174,7 @@ def _first_reader(program: Program, weight: str) -> str:
     return next(iter(node.users), node).name
 
 
-def _pair(op: Op) -> Pair:
+def _pair(op: QuantizedOp) -> Pair:
     assert op.worst is not None
     return Pair(
         step=op.where[1],
@@ -191,7 +191,7 @@ def _pair(op: Op) -> Pair:
     )
 
 
-def _divergence(program: Program, op: Op) -> Divergence:
+def _divergence(program: Program, op: QuantizedOp) -> Divergence:
     assert op.worst is not None
     hints = () if op.worst.reason is None else (Hint("other", op.worst.reason, 0.8, evidence="quantization"),)
     sites = program.sites.by_node.get(op.node.name)

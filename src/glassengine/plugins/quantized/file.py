@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.metrics.drift import DriftSums
-from glassengine.program.onnx.stored.grids import Grid, grids_of, written_back
+from glassengine.program.onnx.stored.grids import GridNames, grids_of, written_back
 from glassengine.program.representation.program import Program
 from glassengine.results import VERDICTS, Verdict
 
@@ -27,7 +27,7 @@ _FITS = 1.5
 
 
 @dataclass(frozen=True)
-class Value:
+class FileValue:
     """One value of the file: as floats where it has some, as the numbers that its readers get, and their grid.
 
     Attributes:
@@ -63,7 +63,7 @@ class QuantizedFile:
         for name, grid in self._grids.items():
             self._by_name.setdefault(grid.stands_for, []).append(name)
 
-    def weight(self, name: str, baseline: Tensor) -> tuple[Tensor, Tensor | None, Grid | None] | None:
+    def weight(self, name: str, baseline: Tensor) -> tuple[Tensor, Tensor | None, GridNames | None] | None:
         """Return the file's own weight for one of the baseline: numbers, steps and grid; None where it has none.
 
         A quantizer may store the weight of a Gemm transposed: of two orders of the axes the nearer one is taken, and
@@ -89,7 +89,7 @@ class QuantizedFile:
         same = self._weights.get(name)
         return (same.double(), None, None) if same is not None and same.shape == baseline.shape else None
 
-    def value(self, name: str, found: Mapping[str, Tensor]) -> Value | None:
+    def value(self, name: str, found: Mapping[str, Tensor]) -> FileValue | None:
         """Return the file's value for one of the baseline."""
         floats = found.get(name)
         floats = floats.double() if floats is not None and floats.is_floating_point() else None
@@ -104,12 +104,12 @@ class QuantizedFile:
                 ends, fixed = grid.ends(integers, known), None
                 if grid.scale in self._weights and self._weights[grid.scale].numel() == 1:
                     fixed = float(self._weights[grid.scale]), float(ends[0].min())
-                return Value(own, floats, grid.numbers(integers, known), step, ends, fixed)
-        return None if floats is None else Value(name, floats, floats)
+                return FileValue(own, floats, grid.numbers(integers, known), step, ends, fixed)
+        return None if floats is None else FileValue(name, floats, floats)
 
 
 @dataclass
-class Op:
+class QuantizedOp:
     """What was found of one op of the baseline over all cases and steps.
 
     Attributes:
@@ -135,7 +135,7 @@ class Op:
         if self.worst is None or rank(judgement) > rank(self.worst):
             self.worst, self.where = judgement, where
 
-    def see(self, value: Value) -> None:
+    def see(self, value: FileValue) -> None:
         """Take note of how much of its grid a value uses."""
         if value.fixed is None or value.ends is None or not value.read.numel():
             return
@@ -146,7 +146,7 @@ class Op:
         self.excess = min(self.excess, *used) if used else self.excess
 
 
-def judge_widths(ops: Collection[Op]) -> None:
+def judge_widths(ops: Collection[QuantizedOp]) -> None:
     """Flag ops whose grid is far wider than their values, while the others of the file fit: their scale is another.
 
     A grid that several values share fits if it fits one of them. One that is as wide as all that an op may return (a

@@ -29,7 +29,7 @@ from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.metrics.drift import LITTLE_LEFT, LOST, decibels
 from glassengine.numerics.quantization.weight_error import MOST_RMS, WeightError, judge_weight
 from glassengine.numerics.verdict import Reference
-from glassengine.plugins.quantized.file import Op, QuantizedFile, Value, rank
+from glassengine.plugins.quantized.file import FileValue, QuantizedFile, QuantizedOp, rank
 from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.outputs import last_uses
 from glassengine.program.representation.program import Program
@@ -58,7 +58,7 @@ class QuantizedRun:
 
     program: Program
     quantized: QuantizedFile
-    ops: dict[str, Op] = field(default_factory=dict)
+    ops: dict[str, QuantizedOp] = field(default_factory=dict)
     unknown: set[str] = field(default_factory=set)
     _weights: dict[str, Tensor] = field(default_factory=dict)
 
@@ -131,7 +131,7 @@ class QuantizedRun:
         value = self.quantized.value(name, found)
         if value is None or value.step is None or value.read.shape != pure.shape:
             return
-        op = self.ops.setdefault(node.name, Op(node, name, value.site))
+        op = self.ops.setdefault(node.name, QuantizedOp(node, name, value.site))
         op.see(value)
         op.sums.add(pure, value.read, predicted=pure)
         op.add(_judged(value, pure, [pure] * _NUM_NOISY, generator, is_folded=False), where)
@@ -163,7 +163,7 @@ class QuantizedRun:
             if reads_unknown:
                 self.unknown.add(node.name)
             return
-        op = self.ops.setdefault(node.name, Op(node, sites[0].name, value.site))
+        op = self.ops.setdefault(node.name, QuantizedOp(node, sites[0].name, value.site))
         op.see(value)
         op.bounded = op.bounded or _is_bounded(node, lanes, value)
         is_folded = _is_folded(node, value, predicted)
@@ -176,7 +176,7 @@ class QuantizedRun:
 
 
 def _judged(
-    value: Value, predicted: Tensor, noisy: list[Tensor], generator: torch.Generator, *, is_folded: bool
+    value: FileValue, predicted: Tensor, noisy: list[Tensor], generator: torch.Generator, *, is_folded: bool
 ) -> Judgement:
     """Return the mildest of what explains the value: before it is rounded to a grid, or as its readers get it."""
     size = float(predicted.square().mean().sqrt()) * _SUMS
@@ -209,7 +209,7 @@ def _judged(
     return min(judged, key=rank)
 
 
-def _as_rounded(value: Value, floats: Tensor, generator: torch.Generator) -> Judgement | None:
+def _as_rounded(value: FileValue, floats: Tensor, generator: torch.Generator) -> Judgement | None:
     """Judge what readers get against the floats that were rounded to the grid; None without a grid."""
     if value.step is None or value.ends is None:
         return None
@@ -223,12 +223,12 @@ def _ratio(noise: Tensor, signal: Tensor) -> float:
     return float(noise.sum()) / float(signal.sum()) if float(signal.sum()) else 0.0
 
 
-def _inside(value: Value, predicted: Tensor) -> Tensor:
+def _inside(value: FileValue, predicted: Tensor) -> Tensor:
     assert value.ends is not None
     return torch.minimum(torch.maximum(predicted, value.ends[0]), value.ends[1])
 
 
-def _is_folded(node: Node, value: Value, predicted: Tensor) -> bool:
+def _is_folded(node: Node, value: FileValue, predicted: Tensor) -> bool:
     """Whether the ends of a grid do what all readers of the value do to it: a relu is folded into a grid from 0 on."""
     if value.ends is None or not node.users:
         return False
@@ -247,7 +247,7 @@ def _is_folded(node: Node, value: Value, predicted: Tensor) -> bool:
     return True
 
 
-def _is_bounded(node: Node, lanes: Mapping[Node, list[Any]], value: Value) -> bool:
+def _is_bounded(node: Node, lanes: Mapping[Node, list[Any]], value: FileValue) -> bool:
     """Whether a grid ends about where an op does, however large what it reads: that of a softmax goes to 1."""
     if value.ends is None or value.fixed is None:
         return False
@@ -278,7 +278,7 @@ def _unquantized(baseline: Tensor, own: Tensor) -> WeightError | None:
     return WeightError(0.0, math.inf, None, 1, (hint,))
 
 
-def _span(value: Value) -> str:
+def _span(value: FileValue) -> str:
     assert value.ends is not None
     return f"{float(value.ends[0].amin()):.3g}..{float(value.ends[1].amax()):.3g}"
 

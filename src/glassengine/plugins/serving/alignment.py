@@ -28,7 +28,7 @@ from typing import Any
 
 import msgspec
 
-from glassengine.compare.matching.maps import Rule, TensorMap, parse_map
+from glassengine.compare.matching.maps import MapRule, TensorMap, parse_map
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.reading.documents import read_document
 
@@ -53,10 +53,10 @@ class TableFile(msgspec.Struct, forbid_unknown_fields=True):
 
 
 @dataclass
-class Table:
+class AlignmentTable:
     """What is known of one engine and kind of model, with the numbers of a checkpoint filled in."""
 
-    weights: tuple[Rule, ...] = ()
+    weights: tuple[MapRule, ...] = ()
     rules: TensorMap | None = None
     rounded: Mapping[str, str] = field(default_factory=dict)
     cannot_show: Mapping[str, str] = field(default_factory=dict)
@@ -69,7 +69,7 @@ EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilo
 """What configurations call the epsilon of their norms."""
 
 
-def table_of(layout: str, architecture: str, numbers: Mapping[str, int | None]) -> Table:
+def table_of(layout: str, architecture: str, numbers: Mapping[str, int | None]) -> AlignmentTable:
     """Return the table of an engine's layout for a kind of model.
 
     Args:
@@ -91,7 +91,7 @@ def table_of(layout: str, architecture: str, numbers: Mapping[str, int | None]) 
     told = f"the table {layout}/{name}"
     weights = [rule for one in chain for rule in _rules(one.weights, numbers, told)]
     rules = [rule for one in chain for rule in _rules(one.rules, numbers, told)]
-    return Table(
+    return AlignmentTable(
         weights=tuple(weights),
         rules=TensorMap(tuple(rules)) if rules else None,
         rounded={key: value for one in chain for key, value in one.rounded.items()},
@@ -127,7 +127,7 @@ def layouts() -> list[str]:
     return sorted(path.parent.name for path in _ROOMS.glob("*/tables"))
 
 
-def _rules(rules: Sequence[Mapping[str, Any]], numbers: Mapping[str, int | None], told: str) -> tuple[Rule, ...]:
+def _rules(rules: Sequence[Mapping[str, Any]], numbers: Mapping[str, int | None], told: str) -> tuple[MapRule, ...]:
     if not rules:
         return ()
     filled = [_filled({"optional": True, **rule}, numbers) for rule in rules]

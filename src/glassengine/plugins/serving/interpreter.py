@@ -17,7 +17,7 @@ from torch import nn
 from glassengine import starting
 from glassengine.errors import BackendError, UsageError
 from glassengine.reading.files import shown
-from glassengine.serving.protocol import ServedWeight, Setting
+from glassengine.serving.protocol import EngineSetting, ServedWeight
 
 _PATIENCE = 3600
 _REFUSED = "Refused: "
@@ -98,6 +98,6 @@ class Elsewhere:
         """Return nothing."""
         return ()
 
-    def settings(self, config: Any) -> Sequence[Setting]:
+    def settings(self, config: Any) -> Sequence[EngineSetting]:
         """Return nothing: an engine reads the checkpoint as it is, or has its numbers as constants."""
         return ()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from glassengine.compare.matching.assembling import assembled
-from glassengine.compare.matching.maps import Rule
+from glassengine.compare.matching.maps import MapRule
 from glassengine.errors import UsageError
 from glassengine.serving.protocol import ServedWeight
 
@@ -54,7 +54,7 @@ def adds_one(module: nn.Module, name: str) -> bool:
 
 def as_parameter(
     stored: tuple[str, ...],
-    rule: Rule | None,
+    rule: MapRule | None,
     values: Sequence[Tensor],
     steps: Sequence[Tensor | None],
     types: tuple[str, ...],
@@ -90,7 +90,7 @@ def as_parameter(
     return ServedWeight(stored, made, step, types, tied=tied, room=room)
 
 
-def _made(rule: Rule | None, values: list[Tensor]) -> Tensor:
+def _made(rule: MapRule | None, values: list[Tensor]) -> Tensor:
     if rule is None:
         return values[0]
 
@@ -103,7 +103,7 @@ def _made(rule: Rule | None, values: list[Tensor]) -> Tensor:
         return values[0]  # of another shape than the rule is for: that shows
 
 
-def _without_values(rule: Rule | None) -> Rule | None:
+def _without_values(rule: MapRule | None) -> MapRule | None:
     """Return the rule for steps: numbers that are added do not change them."""
     if rule is None:
         return None

@@ -14,10 +14,10 @@ from glassengine.plugins.serving.alignment import require_layout
 from glassengine.plugins.serving.request_rows import described
 from glassengine.recording.read.source import TensorSource
 from glassengine.serving.protocol import (
-    Run,
+    EngineSetting,
     Served,
     ServedWeight,
-    Setting,
+    ServingRun,
     is_kind,
     open_served,
 )
@@ -55,11 +55,11 @@ class RecordedEngine:
         """Return the tensors of the file that stand for no parameter."""
         return self.weights_of.extra_weights() if self.weights_of is not None else ()
 
-    def settings(self, config: Any) -> Sequence[Setting]:
+    def settings(self, config: Any) -> Sequence[EngineSetting]:
         """Return the settings of the file, where it is here."""
         return self.weights_of.settings(config) if self.weights_of is not None else ()
 
-    def record(self, run: Run, path: Path) -> None:
+    def record(self, run: ServingRun, path: Path) -> None:
         """Do nothing: there is a recording."""
 
 

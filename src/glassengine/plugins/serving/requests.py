@@ -26,7 +26,7 @@ LOGITS = "./logits.0"
 ALL_LOGITS = "./all_logits.0"
 
 
-class Part(msgspec.Struct, frozen=True):
+class RequestRows(msgspec.Struct, frozen=True):
     """Rows of a forward that are of one request, as a recording says them.
 
     Attributes:
@@ -64,7 +64,7 @@ class Forwards:
         self.source = source
         require_seen(source)
         try:
-            self.parts = msgspec.convert(source.metadata.get("forwards"), list[tuple[Part, ...]])
+            self.parts = msgspec.convert(source.metadata.get("forwards"), list[tuple[RequestRows, ...]])
         except msgspec.ValidationError as error:
             raise CorruptError("the rows of requests are not described", got=f"{source.path}: {error}") from error
         self.entries: dict[int, dict[str, Entry]] = {}
@@ -76,7 +76,7 @@ class Forwards:
         for forward, parts in enumerate(self.parts):
             self._read(forward, parts)
 
-    def _read(self, forward: int, parts: Sequence[Part]) -> None:
+    def _read(self, forward: int, parts: Sequence[RequestRows]) -> None:
         ids = self.entries.get(forward, {}).get(INPUT_IDS)
         total = sum(part.length for part in parts)
         if ids is None or any(part.length < 0 or part.start < 0 for part in parts) or ids.shape[0] < total:

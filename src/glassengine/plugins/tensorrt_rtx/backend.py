@@ -106,7 +106,7 @@ class TensorRtRtxBackend(OnnxBackend):
         """Leave that to `build`, which compiles the graph."""
 
     def _open(self, runtime: Any, directory: Path) -> Run:
-        return Plan(runtime, directory).run
+        return LoadedPlan(runtime, directory).run
 
     def _optimized(self, directory: Path, program: Program, network: Network) -> Network | None:
         return None
@@ -174,7 +174,7 @@ def logger_of(trt: Any) -> Any:
     return Kept()
 
 
-class Plan:
+class LoadedPlan:
     """A plan, loaded when it is first run: what an engine is can be read where it cannot run.
 
     Args:

@@ -53,7 +53,7 @@ _IN_PLACE = frozenset(
 _COPIED = ("nn_module_stack", "stack_trace", "torch_fn", "original_aten", "seq_nr", "custom")
 
 
-class Unknown(Exception):
+class NoRule(Exception):
     """The graph holds something that has no rule here."""
 
 
@@ -105,7 +105,7 @@ class Rewriter:
             elif node.op == "call_function":
                 self.tensors[node] = self._call(node)
             elif node.op != "output":
-                raise Unknown(node.op)
+                raise NoRule(node.op)
         return self._finished()
 
     def _placeholder(self, node: Node) -> None:
@@ -115,7 +115,7 @@ class Rewriter:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor):
             if type(value) is not FakeTensor:
-                raise Unknown(type(value).__name__)
+                raise NoRule(type(value).__name__)
             self.inputs[node] = self.tensors[node] = _Tensor(new, _Storage(new))
         else:
             self.tensors[node] = new
@@ -124,13 +124,13 @@ class Rewriter:
         target = node.target
         if target in _NUMBERS:
             if not isinstance(node.meta.get("val"), (int, torch.SymInt)):
-                raise Unknown(str(target))
+                raise NoRule(str(target))
             return self._emit(node, target, self._args(node.args), self._args(node.kwargs), val=node.meta["val"])
         if target is operator.getitem:
             source, index = node.args
             return self.tensors[source][index]  # type: ignore[index]
         if not isinstance(target, torch._ops.OpOverload) or node.meta.get("unbacked_bindings"):
-            raise Unknown(str(target))
+            raise NoRule(str(target))
         for tensor in self._tensors_of(node):
             self._renew(tensor, node)
         if target in _VIEWS:
@@ -151,7 +151,7 @@ class Rewriter:
             return self._in_place(node)
         if _stays(target):
             return self._fresh(node, target, self._args(node.args), self._args(node.kwargs), node.meta.get("val"))
-        raise Unknown(str(target))
+        raise NoRule(str(target))
 
     # ---- nodes of the new graph
 
@@ -178,7 +178,7 @@ class Rewriter:
             return found.value
         if isinstance(found, Node):
             return found
-        raise Unknown("an op that takes several results at once")
+        raise NoRule("an op that takes several results at once")
 
     def _tensors_of(self, node: Node) -> Iterator[_Tensor]:
         for argument in node.all_input_nodes:
@@ -228,7 +228,7 @@ class Rewriter:
             dim = int(rest[1]) if len(rest) > 1 else 0  # type: ignore[arg-type]
             length = node.meta["val"][0].shape[dim]
             if not isinstance(length, int) or not base.value.meta["val"].shape[dim]:
-                raise Unknown("a chunk of a dynamic size")
+                raise NoRule("a chunk of a dynamic size")
             target, rest = aten.split.Tensor, (length, *rest[1:])
         args, kwargs = self._args(tuple(rest)), self._args(dict(node.kwargs))
         new = self._emit(node, target, (base.value, *args), kwargs, val=node.meta["val"])
@@ -249,18 +249,18 @@ class Rewriter:
                 return self._copied(node, aten.clone.default, wanted)
             wanted = _conversion(node)
             if (source.dtype, source.device) == (result.dtype, result.device) and not wanted.get("copy"):
-                raise Unknown("a conversion to what a tensor is already")
+                raise NoRule("a conversion to what a tensor is already")
             return self._copied(node, aten._to_copy.default, {k: v for k, v in wanted.items() if k != "copy"})
         if is_view and is_contiguous_or_false(source) and target is aten.reshape.default:
             return self._view(node, aten.view.default, node.args[1:], {})
         size: Any = [-1] * result.dim() if target is aten.flatten.using_ints else self._args(node.args[1])
         size = [found if given == -1 else given for given, found in zip(size, result.shape, strict=True)]
         if not all(isinstance(length, (int, Node)) for length in size):
-            raise Unknown("a reshape to a dynamic size that it finds")
+            raise NoRule("a reshape to a dynamic size that it finds")
         if is_view:
             return self._view(node, aten.view.default, (size,), {}, is_new=True)
         if is_contiguous_or_false(source):
-            raise Unknown("a reshape that copies what is contiguous")
+            raise NoRule("a reshape that copies what is contiguous")
         cloned = self._computed(node, aten.clone.default, (base.value,), {"memory_format": torch.contiguous_format})
         value = self._emit(node, aten._unsafe_view.default, (cloned, size), {}, val=result)
         return _Tensor(value, _Storage(value))
@@ -271,14 +271,14 @@ class Rewriter:
 
     def _dropout(self, node: Node) -> _Tensor:
         if node.args[2] is not False:
-            raise Unknown("a dropout in training")
+            raise NoRule("a dropout in training")
         value = self._computed(node, aten.clone.default, (self._first(node).value,), {})
         return _Tensor(value, _Storage(value))
 
     def _batch_norm(self, node: Node) -> _Tensor:
         source, weight, bias, mean, variance, training, momentum, eps, _ = node.args
         if training is not False or mean is None or variance is None:
-            raise Unknown("a batch norm in training")
+            raise NoRule("a batch norm in training")
         args = self._args((source, weight, bias, mean, variance, momentum, eps))
         new = self._computed(node, aten._native_batch_norm_legit_no_training.default, args, {})
         first = self._item(node, new, 0)
@@ -292,12 +292,12 @@ class Rewriter:
         tensor = self._first(node)
         is_known = target.namespace == "aten" and packet in _IN_PLACE and twin is not None and _stays(twin)
         if not is_known or tensor.views or len(written) != 1 or target._schema.arguments[0] != written[0]:
-            raise Unknown(str(target))
+            raise NoRule(str(target))
         tensor.value = self._computed(node, twin, self._args(node.args), self._args(node.kwargs))
         before = tensor.storage.base.meta["val"]
         after = tensor.value.meta["val"]
         if (after.dtype, after.shape) != (before.dtype, before.shape):
-            raise Unknown(f"{target} changes the kind of its tensor")
+            raise NoRule(f"{target} changes the kind of its tensor")
         tensor.storage.base = tensor.value
         tensor.storage.written += 1
         tensor.seen = tensor.storage.written
@@ -306,7 +306,7 @@ class Rewriter:
     def _first(self, node: Node) -> _Tensor:
         found = self.tensors[node.args[0]]  # type: ignore[index]
         if not isinstance(found, _Tensor):
-            raise Unknown(f"{node.target} of a non-tensor")
+            raise NoRule(f"{node.target} of a non-tensor")
         return found
 
     # ---- the end
@@ -318,21 +318,21 @@ class Rewriter:
         for node, tensor in self.inputs.items():
             if tensor.storage.written:
                 if kinds[node.name].kind is not InputKind.USER_INPUT:
-                    raise Unknown("a buffer that is changed")
+                    raise NoRule("a buffer that is changed")
                 changed.append((OutputKind.USER_INPUT_MUTATION, tensor.storage.base, node.name))
         given = self.source.graph.output_node().args[0]
         results: list[Any] = []
         for spec, result in zip(specs.output_specs, given, strict=True):
             if spec.kind is not OutputKind.USER_OUTPUT:
-                raise Unknown(str(spec.kind))
+                raise NoRule(str(spec.kind))
             if not isinstance(result, Node):
                 results.append(result)
                 continue
             tensor = self.tensors[result]
             if not isinstance(tensor, _Tensor) or tensor.seen != tensor.storage.written:
-                raise Unknown("a result that is not a tensor, or is written to")
+                raise NoRule("a result that is not a tensor, or is written to")
             if any(tensor.storage is held.storage for held in self.inputs.values()):
-                raise Unknown("a result that is an input")
+                raise NoRule("a result that is an input")
             results.append(tensor.value)
         self.graph.output((*(value for _, value, _ in changed), *results))
         self.graph.output_node().meta = copy.copy(self.source.graph.output_node().meta)

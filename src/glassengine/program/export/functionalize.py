@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, TensorArgument
 from torch.fx import Graph
 
-from glassengine.program.export.functional_rules import Rewriter, Unknown
+from glassengine.program.export.functional_rules import NoRule, Rewriter
 from glassengine.program.representation.program import rebuilt
 
 
@@ -29,7 +29,7 @@ def functional(exported: ExportedProgram) -> ExportedProgram:
     """
     try:
         return rewritten(exported)
-    except Unknown:
+    except NoRule:
         return decomposed(exported)
 
 

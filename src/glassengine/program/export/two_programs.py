@@ -107,7 +107,7 @@ def export_image_text(
     inputs, shapes = image_text.example_inputs(layout, made.dtype, parameter.device, int(made.shape[-1]))
     with causal_lm.exportable_experts(model):
         decoder = traced_program(
-            image_text.Decoder(model, layout, is_list=image_text.makes_list(model, image)),
+            image_text.ImageTextDecoder(model, layout, is_list=image_text.makes_list(model, image)),
             inputs,
             shapes,
             prefix=causal_lm.USER_MODULE,

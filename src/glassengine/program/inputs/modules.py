@@ -18,9 +18,9 @@ from torch.fx import Interpreter, Node
 from torch.utils import _pytree as pytree
 
 from glassengine.errors import UsageError
-from glassengine.program.inputs.observe import Use, Watch
+from glassengine.program.inputs.observe import OpWatch, Use
 from glassengine.program.inputs.search import Target, Values, made_up, no_inputs
-from glassengine.program.inputs.values import Spec, plainest
+from glassengine.program.inputs.values import WantedInput, plainest
 from glassengine.program.kinds.example_inputs import MadeUp
 from glassengine.program.loading.exported_file import StoredModule
 from glassengine.program.representation.program import Port, Program
@@ -123,7 +123,7 @@ def _values(ports: tuple[Port, ...]) -> Values:
     found = {}
     for port in ports:
         shape = tuple(_SIZES[size] if isinstance(size, str) else size for size in port.shape)
-        found[port.name] = plainest(Spec(getattr(torch, port.dtype), shape), 1, generator).value
+        found[port.name] = plainest(WantedInput(getattr(torch, port.dtype), shape), 1, generator).value
     return found
 
 
@@ -154,7 +154,7 @@ def stored_inputs(module: nn.Module, program: Program) -> MadeUp:
 
     def uses(values: Values) -> dict[str, Use]:
         """Interpret the graph which an ONNX file is judged with."""
-        watch = Watch(values)
+        watch = OpWatch(values)
         by_node = {port.node: values[port.name] for port in program.inputs} | program.weights()
         given = [by_node[node.name] for node in program.graph.find_nodes(op="placeholder")]
         try:
@@ -177,7 +177,7 @@ def inputs_in_file(module: nn.Module) -> list[dict[str, Any]] | None:
 class _Watched(Interpreter):
     """Says of nodes that are no ops of torch what their results depend on."""
 
-    def __init__(self, program: Program, watch: Watch) -> None:
+    def __init__(self, program: Program, watch: OpWatch) -> None:
         super().__init__(program.exported.graph_module)
         self._watch = watch
 

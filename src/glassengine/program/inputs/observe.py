@@ -82,13 +82,13 @@ def uses_of(run: Callable[[], Any], inputs: Mapping[str, torch.Tensor]) -> dict[
     Raises:
         Exception: Any error of the forward.
     """
-    watch = Watch(inputs)
+    watch = OpWatch(inputs)
     with torch.no_grad(), watch:
         run()
     return watch.uses
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees the ops of a forward.
 
     Args:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from glassengine.errors import UsageError
 from glassengine.program.inputs.observe import Use, uses_of
-from glassengine.program.inputs.values import Made, Spec, has_masks, make, plainest
+from glassengine.program.inputs.values import Made, WantedInput, has_masks, make, plainest
 from glassengine.program.kinds.example_inputs import MadeUp
 from glassengine.program.representation.outputs import size_of
 from glassengine.program.representation.program import Port
@@ -91,8 +91,8 @@ class _Search:
     def _is_late(self) -> bool:
         return time.monotonic() > self._ends
 
-    def _spec(self, port: Port, plan: Mapping[str, int]) -> Spec:
-        return Spec(getattr(torch, port.dtype), self._sizes.shape(port, plan))
+    def _spec(self, port: Port, plan: Mapping[str, int]) -> WantedInput:
+        return WantedInput(getattr(torch, port.dtype), self._sizes.shape(port, plan))
 
     def _first(self) -> tuple[dict[str, int], Values]:
         """Return sizes that are taken, and the plain inputs of these sizes."""
@@ -145,7 +145,7 @@ def _copies(values: Values) -> Values:
     return {name: value.clone() for name, value in values.items()}
 
 
-def _weaker(spec: Spec, step: int, generator: torch.Generator) -> Iterator[Made]:
+def _weaker(spec: WantedInput, step: int, generator: torch.Generator) -> Iterator[Made]:
     """Yield values of one input with fewer and fewer different numbers."""
     if spec.is_whole and spec.dtype is not torch.bool:
         for bound in (64, 8, 2):

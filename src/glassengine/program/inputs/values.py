@@ -22,7 +22,7 @@ _PIXELS_OFFSET = 50
 
 
 @dataclass(frozen=True)
-class Spec:
+class WantedInput:
     """One input to be made: its torch dtype and sizes."""
 
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class Made:
     recipe: str
 
 
-def make(spec: Spec, use: Use, step: int, generator: torch.Generator) -> Made:
+def make(spec: WantedInput, use: Use, step: int, generator: torch.Generator) -> Made:
     """Return values for one input of one step.
 
     Args:
@@ -60,20 +60,20 @@ def make(spec: Spec, use: Use, step: int, generator: torch.Generator) -> Made:
     return maker.whole() if spec.is_whole else maker.floating()
 
 
-def plainest(spec: Spec, number: int, generator: torch.Generator) -> Made:
+def plainest(spec: WantedInput, number: int, generator: torch.Generator) -> Made:
     """Return values that few models refuse: small random numbers, and `number` wherever numbers are whole."""
     if spec.is_whole:
         return Made(torch.full(spec.shape, number, dtype=spec.dtype), f"all {number}: the model accepts no other value")
     return Made(torch.randn(spec.shape, generator=generator).to(spec.dtype), "random, normal")
 
 
-def has_masks(spec: Spec, use: Use) -> bool:
+def has_masks(spec: WantedInput, use: Use) -> bool:
     """Whether an input is a mask, so that it has to be seen with and without padding."""
     return _Maker(spec, use, 0, torch.Generator()).is_mask
 
 
 class _Maker:
-    def __init__(self, spec: Spec, use: Use, step: int, generator: torch.Generator) -> None:
+    def __init__(self, spec: WantedInput, use: Use, step: int, generator: torch.Generator) -> None:
         self._spec, self._use, self._step, self._generator = spec, use, step, generator
 
     @property

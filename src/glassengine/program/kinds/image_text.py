@@ -109,7 +109,7 @@ class Vision(nn.Module):
         return {FEATURES: _flat(_pooled(getattr(self, USER_MODULE), pixel_values))}
 
 
-class Decoder(causal_lm.CausalLM):
+class ImageTextDecoder(causal_lm.CausalLM):
     """Wrapper that is exported: as `causal_lm.CausalLM`, with the features of images.
 
     Args:
@@ -153,7 +153,7 @@ class Decoder(causal_lm.CausalLM):
 
 
 def as_arguments(features: torch.Tensor, *, is_list: bool) -> dict[str, Any]:
-    """Return features [N, D] as the argument of a model; `is_list` as for `Decoder`."""
+    """Return features [N, D] as the argument of a model; `is_list` as for `ImageTextDecoder`."""
     pooled: Any = [features] if is_list else features[None]
     return {"mm_encoder_outputs": {"image": BaseModelOutputWithPooling(pooler_output=pooled)}}
 

@@ -45,7 +45,7 @@ class Mesh:
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardPlacement:
     """Cut along one axis: of each block every rank has an equal part, and lays those of all blocks in a row.
 
     Attributes:
@@ -73,22 +73,22 @@ class Shard:
             start += block
         return found
 
-    def on(self, axis: int, *, scale: int = 1, inner: int = 1) -> Shard:
+    def on(self, axis: int, *, scale: int = 1, inner: int = 1) -> ShardPlacement:
         """Return the same cut on another axis, whose sizes are `scale` times and an `inner`-th of these."""
-        return Shard(axis, tuple(block * scale // inner for block in self.blocks))
+        return ShardPlacement(axis, tuple(block * scale // inner for block in self.blocks))
 
 
-Placement = Shard | None
+Placement = ShardPlacement | None
 """None: whole on every rank."""
 
 
-def shard_of(whole: Tensor, shard: Shard, ranks: int, place: int) -> Tensor:
+def shard_of(whole: Tensor, shard: ShardPlacement, ranks: int, place: int) -> Tensor:
     """Return what one rank has of a tensor."""
     parts = [whole.narrow(shard.axis, start, stop - start) for start, stop in shard.spans(ranks, place)]
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=shard.axis)
 
 
-def whole_of(shards: list[Tensor], shard: Shard) -> Tensor:
+def whole_of(shards: list[Tensor], shard: ShardPlacement) -> Tensor:
     """Return the tensor that all ranks have parts of."""
     sizes = [block // len(shards) for block in shard.blocks]
     split = [torch.split(part, sizes, dim=shard.axis) for part in shards]

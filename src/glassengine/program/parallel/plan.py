@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 
 from glassengine.errors import UsageError
-from glassengine.program.parallel.placements import Shard, name_of, shape_of
+from glassengine.program.parallel.placements import ShardPlacement, name_of, shape_of
 from glassengine.program.parallel.rewrite import Layout, lay_out
 from glassengine.program.representation.program import Program
 
@@ -33,7 +33,7 @@ _FAR = 6
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShardPlan:
     """What is cut, where everything lies then, and what to say of it.
 
     Attributes:
@@ -47,7 +47,7 @@ class Plan:
     notes: tuple[str, ...] = ()
 
 
-def plan_ranks(program: Program, model_plan: Mapping[str, str] | None, ranks: int) -> Plan:
+def plan_ranks(program: Program, model_plan: Mapping[str, str] | None, ranks: int) -> ShardPlan:
     """Return what each of so many ranks has of every weight.
 
     Args:
@@ -76,7 +76,7 @@ def plan_ranks(program: Program, model_plan: Mapping[str, str] | None, ranks: in
             expected="numbers of heads and hidden sizes that are multiples of the number of ranks",
             hint="fewer ranks: --tensor-parallel 2; or stages of whole layers: --pipeline-parallel N",
         )
-    return Plan(layout, source, tuple(notes))
+    return ShardPlan(layout, source, tuple(notes))
 
 
 def _bytes_cut(program: Program, layout: Layout) -> int:
@@ -88,7 +88,7 @@ def _pattern(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def _planned(program: Program, plan: Mapping[str, str], ranks: int) -> tuple[dict[str, Shard], list[str]]:
+def _planned(program: Program, plan: Mapping[str, str], ranks: int) -> tuple[dict[str, ShardPlacement], list[str]]:
     values, weights, notes = program.weights(), {}, []
     for placeholder, qualified in program.weight_names().items():
         name = _pattern(qualified.removeprefix("user."))
@@ -105,7 +105,7 @@ def _planned(program: Program, plan: Mapping[str, str], ranks: int) -> tuple[dic
     return weights, list(dict.fromkeys(notes))
 
 
-def _cut(style: str, own: str, shape: tuple[int, ...]) -> Shard | None:
+def _cut(style: str, own: str, shape: tuple[int, ...]) -> ShardPlacement | None:
     """Return how a style cuts a parameter called `own`; None where it does not."""
     columns = "colwise" in style
     if not shape or (not columns and "rowwise" not in style):
@@ -120,10 +120,10 @@ def _cut(style: str, own: str, shape: tuple[int, ...]) -> Shard | None:
         axis = len(shape) - (2 if columns else 1)
     size = shape[axis]
     halves = style.startswith("packed") and size % 2 == 0
-    return Shard(axis, (size // 2, size // 2) if halves else (size,))
+    return ShardPlacement(axis, (size // 2, size // 2) if halves else (size,))
 
 
-def _without_gathers(program: Program, weights: dict[str, Shard], ranks: int) -> tuple[Layout, list[str]]:
+def _without_gathers(program: Program, weights: dict[str, ShardPlacement], ranks: int) -> tuple[Layout, list[str]]:
     """Leave weights whole whose cut results every rank would need whole: key/value heads fewer than ranks, say."""
     names = program.weight_names()
     kinds = {placeholder: _pattern(names[placeholder].removeprefix("user.")) for placeholder in weights}
@@ -141,14 +141,14 @@ def _without_gathers(program: Program, weights: dict[str, Shard], ranks: int) ->
     return layout, notes
 
 
-def _derived(program: Program, ranks: int) -> dict[str, Shard]:
+def _derived(program: Program, ranks: int) -> dict[str, ShardPlacement]:
     placeholders = set(program.weights())
     groups: dict[Node, list[Node]] = defaultdict(list)
     for node in program.graph.nodes:
         kind = name_of(node) if node.op == "call_function" else ""
         if kind in _WEIGHT_AT and getattr(node.args[_WEIGHT_AT[kind]], "name", "") in placeholders:
             groups[_same(node.args[_SOURCE_AT[kind]])].append(node)
-    found: dict[str, Shard] = {}
+    found: dict[str, ShardPlacement] = {}
     taken: set[str] = set()
     for products in groups.values():
         if any(_weight(node).name in taken for node in products):
@@ -176,15 +176,15 @@ def _weight(node: Node) -> Any:
     return node.args[_WEIGHT_AT[name_of(node)]]
 
 
-def _whole_blocks(products: Iterable[Node]) -> dict[str, Shard]:
+def _whole_blocks(products: Iterable[Node]) -> dict[str, ShardPlacement]:
     cuts = {}
     for node in products:
         axis = _OUT_AXIS[name_of(node)]
-        cuts[_weight(node).name] = Shard(axis, (int(shape_of(_weight(node))[axis]),))
+        cuts[_weight(node).name] = ShardPlacement(axis, (int(shape_of(_weight(node))[axis]),))
     return cuts
 
 
-def _fused_blocks(products: Iterable[Node]) -> dict[str, Shard]:
+def _fused_blocks(products: Iterable[Node]) -> dict[str, ShardPlacement]:
     """Cut each piece into which a result is split by itself."""
     cuts = _whole_blocks(products)
     for node in products:
@@ -193,7 +193,7 @@ def _fused_blocks(products: Iterable[Node]) -> dict[str, Shard]:
         for _ in range(_FAR):
             pieces = next((found for found in map(_pieces, layer) if sum(found) == sum(cut.blocks)), None)
             if pieces is not None:
-                cuts[_weight(node).name] = Shard(cut.axis, pieces)
+                cuts[_weight(node).name] = ShardPlacement(cut.axis, pieces)
                 break
             layer = [user for item in layer for user in item.users if name_of(user) in _PASSING]
     return cuts

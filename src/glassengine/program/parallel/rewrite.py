@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from glassengine.program.kinds.causal_lm import KVLayout
-from glassengine.program.parallel.placements import TENSOR_GROUP, Local, Placement, Shard, name_of, shard_of
+from glassengine.program.parallel.placements import TENSOR_GROUP, Local, Placement, ShardPlacement, name_of, shard_of
 from glassengine.program.parallel.rules import local, reads_sizes
 from glassengine.program.representation.program import Port, Program, keep_name, rebuilt
 from glassengine.sites import Site, SiteTable, op_site
@@ -45,13 +45,13 @@ class Layout:
     """
 
     ranks: int
-    inputs: Mapping[str, Shard]
+    inputs: Mapping[str, ShardPlacement]
     locals: Mapping[str, Local | None]
     placed: Mapping[str, Any]
     gathered: tuple[tuple[str, str], ...]
 
 
-def lay_out(program: Program, weights: Mapping[str, Shard], ranks: int) -> Layout:
+def lay_out(program: Program, weights: Mapping[str, ShardPlacement], ranks: int) -> Layout:
     """Return where everything lies when these weights (by placeholder) are cut."""
     names = {port.name: port.node for port in program.inputs}
     caches = {names[past] for past in program.caches}
@@ -68,7 +68,9 @@ def lay_out(program: Program, weights: Mapping[str, Shard], ranks: int) -> Layou
         inputs |= more
 
 
-def _flow(program: Program, inputs: Mapping[str, Shard], ranks: int) -> tuple[Layout, dict[str, set[Placement]]]:
+def _flow(
+    program: Program, inputs: Mapping[str, ShardPlacement], ranks: int
+) -> tuple[Layout, dict[str, set[Placement]]]:
     placed: dict[str, Any] = {}
     locals_: dict[str, Local | None] = {}
     gathered: list[tuple[str, str]] = []
@@ -86,7 +88,7 @@ def _flow(program: Program, inputs: Mapping[str, Shard], ranks: int) -> tuple[La
             step = locals_.get(node.name)
             for item in node.all_input_nodes:
                 want = None if step is None else step.wants.get(item, placed[item.name])
-                if isinstance(placed[item.name], Shard) and want != placed[item.name]:
+                if isinstance(placed[item.name], ShardPlacement) and want != placed[item.name]:
                     gathered.append((item.name, node.name))
                 if item.op == "placeholder" and not reads_sizes(node):
                     asked[item.name].add(want)
@@ -108,7 +110,7 @@ def is_collective(node: Node) -> bool:
     return node.target in (_c10d.all_reduce.default, _c10d.all_gather_into_tensor.default)
 
 
-def weight_placements(program: Program, layout: Layout) -> dict[str, Shard]:
+def weight_placements(program: Program, layout: Layout) -> dict[str, ShardPlacement]:
     """Return qualified name -> cut, of the parameters and buffers that are cut."""
     return {name: layout.inputs[node] for node, name in program.weight_names().items() if node in layout.inputs}
 
@@ -243,12 +245,12 @@ class _Writer:
             self.origin = before
         return self.moved[node, want]
 
-    def _part(self, whole: Node, cut: Shard) -> Node:
+    def _part(self, whole: Node, cut: ShardPlacement) -> Node:
         spans = cut.spans(self.ranks, self.place)
         parts = [self._call(_aten.slice.Tensor, whole, cut.axis, start, stop) for start, stop in spans]
         return parts[0] if len(parts) == 1 else self._call(_aten.cat.default, parts, cut.axis)
 
-    def _gathered(self, part: Node, cut: Shard) -> Node:
+    def _gathered(self, part: Node, cut: ShardPlacement) -> Node:
         """All parts, laid beside each other on a new first axis, then block by block where they belong."""
         row = self._call(_aten.unsqueeze.default, part, 0)
         dense = self._call(_aten.clone.default, row, memory_format=torch.contiguous_format)
@@ -290,7 +292,7 @@ class _Writer:
             layout=self._layout(),
         )
 
-    def _weight(self, value: Any, cut: Shard | None) -> Any:
+    def _weight(self, value: Any, cut: ShardPlacement | None) -> Any:
         if cut is None or not isinstance(value, torch.Tensor):
             return value
         part = shard_of(value.detach(), cut, self.ranks, self.place).clone()
@@ -337,7 +339,7 @@ class _Writer:
         for node in self.graph.nodes:
             if ORIGIN in node.meta:
                 cut = self.layout.placed.get(node.name)
-                cut = cut if isinstance(cut, Shard) else None
+                cut = cut if isinstance(cut, ShardPlacement) else None
                 own = table.get(node.name, ())
                 found += [dataclasses.replace(site, shape=self._shape(site.shape, cut)) for site in own]
         known = {site.node for site in found}

@@ -14,7 +14,16 @@ from torch.fx import Node
 
 from glassengine.ops.arguments import argument
 from glassengine.ops.table import TABLE
-from glassengine.program.parallel.placements import Local, Placed, Placement, Rule, Shard, args_of, name_of, shape_of
+from glassengine.program.parallel.placements import (
+    Local,
+    Placed,
+    Placement,
+    Rule,
+    ShardPlacement,
+    args_of,
+    name_of,
+    shape_of,
+)
 
 
 def local(node: Node, placed: Placed, ranks: int) -> Local | None:
@@ -153,7 +162,9 @@ def _cat(node: Node, placed: Placed, ranks: int) -> Local | None:
         return Local(first, dict.fromkeys(tensors, first))
     if any(cut is None or cut.axis != axis for cut in cuts):
         return None
-    return Local(Shard(axis, tuple(b for cut in cuts for b in cut.blocks)), dict(zip(tensors, cuts, strict=True)))
+    return Local(
+        ShardPlacement(axis, tuple(b for cut in cuts for b in cut.blocks)), dict(zip(tensors, cuts, strict=True))
+    )
 
 
 def _slice(node: Node, placed: Placed, ranks: int) -> Local | None:
@@ -170,7 +181,7 @@ def _slice(node: Node, placed: Placed, ranks: int) -> Local | None:
     begin, end = (edge + size if edge < 0 else edge for edge in (begin, end))
     if begin not in edges or end not in edges or begin == end:
         return None
-    out = Shard(cut.axis, cut.blocks[edges.index(begin) : edges.index(end)])
+    out = ShardPlacement(cut.axis, cut.blocks[edges.index(begin) : edges.index(end)])
     return Local(out, {source: cut}, args=(source, axis, begin // ranks, end // ranks))
 
 
@@ -186,7 +197,7 @@ def _split(node: Node, placed: Placed, ranks: int) -> Local | None:
         return None
     local_sizes = [size // ranks for size in lengths]
     given = local_sizes if isinstance(sizes, (list, tuple)) else local_sizes[0]
-    outs = tuple(Shard(cut.axis, (length,)) for length in lengths)
+    outs = tuple(ShardPlacement(cut.axis, (length,)) for length in lengths)
     return Local(outs, {source: cut}, args=(source, given, axis))
 
 
@@ -201,7 +212,7 @@ def _view(node: Node, placed: Placed, ranks: int) -> Local | None:
     return Local(out, {source: placed(source)}, args=(source, new))
 
 
-def _viewed(cut: Shard, old: Sequence[Any], new: Sequence[Any]) -> Shard | None:
+def _viewed(cut: ShardPlacement, old: Sequence[Any], new: Sequence[Any]) -> ShardPlacement | None:
     """Return how a reshaped tensor is cut; sizes may be symbols, which are compared as they are written."""
     before, after = [str(size) for size in old], [str(size) for size in new]
     tail = 0
@@ -245,7 +256,7 @@ def _attention(node: Node, placed: Placed, ranks: int) -> Local | None:
         return None
     wants: dict[Node, Placement] = {query: cut}
     for item in (keys, values):
-        own = Shard(1, (shape_of(item)[1],))
+        own = ShardPlacement(1, (shape_of(item)[1],))
         if not own.fits(ranks):
             return None
         wants[item] = own

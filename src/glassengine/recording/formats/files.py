@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 from safetensors import SafetensorError
 
-from glassengine.blocks.arrays import Values, values_of_bytes
+from glassengine.blocks.arrays import ArrayValues, values_of_bytes
 from glassengine.errors import CorruptError
 from glassengine.reading.copies import here
 from glassengine.reading.documents import parsed
@@ -30,7 +30,7 @@ from glassengine.recording.layout.shard_files import mapped
 from glassengine.results import Skipped
 from glassengine.stores import objects
 from glassengine.stores.objects import read_range
-from glassengine.stores.places import Remote
+from glassengine.stores.places import RemotePath
 from glassengine.writing.files import open_for_torch
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class SafetensorsFile(ForeignTensors):
         start = self._starts[entry.site]
         return self._mapping[start : start + entry.nbytes]
 
-    def read_values(self, entry: Entry) -> Values:
+    def read_values(self, entry: Entry) -> ArrayValues:
         """Return the values of one of `entries` without torch, mapped."""
         found = values_of_bytes(self._data(entry), entry.dtype, entry.shape)
         return found if found.array.flags.aligned else found._replace(array=found.array.copy())
@@ -141,7 +141,7 @@ class SafetensorsObject(SafetensorsFile):
 
     is_thread_safe = False
 
-    def __init__(self, path: Remote) -> None:
+    def __init__(self, path: RemotePath) -> None:
         url = str(path)
         self._found = objects.require(url)
         size = int.from_bytes(objects.read(url, 0, min(8, self._found.size)), "little")

@@ -50,7 +50,7 @@ _EARLIER = re.compile(r"earlier-\d+")
 _SUFFIXES = tuple(suffix for suffix in KINDS if suffix != ".npy")
 
 
-class StepFiles(ForeignTensors):
+class StepFolder(ForeignTensors):
     """Tensors of a directory of step files; step and rank are those of the names of file and directory.
 
     One file at a time is open. It is complete where every rank has every step from the first to the last.

@@ -51,7 +51,7 @@ MAX_ROWS = 1 << 20
 MAX_GROUP_TENSORS = 512
 
 
-class Stored(NamedTuple):
+class StoredDtype(NamedTuple):
     """How elements of a dtype are stored."""
 
     code: str
@@ -81,10 +81,10 @@ _CODES = {
     "float64": ("F64", 8),
     "complex64": ("C64", 8),
 }
-STORED: dict[str, Stored] = {
-    **{name: Stored(code, name, 1, num_bytes) for name, (code, num_bytes) in _CODES.items()},
+STORED: dict[str, StoredDtype] = {
+    **{name: StoredDtype(code, name, 1, num_bytes) for name, (code, num_bytes) in _CODES.items()},
     # safetensors has no such dtype: declared parts, a last dimension of (real, imaginary)
-    "complex128": Stored("F64", "float64", 2, 16),
+    "complex128": StoredDtype("F64", "float64", 2, 16),
 }
 """By torch dtype name. torch itself is imported where values are: who plans from indices does without."""
 

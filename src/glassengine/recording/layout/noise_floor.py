@@ -38,7 +38,7 @@ Key = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
-class Floor:
+class StoredFloor:
     """What rounding does to one tensor.
 
     Attributes:
@@ -59,7 +59,7 @@ class NoiseFloor:
         how: How they were measured, in a few words.
     """
 
-    def __init__(self, floors: Mapping[Key, Floor], how: str) -> None:
+    def __init__(self, floors: Mapping[Key, StoredFloor], how: str) -> None:
         self.how = how
         self._floors = floors
         self._relative: dict[tuple[str, int], float] = {}
@@ -76,7 +76,7 @@ class NoiseFloor:
         }
         return cls(floors, next(iter(parts.values())).how)
 
-    def of(self, entry: Entry) -> Floor | None:
+    def of(self, entry: Entry) -> StoredFloor | None:
         """Return the floor of one tensor of the recording, None where it was not measured."""
         return self._floors.get(entry.place)
 
@@ -85,7 +85,7 @@ class NoiseFloor:
         return self._relative.get((entry.site, entry.rank), 0.0)
 
 
-def write_noise_floor(directory: Path, floors: Mapping[Key, Floor], how: str) -> None:
+def write_noise_floor(directory: Path, floors: Mapping[Key, StoredFloor], how: str) -> None:
     """Keep `floors` in the finished recording `directory`."""
     import torch
 
@@ -151,7 +151,7 @@ def _opened(path: Path) -> Any:
         raise CorruptError("the noise floor of a recording is damaged", got=error.got) from error
 
 
-def _floors(index: Any, whole: _Means, power: _Means, slices: _Means) -> Iterator[tuple[Key, Floor]]:
+def _floors(index: Any, whole: _Means, power: _Means, slices: _Means) -> Iterator[tuple[Key, StoredFloor]]:
     if not len(index) == len(whole) == len(power) or any(t.dtype != np.float64 for t in (whole, power, slices)):
         raise ValueError("its parts do not fit together")
     for number, (site, step, rank, start, shape) in enumerate(index):
@@ -159,7 +159,7 @@ def _floors(index: Any, whole: _Means, power: _Means, slices: _Means) -> Iterato
             raise ValueError(f"the slices of {site!r} are not in it")
         ends = np.cumsum(shape)[:-1].tolist()
         parts = np.split(slices[start : start + sum(shape)], ends) if shape else ()
-        yield (site, step, rank), Floor(float(whole[number]), float(power[number]), tuple(parts))
+        yield (site, step, rank), StoredFloor(float(whole[number]), float(power[number]), tuple(parts))
 
 
 def _checksum(directory: Path) -> str:

@@ -19,8 +19,8 @@ from glassengine.reading.files import open_regular
 from glassengine.recording.layout import layout
 from glassengine.recording.layout.layout import shard_name, shard_number
 from glassengine.stores import objects
-from glassengine.stores.objects import Found, forget, read_range
-from glassengine.stores.places import Remote
+from glassengine.stores.objects import ObjectFacts, forget, read_range
+from glassengine.stores.places import RemotePath
 
 # Smaller ranges are copied. Who cuts a file under a mapping ends the process that reads it with a signal; what has no
 # bound must be mapped all the same, for it may be larger than the memory.
@@ -159,7 +159,7 @@ class ShardObjects:
 
     keeps_still = False
 
-    def __init__(self, directory: Remote, more: Remote | None = None) -> None:
+    def __init__(self, directory: RemotePath, more: RemotePath | None = None) -> None:
         self._found = {**(_find(more) if more is not None else {}), **_find(directory)}
         starts = objects.in_parallel(
             lambda shard: _data_start(objects.read(shard.url, 0, 8)), list(self._found.values())
@@ -182,9 +182,9 @@ class ShardObjects:
         return None if difference is None else f"{self._found[shard].url} has changed since it was opened: {difference}"
 
 
-def _find(directory: Remote) -> dict[int, Found]:
+def _find(directory: RemotePath) -> dict[int, ObjectFacts]:
     """Return the shards by number; of a shard that is there twice, the sealed one."""
-    found: dict[int, Found] = {}
+    found: dict[int, ObjectFacts] = {}
     there = [item for item in objects.listed(str(directory)) if not item.is_directory and item.size >= 8]
     for sealed in (False, True):
         numbers = [shard_number(item.name, sealed=sealed) for item in there]

@@ -17,7 +17,7 @@ from glassengine.recording.formats.files import save_pt
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource, open_source
 from glassengine.sites import matches, patterns_of
-from glassengine.stores.places import Remote, delivered, place
+from glassengine.stores.places import RemotePath, delivered, place
 from glassengine.writing.files import aside
 
 Format = Literal["pt", "npz", "debug-tree"]
@@ -62,7 +62,7 @@ def export(
     """
     opened = open_source(source) if isinstance(source, str | Path) else source
     target = place(path)
-    if isinstance(target, Remote):
+    if isinstance(target, RemotePath):
         with delivered(target, overwrite=overwrite) as aside_of_it:
             made = export(opened, aside_of_it, format=format, sites=sites, step=step, overwrite=True)
             return [target / file.relative_to(aside_of_it) for file in made]

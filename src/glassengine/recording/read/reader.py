@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from glassengine.blocks.arrays import Values, values_of_bytes
+from glassengine.blocks.arrays import ArrayValues, values_of_bytes
 from glassengine.errors import CorruptError, UnknownNameError, UsageError
 from glassengine.reading.documents import parsed
 from glassengine.reading.files import open_regular, read_bytes
@@ -31,7 +31,7 @@ from glassengine.results import Skipped, Summary
 from glassengine.results.notebook import MAX_ROWS, card, needed
 from glassengine.sites import matches
 from glassengine.stores.objects import forget
-from glassengine.stores.places import Remote, place, remote
+from glassengine.stores.places import RemotePath, place, remote
 from glassengine.writing.checksums import crc32
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class Recording(Shown):
         )
         self._shards = shards
         self._recovered = more  # which may be gone with this
-        is_here = not isinstance(path, Remote)
+        is_here = not isinstance(path, RemotePath)
         self._keeps_statistics = is_here and manifest["state"] != "writing"
         self._verified: set[tuple[int, int]] = set()
         self._kept: tuple[tuple[int, int], Any] | None = None
@@ -151,7 +151,7 @@ class Recording(Shown):
             CorruptError: It is damaged, or written by a newer version.
         """
         directory = place(path)
-        if isinstance(directory, Remote):
+        if isinstance(directory, RemotePath):
             with contextlib.suppress(CorruptError):
                 found = cls._opened(directory)
                 if found._damage is None:
@@ -181,7 +181,7 @@ class Recording(Shown):
             contents = read_index(index, shards.data_bytes)
         if more is not None:
             contents = more.added_to(contents, shards)
-        if manifest["state"] == "writing" and isinstance(directory, Remote) and is_left(directory):
+        if manifest["state"] == "writing" and isinstance(directory, RemotePath) and is_left(directory):
             _log.warning("a part of %s is on this machine and was not uploaded: glass upload %s", directory, directory)
         if manifest["state"] == "complete":
             found = f"{len(contents.steps)} steps, {len(contents.entries)} tensors"
@@ -260,11 +260,11 @@ class Recording(Shown):
             return _empty(entry.shape, entry.dtype)
         return _tensor_of(self._bytes(entry), entry.dtype, entry.shape)
 
-    def read_values(self, entry: Entry) -> Values:
+    def read_values(self, entry: Entry) -> ArrayValues:
         """Return the values of one of `entries` without torch; see `tensor`."""
         return values_of_bytes(self._bytes(entry) if entry.nbytes else b"", entry.dtype, entry.shape)
 
-    def read_rows(self, entry: Entry, first: int, end: int) -> tuple[Values, int]:
+    def read_rows(self, entry: Entry, first: int, end: int) -> tuple[ArrayValues, int]:
         """Return some rows of a tensor that is in no block, without reading others, and the CRC-32 of their bytes."""
         location, each = entry.location, entry.nbytes // max(1, entry.shape[0])
         assert location is not None and location.block is None
@@ -346,7 +346,7 @@ class Recording(Shown):
 
 
 def _shards(directory: Path, more: Recovered | None) -> Shards:
-    if isinstance(directory, Remote):
+    if isinstance(directory, RemotePath):
         return ShardObjects(directory, remote(more.path) if more is not None else None)
     return ShardFiles(directory, more.path if more is not None else None)
 

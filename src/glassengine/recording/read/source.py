@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from glassengine import asked
-from glassengine.blocks.arrays import Values
+from glassengine.blocks.arrays import ArrayValues
 from glassengine.errors import CorruptError, GlassError, UnknownNameError, UsageError
 from glassengine.extensions import FORMATS as REGISTERED
 from glassengine.extensions import registered, remedy
@@ -22,7 +22,7 @@ from glassengine.recording.formats.debug_tree import is_tree, open_tree, open_tr
 from glassengine.recording.formats.files import KINDS, SafetensorsObject
 from glassengine.recording.formats.folders import (
     NpyFolder,
-    StepFiles,
+    StepFolder,
     holds_arrays,
     holds_step_files,
     open_dumped,
@@ -43,7 +43,7 @@ from glassengine.recording.layout.noise_floor import NoiseFloor
 from glassengine.recording.read.reader import Recording, Shown
 from glassengine.results import Skipped, Summary
 from glassengine.sites import matches
-from glassengine.stores.places import Remote, place
+from glassengine.stores.places import RemotePath, place
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,7 +81,7 @@ class TensorSource(Protocol):
 
 
 @dataclass(frozen=True)
-class Format:
+class SourceFormat:
     """A kind of file or directory that holds tensors.
 
     Attributes:
@@ -95,8 +95,8 @@ class Format:
     suffixes: tuple[str, ...] = ()
 
 
-def _step_files(path: Path) -> StepFiles | None:
-    return StepFiles(path) if holds_step_files(path) else None
+def _step_files(path: Path) -> StepFolder | None:
+    return StepFolder(path) if holds_step_files(path) else None
 
 
 def _arrays(path: Path) -> NpyFolder | None:
@@ -114,17 +114,17 @@ def _json(path: Path) -> TensorSource | None:
 
 
 _JSON = "a call tree of transformers (_FULL_TENSORS.json), RunResults of Polygraphy or a dump.json of msprobe"
-FORMATS: tuple[Format, ...] = (
-    Format("a dump of transformers", open_trees),
-    Format("a dump of msprobe", open_probe_dumps),
-    Format("a dump of SGLang", open_dumped),
-    Format("forwards of SGLang (TP0_PP0_Rank0_pid1/Pass00000.pt)", open_passes),
-    Format("a folder of the plug-in in vLLM", open_server_folder),
-    Format("step files (step0.pt, ...)", _step_files),
-    Format("arrays (<name>-step0.npy, ...)", _arrays),
-    Format("a dumped file of SGLang", open_dumped, (".pt",)),
-    *(Format(suffix, kind, (suffix,)) for suffix, kind in KINDS.items()),
-    Format(_JSON, _json, (".json",)),
+FORMATS: tuple[SourceFormat, ...] = (
+    SourceFormat("a dump of transformers", open_trees),
+    SourceFormat("a dump of msprobe", open_probe_dumps),
+    SourceFormat("a dump of SGLang", open_dumped),
+    SourceFormat("forwards of SGLang (TP0_PP0_Rank0_pid1/Pass00000.pt)", open_passes),
+    SourceFormat("a folder of the plug-in in vLLM", open_server_folder),
+    SourceFormat("step files (step0.pt, ...)", _step_files),
+    SourceFormat("arrays (<name>-step0.npy, ...)", _arrays),
+    SourceFormat("a dumped file of SGLang", open_dumped, (".pt",)),
+    *(SourceFormat(suffix, kind, (suffix,)) for suffix, kind in KINDS.items()),
+    SourceFormat(_JSON, _json, (".json",)),
 )
 """The built-in kinds; the first that knows a path opens it. Those of other packages are asked before them."""
 
@@ -165,11 +165,11 @@ def file_suffixes() -> tuple[str, ...]:
     return tuple(dict.fromkeys(suffix for known in (*FORMATS, *_of_others()) for suffix in known.suffixes))
 
 
-def _formats() -> list[Format]:
+def _formats() -> list[SourceFormat]:
     return [*_of_others(), *FORMATS]
 
 
-def _of_others() -> list[Format]:
+def _of_others() -> list[SourceFormat]:
     found = []
     for entry in registered(REGISTERED).values():
         try:
@@ -183,16 +183,16 @@ def _of_others() -> list[Format]:
 class _Copied:
     """Tensors of a copy of what is in a store, which is what it is called after."""
 
-    def __init__(self, path: Remote, copy: TensorSource) -> None:
+    def __init__(self, path: RemotePath, copy: TensorSource) -> None:
         self.path = path
         self.metadata, self.complete = copy.metadata, copy.complete
         self.entries, self.skipped = copy.entries, copy.skipped
         self.tensor = copy.tensor
 
 
-def _first(formats: Sequence[Format], path: Path) -> TensorSource | None:
+def _first(formats: Sequence[SourceFormat], path: Path) -> TensorSource | None:
     """Return what the first format that knows `path` makes of it."""
-    if isinstance(path, Remote):
+    if isinstance(path, RemotePath):
         if path.suffix.lower() == ".safetensors" and path.is_file():
             return SafetensorsObject(path)
         copy = _first(formats, here(path))
@@ -226,7 +226,7 @@ def _open_directory(path: Path) -> TensorSource:
     if rank_directories(path):
         return RankRecordings(path)
     recordings = [item for item in sorted(path.iterdir()) if item.is_dir() and _is_recorded(item)]
-    is_large = recordings and isinstance(path, Remote)  # of recordings no copies are made
+    is_large = recordings and isinstance(path, RemotePath)  # of recordings no copies are made
     formats = [found for found in _formats() if not found.suffixes and not is_large]
     if (foreign := _first(formats, path)) is not None:
         return foreign
@@ -263,7 +263,7 @@ class RankRecordings:
         self.path = path
         directories = dict(sorted(rank_directories(path)))
         # In a store each of them is several requests; on a disk more threads would only wait for each other.
-        with ThreadPoolExecutor(_REQUESTS if isinstance(path, Remote) else 1) as pool:
+        with ThreadPoolExecutor(_REQUESTS if isinstance(path, RemotePath) else 1) as pool:
             self._recordings = dict(zip(directories, pool.map(Recording.open, directories.values()), strict=True))
         each = list(self._recordings.values())
         self.metadata: dict[str, Any] = {**each[0].metadata, "num_ranks": len(each)}
@@ -289,11 +289,11 @@ class RankRecordings:
         """Return the values of one of `entries`."""
         return self._recordings[entry.rank].tensor(entry)
 
-    def read_values(self, entry: Entry) -> Values:
+    def read_values(self, entry: Entry) -> ArrayValues:
         """Return the values of one of `entries`; see `Recording.read_values`."""
         return self._recordings[entry.rank].read_values(entry)
 
-    def read_rows(self, entry: Entry, first: int, end: int) -> tuple[Values, int]:
+    def read_rows(self, entry: Entry, first: int, end: int) -> tuple[ArrayValues, int]:
         """Return some rows of one of `entries`; see `Recording.read_rows`."""
         return self._recordings[entry.rank].read_rows(entry, first, end)
 
@@ -319,7 +319,7 @@ def rank_directories(path: Path) -> list[tuple[int, Path]]:
 
 def _of_ranks(path: Path) -> list[tuple[int, Path]]:
     numbered = [(int(found[1]), item) for item in path.iterdir() if (found := _RANK.fullmatch(item.name))]
-    with ThreadPoolExecutor(_REQUESTS if isinstance(path, Remote) else 1) as pool:
+    with ThreadPoolExecutor(_REQUESTS if isinstance(path, RemotePath) else 1) as pool:
         are_there = list(pool.map(lambda item: (item[1] / MANIFEST).is_file(), numbered))
     return [item for item, is_there in zip(numbered, are_there, strict=True) if is_there]
 

@@ -13,7 +13,7 @@ from glassengine.recording.ring import journal
 from glassengine.recording.write.uploads import Spool, directory_of, upload_rest, uploaded
 from glassengine.results.recorded import Uploaded
 from glassengine.stores import objects
-from glassengine.stores.places import Remote, place
+from glassengine.stores.places import RemotePath, place
 
 _log = logging.getLogger(__name__)
 
@@ -34,8 +34,8 @@ def upload(source: str | Path, target: str | Path | None = None) -> Uploaded:
     if target is not None:
         there, directory = place(target), place(source)
         if (
-            not isinstance(there, Remote)
-            or isinstance(directory, Remote)
+            not isinstance(there, RemotePath)
+            or isinstance(directory, RemotePath)
             or not (directory / layout.MANIFEST).is_file()
         ):
             got = f"{source} to {target}"
@@ -45,7 +45,7 @@ def upload(source: str | Path, target: str | Path | None = None) -> Uploaded:
         recovered(directory)
         return _uploaded(there, upload_rest(directory, there, lambda function: function()))
     there = place(source)
-    if not isinstance(there, Remote) or not directory_of(there).exists():
+    if not isinstance(there, RemotePath) or not directory_of(there).exists():
         raise UsageError(
             "nothing waits here to be uploaded to that place",
             got=str(there),
@@ -65,12 +65,12 @@ def upload(source: str | Path, target: str | Path | None = None) -> Uploaded:
     return _uploaded(spool.target, num_files)
 
 
-def _uploaded(target: Remote, num_files: int) -> Uploaded:
+def _uploaded(target: RemotePath, num_files: int) -> Uploaded:
     opened = Recording.open(target)
     return Uploaded(str(target), num_files, len(opened.steps), opened.complete)
 
 
-def _recover(directory: Path, target: Remote) -> None:
+def _recover(directory: Path, target: RemotePath) -> None:
     """Recover the steps that only the ring holds; bytes of theirs may be in shards that were uploaded."""
     if not (directory / layout.RING).exists():
         return

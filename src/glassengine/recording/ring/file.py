@@ -37,7 +37,7 @@ _FIXED = 0x10  # MAP_FIXED of Linux and macOS
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux: map pages now, keep what is in them
 
 
-class Memory:
+class RingMemory:
     """A block of memory that stays at its address for as long as this lives.
 
     Args:
@@ -172,7 +172,7 @@ class RingFile:
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             _take_room(descriptor, size)
-            self.memory = Memory(size, descriptor)
+            self.memory = RingMemory(size, descriptor)
         except OSError:
             self._path.unlink(missing_ok=True)
             raise

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Seen:
+class EarlierTensor:
     """A tensor of an earlier step: what is like it has the same description.
 
     `nbytes` are those of its values, `room` what they take in the ring. `is_small` says that such tensors are written
@@ -37,7 +37,7 @@ class Seen:
 
 
 @dataclass(slots=True)
-class Block:
+class RingBlock:
     """Small tensors of one step that are contiguous in the ring.
 
     With a `reason` they are only measured, and not written for that reason; `table` is what was found. `descriptions`
@@ -46,7 +46,7 @@ class Block:
     one repeats, if it does so wholly. `location` is where it has been written.
     """
 
-    known: tuple[Seen, ...]
+    known: tuple[EarlierTensor, ...]
     descriptions: tuple[Description, ...]
     same_as: tuple[tuple[int, int], ...]
     step: int
@@ -54,7 +54,7 @@ class Block:
     position: int
     end: int
     reason: str | None
-    template: Block | None = None
+    template: RingBlock | None = None
     table: LightTable | None = None
     location: Location | None = None
     _text: bytes | None = None
@@ -69,32 +69,34 @@ class Block:
                 self._text = group_text(0, self.descriptions, self.rank, dict(self.same_as)).encode()
         return self._text
 
-    def again(self, step: int, position: int, most: int) -> Block:
+    def again(self, step: int, position: int, most: int) -> RingBlock:
         """Return the block of another step whose tensors, or the first `most`, are like these."""
         if most >= len(self.known):
             end = position + self.end - self.position
-            return Block(self.known, self.descriptions, self.same_as, step, self.rank, position, end, self.reason, self)
+            return RingBlock(
+                self.known, self.descriptions, self.same_as, step, self.rank, position, end, self.reason, self
+            )
         known = self.known[:most]
         same_as = tuple(pair for pair in self.same_as if pair[0] < most)
         equal = {index for index, _ in same_as}
         rooms = [seen for index, seen in enumerate(known) if index not in equal]
         end = position + sum(seen.room for seen in rooms[:-1]) + rooms[-1].nbytes
         descriptions = self.descriptions[:most]
-        return Block(known, descriptions, same_as, step, self.rank, position, end, self.reason)
+        return RingBlock(known, descriptions, same_as, step, self.rank, position, end, self.reason)
 
-    def goes_like(self, other: Block) -> bool:
+    def goes_like(self, other: RingBlock) -> bool:
         """Return whether this block has the tensors, at the places, of another one that repeats the same one."""
         return self.template is not None and self.template is other.template
 
 
 @dataclass(slots=True)
-class Stored:
+class RingTensor:
     """A tensor in the ring; `location` is where it has been written.
 
     With a `reason` it is only measured, and not written for that reason; `statistics` is what was found.
     """
 
-    seen: Seen
+    seen: EarlierTensor
     step: int
     rank: int
     position: int
@@ -115,10 +117,10 @@ class Stored:
 
 @dataclass(slots=True)
 class Copied:
-    """A tensor of an accelerator; its bytes may be read after `ready.synchronize()`. `reason` as in `Stored`.
+    """A tensor of an accelerator; its bytes may be read after `ready.synchronize()`. `reason` as in `RingTensor`.
 
     `position` is one of the ring that stands for it; its bytes are not there. `location` and `statistics` as in
-    `Stored`.
+    `RingTensor`.
     """
 
     description: Description
@@ -141,10 +143,10 @@ class Copied:
 class Alias:
     """A tensor that has the bytes, and the reason, of another one of its step."""
 
-    seen: Seen
+    seen: EarlierTensor
     step: int
     rank: int
-    original: Stored
+    original: RingTensor
 
     @property
     def description(self) -> Description:
@@ -154,7 +156,7 @@ class Alias:
 
 @dataclass(slots=True)
 class Streamed:
-    """A tensor larger than a slot; its `Piece`s follow, the last one without bytes.
+    """A tensor larger than a slot; its `RingPiece`s follow, the last one without bytes.
 
     `position` is where its first piece may begin, and `pieces` has position and size of those that have come.
     """
@@ -168,7 +170,7 @@ class Streamed:
 
 
 @dataclass(slots=True)
-class Piece:
+class RingPiece:
     """Bytes of a streamed tensor; without bytes its end, `cut` when copying it was interrupted."""
 
     position: int
@@ -196,10 +198,10 @@ class Commit:
     end: int = 0
 
 
-Item = Stored | Copied | Alias | Block | Streamed | LeftOut | Note | Commit
+Item = RingTensor | Copied | Alias | RingBlock | Streamed | LeftOut | Note | Commit
 
 
-Repeated = Block | Stored | Alias
+Repeated = RingBlock | RingTensor | Alias
 
 
 class Passage:
@@ -228,7 +230,7 @@ class Passage:
         numbers = {id(item): number for number, item in enumerate(items)}
         for item in items:
             first, equal = len(self.expected), -1
-            if isinstance(item, Block):
+            if isinstance(item, RingBlock):
                 originals = dict(item.same_as)
                 for index, seen in enumerate(item.known):
                     self._expect(seen, item.reason, first + originals[index] if index in originals else -1)
@@ -239,7 +241,7 @@ class Passage:
                 self._expect(item.seen, item.reason, -1)
             self.items.append((item, first, equal))
 
-    def _expect(self, seen: Seen, reason: str | None, original: int) -> None:
+    def _expect(self, seen: EarlierTensor, reason: str | None, original: int) -> None:
         start = self.nbytes if original < 0 else self.expected[original][4]
         self.expected.append((seen.description.site, seen.size, seen.dtype, seen.nbytes, start, original))
         self.reasons.append(reason)

@@ -30,7 +30,7 @@ from glassengine.reading.files import open_regular, read_open
 from glassengine.recording.layout import layout
 from glassengine.recording.layout.layout import LeftOut, Location
 from glassengine.recording.layout.records import left_out_frame, measured_frame
-from glassengine.recording.ring.items import Alias, Block, Copied, Note, Stored, Streamed
+from glassengine.recording.ring.items import Alias, Copied, Note, RingBlock, RingTensor, Streamed
 from glassengine.writing.checksums import crc32, crc32_of_small
 from glassengine.writing.files import write_all
 
@@ -52,7 +52,7 @@ _PART_BYTES = 1 << 17
 _PART_TOKENS = 1 << 12
 _MOST_OF_RING = 4
 
-JournalItem = Stored | Copied | Alias | Block | Streamed | LeftOut
+JournalItem = RingTensor | Copied | Alias | RingBlock | Streamed | LeftOut
 _Part = tuple[list[bytes], list[bytes]]
 _PACK = ROW.pack
 
@@ -190,7 +190,7 @@ class Journal:
 
 def _add(item: JournalItem, rows: list[bytes]) -> bytes:
     """Add what is written of an item to `rows`, and return its text."""
-    if isinstance(item, Block):
+    if isinstance(item, RingBlock):
         text = item.text()
         if item.reason is None:
             rows.append(_PACK(BLOCK, item.rank, len(text), 0, item.position, item.end))
@@ -198,8 +198,8 @@ def _add(item: JournalItem, rows: list[bytes]) -> bytes:
         reason = _json(item.reason)
         rows.append(_PACK(BLOCK, item.rank, len(text), len(reason), item.position, item.end))
         return text + reason
-    if isinstance(item, (Stored, Copied)):
-        kind = STORED if isinstance(item, Stored) else COPIED
+    if isinstance(item, (RingTensor, Copied)):
+        kind = STORED if isinstance(item, RingTensor) else COPIED
         text, reason = item.description.text, b"" if item.reason is None else _json(item.reason)
         rows.append(_PACK(kind, item.rank, len(text), len(reason), item.position, 0))
         return text + reason if reason else text
@@ -232,7 +232,7 @@ _MAX_MOVED_BYTES = 1 << 30
 
 _log = logging.getLogger(__name__)
 
-Movable = Stored | Block | Copied | Note
+Movable = RingTensor | RingBlock | Copied | Note
 
 
 class EvictedLog:
@@ -274,7 +274,7 @@ class EvictedLog:
     def _told(self, item: Movable) -> tuple[int, bytes]:
         if isinstance(item, Note):
             return RECORD, bytes(self._notes.bytes_at(item.position, item.end - item.position))
-        if isinstance(item, Block):
+        if isinstance(item, RingBlock):
             if item.reason is not None:
                 assert item.table is not None
                 return MEASURED, _payload(measured_frame(0, item.step, item.reason, item.table))

@@ -18,7 +18,16 @@ from glassengine.recording.layout.description import Facts
 from glassengine.recording.layout.layout import Sharding, aligned
 from glassengine.recording.layout.statistics import MEASURED
 from glassengine.recording.layout.values import describe
-from glassengine.recording.ring.items import Alias, Block, Item, Passage, Piece, Repeated, Seen, Stored
+from glassengine.recording.ring.items import (
+    Alias,
+    EarlierTensor,
+    Item,
+    Passage,
+    Repeated,
+    RingBlock,
+    RingPiece,
+    RingTensor,
+)
 from glassengine.recording.ring.journal import Journal
 from glassengine.recording.ring.ring import MEMCMP, MEMMOVE, Flag, Ring, require_memory
 
@@ -35,7 +44,7 @@ class Producer:
     def __init__(
         self,
         ring: Ring,
-        queue: deque[Item | Piece | Flag | None],
+        queue: deque[Item | RingPiece | Flag | None],
         journal: Journal,
         most_bytes: int,
         wake: Flag,
@@ -52,9 +61,9 @@ class Producer:
         self._wake = wake
         self._on_wait = on_wait
         # Address and size of large tensors -> what was last stored from there.
-        self._recent: dict[tuple[int, int], Stored] = {}
+        self._recent: dict[tuple[int, int], RingTensor] = {}
 
-    def put(self, seen: Seen, tensor: Tensor, what: tuple[int, int, bool, str | None]) -> None:
+    def put(self, seen: EarlierTensor, tensor: Tensor, what: tuple[int, int, bool, str | None]) -> None:
         """Take a contiguous tensor of the CPU.
 
         Args:
@@ -83,7 +92,7 @@ class Producer:
         else:
             self._put_large(seen, tensor, what)
 
-    def _put_small(self, seen: Seen, tensor: Tensor, what: tuple[int, int, bool, str | None]) -> None:
+    def _put_small(self, seen: EarlierTensor, tensor: Tensor, what: tuple[int, int, bool, str | None]) -> None:
         block = self._block
         if block is None or block.what != what or not block.has_room(seen):
             self.end_block()
@@ -92,7 +101,7 @@ class Producer:
             block = self._block = OpenBlock(what, self._ring, position, position + self._block_bytes)
         block.put(seen, tensor)
 
-    def _put_large(self, seen: Seen, tensor: Tensor, what: tuple[int, int, bool, str | None]) -> None:
+    def _put_large(self, seen: EarlierTensor, tensor: Tensor, what: tuple[int, int, bool, str | None]) -> None:
         step, rank, is_new, reason = what
         nbytes, dtype, ring = seen.nbytes, seen.description.dtype, self._ring
         address = tensor.data_ptr()
@@ -108,11 +117,11 @@ class Producer:
             and (reason is None or original.description.dtype == dtype)
             and ring.holds(original.position, address, nbytes)
         ):
-            item: Alias | Stored = Alias(seen, step, rank, original)
+            item: Alias | RingTensor = Alias(seen, step, rank, original)
         else:
             position = ring.reserve(nbytes, self._on_wait)
             ring.copy(position, address, nbytes)
-            item = self._recent[address, nbytes] = Stored(seen, step, rank, position, reason)
+            item = self._recent[address, nbytes] = RingTensor(seen, step, rank, position, reason)
         self._journal.note((item,))
         self._queue.append(item)
         self._template.add(item, is_new)
@@ -162,7 +171,7 @@ class Producer:
         self._queue.extend(items)
         self._ring.shorten(repetition.position + repetition.passage.nbytes, end)
         for item, address in zip(items, addresses, strict=True):
-            if isinstance(item, Stored):
+            if isinstance(item, RingTensor):
                 self._recent[address, item.seen.nbytes] = item
         # Nothing came where the first copy was interrupted.
         if items and is_other and not repetition.is_over:
@@ -193,16 +202,16 @@ class OpenBlock:
         self._position = self._end = self._next = position
         self._ring = ring
         self._header_room = _HEADER_BYTES
-        self._known: list[Seen] = []
+        self._known: list[EarlierTensor] = []
         self._same_as: list[tuple[int, int]] = []
         # By address, which tensor was last copied from there: its index, position, size and dtype name.
         self._places: dict[int, tuple[int, int, int, str]] = {}
 
-    def has_room(self, seen: Seen) -> bool:
+    def has_room(self, seen: EarlierTensor) -> bool:
         """Return whether a tensor can be the next one; where there is room in the header, so is there in a group."""
         return self._next + seen.room <= self.limit and self._header_room > 0
 
-    def put(self, seen: Seen, tensor: Tensor) -> None:
+    def put(self, seen: EarlierTensor, tensor: Tensor) -> None:
         """Append a contiguous tensor of the CPU."""
         address, nbytes, dtype = tensor.data_ptr(), seen.nbytes, seen.description.dtype
         room = self._header_room - seen.description.most_header_bytes
@@ -226,12 +235,12 @@ class OpenBlock:
         self._end = position + nbytes
         self._next = position + seen.room
 
-    def finish(self) -> Block:
+    def finish(self) -> RingBlock:
         """Return the block."""
         step, rank, _, reason = self.what
         descriptions = tuple(seen.description for seen in self._known)
         known, same_as = tuple(self._known), tuple(self._same_as)
-        return Block(known, descriptions, same_as, step, rank, self._position, self._end, reason)
+        return RingBlock(known, descriptions, same_as, step, rank, self._position, self._end, reason)
 
 
 # Smaller tensors are written in blocks, and stored again rather than searched for.
@@ -245,11 +254,11 @@ class SeenTensors:
     """The descriptions of tensors, by site, dtype, shape and sharding; of a limited number of them."""
 
     def __init__(self) -> None:
-        self.all: dict[tuple[str, torch.dtype, torch.Size, Sharding | None], Seen] = {}
+        self.all: dict[tuple[str, torch.dtype, torch.Size, Sharding | None], EarlierTensor] = {}
         # Of each site the last one.
-        self.last: dict[str, Seen] = {}
+        self.last: dict[str, EarlierTensor] = {}
 
-    def look(self, site: str, tensor: Tensor, **facts: Unpack[Facts]) -> tuple[Seen, bool]:
+    def look(self, site: str, tensor: Tensor, **facts: Unpack[Facts]) -> tuple[EarlierTensor, bool]:
         """Return what is known of such a tensor, and whether nothing was."""
         seen, sharding = self.last.get(site), facts.get("sharding")
         strided = tensor.layout is torch.strided
@@ -270,7 +279,7 @@ class SeenTensors:
                 self.all.clear()  # a cache that grows has another shape in every step
                 self.last.clear()
             nbytes = description.nbytes
-            seen = self.all[key] = Seen(
+            seen = self.all[key] = EarlierTensor(
                 description,
                 tensor.dtype,
                 tensor.shape,
@@ -353,10 +362,10 @@ class Repetition:
             position = self.position + self._expected[first][4]
             if isinstance(item, Alias):
                 original = items[equal]
-                assert isinstance(original, Stored)
+                assert isinstance(original, RingTensor)
                 items.append(Alias(item.seen, self.step, self._rank, original))
-            elif isinstance(item, Stored):
-                items.append(Stored(item.seen, self.step, self._rank, position, item.reason))
+            elif isinstance(item, RingTensor):
+                items.append(RingTensor(item.seen, self.step, self._rank, position, item.reason))
                 end = position + item.seen.nbytes
             else:
                 block = item.again(self.step, position, came - first)
@@ -382,7 +391,7 @@ class StepTemplate:
         What is new is learned apart: what grows from step to step, as caches do, would end the passage of the rest.
         """
         what = (item.step, item.rank, is_new)
-        known = item.known if isinstance(item, Block) else (item.seen,)
+        known = item.known if isinstance(item, RingBlock) else (item.seen,)
         num_bytes = 0 if isinstance(item, Alias) else item.end - item.position
         if (
             what != self._what
@@ -396,7 +405,7 @@ class StepTemplate:
             return
         self._what = what
         self._items.append(item)
-        if isinstance(item, Stored):
+        if isinstance(item, RingTensor):
             self._stored.add(id(item))
         self._num_tensors += len(known)
         self._num_bytes += num_bytes
@@ -413,6 +422,6 @@ class StepTemplate:
 def record_template(items: list[Repeated]) -> None:
     """Remember with the first tensor of `items` what followed it, if anything did."""
     first = items[0]
-    seen = first.known[0] if isinstance(first, Block) else first.seen
+    seen = first.known[0] if isinstance(first, RingBlock) else first.seen
     passage = Passage(items)
     seen.sequel = passage if len(passage.expected) > 1 else None

@@ -19,7 +19,7 @@ from glassengine import blocks
 from glassengine.errors import UsageError
 from glassengine.recording.layout.layout import aligned
 from glassengine.recording.layout.values import has_no_memory
-from glassengine.recording.ring.file import Memory, RingFile
+from glassengine.recording.ring.file import RingFile, RingMemory
 
 
 class Flag:
@@ -74,7 +74,7 @@ class Ring:
     def __init__(self, num_bytes: int, file: RingFile | None = None, part: int = 0) -> None:
         self.num_bytes = num_bytes
         self.file = file
-        self._memory = Memory(num_bytes) if file is None else file.memory
+        self._memory = RingMemory(num_bytes) if file is None else file.memory
         self._part = part
         self._first = first = 0 if file is None else file.first[part]
         self._tensor = torch.frombuffer(self._memory.view, dtype=torch.uint8)[first : first + num_bytes]

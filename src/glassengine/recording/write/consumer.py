@@ -10,7 +10,17 @@ from collections.abc import Iterator
 from glassengine.recording.layout.description import Group
 from glassengine.recording.layout.layout import LeftOut, LightStatistics, aligned
 from glassengine.recording.layout.statistics import light_of_blocks, light_of_bytes
-from glassengine.recording.ring.items import Alias, Block, Commit, Copied, Item, Note, Piece, Stored, Streamed
+from glassengine.recording.ring.items import (
+    Alias,
+    Commit,
+    Copied,
+    Item,
+    Note,
+    RingBlock,
+    RingPiece,
+    RingTensor,
+    Streamed,
+)
 from glassengine.recording.ring.journal import EvictedLog, Movable
 from glassengine.recording.ring.ring import Flag, PinnedCopies, Ring
 from glassengine.recording.write.writer import RecordingWriter
@@ -48,7 +58,7 @@ class Consumer:
         ring: Ring,
         pinned: PinnedCopies,
         notes: Ring,
-        queue: deque[Item | Piece | Flag | None],
+        queue: deque[Item | RingPiece | Flag | None],
         wake: Flag,
     ) -> None:
         self.failure: Exception | None = None
@@ -85,7 +95,7 @@ class Consumer:
                     self._flush()
                     item.set()
                     continue
-                assert not isinstance(item, Piece), "pieces are taken by the tensor they belong to"
+                assert not isinstance(item, RingPiece), "pieces are taken by the tensor they belong to"
                 if isinstance(item, Streamed) and num_bytes:
                     # Its pieces may wait for the room that is not given back yet, and it would wait for them.
                     self._flush()
@@ -95,7 +105,7 @@ class Consumer:
                 except Exception as error:
                     self._fail(error)
                 # A slot is given back when its bytes are in the file.
-                if isinstance(item, (Stored, Block, Copied)):
+                if isinstance(item, (RingTensor, RingBlock, Copied)):
                     self._unflushed.append(item)
                     self._end = item.end
                     num_bytes += item.end - item.position
@@ -133,7 +143,7 @@ class Consumer:
             while not self._queue:
                 self._wake.wait()
             piece = self._queue.popleft()
-            if not isinstance(piece, Piece):
+            if not isinstance(piece, RingPiece):
                 self._queue.appendleft(piece)  # a signal ends the process in the midst of it
                 raise _Cut
             if not piece.num_bytes:
@@ -184,11 +194,11 @@ class Consumer:
             # What was given back without having been written is not to be recovered.
             self._ring.file.stop()
 
-    def _put(self, item: Stored | Block | Alias | Copied | LeftOut | Note | Commit) -> None:
+    def _put(self, item: RingTensor | RingBlock | Alias | Copied | LeftOut | Note | Commit) -> None:
         """Store or measure a tensor, several, or end a step; bytes in the ring must not change until the flush."""
-        if isinstance(item, Block):
+        if isinstance(item, RingBlock):
             self._put_block(item)
-        elif isinstance(item, Stored):
+        elif isinstance(item, RingTensor):
             self._put_stored(item)
         elif isinstance(item, Alias):
             self._put_alias(item)
@@ -199,7 +209,7 @@ class Consumer:
         elif isinstance(item, Copied):
             self._put_copied(item)
 
-    def _put_block(self, item: Block) -> None:
+    def _put_block(self, item: RingBlock) -> None:
         step, reason = item.step, item.reason
         group = self._writer.group(item.descriptions, item.rank, item.same_as)
         if reason is None:
@@ -212,7 +222,7 @@ class Consumer:
             assert item.table is not None
             self._writer.leave_out_block(group, step, reason, item.table)
 
-    def _measure(self, item: Block, group: Group) -> None:
+    def _measure(self, item: RingBlock, group: Group) -> None:
         """Measure the tensors of a block, and with them those of the blocks behind it that go like it.
 
         Every pass over an array lets go of the interpreter lock, and the model waits while it is handed over: fewer
@@ -227,7 +237,7 @@ class Consumer:
             if isinstance(other, (Commit, Note)):
                 continue
             behind = alike[-1].position + size
-            if not isinstance(other, Block) or other.position != behind or not other.goes_like(item):
+            if not isinstance(other, RingBlock) or other.position != behind or not other.goes_like(item):
                 break
             if len(alike) >= most:
                 break
@@ -236,7 +246,7 @@ class Consumer:
         for block, table in zip(alike, light_of_blocks(data, len(alike), group.kinds, group.columns), strict=True):
             block.table = table
 
-    def _put_stored(self, item: Stored) -> None:
+    def _put_stored(self, item: RingTensor) -> None:
         description = item.description
         data = self._ring.bytes_at(item.position, description.nbytes)
         if item.reason is None:
@@ -266,6 +276,6 @@ class Consumer:
         finally:
             self._pinned.give_back(description.nbytes)
 
-    def _leave_out(self, item: Stored | Alias | Copied, reason: str, statistics: LightStatistics | None) -> None:
+    def _leave_out(self, item: RingTensor | Alias | Copied, reason: str, statistics: LightStatistics | None) -> None:
         site, dtype, shape = item.description.site, item.description.dtype, item.description.shape
         self._writer.leave_out(LeftOut(site, item.step, item.rank, reason, dtype, shape, statistics))

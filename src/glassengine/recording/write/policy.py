@@ -112,7 +112,7 @@ WhenBehind = Literal["wait", "cut"]
 
 
 class Wanted(TypedDict, total=False):
-    """What of a run is recorded, as `Policy` takes it."""
+    """What of a run is recorded, as `RecordingPolicy` takes it."""
 
     sites: Sequence[str] | None
     values: bool | Sequence[str]
@@ -138,7 +138,7 @@ class ScriptOptions(RecordOptions, total=False):
     microbatches: int
 
 
-class Policy:
+class RecordingPolicy:
     """Answers for every tensor whether it, and its values, belong into the recording.
 
     Args:

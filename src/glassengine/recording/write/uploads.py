@@ -24,7 +24,7 @@ from glassengine.reading.files import open_regular, read_text
 from glassengine.recording.layout import layout
 from glassengine.recording.write.directory import is_ours, replaceable
 from glassengine.stores import objects
-from glassengine.stores.places import Remote
+from glassengine.stores.places import RemotePath
 from glassengine.writing.files import held, private_directory, remove_tree
 
 SHARD_BYTES = 64 << 20
@@ -57,7 +57,7 @@ class Uploads:
         failure: Why nothing more is uploaded, if nothing is.
     """
 
-    def __init__(self, directory: Path, target: Remote, spool_bytes: int) -> None:
+    def __init__(self, directory: Path, target: RemotePath, spool_bytes: int) -> None:
         self.shard_bytes = max(min(SHARD_BYTES, spool_bytes // 4), 1)
         self.failure: GlassError | None = None
         self._directory = directory
@@ -198,7 +198,7 @@ class Uploads:
             delay = min(2 * delay, _MOST_DELAY_S)
 
 
-def upload_rest(directory: Path, target: Remote, call: Callable[[Callable[[], None]], None]) -> int:
+def upload_rest(directory: Path, target: RemotePath, call: Callable[[Callable[[], None]], None]) -> int:
     """Upload the files of a recording that are not in the store, index and manifest last; return how many."""
     done = uploaded(directory)
     files = [path for path in sorted(directory.rglob("*")) if path.is_file() and not path.is_symlink()]
@@ -237,7 +237,7 @@ def truncate_uploaded(path: Path) -> None:
 class Spool:
     """The directory for one place in a store, locked by this process until it ends or this is `closed`."""
 
-    def __init__(self, target: Remote) -> None:
+    def __init__(self, target: RemotePath) -> None:
         self.target = target
         self.directory = directory_of(target)
         self._lock = contextlib.ExitStack()
@@ -248,7 +248,7 @@ class Spool:
             raise UsageError("a recording that is being written is not replaced", got=str(target), hint=hint) from error
 
     @classmethod
-    def begun(cls, target: Remote, *, overwrite: bool) -> Spool:
+    def begun(cls, target: RemotePath, *, overwrite: bool) -> Spool:
         """Make room for a new recording, here and in the store."""
         root = directory_of(target).parent
         try:
@@ -279,14 +279,14 @@ class Spool:
         self._lock.close()
 
 
-def directory_of(target: Remote) -> Path:
+def directory_of(target: RemotePath) -> Path:
     """Return where on this machine a recording for a place is written; it need not exist."""
     digest = hashlib.sha256(str(target).encode()).hexdigest()[:16]
     name = "".join(sign if sign.isalnum() else "_" for sign in target.name)[:40]
     return environment.spool_dir() / f"{name}-{digest}" / "recording"
 
 
-def is_left(target: Remote) -> bool:
+def is_left(target: RemotePath) -> bool:
     """Return whether a part of a recording for a place waits here, and is not being written."""
     if not directory_of(target).exists():
         return False
@@ -297,7 +297,7 @@ def is_left(target: Remote) -> bool:
     return True
 
 
-def _make_room(target: Remote, *, overwrite: bool) -> None:
+def _make_room(target: RemotePath, *, overwrite: bool) -> None:
     """Remove a recording that is in the store, or refuse it; the rules are those of a directory."""
     there = {item.name: item for item in objects.listed(str(target))}
     for name in replaceable(target, list(there), overwrite=overwrite):

@@ -29,7 +29,7 @@ from glassengine.recording.layout.values import Descriptions, bytes_of, identity
 from glassengine.recording.write.directory import begun, make_directory, manifest_of, reason_of, save_manifest
 from glassengine.recording.write.shard import Shards
 from glassengine.recording.write.uploads import SPOOL_BYTES, Spool, Uploads
-from glassengine.stores.places import Remote, place
+from glassengine.stores.places import RemotePath, place
 from glassengine.writing.checksums import crc32
 
 if TYPE_CHECKING:
@@ -416,7 +416,12 @@ class StoredWriter(RecordingWriter):
     """
 
     def __init__(
-        self, target: Remote, *, metadata: Mapping[str, Any], overwrite: bool = False, spool_bytes: int | None = None
+        self,
+        target: RemotePath,
+        *,
+        metadata: Mapping[str, Any],
+        overwrite: bool = False,
+        spool_bytes: int | None = None,
     ) -> None:
         self._process = os.getpid()
         self._spool = Spool.begun(target, overwrite=overwrite)
@@ -467,7 +472,7 @@ def new_writer(
 ) -> RecordingWriter:
     """Return what writes a recording to a path, here or in a store."""
     where = place(path)
-    if isinstance(where, Remote):
+    if isinstance(where, RemotePath):
         return StoredWriter(where, metadata=metadata, overwrite=overwrite, spool_bytes=spool_bytes)
     return RecordingWriter(where, metadata=metadata, overwrite=overwrite)
 

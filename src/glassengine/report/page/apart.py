@@ -12,7 +12,7 @@ from glassengine.errors import UsageError
 from glassengine.reading.files import printable
 from glassengine.recording.series import MEASURED, Chosen, SeriesReader
 from glassengine.report import words
-from glassengine.report.page.head import Cell, Chip, Fact, Head, Plot, Table, table
+from glassengine.report.page.head import Cell, Chip, Fact, Head, PageTable, Plot, table
 from glassengine.results import ArtifactComparison, SeriesComparison, SideBySide
 from glassengine.results.artifacts import Difference
 from glassengine.results.stored import Apart
@@ -160,7 +160,7 @@ def _series(result: SeriesComparison, recordings: Sequence[str | Path]) -> Head:
     return _head(result.ok, f"{found[:1].upper()}{found[1:]}.", lines, sides, tables, plots=drawn, notes=result.notes)
 
 
-def _open(title: str, about: str, columns: tuple[str, ...], rows: Sequence[Sequence[Cell]]) -> Table:
+def _open(title: str, about: str, columns: tuple[str, ...], rows: Sequence[Sequence[Cell]]) -> PageTable:
     return table(title, about, tuple(map(printable, columns)), rows, is_open=True)
 
 
@@ -169,7 +169,7 @@ def _head(
     sentence: str,
     lines: Sequence[tuple[str, str]],
     sides: tuple[str, str],
-    tables: Sequence[Table],
+    tables: Sequence[PageTable],
     *,
     facts: Sequence[Fact] = (),
     plots: Sequence[Plot] = (),

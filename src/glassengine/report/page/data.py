@@ -135,7 +135,7 @@ class ListFiles:
         self._items = []
 
 
-class Values:
+class PageValues:
     """Reads both records, and writes what is shown of their tensors.
 
     Args:
@@ -207,7 +207,7 @@ class _Names(dict[str, int]):
         return self[name]
 
 
-class Rows:
+class PageRows:
     """Takes pairs in order of execution, and writes their files.
 
     Args:

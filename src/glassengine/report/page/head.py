@@ -21,7 +21,7 @@ MOST_LINES = 200
 
 
 @dataclass(frozen=True)
-class Source:
+class PageSource:
     """A line of code of one side.
 
     Attributes:
@@ -85,7 +85,7 @@ class Head:
     mark: str
     tone: str
     sentence: str
-    sources: tuple[Source, ...] = ()
+    sources: tuple[PageSource, ...] = ()
     hint: tuple[tuple[str, str], ...] = ()
     lines: tuple[tuple[str, str], ...] = ()
     baseline: str = ""
@@ -97,7 +97,7 @@ class Head:
     severity: tuple[str, ...] = ()
     origins: tuple[tuple[str, ...], ...] = ()
     outputs: tuple[tuple[str, ...], ...] = ()
-    tables: tuple[Table, ...] = ()
+    tables: tuple[PageTable, ...] = ()
     plots: tuple[Plot, ...] = ()
     about_plots: str = "The series that part first."
     notes: tuple[str, ...] = field(default=())
@@ -197,7 +197,7 @@ def _calibrated(result: Comparison) -> str:
     return "" if result.calibration is None else f"; {result.calibration}"
 
 
-def _sources(found: Divergence | None) -> tuple[Source, ...]:
+def _sources(found: Divergence | None) -> tuple[PageSource, ...]:
     if found is None:
         return ()
     one = _source("baseline", found.source, found.site)
@@ -211,9 +211,9 @@ def _sources(found: Divergence | None) -> tuple[Source, ...]:
     return one, _source("candidate", found.candidate_source, found.candidate_site)
 
 
-def _source(side: str, source: str | None, site: str) -> Source:
+def _source(side: str, source: str | None, site: str) -> PageSource:
     place, code = sentences.parts_of_source(source) if source else (site, "")
-    return Source(side, printable(place), printable(code))
+    return PageSource(side, printable(place), printable(code))
 
 
 def _rungs(result: Comparison) -> list[tuple[str, ...]]:
@@ -288,7 +288,7 @@ def reasons_of(result: Comparison | None) -> list[tuple[str, str, str]]:
 def _replayed(result: Replayed, comparison: Comparison | None, pair: Pair | None) -> Head:
     inner = Head("", "", "") if comparison is None else _compared(comparison, pair)
     lines: list[tuple[str, str]] = [("error", result.error.strip().splitlines()[0])] if result.error else []
-    sources: tuple[Source, ...] = inner.sources
+    sources: tuple[PageSource, ...] = inner.sources
     sentence = words.replay_sentence(result)
     if comparison is not None and comparison.first_divergence is not None:
         sentence = inner.sentence
@@ -407,7 +407,7 @@ class Chip(NamedTuple):
 Cell = str | Chip
 
 
-class Table(NamedTuple):
+class PageTable(NamedTuple):
     """A table of a page.
 
     Attributes:
@@ -425,9 +425,9 @@ class Table(NamedTuple):
     is_open: bool = False
 
 
-def tables_of(result: Comparison) -> list[Table]:
+def tables_of(result: Comparison) -> list[PageTable]:
     """Return the tables of a comparison, as far as it has what they show."""
-    found: list[Table] = []
+    found: list[PageTable] = []
     columns: tuple[str, ...]
     inputs = [
         (case.case, str(used.step), used.origin, words.input_line(used), used.recipe)
@@ -472,12 +472,12 @@ _OF_LEVEL = {"wrong": "wrong", "limit": "suspicious", "note": "none"}
 
 def table(
     title: str, sentence: str, columns: tuple[str, ...], rows: Sequence[Sequence[Cell]], *, is_open: bool = False
-) -> Table:
+) -> PageTable:
     """Return a table of the first rows; it says how many there are in all."""
     shown = tuple(tuple(map(_printable, row)) for row in rows[:MOST_LINES])
     if len(rows) > MOST_LINES:
         sentence += f" The first {MOST_LINES} of {len(rows):,}; the JSON document has all."
-    return Table(title, sentence, columns, shown, is_open)
+    return PageTable(title, sentence, columns, shown, is_open)
 
 
 def _printable(cell: Cell) -> Cell:

@@ -32,7 +32,7 @@ from glassengine.errors import UsageError
 from glassengine.reading.files import open_regular, printable
 from glassengine.report import words
 from glassengine.report.page.apart import head_of_apart
-from glassengine.report.page.data import FOLDER, MOST_TENSORS, DataFolder, ListFiles, Rows, Values, compressed
+from glassengine.report.page.data import FOLDER, MOST_TENSORS, DataFolder, ListFiles, PageRows, PageValues, compressed
 from glassengine.report.page.head import Head, head_of, markdown, reasons_of
 from glassengine.report.page.redact import MOST_BYTES, MOST_PAIRS, first_pairs, redacted, redacted_text
 from glassengine.report.page.rollout import with_rollout
@@ -167,12 +167,12 @@ def _pages(
     made: str,
     most: int | None,
 ) -> WrittenReport:
-    rows: dict[int, Rows] = {}
+    rows: dict[int, PageRows] = {}
     folders: dict[int, DataFolder] = {}
 
     def taker(number: int) -> OnPair:
         folders[number] = DataFolder(new / str(number))
-        rows[number] = Rows(folders[number])
+        rows[number] = PageRows(folders[number])
         return rows[number].add if most is None else first_pairs(rows[number].add, most)
 
     shown = read_result(result, taker) if isinstance(result, (str, Path)) else without_pairs(result, taker)
@@ -187,7 +187,7 @@ def _pages(
     for number in range(len(shown)):
         if number not in rows:
             taker(number)
-    values = [Values(recordings[0], candidate) for candidate in recordings[1:]]
+    values = [PageValues(recordings[0], candidate) for candidate in recordings[1:]]
     if values and len(values) != len(shown):
         expected = f"the baseline's and {len(shown)} more"
         raise UsageError("the recordings are not those of the result", got=f"{len(values) + 1}", expected=expected)
@@ -255,7 +255,7 @@ def _worst(shown: Sequence[Stored]) -> Verdict | None:
 
 
 def _page(
-    shown: Stored, rows: Rows, folder: DataFolder, values: Values | None
+    shown: Stored, rows: PageRows, folder: DataFolder, values: PageValues | None
 ) -> tuple[Head, ReportPage, list[tuple[str, str, str]]]:
     """Write the data of one page, and return what goes into it."""
     result = shown.comparison
@@ -294,7 +294,7 @@ def _page(
     return head, page, reasons_of(result)
 
 
-def _write_reads(reads: Mapping[str, Sequence[str]], rows: Rows, folder: DataFolder) -> None:
+def _write_reads(reads: Mapping[str, Sequence[str]], rows: PageRows, folder: DataFolder) -> None:
     """Write, of each site in the order of their places, the places of the sites that its op reads."""
     found = ListFiles(folder, "inputs", _READS_PER_FILE)
     for site in rows.sites:
@@ -309,7 +309,7 @@ def _steps(steps: Sequence[int], result: Comparison | None) -> tuple[StepLabel, 
     return tuple(StepLabel(step, texts[step][:_LONGEST_TEXT] if step < len(texts) else "") for step in steps)
 
 
-def _why_none(values: Values | None) -> str:
+def _why_none(values: PageValues | None) -> str:
     if values is None:
         return (
             "The result has no values. With two recordings: glass report RESULT -o DIR --recordings BASELINE CANDIDATE"

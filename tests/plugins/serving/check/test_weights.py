@@ -18,7 +18,7 @@ from glassengine.plugins.serving.check.weights import JudgedWeight, WeightsFound
 from glassengine.plugins.serving.ggml.candidate import open_gguf
 from glassengine.plugins.serving.ggml.types import BY_NAME, step_of
 from glassengine.plugins.serving.ggml.write import ARCHITECTURES, file_tensors, write_gguf
-from glassengine.serving.protocol import Options, ServedWeight
+from glassengine.serving.protocol import ServedWeight, ServingOptions
 from glassengine.testing.architectures import FAMILIES
 from tests.plugins.serving.check.end_to_end.llama_cpp import quantized
 
@@ -36,7 +36,7 @@ def made(family: str) -> nn.Module:
 
 
 def judged(module: nn.Module, path: Path) -> WeightsFound:
-    served = open_gguf(str(path), Options())
+    served = open_gguf(str(path), ServingOptions())
     parameters = dict(module.named_parameters(remove_duplicate=False))
     found = served.weights(module, module.config)
     return judge_weights(parameters, found, served.extra_weights(), numbers_of(module.config))
@@ -108,7 +108,7 @@ def test_two_weights_are_exchanged(tmp_path: Path) -> None:
 def test_one_wrong_scale_of_a_block_is_found(tmp_path: Path) -> None:
     module = made("llama")
     write_gguf(module, tmp_path / "a.gguf", kind="Q8_0")
-    served = open_gguf(str(tmp_path / "a.gguf"), Options())
+    served = open_gguf(str(tmp_path / "a.gguf"), ServingOptions())
     data = bytearray((tmp_path / "a.gguf").read_bytes())
     tensor = served.file.tensors["blk.1.ffn_down.weight"]
     for block in range(4):  # the scale of a block is its first two bytes: another exponent
@@ -157,7 +157,7 @@ def relabelled(path: Path, name: str, new: int) -> None:
 
 
 def swapped(path: Path, name: str) -> None:
-    tensor = open_gguf(str(path), Options()).file.tensors[name]
+    tensor = open_gguf(str(path), ServingOptions()).file.tensors[name]
     data = bytearray(path.read_bytes())
     held = slice(tensor.offset, tensor.offset + tensor.num_bytes)
     data[held] = np.frombuffer(data[held], np.int16).byteswap().tobytes()
@@ -188,7 +188,7 @@ def test_f67_bytes_of_another_type_or_order_are_named(
 def test_f67_scales_that_are_no_numbers_are_placed(tmp_path: Path) -> None:
     module = made("llama")
     write_gguf(module, tmp_path / "a.gguf", kind="Q8_0")
-    tensor = open_gguf(str(tmp_path / "a.gguf"), Options()).file.tensors["blk.1.ffn_up.weight"]
+    tensor = open_gguf(str(tmp_path / "a.gguf"), ServingOptions()).file.tensors["blk.1.ffn_up.weight"]
     data = bytearray((tmp_path / "a.gguf").read_bytes())
     data[tensor.offset + 34 * 4 : tensor.offset + 34 * 4 + 2] = b"\x00\x7c"
     (tmp_path / "a.gguf").write_bytes(data)

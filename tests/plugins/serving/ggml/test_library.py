@@ -30,7 +30,7 @@ class _Library:
 def test_what_logs_outlives_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pointer to it is of the process: a later line would be written by memory that was freed."""
     monkeypatch.setattr(llama_cpp, "Library", _Library)
-    model = llama_cpp.Opened("library", "file")
+    model = llama_cpp.GgufModel("library", "file")
     library: Any = model.library
     del model
     gc.collect()

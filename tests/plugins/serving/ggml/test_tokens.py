@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from glassengine.plugins.serving.ggml.child import find_library
-from glassengine.plugins.serving.ggml.library import Opened
+from glassengine.plugins.serving.ggml.library import GgufModel
 from glassengine.plugins.serving.ggml.tokens import _split_of, vocabulary_of
 from glassengine.plugins.serving.ggml.write import write_gguf
 
@@ -24,7 +24,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
     vocabulary = vocabulary_of(module, str(MODEL))
     assert vocabulary is not None and vocabulary.split == "gpt-2"
     write_gguf(module, tmp_path / "model.gguf", vocabulary=vocabulary)
-    opened = Opened(str(find_library(None)), str(tmp_path / "model.gguf"))
+    opened = GgufModel(str(find_library(None)), str(tmp_path / "model.gguf"))
     tokenize = opened.library.llama_tokenize
     tokenize.argtypes = [c.c_void_p, c.c_char_p, c.c_int32, c.POINTER(c.c_int32), c.c_int32, c.c_bool, c.c_bool]
     tokenize.restype = c.c_int32

@@ -10,7 +10,7 @@ import pytest
 from glassengine.errors import CorruptError
 from glassengine.plugins.serving.ggml.candidate import open_gguf
 from glassengine.plugins.serving.ggml.write import write_gguf
-from glassengine.serving.protocol import Options
+from glassengine.serving.protocol import ServingOptions
 from glassengine.testing.architectures import FAMILIES
 
 
@@ -18,7 +18,7 @@ from glassengine.testing.architectures import FAMILIES
 def test_a_file_that_changes_after_it_was_checked(kind: str, tmp_path: Path) -> None:
     module, path = FAMILIES["llama"]().eval(), tmp_path / "a.gguf"
     write_gguf(module, path, kind="F32")
-    served = open_gguf(str(path), Options())
+    served = open_gguf(str(path), ServingOptions())
     if kind == "short":
         os.truncate(path, path.stat().st_size - 100)
     else:

@@ -14,7 +14,7 @@ from glassengine.plugins.serving.onnx.decoder import open_decoder
 from glassengine.plugins.serving.onnx.generator import OWN_LOOP, generated
 from glassengine.plugins.serving.onnx.record import run_decoder
 from glassengine.recording.read.reader import Recording
-from glassengine.serving.protocol import Run
+from glassengine.serving.protocol import ServingRun
 from glassengine.testing.architectures import FAMILIES
 from glassengine.testing.checkpoints import save_checkpoint
 from glassengine.testing.genai import build_genai
@@ -34,11 +34,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_its_scores_are_recorded_as_deployed(folder: Path, tmp_path: Path) -> None:
     decoder = open_decoder(folder)
-    run_decoder(decoder, Run(PROMPT, 2), tmp_path / "ops", architecture="decoder")
+    run_decoder(decoder, ServingRun(PROMPT, 2), tmp_path / "ops", architecture="decoder")
     exact = Recording.open(tmp_path / "ops")
     tokens = {entry.step: exact.tensor(entry) for entry in exact.entries if entry.site == ".:in.input_ids"}
     following = [int(tokens[step]) for step in (1, 2)]
-    run = Run(PROMPT, 2, following, as_deployed=True)
+    run = ServingRun(PROMPT, 2, following, as_deployed=True)
     found = generated(decoder, run)
     assert found is not None and not found.note and [one.shape[1] for one in found.logits] == [4, 1, 1]
     run_decoder(decoder, run, tmp_path / "deployed", architecture="decoder")
@@ -54,7 +54,7 @@ def test_its_scores_are_recorded_as_deployed(folder: Path, tmp_path: Path) -> No
 
 
 def test_another_token_is_told_and_ends_it(folder: Path) -> None:
-    found = generated(open_decoder(folder), Run(PROMPT, 2, [0, 0], as_deployed=True))
+    found = generated(open_decoder(folder), ServingRun(PROMPT, 2, [0, 0], as_deployed=True))
     assert found is not None and len(found.logits) == 1
     assert "picks token" in found.note and "the file by itself 0" in found.note
 
@@ -65,7 +65,7 @@ def test_a_folder_that_it_does_not_run_is_told(folder: Path, tmp_path: Path) -> 
     config = json.loads((folder / "genai_config.json").read_text())
     config["model"]["type"] = "a kind that there is not"
     (tmp_path / "genai_config.json").write_text(json.dumps(config))
-    found = generated(open_decoder(tmp_path), Run(PROMPT, 1, [0], as_deployed=True))
+    found = generated(open_decoder(tmp_path), ServingRun(PROMPT, 1, [0], as_deployed=True))
     assert found is not None and found.note.startswith("onnxruntime-genai fails after 0 steps")
-    assert generated(open_decoder(folder / "model.onnx"), Run(PROMPT, 1)) is None
+    assert generated(open_decoder(folder / "model.onnx"), ServingRun(PROMPT, 1)) is None
     assert isinstance(found.logits, list) and not np.array(found.logits).size

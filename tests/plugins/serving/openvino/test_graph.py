@@ -14,7 +14,7 @@ from torch import nn
 
 from glassengine.errors import UsageError
 from glassengine.plugins.serving.openvino.graph import held, key_of, observed
-from glassengine.serving.protocol import Options, open_served
+from glassengine.serving.protocol import ServingOptions, open_served
 
 
 def named(node: Any, name: str) -> Any:
@@ -99,9 +99,9 @@ def test_gains_without_a_name_are_found_by_their_module_and_numbers() -> None:
 
 def test_what_is_no_decoder_is_refused(tmp_path: Any) -> None:
     with pytest.raises(UsageError, match="no such file"):
-        open_served(f"openvino:{tmp_path}", Options())
+        open_served(f"openvino:{tmp_path}", ServingOptions())
     (tmp_path / "openvino_model.xml").write_text("<net/>")
-    served = open_served(f"openvino:{tmp_path}", Options())
+    served = open_served(f"openvino:{tmp_path}", ServingOptions())
     assert served is not None
     with pytest.raises(UsageError, match=re.escape("cannot read")):
         served.weights(Layer(), None)

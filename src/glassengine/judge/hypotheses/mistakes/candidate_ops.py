@@ -15,7 +15,7 @@ from glassengine.judge.hypotheses.mistakes.argument_words import kind_of_op
 from glassengine.judge.hypotheses.mistakes.tensor_roles import BENDING
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, constants_of, shown, tensors_of
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import Call, is_real
+from glassengine.judge.hypotheses.trials.trial import TrialCall, is_real
 from glassengine.numerics.float64 import retarget
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
@@ -34,7 +34,7 @@ def extra_op(question: Question) -> Iterator[Hypothesis]:
         kind: Kind = "activation" if traits_of(theirs).kind in BENDING else "other"
         done, number = _called_with(theirs)
 
-        def edit(call: Call, done: Callable[..., Any] = done, number: int = number) -> Any:
+        def edit(call: TrialCall, done: Callable[..., Any] = done, number: int = number) -> Any:
             return done([call.value] * number)
 
         for node in reversed([*trial.inputs, *trial.ops]):
@@ -53,7 +53,7 @@ def another_op(question: Question) -> Iterator[Hypothesis]:
             continue
         done, number = _called_with(theirs)
 
-        def edit(call: Call, done: Callable[..., Any] = done) -> Any:
+        def edit(call: TrialCall, done: Callable[..., Any] = done) -> Any:
             leaves = pytree.tree_leaves((call.args, dict(call.kwargs)))
             return _first_of(done([leaf for leaf in leaves if isinstance(leaf, Tensor)]), call)
 
@@ -82,7 +82,7 @@ def one_for_several(question: Question) -> Iterator[Hypothesis]:
                 continue
             first = next((node for node in replaced if source in node.all_input_nodes), end)
 
-            def edit(call: Call, value: Tensor = value, done: Callable[..., Any] = done) -> Any:
+            def edit(call: TrialCall, value: Tensor = value, done: Callable[..., Any] = done) -> Any:
                 return _first_of(done([value]), call)
 
             text = f"{op_name(first)} and what follows in the baseline, {op_name(theirs)} in the candidate"
@@ -114,6 +114,6 @@ def _called_with(theirs: Node) -> tuple[Callable[[Sequence[Any]], Any], int]:
     return done, len(places)
 
 
-def _first_of(made: Any, call: Call) -> Any:
+def _first_of(made: Any, call: TrialCall) -> Any:
     """Return what stands for the result of a call: a largest value comes with its index."""
     return made[0] if isinstance(made, (tuple, list)) and isinstance(call.value, Tensor) else made

@@ -15,7 +15,7 @@ from glassengine.judge.graphs.between import passes_on, walk
 from glassengine.judge.hypotheses.mistakes.tensor_roles import is_of_places, turned_by
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import Call, Edit, is_real
+from glassengine.judge.hypotheses.trials.trial import Edit, TrialCall, is_real
 from glassengine.numerics.metrics.orders import orders_of
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
@@ -142,7 +142,7 @@ def _orders(parts: Sequence[int]) -> list[tuple[int, ...]]:
 def _split_as(
     joined: Sequence[int], axis: int, parts: Sequence[int], order: Sequence[int], shape: Sequence[int]
 ) -> Edit:
-    def edit(call: Call) -> Any:
+    def edit(call: TrialCall) -> Any:
         given = call.args[0].reshape(joined)
         apart = given.reshape(*given.shape[:axis], *(parts[i] for i in order), *given.shape[axis + 1 :])
         back = [axis + list(order).index(i) for i in range(len(parts))]
@@ -153,7 +153,7 @@ def _split_as(
 
 
 def _merged_as(first: int, order: Sequence[int], shape: Sequence[int]) -> Edit:
-    def edit(call: Call) -> Any:
+    def edit(call: TrialCall) -> Any:
         value = call.args[0]
         axes = [*range(first), *(first + i for i in order), *range(first + len(order), value.dim())]
         return value.permute(axes).reshape(shape)
@@ -310,7 +310,7 @@ def _not_grouped(question: Question, node: Node, given: Sequence[int], made: tor
 
 
 def _reordered(order: torch.Tensor, axis: int, joined: Sequence[int] | None = None) -> Edit:
-    def edit(call: Call) -> Any:
+    def edit(call: TrialCall) -> Any:
         given = call.args[0]
         whole = given if joined is None else given.reshape(joined)
         return call.again(whole.index_select(axis, order).reshape(given.shape), *call.args[1:], **call.kwargs)

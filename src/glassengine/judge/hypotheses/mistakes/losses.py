@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from glassengine.judge.graphs.between import passes_on
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import Call, Edit
+from glassengine.judge.hypotheses.trials.trial import Edit, TrialCall
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind
 
@@ -126,7 +126,7 @@ def _whole(question: Question, source: object, *, is_moved: bool = False) -> Ten
 
 
 def _loss(value: Tensor) -> Edit:
-    def edit(call: Call) -> object:
+    def edit(call: TrialCall) -> object:
         """The forward of the decomposed loss has its weight as a second result."""
         return (value, *call.value[1:]) if isinstance(call.value, (tuple, list)) else value
 

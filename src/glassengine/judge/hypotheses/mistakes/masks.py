@@ -12,7 +12,7 @@ from glassengine.judge.graphs.between import down
 from glassengine.judge.hypotheses.mistakes.tensor_roles import PLACING
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, bound
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import Call, Edit
+from glassengine.judge.hypotheses.trials.trial import Edit, TrialCall
 from glassengine.numerics.mask_values import HIDDEN
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of
@@ -129,7 +129,7 @@ def _heads(question: Question, node: Node) -> Iterator[Edit]:
         return
     heads, shared = query.shape[1], key.shape[1]
 
-    def repeated(call: Call) -> Any:
+    def repeated(call: TrialCall) -> Any:
         own, kwargs = bound(call.node.target, call.args, call.kwargs)
         spread = [t.repeat(1, heads // shared, 1, 1) for t in own[1:3]]
         return call.target(own[0], *spread, *own[3:], **{**kwargs, "enable_gqa": False})
@@ -141,7 +141,7 @@ def _heads(question: Question, node: Node) -> Iterator[Edit]:
             continue
         order = torch.arange(heads).reshape(-1, group).T.reshape(-1)
 
-        def in_turn(call: Call, order: torch.Tensor = order, group: int = group) -> Any:
+        def in_turn(call: TrialCall, order: torch.Tensor = order, group: int = group) -> Any:
             key, value = call.args[1], call.args[2]
             alike = key.reshape(key.shape[0], -1, group, *key.shape[2:])
             if not torch.equal(alike, alike[:, :, :1].expand_as(alike)):
@@ -160,7 +160,7 @@ def seen_by(mask: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 def masked(seen: torch.Tensor | None) -> Edit:
     """Return the edit by which an attention sees something else."""
 
-    def edit(call: Call) -> Any:
+    def edit(call: TrialCall) -> Any:
         args, kwargs = bound(call.node.target, call.args, call.kwargs)
         return call.target(*args[:MASK], seen, args[_DROPOUT], False, *args[_CAUSAL + 1 :], **kwargs)
 

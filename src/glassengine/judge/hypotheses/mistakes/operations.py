@@ -20,7 +20,7 @@ from glassengine.judge.graphs.by_name import argument_names
 from glassengine.judge.hypotheses.mistakes.activations import Pointwise
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, bound, literals_of, reading, tensors_of
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import Call, Edit, edited
+from glassengine.judge.hypotheses.trials.trial import Edit, TrialCall, edited
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind
 
@@ -98,7 +98,7 @@ def _others(question: Question, node: Node) -> Iterator[Other]:
 
 
 def _along(name: str) -> Edit:
-    def edit(call: Call) -> Any:
+    def edit(call: TrialCall) -> Any:
         """The largest values along an axis come with their places, which are left as they are."""
         made = getattr(torch, name)(*call.args, **call.kwargs)
         return (made if isinstance(made, Tensor) else made[0], *call.value[1:])
@@ -107,14 +107,14 @@ def _along(name: str) -> Edit:
 
 
 def _by_name(name: str) -> Edit:
-    def edit(call: Call) -> Any:
+    def edit(call: TrialCall) -> Any:
         return getattr(torch, name)(*call.args, **{key: value for key, value in call.kwargs.items() if key != "dtype"})
 
     return edit
 
 
 def _padded(mode: str) -> Edit:
-    def edit(call: Call) -> Any:
+    def edit(call: TrialCall) -> Any:
         given, pad = call.args[0], list(call.args[1])
         # Modes but the constant one need each axis, from the last one on.
         while len(pad) > 2 and not any(pad[-2:]):
@@ -165,7 +165,7 @@ def _with_weight(change: Pointwise) -> Edit:
 
 
 def _padded_before(sizes: Sequence[tuple[int, int]], mode: str) -> Edit:
-    def edit(call: Call) -> Any:
+    def edit(call: TrialCall) -> Any:
         args, kwargs = bound(call.node.target, call.args, call.kwargs)
         given = F.pad(args[0], [side for pair in reversed(sizes) for side in pair], mode=mode)
         return call.target(given, *args[1:4], [0] * len(sizes), *args[5:], **kwargs)
@@ -173,7 +173,7 @@ def _padded_before(sizes: Sequence[tuple[int, int]], mode: str) -> Edit:
     return edit
 
 
-def _padded_as_same(call: Call) -> Any:
+def _padded_as_same(call: TrialCall) -> Any:
     """Pad so that there are as many results as strides in what is given, and what is odd comes behind."""
     args, _ = bound(call.node.target, call.args, call.kwargs)
     shapes = args[0].shape[2:], args[1].shape[2:]
@@ -232,7 +232,7 @@ def _norm(
 ) -> Edit:
     """Return a norm with its mean and its spread `over` other axes than those of the node, or computed otherwise."""
 
-    def edit(call: Call) -> Any:
+    def edit(call: TrialCall) -> Any:
         args, _ = bound(call.node.target, call.args, call.kwargs)
         x, shape, weight = args[:3]
         bias, eps = (args[3], args[4]) if op_name(node) == "layer_norm" else (None, args[3] or 1e-6)
@@ -256,7 +256,7 @@ def _eps_outside(question: Question, node: Node) -> Iterator[Hypothesis]:
     for literal in literals_of(source):
         if literal.name == "other" and isinstance(literal.value, float) and 0 < literal.value <= _LARGEST_EPS:
 
-            def edit(call: Call, eps: float = literal.value) -> Any:
+            def edit(call: TrialCall, eps: float = literal.value) -> Any:
                 root = (call.args[0] - eps).clamp(min=0).sqrt() + eps
                 return 1 / root if op_name(node) == "rsqrt" else root
 

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, tensors_of, with_leaves
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import Call, Edit, is_real
+from glassengine.judge.hypotheses.trials.trial import Edit, TrialCall, is_real
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 
@@ -51,7 +51,7 @@ def in_its_own_dtype(question: Question) -> Iterator[Hypothesis]:
 
 
 def _of_operands(places: list[int], rounded: Rounding, finished: Rounding = lambda made: made) -> Edit:
-    def edit(call: Call) -> Any:
+    def edit(call: TrialCall) -> Any:
         leaves = pytree.tree_leaves((call.args, dict(call.kwargs)))
         return finished(with_leaves(call, {place: rounded(leaves[place]) for place in places}))
 

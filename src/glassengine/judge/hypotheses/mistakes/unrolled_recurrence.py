@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from glassengine.judge.graphs.between import ancestors, passes_on
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, reading, tensors_of
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import Call, Edit
+from glassengine.judge.hypotheses.trials.trial import Edit, TrialCall
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 
@@ -101,7 +101,7 @@ def _leaf(op: Node, place: int) -> Node:
 def _alone(place: int) -> Edit:
     """Leave one operand, as it is when the edit is made, of the shape of the result."""
 
-    def edit(call: Call) -> Any:
+    def edit(call: TrialCall) -> Any:
         leaf = pytree.tree_leaves((call.args, dict(call.kwargs)))[place]
         return leaf.expand(call.value.shape)
 

@@ -13,7 +13,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.judge.graphs.by_name import argument_names
-from glassengine.judge.hypotheses.trials.trial import Call, Edit, Trial
+from glassengine.judge.hypotheses.trials.trial import Edit, Trial, TrialCall
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind
 
@@ -59,7 +59,7 @@ class Literal:
 def becoming(changed: Sequence[tuple[Literal, Any]]) -> Edit:
     """Return the edit that gives an op other values of some arguments."""
 
-    def edit(call: Call) -> Any:
+    def edit(call: TrialCall) -> Any:
         args, kwargs = bound(call.node.target, call.args, call.kwargs)
         positional = list(args)
         for literal, value in changed:
@@ -137,7 +137,7 @@ def tensors_of(trial: Trial, node: Node) -> list[tuple[int, Node]]:
     ]
 
 
-def with_leaves(call: Call, changed: Mapping[int, Any]) -> Any:
+def with_leaves(call: TrialCall, changed: Mapping[int, Any]) -> Any:
     """Return what an op makes with some of its arguments, counted as leaves, replaced."""
     leaves, spec = pytree.tree_flatten((call.args, dict(call.kwargs)))
     args, kwargs = pytree.tree_unflatten([changed.get(i, leaf) for i, leaf in enumerate(leaves)], spec)

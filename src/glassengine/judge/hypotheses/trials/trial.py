@@ -85,7 +85,7 @@ def factor_between(one: torch.Tensor, other: torch.Tensor, otherwise: float = 0.
     return float((one * other).sum()) / power if power and math.isfinite(power) else otherwise
 
 
-class Call:
+class TrialCall:
     """One node as it is computed in float64: the op, its arguments and what it makes."""
 
     def __init__(self, node: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> None:
@@ -96,11 +96,11 @@ class Call:
         return self.target(*args, **kwargs)
 
 
-Edit = Callable[[Call], Any] | torch.Tensor
+Edit = Callable[[TrialCall], Any] | torch.Tensor
 """What a node makes instead: a tensor, or a function of its call."""
 
 
-def edited(call: Call, edit: Edit) -> Any:
+def edited(call: TrialCall, edit: Edit) -> Any:
     """Return what a node makes by an edit."""
     return edit if isinstance(edit, torch.Tensor) else edit(call)
 
@@ -151,7 +151,7 @@ class Trial:
         """Take what the piece itself costs: once in float64, and once as the baseline rounds; raises `OutOfWork`."""
         self.budget.spend(2 * sum(self._cost.values()))
 
-    def call(self, node: Node) -> Call:
+    def call(self, node: Node) -> TrialCall:
         """Return a node with its arguments in float64."""
         return self._call(node, self.values, is_known=True)
 
@@ -208,16 +208,16 @@ class Trial:
     def _spend(self, nodes: Iterable[Node]) -> None:
         self.budget.spend(sum(self._cost[node] for node in nodes) + _OF_TRIAL)
 
-    def _call(self, node: Node, values: Mapping[Node, Any], *, is_known: bool = False) -> Call:
+    def _call(self, node: Node, values: Mapping[Node, Any], *, is_known: bool = False) -> TrialCall:
         if node.op == "placeholder":
-            return Call(node, None, (), {}, values[node])
+            return TrialCall(node, None, (), {}, values[node])
         if node not in self._called:
             self._called[node] = target_of(node), *retargeted((node.args, dict(node.kwargs)))
         target, args, kwargs = self._called[node]
         args = tuple([_given(item, values) for item in args])
         kwargs = {name: _given(item, values) for name, item in kwargs.items()}
         value = values[node] if is_known else target(*args, **kwargs)
-        return Call(node, target, args, kwargs, value)
+        return TrialCall(node, target, args, kwargs, value)
 
 
 def _below(ops: list[Node], inputs: list[Node]) -> dict[Node, set[Node]]:

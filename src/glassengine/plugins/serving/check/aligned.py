@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from glassengine.backends.accuracy.calibration import of_any_runtime
 from glassengine.errors import UsageError
-from glassengine.judge.replay.reference import Arithmetic
+from glassengine.judge.replay.reference import CoarseArithmetic
 from glassengine.judge.sides.recorded import RecordedTensors
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.ops import Accumulation
@@ -105,7 +105,7 @@ def operands_of(alignment: Alignment, program: Program) -> tuple[dict[str, Calla
 
 def arithmetic_of(
     alignment: Alignment, program: Program, operands: Mapping[str, Callable[[torch.Tensor], Read]], *, as_deployed: bool
-) -> Arithmetic:
+) -> CoarseArithmetic:
     """Return what an engine computes more coarsely than float32, op by op.
 
     Args:
@@ -137,7 +137,7 @@ def arithmetic_of(
     said = [_WORDS.get(kind, "8-bit activations") for kind in sorted(kinds)]
     said += [f"{table.deployed} keys and values"] * (cached is not None)
     said += ["float16 tables"] * bool(alignment.rounded)
-    return Arithmetic(found, summed, rounded, tuple(dict.fromkeys(said)))
+    return CoarseArithmetic(found, summed, rounded, tuple(dict.fromkeys(said)))
 
 
 _AS_READ = {torch.float16: "F16", torch.bfloat16: "BF16"}

@@ -34,7 +34,7 @@ from glassengine.engine.build.checks import check_dtype
 from glassengine.engine.build.checks import check_written as check_arguments
 from glassengine.errors import UsageError
 from glassengine.judge.cases import Case
-from glassengine.judge.replay.reference import PLAIN, Arithmetic
+from glassengine.judge.replay.reference import PLAIN, CoarseArithmetic
 from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.judge.sides.module import threads_for
 from glassengine.judge.sides.protocol import Place
@@ -192,10 +192,10 @@ def take_over(module: nn.Module, held: Mapping[str, ServedWeight], weights: Weig
 
 def _add(
     climb: Climb, runs: Runs, config: Any, layout: str | None, *, with_weights: bool
-) -> tuple[list[Alignment], list[Arithmetic]]:
+) -> tuple[list[Alignment], list[CoarseArithmetic]]:
     """Add a side for the records of each level; return how each was aligned, and what it computes more coarsely."""
     alignments = []
-    coarse: list[Arithmetic] = []
+    coarse: list[CoarseArithmetic] = []
     for rung, sources in runs.records.items():
         alignment = Alignment(sources, climb.program, config, layout)
         operands, kinds = operands_of(alignment, climb.program)
@@ -231,7 +231,7 @@ def _add(
     return alignments, coarse
 
 
-def _judge(climb: Climb, coarse: Sequence[Arithmetic], stored: AsStored | None, progress: Progress) -> None:
+def _judge(climb: Climb, coarse: Sequence[CoarseArithmetic], stored: AsStored | None, progress: Progress) -> None:
     """Judge each side by the noise of its own arithmetic: what is float32 throughout, apart from what is coarser.
 
     Args:
@@ -245,7 +245,7 @@ def _judge(climb: Climb, coarse: Sequence[Arithmetic], stored: AsStored | None, 
     others = [score for score in sides if score not in plain]
     chooser = None
     for scores in filter(None, (plain, others)):
-        climb.arithmetic = functools.reduce(Arithmetic.joined, coarse) if scores is others else PLAIN
+        climb.arithmetic = functools.reduce(CoarseArithmetic.joined, coarse) if scores is others else PLAIN
         beside = model if chooser is None else Score(chooser, climb.program)
         count = severity_counter(climb, progress, scores, chooser)
         last = scores[-1].side if stored is not None and scores[-1] is sides[-1] else None

@@ -10,7 +10,7 @@ from typing import Any
 
 from glassengine.plugins.serving.alignment import EPSILONS
 from glassengine.results import Divergence, Hint, Kind
-from glassengine.serving.protocol import Setting
+from glassengine.serving.protocol import EngineSetting
 
 _DEPTH = 8
 _SAME = 1e-5
@@ -44,7 +44,7 @@ _LITERALS = (
 
 
 def with_settings(
-    found: Sequence[Divergence], graph: Mapping[str, Any], config: Any, settings: Sequence[Setting]
+    found: Sequence[Divergence], graph: Mapping[str, Any], config: Any, settings: Sequence[EngineSetting]
 ) -> list[Divergence]:
     """Return divergences with hints: literals of the nodes near them that the checkpoint has otherwise.
 
@@ -77,7 +77,7 @@ def _without_repeats(hints: Iterable[Hint]) -> list[Hint]:
     return found
 
 
-def _hints(one: Divergence, graph: Mapping[str, Any], config: Any, settings: Sequence[Setting]) -> Iterator[Hint]:
+def _hints(one: Divergence, graph: Mapping[str, Any], config: Any, settings: Sequence[EngineSetting]) -> Iterator[Hint]:
     expected = _expected(config)
     near = [site for name in (one.candidate_site or "").split() for site in _above(name, graph)]
     for site in near:
@@ -93,7 +93,7 @@ def _hints(one: Divergence, graph: Mapping[str, Any], config: Any, settings: Seq
             yield _of(setting, _NEARBY)
 
 
-def _of(setting: Setting, score: float) -> Hint:
+def _of(setting: EngineSetting, score: float) -> Hint:
     text = f"{setting.name} is {setting.found:.6g}, in the checkpoint {setting.expected:.6g}"
     return Hint(setting.kind, text, score, evidence="argument")
 

@@ -21,7 +21,7 @@ from glassengine.program import LoadedModel
 from glassengine.recording.formats.folders import ranks_of
 from glassengine.recording.read.source import TensorSource, open_source
 from glassengine.results import Skipped
-from glassengine.serving.protocol import Run, Served, ServedOnce, ServedTogether
+from glassengine.serving.protocol import Served, ServedOnce, ServedTogether, ServingRun
 
 DEPLOYED = "as deployed"
 
@@ -70,7 +70,7 @@ def runs_of(served: Served, model: LoadedModel, inputs: Inputs, steps: int, fold
     if isinstance(served, ServedTogether):
         return _together(served, model, given, steps, folder, skipped)
     for number, case in enumerate(given):
-        run = Run(_prompt(case), steps, numbers=numbers)
+        run = ServingRun(_prompt(case), steps, numbers=numbers)
         served.record(run, folder / f"ops-{number}")
         ops = open_source(folder / f"ops-{number}")
         made = case_of(ops, model.generation)
@@ -137,7 +137,7 @@ def _together(
 ) -> Runs:
     """Run prompts alone, then all of them at once, on the same tokens."""
     numbers = numbers_of(getattr(model.module, "config", None))
-    runs = [Run(_prompt(case), steps, numbers=numbers) for case in given]
+    runs = [ServingRun(_prompt(case), steps, numbers=numbers) for case in given]
     ways = {Place.RECORD.value: "alone", DEPLOYED: "together"}
     sources = served.record_together(runs, folder, list(ways.values()))
     records: dict[str, dict[str, TensorSource]] = {}
@@ -181,7 +181,7 @@ def run_of_encoder(served: Served, model: LoadedModel, inputs: Inputs, folder: P
     records: dict[str, dict[str, TensorSource]] = {}
     for rung, is_deployed in ((Place.RECORD.value, False), (DEPLOYED, True)):
         path = folder / f"encoder-{int(is_deployed)}"
-        served.record(Run([int(token) for token in ids[0]], 0, as_deployed=is_deployed), path)
+        served.record(ServingRun([int(token) for token in ids[0]], 0, as_deployed=is_deployed), path)
         records[rung] = {case.name: open_source(path)}
     return Runs([case], records, [])
 

@@ -11,7 +11,7 @@ from glassengine.errors import UsageError
 from glassengine.plugins.serving.interpreter import Elsewhere, Interpreter
 from glassengine.recording.formats.files import SafetensorsFile
 from glassengine.recording.write.writer import RecordingWriter
-from glassengine.serving.protocol import Options, Run
+from glassengine.serving.protocol import ServingOptions, ServingRun
 
 INSIDE = Path(__file__).parent / "inside"
 _RECORD = "etrecord.bin"
@@ -30,7 +30,7 @@ class ExecutorchCandidate(Elsewhere):
 
     file: Path
     record_file: Path
-    options: Options
+    options: ServingOptions
     kind: str = "executorch"
     choices: Sequence[str] = ()
     runs_once: bool = True
@@ -40,7 +40,7 @@ class ExecutorchCandidate(Elsewhere):
         """As it was given."""
         return f"executorch:{self.file}"
 
-    def record(self, run: Run, path: Path) -> None:
+    def record(self, run: ServingRun, path: Path) -> None:
         """Run the program: on a prompt that is repeated or cut to its length, or with its cache, step by step.
 
         A program of one token is given the prompt token by token, and the first one counts as the prefill.
@@ -86,7 +86,7 @@ def _take(file: Path, step: int, writer: RecordingWriter) -> list[int]:
     return tokens
 
 
-def open_executorch(place: str, options: Options) -> ExecutorchCandidate:
+def open_executorch(place: str, options: ServingOptions) -> ExecutorchCandidate:
     """Return the candidate of a file.
 
     Raises:

@@ -11,12 +11,12 @@ from typing import Any
 from torch import nn
 
 from glassengine.errors import UsageError
-from glassengine.plugins.serving.alignment import EPSILONS, Table, numbers_of, table_of
+from glassengine.plugins.serving.alignment import EPSILONS, AlignmentTable, numbers_of, table_of
 from glassengine.plugins.serving.ggml.child import find_library, run_llama
 from glassengine.plugins.serving.ggml.file import GgufFile
 from glassengine.plugins.serving.ggml.weights import read_values, served_weights
 from glassengine.results import Kind
-from glassengine.serving.protocol import Options, Run, ServedWeight, Setting
+from glassengine.serving.protocol import EngineSetting, ServedWeight, ServingOptions, ServingRun
 
 
 @dataclass
@@ -29,7 +29,7 @@ class GgufCandidate:
     """
 
     file: GgufFile
-    options: Options
+    options: ServingOptions
     kind: str = "gguf"
     _extra: list[str] = field(default_factory=list)
 
@@ -43,7 +43,7 @@ class GgufCandidate:
         """Whether it is an encoder, which runs in one step."""
         return self.file.encodes
 
-    def table(self, config: Any) -> Table:
+    def table(self, config: Any) -> AlignmentTable:
         """Return the table of its architecture for a checkpoint."""
         return table_of("ggml", self.file.architecture, numbers_of(config))
 
@@ -56,16 +56,16 @@ class GgufCandidate:
         """Return the file's tensors that stand for no parameter."""
         return self._extra
 
-    def settings(self, config: Any) -> Sequence[Setting]:
+    def settings(self, config: Any) -> Sequence[EngineSetting]:
         """Return the numbers among the file's settings that the checkpoint's configuration has too."""
         return list(_settings(self.file, config))
 
-    def record(self, run: Run, path: Path) -> None:
+    def record(self, run: ServingRun, path: Path) -> None:
         """Run llama.cpp in a process of its own and write down every node."""
         run_llama(self.file, find_library(self.options.library), run, path, self.options.threads)
 
 
-def open_gguf(place: str, options: Options) -> GgufCandidate:
+def open_gguf(place: str, options: ServingOptions) -> GgufCandidate:
     """Return the candidate of a file.
 
     Raises:
@@ -80,7 +80,7 @@ def open_gguf(place: str, options: Options) -> GgufCandidate:
     return GgufCandidate(GgufFile(place), options)
 
 
-def _settings(file: GgufFile, config: Any) -> Iterator[Setting]:
+def _settings(file: GgufFile, config: Any) -> Iterator[EngineSetting]:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     numbers = numbers_of(config)
     rope = getattr(text, "rope_parameters", None)
@@ -114,11 +114,11 @@ def _settings(file: GgufFile, config: Any) -> Iterator[Setting]:
     for name, (expected, kind) in known.items():
         found = file.number(name)
         if found is not None and isinstance(expected, (int, float)) and math.isfinite(expected):
-            yield Setting(f"{file.architecture}.{name}", float(found), float(expected), kind)
+            yield EngineSetting(f"{file.architecture}.{name}", float(found), float(expected), kind)
     if full.get("rope_type") == "llama3" and _has_long_waves(full, numbers["rotated"] or 0):
         tensor = file.tensors.get(_FACTORS)
         found = 1.0 if tensor is None else float(read_values(file, tensor).max())
-        yield Setting(f"the largest number of {_FACTORS}", found, float(full["factor"]), "position")
+        yield EngineSetting(f"the largest number of {_FACTORS}", found, float(full["factor"]), "position")
 
 
 _FACTORS = "rope_freqs.weight"

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from glassengine.plugins.serving.ggml.library import CALLBACK, Library, Opened
+from glassengine.plugins.serving.ggml.library import CALLBACK, GgufModel, Library
 
 _DTYPES = {
     "f32": "<f4",
@@ -133,7 +133,7 @@ def _word(tensor: int, offset: int) -> int:
 
 def capture(request: dict[str, Any]) -> None:
     """Run the model of a request."""
-    opened = Opened(request["library"], request["file"], verbose=bool(request.get("verbose")))
+    opened = GgufModel(request["library"], request["file"], verbose=bool(request.get("verbose")))
     folder = Path(request["folder"])
     library, vocabulary = opened.library, opened.vocabulary
     prompt, forced, steps = request["prompt"], request.get("following"), request["steps"]

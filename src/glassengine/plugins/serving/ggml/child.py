@@ -22,7 +22,7 @@ from glassengine.plugins.serving.ggml.file import GgufFile
 from glassengine.reading.documents import Size
 from glassengine.reading.files import open_regular, shown
 from glassengine.recording.write.writer import RecordingWriter
-from glassengine.serving.protocol import Run
+from glassengine.serving.protocol import ServingRun
 
 _MODULE = "glassengine.plugins.serving.ggml.capture"
 _PATIENCE = 3600
@@ -79,7 +79,7 @@ def find_library(given: str | Path | None) -> Path:
     )
 
 
-def run_llama(file: GgufFile, library: Path, run: Run, path: Path, threads: int) -> dict[str, Any]:
+def run_llama(file: GgufFile, library: Path, run: ServingRun, path: Path, threads: int) -> dict[str, Any]:
     """Run llama.cpp on a file and write a recording of every node; return what is known of it.
 
     Args:
@@ -147,7 +147,7 @@ def _lines(folder: Path) -> Iterator[_Node]:
             yield decoder.decode(line)
 
 
-def _write(folder: Path, path: Path, run: Run, file: GgufFile) -> dict[str, Any]:
+def _write(folder: Path, path: Path, run: ServingRun, file: GgufFile) -> dict[str, Any]:
     answer: dict[str, Any] = {}
     for line in _lines(folder):
         answer = line.answer or answer
@@ -202,7 +202,7 @@ def _write(folder: Path, path: Path, run: Run, file: GgufFile) -> dict[str, Any]
     return {**metadata, "graph": graph, "made": answer["made"]}
 
 
-def _given(run: Run, tokens: list[int], step: int) -> list[int]:
+def _given(run: ServingRun, tokens: list[int], step: int) -> list[int]:
     """Return the tokens that a step was given."""
     return list(run.prompt) if step == 0 else [tokens[len(run.prompt) + step - 1]]
 

@@ -249,7 +249,7 @@ def logged() -> str:
     return " ".join(LOGGED[-3:])
 
 
-class Opened:
+class GgufModel:
     """A model in memory.
 
     Args:

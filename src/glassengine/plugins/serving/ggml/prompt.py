@@ -24,9 +24,9 @@ from glassengine.prompt.huggingface import rendered_by_transformers
 from glassengine.prompt.side import (
     Conversation,
     NoTokenizer,
-    Opened,
+    OpenedSide,
+    PromptSetting,
     PromptSide,
-    Setting,
     Vocabulary,
     bytes_of,
     numbers_of,
@@ -106,7 +106,7 @@ class GgufSide(PromptSide):
         vocabulary = self._vocabulary(file)
         template = file.settings.get("tokenizer.chat_template")
         table = file.tensors.get("token_embd.weight")
-        self.opened = Opened(
+        self.opened = OpenedSide(
             "llama.cpp",
             vocabulary,
             template if isinstance(template, str) else None,
@@ -136,14 +136,16 @@ class GgufSide(PromptSide):
         return Vocabulary(pieces, special, added)
 
     @staticmethod
-    def _settings(file: GgufFile, vocabulary: Vocabulary) -> dict[str, Setting]:
-        found = {name: Setting(value, "default of llama-server", False) for name, value in _DEFAULTS.items()}
+    def _settings(file: GgufFile, vocabulary: Vocabulary) -> dict[str, PromptSetting]:
+        found = {name: PromptSetting(value, "default of llama-server", False) for name, value in _DEFAULTS.items()}
         for key, name in _SAMPLING.items():
             value = file.settings.get(f"general.sampling.{key}")
             if value is not None:
-                found[name] = Setting(value, f"general.sampling.{key}")
+                found[name] = PromptSetting(value, f"general.sampling.{key}")
         if vocabulary.special["eos"]:
-            found["eos_token_id"] = Setting(list(vocabulary.special["eos"]), "tokens that end a generation", False)
+            found["eos_token_id"] = PromptSetting(
+                list(vocabulary.special["eos"]), "tokens that end a generation", False
+            )
         return found
 
     def encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:

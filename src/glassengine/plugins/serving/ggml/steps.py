@@ -16,13 +16,13 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from glassengine.plugins.serving.ggml.library import Library, Opened
+from glassengine.plugins.serving.ggml.library import GgufModel, Library
 
 
 def serve(lines: BinaryIO, answers: BinaryIO) -> None:
     """Open what the first line names, and run a step for each other line."""
     request = json.loads(lines.readline())
-    opened = Opened(request["library"], request["file"])
+    opened = GgufModel(request["library"], request["file"])
     library, length, sequences = opened.library, request["length"], request["sequences"]
     parameters, alive = library.context_parameters(length, None, deployed=not request["exact"], sequences=sequences)
     context = opened.context(parameters, alive, length, request["threads"])

@@ -25,7 +25,7 @@ _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class GgufVocabulary:
     """A tokenizer of byte pairs as GGUF files have it.
 
     Attributes:
@@ -47,7 +47,7 @@ class Vocabulary:
     template: str | None
 
 
-def vocabulary_of(module: nn.Module, directory: str | None) -> Vocabulary | None:
+def vocabulary_of(module: nn.Module, directory: str | None) -> GgufVocabulary | None:
     """Return the tokenizer of a checkpoint; None, which is logged, where there is none that llama.cpp has.
 
     Args:
@@ -72,7 +72,7 @@ def vocabulary_of(module: nn.Module, directory: str | None) -> Vocabulary | None
     special = {name: getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")}
     tokens, types = _tokens(described, size)
     bos = special["bos"]
-    return Vocabulary(
+    return GgufVocabulary(
         tokens=tokens,
         types=types,
         merges=[pair if isinstance(pair, str) else " ".join(pair) for pair in described["model"]["merges"]],
@@ -112,7 +112,7 @@ def _tokens(described: Mapping[str, Any], size: int) -> tuple[list[str], list[in
     return tokens, types
 
 
-def add_vocabulary(writer: Any, vocabulary: Vocabulary | None) -> None:
+def add_vocabulary(writer: Any, vocabulary: GgufVocabulary | None) -> None:
     """Write a tokenizer with a `GGUFWriter`; None writes that there is none."""
     if vocabulary is None:
         writer.add_tokenizer_model("none")

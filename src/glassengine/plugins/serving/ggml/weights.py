@@ -10,9 +10,9 @@ import numpy as np
 from torch import Tensor, nn
 
 from glassengine.compare.matching.globs import captures, substitute
-from glassengine.compare.matching.maps import Rule
+from glassengine.compare.matching.maps import MapRule
 from glassengine.errors import CorruptError, UsageError
-from glassengine.plugins.serving.alignment import Table
+from glassengine.plugins.serving.alignment import AlignmentTable
 from glassengine.plugins.serving.ggml.file import GgufFile, GgufTensor
 from glassengine.plugins.serving.ggml.types import dequantized, step_of
 from glassengine.plugins.serving.parameters import Unread, as_parameter
@@ -23,7 +23,9 @@ _TIED = {"output.weight": "token_embd.weight"}
 """What llama.cpp reads instead of a tensor that the file has not."""
 
 
-def served_weights(file: GgufFile, module: nn.Module, table: Table) -> tuple[Mapping[str, ServedWeight], list[str]]:
+def served_weights(
+    file: GgufFile, module: nn.Module, table: AlignmentTable
+) -> tuple[Mapping[str, ServedWeight], list[str]]:
     """Return what the file has for each parameter of a module, and its tensors that stand for none of them.
 
     Args:
@@ -76,7 +78,9 @@ def _names(architecture: str, layers: int) -> Callable[[str], str | None]:
     return name_of
 
 
-def stored_names(name: str, table: Table, architecture: str, layers: int) -> tuple[Rule | None, tuple[str, ...]]:
+def stored_names(
+    name: str, table: AlignmentTable, architecture: str, layers: int
+) -> tuple[MapRule | None, tuple[str, ...]]:
     """Return the rule of a parameter, and the tensors of a file that it is made of."""
     for rule in reversed(table.weights):
         captured = next(captures(rule.baseline, name), None)
@@ -87,7 +91,7 @@ def stored_names(name: str, table: Table, architecture: str, layers: int) -> tup
 
 
 def _weight(
-    file: GgufFile, stored: tuple[str, ...], rule: Rule | None, parameter: Tensor, *, tied: bool
+    file: GgufFile, stored: tuple[str, ...], rule: MapRule | None, parameter: Tensor, *, tied: bool
 ) -> ServedWeight:
     tensors = [file.tensors[name] for name in stored]
     types = tuple(tensor.type.name for tensor in tensors)

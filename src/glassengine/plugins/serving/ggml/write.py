@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from glassengine.compare.matching.layouts import Operation, apply
-from glassengine.compare.matching.maps import Rule
+from glassengine.compare.matching.layouts import LayoutOperation, apply
+from glassengine.compare.matching.maps import MapRule
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.plugins.serving.alignment import numbers_of, table_of
-from glassengine.plugins.serving.ggml.tokens import Vocabulary, add_vocabulary
+from glassengine.plugins.serving.ggml.tokens import GgufVocabulary, add_vocabulary
 from glassengine.plugins.serving.ggml.types import BY_NAME, TensorType, q4_k
 from glassengine.plugins.serving.ggml.weights import stored_names
 
@@ -50,7 +50,7 @@ def write_gguf(
     *,
     kind: str = "F32",
     changed: Mapping[str, Tensor] | None = None,
-    vocabulary: Vocabulary | None = None,
+    vocabulary: GgufVocabulary | None = None,
     **settings: Any,
 ) -> list[str]:
     """Write a model of transformers as a GGUF file; return the matrices that are F16 as their rows are no whole blocks.
@@ -132,7 +132,7 @@ def _embedding(module: nn.Module) -> Tensor | None:
     return None if found is None else found.weight
 
 
-def _backwards(rule: Rule | None, value: Tensor, number: int) -> list[Tensor]:
+def _backwards(rule: MapRule | None, value: Tensor, number: int) -> list[Tensor]:
     if rule is None:
         return [value]
     parts = list(value.chunk(number, rule.concat_dim)) if rule.concat_dim is not None else [value]
@@ -140,11 +140,11 @@ def _backwards(rule: Rule | None, value: Tensor, number: int) -> list[Tensor]:
     return [apply(undone, part, lookup=_nothing).contiguous() for part in parts]
 
 
-def _opposite(operation: Operation) -> Operation:
+def _opposite(operation: LayoutOperation) -> LayoutOperation:
     if operation.op in ("pair", "unpair"):
-        return Operation("pair" if operation.op == "unpair" else "unpair", operation.arguments)
+        return LayoutOperation("pair" if operation.op == "unpair" else "unpair", operation.arguments)
     if operation.op == "add":
-        return Operation("add", {"value": -operation.arguments["value"]})
+        return LayoutOperation("add", {"value": -operation.arguments["value"]})
     if operation.op == "transpose":
         return operation
     raise UsageError("a rule of weights cannot be read backwards", got=str(operation))

@@ -11,16 +11,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from glassengine.compare.matching.globs import NameIndex, captures, substitute
-from glassengine.compare.matching.layouts import Operation
-from glassengine.compare.matching.maps import Rule
+from glassengine.compare.matching.layouts import LayoutOperation
+from glassengine.compare.matching.maps import MapRule
 from glassengine.errors import UsageError
-from glassengine.plugins.serving.alignment import Table, numbers_of, table_of
-from glassengine.plugins.serving.onnx.decoder import CONFIG, Decoder, open_decoder
-from glassengine.plugins.serving.onnx.held import Graph, Held
+from glassengine.plugins.serving.alignment import AlignmentTable, numbers_of, table_of
+from glassengine.plugins.serving.onnx.decoder import CONFIG, OnnxDecoder, open_decoder
+from glassengine.plugins.serving.onnx.held import Held, HeldGraph
 from glassengine.plugins.serving.onnx.record import run_decoder, site_names
 from glassengine.plugins.serving.parameters import Unread, adds_one, as_parameter
 from glassengine.program.onnx.stored.options import SessionSettings
-from glassengine.serving.protocol import Options, Run, ServedWeight, Setting
+from glassengine.serving.protocol import EngineSetting, ServedWeight, ServingOptions, ServingRun
 
 
 @dataclass
@@ -32,7 +32,7 @@ class OnnxCandidate:
         session: How a file is run as deployed; a folder says that itself.
     """
 
-    decoder: Decoder
+    decoder: OnnxDecoder
     kind: str = "genai"
     session: SessionSettings = field(default_factory=SessionSettings)
     _extra: list[str] = field(default_factory=list)
@@ -48,13 +48,13 @@ class OnnxCandidate:
         nodes = self.decoder.file.model.graph.node
         return "gemma" if any("pre_feedforward_layernorm" in name for n in nodes for name in n.output) else "decoder"
 
-    def table(self, config: Any) -> Table:
+    def table(self, config: Any) -> AlignmentTable:
         """Return the table for a checkpoint."""
         return table_of("onnx", self.architecture, numbers_of(config))
 
     def weights(self, module: nn.Module, config: Any) -> Mapping[str, ServedWeight]:
         """Return what the nodes of the graph read, by the module's parameters and in their layout."""
-        graph = Graph(self.decoder.file)
+        graph = HeldGraph(self.decoder.file)
         names = site_names(graph)
         held = {_renamed(name, names): one for name, one in graph.held().items()}
         table, index = self.table(config), NameIndex(held)
@@ -77,16 +77,16 @@ class OnnxCandidate:
         """Return what the graph's nodes read that stands for no parameter."""
         return self._extra
 
-    def settings(self, config: Any) -> Sequence[Setting]:
+    def settings(self, config: Any) -> Sequence[EngineSetting]:
         """Return the numbers of genai_config.json that the checkpoint's configuration has too."""
         return list(_settings(self.decoder, config))
 
-    def record(self, run: Run, path: Path) -> None:
+    def record(self, run: ServingRun, path: Path) -> None:
         """Run the decoder and write down every value of its graph."""
         run_decoder(self.decoder, run, path, architecture=self.architecture, session=self.session)
 
 
-def open_genai(place: str, options: Options) -> OnnxCandidate:
+def open_genai(place: str, options: ServingOptions) -> OnnxCandidate:
     """Return the candidate of a folder or file.
 
     Raises:
@@ -104,7 +104,7 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
     return f"{names.get(value, value)}:{part}"
 
 
-def _chosen(name: str, rules: Sequence[Rule], held: NameIndex) -> tuple[Rule | None, tuple[str, ...]]:
+def _chosen(name: str, rules: Sequence[MapRule], held: NameIndex) -> tuple[MapRule | None, tuple[str, ...]]:
     """Return the rule of a parameter all of whose tensors are there; a model may be a part of another."""
     for rule in reversed(rules):
         captured = next(captures(rule.baseline, name), None)
@@ -117,21 +117,21 @@ def _chosen(name: str, rules: Sequence[Rule], held: NameIndex) -> tuple[Rule | N
     return None, ()
 
 
-def _as_gain(rule: Rule | None, module: nn.Module, name: str) -> Rule | None:
+def _as_gain(rule: MapRule | None, module: nn.Module, name: str) -> MapRule | None:
     """Return the rule for a parameter; a graph has the gains of norms, from which a checkpoint may leave out the 1."""
     if rule is None or not adds_one(module, name):
         return rule
-    return replace(rule, candidate_ops=(*rule.candidate_ops, Operation("add", {"value": -1})))
+    return replace(rule, candidate_ops=(*rule.candidate_ops, LayoutOperation("add", {"value": -1})))
 
 
-def _weight(stored: tuple[str, ...], rule: Rule | None, held: Mapping[str, Held], parameter: Tensor) -> ServedWeight:
+def _weight(stored: tuple[str, ...], rule: MapRule | None, held: Mapping[str, Held], parameter: Tensor) -> ServedWeight:
     found = [held[name].read() for name in stored]
     names = tuple(tensor for name in stored for tensor in held[name].stored)
     types = tuple(kind for one in found for kind in one.types)
     return as_parameter(names, rule, [one.value for one in found], [one.step for one in found], types, parameter)
 
 
-def _settings(decoder: Decoder, config: Any) -> Iterator[Setting]:
+def _settings(decoder: OnnxDecoder, config: Any) -> Iterator[EngineSetting]:
     if decoder.config is None:
         return
     numbers = numbers_of(config)
@@ -147,4 +147,4 @@ def _settings(decoder: Decoder, config: Any) -> Iterator[Setting]:
     }
     for name, (found, expected) in known.items():
         if found is not None and isinstance(expected, int):
-            yield Setting(f"genai_config.json: {name}", float(found), float(expected), "other")
+            yield EngineSetting(f"genai_config.json: {name}", float(found), float(expected), "other")

@@ -65,7 +65,7 @@ class GenaiConfig(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class Decoder:
+class OnnxDecoder:
     """A decoder on disk.
 
     Attributes:
@@ -85,7 +85,7 @@ class Decoder:
     buffers: Mapping[str, int] = field(default_factory=dict)
 
 
-def open_decoder(place: str | Path) -> Decoder:
+def open_decoder(place: str | Path) -> OnnxDecoder:
     """Return the decoder of a folder or file.
 
     Raises:
@@ -115,7 +115,7 @@ def open_decoder(place: str | Path) -> Decoder:
     logits = str(config.decoder.outputs.get("logits", "logits")) if config is not None else "logits"
     if logits not in results:
         raise UsageError(f"{path.name} returns no logits", got=", ".join(results)[:200], expected=logits)
-    return Decoder(given, file, config, pasts, logits, _buffers(file))
+    return OnnxDecoder(given, file, config, pasts, logits, _buffers(file))
 
 
 def _buffers(file: OnnxFile) -> dict[str, int]:
@@ -177,7 +177,9 @@ class Feeds:
         UsageError: It takes something that is not known.
     """
 
-    def __init__(self, decoder: Decoder, inputs: Sequence[Any], numbers: Mapping[str, int | None], room: int) -> None:
+    def __init__(
+        self, decoder: OnnxDecoder, inputs: Sequence[Any], numbers: Mapping[str, int | None], room: int
+    ) -> None:
         self._pasts = decoder.pasts
         self._types = {one.name: _NUMPY.get(one.type) for one in inputs}
         self._shapes = {one.name: list(one.shape) for one in inputs}

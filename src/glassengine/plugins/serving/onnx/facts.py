@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from glassengine.numerics.quantization.activations import READERS
-from glassengine.plugins.serving.onnx.held import NORMS, Graph, attributes_of
+from glassengine.plugins.serving.onnx.held import NORMS, HeldGraph, attributes_of
 from glassengine.plugins.serving.onnx.quantized import of_matmul
 from glassengine.program.onnx.stored.session import start
 
@@ -26,7 +26,7 @@ _INT8 = 4
 _FOUR = 4
 
 
-def facts_of(graph: Graph, names: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+def facts_of(graph: HeldGraph, names: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """Return site -> operator, sources, literals, and what a product reads of its activations.
 
     Args:
@@ -55,7 +55,7 @@ def facts_of(graph: Graph, names: Mapping[str, str]) -> dict[str, dict[str, Any]
 
 
 def _literals(
-    node: onnx.NodeProto, graph: Graph, bases: dict[tuple[str, str], float | None]
+    node: onnx.NodeProto, graph: HeldGraph, bases: dict[tuple[str, str], float | None]
 ) -> Iterator[tuple[str, float]]:
     attributes = attributes_of(node)
     if node.op_type in NORMS and "epsilon" in attributes:

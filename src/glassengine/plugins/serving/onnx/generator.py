@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from glassengine.errors import first_line
-from glassengine.plugins.serving.onnx.decoder import Decoder
-from glassengine.serving.protocol import Run
+from glassengine.plugins.serving.onnx.decoder import OnnxDecoder
+from glassengine.serving.protocol import ServingRun
 
 OWN_LOOP = "the scores are of its own loop"
 """What a recording says of a loop that ran as it should."""
@@ -35,7 +35,7 @@ class Generated:
     note: str = ""
 
 
-def generated(decoder: Decoder, run: Run) -> Generated | None:
+def generated(decoder: OnnxDecoder, run: ServingRun) -> Generated | None:
     """Run the loop of onnxruntime-genai greedily; None for a file without a folder, or where it is not installed.
 
     Args:
@@ -56,7 +56,7 @@ def generated(decoder: Decoder, run: Run) -> Generated | None:
         return Generated(logits, f"onnxruntime-genai fails after {len(logits)} steps: {reason}")
 
 
-def _steps(genai: Any, decoder: Decoder, run: Run, logits: list[Array]) -> Generated:
+def _steps(genai: Any, decoder: OnnxDecoder, run: ServingRun, logits: list[Array]) -> Generated:
     model = genai.Model(str(decoder.place))
     options = genai.GeneratorParams(model)
     options.set_search_options(do_sample=False, max_length=len(run.prompt) + run.steps + 1)

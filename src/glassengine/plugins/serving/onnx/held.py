@@ -48,7 +48,7 @@ class Held:
     read: Callable[[], Numbers]
 
 
-class Graph:
+class HeldGraph:
     """Nodes and initializers of a file by name.
 
     Args:
@@ -213,7 +213,7 @@ class Graph:
         return None
 
 
-def _rows_of(graph: Graph, name: str, table: Tensor) -> int:
+def _rows_of(graph: HeldGraph, name: str, table: Tensor) -> int:
     """Return the number of rows that a reshape gives a table; its own where it is not reshaped."""
     node = graph.makers.get(name)
     sizes = graph.tensor(node.input[1]) if node is not None and node.op_type == "Reshape" else None

@@ -11,7 +11,7 @@ from typing import Any
 from glassengine.errors import UsageError
 from glassengine.prompt.huggingface import described, document, rendered_by_transformers
 from glassengine.prompt.settings import TOKENS, stated_in
-from glassengine.prompt.side import Conversation, Opened, PromptSide, numbers_of
+from glassengine.prompt.side import Conversation, OpenedSide, PromptSide, numbers_of
 from glassengine.reading.files import read_text
 
 _MOST_TEMPLATE = 1 << 20
@@ -51,7 +51,7 @@ class GenaiSide(PromptSide):
         settings = stated_in(model, "genai_config.json: model.", TOKENS)
         settings |= stated_in(search, "genai_config.json: search.")
         rows = model.get("vocab_size")
-        self.opened = Opened(
+        self.opened = OpenedSide(
             "ONNX Runtime GenAI",
             dataclasses.replace(vocabulary, special=special, can_be_bare=False),
             _template(path),

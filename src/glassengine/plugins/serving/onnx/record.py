@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from glassengine.errors import UsageError
-from glassengine.plugins.serving.onnx.decoder import Decoder, Feeds
+from glassengine.plugins.serving.onnx.decoder import Feeds, OnnxDecoder
 from glassengine.plugins.serving.onnx.facts import facts_of
 from glassengine.plugins.serving.onnx.generator import OWN_LOOP, generated
-from glassengine.plugins.serving.onnx.held import Graph, whole_tensor
+from glassengine.plugins.serving.onnx.held import HeldGraph, whole_tensor
 from glassengine.program.onnx.stored.file import OnnxFile, read_onnx
 from glassengine.program.onnx.stored.options import SessionSettings
 from glassengine.program.onnx.stored.session import open_session, start, told
 from glassengine.program.onnx.translated import metadata_of
 from glassengine.recording.write.writer import RecordingWriter
-from glassengine.serving.protocol import Run
+from glassengine.serving.protocol import ServingRun
 from glassengine.sites import RETURNED
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
 def run_decoder(
-    decoder: Decoder, run: Run, path: Path, *, architecture: str, session: SessionSettings | None = None
+    decoder: OnnxDecoder, run: ServingRun, path: Path, *, architecture: str, session: SessionSettings | None = None
 ) -> None:
     """Run a decoder and write a recording of every value.
 
@@ -63,7 +63,7 @@ def run_decoder(
         file = decoder.file
         if run.as_deployed:
             plain, file = _optimized(decoder.file, Path(folder), session or SessionSettings())
-        graph = Graph(with_sums(file))
+        graph = HeldGraph(with_sums(file))
         names = site_names(graph)
         parts = products_of_sums(graph)
         named = (name for node in graph.nodes if node.op_type != "Constant" for name in node.output if name)
@@ -87,8 +87,8 @@ def run_decoder(
 
 
 def _steps(
-    decoder: Decoder,
-    run: Run,
+    decoder: OnnxDecoder,
+    run: ServingRun,
     session: Any,
     plain: Any,
     names: Mapping[str, str],
@@ -127,7 +127,7 @@ def _steps(
         tokens = _following(run, step, found[decoder.logits])
 
 
-def _returned(decoder: Decoder, run: Run, plain: Any, room: int) -> list[Any]:
+def _returned(decoder: OnnxDecoder, run: ServingRun, plain: Any, room: int) -> list[Any]:
     """Return the scores of a session that is not observed, with a cache of its own."""
     feeds = Feeds(decoder, plain.get_inputs(), run.numbers, room)
     names: list[str] = [one.name for one in plain.get_outputs()]
@@ -140,14 +140,14 @@ def _returned(decoder: Decoder, run: Run, plain: Any, room: int) -> list[Any]:
     return scores
 
 
-def _following(run: Run, step: int, scores: Any) -> list[int]:
+def _following(run: ServingRun, step: int, scores: Any) -> list[int]:
     """Return the token of the next step."""
     if run.following is not None and step < len(run.following):
         return [run.following[step]]
     return [int(scores[0, -1].argmax())]
 
 
-def products_of_sums(graph: Graph) -> set[str]:
+def products_of_sums(graph: HeldGraph) -> set[str]:
     """Return the products to which a bias is added: what a checkpoint calls a linear layer is their sum with it."""
     held = graph.held()
     sums = (node for node in graph.nodes if node.op_type == "Add" and f"{node.output[0]}:bias" in held)
@@ -191,7 +191,7 @@ def with_sums(file: OnnxFile) -> OnnxFile:
     return replace(file, model=model)
 
 
-def site_names(graph: Graph) -> dict[str, str]:
+def site_names(graph: HeldGraph) -> dict[str, str]:
     """Return value -> its name in a recording, where PyTorch's exporters have left a path of modules.
 
     `/model/norm/Mul_1_output_0`, and a value whose node has the path in its metadata, are `model.norm/Mul.1`. A value

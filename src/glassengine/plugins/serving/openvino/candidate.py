@@ -18,7 +18,7 @@ from glassengine.backends.openvino import shared_core
 from glassengine.errors import BackendError, UsageError, first_line
 from glassengine.plugins.serving.openvino.graph import held, key_of, observed
 from glassengine.recording.write.writer import RecordingWriter
-from glassengine.serving.protocol import Options, Run, ServedWeight, Setting
+from glassengine.serving.protocol import EngineSetting, ServedWeight, ServingOptions, ServingRun
 
 FILE = "openvino_model.xml"
 _SETTINGS = {
@@ -43,7 +43,7 @@ class OpenvinoCandidate:
 
     file: Path
     openvino: Any
-    options: Options
+    options: ServingOptions
     kind: str = "openvino"
     choices: Sequence[str] = ()
     runs_once: bool = True
@@ -61,11 +61,11 @@ class OpenvinoCandidate:
         """Return nothing: constants that stand for no parameter are numbers of operations."""
         return ()
 
-    def settings(self, config: Any) -> Sequence[Setting]:
+    def settings(self, config: Any) -> Sequence[EngineSetting]:
         """Return nothing: its numbers are constants of the graph."""
         return ()
 
-    def record(self, run: Run, path: Path) -> None:
+    def record(self, run: ServingRun, path: Path) -> None:
         """Run it in float32 with every op observed, and write down what each computed."""
         model = self._read()
         taken = [one.get_any_name() for one in model.inputs]
@@ -99,7 +99,7 @@ class OpenvinoCandidate:
             raise BackendError(f"OpenVINO does not run {self.file.name}", got=first_line(error)) from error
 
     def _steps(
-        self, run: Run, request: Any, taken: Sequence[str], places: Mapping[str, int], writer: RecordingWriter
+        self, run: ServingRun, request: Any, taken: Sequence[str], places: Mapping[str, int], writer: RecordingWriter
     ) -> None:
         tokens, before = list(run.prompt), 0
         for step in range(run.steps + 1):
@@ -139,7 +139,7 @@ def _shown(model: Any, names: Mapping[str, Any]) -> dict[str, int]:
     return {name: order[key_of(port)] for name, port in names.items()}
 
 
-def open_openvino(place: str, options: Options) -> OpenvinoCandidate:
+def open_openvino(place: str, options: ServingOptions) -> OpenvinoCandidate:
     """Return the candidate of a folder, or of a file.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import Any
 
 from glassengine.errors import UsageError
 from glassengine.prompt.huggingface import described, document, rendered_by_transformers, settings_of
-from glassengine.prompt.side import Conversation, Opened, PromptSide, numbers_of
+from glassengine.prompt.side import Conversation, OpenedSide, PromptSide, numbers_of
 
 FILE = "openvino_tokenizer.xml"
 
@@ -41,7 +41,7 @@ class OpenvinoSide(PromptSide):
         vocabulary = described(path / "tokenizer.json")
         special = {name: numbers_of(stated.get(f"{name}_token_id")) or ids for name, ids in vocabulary.special.items()}
         template = stated.get("chat_template")
-        self.opened = Opened(
+        self.opened = OpenedSide(
             "OpenVINO",
             dataclasses.replace(vocabulary, special=special, can_be_bare=False),
             template if isinstance(template, str) else None,

@@ -14,7 +14,7 @@ from glassengine.plugins.serving.requests import Forwards
 from glassengine.recording.formats.folders import ServerFolder
 from glassengine.recording.read.source import TensorSource
 from glassengine.recording.write.writer import RecordingWriter
-from glassengine.serving.protocol import Options, Run
+from glassengine.serving.protocol import ServingOptions, ServingRun
 
 INSIDE = Path(__file__).parent / "inside"
 """What goes on PYTHONPATH of vLLM's interpreter."""
@@ -32,7 +32,7 @@ class VllmCandidate(Elsewhere):
     """
 
     place: Path
-    options: Options
+    options: ServingOptions
     kind: str = "vllm"
     choices: Sequence[str] = ()
     notes: list[str] = field(default_factory=list)
@@ -47,7 +47,7 @@ class VllmCandidate(Elsewhere):
         """As it was given."""
         return f"vllm:{self.place}"
 
-    def record(self, run: Run, path: Path) -> None:
+    def record(self, run: ServingRun, path: Path) -> None:
         """Run one prompt, alone or, as deployed, in chunks, and write a recording of the forwards."""
         way = "together" if run.as_deployed else "alone"
         with tempfile.TemporaryDirectory(prefix="glassengine-vllm-") as raw:
@@ -62,7 +62,9 @@ class VllmCandidate(Elsewhere):
                         writer.write(entry.site, step, found.tensor(entry))
                     writer.commit(step)
 
-    def record_together(self, runs: Sequence[Run], folder: Path, ways: Sequence[str]) -> Mapping[str, TensorSource]:
+    def record_together(
+        self, runs: Sequence[ServingRun], folder: Path, ways: Sequence[str]
+    ) -> Mapping[str, TensorSource]:
         """Run prompts in one process; return a source of the forwards for each way of running them.
 
         Args:
@@ -88,7 +90,7 @@ class VllmCandidate(Elsewhere):
         return found | {way: ServerFolder(folder / way) for way in left}
 
     def _of_graph(
-        self, runs: Sequence[Run], following: Sequence[Sequence[int] | None], folder: Path
+        self, runs: Sequence[ServingRun], following: Sequence[Sequence[int] | None], folder: Path
     ) -> TensorSource | None:
         """Run prompts alone, node by node of the graph that vLLM compiles; None where it compiles none."""
         try:
@@ -104,7 +106,7 @@ class VllmCandidate(Elsewhere):
 
     def _start(
         self,
-        runs: Sequence[Run],
+        runs: Sequence[ServingRun],
         followed: Sequence[Sequence[int] | None],
         folder: Path,
         ways: Sequence[str],
@@ -125,7 +127,7 @@ class VllmCandidate(Elsewhere):
         _INTERPRETER.start(self.options.python, request)
 
 
-def open_vllm(place: str, options: Options) -> VllmCandidate:
+def open_vllm(place: str, options: ServingOptions) -> VllmCandidate:
     """Return the candidate of a checkpoint.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import Any
 
 from glassengine.prompt.huggingface import Directory, document
 from glassengine.prompt.settings import TOKENS, stated_in
-from glassengine.prompt.side import Setting
+from glassengine.prompt.side import PromptSetting
 
 _TAKEN = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max_new_tokens")
 """What vLLM takes of generation_config.json by itself, beside the ids of ends."""
@@ -29,8 +29,8 @@ class VllmSide(Directory):
             module = importlib.import_module("vllm.transformers_utils.tokenizer")
         return module.get_tokenizer(str(path), trust_remote_code=False)
 
-    def settings(self, path: Path) -> dict[str, Setting] | None:
+    def settings(self, path: Path) -> dict[str, PromptSetting] | None:
         """Return what vLLM takes of the checkpoint, and its defaults."""
-        found = {name: Setting(value, "default of vLLM", False) for name, value in _NEUTRAL.items()}
+        found = {name: PromptSetting(value, "default of vLLM", False) for name, value in _NEUTRAL.items()}
         stated = document(path / "generation_config.json")
         return found | stated_in(stated, "generation_config.json: ", (*_TAKEN, *TOKENS))

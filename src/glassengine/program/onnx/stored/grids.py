@@ -33,7 +33,7 @@ SMALL = (torch.int8, torch.uint8, torch.int16, torch.uint16)
 
 
 @dataclass(frozen=True)
-class Grid:
+class GridNames:
     """Names of scale and zero point of an integer tensor, and the axis along which they change.
 
     Attributes:
@@ -83,7 +83,7 @@ def _quantizes(node: onnx.NodeProto) -> bool:
     return node.op_type in known or node.op_type.startswith("QLinear")
 
 
-def grids_of(file: OnnxFile) -> tuple[dict[str, Grid], dict[str, Tensor]]:
+def grids_of(file: OnnxFile) -> tuple[dict[str, GridNames], dict[str, Tensor]]:
     """Return the grid of each integer tensor, value or weight, of which one is known, and the weights of the file.
 
     Among these are scales that the file only implies: that of the bias of a QLinearConv.
@@ -95,12 +95,12 @@ def grids_of(file: OnnxFile) -> tuple[dict[str, Grid], dict[str, Tensor]]:
     for node in graph.node:
         for name in node.input:
             read_by.setdefault(name, []).append(node)
-    found: dict[str, Grid] = {}
+    found: dict[str, GridNames] = {}
 
     def add(name: str, scale: str, zero: str | None, axis: int | None) -> None:
         if name not in found:
             per_axis = axis if scale in weights and weights[scale].numel() > 1 else None
-            found[name] = Grid(scale, zero, per_axis, _stands_for(name, made_by.get(name)))
+            found[name] = GridNames(scale, zero, per_axis, _stands_for(name, made_by.get(name)))
 
     for node in graph.node:
         inputs = list(node.input)
@@ -192,7 +192,7 @@ def _of_products(
     weights: Mapping[str, Tensor],
     made_by: Mapping[str, onnx.NodeProto],
     read_by: Mapping[str, list[onnx.NodeProto]],
-    found: Mapping[str, Grid],
+    found: Mapping[str, GridNames],
     add: object,
 ) -> None:
     """Find the scale of the weight of a product of integers: what the product is multiplied by, beside the input's."""
