@@ -455,7 +455,7 @@ def quantization(result: Comparison, found: Quantization) -> RenderableType:
     head = mark(result.ok)
     head.append(f": {result.not_ok_because or 'every difference is explained by the quantization'}")
     head.append(f"\nbaseline {result.baseline}, candidate {result.candidate} ({found.method})")
-    total = _quantization_total(found)
+    total = [*_quantization_total(found), *(Text(f"note     {note}", style="yellow") for note in result.notes)]
     tail = _quantization_mistakes(result)
     if result.skipped:
         tail.append(Text(f"not judged: {len(result.skipped)} weights that only one side has (--json has all)"))

@@ -77,7 +77,11 @@ def headline(result: Comparison) -> Headline:
     by_signal = any(found.judged_by == "signal" for found in result.results)
     if result.calibration == "uncalibrated":
         return Headline(mark, "every difference is within tolerance")
-    cause = "the quantization" if by_signal else "rounding"
+    coarse = next(
+        (one.candidate_dtype for one in result.results if one.candidate_dtype in ("bfloat16", "float16")), None
+    )
+    is_plain = result.quantization is None and coarse is not None
+    cause = "rounding" if not by_signal else f"rounding to {coarse}" if is_plain else "the quantization"
     tie = " or a tie" if any(found.exempt and found.verdict != "identical" for found in result.results) else ""
     return Headline(mark, f"every difference is explained by {cause}{tie}")
 

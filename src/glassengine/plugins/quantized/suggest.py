@@ -85,6 +85,7 @@ def _of_dtype(request: CheckRequest, min_snr: float) -> Comparison:
         request.progress(Work.RUNNING.says("running with what is kept"))
         total = measured(found.kept)
         ends = result_of(expected, outcome_of(mixed.module, forwards), total, len(forwards))
+        ends = replace(ends, candidate_dtype=request.dtype)
         drift = checkpoint_drift(baseline.module, mixed.module, forwards)
     last = DriftRow(ends.name, ends.name, "result", len(forwards), total["snr_db"], total["cosine"])
     name = f"{request.dtype}, {len(found.kept)} of {len(mixed.units)} modules in float32"
@@ -234,7 +235,7 @@ class Found:
 
     Args:
         kept: The set.
-        search: Whose figures are told.
+        search: With the figures.
 
     Attributes:
         kept: The set.
