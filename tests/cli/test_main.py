@@ -497,7 +497,7 @@ def test_f41_the_package_itself_is_the_command() -> None:
     assert done.returncode == 0 and done.stdout.startswith("glass ")
 
 
-def test_what_is_to_be_done_at_the_end_of_a_process_is_done(tmp_path: Path) -> None:
+def test_exit_handlers_run_at_the_end_of_a_command(tmp_path: Path) -> None:
     # A command leaves without taking its memory apart.
     (tmp_path / "sitecustomize.py").write_text(
         "import atexit, sys, threading, time\n"

@@ -32,7 +32,7 @@ def test_an_op_too_many(wrong: Callable[..., Tensor], kind: str, says: str) -> N
     assert (hint.kind, says in hint.text.replace("_1", "")) == (kind, True), hint
 
 
-def test_what_is_multiplied_by_0_is_named() -> None:
+def test_ops_multiplied_by_0_are_named() -> None:
     def right(x: Tensor, y: Tensor) -> Tensor:
         return torch.cat([x.sigmoid(), y])
 
@@ -47,7 +47,7 @@ def test_a_number_is_no_op_too_many(wrong: Callable[..., Tensor]) -> None:
     assert all("none in the baseline" not in hint.text for hint in explain(asked(torch.sigmoid, wrong, given)))
 
 
-def test_what_the_baseline_does_too_is_not_too_much() -> None:
+def test_ops_that_both_sides_have_are_not_extra() -> None:
     given = {"x": drawn(2, 5, 6)}
     assert list(extra_op(asked(lambda x: x.tanh().exp(), lambda x: x.exp().tanh(), given))) == []
     assert explain(asked(lambda x: 2 * x.sigmoid() - 1, lambda x: (x / 2).tanh(), given)) == []
