@@ -10,7 +10,7 @@ WORKERS ?= $(shell $(PYTHON) -c "import os; print(max(2, min(4, os.cpu_count() o
 test test-all test-cuda test-foreign test-foreign-onnx test-serving: export OMP_NUM_THREADS = 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: browser demo test test-all test-cuda test-foreign test-foreign-onnx test-serving lint docs pictures schemas changelog dist try-dist bench audit sbom lock fuzz faults
+.PHONY: browser demo test test-all test-cuda test-foreign test-foreign-onnx test-serving lint docs pictures schemas changelog dist try-dist bench bench-growth bench-check audit sbom lock fuzz faults
 
 demo: $(STAMP)
 	$(BIN)/glass check examples/tiny-llama
@@ -116,6 +116,13 @@ faults: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
+
+bench-growth: $(STAMP)
+	$(BIN)/python -m benchmarks growth
+
+# Before a release: fails where a ratio of times is beyond the kept one and the noise of both runs.
+bench-check: $(STAMP)
+	$(BIN)/python -m benchmarks check
 
 # Brought up to date only when what it is made from changes; never cleared, since torch alone takes minutes. Everything is
 # installed by the hashes of the lock files and nothing is resolved. Which build of torch there is, is the index's choice

@@ -33,6 +33,8 @@ LONG = {
     "html": "a report of 100 000 tensors x 4 steps: made, painted and scrolled in a browser (numbers: arguments)",
     "watch": "what a watch costs a training step of hidden 512 (the numbers of threads, 1 2, are arguments)",
     "serving": "mistakes planted in files and runtimes of serving engines, by engine and kind, and how many are named",
+    "growth": "exponents of the time of hot paths over three decades of tensors, steps, ranks and elements",
+    "check": "ratios of time beside those kept in results/check.json; fails where one is beyond (--keep)",
     "memory": "memory of judging and reading large recordings; takes their size in gigabytes",
 }
 """Run only when named, each alone."""

@@ -33,7 +33,7 @@ def main() -> None:
         READING: (first[0].nbytes * 2, lambda: [side.sum() for side in first])
     }
     for name, (b, c) in pairs.items():
-        contestants[name] = b.nbytes + c.nbytes, _measuring(b, c)
+        contestants[name] = b.nbytes + c.nbytes, measuring(b, c)
     growth = _peak_growth(contestants["float32, rounding"][1])
     speeds: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
     for round_index in range(1 + ROUNDS):  # the first round warms up
@@ -73,7 +73,7 @@ def _pairs() -> dict[str, tuple[Tensor, Tensor]]:
     return pairs
 
 
-def _measuring(b: Tensor, c: Tensor) -> Callable[[], object]:
+def measuring(b: Tensor, c: Tensor) -> Callable[[], object]:
     allowed = tolerance(*(str(side.dtype).removeprefix("torch.") for side in (b, c)))
     return lambda: measure(b, c, rtol=allowed.rtol, atol=allowed.atol)
 

@@ -74,7 +74,7 @@ def many_steps(path: Path, steps: int, tokens: bool = False) -> Path:
             file.write(frames.block_frame(0, step, Location(0, size * step, checksum)))
             if tokens:
                 file.write(frames.token_frame(0, step, step % 32_000))
-            file.write(frames.commit_frame(step, 2, 0))
+            file.write(frames.commit_frame(step, 2, 0, None))
     os.truncate(path / layout.shard_name(0, sealed=True), layout.HEADER_BYTES + size * steps)
     manifest = json.loads((path / layout.MANIFEST).read_text())
     (path / layout.MANIFEST).write_text(json.dumps({**manifest, "num_steps": steps, "num_tensors": 2 * steps}))

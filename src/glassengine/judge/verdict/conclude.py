@@ -18,7 +18,7 @@ from glassengine.judge.graphs.between import ancestors, origin_of
 from glassengine.judge.graphs.by_name import paired_results
 from glassengine.judge.replay.replay import covered
 from glassengine.judge.sides.protocol import Level, Place, float_nodes
-from glassengine.judge.verdict.corrections import line_of_added_op, line_of_number, with_lines
+from glassengine.judge.verdict.corrections import line_of_added_op, line_of_number, line_of_reader, with_lines
 from glassengine.judge.verdict.coverage import coverage, fineness, missing, not_judged, region_nodes
 from glassengine.judge.verdict.drift import table
 from glassengine.judge.verdict.origins import grouped, place_of, with_proofs
@@ -280,7 +280,11 @@ def as_written(score: Score, program: Program, divergence: Divergence) -> Diverg
     """Name the op that computes, on both sides, and the line of the candidate's own: that of a number proven wrong."""
     named = _at_what_computes(score, program, divergence)
     own, known = score.side.program, score.side.counterparts
-    line = line_of_number(own, known, divergence) or line_of_added_op(program, own, known, divergence)
+    line = (
+        line_of_number(own, known, divergence)
+        or line_of_added_op(program, own, known, divergence)
+        or line_of_reader(program, own, known, divergence)
+    )
     return dataclasses.replace(named, candidate_source=line or _source_there(score, named))
 
 

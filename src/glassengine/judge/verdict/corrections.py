@@ -24,8 +24,9 @@ from torch.fx import Node
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from glassengine.judge.graphs.between import passes_on, region_of
+from glassengine.judge.graphs.between import origin_of, passes_on, readers_of, region_of
 from glassengine.judge.hypotheses.trials.hypothesis import constants_of
+from glassengine.program.representation.naming import depth_of, source_line
 from glassengine.program.representation.program import Program
 from glassengine.results import Altered, Divergence, Findings, Hint
 from glassengine.sites import parts_of_line
@@ -61,6 +62,26 @@ def line_of_number(program: Program | None, counterparts: Mapping[str, str], div
     if len(holders) != 1:
         return None
     return next((site.source for site in program.sites.by_node.get(holders[0].name, ()) if site.kind == "op"), None)
+
+
+def line_of_reader(
+    baseline: Program, program: Program | None, counterparts: Mapping[str, str], divergence: Divergence
+) -> str | None:
+    """Return "file:line: line" where the candidate reads what an op is missing for; None where none is missing.
+
+    The line is that of the function which calls the op in the baseline: it is as deep in the modules.
+    """
+    node = next((node for node in baseline.graph.nodes if node.name == divergence.node), None)
+    there = counterparts.get(divergence.node or "")
+    if program is None or node is None or there is None or not any(hint.proven for hint in divergence.hints[:1]):
+        return None
+    if not any(counterparts.get(source.name) == there for source in node.all_input_nodes):
+        return None
+    names = {counterparts.get(user.name) for user in readers_of(node)}
+    made = next((origin_of(one) for one in program.graph.nodes if one.name == there), None)
+    readers = [one for one in program.graph.nodes if one.name in names]
+    reader = next((one for one in readers if any(origin_of(source) is made for source in one.all_input_nodes)), None)
+    return None if reader is None else source_line(reader, depth_of(node))
 
 
 def line_of_added_op(

@@ -11,6 +11,9 @@ from glassengine.blocks.arrays import PIECE_ELEMENTS, Array, ArrayValues
 from glassengine.numerics.limits import sentinel
 from glassengine.numerics.metrics.noise_ratio import Slices
 
+_MARGIN = 1 - 1e-6
+"""Of a limit, for the rounding of sums of squares."""
+
 
 def slices(baseline: ArrayValues, candidate: ArrayValues) -> Slices:
     """Return the mean squares of two tensors of one shape and any dtypes; never more than a block is copied."""
@@ -23,6 +26,7 @@ def sums_of_squares(baseline: ArrayValues, candidate: ArrayValues) -> Slices:
     errors, powers = ([np.zeros(size) for size in shape] for _ in range(2))
     error = power = 0.0
     exact = baseline.array.dtype.kind not in "fc"
+    is_complex = "c" in (baseline.array.dtype.kind, candidate.array.dtype.kind)
     limit = sentinel(baseline.dtype, candidate.dtype)
     with np.errstate(all="ignore"):
         for where in _blocks(shape):
@@ -30,8 +34,12 @@ def sums_of_squares(baseline: ArrayValues, candidate: ArrayValues) -> Slices:
             if exact:
                 square, size = np.where(b == c, 0.0, math.inf), np.ones(b.shape)
             else:
+                square, size = _squares(b, c, limit) if is_complex else _plain_squares(b, c)
+            sums = float(square.sum()), float(size.sum())
+            if not exact and not is_complex and not sum(map(math.sqrt, sums)) < limit * _MARGIN:
                 square, size = _squares(b, c, limit)
-            error, power = error + float(square.sum()), power + float(size.sum())
+                sums = float(square.sum()), float(size.sum())
+            error, power = error + sums[0], power + sums[1]
             for axis, index in enumerate(where):
                 others = tuple(i for i in range(len(where)) if i != axis)
                 errors[axis][index] += square.sum(others) if others else square
@@ -39,16 +47,19 @@ def sums_of_squares(baseline: ArrayValues, candidate: ArrayValues) -> Slices:
     return Slices(error, power, tuple(errors), tuple(powers))
 
 
+def _plain_squares(b: Array, c: Array) -> tuple[Array, Array]:
+    """Return the squares of what is below every limit, which the roots of their sums show."""
+    size, square = b.astype(np.float64), c.astype(np.float64)
+    square -= size
+    square *= square
+    size *= size
+    return square, size
+
+
 def _squares(b: Array, c: Array, limit: float) -> tuple[Array, Array]:
     is_complex = b.dtype.kind == "c" or c.dtype.kind == "c"
     wide = np.complex128 if is_complex else np.float64
-    is_plain = not is_complex and all(side.max() < limit and side.min() > -limit for side in (b, c))
     b, c = b.astype(wide), c.astype(wide)
-    if is_plain:
-        c -= b
-        c *= c
-        b *= b
-        return c, b
     size = np.abs(b)
     odd_b, odd_c = ~(size < limit), ~(np.abs(c) < limit)
     square = np.square(np.abs(c - b))

@@ -136,14 +136,28 @@ class Paths:
         return path if in_slice is not None else ".".join(parts)
 
 
-def source_line(node: Node) -> str | None:
-    """Return "file:line: code" of the innermost user frame that made `node`, file relative to its package."""
-    frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
-    own = [f for f in frames if is_users(f["file"])]
-    if not own:
+def source_line(node: Node, depth: int = 0) -> str | None:
+    """Return "file:line: code" of a user frame that made `node`, file relative to its package.
+
+    Args:
+        node: Of an export.
+        depth: Of the frame, the outermost is 1; 0 is the innermost. None is returned where it has fewer.
+    """
+    own = _user_frames(node)
+    if len(own) < max(depth, 1):
         return None
-    file = own[-1]["file"].split("/site-packages/")[-1]
-    return f"{file}:{own[-1]['line']}: {own[-1]['code'].strip()}"
+    frame = own[depth - 1]
+    return f"{frame['file'].split('/site-packages/')[-1]}:{frame['line']}: {frame['code'].strip()}"
+
+
+def depth_of(node: Node) -> int:
+    """Return how many user frames made `node`."""
+    return len(_user_frames(node))
+
+
+def _user_frames(node: Node) -> list[re.Match[str]]:
+    frames = _FRAME.finditer(node.meta.get("stack_trace") or "")
+    return [frame for frame in frames if is_users(frame["file"])]
 
 
 def fingerprints(graph: torch.fx.Graph, names: Mapping[str, str]) -> dict[Node, str]:

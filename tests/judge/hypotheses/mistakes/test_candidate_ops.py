@@ -73,3 +73,10 @@ def test_rows_of_a_table_by_distances_in_another_order_are_positions() -> None:
     given = {"x": drawn(3, 5, 5), "table": drawn(11, 3, seed=1)}
     hint = told(biased, lambda x, table: biased(x, table, is_turned=True), given)
     assert hint.kind == "position" and "kernel" not in hint.text, hint
+
+
+def test_nothing_is_proven_where_no_number_is_left() -> None:
+    """A division by zero and a root of negative numbers are alike there."""
+    given = {"x": drawn(2, 5, 6), "y": drawn(2, 5, 6, seed=1)}
+    hints = explain(asked(lambda x, y: x / (y.abs() + 1e-6), lambda x, y: x * y * float("nan"), given))
+    assert not any(hint.proven for hint in hints), hints
