@@ -34,7 +34,7 @@ def test_extras_are_those_of_the_package(text: str, root: Path) -> None:
     assert set(asked.split(",")) <= extras.keys()
 
 
-def test_it_runs_the_command_and_not_as_root(text: str) -> None:
+def test_the_image_runs_the_command_and_not_as_root(text: str) -> None:
     assert 'ENTRYPOINT ["/opt/glassengine/docker/entrypoint.sh"]' in text
     assert text.index("USER glass") < text.index("ENTRYPOINT")
 

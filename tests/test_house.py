@@ -203,7 +203,7 @@ def test_the_locks_are_of_the_pins_and_every_one_has_hashes(root: Path, pins: di
         assert hashes and len(set(hashes)) == len(hashes), name
 
 
-def test_what_is_installed_was_locked(root: Path) -> None:
+def test_installed_packages_are_locked(root: Path) -> None:
     """An environment of the tests that was made in another way is not what CI has."""
     makefile = (root / "Makefile").read_text(encoding="utf-8")
     commands = re.findall(r"pip install (.*)", makefile)
@@ -301,7 +301,7 @@ def test_the_changelog_begins_with_this_version_in_60_lines(root: Path) -> None:
     assert kinds == [kind for kind in ("Added", "Changed", "Fixed", "Removed") if kind in kinds]
 
 
-def test_what_is_removed_names_what_to_use_instead(root: Path) -> None:
+def test_removals_name_what_to_use_instead(root: Path) -> None:
     newest = (root / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## ")[1]
     entries = newest.partition("### Removed\n")[2].split("\n- ")[1:]
     entries += [path.read_text(encoding="utf-8") for path in (root / "changelog.d").glob("*.removed.md")]

@@ -60,7 +60,7 @@ LAZY = [
 ]
 
 
-def test_what_the_public_sees() -> None:
+def test_public_names() -> None:
     assert set(glass.__all__) - {"__version__"} == {
         *(
             "build",

@@ -253,7 +253,7 @@ class Anything:
         (torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),)), r"torch.export leaves no taps"),
     ],
 )
-def test_what_has_no_taps_says_what_to_give(target: object, message: str) -> None:
+def test_a_model_without_taps_is_refused_with_a_hint(target: object, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         glass.compat.named_network_outputs(target)
 

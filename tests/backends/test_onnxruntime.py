@@ -196,7 +196,7 @@ def test_parts_of_an_op_that_the_converter_takes_apart(tmp_path: Path) -> None:
     assert {spec.arg.name for spec in program.exported.graph_signature.output_specs} >= set(parts)
 
 
-def test_what_onnx_cannot_express_has_one_reason(tmp_path: Path) -> None:
+def test_programs_that_onnx_cannot_express_have_one_reason(tmp_path: Path) -> None:
     class Turns(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.view_as_real(torch.view_as_complex(x).unsqueeze(1))
@@ -241,7 +241,7 @@ SIGNATURE = "(float[T] past, int64[S] slots, float[S] new) => (float[T] present,
         ("present = ScatterElements <axis = 0> (new, slots, past) other = Neg(new)", False),
     ],
 )
-def test_what_may_share_its_buffer(body: str, is_safe: bool) -> None:
+def test_values_that_may_share_a_buffer(body: str, is_safe: bool) -> None:
     text = f'<ir_version: 9, opset_import: ["" : 20]> graph {SIGNATURE} {{ {body} }}'
     graph = onnx_ir.from_proto(onnx.parser.parse_model(text)).graph
     assert onnx_export.in_place_caches(graph, CACHES) == (["past"] if is_safe else [])

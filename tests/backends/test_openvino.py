@@ -48,7 +48,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_it_computes_in_float32_though_the_processor_could_do_less(built: Path) -> None:
+def test_openvino_computes_in_float32_on_processors_with_bfloat16(built: Path) -> None:
     x = torch.randn(5, 64)
     result = BACKEND.load(built, None)({"x": x})
     expected = Product()(x)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glassengine.blocks import Difference, difference, pieces
+from glassengine.blocks import RawDifference, difference, pieces
 from glassengine.blocks.arithmetic import arithmetic_for
 from glassengine.blocks.pieces import Totals
 from tests import children
@@ -22,10 +22,10 @@ FLOATING = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.f
 INTEGERS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64]
 
 
-def by_definition(b: torch.Tensor, c: torch.Tensor, rtol: float, atol: float) -> Difference:
+def by_definition(b: torch.Tensor, c: torch.Tensor, rtol: float, atol: float) -> RawDifference:
     totals = Totals()
     totals.add(0, b.contiguous().reshape(-1), c.contiguous().reshape(-1), rtol, atol)
-    return Difference(b.numel(), **vars(totals))
+    return RawDifference(b.numel(), **vars(totals))
 
 
 def check(b: torch.Tensor, c: torch.Tensor, rtol: float, atol: float) -> None:

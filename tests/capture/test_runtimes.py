@@ -215,7 +215,7 @@ def test_f20_lazy_loaders(seen: list[ModuleType], earlier: bool) -> None:
         assert module.value == 1 and seen == [module]
 
 
-def test_what_cannot_be_observed_is_imported_all_the_same(
+def test_runtimes_that_cannot_be_observed_are_imported(
     module: Path, seen: list[ModuleType], caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(_: ModuleType) -> None:

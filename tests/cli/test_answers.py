@@ -51,7 +51,7 @@ def test_an_error_leaves_no_log_of_an_earlier_run(dumps: Path, capsys: pytest.Ca
     capsys.readouterr()
 
 
-def test_what_cannot_be_is_refused_before_work(dumps: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_options_are_refused_before_work(dumps: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (dumps / "mine.txt").write_text("mine")
     for words, message in (
         (["--sarif", "mine.txt"], "--sarif replaces only what glass itself wrote"),

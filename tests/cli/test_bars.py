@@ -33,7 +33,7 @@ def test_nothing_is_known_in_the_first_stage(clock: Clock) -> None:
     assert estimate.left_s() is None
 
 
-def test_what_is_over_tells_how_long_the_rest_takes(clock: Clock) -> None:
+def test_finished_work_estimates_the_remaining_time(clock: Clock) -> None:
     estimate = Estimate(SHARES, clock)
     estimate.begin(Work.LOADING.says("loading"))
     clock.now += 2

@@ -313,7 +313,7 @@ def recorded(path: Path, steps: int = 2, **metadata: object) -> Path:
         ({"schema": 99}, "newer version"),
     ],
 )
-def test_what_cannot_be_compared_exits_4(
+def test_incomparable_sides_exit_4(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, object], said: str
 ) -> None:
     ours = {"tokens": [[4]], **{key: value for key, value in change.items() if key != "schema"}}

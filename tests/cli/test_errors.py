@@ -44,7 +44,7 @@ def test_an_import_that_swallows_ctrl_c_does_not_keep_the_command_alive(
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 
-def test_what_catches_it_elsewhere_means_it() -> None:
+def test_handlers_elsewhere_catch_the_signal() -> None:
     def command() -> int:
         try:
             os.kill(os.getpid(), signal.SIGINT)
@@ -56,7 +56,7 @@ def test_what_catches_it_elsewhere_means_it() -> None:
     assert exit_status(command) == 7
 
 
-def test_it_does_not_come_again_while_something_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_signal_during_cleanup_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sends_it.py").write_text(SWALLOWS.replace("BaseException", "ValueError"))
     monkeypatch.syspath_prepend(str(tmp_path))
     done = []

@@ -42,7 +42,7 @@ def test_tensorboard_is_a_directory(result: str, capsys: pytest.CaptureFixture[s
     "words",
     [["--to", "onnx"], ["--to", "perfetto", "--model", "m.onnx"], ["--to", "perfetto", "--names", "m"], ["--to", "x"]],
 )
-def test_what_does_not_go_together_is_refused(
+def test_options_that_exclude_each_other_are_refused(
     words: list[str], result: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["export", result, *words, "-o", "out"]) == 2

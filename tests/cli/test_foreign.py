@@ -182,7 +182,7 @@ def test_alias_of_the_number_of_tokens(engine_directory: Path, capsys: pytest.Ca
         ("--input-text a --do-sample --max_new_tokens 3", {"do_sample": True, "max_new_tokens": 3}),
     ],
 )
-def test_what_is_given_and_nothing_else_reaches_generate(
+def test_only_given_options_reach_generate(
     engine_directory: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -72,11 +72,10 @@ def test_help_lists_the_table_and_imports_no_command() -> None:
 
 
 def test_help_is_fast() -> None:
-    # Time is made of imports. Their number is the same on a busy machine: 357 took 0.12 s (median of 20) on a quiet
-    # one.
+    # Time is made of imports. Their number is the same on a busy machine: 247 took 0.11 s of a processor (median of 5).
     code = "import sys; from glassengine.cli.main import main; main(['--help']); print(len(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
-    assert int(done.stdout.splitlines()[-1]) < 450
+    assert int(done.stdout.splitlines()[-1]) < 290
 
 
 @pytest.mark.parametrize("name", sorted(cli.COMMANDS))
@@ -497,7 +496,7 @@ def test_f41_the_package_itself_is_the_command() -> None:
     assert done.returncode == 0 and done.stdout.startswith("glass ")
 
 
-def test_what_is_to_be_done_at_the_end_of_a_process_is_done(tmp_path: Path) -> None:
+def test_exit_handlers_run_at_the_end_of_a_command(tmp_path: Path) -> None:
     # A command leaves without taking its memory apart.
     (tmp_path / "sitecustomize.py").write_text(
         "import atexit, sys, threading, time\n"

@@ -42,7 +42,7 @@ def test_the_same_as_json(profiles: Path, capsys: pytest.CaptureFixture[str]) ->
     assert json.loads(capsys.readouterr().out)["against"]["num_steps"] == 3
 
 
-def test_what_is_left_out_is_counted(profiles: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_left_out_are_counted(profiles: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", str(profiles), "--rows", "3"]) == 0
     text = capsys.readouterr().out
     assert "faster modules are not shown" in text and "shorter spans are not shown" in text

@@ -32,7 +32,7 @@ def root(tmp_path: Path) -> Path:
     return root
 
 
-def test_what_is_below_is_found(root: Path, tmp_path: Path) -> None:
+def test_files_below_a_root_are_found(root: Path, tmp_path: Path) -> None:
     roots = Roots([root], run_code=False)
     assert roots.path("x.pt") == roots.path(str(root / "x.pt")) == str(root / "x.pt")
     assert roots.target("model") == str(root / "model"), "a link to a place inside is fine"
@@ -50,7 +50,7 @@ def test_what_is_below_is_found(root: Path, tmp_path: Path) -> None:
         *("gguf:../outside/secret.pt", "gguf:https://example.org/x", "file:/etc/passwd", "org/model", "--trust-engine"),
     ],
 )
-def test_what_is_outside_is_refused(root: Path, name: str) -> None:
+def test_files_outside_of_the_roots_are_refused(root: Path, name: str) -> None:
     with pytest.raises(UsageError, match="a path is refused"):
         Roots([root], run_code=True).target(name)
 

@@ -30,7 +30,7 @@ def test_table_of_a_model(checkpoint: Path, capsys: pytest.CaptureFixture[str]) 
     assert any("gpt_attention_plugin" in row[-1] for row in rows)
 
 
-def test_what_a_pattern_matched(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sites_of_a_pattern_are_listed(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sites", str(checkpoint), "layers.*.mlp"]) == 0
     captured = capsys.readouterr()
     assert [line.split()[0] for line in captured.out.splitlines()[1:]] == ["model.layers.0.mlp", "model.layers.1.mlp"]

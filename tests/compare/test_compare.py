@@ -118,7 +118,7 @@ def test_transposing_a_vector_makes_no_sense(tmp_path: Path) -> None:
     assert compare(tmp_path / "x.pt", tmp_path / "y.pt", transpose=["*.weight"]).verdict == "identical"
 
 
-def test_what_is_transposed_is_in_the_baseline(tmp_path: Path) -> None:
+def test_transpose_applies_to_the_baseline(tmp_path: Path) -> None:
     torch.save({"x": torch.ones(2, 2)}, tmp_path / "x.pt")
     torch.save({"y": torch.ones(2, 2)}, tmp_path / "y.pt")
     with pytest.raises(UnknownNameError, match="unknown tensor 'y'"):
@@ -213,7 +213,7 @@ def test_an_incomplete_side_is_said(tmp_path: Path) -> None:
     assert result.environment["candidate"] == {"torch": "2", "complete": False}
 
 
-def test_what_is_not_a_tensor_is_listed(tmp_path: Path) -> None:
+def test_values_that_are_no_tensor_are_listed(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2), "when": "today"}, tmp_path / "x.pt")
     result = compare(tmp_path / "x.pt", tmp_path / "x.pt")
     assert [(s.side, s.site, s.reason) for s in result.skipped] == [

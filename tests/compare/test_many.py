@@ -154,7 +154,7 @@ def test_many_refuses_what_one_refuses(tmp_path: Path) -> None:
         (torch.tensor([float("inf")]), torch.tensor([-float("inf")]), "wrong"),
     ],
 )
-def test_what_ditto_compare_could_not_judge(
+def test_inputs_that_ditto_compare_could_not_judge(
     tmp_path: Path, baseline: torch.Tensor, candidate: torch.Tensor, verdict: str
 ) -> None:
     torch.save({"x": baseline}, tmp_path / "x.pt")

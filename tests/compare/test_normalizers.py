@@ -130,7 +130,7 @@ def test_a_flat_record_is_compared_as_one_row(tmp_path: Path, capsys: pytest.Cap
     assert "no dimension for rows (flat [5, 8] for [1, 5, 8]): 6 of its tensors" in said
 
 
-def test_what_is_wrong_in_a_flat_record_is_wrong(tmp_path: Path) -> None:
+def test_errors_in_a_flat_record_are_wrong(tmp_path: Path) -> None:
     rows = flat_file(tmp_path / "rows.safetensors")
     found = glass.compare(rows, flat_file(tmp_path / "flat.safetensors", flat={*SITES}, changed=SITES[3]))
     assert not found.ok and [pair.site for pair in found.pairs if pair.verdict == "wrong"] == [SITES[3]]

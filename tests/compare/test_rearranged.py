@@ -55,7 +55,7 @@ def hints(change: Callable[[Weights], Weights], folder: Path) -> tuple[Hint, ...
         (lambda w: {"1.k.weight": w["0.k.weight"].half()}, "swapped", "it holds 0.k.weight"),
     ],
 )
-def test_what_a_conversion_gets_wrong_is_proven(
+def test_mistakes_of_a_conversion_are_proven(
     change: Callable[[Weights], Weights], kind: str, text: str, tmp_path: Path
 ) -> None:
     (hint,) = hints(change, tmp_path)

@@ -95,7 +95,7 @@ def trained(
     return path
 
 
-def test_what_is_explained_by_rounding_is_not_judged_and_never_ok(tmp_path: Path) -> None:
+def test_rounded_updates_are_not_judged_and_never_ok(tmp_path: Path) -> None:
     one, other = trained(tmp_path / "one", list(range(16))), list(range(15, -1, -1))
     right = compare(one, trained(tmp_path / "right", other))
     assert (right.ok, right.too_little, right.verdict) == (False, True, "suspicious")

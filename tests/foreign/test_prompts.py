@@ -115,7 +115,7 @@ def test_a_file_of_our_converter_is_right(
         ("jurassic", "merge order"),  # a unigram model, which is converted as one of merges
     ],
 )
-def test_what_a_converter_really_changes_is_named(name: str, first: str, made: Callable[[str], Path]) -> None:
+def test_changes_by_a_converter_are_named(name: str, first: str, made: Callable[[str], Path]) -> None:
     path = real.gguf_by_llama_cpp(made(name))
     assert causes(compared(side_of(name, made(name)), path), "wrong")[0] == first
 

@@ -174,7 +174,7 @@ def test_calls_on_inductor(op: Any, args: Sequence[Any], kwargs: Any) -> None:
         (lambda: (lambda x: x[2:].add_(x[:2]))(X.clone()), "aten::add_", "another of its tensors shares"),
     ],
 )
-def test_what_is_left_to_aten_is_counted_and_said_once(
+def test_aten_fallbacks_are_counted_and_logged_once(
     code: Callable[[], Any], name: str, reason: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("glassengine.frontends.eager_debug._said", set())

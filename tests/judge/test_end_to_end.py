@@ -117,7 +117,7 @@ def reference(tied: Tensor | None) -> Reference:
     return Reference(exact, exact.float(), [exact], dtype=torch.float32, valid=None, tied=tied)
 
 
-def test_what_hangs_on_a_tie_is_exempt_where_the_side_chose_otherwise() -> None:
+def test_results_below_a_tie_are_exempt_where_the_choice_differs() -> None:
     program = one_layer()
     value = reference(None).native.clone()
     value[0] *= 1.5

@@ -96,7 +96,7 @@ def test_dtypes_shapes_and_trees() -> None:
     assert not glass.matches(lambda x: {"a": [x, 4]}, lambda x: {"a": [x + 0, 3]}, {"x": x}).ok
 
 
-def test_what_is_not_finite_is_compared_by_kind() -> None:
+def test_values_not_finite_are_compared_by_kind() -> None:
     x = drawn(8, 8)
     x[0, 0], x[1, 1] = float("nan"), float("inf")
     assert glass.matches(lambda x: x + x, lambda x: x * 2, (x,)).ok

@@ -28,6 +28,6 @@ def test_samples() -> None:
 
 
 @pytest.mark.parametrize("probabilities", [[float("nan"), 1.0], [-1.0, 2.0], [0.0, 0.0], [float("inf"), 1.0]])
-def test_what_is_no_distribution_is_refused(probabilities: list[float]) -> None:
+def test_invalid_distributions_are_refused(probabilities: list[float]) -> None:
     with pytest.raises(UsageError, match="not a distribution"):
         glass.testing.assert_samples_match(torch.zeros(100, dtype=torch.int64), torch.tensor(probabilities))

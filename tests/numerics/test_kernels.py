@@ -10,7 +10,7 @@ from glassengine.numerics.kernels import SAFETY, KernelError, Kernels, joined
 from glassengine.numerics.ops import Operation, Roundoff
 
 
-def test_what_was_not_measured_is_not_known() -> None:
+def test_unmeasured_errors_are_unknown() -> None:
     kernels = Kernels({"float32": {"sigmoid": KernelError(1e-7)}})
     assert kernels.error("sigmoid", torch.float32) == KernelError(1e-7)
     assert kernels.error("sigmoid", torch.float16) is None
@@ -44,7 +44,7 @@ def test_the_bound_allows_twice_what_was_measured() -> None:
     torch.testing.assert_close(wide - plain, torch.full_like(x, SAFETY * 1e-7), rtol=1e-6, atol=0.0)
 
 
-def test_what_was_measured_replaces_what_is_assumed() -> None:
+def test_measured_errors_replace_assumed_ones() -> None:
     x = torch.linspace(-3, 3, 9, dtype=torch.float64)
     operation = Operation("erf", torch.erf, (x,), {}, x.erf())
     assumed, measured = (rounding_bound(operation, Roundoff(2.0**-24, kernel=k)) for k in (None, KernelError()))

@@ -96,6 +96,6 @@ def test_a_mistake_of_a_port_is_named(name: str, cause: str, baseline: PromptSid
     assert not result.ok and result.wrong[0].cause == cause, result.findings
 
 
-def test_what_is_no_tokenizer_is_refused(baseline: PromptSide, ports: Path) -> None:
+def test_objects_that_are_no_tokenizer_are_refused(baseline: PromptSide, ports: Path) -> None:
     with pytest.raises(UsageError, match=r"did not return a tokenizer[^$]*int[^$]*encode\(text\)"):
         compared(baseline, f"{ports}:nothing")

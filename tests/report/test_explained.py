@@ -30,7 +30,7 @@ def test_one_tensor(wrong: Comparison) -> None:
     assert "passed on: its inputs carried the error in, made by ./silu.0" in below or "identical" in below
 
 
-def test_what_others_wrote_stays_on_its_line(wrong: Comparison) -> None:
+def test_foreign_text_stays_on_one_line(wrong: Comparison) -> None:
     pair = dataclasses.replace(wrong.pairs[0], site="a\nok: all is well\x1b[2J", verdict="wrong")
     lines = explained(dataclasses.replace(wrong, pairs=(pair,)), "a*")
     assert not any("\n" in line or "\x1b" in line or line.startswith("ok: ") for line in lines)

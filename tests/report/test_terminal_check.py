@@ -48,7 +48,7 @@ def screen(result: Comparison) -> list[str]:
     return console.file.getvalue().rstrip("\n").split("\n")  # type: ignore[attr-defined, no-any-return]
 
 
-def test_it_names_both_sides_of_the_first_divergence(found: Comparison) -> None:
+def test_an_answer_names_both_sides_of_the_first_divergence(found: Comparison) -> None:
     text = "\n".join(screen(found))
     assert "first divergence: ./silu.0" in text
     assert found.first_divergence is not None
@@ -60,7 +60,7 @@ def test_it_names_both_sides_of_the_first_divergence(found: Comparison) -> None:
     assert "compared Net (baseline) with Port (candidate)" in text
 
 
-def test_it_fits_a_screen_of_25_rows(found: Comparison) -> None:
+def test_an_answer_fits_a_screen_of_25_rows(found: Comparison) -> None:
     first = found.first_divergence
     assert first is not None
     hints = tuple(Hint("scale", f"a guess number {i} " + "of some length " * 5, 0.5) for i in range(9))
@@ -150,7 +150,7 @@ def test_f16_a_wrong_result_whose_pairs_are_all_inherited_is_printed(found: Comp
     assert "first divergence: ./silu.0" in "\n".join(screen(dataclasses.replace(found, pairs=())))
 
 
-def test_it_begins_with_the_results_the_inputs_and_how_finely_was_judged(found: Comparison) -> None:
+def test_an_answer_begins_with_results_inputs_and_coverage(found: Comparison) -> None:
     head, results, compared, *rest = screen(found)
     assert head.startswith("NOT OK: output differs by 0.116 of 1.89 (24 dB); the first wrong op is ./silu.0")
     assert results == "results  output differs by 0.116 of 1.89 (24 dB) in inputs, step 0"

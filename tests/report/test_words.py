@@ -18,7 +18,7 @@ def test_a_hint_says_whether_it_is_proven_and_what_it_leaves() -> None:
     assert list(hint_details(guess)) == [("hint", "twice"), ("unexplained", "0.12 of the error")]
 
 
-def test_what_was_not_tried_is_said_where_nothing_is_proven(wrong: Comparison) -> None:
+def test_untried_mistakes_are_named_where_nothing_is_proven(wrong: Comparison) -> None:
     first = wrong.first_divergence
     assert first is not None and first.hints[0].proven
     assert untried(dataclasses.replace(first, num_untried=3)) is None

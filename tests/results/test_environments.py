@@ -15,6 +15,6 @@ def test_versions_and_variables_that_differ_are_listed() -> None:
     ]
 
 
-def test_what_one_side_does_not_know_is_no_difference() -> None:
+def test_facts_unknown_to_one_side_are_no_difference() -> None:
     assert differences({"baseline": {"versions": {"onnx": "1"}}, "candidate": {"versions": {}}}) == []
     assert differences({"baseline": {"cpu": "EPYC"}, "candidate": {}}) == []

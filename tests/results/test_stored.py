@@ -33,7 +33,7 @@ def written(document: dict[str, Any], folder: Path) -> Path:
     return path
 
 
-def test_what_was_written_is_read(found: Comparison, tmp_path: Path) -> None:
+def test_a_result_is_read_as_written(found: Comparison, tmp_path: Path) -> None:
     (read,) = read_comparisons(written(found.to_dict(), tmp_path))
     assert json_text(read.to_dict()) == json_text(found.to_dict())
     assert read.pairs[1].figures is not None and math.isinf(read.pairs[1].figures.max_abs_diff)
@@ -50,7 +50,7 @@ def test_what_was_written_is_read(found: Comparison, tmp_path: Path) -> None:
         ({"schema_version": 99}, CorruptError, "newer version"),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_other_documents_are_refused(
     found: Comparison, tmp_path: Path, change: dict[str, Any], kind: type[GlassError], message: str
 ) -> None:
     with pytest.raises(kind, match=message):

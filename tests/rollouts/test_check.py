@@ -59,7 +59,7 @@ def test_a_gap_that_nothing_explains_is_a_mistake(tiny: Any) -> None:
     assert found.found.found == "unexplained" and "not rounding" in found.found.in_words()
 
 
-def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+def test_incomparable_rollouts_are_refused(tmp_path: Path) -> None:
     document = {"prompt_ids": [[1]], "response_ids": [[5000]], "logprobs": [[-1.0]]}
     (tmp_path / "a.json").write_text(json.dumps(document))
     with pytest.raises(IncomparableError, match="does not have"):

@@ -29,7 +29,7 @@ def test_an_object_there_and_back(tmp_path: Path) -> None:
     assert objects.find("memory://run/a") is None and [item.name for item in objects.listed("memory://run")] == ["b"]
 
 
-def test_what_is_missing_is_named_with_what_is_near() -> None:
+def test_missing_objects_are_named_with_near_ones() -> None:
     objects.write(b"x", "memory://run/recording.json")
     with pytest.raises(UsageError, match="no such object") as raised:
         objects.require("memory://run/recoding.json")

@@ -54,7 +54,7 @@ def test_results_come_in_the_order_of_the_requests(processes: Processes, tmp_pat
     )]  # fmt: skip
 
 
-def test_what_nobody_waits_for_ends(processes: Processes, tmp_path: Path) -> None:
+def test_abandoned_workers_end(processes: Processes, tmp_path: Path) -> None:
     began = time.monotonic()
     mark = tmp_path / "begun"
     with closing(

@@ -41,7 +41,7 @@ def test_the_sigmoid_of_onnx_runtime_is_measured(monkeypatch: pytest.MonkeyPatch
     assert not found["tanh"].absolute
 
 
-def test_what_is_no_approximation_is_not_taken_for_one() -> None:
+def test_exact_kernels_are_not_taken_for_approximations() -> None:
     x = kernel_sweep.arguments("real", torch.float32)
     exact = x.double().sigmoid()
     operation = Operation("sigmoid", torch.sigmoid, (x.double(),), {}, exact)

@@ -134,7 +134,7 @@ def given(rows: int, length: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_done_where_nothing_changes(kind: str) -> None:
+def test_grouped_queries_are_used_where_results_are_equal(kind: str) -> None:
     is_shared, compute = KINDS[kind]
     program = export_module(Attention(compute).eval(), [given(4, 7), given(5, 9)])
     grouped = with_grouped_queries(program.exported)

@@ -104,7 +104,7 @@ def test_both_ways_give_the_same_graph(
     assert short == long and len(short[1]) > 10
 
 
-def test_what_has_to_be_decomposed_goes_the_long_way(tmp_path: Path, long_ways: list[Any]) -> None:
+def test_programs_that_need_decomposition_are_converted_by_it(tmp_path: Path, long_ways: list[Any]) -> None:
     _, layers, *_ = converted(program_of(Differences()), tmp_path / "graph")
     assert len(long_ways) == 1 and "Sub" in {layer[0] for layer in layers}
 

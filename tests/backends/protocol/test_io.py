@@ -70,7 +70,7 @@ def test_a_moved_program_is_elsewhere_and_the_program_is_not(program: Program) -
     assert exported_on(program, "cpu") is program.exported
 
 
-def test_what_it_was_built_for_is_known_to_whoever_loads_it(program: Program, tmp_path: Path) -> None:
+def test_a_loaded_engine_knows_what_it_was_built_for(program: Program, tmp_path: Path) -> None:
     assert device_of(program) == "cpu" and write_io(program, tmp_path).device == "cpu"
     write_io(for_gpu(program), tmp_path)
     assert read_io(tmp_path).device == "cuda"

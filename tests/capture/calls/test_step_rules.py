@@ -87,7 +87,7 @@ def test_an_encoder_still_belongs_to_the_step_that_follows(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("is_interrupted", [False, True])
-def test_what_fails_after_the_forward(is_interrupted: bool, tmp_path: Path) -> None:
+def test_failures_after_the_forward(is_interrupted: bool, tmp_path: Path) -> None:
     model = Served()
     kind = KeyboardInterrupt if is_interrupted else ValueError
 

@@ -108,7 +108,7 @@ def test_gradients_are_those_that_all_ranks_agree_on(mesh: Any, tmp_path: Path) 
         {"coordinate": ["0", "0"]},
     ],
 )
-def test_what_a_file_says_of_a_sharding_is_not_trusted(change: dict[str, Any]) -> None:
+def test_shardings_named_by_a_file_are_not_trusted(change: dict[str, Any]) -> None:
     good = {"shape": [2], "placements": ["R", "S(0)"], "mesh": [2, 1], "names": [], "coordinate": [1, 0]}
     assert sharding_from(good) == Sharding((2,), ("R", "S(0)"), (2, 1), (), (1, 0))
     assert sharding_from(None) is None

@@ -47,7 +47,7 @@ def test_gradients_are_those_of_their_own_forward(tmp_path: Path, ahead: int, ca
     assert sum(pair.site.endswith(":grad") for pair in result.pairs) == 4 * len(BATCHES)
 
 
-def test_what_comes_later_than_was_said_is_late(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_backwards_beyond_the_open_steps_are_late(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         found = recorded(tmp_path / "many", 3, 2)
     assert found.metadata["num_late"] and "microbatches=N" in caplog.text

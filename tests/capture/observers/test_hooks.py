@@ -45,7 +45,7 @@ def test_a_forward_that_failed_leaves_no_trace_in_the_next() -> None:
     assert seen == EXPECTED
 
 
-def test_what_runs_outside_of_the_model_is_not_observed() -> None:
+def test_modules_that_run_outside_of_the_model_are_not_observed() -> None:
     model, seen = Model(), []
     with observing(model, lambda site, tensor: seen.append(site)):
         model.inner(X)

@@ -38,7 +38,7 @@ def test_nothing_keeps_a_graph_of_gradients(program: Program) -> None:
     assert not any(value.requires_grad for value in [*values, *results.values()])
 
 
-def test_what_the_observer_raises_is_not_changed(program: Program) -> None:
+def test_errors_of_the_observer_are_not_changed(program: Program) -> None:
     def refuse(node: torch.fx.Node, value: Any) -> None:
         raise UsageError("enough seen")
 

@@ -832,7 +832,7 @@ def test_tensors_without_memory_are_left_out(tmp_path: Path, count: int, keep: b
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_what_torch_func_passes_around(tmp_path: Path, keep: bool) -> None:
+def test_tensors_of_torch_func_are_recorded(tmp_path: Path, keep: bool) -> None:
     def run(self: Any, x: torch.Tensor, mapped: bool) -> Any:
         y = self.a(x)
         return torch.vmap(self.b, 1, 1)(y.unsqueeze(1).expand(2, 3, 4)) if mapped else self.b(y)

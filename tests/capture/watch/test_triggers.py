@@ -117,7 +117,7 @@ def test_a_watch_that_cannot_be_is_refused(options: dict[str, object]) -> None:
         "[1]", "null",
     ],
 )  # fmt: skip
-def test_what_is_no_request_of_a_rank_is_let_pass(tmp_path: Path, line: str) -> None:
+def test_messages_that_are_no_request_of_a_rank_are_ignored(tmp_path: Path, line: str) -> None:
     shared = tmp_path / "triggers.log"
     other = OutsideTriggers(Watch(), shared, 1)
     shared.write_text(line + '\n{"rank": 0, "step": 9, "why": "\\u001b[2Jred"}\n')

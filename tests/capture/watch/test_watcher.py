@@ -121,7 +121,7 @@ def test_a_write_that_is_not_counted_costs_the_value_and_never_gives_another(tmp
     assert all("unnoticed" in item.reason for item in lost)
 
 
-def test_what_does_not_fit_the_memory_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tensors_that_do_not_fit_the_memory_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     recording = train(tmp_path / "run", ordinary, watch=Watch(ring_bytes=6000))
     everything = train(tmp_path / "full", ordinary)

@@ -197,7 +197,7 @@ def test_first_stops_after_the_first_block_that_is_wrong(sides: Path, small_bloc
     assert alike.ok and not alike.skipped
 
 
-def test_what_kills_its_workers_is_named_and_not_ok(sides: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pair_that_kills_workers_is_named_and_not_ok(sides: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = 5
     asked = []
 
@@ -263,6 +263,6 @@ def test_damaged_bytes_are_found_in_rows_as_well(tmp_path: Path, where: str, sma
         compare(tmp_path / "a", tmp_path / "b")
 
 
-def test_what_is_open_is_not_sent(sides: Path) -> None:
+def test_open_sources_are_not_sent_to_workers(sides: Path) -> None:
     with pytest.raises(UsageError, match="cannot be given what is open"):
         compare(glass.open(sides / "a"), sides / "b", jobs=2)

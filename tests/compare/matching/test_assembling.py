@@ -49,7 +49,7 @@ def test_parts_are_added_or_put_together() -> None:
 
 
 @pytest.mark.parametrize("more", [{"sum": 1}, {"layer_offset": "1"}, {"optional": "yes"}, {"step_offset": True}])
-def test_what_a_key_may_not_be(more: dict[str, object]) -> None:
+def test_invalid_keys_are_refused(more: dict[str, object]) -> None:
     with pytest.raises(UsageError, match="is not"):
         rule(**more)
 

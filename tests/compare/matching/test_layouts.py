@@ -139,7 +139,7 @@ def test_an_operation_that_leaves_nothing_is_an_error(operation: dict[str, Any])
         ({"op": "slice", "dim": 0, "end": "4"}, "'end' of slice"),
     ],
 )
-def test_what_is_not_an_operation(operation: object, message: str) -> None:
+def test_unknown_layout_operations_are_refused(operation: object, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         layouts.parse_operation(operation, "rule 0")
 

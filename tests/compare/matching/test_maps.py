@@ -136,7 +136,7 @@ def test_the_counterpart_of_one_is_not_that_of_its_namesake(tmp_path: Path) -> N
     assert [(s.site, s.side) for s in result.skipped] == [("b", "baseline")]
 
 
-def test_what_the_map_does_not_name_pairs_by_name(tmp_path: Path) -> None:
+def test_tensors_without_a_rule_pair_by_name(tmp_path: Path) -> None:
     x = {"layers.0.mlp": torch.ones(2), "layers.1.mlp": torch.ones(2), "logits": torch.ones(3)}
     y = {"h.0.ffn": torch.ones(2), "logits": torch.zeros(3)}
     result = run(tmp_path, x, y, map={"rules": [{"baseline": "layers.*.mlp", "candidate": "h.*.ffn"}]})
@@ -274,7 +274,7 @@ def test_aliases_that_a_recording_knows_pair_without_a_map(tmp_path: Path) -> No
         ("[" * 100_000, "cannot be read"),
     ],
 )
-def test_what_is_not_a_map(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_maps_are_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "map.json").write_text(text)
     with pytest.raises(UsageError, match=message):
         load_map(tmp_path / "map.json")
@@ -301,7 +301,7 @@ def test_a_map_that_is_not_there(tmp_path: Path) -> None:
         (r"re:layers\.(\d+)\.(\w+)", "model.layers.12.mlp", ("12", "mlp")),
     ],
 )
-def test_what_wildcards_stand_for(pattern: str, name: str, expected: tuple[str, ...]) -> None:
+def test_wildcards_take_the_matches_in_order(pattern: str, name: str, expected: tuple[str, ...]) -> None:
     assert expected in list(captures(pattern, name))
     assert matches(pattern, name)
 

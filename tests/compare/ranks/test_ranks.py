@@ -183,7 +183,7 @@ def test_planted_mistakes_of_parallel_layers_are_named(
     assert found.hints[0].evidence == kind and text in found.hints[0].text
 
 
-def test_what_is_wrong_in_one_rank_alone_is_never_hidden_by_the_others(judged: Judge) -> None:
+def test_an_error_of_one_rank_is_not_hidden_by_the_others(judged: Judge) -> None:
     for bad in range(3):
         each: list[Tensors] = [{"y": randn(4, 4)} for _ in range(3)]
         each[bad] = {"y": randn(4, 4) + 1}
@@ -248,7 +248,7 @@ def test_pipeline_stages_have_sites_of_their_own(judged: Judge) -> None:
     assert result.verdict == "identical" and result.environment["candidate"]["arrangements"] == {"of one rank": 2}
 
 
-def test_what_cannot_be_put_together_is_listed_and_no_pass(judged: Judge) -> None:
+def test_parts_that_do_not_fit_are_listed_and_not_ok(judged: Judge) -> None:
     square = randn(4, 4)
     thirds = [{"y": square[i // 2 * 2 :][:2, i % 2 * 2 :][:, :2], "z": square} for i in range(3)]
     result = judged({"y": square, "z": square}, thirds)

@@ -58,7 +58,7 @@ def test_equal_runs_are_the_same_and_the_first_difference_is_named(tmp_path: Pat
     assert (result.first_difference.step, result.first_difference.site) == (77, "a")
 
 
-def test_what_is_not_finite_on_one_side_parts_at_once(tmp_path: Path) -> None:
+def test_values_not_finite_on_one_side_part_the_series_at_once(tmp_path: Path) -> None:
     one = write(tmp_path / "one", 50, {"a": noisy(1)})
     bad = write(tmp_path / "bad", 50, {"a": lambda step: float("nan") if step == 3 else noisy(1)(step)})
     result = compare_series(one, bad)

@@ -226,7 +226,7 @@ def _unfolded(x: Tensor, conv: nn.Conv1d) -> Tensor:
     return made.float().transpose(1, 2)
 
 
-def test_what_steps_leave_may_differ_by_rounding() -> None:
+def test_state_left_by_steps_may_differ_by_rounding() -> None:
     generator = torch.Generator().manual_seed(4)
     given = [{"x": torch.randn(1, 4, 64, generator=generator)} for _ in range(4)]
     right = checked(Chunks(lambda x, conv: conv(x)), Chunks(_unfolded), given)

@@ -52,7 +52,7 @@ def test_an_exception_of_the_port(inputs: str) -> None:
     assert caught.value.exit_status == 4
 
 
-def test_what_was_wrong_before_is_said(inputs: str) -> None:
+def test_errors_before_the_exception_are_named(inputs: str) -> None:
     with pytest.raises(IncomparableError) as caught:
         check(Net(), candidate=Net(too_wide, gain=1.01), inputs=inputs)
     assert "raised in second" in caught.value.what

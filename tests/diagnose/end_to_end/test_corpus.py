@@ -161,7 +161,7 @@ def keys_moved_once(e: Edit) -> None:
 
 
 @pytest.mark.parametrize(("edit", "expected"), [(keys_moved, True), (keys_moved_once, False)])
-def test_what_comes_to_nothing_is_no_mistake(edit: Callable[[Edit], None], expected: bool) -> None:
+def test_edits_without_effect_are_no_mistakes(edit: Callable[[Edit], None], expected: bool) -> None:
     made = bench("llama", "float32")
     mutant = plant(made.program, Mistake("moved", "graph", edit), "")
     assert is_equivalent(made.program, mutant, made.inputs) is expected

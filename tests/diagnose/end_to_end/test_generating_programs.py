@@ -74,7 +74,7 @@ FAMILIES = ["t5", "mamba"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_wrong_in_an_engine_is_named(judged: Callable[[str], Comparison], family: str) -> None:
+def test_the_wrong_op_of_an_engine_is_named(judged: Callable[[str], Comparison], family: str) -> None:
     result = judged(family)
     assert not result.ok and result.first_divergence is not None
     sites = {origin.site for origin in result.origins if origin.rung == "engine"}

@@ -163,7 +163,7 @@ class Counted(nn.Module):
         return self.second(sums / x.new_zeros(5).index_add(0, target, x.new_ones(6))[:, None])
 
 
-def test_what_reads_the_shape_alone_is_no_evidence(tmp_path: Path) -> None:
+def test_ops_that_read_the_shape_alone_are_no_evidence(tmp_path: Path) -> None:
     right = judged(Counted(), Counted(is_matrix=True), tmp_path, 5, 6)
     assert right.ok and right.fineness[0].largest_region <= 4, right.fineness
     assert named(judged(Counted(), Counted(is_matrix=True, factor=1.1), tmp_path, 5, 6))

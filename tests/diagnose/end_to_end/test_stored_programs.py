@@ -168,7 +168,7 @@ def test_a_mistake_in_another_pt2_program_is_named(net: Path, tmp_path: Path) ->
     assert (found.first_divergence.site, found.first_divergence.verdict) == ("./leaky_relu.0", "wrong")
 
 
-def test_what_cannot_be(mlp: Path, tmp_path: Path) -> None:
+def test_impossible_requests_are_refused(mlp: Path, tmp_path: Path) -> None:
     with pytest.raises(BackendError, match=r"'inductor' cannot build an ONNX file[\s\S]*onnxruntime"):
         glass.check(mlp, backend="inductor")
     with pytest.raises(UsageError, match=r"a pass changes a graph of torch"):

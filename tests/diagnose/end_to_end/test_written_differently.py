@@ -39,7 +39,7 @@ def test_an_activation_of_another_form_in_half_precision(inputs: str) -> None:
     assert "written differently, the same up to rounding: 1 ops" in screen.get() and "1/gelu.0" in screen.get()
 
 
-def test_what_makes_a_difference_is_an_origin(inputs: str) -> None:
+def test_ops_that_make_a_difference_are_origins(inputs: str) -> None:
     result = check(perceptron(nn.LeakyReLU(0.01)), candidate=perceptron(nn.LeakyReLU(0.5)), inputs=inputs)
     assert not result.ok and result.first_divergence is not None
     assert result.first_divergence.site == "1/leaky_relu.0"

@@ -71,7 +71,7 @@ def inputs(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize(("ours", "theirs"), RIGHT)
-def test_what_is_written_out_is_right(ours: Activation, theirs: Activation, dtype: str, inputs: str) -> None:
+def test_ops_written_out_are_right(ours: Activation, theirs: Activation, dtype: str, inputs: str) -> None:
     found = check(Net(ours).eval(), candidate=Net(theirs).eval(), dtype=dtype, inputs=inputs)
     assert found.verdict in ("identical", "rounding"), found.first_divergence
 

@@ -108,13 +108,13 @@ def test_the_scalar_tail_of_a_loop_is_named_with_its_switch() -> None:
 @pytest.mark.parametrize(
     ("name", "verdict", "cause"), [("while_compiling", BEYOND, "Dynamo"), ("fused", WITHIN, "Inductor")]
 )
-def test_what_a_compiler_changes_is_named(name: str, verdict: str, cause: str) -> None:
+def test_changes_by_a_compiler_are_named(name: str, verdict: str, cause: str) -> None:
     require(changed(planted.Rows(getattr(planted, name)), "compile", planted.X), verdict, "Rows", cause)
 
 
 @pytest.mark.parametrize("what", ["run", "batch", "order", "cache", "threads"])
 @pytest.mark.parametrize("name", ["identity", "norm"])
-def test_what_does_not_depend_is_bitwise_equal(what: str, name: str) -> None:
+def test_independent_models_are_bitwise_equal(what: str, name: str) -> None:
     module = nn.Sequential(nn.LayerNorm(32), nn.ReLU()) if name == "norm" else nn.Sequential(nn.Identity())
     change = changed(module.eval(), what, {"input": planted.X["x"]})
     assert change.verdict == "bitwise" and change.num_variants > 0 and change.first is None

@@ -57,7 +57,7 @@ def test_an_engine_that_does_not_is_ok(backend: str, tmp_path: Path) -> None:
     assert {one.what for one in found.changes} == {"run", "batch", "cache", "order"}
 
 
-def test_what_an_engine_cannot_be_asked_for_is_refused(tmp_path: Path) -> None:
+def test_changes_that_engines_do_not_support_are_refused(tmp_path: Path) -> None:
     engine = built(tmp_path, mixes=False, backend="eager")
     with pytest.raises(UsageError, match="--invariant compile"):
         glass.check_invariant(engine, invariant=["compile"], inputs=INPUTS)

@@ -62,7 +62,7 @@ def inputs(tmp_path: Path) -> str:
     return str(tmp_path / "x.pt")
 
 
-def test_what_hides_from_debug_outputs_is_found_by_bisection(planted: None, inputs: str) -> None:
+def test_errors_hidden_by_debug_outputs_are_found_by_bisection(planted: None, inputs: str) -> None:
     hidden = glass.check(models.drawn(Branches), backend="planted", inputs=inputs)
     found = hidden.first_divergence
     assert found is not None and found.rung == "release", "seen with all outputs, the engine is right"

@@ -94,7 +94,7 @@ def test_images_that_do_not_fit_are_refused(change: dict[str, Any], message: str
         check(llava(), inputs=str(tmp_path / "inputs.pt"), backend="eager")
 
 
-def test_what_is_judged_from_text_alone_says_so() -> None:
+def test_checks_of_text_alone_say_so() -> None:
     result = check(llava(), candidate=llava(), steps=0)
     assert result.ok
     (skipped,) = [item for item in result.skipped if item.site == "images"]

@@ -106,7 +106,7 @@ def test_a_graft_that_names_nothing_is_refused(graft: str, error: type[Exception
         _check([], 1, graft=[graft])
 
 
-def test_what_is_built_has_no_grafts() -> None:
+def test_engines_have_no_grafts() -> None:
     with pytest.raises(UsageError, match="--graft is for a model"):
         glass.check(llama(num_hidden_layers=1), graft=["lm_head=baseline"])
 

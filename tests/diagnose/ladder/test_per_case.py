@@ -115,7 +115,7 @@ def test_one_case_is_judged_by_one_process(
     assert "it has one case" in caplog.text
 
 
-def test_what_cannot_be_shared_is_refused(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_processes_cannot_share_are_refused(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     spec = f"{file}:llama"
     assert main(["check", spec, "--jobs", "2"]) == 2
     assert "candidate that other processes can load" in capsys.readouterr().err

@@ -119,7 +119,7 @@ def test_the_report_has_all_that_a_maintainer_asks_for(scaled: Path) -> None:
     assert f"- torch {torch.__version__}" in text and "- command: `" in text
 
 
-def test_it_needs_torch_and_safetensors_only(scaled: Path, tmp_path: Path) -> None:
+def test_a_reproduction_needs_torch_and_safetensors_only(scaled: Path, tmp_path: Path) -> None:
     code = (
         "import sys, runpy; sys.modules['glassengine'] = None; sys.path[:0] = []; runpy.run_path({!r}, run_name={!r})"
     )
@@ -218,7 +218,7 @@ def test_a_bug_of_inductor_fails_as_long_as_it_is_there(
     assert run_reproduction(folder) == ""
 
 
-def test_what_cannot_be_exported_is_kept_as_it_was_recorded(baseline: Path, tmp_path: Path) -> None:
+def test_graphs_that_cannot_be_exported_are_kept_as_recorded(baseline: Path, tmp_path: Path) -> None:
     # It can be traced by nothing: it raises under every mode that traces.
     alone = "torch.utils._python_dispatch._get_current_dispatch_mode() is None"
     forward = f"self.down(torch.relu(self.norm(self.up(x)))) * (1.01 if {alone} else 1 // 0)"
@@ -330,7 +330,7 @@ def test_source_computes_what_the_graph_computes() -> None:
 
 
 @pytest.mark.parametrize("text", ["a\nimport os", "a\r\x0cb", "\u2028x", '"""', "\\", "\udcff", "x" * 10_000])
-def test_what_comes_from_a_model_stays_a_comment(text: str, tmp_path: Path) -> None:
+def test_texts_of_a_model_stay_comments(text: str, tmp_path: Path) -> None:
     assert len(comment(text).splitlines()) == 1 and comment(text).isascii()
     about = {"site": text, "source": f"{text}\nraise SystemExit('ran')"}
     write_reproduction(tmp_path / "repro", small(about=about, sites={"e:x_1": text, "c:x_1": text}))

@@ -187,7 +187,7 @@ def test_a_compiler_that_kills_its_process_is_cut_down_elsewhere(
     assert done.returncode == -signal.SIGABRT
 
 
-def test_what_the_graph_writes_to_is_compared_as_well(eager: Path) -> None:
+def test_inputs_that_the_graph_writes_to_are_compared(eager: Path) -> None:
     found = glass.replay(eager)
     same = {output.name: output.same_bits for output in found.outputs}
     assert "calls" in same and set(same.values()) == {True}
@@ -251,7 +251,7 @@ def test_a_result_is_json(eager: Path) -> None:
     assert told["ok"] and told["schema_version"] == 1 and told["outputs"][0]["same_bits"]
 
 
-def test_what_has_no_values_cannot_be_replayed(tmp_path: Path) -> None:
+def test_snapshots_without_values_cannot_be_replayed(tmp_path: Path) -> None:
     with glass.snapshots.take(tmp_path, redact=True), torch.no_grad():
         torch._dynamo.reset()
         torch.compile(Net(), backend="glass", options={"backend": "eager"})(torch.ones(2, 8))

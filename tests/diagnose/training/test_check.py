@@ -295,7 +295,7 @@ def test_a_language_model_is_judged_in_every_op() -> None:
     assert result.coverage > 0.95
 
 
-def test_what_cannot_be_judged_is_refused() -> None:
+def test_training_that_cannot_be_judged_is_refused() -> None:
     with pytest.raises(IncomparableError, match="begin with different parameters"):
         other = net()
         other.up.weight.data[0, 0] += 1

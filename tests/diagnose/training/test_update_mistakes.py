@@ -61,7 +61,7 @@ def test_a_right_update_written_out_is_right() -> None:
     assert updated(training.Trained((), candidate=training.by_hand("")), is_right=False) == []
 
 
-def test_what_nothing_explains_has_no_hint() -> None:
+def test_unexplained_updates_have_no_hint() -> None:
     class Noisy(torch.optim.SGD):
         def step(self, closure: object = None) -> None:  # type: ignore[override]
             super().step()

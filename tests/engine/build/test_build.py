@@ -155,7 +155,7 @@ def test_failed_rename_brings_the_old_engine_back(
     assert [path.name for path in tmp_path.iterdir()] == ["e"]
 
 
-def test_what_a_killed_build_left_is_removed(program: Program, tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_build_are_removed(program: Program, tmp_path: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     (tmp_path / f".e.partial-{dead.pid}").mkdir()

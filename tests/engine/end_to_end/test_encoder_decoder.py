@@ -131,7 +131,7 @@ def test_features_come_from_a_file(
     assert "does not run from text alone" in capsys.readouterr().err
 
 
-def test_what_is_missing_is_told(engine: Callable[[str], glass.Engine]) -> None:
+def test_missing_inputs_are_named(engine: Callable[[str], glass.Engine]) -> None:
     with pytest.raises(UsageError, match=r"cross_key_0[\s\S]*missing[\s\S]*engine.encode"):
         engine("t5").session(2, 8)
     with pytest.raises(UsageError, match=r"nothing to generate from"):

@@ -62,7 +62,7 @@ def test_two_ranks_share_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert all(process.poll() is not None for process in ranks._processes)
 
 
-def test_what_cannot_be_shared_is_refused_before_anything_is_built(tmp_path: Path) -> None:
+def test_models_that_cannot_be_sharded_are_refused_before_the_build(tmp_path: Path) -> None:
     def build(model: Any, **options: Any) -> Any:
         return glass.build(model, tmp_path / "none", **{"backend": "eager", **options})
 

@@ -50,7 +50,7 @@ def test_messages_arrive_as_they_were_sent(pair: tuple[socket.socket, socket.soc
         struct.pack("<QQ", 2, 12) + b"{}" + b"not a tensor",
     ],
 )
-def test_what_is_no_message_breaks_the_connection(pair: tuple[socket.socket, socket.socket], frame: bytes) -> None:
+def test_invalid_messages_break_the_connection(pair: tuple[socket.socket, socket.socket], frame: bytes) -> None:
     ours, theirs = pair
     ours.sendall(frame)
     with pytest.raises(OSError, match="of a rank"):

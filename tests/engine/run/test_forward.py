@@ -64,7 +64,7 @@ def test_debug_selects_inputs_and_outputs(encoder: glass.Engine) -> None:
         encoder.forward("ab", debug=["poler_output"])
 
 
-def test_what_does_not_fit_is_told(encoder: glass.Engine, bert: Path) -> None:
+def test_inputs_that_do_not_fit_are_named(encoder: glass.Engine, bert: Path) -> None:
     with pytest.raises(UsageError, match=r"nothing to run on[\s\S]*--input-text"):
         encoder.forward()
     with pytest.raises(UsageError, match="both given"):

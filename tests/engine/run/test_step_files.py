@@ -245,7 +245,7 @@ def test_a_disk_that_fills_up_keeps_the_run_and_the_complete_steps(
     assert names(tmp_path) == {"step0.pt", "step1.pt"}
 
 
-def test_what_torch_makes_of_a_full_disk(tmp_path: Path) -> None:
+def test_errors_of_torch_on_a_full_disk(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200, before[1]))
     try:

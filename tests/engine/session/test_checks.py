@@ -38,7 +38,7 @@ def test_everything_wrong_is_in_one_table(engine: Engine) -> None:
         assert fix in str(error.hint)
 
 
-def test_what_fits_is_shown_as_fitting(engine: Engine) -> None:
+def test_inputs_that_fit_are_shown_as_fitting(engine: Engine) -> None:
     error = refused(engine, torch.zeros((2, 3), dtype=torch.int64), torch.ones((2, 3), dtype=torch.int64), 200)
     rows = [line for line in str(error.got).splitlines() if re.search(r" ok$", line)]
     assert [row.split()[0] for row in rows] == ["batch", "input_ids", "attention_mask"]

@@ -57,12 +57,12 @@ def test_names(buffers: DebugBuffers, wanted: str, index: int | None) -> None:
     assert isinstance(caught.value, UsageError) and "model.layers.6.mlp_output" in str(caught.value)
 
 
-def test_it_is_a_dict_of_the_names_asked_for(buffers: DebugBuffers) -> None:
+def test_debug_buffers_are_a_dict_of_the_requested_names(buffers: DebugBuffers) -> None:
     assert "layers.6.mlp_output" not in buffers and buffers.get("layers.6.mlp_output") is None
     assert next(iter(buffers)) == "input_ids" and len(buffers) == 4
 
 
-def test_what_is_saved_is_a_plain_dict(buffers: DebugBuffers, tmp_path: Path) -> None:
+def test_saved_debug_buffers_are_a_plain_dict(buffers: DebugBuffers, tmp_path: Path) -> None:
     torch.save(buffers, tmp_path / "step0.pt")
     found = torch.load(tmp_path / "step0.pt", weights_only=True)
     assert list(found) == list(buffers) and all(torch.equal(found[name], buffers[name]) for name in found)

@@ -109,7 +109,7 @@ def product(directory: Path) -> Path:
     return entry(directory) / "files" / "a" / PRODUCT
 
 
-def test_what_another_process_compiled_is_not_compiled_again(directory: Path) -> None:
+def test_graphs_compiled_by_another_process_are_loaded(directory: Path) -> None:
     first, second = Compiler(), Compiler()
     assert first.run().outcome == "miss" and second.run().outcome == "hit"
     assert (first.compilations, second.compilations) == (1, 0)
@@ -127,7 +127,7 @@ def test_what_another_process_compiled_is_not_compiled_again(directory: Path) ->
         ({"value": 3.0}, "graph.arguments: (%0, 2.0) (%1,) -> (%0, 3.0) (%1,)"),
     ],
 )
-def test_what_changes_the_code_is_a_miss_that_names_it(change: dict[str, Any], cause: str) -> None:
+def test_a_miss_names_the_part_of_the_key_that_changed(change: dict[str, Any], cause: str) -> None:
     Compiler().run()
     other = Compiler(change.get("value", 2.0), options=change.get("options"))
     made = other.run(rows=change.get("rows", 2))
@@ -509,7 +509,7 @@ def test_size_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         Compiler().run()
 
 
-def test_what_a_killed_process_was_writing_is_removed(directory: Path) -> None:
+def test_entries_of_a_killed_process_are_removed(directory: Path) -> None:
     Compiler().run()
     old, young = directory / ".123-0-abc", directory / ".124-0-abc"
     for path in (old, young):

@@ -66,7 +66,7 @@ def test_an_error_of_the_users_graph_is_raised_as_it_is_with_a_note(watcher: Wat
     assert executable.num_executions == 0
 
 
-def test_what_an_observer_raises_reaches_the_caller(watcher: Watcher) -> None:
+def test_errors_of_an_observer_reach_the_caller(watcher: Watcher) -> None:
     class Stop(Watcher):
         def after(self, execution: Execution) -> None:
             raise FloatingPointError("not a number")
@@ -80,7 +80,7 @@ def test_what_an_observer_raises_reaches_the_caller(watcher: Watcher) -> None:
         detach(stop)
 
 
-def test_what_one_observer_raises_does_not_leave_the_others_waiting(watcher: Watcher) -> None:
+def test_an_error_of_one_observer_does_not_block_the_others(watcher: Watcher) -> None:
     class Refusing(Watcher):
         def after(self, execution: Execution) -> None:
             raise ValueError("after")

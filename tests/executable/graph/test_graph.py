@@ -48,7 +48,7 @@ def test_names_of_nodes_and_inputs_do_not_count() -> None:
     ],
     ids=["literal", "op", "dtype", "shape", "stride", "constant"],
 )
-def test_what_compiled_code_depends_on_counts(other: CapturedGraph) -> None:
+def test_settings_of_compiled_code_enter_the_key(other: CapturedGraph) -> None:
     assert graph_of(affine, X).hash != other.hash
 
 

@@ -204,7 +204,7 @@ def test_two_at_once_are_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["profile-000001"]
 
 
-def test_it_ends_after_the_steps_that_were_asked_for(tmp_path: Path) -> None:
+def test_a_profile_ends_after_the_requested_steps(tmp_path: Path) -> None:
     with glass.profiler.profile(tmp_path, steps=2) as taken:
         for _ in range(5):
             torch.ones(2).sum()

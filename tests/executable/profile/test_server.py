@@ -352,7 +352,7 @@ def test_no_port_at_all(port: int, tmp_path: Path) -> None:
         glass.profiler.start_server(port, directory=tmp_path)
 
 
-def test_it_lives_without_being_kept(tmp_path: Path) -> None:
+def test_a_server_lives_without_a_reference(tmp_path: Path) -> None:
     port = glass.profiler.start_server(0, directory=tmp_path).port
     import gc
 

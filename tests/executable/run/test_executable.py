@@ -120,7 +120,7 @@ def test_synchronous_by_variable(monkeypatch: pytest.MonkeyPatch, name: str, val
     assert Executable("tiny/main", double).synchronous is synchronous
 
 
-def test_what_a_user_can_act_on_is_passed_on() -> None:
+def test_errors_that_users_can_act_on_are_passed_on() -> None:
     with pytest.raises(UsageError, match="not with these inputs"):
         Executable("tiny/main", refuse).run(X)
 

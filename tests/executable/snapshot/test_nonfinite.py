@@ -75,7 +75,7 @@ def test_a_sum_that_overflows_is_no_finding(tmp_path: Path, make_executable: Mak
     passed(make_executable(lambda x: (x * 1,), x=large), large, directory=tmp_path)
 
 
-def test_what_has_no_values_is_passed_over() -> None:
+def test_tensors_without_values_are_skipped() -> None:
     values = [3, None, torch.ones(2, dtype=torch.int64), torch.empty(0), torch.ones(2, device="meta"), "x"]
     assert probe([(str(index), value) for index, value in enumerate(values)]) == []
 
@@ -116,7 +116,7 @@ def test_an_overflow_is_blamed_and_not_the_nan_after_it(tmp_path: Path, make_exe
     assert error.origin is not None and (error.origin.op, error.origin.kinds) == ("aten.exp.default", "inf")
 
 
-def test_what_comes_in_with_an_input_is_blamed_on_the_input(tmp_path: Path, make_executable: MakeExecutable) -> None:
+def test_nan_in_an_input_is_blamed_on_the_input(tmp_path: Path, make_executable: MakeExecutable) -> None:
     executable = make_executable(lambda x, w: (x * w,), {"w": "parameter"}, x=X, w=X)
     error = stopped(executable, X, X / 0, directory=tmp_path)
     assert error.origin is not None and (error.origin.op, error.origin.node) == ("input", "w")
@@ -174,9 +174,7 @@ def test_memory_that_nothing_wrote_is_not_blamed(tmp_path: Path, make_executable
     assert error.origin is not None and error.origin.op == "aten.sqrt.default"
 
 
-def test_what_the_compiled_code_alone_makes_is_said_to_be_its_own(
-    tmp_path: Path, make_executable: MakeExecutable
-) -> None:
+def test_nan_of_the_compiled_code_alone_is_named_as_its_own(tmp_path: Path, make_executable: MakeExecutable) -> None:
     # Planted: a compiler that gets it wrong.
     executable = make_executable(lambda x: (x + 1,), function=lambda arguments: [arguments[0] * math.nan], x=X)
     error = stopped(executable, X, directory=tmp_path)
@@ -239,7 +237,7 @@ def test_inputs_outlast_a_run_that_overwrites_them(
 
 
 @pytest.mark.parametrize(("keep_inputs", "samples"), [("reference", 0), ("device", 0), ("host", 3)])
-def test_what_is_brought_to_the_host_is_measured(
+def test_values_copied_to_the_host_are_measured(
     tmp_path: Path, make_executable: MakeExecutable, keep_inputs: Any, samples: int
 ) -> None:
     executable = make_executable(lambda x, y: (x + y,), x=X, y=X)

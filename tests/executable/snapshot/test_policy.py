@@ -62,7 +62,7 @@ def test_the_callback_decides_for_each_execution(tmp_path: Path, executable: Exe
     assert torch.equal(glass.snapshots.Snapshot.open(only_outputs).output("output[0]"), X * 2)
 
 
-def test_what_cannot_be_called_is_refused_at_once() -> None:
+def test_callbacks_that_are_not_callable_are_refused() -> None:
     with pytest.raises(UsageError, match="NoneType"):
         glass.snapshots.register_callback(None)  # type: ignore[arg-type]
 

@@ -176,7 +176,7 @@ def test_two_executables_of_one_graph_keep_their_own_lines(tmp_path: Path, make_
         assert list(node.meta["nn_module_stack"].values()) == [(f"layers.{index}", "Layer")]
 
 
-def test_what_others_deleted_is_written_again(tmp_path: Path, make_executable: MakeExecutable) -> None:
+def test_snapshots_that_others_deleted_are_written_again(tmp_path: Path, make_executable: MakeExecutable) -> None:
     executable = make_executable(scale, {"w": "parameter"}, x=X, w=W)
     with glass.snapshots.take(tmp_path, contents="inputs outputs") as snapshots:
         executable.run([X, W])
@@ -499,7 +499,7 @@ def test_reading_runs_no_code(planted: glass.snapshots.Snapshot, tmp_path: Path)
     assert not (tmp_path / "exploded").exists()
 
 
-def test_what_is_no_snapshot_is_refused_with_a_hint(planted: glass.snapshots.Snapshot, tmp_path: Path) -> None:
+def test_other_files_are_refused_with_a_hint(planted: glass.snapshots.Snapshot, tmp_path: Path) -> None:
     assert glass.snapshots.Snapshot.open(tmp_path).path == planted.path  # the only one there: F24
     shutil.copytree(planted.path, tmp_path / "a-copy")
     with pytest.raises(UsageError, match=rf"one of its 2 snapshots, such as .*{planted.path.name}"):

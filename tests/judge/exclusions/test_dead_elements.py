@@ -91,7 +91,7 @@ class Parts(nn.Module):
         ("exp", (2,), False),
     ],
 )
-def test_what_counts_as_reading(op: str, where: tuple[object, ...], is_unread: bool) -> None:
+def test_ops_that_count_as_reading(op: str, where: tuple[object, ...], is_unread: bool) -> None:
     inputs = {"x": X[0], "at": torch.tensor([0, 1, 3, 4])}
     program = export_program(load_model(Parts().eval()), inputs=[inputs])
     node = next(node for node in program.graph.nodes if f"aten.{op}." in str(node.target))

@@ -271,7 +271,7 @@ class UsedBuckets(Buckets):
 
 
 @pytest.mark.parametrize(("kind", "num_tied"), [(Buckets, 0), (UsedBuckets, 2 * 16)])
-def test_what_a_tie_was_dropped_from_is_judged(tmp_path: Any, kind: type[Buckets], num_tied: int) -> None:
+def test_tensors_without_the_tied_elements_are_judged(tmp_path: Any, kind: type[Buckets], num_tied: int) -> None:
     """Distances 3 and 9 are on the edge of a bucket."""
     path = tmp_path / "inputs.pt"
     torch.save({"x": torch.randn(40, 16, generator=torch.Generator().manual_seed(3))}, path)
@@ -372,7 +372,7 @@ def test_counts_of_tokens_are_no_tie(hides_router: bool, tokens: str) -> None:
     assert not check(Sorted().eval(), candidate=Dense(hides_router=hides_router, shift=1).eval(), inputs=tokens).ok
 
 
-def test_what_hangs_on_a_tie_as_a_whole_is_not_covered(tokens: str) -> None:
+def test_tensors_that_depend_on_a_tie_are_not_covered(tokens: str) -> None:
     """The other one of two experts that are alike is as good, and nobody sees which one was picked."""
     found = check(Sorted(alike=True).eval(), candidate=Dense(alike=True, hides_router=True).eval(), inputs=tokens)
     whole = {item.site for item in found.skipped if item.reason == f"all of it: {TIED}"}

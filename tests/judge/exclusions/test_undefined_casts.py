@@ -45,7 +45,7 @@ def undefined(module: nn.Module, **inputs: torch.Tensor) -> dict[str, list[Any]]
     return {name: mask.tolist() for name, mask in found.items() if mask is not None}
 
 
-def test_what_is_dropped_again_leaves_no_trace() -> None:
+def test_discarded_undefined_casts_leave_no_trace() -> None:
     found = undefined(Buckets(), distance=torch.tensor([0, 1, 2, 40]))
     first = [True, False, False, False]
     after = ("_to_copy.1", "add.0", "minimum.0")
@@ -76,7 +76,7 @@ class Halves(nn.Module):
         return [x.log().to(torch.int64), (1 - x).log().to(torch.int64)]
 
 
-def test_what_any_cast_can_hold_counts() -> None:
+def test_values_that_a_cast_can_hold_count() -> None:
     found = undefined(Halves(), x=torch.tensor([0.0, 0.25]))
     assert "mul.0" not in found
     assert found["log.0"] == [True, False]

@@ -38,7 +38,7 @@ def test_down_stays_within_a_region() -> None:
     assert names(down([graph["sin"]], depth=1)) == ["view", "view", "view"]
 
 
-def test_what_a_walk_starts_from_is_not_found_again() -> None:
+def test_the_start_of_a_walk_is_not_found_again() -> None:
     graph = nodes()
     assert graph["sin"] not in walk([graph["sin"]], lambda one: [*one.users, *one.all_input_nodes])
 

@@ -49,7 +49,7 @@ def test_a_proof_has_its_change_and_leaves_nothing() -> None:
     assert hint.text.endswith("(1 / 16)")
 
 
-def test_what_is_moved_says_along_which_axis() -> None:
+def test_a_hint_names_the_axis_of_a_shift() -> None:
     (hint,) = explained(torch.add, lambda x, y: x + y.roll(1, 1), [drawn(2, 7, 8), drawn(2, 7, 8, seed=1)])
     assert hint.kind == "position" and hint.proven and hint.change is not None
     assert (hint.change.axis, hint.change.candidate, len(hint.change.operands)) == (1, 1, 1)

@@ -36,7 +36,7 @@ def test_one_element_another_shape_and_integers_count() -> None:
     assert different(a_weight=torch.full((6, 6), torch.nan)) == ("a.weight",)
 
 
-def test_what_one_side_alone_has_is_listed() -> None:
+def test_weights_of_one_side_alone_are_listed() -> None:
     found = compare_weights(BASE, {"b": BASE["b"], "c": torch.zeros(1)})
     assert (found.compared, found.only_baseline, found.only_candidate) == (1, ("a.weight",), ("c",))
 

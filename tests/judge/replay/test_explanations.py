@@ -154,7 +154,7 @@ def test_every_explanation_has_an_example_and_says_its_proof() -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_what_it_explains_is_right_and_a_mistake_beside_it_is_not(name: str) -> None:
+def test_an_explanation_does_not_excuse_a_mistake_beside_it(name: str) -> None:
     example = EXAMPLES[name]()
     right, wrong = example.judge(example.right), example.judge(example.wrong)
     assert right is not None and right.explanation == name, right

@@ -93,7 +93,7 @@ def test_every_op_of_an_equal_run_is_identical(single: Observed, half: Observed,
 
 
 @pytest.mark.parametrize("op", ["linear", "getitem", "mul", "abs"])
-def test_what_an_op_introduced_is_wrong_and_measured_by_floor_and_bound(half: Observed, op: str) -> None:
+def test_an_error_of_the_op_is_wrong_by_floor_and_bound(half: Observed, op: str) -> None:
     found = half.judge(half.node(op), lambda value: value * 1.1)
     assert found is not None and found.verdict == "wrong"
     assert (
@@ -104,7 +104,7 @@ def test_what_an_op_introduced_is_wrong_and_measured_by_floor_and_bound(half: Ob
     )
 
 
-def test_what_the_inputs_carried_in_is_gone(single: Observed) -> None:
+def test_errors_of_the_inputs_are_not_counted(single: Observed) -> None:
     product, split = single.node("mul"), single.node("getitem", 1)
     assert split.name in {source.name for source in product.all_input_nodes} or op_name(split) == "getitem"
     sources = {n.name: single.values[n.name] * 1.5 for n in product.all_input_nodes}
@@ -126,7 +126,7 @@ def test_f2_without_a_bound_the_floor_decides_far_beyond_rounding(single: Observ
     assert all(one is not None and one.bound_ratio is None for one in found)
 
 
-def test_what_is_not_finite_counts_in_padding_too(single: Observed) -> None:
+def test_values_not_finite_count_in_padding(single: Observed) -> None:
     node = single.node("linear")
     broken = single.values[node.name].clone()
     broken[0, 3] = torch.nan
@@ -308,7 +308,7 @@ class Halves(nn.Module):
 
 
 @pytest.mark.parametrize(("broken", "is_wrong"), [(slice(4, 8), False), (slice(0, 1), True)])
-def test_what_is_not_written_yet_holds_anything(broken: slice, is_wrong: bool) -> None:
+def test_unwritten_memory_may_hold_anything(broken: slice, is_wrong: bool) -> None:
     x = torch.randn(3, 4)
     program = export_module(Halves().eval(), {"x": x})
     values = {}
@@ -462,7 +462,7 @@ class ReadsFolded(nn.Module):
         (2, lambda value: value + 4e-7 * torch.randn(value.shape), True),  # nothing was rounded
     ],
 )
-def test_what_compilers_fold_is_rounded_by_their_kernels(
+def test_folded_constants_are_rounded_by_kernels_of_compilers(
     index: int, change: Callable[[torch.Tensor], torch.Tensor], is_wrong: bool
 ) -> None:
     x = torch.randn(3, 4)

@@ -34,7 +34,7 @@ def exported(written: str, inputs: list[dict[str, torch.Tensor]]) -> Program:
 
 
 @pytest.mark.parametrize("written", ["division", "wrong division"])
-def test_what_the_other_side_lacks_is_inside_of_a_region(written: str) -> None:
+def test_ops_that_the_candidate_lacks_are_inside_of_a_region(written: str) -> None:
     inputs = [{"x": torch.randn(3, 8, generator=torch.Generator().manual_seed(1))}]
     ours, theirs = exported("product", inputs), exported(written, inputs)
     pairs = pair_programs(ours, theirs, module_cases(inputs))

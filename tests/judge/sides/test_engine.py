@@ -76,7 +76,7 @@ def test_regions_of_an_engine_are_credited(tmp_path: Path) -> None:
     assert engine.in_regions > 0 and engine.results_only == 0
 
 
-def test_what_the_program_of_an_engine_has_beside_the_baseline_is_listed(tmp_path: Path) -> None:
+def test_extra_tensors_of_an_engine_are_listed(tmp_path: Path) -> None:
     found = checked(tmp_path, OtherNorm, "float32")
     alone = {item.site for item in found.skipped if item.side == "candidate"}
     assert {"./sqrt.0", "./sum.0"} <= alone and found.counts["unmatched_candidate"] == len(alone)

@@ -148,7 +148,7 @@ def test_node_names_pair_by_themselves(tmp_path: Path, dump: tuple[str, str, dic
     assert [d.site for d in result.origins if d.rung == "record"] == ["./mul.0"]
 
 
-def test_what_does_not_fit_is_refused(
+def test_records_that_do_not_fit_are_refused(
     tmp_path: Path, dump: tuple[str, str, dict[str, torch.Tensor]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     inputs, rules, tensors = dump

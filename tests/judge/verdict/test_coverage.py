@@ -95,7 +95,7 @@ class Shifted(nn.Module):
         return torch.nn.functional.scaled_dot_product_attention(x, x * 0.5, x, places[None] <= places[:, None])
 
 
-def test_what_makes_a_mask_is_no_part_of_a_large_region(tmp_path: Path) -> None:
+def test_ops_that_make_a_mask_are_no_part_of_a_large_region(tmp_path: Path) -> None:
     torch.save({"x": torch.randn(1, 2, 5, 4, generator=torch.Generator().manual_seed(0))}, tmp_path / "x.pt")
     result = glass.check(Shifted(by_hand=True), candidate=Shifted(by_hand=False), inputs=str(tmp_path / "x.pt"))
     fine = result.fineness[0]

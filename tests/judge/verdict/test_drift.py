@@ -112,7 +112,7 @@ def test_sums_over_steps_are_those_of_all_of_it() -> None:
     assert whole.row("a", "a", "op").snr_db == pytest.approx(expected)
 
 
-def test_what_hides_a_place_in_a_mask_is_no_signal() -> None:
+def test_mask_values_are_no_signal() -> None:
     low, high = torch.finfo(torch.bfloat16).min, torch.finfo(torch.float32).min
     sums = DriftSums()
     sums.add(torch.tensor([1.0, high]), torch.tensor([1.0, low], dtype=torch.bfloat16))

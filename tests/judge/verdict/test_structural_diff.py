@@ -43,7 +43,7 @@ def softened(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("wrong", "is_said"), [(as_one, False), (softened, True)])
-def test_that_attention_is_one_op_explains_nothing(wrong: Attend, is_said: bool) -> None:
+def test_fused_attention_alone_is_no_explanation(wrong: Attend, is_said: bool) -> None:
     inputs = {"x": torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(1))}
     found = glass.check(Net(in_steps).eval(), candidate=Net(wrong).eval(), inputs=inputs)
     assert not found.ok and found.first_divergence is not None

@@ -102,6 +102,8 @@ def test_one_row_integers_bools_strides_and_nothing() -> None:
         ("k must be", ((2, 3), (2, 3)), {"k": 0}),
     ],
 )
-def test_what_is_refused(message: str, shapes: tuple[tuple[int, ...], ...], options: dict[str, object]) -> None:
+def test_invalid_logits_are_refused(
+    message: str, shapes: tuple[tuple[int, ...], ...], options: dict[str, object]
+) -> None:
     with pytest.raises(ValueError, match=message):
         compare_logits(*(torch.zeros(shape) for shape in shapes), **options)

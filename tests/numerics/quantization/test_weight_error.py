@@ -161,7 +161,7 @@ def test_a_weight_that_was_trained_further_is_no_quantization() -> None:
     assert found.mistakes[0].evidence == "not its values" and "steps (rms)" in found.mistakes[0].text
 
 
-def test_what_is_not_quantized_within_a_weight_does_not_count() -> None:
+def test_unquantized_parts_of_a_weight_do_not_count() -> None:
     weight = matrix(64, 64)
     codes, scale, zero = round_to_nearest(weight, 4, GROUP)
     steps, found = step(codes, scale, 4), value(codes, scale, zero).float()

@@ -12,7 +12,7 @@ from torch import nn
 import glassengine as glass
 
 
-def test_what_cannot_be_recorded_is_computed_and_named(device: torch.device) -> None:
+def test_ops_that_cannot_be_recorded_run_at_once_and_are_named(device: torch.device) -> None:
     lazy = torch.tensor([0.0, 1.0, 2.0]).to(device)
     found = (lazy + 1).nonzero()
     assert found.tolist() == [[0], [1], [2]] and glass.lazy.is_lazy(found)
@@ -78,7 +78,7 @@ def test_statistics_of_a_batch_normalization(device: torch.device) -> None:
     assert torch.equal(lazy.eval()(given.to(device)).cpu(), plain.eval()(given))
 
 
-def test_what_is_pending_is_shown_with_its_lines(device: torch.device) -> None:
+def test_pending_tensors_are_shown_with_their_lines(device: torch.device) -> None:
     lazy = torch.ones(2, 2).to(device)
     product = lazy @ lazy
     total = product.sum()

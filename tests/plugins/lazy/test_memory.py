@@ -74,7 +74,7 @@ def test_a_view_of_a_view_that_nothing_inverts_is_written_with_atens_own(device:
     assert torch.equal(run(table().to(device))[0].cpu(), run(table())[0])
 
 
-def test_what_shares_elements_with_itself_cannot_be_written(device: torch.device) -> None:
+def test_overlapping_views_cannot_be_written(device: torch.device) -> None:
     for base in (torch.ones(1, 3), torch.ones(1, 3).to(device)):
         with pytest.raises(RuntimeError, match="single memory location"):
             base.expand(2, 3).add_(1)

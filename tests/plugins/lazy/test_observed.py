@@ -90,7 +90,7 @@ def test_training_is_recorded_as_that_of_eager_code_in_its_own_graphs(
     assert executions() == 3 and counters("TensorRead") == 0 and counters("UncachedCompile") == 2
 
 
-def test_what_nothing_runs_is_run_at_the_end_and_counted(device: torch.device, tmp_path: Path, counters: Count) -> None:
+def test_pending_tensors_run_at_the_end_and_are_counted(device: torch.device, tmp_path: Path, counters: Count) -> None:
     net = Net().eval()
     given = torch.ones(2, 8)
     with glass.record(net, tmp_path / "eager"):

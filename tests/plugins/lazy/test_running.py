@@ -145,7 +145,7 @@ def test_reading_is_counted_and_logged_with_its_line(
     assert any(name.startswith("TensorRead::item() at ") for name in glass.metrics.current().counters)
 
 
-def test_what_is_computed_does_not_depend_on_what_is_read_before(device: torch.device) -> None:
+def test_results_do_not_depend_on_earlier_reads(device: torch.device) -> None:
     """A value that is overwritten after another was made of it, and read in either order."""
     for read_first in (True, False):
         base = torch.arange(4.0).to(device)

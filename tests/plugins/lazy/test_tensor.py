@@ -15,7 +15,7 @@ import glassengine as glass
 from glassengine.errors import UsageError
 
 
-def test_it_is_on_the_lazy_device_and_looks_as_any_tensor(device: torch.device) -> None:
+def test_a_lazy_tensor_looks_like_any_tensor(device: torch.device) -> None:
     plain = torch.randn(2, 3)
     lazy = plain.to(device)
     assert lazy.device == device and device.type == "lazy" and not lazy.is_cpu

@@ -126,7 +126,7 @@ def test_f48_a_quantized_module_in_training_mode_differs(tmp_path: Path) -> None
     assert found.not_ok_because == "1 module of the candidate is in training mode: drop"
 
 
-def test_what_is_not_quantized_has_no_grid() -> None:
+def test_unquantized_weights_have_no_grid() -> None:
     assert quantized_module(Net()) is None
     held = quantized_module(in_codes())
     assert held is not None and not held.rounds_inputs

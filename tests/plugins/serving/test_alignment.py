@@ -40,7 +40,7 @@ def test_numbers_are_filled_in() -> None:
     assert dict(rule.candidate_ops[0].arguments) == {"dim": 0, "width": 16, "rotated": 8}
 
 
-def test_what_has_no_table_is_named() -> None:
+def test_models_without_a_table_are_named() -> None:
     assert layouts() == ["executorch", "ggml", "onnx", "openvino", "sglang", "vllm"]
     with pytest.raises(UnknownNameError, match="unknown layout 'lmdeploy'"):
         table_of("lmdeploy", "llama", {})

@@ -24,7 +24,9 @@ from glassengine.plugins.serving.interpreter import Interpreter
         ("import os; os.kill(os.getpid(), 11)", BackendError, "Other crashed"),
     ],
 )
-def test_what_goes_wrong_there_is_said(tmp_path: Path, script: str, error: type[Exception], words: str) -> None:
+def test_errors_of_the_other_interpreter_are_reported(
+    tmp_path: Path, script: str, error: type[Exception], words: str
+) -> None:
     (tmp_path / "ours.py").write_text(f"def main():\n    {script}\n")
     with pytest.raises(error, match=words):
         Interpreter("Other", "other", "ours", tmp_path).start(sys.executable, {})

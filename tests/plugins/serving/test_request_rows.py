@@ -108,7 +108,7 @@ def test_heads_that_were_made_rows_are_heads_again() -> None:
     assert entry.shape == (3, 2, 2) and source.tensor(entry)[1, 0].tolist() == [4.0, 5.0]
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_rows_that_do_not_fit_are_refused() -> None:
     with pytest.raises(CorruptError, match="do not fit"):
         found(([1, 2], [0, 2], [2], None))
     with pytest.raises(UsageError, match="on which tokens"):

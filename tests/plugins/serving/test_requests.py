@@ -70,7 +70,7 @@ def test_a_request_whose_beginning_was_not_recorded_is_listed(tmp_path: Path) ->
     assert [one.reason.split(" of its")[0] for one in skipped] == ["2 tokens", "its prompt was not read to the end"]
 
 
-def test_what_cannot_be_seen_is_said_with_the_remedy(tmp_path: Path) -> None:
+def test_unseen_requests_are_named_with_the_remedy(tmp_path: Path) -> None:
     compiled = ServerFolder(written(tmp_path / "c", [[("a", 0, 5)]], {"a": A}, compiled=True))
     with pytest.raises(UsageError, match="compiled"):
         Forwards(compiled)

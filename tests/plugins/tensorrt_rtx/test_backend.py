@@ -146,7 +146,7 @@ def test_running_is_refused_without_a_gpu_with_the_flag_that_helps(built: Path) 
 
 
 @needs_wheels
-def test_what_it_cannot_compile_is_its_own_words(tmp_path: Path) -> None:
+def test_errors_of_the_compiler_are_quoted(tmp_path: Path) -> None:
     class Determinant(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.linalg.det(x)

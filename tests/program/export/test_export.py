@@ -314,7 +314,7 @@ class Branches(nn.Module):
         (Branches, {"x": X}, r"torch.export cannot trace Branches"),
     ],
 )
-def test_what_cannot_be_a_program_is_refused(
+def test_models_that_cannot_be_exported_are_refused(
     kind: Callable[[], nn.Module], inputs: dict[str, torch.Tensor], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):

@@ -155,7 +155,7 @@ class Counts(nn.Module):
         (lambda inner, x: x[:, x.sum().int().item() :], None),
     ],
 )
-def test_what_has_no_rule_is_left_to_torch(function: Callable[..., Any], module: nn.Module | None) -> None:
+def test_ops_without_a_rule_are_left_to_torch(function: Callable[..., Any], module: nn.Module | None) -> None:
     exported = traced(function, (2, 4, 6), module=module)
     with pytest.raises(NoRule):
         rewritten(exported)

@@ -30,7 +30,7 @@ def test_features_go_to_image_tokens_in_the_order_of_the_rows() -> None:
     assert index_of(rows[:, 2:3]).tolist() == [4, 0]
 
 
-def test_what_is_beyond_the_image_tokens_of_a_step_is_padding() -> None:
+def test_features_beyond_the_image_tokens_are_padding() -> None:
     assert index_of(torch.full((1, 4), -1)).tolist() == [0, 0]
     assert padded_features(torch.ones(1, 6)).tolist() == [[1.0] * 6, [0.0] * 6]
     features = torch.ones(5, 6)

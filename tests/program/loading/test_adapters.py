@@ -223,7 +223,7 @@ def test_a_base_that_is_named_runs_no_code(tmp_path: Path) -> None:
         ({"something_of_tomorrow": {"a": 1}}, "setting something_of_tomorrow is unknown"),
     ],
 )
-def test_what_is_not_merged_is_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_unmerged_adapters_are_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=message):
         load_model(models.llama(), adapter=save_adapter(tmp_path, lora(Q, 64, 64), **settings))
 

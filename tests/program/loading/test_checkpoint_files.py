@@ -75,7 +75,7 @@ def test_an_index_stays_in_its_directory(name: object, tmp_path: Path) -> None:
         weight_files(str(tmp_path / "model"))
 
 
-def test_what_is_missing_or_damaged(tmp_path: Path) -> None:
+def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has no weights"):
         weight_files(str(tmp_path))
     save_quantized(models.llama(), tmp_path, "gptq")

@@ -51,7 +51,7 @@ def test_names_inputs_and_sizes(stored: Path) -> None:
     assert set(module.state_dict()) >= {"body.0.weight", "body.1.running_mean", "shift"}
 
 
-def test_it_computes_what_was_stored(stored: Path) -> None:
+def test_a_loaded_program_computes_what_was_stored(stored: Path) -> None:
     module, program = read_exported(stored)
     given: dict[str, Any] = {"x": torch.randn(5, 4), "pair": (torch.full((8,), 2.0), torch.ones(3))}
     expected = torch.export.load(stored).module()(given["x"], given["pair"], times=3)

@@ -203,7 +203,9 @@ def test_quantized_activations_are_said(tmp_path: Path, caplog: pytest.LogCaptur
         ("compressed-tensors", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity"),
     ],
 )
-def test_what_is_not_read_is_refused(method: str, settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_unsupported_quantizations_are_refused(
+    method: str, settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     save_quantized(models.llama(), tmp_path, method)
     edit(tmp_path, lambda found: found.update(settings))
     with pytest.raises(UsageError, match=message):

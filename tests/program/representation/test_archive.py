@@ -106,7 +106,7 @@ def guards(data: Any) -> None:
     data["guards_code"] = ["__import__('os').getpid() > 0"]
 
 
-def test_what_is_written_is_read(stored: Path) -> None:
+def test_an_archive_is_read_as_written(stored: Path) -> None:
     assert load_graph(stored).graph is not None
     rewrite(stored, "archive_format", lambda content: content)  # the helper changes nothing by itself
     assert load_graph(stored).graph is not None

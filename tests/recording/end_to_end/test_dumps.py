@@ -139,7 +139,7 @@ def described(tensor: torch.Tensor, value: Any) -> dict[str, Any]:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("sci_mode", [True, None])
-def test_what_torch_prints_is_read_back(tensor: torch.Tensor, sci_mode: bool | None) -> None:
+def test_printed_tensors_are_read_back(tensor: torch.Tensor, sci_mode: bool | None) -> None:
     torch.set_printoptions(sci_mode=sci_mode)
     try:
         lines = str(tensor).splitlines()
@@ -240,7 +240,7 @@ def test_a_large_array_of_polygraphy_stays_in_the_file(tmp_path: Path) -> None:
     assert source.entries[0].nbytes == array.nbytes
 
 
-def test_what_polygraphy_results_cannot_give_is_skipped(tmp_path: Path) -> None:
+def test_missing_parts_of_polygraphy_results_are_skipped(tmp_path: Path) -> None:
     whole = encoded(np.zeros(9, np.float32))
     cut = {**whole, "array": whole["array"][:-8]}
     evil = io.BytesIO()

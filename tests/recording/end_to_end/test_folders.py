@@ -55,7 +55,7 @@ def test_a_missing_step_makes_it_incomplete(tmp_path: Path) -> None:
     assert not open_source(tmp_path).complete
 
 
-def test_what_is_not_a_step_file_is_listed(tmp_path: Path) -> None:
+def test_other_files_beside_step_files_are_listed(tmp_path: Path) -> None:
     save_steps(tmp_path, {0: torch.ones(1)})
     save_steps(tmp_path / "earlier-001", {5: torch.ones(1)})
     save_steps(tmp_path / "outside", {7: torch.ones(1)})
@@ -128,7 +128,7 @@ def test_arrays_of_the_executor_count_from_one(tmp_path: Path) -> None:
     assert keys(open_source(tmp_path)) == [(1, 0, "logits"), (2, 0, "logits")]
 
 
-def test_what_is_not_an_array_is_listed(tmp_path: Path) -> None:
+def test_files_that_are_no_array_are_listed(tmp_path: Path) -> None:
     np.save(tmp_path / "a-step1.npy", np.ones(1))
     np.save(tmp_path / "a-b-step12.npy", np.ones(1))
     np.save(tmp_path / "plain.npy", np.ones(1))

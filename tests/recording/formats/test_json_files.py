@@ -24,7 +24,7 @@ VALUES = st.recursive(
 
 @settings(max_examples=60, deadline=None)
 @given(value=VALUES, ascii_only=st.booleans())
-def test_what_was_written_is_read(value: Any, ascii_only: bool, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_json_file_is_read_as_written(value: Any, ascii_only: bool, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("json") / "x.json"
     path.write_text(json.dumps(value, ensure_ascii=ascii_only), encoding="utf-8", errors="surrogatepass")
     assert JsonFile(path).document == value

@@ -32,7 +32,7 @@ def test_light_statistics_are_those_of_float64(size: int, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("size", [size for size in SIZES if size > 2])
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_what_is_not_finite_is_counted_and_left_out(size: int, value: float) -> None:
+def test_values_not_finite_are_counted_and_left_out(size: int, value: float) -> None:
     x = torch.arange(size, dtype=torch.float32)
     x[-1] = x[0] = value
     found, rest = light(x), x[1:-1].double()

@@ -132,7 +132,7 @@ def test_damage_of_the_source_is_said_and_leaves_no_file(recording: glass.Record
         assert not [item for item in (tmp_path / kind).rglob("*") if item.is_file() and item.name.startswith(".")]
 
 
-def test_what_cannot_be_exported(recording: glass.Recording, tmp_path: Path) -> None:
+def test_recordings_that_cannot_be_exported_are_refused(recording: glass.Recording, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="unknown format"):
         glass.export(recording, tmp_path / "x", format="xlsx")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="nothing to export"):

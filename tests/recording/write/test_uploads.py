@@ -69,7 +69,7 @@ def test_shards_go_first_and_the_manifest_last(spool: Path, monkeypatch: pytest.
     assert list(spool.iterdir()) == [], "nothing is left here"
 
 
-def test_what_is_sealed_can_be_read_before_the_end() -> None:
+def test_sealed_shards_can_be_read_before_the_end() -> None:
     writer = StoredWriter(TARGET, metadata={}, spool_bytes=1 << 18)
     assert not glass.Recording.open(URL).steps
     for step in range(STEPS):
@@ -86,7 +86,7 @@ def test_what_is_sealed_can_be_read_before_the_end() -> None:
     assert writer.deliver() is None
 
 
-def test_what_waits_is_bounded(spool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_uploads_are_bounded(spool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow store: who writes waits, and neither disk nor memory takes more."""
     put, most, spool_bytes = objects.put, [0], 1 << 18
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from glassengine.report.page.head import facts_of, is_of_one_process
 
 
-def test_what_differs_stands_first_and_long_lists_show_what_is_not_common() -> None:
+def test_differences_stand_first_and_long_lists_are_shortened() -> None:
     flags = [f"flag{number}" for number in range(40)]
     sides = {
         "baseline": {"cpu": "a", "versions": {"torch": "2.13"}, "flags": [*flags, "old"], "only": 1},

@@ -132,7 +132,7 @@ def test_a_file_replaces_a_report_and_nothing_else(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["answer.html"]
 
 
-def test_what_fails_leaves_no_report_and_the_old_one_alone(tmp_path: Path) -> None:
+def test_a_failed_report_leaves_the_old_one(tmp_path: Path) -> None:
     target = tmp_path / "report"
     write_report(comparison(), target)
     before = files_of(target)

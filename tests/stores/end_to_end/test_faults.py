@@ -130,7 +130,7 @@ def test_a_range_may_come_with_the_checksum_of_the_whole(monkeypatch: pytest.Mon
     assert bytes(ranges.read_range(objects.require(URL), 10, 300)) == DATA[10:310]
 
 
-def test_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     import s3fs
     from fsspec.config import conf
 

@@ -89,7 +89,7 @@ def test_several_processes_are_refused(device: torch.device, monkeypatch: pytest
     assert not xm.is_master_ordinal(local=False)
 
 
-def test_what_has_no_meaning_is_refused_when_it_is_called(device: torch.device) -> None:
+def test_functions_without_meaning_here_are_refused_when_called(device: torch.device) -> None:
     for name in ("reduce_scatter", "get_rng_state", "get_stablehlo", "get_memory_info"):
         refused = getattr(xm, name)
         with pytest.raises(glass.GlassError, match=f"xla_model.{name} is not available\n.*hint: "):

@@ -57,7 +57,7 @@ def test_an_error_of_the_loader_is_raised(device: torch.device) -> None:
         list(pl.MpDeviceLoader(batches(), device))
 
 
-def test_what_one_device_cannot_do_is_refused(device: torch.device) -> None:
+def test_functions_of_several_devices_are_refused(device: torch.device) -> None:
     with pytest.raises(glass.GlassError, match="2 devices"):
         pl.ParallelLoader([], [device, device])
     with pytest.raises(glass.GlassError, match="input_sharding"):

@@ -32,7 +32,7 @@ def test_an_op_too_many(wrong: Callable[..., Tensor], kind: str, says: str) -> N
     assert (hint.kind, says in hint.text.replace("_1", "")) == (kind, True), hint
 
 
-def test_what_is_multiplied_by_0_is_named() -> None:
+def test_ops_multiplied_by_0_are_named() -> None:
     def right(x: Tensor, y: Tensor) -> Tensor:
         return torch.cat([x.sigmoid(), y])
 
@@ -47,7 +47,7 @@ def test_a_number_is_no_op_too_many(wrong: Callable[..., Tensor]) -> None:
     assert all("none in the baseline" not in hint.text for hint in explain(asked(torch.sigmoid, wrong, given)))
 
 
-def test_what_the_baseline_does_too_is_not_too_much() -> None:
+def test_ops_that_both_sides_have_are_not_extra() -> None:
     given = {"x": drawn(2, 5, 6)}
     assert list(extra_op(asked(lambda x: x.tanh().exp(), lambda x: x.exp().tanh(), given))) == []
     assert explain(asked(lambda x: 2 * x.sigmoid() - 1, lambda x: (x / 2).tanh(), given)) == []
@@ -73,3 +73,10 @@ def test_rows_of_a_table_by_distances_in_another_order_are_positions() -> None:
     given = {"x": drawn(3, 5, 5), "table": drawn(11, 3, seed=1)}
     hint = told(biased, lambda x, table: biased(x, table, is_turned=True), given)
     assert hint.kind == "position" and "kernel" not in hint.text, hint
+
+
+def test_nothing_is_proven_where_no_number_is_left() -> None:
+    """A division by zero and a root of negative numbers are alike there."""
+    given = {"x": drawn(2, 5, 6), "y": drawn(2, 5, 6, seed=1)}
+    hints = explain(asked(lambda x, y: x / (y.abs() + 1e-6), lambda x, y: x * y * float("nan"), given))
+    assert not any(hint.proven for hint in hints), hints

@@ -163,7 +163,7 @@ def test_groups_of_queries(right: Callable[..., Tensor], wrong: Callable[..., Te
     assert (hint.kind, hint.proven, says in hint.text) == ("permuted", True, True), hint
 
 
-def test_what_is_right_has_no_hint() -> None:
+def test_right_layouts_have_no_hint() -> None:
     given = {"x": drawn(2, 5, 3 * HEADS * WIDTH)}
     assert explain(asked(by_thirds, by_thirds_written_otherwise, given)) == []
     assert explain(asked(sliced, by_thirds, given)) == []

@@ -60,7 +60,7 @@ WRONG: dict[str, tuple[Tensor, str, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_with_a_loss_is_told(name: str) -> None:
+def test_mistakes_of_a_loss_are_named(name: str) -> None:
     made, kind, text = WRONG[name]
     (hint,) = asked(loss, made, LOGITS, LABELS)
     assert hint.proven and hint.kind == kind and text in hint.text, hint

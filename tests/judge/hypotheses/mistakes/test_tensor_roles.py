@@ -58,7 +58,7 @@ def right(x: Tensor) -> Tensor:
         (lambda x: turned(x, stretch=0.25), "positions are scaled: 0.25 times"),
     ],
 )
-def test_what_turns_by_positions(wrong: Callable[[Tensor], Tensor], text: str) -> None:
+def test_tensors_that_are_rotated_by_positions(wrong: Callable[[Tensor], Tensor], text: str) -> None:
     hint = told(right, wrong, {"x": drawn(2, 3, 6, 8)})
     assert hint.kind == "position" and text in hint.text
 
@@ -140,7 +140,7 @@ class Remembers(nn.Module):
 
 
 @pytest.mark.parametrize("mistake", WRONG)
-def test_what_is_of_the_step_before_is_stale(mistake: str, tmp_path: Path) -> None:
+def test_tensors_of_the_step_before_are_stale(mistake: str, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     torch.save([{"x": torch.randn(2, 4, generator=generator)} for _ in range(3)], tmp_path / "x.pt")
     result = check(Remembers(), candidate=Remembers(mistake), inputs=str(tmp_path / "x.pt"))

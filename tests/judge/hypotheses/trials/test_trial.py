@@ -37,7 +37,7 @@ def test_a_question_leaves_a_share_for_deeper_ones_and_the_last_may_spend_it() -
     budget.spend(1e8)
 
 
-def test_what_is_not_tried_is_counted() -> None:
+def test_untried_mistakes_are_counted() -> None:
     assert explain(_question())[0].kind == "activation"
     spent = Budget()
     with pytest.raises(OutOfWork):

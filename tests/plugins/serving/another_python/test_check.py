@@ -61,7 +61,7 @@ def test_the_same_environment_is_ok(net: Path) -> None:
     assert not found.notes
 
 
-def test_what_another_interpreter_cannot_load_is_refused(net: Path) -> None:
+def test_models_that_another_interpreter_cannot_load_are_refused(net: Path) -> None:
     with pytest.raises(UsageError, match="--against loads the model"):
         glass.check(torch.nn.Linear(2, 2), against=sys.executable)
     with pytest.raises(UsageError, match="--against runs BASELINE"):

@@ -21,7 +21,7 @@ from glassengine.results.hints import Altered
         ({"sliding_window": 4096, "layer_types": ["full_attention"]}, 9, ""),
     ],
 )
-def test_what_no_sequence_reaches_is_said(settings: dict[str, Any], longest: int, said: str) -> None:
+def test_settings_that_no_sequence_reaches_are_named(settings: dict[str, Any], longest: int, said: str) -> None:
     found = not_reached(SimpleNamespace(**settings), longest)
     assert len(found) == bool(said) and all(said in one for one in found)
 

@@ -131,7 +131,7 @@ def test_a_process_that_fails_is_an_error_with_words(tmp_path: Path) -> None:
         ("llama", {"dtype": "float64"}, "cannot run float64"),
     ],
 )
-def test_what_is_not_written_is_refused_before_anything_is_exported(
+def test_unsupported_models_are_refused_before_the_export(
     family: str, options: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.import_module("glassengine.engine.build.build"), "export_programs", None)

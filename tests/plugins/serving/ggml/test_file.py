@@ -86,7 +86,7 @@ def number(name: str, value: int) -> bytes:
         (lambda: gguf((KIND,), (tensor("x"), tensor("y"))), "share bytes"),
     ],
 )
-def test_what_cannot_be_is_refused(make: Callable[[], bytes], said: str, tmp_path: Path) -> None:
+def test_impossible_files_are_refused(make: Callable[[], bytes], said: str, tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(make())
     with pytest.raises(CorruptError, match=said):
         GgufFile(tmp_path / "a.gguf")

@@ -27,7 +27,7 @@ class _Library:
         return lambda *_: 1
 
 
-def test_what_logs_outlives_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_callback_outlives_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pointer to it is of the process: a later line would be written by memory that was freed."""
     monkeypatch.setattr(llama_cpp, "Library", _Library)
     model = llama_cpp.GgufModel("library", "file")

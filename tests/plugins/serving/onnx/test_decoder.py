@@ -120,7 +120,7 @@ def test_steps_are_fed_what_the_file_takes(tmp_path: Path) -> None:
         ("past_0", "tensor(string)", PAST, "takes what"),
     ],
 )
-def test_what_cannot_be_fed_is_said(name: str, kind: str, shape: list[Any], said: str, tmp_path: Path) -> None:
+def test_inputs_that_cannot_be_fed_are_named(name: str, kind: str, shape: list[Any], said: str, tmp_path: Path) -> None:
     decoder = open_decoder(saved(tmp_path / "model.onnx", {"past_0": PAST}, {"past_0": "present_0"}))
     shapes = {"input_ids": ("tensor(int64)", ["batch", "new"]), "past_0": ("tensor(float)", PAST), name: (kind, shape)}
     with pytest.raises(UsageError, match=said):

@@ -97,7 +97,7 @@ def test_gains_without_a_name_are_found_by_their_module_and_numbers() -> None:
     assert found["0.weight"].types == ("F16",)
 
 
-def test_what_is_no_decoder_is_refused(tmp_path: Any) -> None:
+def test_models_that_are_no_decoder_are_refused(tmp_path: Any) -> None:
     with pytest.raises(UsageError, match="no such file"):
         open_served(f"openvino:{tmp_path}", ServingOptions())
     (tmp_path / "openvino_model.xml").write_text("<net/>")

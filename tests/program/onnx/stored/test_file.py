@@ -160,7 +160,7 @@ def test_a_weight_holds_what_its_shape_says(
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", bytes(range(256)) * 4, b"PK\x03\x04"])
-def test_what_is_no_model_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_files_that_are_no_model_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "m.onnx").write_bytes(content)
     with pytest.raises(UsageError, match="is not an ONNX model"):
         read_onnx(tmp_path / "m.onnx")

@@ -171,8 +171,13 @@ class Question:
         return min(1.0, left / of_right) if 0 < of_right < math.inf else 0.0
 
     def proves(self, value: torch.Tensor) -> bool:
-        """Whether a value that explains is what the candidate made beyond doubt: nothing but rounding is left."""
+        """Whether a value that explains is what the candidate made beyond doubt: nothing but rounding is left.
+
+        Where nothing is finite, anything that makes no number explains it.
+        """
         left = self.left(value)
+        if not bool(_usable(self.actual.double(), self.valid).any()):
+            return False
         return left <= _CERTAIN * self._rounding(value) and left * _APART <= self.of_right
 
     def needs_both(self, both: torch.Tensor | None, alone: Sequence[torch.Tensor | None], num_tried: int) -> bool:
@@ -232,9 +237,14 @@ def _usable(value: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor, valid: torch.Tensor | None) -> float:
-    """Return the root mean square of the difference; infinite where shapes or what is masked differ."""
+    """Return the root mean square of the difference; infinite where shapes, masked or undefined elements differ."""
     if a.shape != b.shape or not torch.equal(ours := _usable(a, valid), _usable(b, valid)):
         return math.inf
+    if not bool(ours.all()):
+        rest = ~ours if valid is None or valid.shape != a.shape else ~ours & valid
+        x, y = a[rest], b[rest]
+        if not torch.equal(x.isnan(), y.isnan()) or bool((x.sign() * y.sign() < 0).any()):
+            return math.inf
     return _mean(torch.where(ours, a - b, 0.0))
 
 

@@ -33,7 +33,7 @@ import ctypes as c
 
 from glassengine.plugins.serving.ggml import capture, library
 
-decode, note, quiet = library.Opened.decode, capture._Nodes.callback, False
+decode, note, quiet = library.GgufModel.decode, capture._Nodes.callback, False
 
 
 def callback(self, tensor, ask, data):
@@ -66,7 +66,7 @@ def planted(self, context, rows):
     return decode(self, context, [(0, past + FIRST, tokens)])
 
 
-library.Opened.decode, capture._Nodes.callback = planted, callback
+library.GgufModel.decode, capture._Nodes.callback = planted, callback
 raise SystemExit(capture.main())
 """
 

@@ -117,7 +117,7 @@ def test_a_strict_export_writes_slices_of_layers_into_paths() -> None:
     assert ours()._path("model.lm_head") == "lm_head"
 
 
-def test_what_addmm_reads_is_not_what_it_adds() -> None:
+def test_inputs_and_bias_of_addmm_are_told_apart() -> None:
     class Adds(nn.Module):
         def __init__(self) -> None:
             super().__init__()
