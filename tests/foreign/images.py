@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from absent import timm_model
-from pair import Mistake, Pair, edited, filled_in_order, in_order, module_of, shaken
+from pair import Mistake, Pair, answering, edited, filled_in_order, in_order, module_of, shaken
 from torch import Tensor, nn
 
 Edits = Mapping[str, tuple[str, str]]
@@ -203,7 +203,7 @@ def clip(mistake: str) -> tuple[nn.Module, nn.Module]:
     own.load_state_dict(tensors)
     if mistake == "projection":
         port.text_projection.data = port.text_projection.data.reshape(16, 24).T.contiguous()
-    return own, port
+    return answering(own, "logits_per_image", "logits_per_text"), port
 
 
 EFFICIENTNET: Edits = {

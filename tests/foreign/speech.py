@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from pair import Mistake, Pair, edited, part_of, shaken
+from pair import Mistake, Pair, answering, edited, part_of, shaken
 from torch import Tensor, nn
 
 G = torch.Generator().manual_seed(1)
@@ -86,7 +86,7 @@ def encodec(mistake: str) -> tuple[nn.Module, nn.Module]:
             tensors[name] = torch.cat([i, f, o, g])
     if mistake == "gain":
         tensors["decoder.model.0.conv.conv.weight_g"] = torch.ones_like(tensors["decoder.model.0.conv.conv.weight_g"])
-    return own.eval(), filled(other, tensors)
+    return answering(own.eval(), "audio_values"), filled(other, tensors)
 
 
 def whisper(mistake: str) -> tuple[nn.Module, nn.Module]:
@@ -161,7 +161,7 @@ def whisper(mistake: str) -> tuple[nn.Module, nn.Module]:
         for kind in ("weight", "bias"):
             rows = tensors[f"{name}.{kind}"]
             tensors[f"{name}.{kind}"] = rows.unflatten(0, (3, 8)).transpose(0, 1).flatten(0, 1)
-    return own.eval(), filled(other, tensors)
+    return answering(own.eval(), "logits"), filled(other, tensors)
 
 
 def dac(mistake: str) -> tuple[nn.Module, nn.Module]:
