@@ -22,6 +22,7 @@ import os
 import random
 import warnings
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ PLACES = (
 _LARGEST = 1 << 26
 """A file beyond that is one of `_put`, and stays as it is."""
 
+_DAMAGED = (ValueError, RuntimeError, IndexError, EOFError, zipfile.BadZipFile, zlib.error)
+"""What a file that was changed before raises when it is taken apart."""
 _GLOB = set("*?[")
 _MARK = "\ue000place\ue000"
 
@@ -310,7 +313,7 @@ class Maker:
         """Return an edit of one file, most often one that keeps its structure."""
         chance = self._chance
         if chance.random() < 0.85:
-            with contextlib.suppress(ValueError, RecursionError, IndexError, zipfile.BadZipFile):
+            with contextlib.suppress(*_DAMAGED):
                 if name.endswith(".json"):
                     return self._json("json", json.loads(data))
                 if name.endswith(".safetensors"):

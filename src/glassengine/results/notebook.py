@@ -21,19 +21,27 @@ _SUSPICIOUS, _WRONG = 4.0, 8.0
 """Times the noise floor; `docs/numerics.md`."""
 
 
-def card(title: str, facts: Mapping[str, object], rows: Iterable[Mapping[str, object]] = (), more: int = 0) -> str:
-    """Return a title, a table of facts, and a table of rows, as HTML that nothing in it can leave.
+def card(
+    title: str,
+    facts: Mapping[str, object],
+    rows: Iterable[Mapping[str, object]] = (),
+    more: int = 0,
+    drawing: str = "",
+) -> str:
+    """Return a title, a table of facts, a drawing, and a table of rows, as HTML that nothing in it can leave.
 
     Args:
         title: What it is.
         facts: Name -> value; those that are None are left out.
         rows: The same keys each.
         more: How many rows there are beside these.
+        drawing: An SVG element.
     """
     told = [
         f"<tr><th>{_cell(name)}</th><td>{_cell(value)}</td></tr>" for name, value in facts.items() if value is not None
     ]
     parts = [f"<div><strong>{_cell(title)}</strong>", f"<table>{''.join(told)}</table>" if told else ""]
+    parts.append(drawing)
     listed = list(rows)
     if listed:
         head = "".join(f"<th>{_cell(name)}</th>" for name in listed[0])
@@ -87,7 +95,38 @@ def comparison_card(result: Any) -> str:
     ]
     why = result.verdict if result.ok else named_mistake(result) or result.not_ok_because or result.standing
     title = f"ok: {why}" if result.ok else f"NOT OK: {why}"
-    return card(title, facts, rows, more=len(worst) - len(rows))
+    return card(title, facts, rows, more=len(worst) - len(rows), drawing=_map(verdict_rows(result.pairs)))
+
+
+def verdict_rows(pairs: Sequence[Any]) -> list[list[tuple[str, str]]]:
+    """Return the map of a comparison: for each of its first steps the modules in order, each with its worst verdict."""
+    if not pairs:
+        return []
+    levels = [pair.rung for pair in pairs]
+    level = max(dict.fromkeys(levels), key=levels.count)
+    places: dict[str, None] = {}
+    worst: dict[tuple[int, str], str] = {}
+    for pair in pairs:
+        if pair.rung == level:
+            module = pair.site.rpartition("/")[0] or pair.site
+            places[module] = None
+            key = pair.step, module
+            worst[key] = max(worst.get(key, "identical"), pair.verdict, key=list(_COLORS).index)
+    steps = sorted({step for step, _ in worst})[:MAX_ROWS]
+    return [[(name, worst.get((step, name), "identical")) for name in places] for step in steps]
+
+
+def _map(rows: list[list[tuple[str, str]]]) -> str:
+    """Return the map as a drawing: modules from left to right, steps from top to bottom."""
+    drawn = "".join(
+        f'<rect x="{720 * x / len(row):.1f}" y="{14 * y}" width="{720 / len(row):.2f}" height="13" '
+        f'fill="{_COLORS[verdict]}"><title>{_cell(name)}: {verdict}</title></rect>'
+        for y, row in enumerate(rows)
+        for x, (name, verdict) in enumerate(row)
+    )
+    size = f'width="720" height="{14 * len(rows)}"'
+    label = "modules in order, colored by their worst verdict"
+    return f'<svg {size} role="img" aria-label="{label}">{drawn}</svg>' if rows else ""
 
 
 def pairs_frame(pairs: Sequence[Any]) -> Any:

@@ -51,15 +51,21 @@ def program() -> Program:
 
 
 @pytest.fixture(scope="module")
-def frozen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("frozen")
 
 
 @pytest.fixture(scope="module")
-def subject(program: Program, frozen: Path) -> conformance.Subject:
+def subject(program: Program, place: Path) -> conformance.Subject:
     # Gradients are on here: the back-end itself must turn them off, or freezing is silently ignored.
     with torch.enable_grad():
-        return conformance.prepare(program, BACKEND, frozen)
+        return conformance.prepare(program, BACKEND, place)
+
+
+@pytest.fixture(scope="module")
+def frozen(subject: conformance.Subject, place: Path) -> Path:
+    """Return the directory of the executable, which a test of it alone needs as well."""
+    return place
 
 
 def constants(package: Path) -> list[str]:

@@ -1,0 +1,47 @@
+"""A result as a picture for a link."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from glassengine.errors import UsageError
+from glassengine.report.card import SIZE, write_card
+from glassengine.results.notebook import verdict_rows
+from tests.report.made_results import comparison
+
+image = pytest.importorskip("PIL.Image")
+
+
+def test_the_picture_has_the_size_of_a_link_and_the_color_of_the_verdict(tmp_path: Path) -> None:
+    result = comparison()
+    (tmp_path / "answer.json").write_text(json.dumps(result.to_dict()))
+    written = write_card(tmp_path / "answer.json", tmp_path / "card.png")
+    assert written.ok is result.ok and written.num_files == 1
+    with image.open(tmp_path / "card.png") as picture:
+        assert picture.size == SIZE
+        assert len(picture.convert("RGB").crop((60, 40, 1140, 400)).getcolors(1 << 16)) > 2, "the words are drawn"
+
+
+def test_the_map_has_the_worst_verdict_of_each_module() -> None:
+    pair = comparison().pairs[0]
+    made = [("layers.0/mul.0", "identical"), ("layers.0/add.0", "wrong"), ("layers.1/add.0", "rounding")]
+    pairs = [dataclasses.replace(pair, site=site, verdict=verdict, step=0, rung="x") for site, verdict in made]
+    later = dataclasses.replace(pairs[0], step=3)
+    other = dataclasses.replace(pairs[2], rung="y", verdict="wrong")
+    rows = verdict_rows([*pairs, later, other])
+    assert rows == [
+        [("layers.0", "wrong"), ("layers.1", "rounding")],
+        [("layers.0", "identical"), ("layers.1", "identical")],
+    ]
+    assert verdict_rows([]) == []
+
+
+def test_another_document_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(UsageError):
+        write_card(tmp_path / "other.json", tmp_path / "card.png")
+    assert not (tmp_path / "card.png").exists()
