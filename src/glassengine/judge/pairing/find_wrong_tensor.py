@@ -179,7 +179,8 @@ class WrongTensorSearch:
         behind = [
             name for name in tensors.of_number(predicted) if tensors.order[name] > last and name not in tensors.taken
         ]
-        behind = [name for name in behind if not pairs.is_beyond(node, name)]
+        beyond = pairs.beyond(node, behind)
+        behind = [name for name in behind if name not in beyond]
         yield from map(
             CandidateTensor, dict.fromkeys([*names, *inputs, *self._one_of_each(behind, predicted)[:_TRIALS]])
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -111,8 +111,8 @@ class ProgramPairs:
             return None if name is None else CandidateTensor(name)
         return self.tensors.likeliest(name, predicted, self.hows())
 
-    def is_beyond(self, node: Node, name: str) -> bool:
-        """Whether a tensor of the candidate is made with weights that the baseline reads only behind `node`.
+    def beyond(self, node: Node, names: Iterable[str]) -> set[str]:
+        """Return the tensors of the candidate that are made with weights that the baseline reads only behind `node`.
 
         One wrong weight is a mistake; several are another layer.
         """
@@ -123,7 +123,8 @@ class ProgramPairs:
                 own |= there
             else:
                 foreign |= there
-        return (self.tensors.ancestors[name] & foreign & ~own).bit_count() > _MOST_FOREIGN
+        foreign &= ~own
+        return {name for name in names if (self.tensors.ancestors[name] & foreign).bit_count() > _MOST_FOREIGN}
 
     @cached_property
     def _same_weights(self) -> list[tuple[int, int]]:
