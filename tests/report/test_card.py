@@ -32,12 +32,32 @@ def test_the_map_has_the_worst_verdict_of_each_module() -> None:
     pairs = [dataclasses.replace(pair, site=site, verdict=verdict, step=0, rung="x") for site, verdict in made]
     later = dataclasses.replace(pairs[0], step=3)
     other = dataclasses.replace(pairs[2], rung="y", verdict="wrong")
-    rows = verdict_rows([*pairs, later, other])
-    assert rows == [
-        [("layers.0", "wrong"), ("layers.1", "rounding")],
-        [("layers.0", "identical"), ("layers.1", "identical")],
-    ]
-    assert verdict_rows([]) == []
+    result = dataclasses.replace(comparison(), pairs=(*pairs, later, other), first_divergence=None)
+    rows = verdict_rows(result)
+    # Of the second module nothing was compared in the later step: it is not shown as right.
+    assert rows == [[("layers.0", "wrong"), ("layers.1", "rounding")], [("layers.0", "identical"), ("layers.1", "")]]
+    assert verdict_rows(dataclasses.replace(result, pairs=())) == []
+
+
+def test_the_map_is_that_of_the_level_that_went_wrong() -> None:
+    result = comparison()
+    pair, first = result.pairs[0], result.first_divergence
+    assert first is not None
+    right = [dataclasses.replace(pair, site=f"{name}/add.0", verdict="identical", rung="program") for name in "abc"]
+    wrong = dataclasses.replace(pair, site="a/add.0", verdict="wrong", rung="candidate")
+    found = dataclasses.replace(first, rung="candidate")
+    result = dataclasses.replace(result, pairs=(*right, wrong), first_divergence=found)
+    assert verdict_rows(result) == [[("a", "wrong")]]
+
+
+def test_a_card_replaces_only_a_card(tmp_path: Path) -> None:
+    (tmp_path / "answer.json").write_text(json.dumps(comparison().to_dict()))
+    for _ in range(2):
+        write_card(tmp_path / "answer.json", tmp_path / "new" / "card.png")
+    (tmp_path / "photo.png").write_bytes(b"mine")
+    with pytest.raises(UsageError, match="replaces only a card"):
+        write_card(tmp_path / "answer.json", tmp_path / "photo.png")
+    assert (tmp_path / "photo.png").read_bytes() == b"mine"
 
 
 def test_another_document_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from glassengine.results import Comparison
 from glassengine.results.notebook import verdict_rows
 from glassengine.results.report import WrittenReport
 from glassengine.results.stored import read_comparisons
-from glassengine.writing.files import aside
+from glassengine.writing.files import aside, local
 
 SIZE = 1200, 630
 _LEFT, _WIDTH = 60, 1080
@@ -20,6 +20,8 @@ _MAP = 470, 100
 """Top and height of the map."""
 _LARGE, _SMALL = 44, 26
 _MOST_LINES = 4
+_SOFTWARE = "Glass Engine, card"
+"""What a picture says of itself, so that no other one is replaced."""
 
 
 def is_card(path: str | Path) -> bool:
@@ -32,15 +34,23 @@ def write_card(document: str | Path, path: str | Path) -> WrittenReport:
 
     Args:
         document: What `check` or `compare` wrote; of several results the first.
-        path: Of the picture, a PNG file; one that is there is replaced.
+        path: Of the picture, a PNG file; a card that is there is replaced.
 
     Raises:
-        UsageError: Pillow is missing, or the file holds another result.
+        UsageError: Pillow is missing, the file holds another result, or the path is in a store or is another file.
     """
+    target = local(path)
+    if target.exists() and not (target.is_file() and _SOFTWARE.encode() in target.read_bytes()):
+        raise UsageError("a card replaces only a card", got=str(target), expected="a new file, or a card")
     result = read_comparisons(str(document))[0]
-    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    picture = drawn(result)
+    from PIL.PngImagePlugin import PngInfo  # drawn has said so where Pillow is missing
+
+    mark = PngInfo()
+    mark.add_text("Software", _SOFTWARE)
     with aside(target) as part, part.open("wb") as file:
-        drawn(result).save(file, format="PNG", optimize=True)
+        picture.save(file, format="PNG", optimize=True, pnginfo=mark)
     size = target.stat().st_size
     return WrittenReport(str(target), result.ok, result.verdict, 0, 0, {}, 1, size)
 
@@ -69,17 +79,14 @@ def drawn(result: Comparison) -> Any:
             draw.text((_LEFT, top), line, font=font, fill="#1a1a1a")
             top += round(size * 1.25)
         top += round(size * 0.4)
-    rows = verdict_rows(result.pairs)
+    rows = verdict_rows(result)
+    top, height = _MAP[0], _MAP[1] / max(len(rows), 1)
     for y, row in enumerate(rows):
+        width = _WIDTH / len(row)
         for x, (_, verdict) in enumerate(row):
-            box = (
-                x * _WIDTH / len(row),
-                y * _MAP[1] / len(rows),
-                (x + 1) * _WIDTH / len(row),
-                (y + 1) * _MAP[1] / len(rows),
-            )
-            left, up, right, down = box
-            draw.rectangle((_LEFT + left, _MAP[0] + up, _LEFT + right - 1, _MAP[0] + down - 1), fill=COLORS[verdict])
+            if verdict:
+                left, up = _LEFT + x * width, top + y * height
+                draw.rectangle((left, up, left + width - 1, up + height - 1), fill=COLORS[verdict])
     draw.text((_LEFT, SIZE[1] - 44), "Glass Engine", font=ImageFont.load_default(_SMALL), fill="#666666")
     return image
 

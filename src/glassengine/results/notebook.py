@@ -95,25 +95,32 @@ def comparison_card(result: Any) -> str:
     ]
     why = result.verdict if result.ok else named_mistake(result) or result.not_ok_because or result.standing
     title = f"ok: {why}" if result.ok else f"NOT OK: {why}"
-    return card(title, facts, rows, more=len(worst) - len(rows), drawing=_map(verdict_rows(result.pairs)))
+    return card(title, facts, rows, more=len(worst) - len(rows), drawing=_map(verdict_rows(result)))
 
 
-def verdict_rows(pairs: Sequence[Any]) -> list[list[tuple[str, str]]]:
-    """Return the map of a comparison: for each of its first steps the modules in order, each with its worst verdict."""
-    if not pairs:
-        return []
-    levels = [pair.rung for pair in pairs]
-    level = max(dict.fromkeys(levels), key=levels.count)
+def verdict_rows(result: Any) -> list[list[tuple[str, str]]]:
+    """Return the map of a comparison: for each of its first steps the modules in order, each with its worst verdict.
+
+    It is that of the level of the first divergence, else of the level with the most tensors. A module of which nothing
+    was compared in a step has "".
+    """
+    levels = [pair.rung for pair in result.pairs]
+    first = result.first_divergence
+    level = (
+        first.rung
+        if first is not None and first.rung in levels
+        else max(dict.fromkeys(levels), key=levels.count, default=None)
+    )
     places: dict[str, None] = {}
     worst: dict[tuple[int, str], str] = {}
-    for pair in pairs:
+    for pair in result.pairs:
         if pair.rung == level:
             module = pair.site.rpartition("/")[0] or pair.site
             places[module] = None
             key = pair.step, module
             worst[key] = max(worst.get(key, "identical"), pair.verdict, key=list(_COLORS).index)
     steps = sorted({step for step, _ in worst})[:MAX_ROWS]
-    return [[(name, worst.get((step, name), "identical")) for name in places] for step in steps]
+    return [[(name, worst.get((step, name), "")) for name in places] for step in steps]
 
 
 def _map(rows: list[list[tuple[str, str]]]) -> str:
@@ -123,6 +130,7 @@ def _map(rows: list[list[tuple[str, str]]]) -> str:
         f'fill="{_COLORS[verdict]}"><title>{_cell(name)}: {verdict}</title></rect>'
         for y, row in enumerate(rows)
         for x, (name, verdict) in enumerate(row)
+        if verdict
     )
     size = f'width="720" height="{14 * len(rows)}"'
     label = "modules in order, colored by their worst verdict"
