@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from glassengine.errors import UsageError
+from glassengine.reading.files import open_regular
 from glassengine.report.exported import COLORS
 from glassengine.report.words import headline, result_line
 from glassengine.results import Comparison
@@ -22,9 +23,11 @@ _LARGE, _SMALL = 44, 26
 _MOST_LINES = 4
 _SOFTWARE = "Glass Engine, card"
 """What a picture says of itself, so that no other one is replaced."""
+_HEAD = 256
+"""Bytes of a file in which it says that."""
 
 
-def is_card(path: str | Path) -> bool:
+def is_picture(path: str | Path) -> bool:
     """Whether an output is a picture."""
     return str(path).lower().endswith(".png")
 
@@ -40,7 +43,7 @@ def write_card(document: str | Path, path: str | Path) -> WrittenReport:
         UsageError: Pillow is missing, the file holds another result, or the path is in a store or is another file.
     """
     target = local(path)
-    if target.exists() and not (target.is_file() and _SOFTWARE.encode() in target.read_bytes()):
+    if target.exists() and not _is_card(target):
         raise UsageError("a card replaces only a card", got=str(target), expected="a new file, or a card")
     result = read_comparisons(str(document))[0]
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -53,6 +56,13 @@ def write_card(document: str | Path, path: str | Path) -> WrittenReport:
         picture.save(file, format="PNG", optimize=True, pnginfo=mark)
     size = target.stat().st_size
     return WrittenReport(str(target), result.ok, result.verdict, 0, 0, {}, 1, size)
+
+
+def _is_card(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with open_regular(path) as file:
+        return _SOFTWARE.encode() in file.read(_HEAD)
 
 
 def drawn(result: Comparison) -> Any:
