@@ -65,7 +65,7 @@ def bisect_release(climb: Climb, backend: str | None, progress: Progress) -> Non
         found = bisect(program, nodes, last, observe)
     for node in found.vanished:
         reason = "as an output of the engine it makes the mistake vanish"
-        climb.skipped.append(Skipped(own[node], "candidate", reason, rung=Place.BISECTION))
+        climb.skipped.append(Skipped(own[node], "candidate", reason, level=Place.BISECTION))
     if found.first_wrong is None:
         _note(release, wrong[0], found.suspects, own, found.num_builds)
         return

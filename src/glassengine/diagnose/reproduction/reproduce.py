@@ -60,7 +60,7 @@ def with_reproduction(
     assert first is not None and first.node is not None
     # A level that only explains another one (ops compiled alone) keeps no tensors: the same op of that one will do.
     boxes = sorted(
-        (score for score in scores if score.evidence is not None), key=lambda score: score.side.rung != first.rung
+        (score for score in scores if score.evidence is not None), key=lambda score: score.side.level != first.level
     )
     kept = (score.evidence.get(first.node, first.step) for score in boxes if score.evidence is not None)
     evidence = next((found for found in kept if found is not None), None)
@@ -239,7 +239,7 @@ def _about(divergence: Divergence) -> dict[str, Any]:
         "site": divergence.site,
         "candidate": divergence.candidate_site,
         "source": divergence.source,
-        "rung": divergence.rung,
+        "level": divergence.level,
         "step": divergence.step,
         "verdict": divergence.verdict,
         "hint": "; ".join(hint.text for hint in divergence.hints) or None,

@@ -18,10 +18,21 @@ from torch import Tensor
 from glassengine.judge.hypotheses.mistakes.weights_read import relation
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.quantization.weight_error import WeightError, judge_weight
-from glassengine.results import BY_GRID, Divergence, Hint, Kind, Pair, Rung, Skipped, Verdict, WeightsComparison, worst
+from glassengine.results import (
+    BY_GRID,
+    Divergence,
+    Hint,
+    Kind,
+    LevelResult,
+    Pair,
+    Skipped,
+    Verdict,
+    WeightsComparison,
+    worst,
+)
 from glassengine.serving.protocol import ServedWeight
 
-RUNG = "weights"
+LEVEL = "weights"
 _OF_DTYPE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _LOOSE = 4.0
 _LEAST_DIMS = 2
@@ -112,7 +123,7 @@ class WeightsFound:
                 one.verdict,
                 one.rms_steps,
                 "; ".join(hint.text for hint in one.hints) or None,
-                rung=RUNG,
+                level=LEVEL,
                 judged_by=BY_GRID if one.rms_steps is not None else "equality",
                 candidate_site=" + ".join(one.served.stored),
             )
@@ -126,20 +137,27 @@ class WeightsFound:
                 f"{one.name}:param",
                 one.verdict,
                 one.hints,
-                rung=RUNG,
+                level=LEVEL,
                 candidate_site=" + ".join(one.served.stored) or "-",
             )
             for one in self.wrong
         ]
 
-    def rung(self, baseline: str, candidate: str) -> Rung:
+    def level(self, baseline: str, candidate: str) -> LevelResult:
         """Return the level."""
         verdict = worst(one.verdict for one in self.judged) if self.judged else "identical"
         left = [item for item in self.skipped if item.side == "baseline"]
         share = len(self.judged) / max(1, len(self.judged) + len(left))
         first = next(iter(self.divergences()), None)
-        return Rung(
-            RUNG, baseline, candidate, verdict, "every tensor, without running anything", len(self.judged), share, first
+        return LevelResult(
+            LEVEL,
+            baseline,
+            candidate,
+            verdict,
+            "every tensor, without running anything",
+            len(self.judged),
+            share,
+            first,
         )
 
 
@@ -159,12 +177,14 @@ def judge_weights(
         heads: Numbers of the configuration, as `plugins.serving.alignment.numbers_of`.
     """
     judged: list[JudgedWeight] = []
-    skipped = [Skipped(name, "candidate", "it stands for no parameter of the checkpoint", rung=RUNG) for name in extra]
+    skipped = [
+        Skipped(name, "candidate", "it stands for no parameter of the checkpoint", level=LEVEL) for name in extra
+    ]
     for name, parameter in parameters.items():
         one = served.get(name)
         if one is None or (one.value is None and (not one.stored or one.types)):
             reason = "the candidate does not show it" if one is None else one.reason or "the candidate has none"
-            skipped.append(Skipped(f"{name}:param", "baseline", reason, rung=RUNG))
+            skipped.append(Skipped(f"{name}:param", "baseline", reason, level=LEVEL))
         else:
             others = {other: tensor for other, tensor in parameters.items() if other != name}
             found = _judge(name, parameter.detach().float(), one, others, heads)
