@@ -21,7 +21,7 @@ from glassengine.judge.hypotheses.inside import Inside, inside_of
 from glassengine.judge.hypotheses.mistakes.catalog import Family
 from glassengine.judge.hypotheses.trials.hypothesis import constants_of, of_weight, short
 from glassengine.judge.hypotheses.trials.question import Question, in_its_dtype, noise_of
-from glassengine.judge.hypotheses.trials.trial import FAILS, OF_DIFFERENCES, Budget, Trial
+from glassengine.judge.hypotheses.trials.trial import FAILS, OF_DIFFERENCES, Budget, Trial, real_parts
 from glassengine.program.representation.program import Program
 from glassengine.results import Hint
 
@@ -190,9 +190,12 @@ class MistakeSearch:
             trial = Trial(piece, budget)
         except FAILS:
             return None
-        right, program = trial.right, self.program
-        if not isinstance(right, torch.Tensor) or right.is_complex() or actual.is_complex():
+        if not isinstance(trial.values[trial.end], torch.Tensor):
             return None
+        if actual.is_complex():
+            valid = valid if valid is None or valid.shape != actual.shape else torch.stack([valid, valid], -1)
+            actual = real_parts(actual)
+        right, program = trial.right, self.program
         theirs, others = self._theirs(node), self._others(node, trial)
         held = self._held(theirs)
         their_weights = {} if self.candidate is None else {n: self.candidate.weights()[own] for own, n in held.items()}

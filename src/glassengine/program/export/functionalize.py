@@ -10,12 +10,15 @@ show that both ways give the same graph.
 
 from __future__ import annotations
 
+import copy
+import operator
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, TensorArgument
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from glassengine.program.export.functional_rules import NoRule, Rewriter
 from glassengine.program.representation.program import rebuilt
@@ -27,10 +30,59 @@ def functional(exported: ExportedProgram) -> ExportedProgram:
     Args:
         exported: As traced: the fake tensors of its graph share memory where its tensors do. It stays as it is.
     """
+    exported = without_regions(exported)
     try:
         return rewritten(exported)
     except NoRule:
         return decomposed(exported)
+
+
+def without_regions(exported: ExportedProgram) -> ExportedProgram:
+    """Return a traced program in which the ops of regions without gradients or autocast stand in their place.
+
+    Torch takes these regions apart as well, and forgets modules and lines of their ops.
+    """
+    if not any(_is_plain(node) for node in exported.graph.nodes):
+        return exported
+    graph = Graph()
+
+    def copied(source: GraphModule, made: dict[Node, Any]) -> Any:
+        for node in source.graph.nodes:
+            if node.op == "output":
+                return map_arg(node.args[0], made.__getitem__)
+            if node in made or _is_of_plain(node):
+                continue
+            if _is_plain(node):
+                place = _REGIONS[node.target]
+                inner = getattr(source, node.args[place].target)
+                given = (made[one] if isinstance(one, Node) else one for one in node.args[place + 1 :])
+                made[node] = copied(inner, dict(zip(inner.graph.find_nodes(op="placeholder"), given, strict=True)))
+            elif node.target is operator.getitem and isinstance(made[node.args[0]], (tuple, list)):
+                made[node] = made[node.args[0]][node.args[1]]
+            else:
+                made[node] = graph.node_copy(node, made.__getitem__)
+
+    results = copied(exported.graph_module, {})
+    graph.output(results)
+    specs = copy.deepcopy(exported.graph_signature.output_specs)
+    for spec, result in zip(specs, results, strict=True):
+        if isinstance(result, Node):
+            spec.arg.name = result.name
+    return rebuilt(exported, graph, specs, verifiers=None)
+
+
+_REGIONS = {torch.ops.higher_order.wrap_with_autocast: 4, torch.ops.higher_order.wrap_with_set_grad_enabled: 1}
+"""Ops that run a graph -> the place of the graph among their arguments."""
+
+
+def _is_plain(node: Node) -> bool:
+    """Whether an op runs a graph as it would run outside of it: gradients are not asked for here."""
+    is_autocast = node.target is torch.ops.higher_order.wrap_with_autocast
+    return node.op == "call_function" and node.target in _REGIONS and not (is_autocast and node.args[2])
+
+
+def _is_of_plain(node: Node) -> bool:
+    return node.op == "get_attr" and bool(node.users) and all(map(_is_plain, node.users))
 
 
 def rewritten(exported: ExportedProgram) -> ExportedProgram:

@@ -13,7 +13,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.judge.graphs.cut import Piece
-from glassengine.judge.hypotheses.trials.trial import FAILS, Trial, is_real
+from glassengine.judge.hypotheses.trials.trial import FAILS, Trial, is_real, real_parts
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.mask_values import sentinel
 
@@ -102,7 +102,7 @@ class Question:
 
     def left(self, value: torch.Tensor | None) -> float:
         """Return how far a value is from what the candidate made, root mean square; infinite across masks."""
-        if value is None or value.is_complex() or self.actual.is_complex() or is_real(value) != is_real(self.actual):
+        if value is None or is_real(value) != is_real(self.actual):
             return math.inf
         return _distance(value.double(), self.actual.double(), self.valid)
 
@@ -224,7 +224,7 @@ def noise_of(piece: Piece, right: torch.Tensor, actual: torch.Tensor) -> float:
     least = unit_roundoff(actual.dtype)
     size = _size(right, None)
     try:
-        (made,) = piece.run()
+        (made,) = map(real_parts, piece.run())
     except FAILS:
         return 4 * least
     error = _distance(made.double(), right.double(), None) if made.shape == right.shape else 0.0

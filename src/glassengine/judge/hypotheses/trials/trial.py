@@ -79,6 +79,11 @@ def is_real(value: object) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
+def real_parts(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with real and imaginary parts as one more axis, if it is complex."""
+    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+
+
 def factor_between(one: torch.Tensor, other: torch.Tensor, otherwise: float = 0.0) -> float:
     """Return the number by which one tensor comes nearest to another; `otherwise` where it is zero, or infinite."""
     power = float(one.square().sum())
@@ -134,9 +139,8 @@ class Trial:
 
     @property
     def right(self) -> torch.Tensor:
-        """What the piece makes."""
-        found: torch.Tensor = self.values[self.end]
-        return found
+        """What the piece makes, in real numbers."""
+        return real_parts(self.values[self.end])
 
     def tensor(self, item: Any) -> torch.Tensor | None:
         """Return the tensor that an argument stands for; None where it is none of the piece."""
@@ -163,7 +167,7 @@ class Trial:
         """
         values = self._changed(edits)
         made = None if values is None else values[self.end]
-        return made if isinstance(made, torch.Tensor) else None
+        return real_parts(made) if isinstance(made, torch.Tensor) else None
 
     def after(self, edits: Mapping[Node, Edit]) -> Trial | None:
         """Return this trial with some nodes changed for good, to change others; None where an op does not take that."""
