@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from glassengine.judge.graphs.between import passes_on, walk
+from glassengine.judge.graphs.between import origin_of, passes_on, walk
 from glassengine.judge.graphs.by_name import argument_names
 from glassengine.judge.hypotheses.mistakes.layouts import merges
 from glassengine.judge.hypotheses.mistakes.tensor_roles import (
@@ -144,6 +144,9 @@ def _of_two(question: Question, node: Node, a: Node, b: Node) -> Iterator[tuple[
         if is_sum and is_mask(other):
             yield "mask", f"the mask is not added: {what}", one, lost
         elif traits_of(node).kind == "term":
+            if not is_sum and kept is b:
+                yield "other", f"it is not subtracted from {what}", -one, lost
+                continue
             verb, reverse = ("added", "subtracted") if is_sum else ("subtracted", "added")
             is_bias = is_sum and (is_stored(question, lost) or other.dim() < made.dim())
             kind: Kind = "stale" if is_of_before(question, lost) else "bias missing" if is_bias else "other"
@@ -280,14 +283,10 @@ def another(question: Question) -> Iterator[Hypothesis]:
             other = double(found)
             if torch.equal(other, value):
                 continue
-            kind: Kind = "swapped" if is_real(value) else "mask" if value.dtype is torch.bool else "position"
-            text = f"{name} instead of {question.label(node)}"
-            factor = _factor(value, other)
-            source = question.named.get(question.sources.get(name, ""))
+            factor, source = _factor(value, other), question.named.get(question.sources.get(name, ""))
+            kind, text = _instead(question, node, source, name)
             if factor is not None:
                 kind, text = "scale", f"{question.label(node)} is scaled by {factor:.6g}: it is {name}"
-            elif source is not None and is_of_before(question, source) and not is_of_before(question, node):
-                kind = "stale"
             yield Hypothesis(kind, text, {node: other})
             for reader in readers if len(readers) > 1 else ():
                 edit = _reading_instead(question, reader, node, other)
@@ -307,9 +306,28 @@ def another_inside(question: Question) -> Iterator[Hypothesis]:
             for other in (one for one in trial.ops[:place] if one is not source and not passes_on(one)):
                 found = trial.values[other]
                 if _are_alike(found, value) and is_real(value) and not torch.equal(found, value):
-                    text = f"{question.label(other)} instead of {question.label(source)}"
-                    is_old = is_of_before(question, other) and not is_of_before(question, source)
-                    yield Hypothesis("stale" if is_old else "swapped", text, {node: reading({at: found})})
+                    kind, text = _instead(question, source, question.own(other), question.label(other))
+                    yield Hypothesis(kind, text, {node: reading({at: found})})
+
+
+def _instead(question: Question, node: Node, other: Node | None, name: str) -> tuple[Kind, str]:
+    """Return (kind, words) for another node that is read: of the step before, an earlier pass of a loop, a layer."""
+    value, text = question.trial.values[node], f"{name} instead of {question.label(node)}"
+    if not is_real(value):
+        return ("mask" if value.dtype is torch.bool else "position"), text
+    if other is None:
+        return "swapped", text
+    ours, theirs = origin_of(question.own(node)), origin_of(other)
+    here, there = ((one.target, one.meta.get("stack_trace")) for one in (ours, theirs))
+    if here == there and here[1] and ours is not theirs:
+        if _module_of(ours) != _module_of(theirs):
+            return "swapped", f"that of another layer is read: {text}"
+        return "stale", f"that of {'an earlier' if theirs < ours else 'a later'} step is read: {text}"
+    return ("stale" if is_of_before(question, other) and not is_of_before(question, node) else "swapped"), text
+
+
+def _module_of(node: Node) -> str:
+    return next((path for path, _ in reversed((node.meta.get("nn_module_stack") or {}).values())), "")
 
 
 def _factor(value: Tensor, other: Tensor) -> float | None:

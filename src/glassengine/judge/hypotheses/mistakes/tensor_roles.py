@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 
 import torch
@@ -223,11 +224,21 @@ def _is_rotation(node: Node) -> bool:
 
 def turned_by(node: Node) -> Node | None:
     """Return what a rotation turns: the tensor of which its other product multiplies the other half; None of others."""
-    if not _is_rotation(node):
+    products = [origin_of(source) for source in node.all_input_nodes if traits_of(node).kind == "term"]
+    if len(products) != 2 or any(traits_of(one).kind != "factor" for one in products):
         return None
-    products = [origin_of(source) for source in node.all_input_nodes]
-    read = [next(one for one in product.all_input_nodes if not _is_placing(one)) for product in products]
-    return next((a for a, b in (read, read[::-1]) if origin_of(a) in ancestors(b, _BELOW + 1)), None)
+    for one, other in (products, products[::-1]):
+        for a, b in itertools.product(one.all_input_nodes, other.all_input_nodes):
+            if origin_of(a) in ancestors(b, _BELOW + 1) and (_is_rotation(node) or _is_turned_over(b)):
+                return a
+    return None
+
+
+def _is_turned_over(node: Node) -> bool:
+    """Whether a node joins halves of a tensor, one of them with the other sign: stored tables need not be sines."""
+    joined = origin_of(node)
+    halves = [op_name(origin_of(one)) for one in joined.all_input_nodes]
+    return op_name(joined) in ("cat", "stack") and len(halves) == 2 and halves.count("neg") == 1
 
 
 def _is_turned(node: Node) -> bool:

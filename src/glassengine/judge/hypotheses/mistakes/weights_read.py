@@ -53,7 +53,7 @@ def weights(question: Question) -> Iterator[Hypothesis]:
     theirs, others = _all_of_theirs(question), _of_model(question)
     counted = []
     for node, label in ours.items():
-        value = trial.values[node]
+        value = _in_float64(trial.values[node])
         for name, tensor in theirs if is_real(value) else ():
             forms = list(_as_ours(value, tensor))
             if forms and _is_same(value, forms[0], same):
@@ -70,6 +70,11 @@ def weights(question: Question) -> Iterator[Hypothesis]:
     yield from counted
 
 
+def _in_float64(value: torch.Tensor) -> torch.Tensor:
+    """Return a weight, or a table of whole numbers, in float64; flags and complex numbers as they are."""
+    return value if value.dtype is torch.bool or value.is_complex() else value.double()
+
+
 def _told(question: Question, node: Node, found: tuple[Kind, str]) -> tuple[Kind, str]:
     """Return how a weight differs: parts that have changed places are two weights, queries for keys, say."""
     is_exchanged = found[1].endswith(_EXCHANGED) and is_taken_apart(question, node)
@@ -79,7 +84,7 @@ def _told(question: Question, node: Node, found: tuple[Kind, str]) -> tuple[Kind
 def _all_of_theirs(question: Question) -> list[tuple[str, torch.Tensor]]:
     """Return what the candidate's ops read as weights and make of these alone, by the name of the largest weight."""
     values = {name: tensor.detach() for name, tensor in question.their_weights.items()}
-    found = [(name, tensor.double()) for name, tensor in values.items() if is_real(tensor)]
+    found = [(name, wide) for name, wide in zip(values, map(_in_float64, values.values()), strict=True) if is_real(wide)]
     sources = {node for op in question.theirs for node in op.all_input_nodes}
     named = {node: question.held[node.name] for node in sources if node.name in question.held}
     made: dict[Node, Any] = {node: retarget(values[name]) for node, name in named.items() if name in values}
