@@ -156,3 +156,27 @@ def test_a_changed_token_with_a_margin_is_named_and_a_tie_is_not() -> None:
     severity.add(baseline, changed, 0.005, "case, step 3")
     assert severity.first_change == "case, step 3, row 0: token 1 for 0 (margin 0.1)"
     assert severity.to_dict()["token_agreement"] == 0.5
+
+
+class Hidden(nn.Module):
+    """Attends to what a mask shows: nothing, in the second row."""
+
+    def __init__(self, least: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.proj, self.least = nn.Linear(8, 8), least
+
+    def forward(self, x: Tensor, shown: Tensor) -> Tensor:
+        scores = self.proj(x) @ x.transpose(1, 2)
+        return scores.masked_fill(~shown[:, None], self.least).softmax(-1) @ x
+
+
+def test_nan_where_the_baseline_has_numbers_is_not_ok() -> None:
+    shown = torch.ones(2, 5, dtype=torch.bool)
+    shown[1] = False
+    given = {"x": torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1)), "shown": shown}
+    least = float(torch.finfo(torch.float32).min)
+    result = glass.check(Hidden(least), candidate=Hidden(float("-inf")), inputs=given)
+    assert not result.ok
+    assert any("NaN where the baseline has numbers" in found.in_words() for found in result.results)
+    assert glass.check(Hidden(least), candidate=Hidden(-1e9), inputs=given).ok

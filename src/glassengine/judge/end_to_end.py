@@ -19,7 +19,7 @@ import torch
 
 from glassengine.blocks import agree
 from glassengine.judge.graphs.by_name import by_value
-from glassengine.numerics.exemptions import DRAWN
+from glassengine.numerics.exemptions import DRAWN, PADDING
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.kinds import unequal
 from glassengine.numerics.metrics.drift import LITTLE_LEFT, LOST, DriftSums, decibels, loss_of
@@ -33,6 +33,7 @@ from glassengine.recording.layout.values import dtype_name
 from glassengine.results import FLAGGED, VERDICTS, DriftRow, ResultComparison, TokenAgreement, Verdict
 
 _CHOSEN_ALIKE = "both sides chose alike where rounding might have chosen: no tie explains the difference"
+_NAN_ALONE = "NaN where the baseline has numbers, though it is undefined there"
 _RANDOM = "every run draws new random numbers"
 _MISSING = "the candidate returns no such result"
 _UNDECIDED = "not judged: the baseline's own rounding changes it as much on these inputs"
@@ -130,6 +131,8 @@ class EndToEnd:
                 if baseline.shape != reference.native.shape:
                     baseline = reference.native
                 judged = _judged(reference, value, may_tie)
+                if judged[0].verdict not in FLAGGED and _is_nan_alone(reference, baseline, value):
+                    judged = replace(judged[0], verdict="wrong", reason=_NAN_ALONE), judged[1]
                 if baseline is value and judged[0].verdict in FLAGGED:
                     baseline = reference.exact.to(baseline.dtype)  # it does not leave itself, but its program
                 self._add(name, own, method, judged, reference.valid, baseline, value, where)
@@ -312,6 +315,15 @@ def _judged(reference: Reference, value: torch.Tensor, may_tie: bool) -> tuple[J
     if may_tie:
         return judgement, exempt
     return replace(whole, reason=whole.reason or _CHOSEN_ALIKE), 0.0
+
+
+def _is_nan_alone(reference: Reference, baseline: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a value that agrees where it counts is NaN where the baseline has numbers, and not for padding alone."""
+    if not value.is_floating_point() or value.shape != baseline.shape:
+        return False
+    where = value.isnan() & baseline.isfinite()
+    padding = reference.known.exempt.get(PADDING)
+    return bool((where if padding is None else where & ~padding).any())
 
 
 def by_signal(baseline: torch.Tensor, value: torch.Tensor) -> Judgement:

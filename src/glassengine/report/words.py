@@ -197,7 +197,7 @@ def result_line(found: ResultComparison) -> str:
     if found.method != "name":
         by_shape = ": no other tensor of the record has its shape" if found.method == "shape" else ""
         text += f"; the candidate calls it {found.candidate_name}{by_shape}"
-    if found.exempt:
+    if 0 < found.exempt < 1:
         text += f"; {found.exempt:.1%} of it not counted: it depends on a tie"
     if found.left_out:
         text += f"; {found.left_out:.0%} of it left out: padding, or undefined in the baseline"

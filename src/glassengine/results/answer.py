@@ -144,12 +144,14 @@ class ResultComparison(Result):
         if self.verdict == "identical" or (self.agrees and self.max_abs_diff == 0 and self.exempt == 0):
             is_same = self.dtype == self.candidate_dtype
             return f"{self.name} {'are' if are else 'is'} {'bitwise identical' if is_same else 'equal'}"
+        if self.agrees and self.exempt == 1:
+            return f"{self.name} {'are' if are else 'is'} not judged: all of it depends on a tie"
         if self.agrees and self.judged_by == "noise floor" and not self.is_far_apart:
             size = self._size()
             return f"{self.name} {'agree' if are else 'agrees'} within {self.within}" + (f": {size}" if size else "")
         differs = f"{self.name} {'differ' if are else 'differs'}"
         is_text = self.dtype == "bool" and not self.shape  # or whatever else has no size
-        if self.max_abs_diff is None or self.largest is None or not math.isfinite(self.max_abs_diff) or is_text:
+        if not self.max_abs_diff or self.largest is None or not math.isfinite(self.max_abs_diff) or is_text:
             return f"{differs}: {self.reason or 'values that are not finite'}"
         loss = "" if self.snr_db is None else f" ({self.snr_db:.0f} dB)"
         text = f"{differs} by {self.max_abs_diff:.3g} of {self.largest:.3g}{loss}"

@@ -218,3 +218,36 @@ def test_every_family_is_rewritten_as_torch_does(family: str, monkeypatch: pytes
     short = compared(monkeypatch, lambda: families.make_bench(family, "float32"))
     # Parts of a tensor are written; a size is found by a reshape that copies.
     assert short == (family not in ("deepseek", "bloom"))
+
+
+class _Scaled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.tanh() * 2
+
+
+class _WithRegions(nn.Module):
+    """Runs a module without gradients and without autocast, one inside of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scaled = nn.Linear(6, 6), _Scaled()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            first = self.inner(x)
+            with torch.autocast("cuda", enabled=False):
+                first = self.scaled(first)
+        return first, self.scaled(first) + 1
+
+
+def test_ops_of_regions_keep_their_modules_and_lines() -> None:
+    torch.manual_seed(0)
+    module, x = _WithRegions().eval(), torch.randn(3, 6)
+    exported = torch.export.export(module, (x,), strict=False)
+    found = functional(exported)
+    ops = [node for node in found.graph.nodes if node.op == "call_function"]
+    paths = [list(node.meta["nn_module_stack"].values())[-1][0] for node in ops]
+    assert paths == ["inner", "scaled", "scaled", "scaled", "scaled", ""]
+    assert all("in forward" in node.meta["stack_trace"] for node in ops)
+    for ours, theirs in zip(found.module()(x), module(x), strict=True):
+        assert torch.equal(ours, theirs)

@@ -48,9 +48,7 @@ def without_regions(exported: ExportedProgram) -> ExportedProgram:
 
     def copied(source: GraphModule, made: dict[Node, Any]) -> Any:
         for node in source.graph.nodes:
-            if node.op == "output":
-                return map_arg(node.args[0], made.__getitem__)
-            if node in made or _is_of_plain(node):
+            if node in made or node.op == "output" or _is_of_plain(node):
                 continue
             if _is_plain(node):
                 place = _REGIONS[node.target]
@@ -61,6 +59,7 @@ def without_regions(exported: ExportedProgram) -> ExportedProgram:
                 made[node] = made[node.args[0]][node.args[1]]
             else:
                 made[node] = graph.node_copy(node, made.__getitem__)
+        return map_arg(source.graph.output_node().args[0], made.__getitem__)
 
     results = copied(exported.graph_module, {})
     graph.output(results)

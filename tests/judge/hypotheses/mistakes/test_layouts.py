@@ -167,3 +167,15 @@ def test_right_layouts_have_no_hint() -> None:
     given = {"x": drawn(2, 5, 3 * HEADS * WIDTH)}
     assert explain(asked(by_thirds, by_thirds_written_otherwise, given)) == []
     assert explain(asked(sliced, by_thirds, given)) == []
+
+
+def test_a_rotation_by_stored_tables_is_left_out() -> None:
+    """Tables that were read from a checkpoint are not seen to be sines: halves of which one is negated are seen."""
+
+    def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin
+
+    angles = torch.arange(1.0, 7.0)[:, None] * torch.tensor([1.0, 0.1, 0.01, 0.001]).repeat_interleave(2)
+    given = {"x": drawn(2, 6, 8), "table": angles.cos(), "weight": angles.sin()}
+    hint = told(turned, lambda x, cos, sin: x * 1.0, given)
+    assert (hint.kind, hint.text) == ("position", "a rotation by positions is left out")

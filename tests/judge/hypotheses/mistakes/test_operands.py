@@ -17,7 +17,7 @@ from glassengine.judge.graphs.cut import Piece
 from glassengine.judge.hypotheses.explain import differences, explain
 from glassengine.judge.hypotheses.mistakes.layouts import merges
 from glassengine.judge.hypotheses.trials.question import Question, noise_of
-from glassengine.judge.hypotheses.trials.trial import Trial
+from glassengine.judge.hypotheses.trials.trial import Trial, real_parts
 from glassengine.results import Hint
 
 
@@ -34,8 +34,8 @@ def asked(right: Callable[..., Tensor], wrong: Callable[..., Tensor], given: dic
     made = wrong(*given.values())
     ops = [node for node in theirs.graph.nodes if node.op == "call_function"]
     nodes = {node.name: node for node in module.graph.nodes}
-    noise = noise_of(piece, trial.right, made)
-    return Question(trial, made.double(), None, noise, names, held, theirs=ops, named=nodes, stored=held)
+    noise = noise_of(piece, trial.right, real_parts(made))
+    return Question(trial, real_parts(made).double(), None, noise, names, held, theirs=ops, named=nodes, stored=held)
 
 
 def told(right: Callable[..., Tensor], wrong: Callable[..., Tensor], given: dict[str, Tensor]) -> Hint:
@@ -236,3 +236,31 @@ def test_the_kind_of_what_is_left_out_follows_from_what_it_does(left_out: str, t
         hint = result.first_divergence.hints[0]
         kind, text = LEFT_OUT[left_out]
         assert hint.kind == kind and text in hint.text, hint
+
+
+def test_complex_tensors_have_mistakes_as_well() -> None:
+    hint = told(lambda x: torch.fft.fft(x), lambda x: torch.fft.fft(x, norm="ortho"), {"x": drawn(3, 8)})
+    assert hint.text == "norm of fft_fft: default in the baseline, ortho in the candidate"
+    hint = told(lambda x: torch.fft.fft(x)[:, 2:5], lambda x: torch.fft.fft(x)[:, 3:6], {"x": drawn(3, 8)})
+    assert hint.text.startswith("start of slice: 2 in the baseline, 3 in the candidate; end of slice")
+    assert hint.change is not None and hint.change.argument is None  # no line is corrected by half of it
+
+
+def test_a_state_that_is_not_mixed_in_is_none_that_was_moved() -> None:
+    given = {"old": drawn(2, 5, 4), "new": drawn(2, 1, 4, seed=1), "gate": drawn(2, 1, 4, seed=2).sigmoid()}
+    hint = told(lambda old, new, gate: old[:, -1:].lerp(new, gate), lambda old, new, gate: new * gate, given)
+    assert "zeros stand in its place" in hint.text
+
+
+def test_what_is_subtracted_from_is_not_said_to_be_subtracted() -> None:
+    hint = told(lambda a, b: a - b, lambda a, b: -b, {"a": drawn(3, 8), "b": drawn(3, 8, seed=1)})
+    assert hint.text == "it is not subtracted from a"
+
+
+def test_graphs_that_are_all_one_are_not_positions_one_too_small() -> None:
+    given = {"x": drawn(6, 1), "of": torch.tensor([0, 0, 0, 1, 1, 1])}
+
+    def shares(x: Tensor, of: Tensor) -> Tensor:
+        return x / torch.zeros(2, 1).index_add(0, of, x)[of]
+
+    assert not any("too small" in hint.text for hint in explain(asked(shares, lambda x, of: x / x.sum(), given)))

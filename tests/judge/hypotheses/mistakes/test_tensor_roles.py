@@ -171,3 +171,39 @@ def test_a_state_that_stays_what_it_was_before_the_first_step_is_stale(tmp_path:
     torch.save({"x": torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))}, tmp_path / "x.pt")
     first = check(Unrolled(), candidate=Unrolled(is_lost=True), inputs=str(tmp_path / "x.pt")).first_divergence
     assert first is not None and first.hints[0].kind == "stale", first
+
+
+class Passes(nn.Module):
+    """Three layers whose keys of a first part are read behind it, and a state of five steps."""
+
+    def __init__(self, mistake: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.keys, self.mistake = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), mistake
+        self.new, self.old = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        caches = [key(x[:, :4]) for key in self.keys]
+        caches = caches[::-1] if self.mistake == "layer" else caches
+        h = x[:, 4:]
+        for key, cache in zip(self.keys, caches, strict=True):
+            h = h + torch.cat([cache, key(h)], 1).softmax(1)[:, -4:]
+        state = torch.zeros(len(x), 8)
+        made = []
+        for step in range(4):
+            made.append(torch.tanh(self.new(h[:, step]) + self.old(state)))
+            state = state if self.mistake == "step" and step == 2 else made[-1]
+        return torch.stack(made, 1)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "kind", "words"),
+    [("layer", "swapped", "another layer"), ("step", "stale", "an earlier pass of its loop")],
+)
+def test_what_another_layer_or_an_earlier_pass_made_is_named(
+    mistake: str, kind: str, words: str, tmp_path: Path
+) -> None:
+    torch.save({"x": torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(1))}, tmp_path / "x.pt")
+    first = check(Passes(), candidate=Passes(mistake), inputs=str(tmp_path / "x.pt")).first_divergence
+    assert first is not None and first.hints[0].kind == kind, first
+    assert first.hints[0].text.startswith(f"that of {words} is read: "), first.hints[0].text

@@ -31,7 +31,7 @@ def text_of(question: Question, literal: Literal, value: Any) -> str:
         return f"the {'multiplication' if op == 'mul' else 'division'} by {shown(own)} is missing"
     if kind == "term" and value == 0 and own:
         return f"{shown(own)} is not {verb}"
-    if kind == "term" and isinstance(own, int) and isinstance(value, (int, float)):
+    if kind == "term" and isinstance(own, (int, float)) and isinstance(value, (int, float)) and name != "eps":
         return f"{shown(own)} is {verb} in the baseline, {shown(value)} in the candidate"
     if op == "getitem":
         source = literal.node.args[0]

@@ -57,8 +57,11 @@ def same_op(question: Question) -> Iterator[Hypothesis]:
             continue
         first, value = differing[0]
         text = "; ".join(text_of(question, one, other) for one, other in differing)
-        kind, name = kind_of(question, first, value), name_of(question, first)
-        yield Hypothesis(kind, text, {node: becoming(differing)}, name, (first.value, value))
+        kind = kind_of(question, first, value)
+        if len(differing) > 1:  # no line is corrected by one of them
+            yield Hypothesis(kind, text, {node: becoming(differing)})
+        else:
+            yield Hypothesis(kind, text, {node: becoming(differing)}, name_of(question, first), (first.value, value))
 
 
 def _in_its_place(question: Question, node: Node) -> Node | None:

@@ -39,7 +39,13 @@ _BY_SCORE: dict[float, tuple[Family, ...]] = {
         losses.relabeled,
         activations.derivatives,
     ),
-    0.96: (unrolled_recurrence.recurrences, operands.exchanged, operands.left_out, activations.activations),
+    0.96: (
+        unrolled_recurrence.recurrences,
+        operands.another_pass,
+        operands.exchanged,
+        operands.left_out,
+        activations.activations,
+    ),
     0.95: (
         operations.other_ops,
         operations.variances,

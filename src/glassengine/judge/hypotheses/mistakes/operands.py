@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -120,6 +121,9 @@ def left_out(question: Question) -> Iterator[Hypothesis]:
         for place, source in tensors if name == "einsum" and len(tensors) > 1 else ():
             ones = reading({place: torch.ones_like(trial.values[source])})
             yield Hypothesis("scale", f"{question.label(source)} is not multiplied", {node: ones}, lost=source)
+        for place, source in tensors[:2] if name == "lerp" else ():
+            zeros = reading({place: torch.zeros_like(trial.values[source])})
+            yield Hypothesis("other", f"{question.label(source)} is not read: zeros stand in its place", {node: zeros})
         # What a reversed subtraction is without its second operand is no value of the first.
         if traits.kind in ("term", "factor") and name != "rsub":
             if len(tensors) == 2:
@@ -229,6 +233,8 @@ def altered(question: Question) -> Iterator[Hypothesis]:
         elif not is_real(value):
             for by, how in ((-1, "1 too small"), (1, "1 too large")):
                 moved = (value + by).clamp(min=0) if bool((value >= 0).all()) else value + by
+                if int(moved.min()) == int(moved.max()):
+                    continue  # one number everywhere is no place
                 text = f"positions are {how}: {name}" if _is_arange(question, node) else f"{name} is {how}"
                 yield Hypothesis("position", text, {node: moved})
         else:
@@ -310,19 +316,45 @@ def another_inside(question: Question) -> Iterator[Hypothesis]:
                     yield Hypothesis(kind, text, {node: reading({at: found})})
 
 
+def another_pass(question: Question) -> Iterator[Hypothesis]:
+    """Yield: of a loop over steps or layers, what another pass made is read: a state or a memory that is stale."""
+    trial = question.trial
+    own = {question.label(node): (question.own(node), trial.values[node]) for node in [*trial.inputs, *trial.ops]}
+    there = {name: (question.named.get(question.sources.get(name, "")), one) for name, one in question.others.items()}
+    made: dict[Any, list[tuple[str, Node, Any]]] = defaultdict(list)
+    for name, (node, value) in {**there, **own}.items():
+        if node is not None and (place := _made_at(node)) is not None:
+            made[place].append((name, node, value))
+    for reader in trial.ops:
+        for at, source in tensors_of(trial, reader):
+            place, value = _made_at(question.own(source)), trial.values[source]
+            if place is None or source.name in question.read or not is_real(value):
+                continue
+            for name, node, other in made[place][:_MOST_OTHERS]:
+                if _are_alike(other, value) and not torch.equal(found := double(other), value):
+                    kind, text = _instead(question, source, node, name)
+                    yield Hypothesis(kind, text, {reader: reading({at: found})})
+
+
+def _made_at(node: Node) -> tuple[Any, str] | None:
+    """Return op and line of what makes a node, the same for all passes of a loop; None where no line is known."""
+    origin = origin_of(node)
+    line = origin.meta.get("stack_trace")
+    return None if origin.op != "call_function" or not line else (origin.target, line)
+
+
 def _instead(question: Question, node: Node, other: Node | None, name: str) -> tuple[Kind, str]:
-    """Return (kind, words) for another node that is read: of the step before, an earlier pass of a loop, a layer."""
+    """Return (kind, words) for another node that is read: of the step before, another pass of a loop, another layer."""
     value, text = question.trial.values[node], f"{name} instead of {question.label(node)}"
-    if not is_real(value):
-        return ("mask" if value.dtype is torch.bool else "position"), text
-    if other is None:
-        return "swapped", text
+    if not is_real(value) or other is None:
+        return ("swapped" if is_real(value) else "mask" if value.dtype is torch.bool else "position"), text
     ours, theirs = origin_of(question.own(node)), origin_of(other)
-    here, there = ((one.target, one.meta.get("stack_trace")) for one in (ours, theirs))
-    if here == there and here[1] and ours is not theirs:
+    if ours is not theirs and _made_at(ours) is not None and _made_at(ours) == _made_at(theirs):
         if _module_of(ours) != _module_of(theirs):
             return "swapped", f"that of another layer is read: {text}"
-        return "stale", f"that of {'an earlier' if theirs < ours else 'a later'} step is read: {text}"
+        is_earlier = theirs < ours
+        which = "an earlier" if is_earlier else "a later"
+        return "stale" if is_earlier else "swapped", f"that of {which} pass of its loop is read: {text}"
     return ("stale" if is_of_before(question, other) and not is_of_before(question, node) else "swapped"), text
 
 

@@ -84,7 +84,9 @@ def _told(question: Question, node: Node, found: tuple[Kind, str]) -> tuple[Kind
 def _all_of_theirs(question: Question) -> list[tuple[str, torch.Tensor]]:
     """Return what the candidate's ops read as weights and make of these alone, by the name of the largest weight."""
     values = {name: tensor.detach() for name, tensor in question.their_weights.items()}
-    found = [(name, wide) for name, wide in zip(values, map(_in_float64, values.values()), strict=True) if is_real(wide)]
+    found = [
+        (name, wide) for name, wide in zip(values, map(_in_float64, values.values()), strict=True) if is_real(wide)
+    ]
     sources = {node for op in question.theirs for node in op.all_input_nodes}
     named = {node: question.held[node.name] for node in sources if node.name in question.held}
     made: dict[Node, Any] = {node: retarget(values[name]) for node, name in named.items() if name in values}
