@@ -358,7 +358,8 @@ class Score:
         replay, replayed = self.side.replay, None
         if replay is not None:
             own = partial(self.side.computes, self.program)
-            replayed = replay.judge(node, observed.tensor, reference.valid, reference.known, own)
+            native = reference.native if accumulated.verdict == "identical" else None
+            replayed = replay.judge(node, observed.tensor, reference.valid, reference.known, own, native)
         if self.drift is not None:
             predicted = None if replayed is None else replayed.predicted
             self.drift.add(node.name, observed.site, reference, tensor, predicted)
