@@ -19,6 +19,7 @@ import torch
 
 from glassengine.blocks import agree
 from glassengine.judge.graphs.by_name import by_value
+from glassengine.numerics.counted import is_finite
 from glassengine.numerics.exemptions import DRAWN
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.kinds import unequal
@@ -376,15 +377,16 @@ def result_figures(
     """
     if baseline.shape != value.shape or baseline.is_complex() or value.is_complex():
         return ResultFigures()
-    b, c = baseline.double(), value.double()
+    b = baseline.double()
+    c = b if baseline.dtype is value.dtype and torch.equal(baseline, value) else value.double()
     counted = torch.ones_like(b, dtype=torch.bool) if valid is None else valid.expand(b.shape)
     left_out = 1 - float(counted.double().mean()) if counted.numel() else 0.0
-    same = agree(b, c) | ~counted
-    if bool((~same & ~(b.isfinite() & c.isfinite())).any()):
+    if c is not b and bool((~(agree(b, c) | ~counted) & ~(b.isfinite() & c.isfinite())).any()):
         return ResultFigures(math.inf, None, None, -math.inf, None, left_out)
     tokens = _tokens(b, c, counted) if are_logits else {}
     counted = counted & b.isfinite() & c.isfinite()
-    b, c = torch.where(counted, b, 0.0), torch.where(counted, c, 0.0)
+    is_same, b = c is b, torch.where(counted, b, 0.0)
+    c = b if is_same else torch.where(counted, c, 0.0)
     if not b.numel():
         return ResultFigures(0.0, 0.0, 0.0, math.inf, 1.0)
     error, largest = c - b, float(b.abs().max())
@@ -407,6 +409,9 @@ def result_figures(
 def _tokens(baseline: torch.Tensor, value: torch.Tensor, counted: torch.Tensor) -> dict[str, Any]:
     """Return what two sets of logits [..., V] say of the next token, at all positions that count; KL in nats."""
     rows = counted.any(-1)
+    if value is baseline and is_finite(baseline):
+        number = int(rows.sum())
+        return {"num_tokens": number, "same_tokens": number, "mean_kl": 0.0, "max_kl": 0.0} if number else {}
     b, c = baseline[rows], value[rows]
     if not len(b):
         return {}

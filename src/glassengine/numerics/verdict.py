@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from glassengine.numerics.counted import is_finite, mean_where, rms_where, same_where
-from glassengine.numerics.floor import Floor, measured_floor, slice_means
+from glassengine.numerics.floor import Floor, error_means, measured_floor, quick_floor
 from glassengine.numerics.judgement import (
     INTRODUCED_SUSPICIOUS,
     INTRODUCED_WRONG,
@@ -130,6 +130,21 @@ class Reference:
             if self._remember is not None:
                 self._remember(self._relative_floor)
         return self._floor
+
+    def _native_square(self) -> float:
+        """Return the mean square of the error of the native run; slices of the floor are only for what differs."""
+        quick = None
+        if self._floor is None and self.known.hidden is None:
+            runs = [self.native, *self._noisy]
+            quick = quick_floor(self.exact, runs, self._judged, self._dtype, self._relative_floor)
+        if quick is None:
+            floor = self.measure_floor()
+            assert floor is not None
+            return floor.native
+        self._relative_floor, native = quick
+        if self._remember is not None:
+            self._remember(self._relative_floor)
+        return native
 
     def with_run(self, run: torch.Tensor) -> Reference:
         """Return the reference with one more run behind its floor: another implementation that only rounds."""
@@ -254,12 +269,12 @@ class Reference:
             return found if found.reason else dataclasses.replace(found, reason=kinds)
         if not exact.is_floating_point():
             return self._judge_exact(candidate)
+        if candidate.dtype is self.native.dtype and same_where(candidate, self.native, self.valid):
+            return Judgement("identical", 0.0, math.sqrt(self._native_square()))
         floor = self.measure_floor()
         assert floor is not None
-        if candidate.dtype is self.native.dtype and same_where(candidate, self.native, self.valid):
-            return Judgement("identical", 0.0, math.sqrt(floor.native))
         value = candidate.double()
-        squares = slice_means([(value - exact).square_()], floor.counted)
+        squares = error_means(exact, [value], floor.counted)
         # No element of `value` is larger than the largest of P and the largest error together.
         is_large = not floor.largest + squares.totals[0] ** 0.5 < self._limit
         if is_large or self.known.hidden is not None or (self._tied is not None and not is_finite(value)):
