@@ -55,8 +55,8 @@ class SourceWrapper:
     @property
     def metadata(self) -> dict[str, Any]:
         """That of the source."""
-        found: dict[str, Any] = self._source.metadata
-        return found
+        metadata: dict[str, Any] = self._source.metadata
+        return metadata
 
     @property
     def complete(self) -> bool:
@@ -77,8 +77,8 @@ class SourceWrapper:
     @property
     def changes(self) -> Mapping[str, Any]:
         """What was done to the source, for the environment of a result."""
-        found: Mapping[str, Any] = getattr(self._source, "changes", {})
-        return found
+        changes: Mapping[str, Any] = getattr(self._source, "changes", {})
+        return changes
 
     def tensor(self, entry: Entry) -> Tensor:
         """Return one of `entries`."""

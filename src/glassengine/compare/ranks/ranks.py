@@ -101,7 +101,7 @@ class AssembledRanks(SourceWrapper):
     @property
     def arrangements(self) -> Mapping[str, int]:
         """How the tensors that were read were put together -> how many, most frequent first."""
-        found = Counter(self._arranged.values())
+        counts = Counter(self._arranged.values())
         if self._names.offsets:
             moved = sum(
                 1
@@ -109,12 +109,12 @@ class AssembledRanks(SourceWrapper):
                 for part in parts
                 if self._names.of(part.rank, part.site) != part.site
             )
-            found["under the numbers of the whole, which a rank counts from its own first module"] = moved
+            counts["under the numbers of the whole, which a rank counts from its own first module"] = moved
         if self._names.of_stages:
-            found["inputs and results of stages and wrappers, judged as those of their modules"] = len(
+            counts["inputs and results of stages and wrappers, judged as those of their modules"] = len(
                 self._names.of_stages
             )
-        return dict(found.most_common())
+        return dict(counts.most_common())
 
     def expect(self, entry: Entry, source: TensorSource, counterpart: Entry) -> None:
         """Note that the whole of `entry` is judged against `counterpart`, of `source`."""

@@ -34,10 +34,10 @@ class Awaited:
 
     __slots__ = ("__weakref__", "told", "value")
 
-    def __init__(self, value: LazyValue, site: str, told: Callable[[], None]) -> None:
+    def __init__(self, value: LazyValue, site: str, on_run: Callable[[], None]) -> None:
         value.site = value.site or site
         self.value = value
-        self.told = told
+        self.told = on_run
         _awaited[id(self)] = weakref.ref(self)
 
     def __del__(self) -> None:

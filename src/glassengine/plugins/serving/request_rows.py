@@ -228,7 +228,7 @@ class _Rows:
         """Return the request that each part continues, by its place; a new one where that is not certain."""
         if given.pool is not None:
             return self._by_pool(given.pool, parts)
-        found: dict[int, _Request] = {}
+        owners: dict[int, _Request] = {}
         if self._lost:
             return {place: self._new(start, _UNCERTAIN) for place, (_, _, start) in enumerate(parts)}
         by_start: dict[int, list[int]] = {}
@@ -241,27 +241,27 @@ class _Rows:
                     self._forget(others)
                     # Without lengths, rows of several may look like those of one: who is where is not known any more.
                     self._lost |= given.lengths is None and bool(others)
-                    found[place] = self._new(start, _UNCERTAIN if others else _UNKNOWN)
+                    owners[place] = self._new(start, _UNCERTAIN if others else _UNKNOWN)
             elif start:
                 by_start.setdefault(start, []).append(place)
         for start, places in by_start.items():
             before = [one for one in self._alive if one.length == start]
             if len(before) == len(places):
-                found |= dict(zip(places, before, strict=True))  # servers keep their order
+                owners |= dict(zip(places, before, strict=True))  # servers keep their order
             elif before:
                 self._forget(before)
-                found |= {place: self._new(start, _UNCERTAIN) for place in places}
-        return found
+                owners |= {place: self._new(start, _UNCERTAIN) for place in places}
+        return owners
 
     def _by_pool(self, pool: Sequence[int], parts: Sequence[tuple[int, int, int]]) -> dict[int, _Request]:
-        found = {}
+        owners = {}
         for place, (_, number, start) in enumerate(parts):
             one = next((one for one in self._alive if one.slot == pool[place]), None)
             if one is not None and start and one.length == start and not (number > 1 and one.decodes):
-                found[place] = one
+                owners[place] = one
             elif one is not None:
                 self._forget([one])
-        return found
+        return owners
 
     def _forget(self, those: Sequence[_Request]) -> None:
         gone = [id(one) for one in those]

@@ -120,12 +120,12 @@ def open_decoder(place: str | Path) -> OnnxDecoder:
 
 def _buffers(file: OnnxFile) -> dict[str, int]:
     """Return the inputs of attention that shifts its cache as its window moves, which it can only in a buffer."""
-    found = {}
+    buffers = {}
     for node in file.model.graph.node:
         numbers = {entry.name: int(entry.i) for entry in node.attribute}
         if numbers.get("sliding_window_cache"):
-            found.update(dict.fromkeys(node.input[3:5], numbers.get("local_window_size", 0)))
-    return found
+            buffers.update(dict.fromkeys(node.input[3:5], numbers.get("local_window_size", 0)))
+    return buffers
 
 
 def _inside(folder: Path, name: str) -> Path:
@@ -140,12 +140,12 @@ def _pasts(file: OnnxFile, config: ModelConfig | None) -> dict[str, str]:
     inputs = [value.name for value in graph.input if value.name not in weights]
     results = {value.name for value in graph.output}
     told = _told(config) if config is not None else []
-    found = {}
+    pasts = {}
     for name in inputs:
         present = next((made for made in (*_renamed(name, told), *results_of_cache(name)) if made in results), None)
         if present is not None:
-            found[name] = present
-    return found
+            pasts[name] = present
+    return pasts
 
 
 def _told(config: ModelConfig) -> list[tuple[str, str]]:
@@ -226,21 +226,21 @@ class Feeds:
             "use_cache_branch": [self._past > 0],
             "num_logits_to_keep": 0,
         }
-        found = {
+        feeds = {
             name: np.array(made[role], self._types[name]) for name, role in self._roles.items() if name in self._types
         }
-        return found | self._caches
+        return feeds | self._caches
 
     def cleared(self, tokens: Sequence[int], results: Mapping[str, Any]) -> dict[str, Any]:
         """Return the results of a step with zeros in slots of buffers that hold no token yet: memory of no meaning."""
         used = self._past + len(tokens)
-        found = dict(results)
+        cleared = dict(results)
         for name in self._room:
             present = self._pasts[name]
-            if present in found and found[present].shape[_PAST] > used:
-                found[present] = found[present].copy()
-                found[present][:, :, used:] = 0
-        return found
+            if present in cleared and cleared[present].shape[_PAST] > used:
+                cleared[present] = cleared[present].copy()
+                cleared[present][:, :, used:] = 0
+        return cleared
 
     def take(self, tokens: Sequence[int], results: Mapping[str, Any]) -> None:
         """Keep the cache that a step returned."""

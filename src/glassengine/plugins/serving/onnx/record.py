@@ -197,23 +197,23 @@ def site_names(graph: HeldGraph) -> dict[str, str]:
     `/model/norm/Mul_1_output_0`, and a value whose node has the path in its metadata, are `model.norm/Mul.1`. A value
     without a path is `value/NAME`: exporters call values as `torch.export` calls nodes of other graphs.
     """
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     counts: Counter[tuple[str, str]] = Counter()
     returned = {value.name for value in graph.file.model.graph.output}
     for node in graph.nodes:
-        found.update({name: f"value/{name}" for name in node.output if "/" not in name and name not in returned})
+        names.update({name: f"value/{name}" for name in node.output if "/" not in name and name not in returned})
         if not node.output or node.output[0] in returned:
             continue
         legacy = _LEGACY.fullmatch(node.output[0])
         if legacy is not None and legacy[2] == node.op_type:
-            found[node.output[0]] = f"{legacy[1].replace('/', '.')}/{node.op_type}.{legacy[3] or 0}"
+            names[node.output[0]] = f"{legacy[1].replace('/', '.')}/{node.op_type}.{legacy[3] or 0}"
             continue
         scope = _scope(node)
         if scope is not None:
             number = counts[scope, node.op_type]
             counts[scope, node.op_type] += 1
-            found[node.output[0]] = f"{scope}/{node.op_type}.{number}"
-    return found
+            names[node.output[0]] = f"{scope}/{node.op_type}.{number}"
+    return names
 
 
 def _scope(node: onnx.NodeProto) -> str | None:

@@ -120,19 +120,19 @@ class OnnxModel(nn.Module):
         return self._run(self._session, inputs)
 
     def returned(
-        self, inputs: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor] | None = None
+        self, inputs: Mapping[str, torch.Tensor], known: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
         """Return the results as the session with `settings` makes them.
 
         Args:
             inputs: By name.
-            found: What `values` returned for them; None runs the graph as it is written too.
+            known: What `values` returned for them; None runs the graph as it is written too.
 
         Raises:
             BackendError: ONNX Runtime is not installed, does not take the file, or fails.
         """
-        found = self.values(inputs) if found is None else found
-        plain = {name: found[name] for name in self._results if name in found}
+        known = self.values(inputs) if known is None else known
+        plain = {name: known[name] for name in self._results if name in known}
         if self.settings is None:
             return plain
         if self._own is None:
