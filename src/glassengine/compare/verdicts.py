@@ -171,7 +171,7 @@ class Judging:
     def _pieces(self, block: PairBlock, answer: Answer | Died, *, attempts: int = 2) -> Sequence[PairFindings]:
         """Return what was found of a block; where its workers died, of its halves, down to what killed them."""
         if isinstance(answer, Answer):
-            self._session.note(answer.told)
+            self._session.note(answer.remarks)
             self._require_unchanged(answer.found)
             return answer.found
         if len(block.items) == 1:

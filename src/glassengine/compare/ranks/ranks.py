@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from glassengine.compare.matching.padding import CACHES
 from glassengine.compare.matching.phases import is_of_activation, is_of_parameter
-from glassengine.compare.matching.source_wrapper import SourceWrapper, Told
+from glassengine.compare.matching.source_wrapper import Remark, SourceWrapper
 from glassengine.compare.ranks.assembly import (
     COPIES,
     HOW,
@@ -360,13 +360,13 @@ class AssembledRanks(SourceWrapper):
         found._begin()
         return found
 
-    def told(self) -> list[Told]:
+    def remarks(self) -> list[Remark]:
         """Return what was found of each tensor that was read."""
-        return [Told(*key, how, *self._standing(key)) for key, how in self._arranged.items()]
+        return [Remark(*key, how, *self._standing(key)) for key, how in self._arranged.items()]
 
-    def note(self, told: Iterable[Told]) -> None:
-        """Take over what a `fresh` one has `told`."""
-        for one in told:
+    def note(self, remarks: Iterable[Remark]) -> None:
+        """Take over what a `fresh` one remarked."""
+        for one in remarks:
             key = one.step, one.site
             self._arranged[key], self._told[key] = one.how, (one.is_open, one.is_same)
 

@@ -247,10 +247,10 @@ def _of(piece: Piece, names: Mapping[str, str], side: str) -> dict[str, str]:
 def _origin(found: Reproduction, names: Mapping[str, str], name: str, tensor: torch.Tensor) -> str:
     keys = [key for key, short in names.items() if short == name]
     sides = {"e": "baseline", "c": "candidate"}
-    told = dict.fromkeys(found.weights.get(key, found.sites.get(key, key[2:])) for key in keys)
+    labels = dict.fromkeys(found.weights.get(key, found.sites.get(key, key[2:])) for key in keys)
     dtype = str(tensor.dtype).removeprefix("torch.")
     where = " and ".join(dict.fromkeys(sides[key[0]] for key in keys))
-    return f"{', '.join(told)} ({where}) {dtype}[{', '.join(map(str, tensor.shape))}]"
+    return f"{', '.join(labels)} ({where}) {dtype}[{', '.join(map(str, tensor.shape))}]"
 
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:

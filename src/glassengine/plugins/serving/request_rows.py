@@ -160,7 +160,7 @@ class _Given:
     positions: list[int]
     lengths: list[int] | None
     pool: list[int] | None
-    told: str
+    described: str
 
     def parts(self) -> Iterator[tuple[int, int]]:
         """Yield first row and number of rows of each request."""
@@ -173,7 +173,7 @@ class _Given:
             start = self.positions[row] if row < len(self.positions) else -1
             number = length - start
             if start < 0 or number < 1 or self.positions[row : row + number] != list(range(start, length)):
-                got = f"{self.told}: a sequence of {length} tokens, positions {self.positions[row : row + 8]}"
+                got = f"{self.described}: a sequence of {length} tokens, positions {self.positions[row : row + 8]}"
                 raise CorruptError("the rows of requests do not fit", got=got)
             yield row, number
             row += number
@@ -206,7 +206,7 @@ class _Rows:
     def _forward(self, given: _Given) -> list[tuple[_Request, int, int]]:
         parts = [(row, number, given.positions[row]) for row, number in given.parts()]
         if given.pool is not None and len(given.pool) != len(parts):
-            raise CorruptError("the rows of requests do not fit", got=f"{given.told}: {len(given.pool)} requests")
+            raise CorruptError("the rows of requests do not fit", got=f"{given.described}: {len(given.pool)} requests")
         decodes = all(number == 1 and start for _, number, start in parts)
         owners = self._owners(given, parts)
         found = []

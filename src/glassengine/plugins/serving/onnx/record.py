@@ -25,7 +25,7 @@ from glassengine.plugins.serving.onnx.generator import OWN_LOOP, generated
 from glassengine.plugins.serving.onnx.held import HeldGraph, whole_tensor
 from glassengine.program.onnx.stored.file import OnnxFile, read_onnx
 from glassengine.program.onnx.stored.options import SessionSettings
-from glassengine.program.onnx.stored.session import open_session, start, told
+from glassengine.program.onnx.stored.session import errors_of_runtime, open_session, start
 from glassengine.program.onnx.translated import metadata_of
 from glassengine.recording.write.writer import RecordingWriter
 from glassengine.serving.protocol import ServingRun
@@ -156,7 +156,7 @@ def products_of_sums(graph: HeldGraph) -> set[str]:
 
 
 def _run(session: Any, names: Sequence[str], given: Mapping[str, Any], file: str) -> dict[str, Any]:
-    with told(f"ONNX Runtime cannot run {file}"):
+    with errors_of_runtime(f"ONNX Runtime cannot run {file}"):
         return dict(zip(names, session.run(list(names), dict(given)), strict=True))
 
 
@@ -167,7 +167,7 @@ def _optimized(file: OnnxFile, folder: Path, settings: SessionSettings) -> tuple
     options.optimized_model_filepath = str(target)
     options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "optimized.bin")
     options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
-    with told(f"ONNX Runtime does not take {file.path.name}"):
+    with errors_of_runtime(f"ONNX Runtime does not take {file.path.name}"):
         session = start(str(file.path.absolute()), options)
     return session, read_onnx(target)
 
