@@ -4,7 +4,7 @@ python -m benchmarks golden                     all corpora; prints each answer 
 python -m benchmarks golden recordings ranks    those
 python -m benchmarks golden --write             write the answers of today into the book
 
-An answer is verdict, standing, rung, step, site and kind of the first mistake (tests/answers.py).
+An answer is verdict, standing, level, step, site and kind of the first mistake (tests/answers.py).
 """
 
 from __future__ import annotations

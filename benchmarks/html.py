@@ -47,7 +47,7 @@ def pairs(tensors: int, steps: int) -> Iterator[dict[str, Any]]:
                 "step": step, "site": site, "candidate_site": site, "method": "name+fingerprint", "confidence": 1.0,
                 "verdict": verdict, "judged_by": "reverse replay", "figures": told.get(verdict),
                 "noise_ratio": {"identical": 0.0, "rounding": 0.3 + op / 1000, "wrong": 50.0 + op}[verdict],
-                "bound_ratio": 0.1, "rung": "candidate", "case": "prompts", "inherited": number > 120 * each + 17,
+                "bound_ratio": 0.1, "level": "candidate", "case": "prompts", "inherited": number > 120 * each + 17,
                 "reason": None, "baseline": None, "candidate": None, "abs_error": None, "rel_error": None, "rank": 0,
                 "dtype": "float32", "shape": [1, 7, 64],
             }  # fmt: skip

@@ -1,7 +1,7 @@
 """Records the answer of each comparison that a test makes, or compares it with the answer book: a plugin of pytest.
 
 `pytest -p tests.answers --answers FILE` writes FILE. `--frozen` fails a test whose answers differ from the answer book,
-tests/answers.json: corpus -> test -> its answers in order, one text each (verdict, standing, rung, step, site, kind of
+tests/answers.json: corpus -> test -> its answers in order, one text each (verdict, standing, level, step, site, kind of
 mistake). `python -m benchmarks golden` compares and writes the whole book.
 """
 
@@ -32,13 +32,13 @@ JUDGES = {
 
 
 def answer_of(result: Any) -> str:
-    """Return verdict, standing, rung, step, site and kind of a result; several answers are joined by a semicolon."""
+    """Return verdict, standing, level, step, site and kind of a result; several answers are joined by a semicolon."""
     if (several := getattr(result, "comparisons", None)) is not None:
         return "; ".join(map(answer_of, several))
     if hasattr(result, "comparison"):
         return f"ok: {result.ok}" if result.comparison is None else answer_of(result.comparison)
     first = result.first_divergence
-    where = () if first is None else (first.rung, first.step, first.site, first.hints[0].kind if first.hints else None)
+    where = () if first is None else (first.level, first.step, first.site, first.hints[0].kind if first.hints else None)
     return " | ".join(map(str, (result.verdict, result.standing, *where)))
 
 

@@ -501,7 +501,7 @@ def test_a_planted_decision_is_found(planted: str) -> None:
 @pytest.mark.parametrize(
     "rightful",
     [
-        "if side.level is Level.OP: pass",
+        "if side.observed_at is ObservedAt.OP: pass",
         'if place == "engine": pass',
         'text = "judged op by op"',
         "value = getattr(torch, name, None)",

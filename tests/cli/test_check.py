@@ -58,8 +58,8 @@ def test_a_clean_ladder_exits_0(factories: str, ids: str, capsys: pytest.Capture
     assert main(["check", f"{factories}:clean", "--backend", "eager", "--inputs", ids, "--steps", "1"]) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("ok: ")
-    for rung in ("exported program", "engine", "release"):
-        assert f"\n{rung} " in printed.out
+    for level in ("exported program", "engine", "release"):
+        assert f"\n{level} " in printed.out
     assert "exporting the program" in printed.err and "exporting" not in printed.out
 
 
@@ -213,7 +213,7 @@ def training(tmp_path: Path) -> Callable[..., list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("names", "status", "rung"),
+    ("names", "status", "level"),
     [
         ({"candidate": "wrong"}, 1, "backward"),
         ({"optimizer": "sgd", "candidate_optimizer": "faster"}, 1, "update"),
@@ -224,12 +224,12 @@ def test_training_steps(
     training: Callable[..., list[str]],
     names: dict[str, str],
     status: int,
-    rung: str | None,
+    level: str | None,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main([*training(**names), "--json", "-"]) == status
     found = json.loads(capsys.readouterr().out)["first_divergence"]
-    assert (found and found["rung"]) == rung and (found is None or found["step"] == 0)
+    assert (found and found["level"]) == level and (found is None or found["step"] == 0)
 
 
 def test_flags_of_the_other_check_and_no_inputs(

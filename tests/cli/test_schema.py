@@ -107,9 +107,17 @@ def test_every_key_of_the_design_is_there_by_its_name() -> None:
         comparison
     )
     divergence = schema("check")["$defs"]["Divergence"]["properties"]
-    assert {"rung", "step", "site", "node", "candidate_site", "source", "verdict", "noise_ratio", "bound_ratio"} <= set(
-        divergence
-    )
+    assert {
+        "level",
+        "step",
+        "site",
+        "node",
+        "candidate_site",
+        "source",
+        "verdict",
+        "noise_ratio",
+        "bound_ratio",
+    } <= set(divergence)
     assert {"introduced", "inherited", "hints", "reproduction"} <= set(divergence)
     assert not names_of(schema("compare")) & {"rho", "beta"}
 
@@ -146,7 +154,7 @@ def test_documents_of_checks(run: Run, words: tuple[str, ...], status: int) -> N
         sites = {pair["site"] for pair in document["pairs"]}
         assert sites & document["reads"].keys() and any(sites & set(names) for names in document["reads"].values())
     assert all(
-        pair["dtype"] and pair["shape"] is not None for pair in document.get("pairs", ()) if pair["rung"] != "update"
+        pair["dtype"] and pair["shape"] is not None for pair in document.get("pairs", ()) if pair["level"] != "update"
     )
     if status == 1:
         # What is validated is no empty list.

@@ -1,4 +1,4 @@
-"""The ladder: clean models agree on every rung, planted mistakes are named on the rung where they enter."""
+"""The ladder: clean models agree on every level, planted mistakes are named on the level where they enter."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check(baseline: nn.Module, **options: Any) -> Comparison:
 
 
 def verdicts(result: Comparison) -> dict[str, str]:
-    return {rung.name: rung.verdict for rung in result.rungs}
+    return {level.name: level.verdict for level in result.levels}
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def verdicts(result: Comparison) -> dict[str, str]:
         pytest.param("gemma3", "float32", None, marks=pytest.mark.slow),
     ],
 )
-def test_a_clean_model_agrees_on_every_rung(family: str, dtype: str, steps: int | None, token_ids: str) -> None:
+def test_a_clean_model_agrees_on_every_level(family: str, dtype: str, steps: int | None, token_ids: str) -> None:
     options: dict[str, Any] = {} if steps is None else {"steps": steps}
     result = glass.check(models.CAUSAL_LMS[family](), backend="eager", dtype=dtype, inputs=token_ids, **options)
     assert result.ok and result.verdict in ("identical", "rounding")
@@ -116,11 +116,11 @@ def test_a_mistake_in_a_copy_is_named(llama: nn.Module, mistake: Any, token_ids:
     result = check(llama, candidate=candidate, inputs=token_ids)
     assert not result.ok and result.verdict == "wrong"
     found = result.first_divergence
-    assert found is not None and found.rung == "candidate" and found.step == 0
+    assert found is not None and found.level == "candidate" and found.step == 0
     # A replaced activation has another op: the first op that both sides have is the product it feeds.
     assert found.site == site or (mistake is activation and found.site == "model.layers.0.mlp/mul.0")
     assert (found.source is not None and "modeling_llama.py:" in found.source) or mistake is activation
-    others = [d for d in result.origins if d.rung == "candidate" and d.site != found.site]
+    others = [d for d in result.origins if d.level == "candidate" and d.site != found.site]
     # The swap is two mistakes, and both are named.
     assert [d.site for d in others] == (
         ["model.layers.0.mlp.up_proj/linear.0"] if mistake is swapped_projections else []
@@ -154,7 +154,7 @@ def test_a_scale_that_moved_into_the_query_is_no_mistake(llama: nn.Module, token
         attention.scaling *= 2
     result = check(llama, candidate=candidate, inputs=token_ids)
     # The projections and what rotates them differ, by design; attention and everything after it agrees.
-    wrong = {pair.site for pair in result.pairs if pair.verdict == "wrong" and pair.rung == "candidate"}
+    wrong = {pair.site for pair in result.pairs if pair.verdict == "wrong" and pair.level == "candidate"}
     assert all("q_proj" in site or "self_attn/" in site for site in wrong)
     assert not any("scaled_dot_product" in site or "o_proj" in site for site in wrong)
     assert result.severity["candidate"]["token_agreement"] == 1.0
@@ -200,12 +200,12 @@ def test_a_mistake_in_a_pass_is_named_by_pass_and_site(llama: nn.Module, tmp_pat
     result = check(llama, passes=passes, backend="eager", inputs=token_ids)
     found = result.first_divergence
     assert not result.ok and found is not None
-    assert found.rung == f"pass {file}:wrong_scale"
+    assert found.level == f"pass {file}:wrong_scale"
     assert found.site == "model.layers.1.self_attn/scaled_dot_product_attention.0"
     assert verdicts(result)[f"pass {file}:harmless"] == "identical"
 
 
-def test_a_mistake_in_our_own_wrapper_shows_on_the_first_rung(monkeypatch: pytest.MonkeyPatch, token_ids: str) -> None:
+def test_a_mistake_in_our_own_wrapper_shows_on_the_first_level(monkeypatch: pytest.MonkeyPatch, token_ids: str) -> None:
     original = causal_lm.CausalLM.forward
 
     def off_by_one(
@@ -216,7 +216,7 @@ def test_a_mistake_in_our_own_wrapper_shows_on_the_first_rung(monkeypatch: pytes
     monkeypatch.setattr(causal_lm.CausalLM, "forward", off_by_one)
     result = check(models.llama(), backend="eager", inputs=token_ids)
     assert not result.ok and verdicts(result)["program"] == "wrong"
-    assert result.first_divergence is not None and result.first_divergence.rung == "program"
+    assert result.first_divergence is not None and result.first_divergence.level == "program"
     assert result.first_divergence.site == "./mul.0" and "missing" in result.first_divergence.hints[0].text
     assert verdicts(result)["engine"] == "identical", "the engine does what the (wrong) program says"
 
@@ -265,7 +265,7 @@ def test_a_backend_that_answers_differently_when_outputs_are_added(
     result = check(llama, backend="planted", inputs=token_ids)
     found = result.first_divergence
     assert not result.ok and verdicts(result)["engine"] == "identical" and verdicts(result)["release"] == "wrong"
-    assert found is not None and found.rung == "release" and found.site == "lm_head/linear.0"
+    assert found is not None and found.level == "release" and found.site == "lm_head/linear.0"
     assert any(hint.evidence == "observer" for hint in found.hints) and any(
         hint.kind == "scale" for hint in found.hints
     )
@@ -278,14 +278,14 @@ def test_a_wrong_kernel_is_named_by_op_and_step(
     monkeypatch.setattr(WrongKernelBackend, "name", "planted")
     result = check(llama, backend="planted", inputs=token_ids)
     found = result.first_divergence
-    assert found is not None and (found.rung, found.step) == ("engine", 1)
+    assert found is not None and (found.level, found.step) == ("engine", 1)
     assert found.site == "model.layers.1.mlp.act_fn/silu.0"
 
 
 def test_a_port_with_another_class_is_judged_at_module_outputs(
     llama: nn.Module, tmp_path: Path, token_ids: str
 ) -> None:
-    """A candidate that cannot be exported still gets an answer, and the missing rung is listed."""
+    """A candidate that cannot be exported still gets an answer, and the missing level is listed."""
     candidate: Any = models.llama()
     forward = candidate.model.layers[1].mlp.forward
 
@@ -295,7 +295,7 @@ def test_a_port_with_another_class_is_judged_at_module_outputs(
     candidate.model.layers[1].mlp.forward = data_dependent
     result = check(llama, candidate=candidate, inputs=token_ids)
     assert not result.ok and result.first_divergence is not None
-    assert result.first_divergence.rung == "candidate, untouched"
+    assert result.first_divergence.level == "candidate, untouched"
     assert result.first_divergence.site == "model.layers.1.mlp"
     assert any("not judged op by op" in item.reason for item in result.skipped)
 
@@ -360,7 +360,7 @@ def test_the_result_is_json_with_the_documented_keys(llama: nn.Module, token_ids
         "environment",
     } <= set(data)
     first = {
-        "rung",
+        "level",
         "step",
         "site",
         "node",

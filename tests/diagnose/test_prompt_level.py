@@ -1,4 +1,4 @@
-"""The rung of prompts in a check: a wrong prompt is never ok, a right one costs nothing, and no model is needed."""
+"""The level of prompts in a check: a wrong prompt is never ok, a right one costs nothing, and no model is needed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory, root: Path) -> Path:
     """A small checkpoint with the tokenizer of the bundled one."""
-    folder = tmp_path_factory.mktemp("prompt-rung") / "model"
+    folder = tmp_path_factory.mktemp("prompt-level") / "model"
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 1024}
     config = LlamaConfig(**sizes, num_attention_heads=2, max_position_embeddings=64, pad_token_id=0)
@@ -80,11 +80,11 @@ def shown(result: Comparison, tmp_path: Path) -> str:
     return (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
 
 
-def test_a_right_file_is_ok_and_the_rung_is_the_first(model: Path, tmp_path: Path) -> None:
+def test_a_right_file_is_ok_and_the_level_is_the_first(model: Path, tmp_path: Path) -> None:
     pytest.importorskip("xllamacpp")
     result = glass.check(model, candidate=gguf_of(model, tmp_path / "model.gguf"), steps=0)
     assert result.ok and result.standing == "ok" and result.prompt is not None and result.prompt.ok
-    assert result.rungs[0].name == "prompt" and result.rungs[0].verdict == "identical" and len(result.rungs) > 2
+    assert result.levels[0].name == "prompt" and result.levels[0].verdict == "identical" and len(result.levels) > 2
     assert result.prompt.engines == ("transformers", "llama.cpp") and not result.prompt.wrong
     assert not [one for one in findings(result) if one.level == "error"]
 
@@ -125,7 +125,7 @@ def test_nothing_is_said_where_a_side_has_no_tokenizer(side: str, model: Path, t
     shutil.copytree(model, bare, ignore=shutil.ignore_patterns("tokenizer*"))
     sides = (bare, model) if side == "baseline" else (model, bare)
     result = glass.check(sides[0], candidate=sides[1], steps=0)
-    assert result.ok and result.prompt is None and not result.notes and result.rungs[0].name == "program"
+    assert result.ok and result.prompt is None and not result.notes and result.levels[0].name == "program"
 
 
 def test_a_tokenizer_that_cannot_be_opened_is_a_note(
@@ -141,7 +141,7 @@ def test_a_tokenizer_that_cannot_be_opened_is_a_note(
     assert [note for note in result.notes if note.startswith("the prompts were not compared: ")]
 
 
-def test_the_rung_alone_loads_no_model(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_level_alone_loads_no_model(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = copied(model, tmp_path / "other", lambda document: document.update(normalizer={"type": "Lowercase"}))
     (other / "model.safetensors").unlink()
     arguments = ["check", str(model), "--candidate", str(other), "--only", "prompt"]
@@ -149,10 +149,10 @@ def test_the_rung_alone_loads_no_model(model: Path, tmp_path: Path, capsys: pyte
     assert capsys.readouterr().out.startswith("NOT OK: tokens: normalization (lower case)")
     document = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
     assert document["standing"] == "prompt differs" and document["pairs"] == [] and not document["prompt"]["ok"]
-    assert [rung["name"] for rung in document["rungs"]] == ["prompt"]
+    assert [level["name"] for level in document["levels"]] == ["prompt"]
 
 
-def test_a_rung_that_cannot_be_alone_is_refused_with_the_list(
+def test_a_level_that_cannot_be_alone_is_refused_with_the_list(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -100,7 +100,7 @@ def outcome(pair: Pair, mistake: str, tmp_path: Path) -> Outcome:
         return Outcome(not result.ok, is_named, is_named, False, None, (str(result.not_ok_because),))
     if first is None:
         return Outcome(not result.ok, False, False, False, None, ())
-    others = [origin for origin in result.origins if origin.rung == first.rung and origin.site != first.site]
+    others = [origin for origin in result.origins if origin.level == first.level and origin.site != first.site]
     # What the screen shows: two hints of the first divergence, one of two others.
     hints = [*first.hints[:2], *(hint for origin in others[:2] for hint in origin.hints[:1])]
     wanted = pair.mistakes[mistake]
@@ -124,7 +124,7 @@ def test_a_right_port_is_ok_and_finely_judged(pair: Pair, tmp_path: Path) -> Non
         pytest.xfail(pair.known)
     assert not result.origins
     assert all(found.verdict in ("identical", "rounding") for found in result.pairs)
-    fine = result.fineness[0]
+    fine = result.granularity[0]
     if fine.op_by_op + fine.in_regions < 0.95 and pair.known:
         pytest.xfail(pair.known)
     assert fine.op_by_op + fine.in_regions >= 0.95, fine

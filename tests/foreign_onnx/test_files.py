@@ -132,9 +132,11 @@ def test_no_alarm(package: str, name: str, backend: str) -> None:
         return
     result = glass.check(path, backend=backend)
     if backend == "openvino" and name in OTHERWISE:
-        assert result.first_divergence is None or result.first_divergence.rung in ("engine", "release")
+        assert result.first_divergence is None or result.first_divergence.level in ("engine", "release")
         return
-    flagged = [(pair.rung, pair.site, pair.verdict) for pair in result.pairs if pair.verdict in ("suspicious", "wrong")]
+    flagged = [
+        (pair.level, pair.site, pair.verdict) for pair in result.pairs if pair.verdict in ("suspicious", "wrong")
+    ]
     assert not flagged
     assert result.ok
 

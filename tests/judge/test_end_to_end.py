@@ -50,14 +50,14 @@ def checked(tmp_path: Path, candidate: type[nn.Module], baseline: type[nn.Module
     return glass.check(ours, candidate=port, inputs=str(tmp_path / "x.pt"), **options)
 
 
-def of(result: Comparison, rung: str) -> ResultComparison:
-    return next(found for found in result.results if found.rung == rung)
+def of(result: Comparison, level: str) -> ResultComparison:
+    return next(found for found in result.results if found.level == level)
 
 
 def test_f4_the_results_are_compared_end_to_end(tmp_path: Path) -> None:
     right = checked(tmp_path, Net)
     assert right.ok and right.standing == "ok"
-    assert [(found.name, found.rung, found.agrees) for found in right.results] == [
+    assert [(found.name, found.level, found.agrees) for found in right.results] == [
         ("logits", "program", True),
         ("logits", "candidate", True),
         ("logits", "candidate, untouched", True),

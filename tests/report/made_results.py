@@ -15,9 +15,9 @@ from glassengine.results import (
     Figures,
     Hint,
     InputUsed,
+    LevelResult,
     Pair,
     ResultComparison,
-    Rung,
     Skipped,
     SliceMaxima,
     TensorValues,
@@ -54,7 +54,7 @@ def pair(step: int, site: str, verdict: Verdict, ratio: float | None, **more: An
         "method": "name",
         "confidence": 1.0,
         "judged_by": "reverse replay",
-        "rung": "candidate",
+        "level": "candidate",
         **more,
     }
     return Pair(step, site, told.pop("candidate_site", site), verdict=verdict, noise_ratio=ratio, **told)
@@ -87,7 +87,7 @@ def comparison(pairs: list[Pair] | None = None, **more: Any) -> Comparison:
     if wrong is not None:
         hint = Hint("scale", "the scale is 0.196078 instead of 0.176777", 0.98)
         first = Divergence(
-            wrong.rung, wrong.step, wrong.site, "sdpa_2", wrong.candidate_site, SOURCE, "wrong", wrong.noise_ratio,
+            wrong.level, wrong.step, wrong.site, "sdpa_2", wrong.candidate_site, SOURCE, "wrong", wrong.noise_ratio,
             41.0, 3e-3, 1e-8, hints=(hint,), candidate_source=PORT,
         )  # fmt: skip
     used = InputUsed("input_ids", 0, "given", "", "int64", (1, 7), 3, 80, 7)
@@ -106,7 +106,9 @@ def comparison(pairs: list[Pair] | None = None, **more: Any) -> Comparison:
             "candidate": {"versions": {"torch": "2.12.1", "python": "3.11.7"}, "flags": [f"f{n}" for n in range(10)]},
         },
         "coverage": 0.98,
-        "rungs": (Rung("candidate", "model", "port.py:model", "wrong", "judged op by op", len(pairs), 0.98, first),),
+        "levels": (
+            LevelResult("candidate", "model", "port.py:model", "wrong", "judged op by op", len(pairs), 0.98, first),
+        ),
         "not_ok_because": None if wrong is None else f"the logits differ: the first wrong op is {wrong.site}",
         "results": (
             ResultComparison(
@@ -143,7 +145,7 @@ HOSTILE = (
 
 def hostile() -> Comparison:
     """Return a comparison in which every text is meant to break the page."""
-    pairs = [pair(0, name, "wrong", 9.0, rung=name, case=name, reason=name, candidate_site=name) for name in HOSTILE]
+    pairs = [pair(0, name, "wrong", 9.0, level=name, case=name, reason=name, candidate_site=name) for name in HOSTILE]
     found = comparison(pairs)
     assert found.first_divergence is not None
     first = dataclasses.replace(

@@ -29,9 +29,9 @@ def test_the_picture_has_the_size_of_a_link_and_the_color_of_the_verdict(tmp_pat
 def test_the_map_has_the_worst_verdict_of_each_module() -> None:
     pair = comparison().pairs[0]
     made = [("layers.0/mul.0", "identical"), ("layers.0/add.0", "wrong"), ("layers.1/add.0", "rounding")]
-    pairs = [dataclasses.replace(pair, site=site, verdict=verdict, step=0, rung="x") for site, verdict in made]
+    pairs = [dataclasses.replace(pair, site=site, verdict=verdict, step=0, level="x") for site, verdict in made]
     later = dataclasses.replace(pairs[0], step=3)
-    other = dataclasses.replace(pairs[2], rung="y", verdict="wrong")
+    other = dataclasses.replace(pairs[2], level="y", verdict="wrong")
     result = dataclasses.replace(comparison(), pairs=(*pairs, later, other), first_divergence=None)
     rows = verdict_rows(result)
     # Of the second module nothing was compared in the later step: it is not shown as right.
@@ -43,9 +43,9 @@ def test_the_map_is_that_of_the_level_that_went_wrong() -> None:
     result = comparison()
     pair, first = result.pairs[0], result.first_divergence
     assert first is not None
-    right = [dataclasses.replace(pair, site=f"{name}/add.0", verdict="identical", rung="program") for name in "abc"]
-    wrong = dataclasses.replace(pair, site="a/add.0", verdict="wrong", rung="candidate")
-    found = dataclasses.replace(first, rung="candidate")
+    right = [dataclasses.replace(pair, site=f"{name}/add.0", verdict="identical", level="program") for name in "abc"]
+    wrong = dataclasses.replace(pair, site="a/add.0", verdict="wrong", level="candidate")
+    found = dataclasses.replace(first, level="candidate")
     result = dataclasses.replace(result, pairs=(*right, wrong), first_divergence=found)
     assert verdict_rows(result) == [[("a", "wrong")]]
 

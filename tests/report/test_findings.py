@@ -14,7 +14,7 @@ from tests.report.conftest import GUILTY
 
 
 def test_one_mistake_is_one_finding_with_both_lines(wrong: Comparison) -> None:
-    assert len(wrong.origins) > 1, "it is seen on two rungs"
+    assert len(wrong.origins) > 1, "it is seen on two levels"
     (found,) = findings(wrong)
     assert (found.rule, found.level, found.site) == ("wrong", "error", "./silu.0")
     assert found.candidate is not None and found.candidate.code == GUILTY

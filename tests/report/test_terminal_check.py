@@ -71,7 +71,7 @@ def test_an_answer_fits_a_screen_of_25_rows(found: Comparison) -> None:
         first_divergence=dataclasses.replace(first, hints=hints),
         origins=others,
         skipped=skipped,
-        rungs=(*found.rungs, *found.rungs[:1]),
+        levels=(*found.levels, *found.levels[:1]),
     )
     lines = screen(crowded)
     assert len(lines) <= 25, "\n".join(lines)
@@ -160,8 +160,8 @@ def test_an_answer_begins_with_results_inputs_and_coverage(found: Comparison) ->
 
 
 def test_f41_what_judged_nothing_is_not_called_identical(found: Comparison) -> None:
-    empty = dataclasses.replace(found.rungs[0], name="empty", num_judged=0, coverage=0.0, verdict="identical")
-    lines = screen(dataclasses.replace(found, rungs=(empty,)))
+    empty = dataclasses.replace(found.levels[0], name="empty", num_judged=0, coverage=0.0, verdict="identical")
+    lines = screen(dataclasses.replace(found, levels=(empty,)))
     (line,) = [line for line in lines if line.strip().startswith("empty")]
     assert "nothing judged" in line and "identical" not in line and "%" not in line
 

@@ -12,7 +12,7 @@ from glassengine.results import ResultComparison
 LOGITS = ResultComparison(
     name="logits",
     candidate_name="logits",
-    rung="candidate",
+    level="candidate",
     method="name",
     verdict="rounding",
     reason=None,

@@ -115,7 +115,7 @@ def test_f6_modules_of_other_names_are_no_mistake(tmp_path: Path) -> None:
 
 
 def test_a_training_run_says_why_it_is_not_ok() -> None:
-    wrong = Pair(0, "a", "a", "name", 1.0, "wrong", "reverse replay", rung="forward")
+    wrong = Pair(0, "a", "a", "name", 1.0, "wrong", "reverse replay", level="forward")
     told = TrainingFindings(pairs=[wrong]).conclude("a", "b", Policy())
     assert (told.ok, told.standing, told.too_little) == (False, "differs inside", False)
     little = TrainingFindings(wanted={"a", "b"}, judged={"a"}).conclude("a", "b", Policy())

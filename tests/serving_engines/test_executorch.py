@@ -56,7 +56,7 @@ def test_right_ones_raise_no_alarm(family: str, backend: str, tmp_path: Path) ->
     found = glass.check(checkpoint, candidate=place, python=PYTHON, min_coverage=least)
     print(f"{family:10} {'healthy':20} {backend:10} {found.verdict} coverage {found.coverage:.2f}")  # noqa: T201
     assert found.ok and not found.origins, found.not_ok_because
-    fine = found.fineness[0]
+    fine = found.granularity[0]
     if backend == "xnnpack":  # a delegate shows its results alone: the answer says how many ops were judged by them
         assert fine.in_large_regions > 0.9 and fine.largest_region_end == "lm_head/linear.0"
     else:
@@ -72,7 +72,7 @@ def test_a_program_with_a_cache_is_judged_step_by_step(family: str, tmp_path: Pa
         found = glass.check(checkpoint, candidate=f"executorch:{tmp_path}/{name}/model.pte", python=PYTHON, steps=2)
         first = found.first_divergence
         print(f"{family:10} {name:20} cache      {first.site if first else found.verdict}")  # noqa: T201
-        assert {pair.step for pair in found.pairs if pair.rung == "record"} == {0, 1, 2}
+        assert {pair.step for pair in found.pairs if pair.level == "record"} == {0, 1, 2}
         if name == "healthy":
             assert found.ok and found.coverage == 1.0 and not found.origins, found.not_ok_because
         else:

@@ -183,7 +183,7 @@ def test_the_graph_that_it_compiles_raises_no_alarm_and_shows_the_op(family: str
     plants = {"healthy": BOTH, **(dict.fromkeys(IN_GRAPH, BOTH[:1]) if family == "llama" else {})}
     for name, _, found, at in judged(family, tmp_path, plants, label="graph", graph=True):
         if name == "healthy":
-            assert max(one.op_by_op for one in found.fineness) > 0.3
+            assert max(one.op_by_op for one in found.granularity) > 0.3
             continue
         step, place = IN_GRAPH[name]
         first = found.first_divergence
@@ -219,4 +219,4 @@ def test_the_command_runs_vllm_alone_and_at_once(tmp_path: Path) -> None:
     checkpoint = save_small("llama", tmp_path / "checkpoint")
     found = glass.check(checkpoint, candidate=f"vllm:{checkpoint}", python=PYTHON, steps=2)
     assert found.ok and found.coverage == 1.0 and found.verdict == "rounding", found.not_ok_because
-    assert [rung.name for rung in found.rungs] == ["program", "record", "record as deployed"]
+    assert [level.name for level in found.levels] == ["program", "record", "record as deployed"]

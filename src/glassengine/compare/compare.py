@@ -326,7 +326,7 @@ def first_divergence(pairs: Packed, judged: Sequence[MatchedPair], judging: Judg
     source = sources.get(entry.site) if isinstance(sources, dict) else None
     other = candidate_sources.get(pair.candidate_site) if isinstance(candidate_sources, dict) else None
     return Divergence(
-        rung=phase_of(entry.site) if left.metadata.get("gradients") else None,
+        level=phase_of(entry.site) if left.metadata.get("gradients") else None,
         step=entry.step,
         site=entry.site,
         node=entry.node,

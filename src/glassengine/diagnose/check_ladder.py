@@ -381,7 +381,7 @@ class Ladder:
             tensors = self._tensors
             left_out = {**dict.fromkeys(tensors.partial, PARTIAL), **tensors.impossible, **tensors.unknown}
             climb.skipped += [
-                Skipped(name, "candidate", why, rung=Place.RECORD) for name, why in sorted(left_out.items())
+                Skipped(name, "candidate", why, level=Place.RECORD) for name, why in sorted(left_out.items())
             ]
         texts = texts_of(baseline, climb.cases, climb.chosen) if climb.program.generates else None
         return with_configuration(collected(accumulated=accumulated, texts=texts), baseline.module)

@@ -19,7 +19,7 @@ from glassengine.prompt.check import compare_files, compare_in
 from glassengine.prompt.side import NoTokenizer
 from glassengine.prompt.worker import answer, kind_of
 from glassengine.results import Comparison, Findings, with_prompt
-from glassengine.results.prompt import RUNG, PromptComparison
+from glassengine.results.prompt import LEVEL, PromptComparison
 from glassengine.workers.processes import Processes
 
 _FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
@@ -34,8 +34,8 @@ def check_only(request: CheckRequest, only: str, tokenizer: str | None) -> Compa
         UnknownNameError: There is no such level by itself.
         UsageError: A side has no tokenizer.
     """
-    if only != RUNG:
-        raise UnknownNameError("part", only, [RUNG], hint="leave --only out for all")
+    if only != LEVEL:
+        raise UnknownNameError("part", only, [LEVEL], hint="leave --only out for all")
     if request.candidate is None and tokenizer is None:
         raise UsageError("--only prompt compares two sides", got="no --candidate", hint="--candidate TARGET")
     given = request.baseline, tokenizer or served_spec(request)

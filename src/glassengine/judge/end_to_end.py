@@ -45,13 +45,13 @@ class EndToEnd:
 
     Attributes:
         program: The baseline's.
-        rung: Of the side.
+        level: Of the side.
         not_compared: Result -> why it was not.
         called: Of a record, result -> what it calls that, and how this is known; None of what runs.
     """
 
     program: Program
-    rung: str
+    level: str
     not_compared: dict[str, str] = field(default_factory=dict)
     called: Mapping[str, tuple[str, str]] | None = None
     _sums: dict[str, DriftSums] = field(default_factory=dict)
@@ -249,7 +249,7 @@ class EndToEnd:
         made = ResultComparison(
             name=name,
             candidate_name=own,
-            rung=self.rung,
+            level=self.level,
             method=method,
             verdict=judgement.verdict,
             reason=judgement.reason,
@@ -432,7 +432,7 @@ def merged(results: Iterable[ResultComparison]) -> tuple[ResultComparison, ...]:
     """Return one entry for each result of each level, of entries for other steps."""
     found: dict[tuple[str, str], ResultComparison] = {}
     for one in results:
-        place = (one.rung, one.name)
+        place = (one.level, one.name)
         found[place] = worse(found[place], one) if place in found else one
     return tuple(found.values())
 

@@ -67,7 +67,7 @@ def _finding(result: Comparison, found: ReportFinding) -> Iterator[str]:
         return
     steps = f"step {origin.step}" + (", prefill" if result.generates and origin.step == 0 else "")
     there = f" (candidate: {origin.candidate_site})" if origin.candidate_site != origin.site else ""
-    yield f"op: {origin.site}{there}; {words.rung(origin.rung or 'record')}, {steps}, verdict {origin.verdict}"
+    yield f"op: {origin.site}{there}; {words.level(origin.level or 'record')}, {steps}, verdict {origin.verdict}"
     if origin.where:
         yield f"where: {origin.where}: {origin.group}"
     yield f"error: {size(pair_of(origin, result.pairs))}"

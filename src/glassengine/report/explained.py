@@ -11,7 +11,7 @@ from glassengine.report.findings import RULES, findings
 from glassengine.report.terminal_check import answer, compared, headline
 from glassengine.report.words import hint_details, of_side, untried
 from glassengine.results import VERDICTS, Comparison, Divergence, Figures, Pair, Skipped
-from glassengine.results.prompt import RUNG
+from glassengine.results.prompt import LEVEL
 from glassengine.sites import matches
 
 _MAX_SITES = 5
@@ -54,10 +54,10 @@ def _whole(result: Comparison) -> Iterator[str]:
                 yield f"  {name}: {line.place}: {line.code}"
     if len(told) > _MAX_FINDINGS:
         yield f"and {len(told) - _MAX_FINDINGS} more"
-    for rung in result.rungs:
-        what = "texts or files" if rung.name == RUNG else "tensors"
-        how = f"{what} judged {words.guarantee(rung.guarantee)}"
-        yield f"{words.rung(rung.name)}: {rung.num_judged} {how}, verdict {rung.verdict}"
+    for level in result.levels:
+        what = "texts or files" if level.name == LEVEL else "tensors"
+        how = f"{what} judged {words.guarantee(level.guarantee)}"
+        yield f"{words.level(level.name)}: {level.num_judged} {how}, verdict {level.verdict}"
 
 
 def _tensors(result: Comparison, pattern: str) -> Iterator[str]:
@@ -94,8 +94,8 @@ def _tensor(result: Comparison, site: str, pairs: Sequence[Pair]) -> Iterator[st
 
 
 def _where(pair: Pair) -> str:
-    rung = words.rung(pair.rung or "")
-    parts = [rung, pair.case, f"step {pair.step}", f"rank {pair.rank}" if pair.rank else None]
+    level = words.level(pair.level or "")
+    parts = [level, pair.case, f"step {pair.step}", f"rank {pair.rank}" if pair.rank else None]
     return ", ".join(part for part in parts if part)
 
 
@@ -126,7 +126,7 @@ def _figures(found: Figures) -> Iterator[str]:
 
 def _from_where(result: Comparison, pair: Pair) -> str:
     """Return the origins of the same level and step, of which this tensor may have its error."""
-    origins = [origin for origin in result.origins if origin.rung == pair.rung and origin.step <= pair.step]
+    origins = [origin for origin in result.origins if origin.level == pair.level and origin.step <= pair.step]
     names = ", ".join(dict.fromkeys(origin.site for origin in origins[:3]))
     return f"its inputs carried the error in, made by {names}" if names else "its inputs carried the error in"
 

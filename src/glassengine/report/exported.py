@@ -63,7 +63,7 @@ def perfetto(result: Comparison) -> dict[str, Any]:
     places: dict[tuple[str, str, int, int], int] = {}
     processes: dict[str, int] = {}
     for pair in result.pairs:
-        key = (pair.rung or "record", pair.case or "", pair.step, pair.rank)
+        key = (pair.level or "record", pair.case or "", pair.step, pair.rank)
         process = processes.setdefault(key[0], len(processes) + 1)
         if key not in rows:
             rows[key] = len(rows) + 1
@@ -108,16 +108,16 @@ def write_tensorboard(result: Comparison, directory: Path) -> Path:
 
     add(0, tag="glass/ok", simple_value=float(result.ok))
     add(0, tag="glass/coverage", simple_value=result.coverage)
-    rungs = list(dict.fromkeys(pair.rung or "record" for pair in result.pairs))
-    for rung in rungs:
-        of_rung = [pair for pair in result.pairs if (pair.rung or "record") == rung]
-        for step in sorted({pair.step for pair in of_rung}):
-            pairs = [pair for pair in of_rung if pair.step == step]
+    levels = list(dict.fromkeys(pair.level or "record" for pair in result.pairs))
+    for level in levels:
+        of_level = [pair for pair in result.pairs if (pair.level or "record") == level]
+        for step in sorted({pair.step for pair in of_level}):
+            pairs = [pair for pair in of_level if pair.step == step]
             for verdict in VERDICTS:
-                add(step, tag=f"{rung}/{verdict}", simple_value=float(sum(pair.verdict == verdict for pair in pairs)))
+                add(step, tag=f"{level}/{verdict}", simple_value=float(sum(pair.verdict == verdict for pair in pairs)))
             ratios = [_ratio(pair) for pair in pairs if pair.noise_ratio is not None]
             if ratios:
-                add(step, tag=f"{rung}/log2 of error over floor", histo=_histogram(HistogramProto, ratios))
+                add(step, tag=f"{level}/log2 of error over floor", histo=_histogram(HistogramProto, ratios))
     directory.mkdir(parents=True, exist_ok=True)
     target = directory / f"events.out.tfevents.{now:.0f}.{socket.gethostname()}.{os.getpid()}.glass"
     with aside(target) as path:

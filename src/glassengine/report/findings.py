@@ -165,23 +165,23 @@ def _of_prompt(result: Comparison) -> list[ReportFinding]:
 
 def _once(result: Comparison, origins: Sequence[Divergence]) -> list[Divergence]:
     """Return one origin per tensor: on a later level the same mistake is seen again, less finely."""
-    rungs = [rung.name for rung in result.rungs]
+    levels = [level.name for level in result.levels]
     kept: dict[tuple[str, int | None], Divergence] = {}
     for origin in origins:
         known = kept.setdefault((origin.site, origin.rank), origin)
-        is_earlier = _place(rungs, origin) < _place(rungs, known)
+        is_earlier = _place(levels, origin) < _place(levels, known)
         names_more = origin.candidate_source is not None and known.candidate_source is None
         if names_more or (is_earlier and known.candidate_source is None):
             kept[origin.site, origin.rank] = origin
     return list(kept.values())
 
 
-def _place(rungs: Sequence[str], origin: Divergence) -> int:
-    return rungs.index(origin.rung) if origin.rung in rungs else len(rungs)
+def _place(levels: Sequence[str], origin: Divergence) -> int:
+    return levels.index(origin.level) if origin.level in levels else len(levels)
 
 
 def _key(place: Pair | Divergence) -> tuple[str | None, int, str]:
-    return place.rung, place.step, place.site
+    return place.level, place.step, place.site
 
 
 def _pairs_of(result: Comparison, origins: Sequence[Divergence]) -> dict[tuple[str | None, int, str], list[Pair]]:

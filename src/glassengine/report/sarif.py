@@ -192,7 +192,7 @@ def _fingerprint(finding: ReportFinding) -> str:
     origin = finding.divergence
     parts = [finding.rule, finding.site or ""]
     if origin is not None:
-        parts += [origin.rung or "", origin.group or origin.site, origin.candidate_site]
+        parts += [origin.level or "", origin.group or origin.site, origin.candidate_site]
     if finding.candidate is not None:
         parts += [PurePath(finding.candidate.file).name, finding.candidate.code]
     return hashlib.sha256("\0".join(parts).encode("utf-8", "backslashreplace")).hexdigest()[:32]
@@ -203,7 +203,7 @@ def _properties(finding: ReportFinding, result: Comparison) -> dict[str, Any]:
     found: dict[str, Any] = {"verdict": result.verdict, "hints": list(map(_text, hints))}
     origin = finding.divergence
     if origin is not None:
-        found |= {"rung": origin.rung, "step": origin.step, "candidateSite": _text(origin.candidate_site)}
+        found |= {"level": origin.level, "step": origin.step, "candidateSite": _text(origin.candidate_site)}
         found |= {"noiseRatio": origin.noise_ratio, "boundRatio": origin.bound_ratio}
     return found
 

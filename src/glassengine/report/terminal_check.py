@@ -60,7 +60,7 @@ def check(result: Comparison, command: Sequence[str] = ()) -> RenderableType:
         return prompt(result.prompt)
     if result.rollout is not None:
         return rollout(result, result.rollout)
-    if result.quantization is not None and not result.fineness:
+    if result.quantization is not None and not result.granularity:
         return quantization(result, result.quantization)
     return _Screen(result, command)
 
@@ -93,7 +93,7 @@ class _Screen:
         rest += _skipped(result)
         shown = [*top, *divergence, *_prompt(result), *_given(result), *weights]
         # The table has its head and a rule.
-        left = _ROWS - rows(shown) - (len(result.rungs) + 2) - 1
+        left = _ROWS - rows(shown) - (len(result.levels) + 2) - 1
         drift = []
         if result.drift:
             # A comparison of two precisions asks where the signal is lost.
@@ -163,16 +163,16 @@ def _ladder(result: Comparison) -> RenderableType:
     table = new_table(*columns, first=("coverage", "tensors"))
     for column in table.columns[:2]:
         column.justify = "left"
-    for rung in result.rungs:
-        pairs = [pair for pair in result.pairs if pair.rung == rung.name]
+    for level in result.levels:
+        pairs = [pair for pair in result.pairs if pair.level == level.name]
         table.add_row(
-            words.rung(rung.name),
-            words.guarantee(rung.guarantee),
-            str(rung.num_judged),
-            "" if rung.coverage is None or not rung.num_judged else f"{rung.coverage:.0%}",
+            words.level(level.name),
+            words.guarantee(level.guarantee),
+            str(level.num_judged),
+            "" if level.coverage is None or not level.num_judged else f"{level.coverage:.0%}",
             _worst(pairs),
-            Text(rung.verdict, style=VERDICT_STYLES[rung.verdict])
-            if rung.num_judged
+            Text(level.verdict, style=VERDICT_STYLES[level.verdict])
+            if level.num_judged
             else Text("nothing judged", style="dim"),
         )
     return table
@@ -206,8 +206,8 @@ def _written_differently(result: Comparison) -> Iterator[Text]:
 
 def _divergence(result: Comparison, found: Divergence) -> Iterator[Text]:
     yield Text(f"first divergence: {found.site}", style="bold")
-    if found.rung is not None:
-        yield Text(f"  in       {words.rung(found.rung)}, {step_of(result, found)}: {found.verdict}")
+    if found.level is not None:
+        yield Text(f"  in       {words.level(found.level)}, {step_of(result, found)}: {found.verdict}")
     if found.where:
         yield Text(f"  where    {found.where}: {found.group}")
     if found.source:
@@ -237,8 +237,8 @@ def _about(result: Comparison, found: Divergence) -> Iterator[Text]:
         yield Text("  test     --reproduction DIR writes a test of this op that needs neither model")
     if found.introduced is not None and found.inherited is not None:
         yield Text(f"  rms      made here {found.introduced:.3g}, came in {found.inherited:.3g}")
-    inherited = sum(pair.inherited for pair in result.pairs if pair.rung == found.rung)
-    others = [d for d in result.origins if d.rung == found.rung and d.leads and d.site != found.site]
+    inherited = sum(pair.inherited for pair in result.pairs if pair.level == found.level)
+    others = [d for d in result.origins if d.level == found.level and d.leads and d.site != found.site]
     if found.group is not None:
         others = [d for d in others if d.group != found.group]
     yield Text(f"  after    {inherited} later tensors differ only because of it")
@@ -258,16 +258,16 @@ def _about(result: Comparison, found: Divergence) -> Iterator[Text]:
 
 
 def _severity(result: Comparison) -> Iterator[Text]:
-    # The last rung's tokens stand beside its results.
-    last = result.results[-1].rung if result.results else None
-    for rung, found in result.severity.items():
-        if found["num_tokens"] and rung != last:
-            text = f"{words.rung(rung)}: same next token in {found['token_agreement']:.1%} of {found['num_tokens']}"
+    # The last level's tokens stand beside its results.
+    last = result.results[-1].level if result.results else None
+    for level, found in result.severity.items():
+        if found["num_tokens"] and level != last:
+            text = f"{words.level(level)}: same next token in {found['token_agreement']:.1%} of {found['num_tokens']}"
             text += f", mean KL {found['mean_kl']:.2g} nats"
             yield Text(text)
-    for climbed in result.rungs:
+    for climbed in result.levels:
         if climbed.note:
-            yield Text(f"{words.rung(climbed.name)}: {climbed.note}")
+            yield Text(f"{words.level(climbed.name)}: {climbed.note}")
 
 
 def _skipped(result: Comparison) -> Iterator[Text]:
@@ -289,9 +289,9 @@ def _given(result: Comparison) -> Iterator[Text]:
     """Yield what was given to both sides, notes, and how finely the inside was judged."""
     yield from _inputs(result)
     yield from (Text(f"note     {note}", style="yellow") for note in result.notes[:_MAX_NOTES])
-    if result.fineness:
+    if result.granularity:
         left_out = exempt(result.exemptions)
-        yield Text(f"judged   {judged(result.fineness[0])}{f'; not counted: {left_out}' if left_out else ''}")
+        yield Text(f"judged   {judged(result.granularity[0])}{f'; not counted: {left_out}' if left_out else ''}")
 
 
 def _prompt(result: Comparison) -> Iterator[Text]:
@@ -309,8 +309,8 @@ def _prompt(result: Comparison) -> Iterator[Text]:
 
 def _results(result: Comparison) -> Iterator[Text]:
     # Of several levels the last one is what the user runs.
-    rungs = list(dict.fromkeys(found.rung for found in result.results))
-    last = [found for found in result.results if found.rung == (rungs or [""])[-1]]
+    levels = list(dict.fromkeys(found.level for found in result.results))
+    last = [found for found in result.results if found.level == (levels or [""])[-1]]
     order = sorted(last, key=lambda found: -VERDICTS.index(found.verdict))
     told = []
     if result.quantization is not None:  # of a file whose engine is judged on the weights that it has
@@ -322,7 +322,7 @@ def _results(result: Comparison) -> Iterator[Text]:
     if len(order) > _MAX_RESULTS:
         rest = order[_MAX_RESULTS:]
         yield Text(f"         and {len(rest)} more: {sum(found.agrees for found in rest)} agree")
-    if not result.results and result.fineness:
+    if not result.results and result.granularity:
         yield Text("results  not compared: the candidate has none that is the baseline's")
 
 

@@ -120,7 +120,7 @@ def _divergence(result: Comparison) -> Iterator[Text]:
     wrong = [p for p in result.pairs if (p.step, p.site, p.verdict) == (found.step, found.site, "wrong")]
     pair = next((p for p in wrong if found.rank in (None, p.rank)), next(iter(wrong), None))
     rank = f" (rank {found.rank})" if found.rank is not None else ""
-    phase = f", {words.rung(found.rung)}" if found.rung else ""
+    phase = f", {words.level(found.level)}" if found.level else ""
     yield Text(f"\nfirst divergence: step {found.step}{phase}, {found.site}{rank}", style="bold")
     if found.node:
         yield Text(f"  node     {found.node}")

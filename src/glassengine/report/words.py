@@ -17,7 +17,7 @@ from glassengine.results import (
     Divergence,
     EngineColumn,
     Figures,
-    Fineness,
+    Granularity,
     Hint,
     Pair,
     Quantization,
@@ -86,7 +86,7 @@ def headline(result: Comparison) -> Headline:
     return Headline(mark, f"every difference is explained by {cause}{tie}")
 
 
-def rung(name: str) -> str:
+def level(name: str) -> str:
     """Return what a level is called on a screen."""
     return {"candidate, untouched": "candidate as it runs", "program": "exported program"}.get(name, name)
 
@@ -109,7 +109,7 @@ def of_side(side: str) -> str:
 def step_of(result: Comparison, found: Divergence) -> str:
     """Return "step 0 (prefill)"."""
     where = f"step {found.step}"
-    if result.generates and found.rung not in _TRAINED:
+    if result.generates and found.level not in _TRAINED:
         where += " (prefill)" if found.step == 0 else f" (decode step {found.step})"
     return where
 
@@ -146,7 +146,7 @@ def hints_worth_a_line(hints: Sequence[Hint]) -> list[Hint]:
 
 def pair_of(found: Divergence, pairs: Iterable[Pair]) -> Pair | None:
     """Return the pair that shows a divergence: of several cases, the one in which it is wrong."""
-    places = [p for p in pairs if (p.rung, p.step, p.site) == (found.rung, found.step, found.site)]
+    places = [p for p in pairs if (p.level, p.step, p.site) == (found.level, found.step, found.site)]
     ranked = [p for p in places if found.rank in (None, p.rank)] or places
     own = [p for p in ranked if not p.inherited] or ranked
     return max(own, key=lambda p: VERDICTS.index(p.verdict), default=None)
@@ -237,7 +237,7 @@ def input_line(used: InputUsed) -> str:
     return f"{text} ({used.recipe})" if used.recipe and not used.is_made_up else text
 
 
-def judged(found: Fineness) -> str:
+def judged(found: Granularity) -> str:
     """Return how finely the inside was judged."""
     parts = [
         (found.op_by_op, "op by op"),

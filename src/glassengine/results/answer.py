@@ -59,7 +59,7 @@ class ResultComparison(Result):
     Attributes:
         name: Of the baseline's result: "logits", "output".
         candidate_name: Of the candidate's.
-        rung: Which implementation.
+        level: Which implementation.
         method: "name"; "position" or, of a record, "shape" where the two sides use other names.
         verdict: Worst one, by the accumulated noise floor.
         reason: Set where something other than the size of the difference decides.
@@ -90,7 +90,7 @@ class ResultComparison(Result):
 
     name: str
     candidate_name: str
-    rung: str
+    level: str
     method: str
     verdict: Verdict
     reason: str | None
@@ -167,11 +167,11 @@ class ResultComparison(Result):
 
 
 @dataclass(frozen=True)
-class Fineness(Result):
+class Granularity(Result):
     """How finely the float-valued sites of the baseline were judged on one level; the shares add up to 1.
 
     Attributes:
-        rung: Which one.
+        level: Which one.
         num_sites: Float-valued op sites of the baseline.
         op_by_op: Share judged one by one.
         in_regions: Share judged where a region of at most `MOST_OPS` ops ends.
@@ -181,7 +181,7 @@ class Fineness(Result):
         largest_region_end: Site at which it ends.
     """
 
-    rung: str
+    level: str
     num_sites: int
     op_by_op: float
     in_regions: float

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from glassengine.results import notebook
-from glassengine.results.answer import CaseInputs, DriftRow, Exemption, Fineness, ResultComparison, Standing
+from glassengine.results.answer import CaseInputs, DriftRow, Exemption, Granularity, ResultComparison, Standing
 from glassengine.results.base import Result, Verdict
 from glassengine.results.hints import Hint, Quantization
 from glassengine.results.pairs import Counts, Pair, TokenAgreement
@@ -29,14 +29,14 @@ class Skipped(Result):
         side: "baseline", "candidate" or "both".
         reason: Why, in words.
         step: Of the tensor; None where all steps are meant.
-        rung: Which implementation, of several.
+        level: Which implementation, of several.
     """
 
     site: str
     side: str
     reason: str
     step: int | None = None
-    rung: str | None = None
+    level: str | None = None
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Divergence(Result):
     """An op that made an error.
 
     Attributes:
-        rung: Which implementation; None where there is one.
+        level: Which implementation; None where there is one.
         step: In which it first did.
         site: Of the baseline.
         node: Of the baseline's graph; None for records.
@@ -65,7 +65,7 @@ class Divergence(Result):
         num_untried: Families of mistakes that were not tried, since what one divergence may cost was spent.
     """
 
-    rung: str | None
+    level: str | None
     step: int
     site: str
     node: str | None
@@ -92,7 +92,7 @@ class Divergence(Result):
         verdict: Verdict,
         hints: tuple[Hint, ...],
         *,
-        rung: str,
+        level: str,
         noise_ratio: float | None = None,
         candidate_site: str | None = None,
     ) -> Divergence:
@@ -102,12 +102,12 @@ class Divergence(Result):
             site: Of the baseline.
             verdict: On it.
             hints: Which kind of mistake it is.
-            rung: Which implementation.
+            level: Which implementation.
             noise_ratio: Error over the noise floor, or in steps of a grid.
             candidate_site: Of the candidate; None for the baseline's.
         """
         return cls(
-            rung, 0, site, None, candidate_site or site, None, verdict, noise_ratio, None, None, None, hints=hints
+            level, 0, site, None, candidate_site or site, None, verdict, noise_ratio, None, None, None, hints=hints
         )
 
     @property
@@ -130,7 +130,7 @@ class Divergence(Result):
 
 
 @dataclass(frozen=True)
-class Rung(Result):
+class LevelResult(Result):
     """One level of the ladder: what was compared with what, and how it ended.
 
     Attributes:
@@ -165,14 +165,14 @@ class WrittenDifferently(Result):
         candidate_site: Of the candidate.
         difference: What differs, in words.
         verdict: The worst of its tensors.
-        rung: Which implementation.
+        level: Which implementation.
     """
 
     site: str
     candidate_site: str
     difference: str
     verdict: Verdict
-    rung: str
+    level: str
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class Comparison(Result):
         skipped: Every tensor that was not.
         environment: Of both sides: versions, processor, flags.
         coverage: Share of the baseline's float-valued sites that were judged finely enough.
-        rungs: Of a check, one per implementation.
+        levels: Of a check, one per implementation.
         severity: Of a check, level -> agreement of tokens and KL divergence of the logits; decides nothing by itself.
         not_ok_because: Why not, in one sentence.
         other_reasons: Parts of it beside `results` and `first_divergence`.
@@ -223,7 +223,7 @@ class Comparison(Result):
         quantization: Of a quantized candidate.
         standing: Why it is ok or not, as one of eight words.
         results: Those of both sides end to end, on each level.
-        fineness: How finely the inside was judged, the level first that the verdict rests on.
+        granularity: How finely the inside was judged, the level first that the verdict rests on.
         inputs: What all sides ran on.
         drift: Of a less precise candidate, tensors in order of execution, results last.
         exemptions: Elements that did not count, by reason.
@@ -247,7 +247,7 @@ class Comparison(Result):
     skipped: tuple[Skipped, ...]
     environment: Mapping[str, Any]
     coverage: float
-    rungs: tuple[Rung, ...] = ()
+    levels: tuple[LevelResult, ...] = ()
     severity: Mapping[str, TokenAgreement] = field(default_factory=dict)
     not_ok_because: str | None = None
     other_reasons: tuple[str, ...] = ()
@@ -259,7 +259,7 @@ class Comparison(Result):
     quantization: Quantization | None = None
     standing: Standing = "ok"
     results: tuple[ResultComparison, ...] = ()
-    fineness: tuple[Fineness, ...] = ()
+    granularity: tuple[Granularity, ...] = ()
     inputs: tuple[CaseInputs, ...] = ()
     drift: tuple[DriftRow, ...] = ()
     exemptions: tuple[Exemption, ...] = ()

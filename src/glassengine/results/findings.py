@@ -18,12 +18,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from glassengine.results.answer import CaseInputs, DriftRow, Exemption, Fineness, ResultComparison, Standing
+from glassengine.results.answer import CaseInputs, DriftRow, Exemption, Granularity, ResultComparison, Standing
 from glassengine.results.base import VERDICTS, Verdict, worst
-from glassengine.results.comparison import Comparison, Divergence, Rung, Skipped, WeightsComparison, WrittenDifferently
+from glassengine.results.comparison import (
+    Comparison,
+    Divergence,
+    LevelResult,
+    Skipped,
+    WeightsComparison,
+    WrittenDifferently,
+)
 from glassengine.results.hints import Quantization
 from glassengine.results.pairs import Counts, Pair, TokenAgreement, counts_of
-from glassengine.results.prompt import RUNG, PromptComparison
+from glassengine.results.prompt import LEVEL, PromptComparison
 from glassengine.results.rollout import RolloutComparison
 
 
@@ -103,7 +110,7 @@ class Findings:
     skipped: Sequence[Skipped] = ()
     counts: Counts | None = None
     coverage: float = 1.0
-    rungs: Sequence[Rung] = ()
+    levels: Sequence[LevelResult] = ()
     severity: Mapping[str, TokenAgreement] = field(default_factory=dict)
     calibration: str | None = None
     same_weights: bool | None = None
@@ -111,7 +118,7 @@ class Findings:
     written_differently: Sequence[WrittenDifferently] = ()
     quantization: Quantization | None = None
     results: Sequence[ResultComparison] = ()
-    fineness: Sequence[Fineness] = ()
+    granularity: Sequence[Granularity] = ()
     inputs: Sequence[CaseInputs] = ()
     drift: Sequence[DriftRow] = ()
     exemptions: Sequence[Exemption] = ()
@@ -233,8 +240,8 @@ def with_prompt(result: Comparison, prompt: PromptComparison) -> Comparison:
     number = prompt.compared.get("tokens", 0) or sum(prompt.compared.values())
     guarantee = "judged by files" if "files" in prompt.compared else "judged by texts"
     note = None if prompt.wrong else prompt.in_words()
-    rung = Rung(RUNG, prompt.baseline, prompt.candidate, verdict, guarantee, number, note=note)
-    result = replace(result, prompt=prompt, rungs=(rung, *result.rungs), verdict=worst([verdict, result.verdict]))
+    level = LevelResult(LEVEL, prompt.baseline, prompt.candidate, verdict, guarantee, number, note=note)
+    result = replace(result, prompt=prompt, levels=(level, *result.levels), verdict=worst([verdict, result.verdict]))
     if not prompt.wrong:
         return result
     first, more = prompt.wrong[0], len(prompt.wrong) - 1

@@ -104,17 +104,17 @@ def verdict_rows(result: Any) -> list[list[tuple[str, str]]]:
     It is that of the level of the first divergence, else of the level with the most tensors. A module of which nothing
     was compared in a step has "".
     """
-    levels = [pair.rung for pair in result.pairs]
+    levels = [pair.level for pair in result.pairs]
     first = result.first_divergence
     level = (
-        first.rung
-        if first is not None and first.rung in levels
+        first.level
+        if first is not None and first.level in levels
         else max(dict.fromkeys(levels), key=levels.count, default=None)
     )
     places: dict[str, None] = {}
     worst: dict[tuple[int, str], str] = {}
     for pair in result.pairs:
-        if pair.rung == level:
+        if pair.level == level:
             module = pair.site.rpartition("/")[0] or pair.site
             places[module] = None
             key = pair.step, module

@@ -42,7 +42,7 @@ class Pair(Result):
         figures: The difference; None where it was not worth measuring.
         noise_ratio: Error over the noise floor, in the worst slice.
         bound_ratio: Error over the rounding bound, of the worst element.
-        rung: Which implementation, of several.
+        level: Which implementation, of several.
         case: Name of the batch of prompts or inputs.
         inherited: Whether the error was carried in by the inputs.
         reason: What decided, where it was not the two ratios.
@@ -66,7 +66,7 @@ class Pair(Result):
     figures: Figures | None = None
     noise_ratio: float | None = None
     bound_ratio: float | None = None
-    rung: str | None = None
+    level: str | None = None
     case: str | None = None
     inherited: bool = False
     reason: str | None = None
@@ -87,7 +87,7 @@ class Pair(Result):
         noise_ratio: float | None,
         reason: str | None,
         *,
-        rung: str,
+        level: str,
         judged_by: str = BY_GRID,
         candidate_site: str | None = None,
     ) -> Pair:
@@ -98,7 +98,7 @@ class Pair(Result):
             verdict: On it.
             noise_ratio: Its error in steps of its grid, root mean square.
             reason: What is wrong with it.
-            rung: Which implementation.
+            level: Which implementation.
             judged_by: What the verdict rests on.
             candidate_site: Of the candidate; None for the baseline's.
         """
@@ -112,7 +112,7 @@ class Pair(Result):
             verdict,
             judged_by,
             noise_ratio=noise_ratio,
-            rung=rung,
+            level=level,
             reason=reason,
         )
 

@@ -17,7 +17,7 @@ _SAME = {
     "loading": "parameters",
 }
 PromptLevel = Literal["wrong", "limit", "note"]
-RUNG = "prompt"
+LEVEL = "prompt"
 """Name of the level of a check."""
 
 

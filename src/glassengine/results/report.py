@@ -40,7 +40,7 @@ class ReportColumn(Result):
     """One number of every row, as bytes of little-endian numbers in the files of the kind "rows".
 
     Attributes:
-        name: "site", "candidate", "step", "rank", "rung", "case", "dtype", "judged_by" (places in lists of names),
+        name: "site", "candidate", "step", "rank", "level", "case", "dtype", "judged_by" (places in lists of names),
             "verdict" (place in the list of verdicts), "flags" (1 inherited, 2 a value that is not finite on one side, 4
             shapes differ), "noise_ratio", "bound_ratio", "max_abs_diff", "snr_db" (NaN where there is none), "worst"
             (the rows, worst first).
@@ -87,7 +87,7 @@ class ReportPage(Result):
     Attributes:
         files: The files beside it.
         columns: Of the rows.
-        names: Column -> what its numbers stand for: "verdict", "rung", "case", "dtype", "judged_by".
+        names: Column -> what its numbers stand for: "verdict", "level", "case", "dtype", "judged_by".
         steps: All steps, in order.
         generates: Whether step 0 is a prefill, and the others decode.
         knows_inherited: Whether models were run, so that errors passed on are known beside those that an op made.

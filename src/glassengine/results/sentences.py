@@ -25,7 +25,7 @@ def named_mistake(result: Any) -> str | None:
     Of a backward there is none: which gradients are wrong says more than what an op of autograd lacks.
     """
     found = result.first_divergence
-    is_asked = found is not None and found.rung != "backward" and result.standing in _OF_OPS
+    is_asked = found is not None and found.level != "backward" and result.standing in _OF_OPS
     return mistake(found) if is_asked else None
 
 

@@ -97,7 +97,7 @@ def test_f70_an_interrupted_check_tells_what_it_found(
     shown, found = capsys.readouterr(), json.loads(file.read_text())
     assert "NOT OK: too little was judged: interrupted: 3 of 5 steps were begun" in shown.out
     assert "candidate" in shown.out and "interrupted: the answer is of what was judged until then" in shown.err
-    assert found["ok"] is False and found["pairs"] and found["results"] and len(found["rungs"]) >= 2
+    assert found["ok"] is False and found["pairs"] and found["results"] and len(found["levels"]) >= 2
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
@@ -110,10 +110,10 @@ def test_f70_a_mistake_that_was_found_is_told(nets: str) -> None:
     assert not found.ok and not found.too_little
 
 
-def test_f70_the_ladder_keeps_its_rungs(nets: str) -> None:
+def test_f70_the_ladder_keeps_its_levels(nets: str) -> None:
     with pytest.raises(Interrupted) as caught:
         glass.check(f"{nets}:net", backend="eager", inputs=f"{nets}:inputs", progress=Stops(1))
-    assert {"program", "engine", "release"} <= {rung.name for rung in caught.value.partial.rungs}
+    assert {"program", "engine", "release"} <= {level.name for level in caught.value.partial.levels}
 
 
 def test_f70_weights_that_were_judged_are_kept(

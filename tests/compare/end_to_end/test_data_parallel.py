@@ -154,7 +154,7 @@ def test_f10_a_wrong_layer_of_one_rank(one: Path, tmp_path: Path) -> None:
     nets = [Net(), Net()]
     nets[1].act.register_forward_hook(lambda module, args, result: result * 1.01)
     found = compare(one, train(nets, tmp_path / "r")).first_divergence
-    assert found is not None and (found.site, found.rank, found.rung) == ("act", 1, "forward")
+    assert found is not None and (found.site, found.rank, found.level) == ("act", 1, "forward")
 
 
 def test_f10_rows_that_are_dealt_out_in_any_order(one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def test_the_step_where_two_runs_part(
     result = glass.compare(baseline, candidate)
     found = result.first_divergence
     assert not result.ok and found is not None
-    assert (found.step, found.rung) == (1, mistake) and found.site in sites
+    assert (found.step, found.level) == (1, mistake) and found.site in sites
     assert main(["compare", str(baseline), str(candidate)]) == 1
     assert f"first divergence: step 1, {mistake}, {found.site}" in capsys.readouterr().out
 
@@ -98,5 +98,5 @@ def test_modules_that_have_a_share_of_a_gradient_each(copy: str, tmp_path: Path)
     else:
         # The sum is wrong where what made the tensor gets it.
         found = result.first_divergence
-        assert found is not None and found.rung == "backward"
+        assert found is not None and found.level == "backward"
         assert found.site in ("first:grad_out", "left:grad_in[0]", "right:grad_in[0]")

@@ -146,7 +146,7 @@ def test_results_of_a_port_are_what_plain_pytorch_gives(base: str, change: str) 
         if is_random:
             return  # the next draw is another
         theirs.train()
-    last = [found for found in result.results if found.rung == result.results[-1].rung]
+    last = [found for found in result.results if found.level == result.results[-1].level]
     plain, other = run(made().eval(), given), run(theirs, given)
     names = set(plain[0])
     if base == "words":  # nothing defines the rows of padding
@@ -189,7 +189,7 @@ def test_results_of_an_engine_are_what_its_engine_gives(backend: str, tmp_path: 
         result = check(made().eval(), candidate=tmp_path / base, inputs=given)
         with torch.no_grad():
             plain = leaves(made().eval()(**given))
-        last = [found for found in result.results if found.rung == "release"]
+        last = [found for found in result.results if found.level == "release"]
         assert last
         for found in last:
             audited(found, [plain], [returned])

@@ -77,7 +77,7 @@ FAMILIES = ["t5", "mamba"]
 def test_the_wrong_op_of_an_engine_is_named(judged: Callable[[str], Comparison], family: str) -> None:
     result = judged(family)
     assert not result.ok and result.first_divergence is not None
-    sites = {origin.site for origin in result.origins if origin.rung == "engine"}
+    sites = {origin.site for origin in result.origins if origin.level == "engine"}
     assert sites == {f"{path}/linear.0" for path in MISTAKES[family]}
     assert result.first_divergence.site == f"{MISTAKES[family][0]}/linear.0"
     assert result.weights is not None
@@ -89,19 +89,19 @@ def test_the_wrong_op_of_an_engine_is_named(judged: Callable[[str], Comparison],
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_untouched_model_is_its_program(judged: Callable[[str], Comparison], family: str) -> None:
-    rungs = {rung.name: rung for rung in judged(family).rungs}
-    assert set(rungs) == {"program", "op-by-op", "engine", "release"}
-    assert rungs["program"].verdict in ("identical", "rounding") and rungs["program"].coverage == 1.0
-    assert rungs["engine"].coverage == 1.0
+    levels = {level.name: level for level in judged(family).levels}
+    assert set(levels) == {"program", "op-by-op", "engine", "release"}
+    assert levels["program"].verdict in ("identical", "rounding") and levels["program"].coverage == 1.0
+    assert levels["engine"].coverage == 1.0
 
 
 @pytest.mark.slow
 def test_every_token_of_a_recurrent_prompt_is_judged(judged: Callable[[str], Comparison]) -> None:
     # Prompts of 8 and 5 tokens and a decode step; the second is padded where both run together.
-    steps = {(pair.case, pair.step) for pair in judged("mamba").pairs if pair.rung == "program"}
+    steps = {(pair.case, pair.step) for pair in judged("mamba").pairs if pair.level == "program"}
     assert {case for case, _ in steps} == {"prompt 0", "prompt 1", "prompts 0 and 1, left-padded"}
     assert {step for case, step in steps if case == "prompt 0"} == set(range(9))
-    states = {pair.candidate_site for pair in judged("mamba").pairs if pair.rung == "program"}
+    states = {pair.candidate_site for pair in judged("mamba").pairs if pair.level == "program"}
     assert {f"backbone.layers.0.mixer:kv.{kind}" for kind in ("conv", "recurrent")} <= states
 
 
@@ -109,7 +109,7 @@ def test_every_token_of_a_recurrent_prompt_is_judged(judged: Callable[[str], Com
 def test_both_programs_are_in_one_answer(judged: Callable[[str], Comparison]) -> None:
     result = judged("t5")
     assert result.counts["compared"] == len(result.pairs)
-    of_engine = {pair.site.split(".")[0] for pair in result.pairs if pair.rung == "engine"}
+    of_engine = {pair.site.split(".")[0] for pair in result.pairs if pair.level == "engine"}
     assert {"encoder", "decoder", "lm_head/linear"} <= of_engine
     assert {pair.step for pair in result.pairs if pair.site.startswith("lm_head")} == {0, 1}
 

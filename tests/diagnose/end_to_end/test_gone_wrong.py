@@ -30,12 +30,12 @@ def judged(baseline: nn.Module, candidate: nn.Module, tmp_path: Path, *shape: in
 def named(result: Comparison) -> list[str]:
     """Return where the candidate's program is wrong."""
     assert not result.ok
-    return [origin.site for origin in result.origins if origin.rung == "candidate"]
+    return [origin.site for origin in result.origins if origin.level == "candidate"]
 
 
 def finest(result: Comparison) -> float:
     """Return the share that was judged op by op."""
-    return len({p.site for p in result.pairs if p.rung == "candidate" and p.method != "region"})
+    return len({p.site for p in result.pairs if p.level == "candidate" and p.method != "region"})
 
 
 def test_f9_a_port_with_channels_last_is_right(tmp_path: Path) -> None:
@@ -165,5 +165,5 @@ class Counted(nn.Module):
 
 def test_ops_that_read_the_shape_alone_are_no_evidence(tmp_path: Path) -> None:
     right = judged(Counted(), Counted(is_matrix=True), tmp_path, 5, 6)
-    assert right.ok and right.fineness[0].largest_region <= 4, right.fineness
+    assert right.ok and right.granularity[0].largest_region <= 4, right.granularity
     assert named(judged(Counted(), Counted(is_matrix=True, factor=1.1), tmp_path, 5, 6))

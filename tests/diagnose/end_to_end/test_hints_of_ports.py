@@ -43,7 +43,7 @@ def judged(name: str, mistake: str, tmp_path: Path) -> Found:
     first = result.first_divergence
     if first is None:
         return Found(not result.ok, (), False)
-    others = [origin for origin in result.origins if origin.rung == first.rung and origin.site != first.site]
+    others = [origin for origin in result.origins if origin.level == first.level and origin.site != first.site]
     # What the screen shows: two hints of the first divergence, one of two others.
     hints = [*first.hints[:2], *(hint for origin in others[:2] for hint in origin.hints[:1])]
     says = written.mistakes.get(mistake, ())

@@ -194,7 +194,7 @@ def test_f71_a_mistake_is_named_in_its_layer_on_both_sides(family: str, mistake:
     for pair in result.pairs:
         other, number = parts(pair.candidate_site)
         at = re.search(rf"{name}(\d+)", pair.site)
-        if pair.rung == first.rung and other == op and at is not None and int(at[1]) != layer:
+        if pair.level == first.level and other == op and at is not None and int(at[1]) != layer:
             assert (number < place) == (int(at[1]) < layer), (first.candidate_site, pair.site, pair.candidate_site)
 
 

@@ -168,8 +168,8 @@ PAIRS: dict[str, tuple[str, Callable[[Path], Path]]] = {
 
 
 def audited(found: glass.Comparison, expected: np.ndarray[Any, Any], value: np.ndarray[Any, Any]) -> None:
-    """Compare what is said of the last rung with what NumPy makes of both results."""
-    (said,) = [one for one in found.results if one.rung == found.results[-1].rung]
+    """Compare what is said of the last level with what NumPy makes of both results."""
+    (said,) = [one for one in found.results if one.level == found.results[-1].level]
     ours, theirs = expected.astype(np.float64), value.astype(np.float64)
     noise = ((theirs - ours) ** 2).sum()
     assert said.snr_db is not None

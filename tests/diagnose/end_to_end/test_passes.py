@@ -111,7 +111,7 @@ def passes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def judged(model: nn.Module, inputs: str, name: str) -> Climb:
-    """Return what was found by the interpreted rungs alone: no engine is built."""
+    """Return what was found by the interpreted levels alone: no engine is built."""
     torch.set_num_threads(1)
     with ExitStack() as stack:
         climb = start(load_model(model), read_inputs(inputs), 0, stack, print)
@@ -152,6 +152,6 @@ def test_an_engine_of_fused_ops(llama: nn.Module, passes: Path, token_ids: str) 
     """What the engine was built from has regions, too: its ops are judged, and none is taken for another."""
     result = check(llama, backend="eager", passes=[f"{passes}:fold_gain"], inputs=token_ids, steps=0)
     assert result.ok and not result.origins and result.coverage > 0.95
-    engine = [pair for pair in result.pairs if pair.rung == "engine"]
+    engine = [pair for pair in result.pairs if pair.level == "engine"]
     ends = [pair for pair in engine if pair.site == "model.layers.0.mlp.up_proj/linear.0"]
     assert ends and {pair.method for pair in ends} == {"name"}

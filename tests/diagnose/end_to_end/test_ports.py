@@ -96,9 +96,9 @@ def test_a_mistake_in_a_port_is_found_where_it_is(
 ) -> None:
     result = checked(style, dtype, ids, mistake)
     assert not result.ok and result.verdict == "wrong"
-    assert result.first_divergence is not None and result.first_divergence.rung == "candidate"
+    assert result.first_divergence is not None and result.first_divergence.level == "candidate"
     assert result.first_divergence.site.removeprefix("layers.1.") in sites
-    own = [origin for origin in result.origins if origin.rung == "candidate"]
+    own = [origin for origin in result.origins if origin.level == "candidate"]
     assert len(own) <= 3 and all(origin.site.startswith("layers.1") for origin in own)
 
 

@@ -43,7 +43,7 @@ def test_f24_its_ops_are_judged(kept: Path, backend: str) -> None:
     pytest.importorskip(backend)
     comparison = glass.replay(kept, backend=backend, compare=True).comparison
     assert comparison is not None and comparison.ok, comparison.not_ok_because
-    assert comparison.fineness[0].num_sites > 5
+    assert comparison.granularity[0].num_sites > 5
 
 
 def test_f24_what_was_recorded_wrong_is_seen(kept: Path, tmp_path: Path) -> None:

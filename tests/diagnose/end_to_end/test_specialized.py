@@ -142,7 +142,7 @@ def test_numbers_that_are_tensors_go_into_shapes(factor: float, tmp_path: Path) 
     baseline, port = Padded(), Padded(is_number=True)
     result = judged(baseline, port, factor, inputs(tmp_path, [{"x": torch.randn(2, 3, 9)}]))
     assert result.ok == (factor == 1.0), result.not_ok_because
-    sites = {pair.site.split("/")[0] for pair in result.pairs if pair.rung == "candidate"}
+    sites = {pair.site.split("/")[0] for pair in result.pairs if pair.level == "candidate"}
     assert sites >= {"conv", "lstm"}, "the modules are still known"
     assert not [item.site for item in result.skipped if item.site.startswith("./")], "what only makes a number is gone"
 

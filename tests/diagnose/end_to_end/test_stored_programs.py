@@ -31,8 +31,8 @@ def mlp(folder: Path) -> Path:
     return folder / "mlp.onnx"
 
 
-def rungs(result: Comparison) -> dict[str, str]:
-    return {rung.name: rung.verdict for rung in result.rungs}
+def levels(result: Comparison) -> dict[str, str]:
+    return {level.name: level.verdict for level in result.levels}
 
 
 @pytest.mark.parametrize("backend", [None, "eager", "openvino"])
@@ -41,7 +41,7 @@ def test_the_ladder_of_an_onnx_file(mlp: Path, backend: str | None) -> None:
         pytest.importorskip("openvino")
     result = glass.check(mlp, backend=backend)
     assert result.ok
-    assert set(rungs(result)) == {"source", "engine", "release"}
+    assert set(levels(result)) == {"source", "engine", "release"}
     assert result.coverage == 1.0
     assert {pair.site for pair in result.pairs} == {"normal", "wide", "/mlp/act", "scores", "y"}
 
@@ -86,7 +86,7 @@ def test_an_engine_of_another_file_is_judged_op_by_op(mlp: Path, tmp_path: Path)
     onnx.save(onnx_mlp(activation="Elu"), tmp_path / "other.onnx")
     glass.build(tmp_path / "other.onnx", tmp_path / "engine")
     found = glass.check(mlp, candidate=tmp_path / "engine")
-    assert rungs(found) == {"source": "rounding", "engine": "wrong", "release": "wrong"}
+    assert levels(found) == {"source": "rounding", "engine": "wrong", "release": "wrong"}
     assert found.first_divergence is not None
     assert found.first_divergence.site == "/mlp/act"
     same = glass.check(tmp_path / "other.onnx", candidate=tmp_path / "engine")
@@ -158,7 +158,7 @@ def net(folder: Path) -> Path:
 def test_the_ladder_of_a_pt2_program(net: Path, backend: str) -> None:
     result = glass.check(net, backend=backend)
     assert result.ok
-    assert rungs(result)["source"] == "identical"
+    assert levels(result)["source"] == "identical"
     assert {"first/linear.0", "norm/layer_norm.0", "./leaky_relu.0"} <= {pair.site for pair in result.pairs}
 
 

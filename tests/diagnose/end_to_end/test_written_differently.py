@@ -57,7 +57,7 @@ def test_an_engine_is_asked_for_the_program_that_it_was_built_from(inputs: str, 
     build_program(export_program(other, inputs=load_inputs(inputs)), tmp_path / "engine", backend="eager")
     result = check(perceptron(nn.GELU()), candidate=tmp_path / "engine", inputs=inputs)
     assert result.ok and result.verdict == "rounding"
-    assert [(item.site, item.rung) for item in result.written_differently] == [("1/gelu.0", "engine")]
+    assert [(item.site, item.level) for item in result.written_differently] == [("1/gelu.0", "engine")]
 
 
 def test_engines_of_one_program_list_nothing(inputs: str) -> None:

@@ -65,13 +65,13 @@ def inputs(tmp_path: Path) -> str:
 def test_errors_hidden_by_debug_outputs_are_found_by_bisection(planted: None, inputs: str) -> None:
     hidden = glass.check(models.drawn(Branches), backend="planted", inputs=inputs)
     found = hidden.first_divergence
-    assert found is not None and found.rung == "release", "seen with all outputs, the engine is right"
+    assert found is not None and found.level == "release", "seen with all outputs, the engine is right"
     said: list[Event] = []
     result = glass.check(
         models.drawn(Branches), backend="planted", inputs=inputs, bisect_outputs=True, progress=said.append
     )
     found = result.first_divergence
-    assert found is not None and (found.rung, found.site) == ("bisection", "./sigmoid.3")
+    assert found is not None and (found.level, found.site) == ("bisection", "./sigmoid.3")
     (announced,) = [event.text for event in said if event.text.startswith("bisecting")]
     builds = [event.text for event in said if event.text.startswith("building with outputs")]
     assert announced == f"bisecting among 35 ops: at most {most_builds(35)} builds"
@@ -83,7 +83,7 @@ def test_a_release_engine_that_is_right_is_built_once(inputs: str) -> None:
     said: list[Event] = []
     options = {"backend": "eager", "inputs": inputs, "bisect_outputs": True, "progress": said.append}
     result = glass.check(models.drawn(Branches), **options)  # type: ignore[arg-type]
-    assert [rung.name for rung in result.rungs] == ["program", "release"]
+    assert [level.name for level in result.levels] == ["program", "release"]
     assert not any(event.work is Work.BISECTING for event in said)
     # Only results were looked at, so that nobody takes it for a check of every op.
     assert not result.ok and result.too_little

@@ -46,16 +46,16 @@ def judged(wrong: Path) -> Comparison:
 def test_mistakes_in_tower_projector_and_merge_are_named(judged: Comparison) -> None:
     assert not judged.ok and judged.first_divergence is not None
     assert judged.first_divergence.site == f"{TOWER}/linear.0"
-    sites = [origin.site for origin in judged.origins if origin.rung == "engine"]
+    sites = [origin.site for origin in judged.origins if origin.level == "engine"]
     assert sites == [f"{TOWER}/linear.0", f"{PROJECTOR}/linear.0", MERGE]
 
 
 @pytest.mark.slow
 def test_the_untouched_model_is_its_programs(judged: Comparison) -> None:
-    rungs = {rung.name: rung for rung in judged.rungs}
-    assert rungs["program"].verdict in ("identical", "rounding") and rungs["program"].coverage == 1.0
-    assert rungs["engine"].coverage == 1.0
-    of_model = {pair.site for pair in judged.pairs if pair.rung == "program"}
+    levels = {level.name: level for level in judged.levels}
+    assert levels["program"].verdict in ("identical", "rounding") and levels["program"].coverage == 1.0
+    assert levels["engine"].coverage == 1.0
+    of_model = {pair.site for pair in judged.pairs if pair.level == "program"}
     assert {"model.multi_modal_projector.linear_2", "lm_head"} <= of_model
 
 
@@ -112,4 +112,4 @@ def test_an_engine_with_images_is_refused_for_a_model_without(wrong: Path) -> No
 def test_engines_of_every_back_end_agree(backend: str) -> None:
     result = check(llava(), backend=backend, steps=1)
     assert result.ok and result.coverage == 1.0 and result.counts["wrong"] == 0
-    assert [rung.name for rung in result.rungs if rung.name != "op-by-op"] == ["program", "engine", "release"]
+    assert [level.name for level in result.levels if level.name != "op-by-op"] == ["program", "engine", "release"]

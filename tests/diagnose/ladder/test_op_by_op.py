@@ -1,4 +1,4 @@
-"""The rung op-by-op: what the back-end makes of single ops, and what that says about a wrong engine."""
+"""The level op-by-op: what the back-end makes of single ops, and what that says about a wrong engine."""
 
 from __future__ import annotations
 
@@ -79,13 +79,13 @@ def test_a_mistake_of_fusion_is_right_when_the_op_is_compiled_alone(
 ) -> None:
     result = check(monkeypatch, FusedWrong, inputs)
     found = result.first_divergence
-    assert found is not None and (found.rung, found.site) == ("engine", "./silu.0")
+    assert found is not None and (found.level, found.site) == ("engine", "./silu.0")
     assert "silu compiled alone is right: it takes its neighbors to go wrong" in [hint.text for hint in found.hints]
-    rungs = {rung.name: rung for rung in result.rungs}
-    assert list(rungs) == ["program", "op-by-op", "engine", "release"]
-    assert rungs["op-by-op"].guarantee == "judged near the error"
+    levels = {level.name: level for level in result.levels}
+    assert list(levels) == ["program", "op-by-op", "engine", "release"]
+    assert levels["op-by-op"].guarantee == "judged near the error"
     # What feeds the op and what it feeds: not the residual addition.
-    assert {pair.site for pair in result.pairs if pair.rung == "op-by-op"} == {
+    assert {pair.site for pair in result.pairs if pair.level == "op-by-op"} == {
         "up/linear.0",
         "./silu.0",
         "down/linear.0",
@@ -95,8 +95,8 @@ def test_a_mistake_of_fusion_is_right_when_the_op_is_compiled_alone(
 def test_a_wrong_kernel_is_wrong_alone_as_well(monkeypatch: pytest.MonkeyPatch, inputs: str) -> None:
     result = check(monkeypatch, KernelWrong, inputs)
     found = result.first_divergence
-    assert found is not None and (found.rung, found.site) == ("op-by-op", "./silu.0")
-    engine = next(d for d in result.origins if d.rung == "engine")
+    assert found is not None and (found.level, found.site) == ("op-by-op", "./silu.0")
+    engine = next(d for d in result.origins if d.level == "engine")
     assert "silu compiled alone is wrong as well" in [hint.text for hint in engine.hints]
 
 

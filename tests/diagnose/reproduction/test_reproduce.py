@@ -89,7 +89,7 @@ def scaled(baseline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_edit_of_a_models_source_fails_until_it_is_undone(scaled: Path) -> None:
     assert sorted(path.name for path in scaled.iterdir()) == sorted(FILES)
     told = about(scaled)
-    assert told["runner"] == "eager" and told["rung"] == "candidate" and "candidate.py:" in told["candidate source"]
+    assert told["runner"] == "eager" and told["level"] == "candidate" and "candidate.py:" in told["candidate source"]
     text = (scaled / "test_repro.py").read_text()
     # Its graph is the op of the baseline, and what the candidate has in its place.
     expected, candidate = text.partition("def candidate")[0].partition("def expected")[2], text.partition("def cand")[2]
@@ -149,8 +149,8 @@ def test_a_bug_of_a_pass_fails_until_it_is_undone(baseline: Path, tmp_path: Path
     folder = tmp_path / "repro"
     result = checked(baseline, folder, passes=[f"{tmp_path}/passes.py:wrong_epsilon"], backend="eager")
     found = result.first_divergence
-    assert found is not None and found.rung.startswith("pass ") and found.reproduction == str(folder)
-    assert "wrong_epsilon" in about(folder)["rung"]
+    assert found is not None and found.level.startswith("pass ") and found.reproduction == str(folder)
+    assert "wrong_epsilon" in about(folder)["level"]
     assert "further from float64" in run_reproduction(folder)
     edit(folder, "0.5", "1e-05")
     assert run_reproduction(folder) == ""
@@ -205,7 +205,7 @@ def test_a_bug_of_inductor_fails_as_long_as_it_is_there(
     with torch._inductor.config.patch("cpp.inject_relu_bug_TESTING_ONLY", "accuracy"):
         result = checked(path, folder, backend="inductor")
         found = result.first_divergence
-        assert found is not None and found.rung in ("op-by-op", "engine") and found.site == "./relu.0"
+        assert found is not None and found.level in ("op-by-op", "engine") and found.site == "./relu.0"
         assert about(folder)["runner"] in ("inductor", "aot_inductor")
         assert "further from float64" in run_reproduction(folder)
         # The report has the call of torch's own minifier, which says that the result is wrong.
@@ -226,7 +226,7 @@ def test_graphs_that_cannot_be_exported_are_kept_as_recorded(baseline: Path, tmp
     folder = tmp_path / "repro"
     result = checked(baseline, folder, candidate=f"{tmp_path}/port.py:model", min_coverage=0.0)
     found = result.first_divergence
-    assert found is not None and found.rung == "candidate, untouched" and about(folder)["runner"] == "recorded"
+    assert found is not None and found.level == "candidate, untouched" and about(folder)["runner"] == "recorded"
     assert "further from float64" in run_reproduction(folder)
     actual = load_file(folder / "actual.safetensors")
     save_file({name: tensor / 1.01 for name, tensor in actual.items()}, folder / "actual.safetensors")

@@ -96,7 +96,7 @@ def test_inductor_gives_the_same_bits_again(tmp_path: Path) -> None:
     # Another back-end is judged, because no two have the same bits.
     judged = glass.replay(snapshot, backend="eager")
     assert judged.ok and judged.comparison is not None and judged.comparison.coverage == 1.0
-    assert [rung.name for rung in judged.comparison.rungs] == ["recorded", "engine", "release"]
+    assert [level.name for level in judged.comparison.levels] == ["recorded", "engine", "release"]
 
 
 def test_the_settings_of_this_process_are_left_as_they_were(eager: Path) -> None:
@@ -150,7 +150,7 @@ def test_an_inductor_bug_that_raises_is_cut_down_to_one_op(eager: Path, tmp_path
 def test_a_backend_that_only_builds_is_judged(eager: Path) -> None:
     found = glass.replay(eager, backend="onnxruntime")
     assert found.ok and found.comparison is not None and found.comparison.coverage > 0.8
-    assert {rung.verdict for rung in found.comparison.rungs} <= {"identical", "rounding"}
+    assert {level.verdict for level in found.comparison.levels} <= {"identical", "rounding"}
 
 
 @pytest.mark.slow
@@ -159,7 +159,7 @@ def test_the_bug_is_named_by_compare(eager: Path) -> None:
         found = glass.replay(eager, backend="inductor", compare=True)
     assert not found.ok and found.comparison is not None
     first = found.comparison.first_divergence
-    assert first is not None and first.site == "./relu.0" and first.rung == "engine" and first.verdict == "wrong"
+    assert first is not None and first.site == "./relu.0" and first.level == "engine" and first.verdict == "wrong"
 
 
 @pytest.mark.slow

@@ -105,7 +105,7 @@ def check(candidate: nn.Module | None, **options: Any) -> Comparison:
 
 def where(result: Comparison) -> tuple[int, str | None, str]:
     assert result.first_divergence is not None
-    return result.first_divergence.step, result.first_divergence.rung, result.first_divergence.site
+    return result.first_divergence.step, result.first_divergence.level, result.first_divergence.site
 
 
 def test_a_wrong_backward_is_named() -> None:
@@ -115,7 +115,7 @@ def test_a_wrong_backward_is_named() -> None:
     assert site.startswith(".:backward/mul.")
     assert result.first_divergence is not None and "test_check.py" in str(result.first_divergence.candidate_source)
     # The forward is right, and the update is right for the gradients that it was given.
-    assert {rung.name: rung.verdict in ("identical", "rounding") for rung in result.rungs} == {
+    assert {level.name: level.verdict in ("identical", "rounding") for level in result.levels} == {
         "forward": True,
         "backward": False,
         "run": False,
@@ -260,10 +260,10 @@ def test_a_compiler_that_breaks_the_backward_is_found_by_the_run_itself() -> Non
 
     backend = aot_autograd(fw_compiler=lambda g, e: make_boxed_func(g.forward), bw_compiler=scaled)
     result = check(torch.compile(net(), backend=backend))  # type: ignore[arg-type]
-    step, rung, site = where(result)
-    assert (result.ok, step, rung) == (False, 0, "run")
+    step, level, site = where(result)
+    assert (result.ok, step, level) == (False, 0, "run")
     assert site.endswith(":grad")
-    verdicts = {rung.name: rung.verdict for rung in result.rungs}
+    verdicts = {level.name: level.verdict for level in result.levels}
     assert verdicts["forward"] == verdicts["backward"] == "identical"
 
 
@@ -331,7 +331,7 @@ class FaintWrong(FaintOtherwise):
 @pytest.mark.parametrize("kind", [FaintOtherwise, FaintWrong])
 def test_an_op_that_drowns_in_a_rewritten_module_is_said(kind: type[Net]) -> None:
     result = glass.check_training(net(Faint), net(kind), inputs=batches(), optimizer=adamw(), min_coverage=0.5)
-    run = next(rung for rung in result.rungs if rung.name == "run")
+    run = next(level for level in result.levels if level.name == "run")
     assert run.verdict in ("identical", "rounding"), "loss and gradients agree"
     if kind is FaintWrong:
         assert result.verdict in ("suspicious", "wrong") and result.origins
@@ -354,6 +354,6 @@ def test_memory_that_an_optimizer_writes_to_stays_that_of_the_run() -> None:
     """Momentum matters from the second step on; the floor of rounding is not that of the first."""
     optimizers = [lambda module, m=m: torch.optim.SGD(module.parameters(), lr=0.1, momentum=m) for m in (0.9, 0.95)]
     result = check(None, inputs=batches(2), optimizer=optimizers[0], candidate_optimizer=optimizers[1])
-    step, rung, site = where(result)
-    assert (result.ok, step, rung) == (False, 1, "update") and site.endswith(":state.momentum_buffer")
+    step, level, site = where(result)
+    assert (result.ok, step, level) == (False, 1, "update") and site.endswith(":state.momentum_buffer")
     assert result.verdict == "wrong"

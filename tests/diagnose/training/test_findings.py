@@ -116,7 +116,7 @@ def checked(mistake: str) -> glass.Comparison:
 def test_f72_a_wrong_backward_is_named_as_the_gradient_of_its_parameter(mistake: str) -> None:
     result = checked(mistake)
     first = result.first_divergence
-    assert not result.ok and first is not None and first.rung != "forward", mistake
+    assert not result.ok and first is not None and first.level != "forward", mistake
     assert str(result.not_ok_because).startswith("the loss agrees, "), result.not_ok_because
     assert f"gradients are wrong, first that of {MISTAKES[mistake]}." in str(result.not_ok_because), (
         result.not_ok_because

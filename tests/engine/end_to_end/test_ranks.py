@@ -127,7 +127,7 @@ def test_the_same_lines_under_torchrun(tmp_path: Path) -> None:
 def test_a_checked_engine_of_ranks(tmp_path: Path) -> None:
     result = glass.check(models.llama(), backend="eager", tensor_parallel=2, steps=1)
     assert result.ok
-    assert [rung.name for rung in result.rungs] == ["program", "ranks", "release"]
+    assert [level.name for level in result.levels] == ["program", "ranks", "release"]
     engine = tmp_path / "two"
     glass.build(models.llama(), engine, backend="eager", tensor_parallel=2, max_seq_len=64)
     assert read_manifest(engine).manifest.placements["user.lm_head.weight"].axis == 0

@@ -201,7 +201,7 @@ def checked(kind: type[Mixture], inputs: str, route: Route, *, scale: float = 1.
         layer.__class__ = Other
         layer.router.__class__ = OtherRouter  # type: ignore[union-attr]
     result = glass.check(made(kind), candidate=candidate, inputs=inputs)
-    return result, [pair for pair in result.pairs if pair.rung == UNTOUCHED]
+    return result, [pair for pair in result.pairs if pair.level == UNTOUCHED]
 
 
 @pytest.mark.parametrize("route", [in_float32, in_halves])
@@ -280,7 +280,7 @@ def test_tensors_without_the_tied_elements_are_judged(tmp_path: Any, kind: type[
         candidate = models.drawn(kind)
         candidate.back.weight.data[3] *= factor  # type: ignore[index, union-attr, operator]
         result = glass.check(models.drawn(kind), candidate=candidate, inputs=str(path))
-        found += [pair for pair in result.pairs if pair.rung == UNTOUCHED]
+        found += [pair for pair in result.pairs if pair.level == UNTOUCHED]
     assert [(pair.site, pair.verdict) for pair in found] == [("back", "wrong"), ("back", "rounding")]
     assert found[1].reason == (f"{num_tied} of 640 elements: {TIED}" if num_tied else None)
 

@@ -94,7 +94,7 @@ def test_results_of_other_names_are_judged(axis: int, inputs: str) -> None:
     baseline, candidate = Shares(is_named=True).eval(), Shares(axis=axis).eval()
     result = check(baseline, candidate=candidate, inputs=inputs, min_coverage=0.5)
     assert result.ok == (axis == -1), result.not_ok_because
-    assert "./softmax.0" in {pair.site for pair in result.pairs if pair.rung == "candidate"}
+    assert "./softmax.0" in {pair.site for pair in result.pairs if pair.level == "candidate"}
     if axis == 0:
         assert result.first_divergence is not None and result.first_divergence.site == "./softmax.0"
 
@@ -166,7 +166,7 @@ class Layers(nn.Module):
 def test_f58_a_result_is_looked_for_among_all_results(returned: str, own: str, inputs: str) -> None:
     result = check(Layers().eval(), candidate=Layers(returned).eval(), inputs=inputs)
     assert result.ok, result.not_ok_because
-    (found,) = [one for one in result.results if one.rung == "candidate" and one.name == "0"]
+    (found,) = [one for one in result.results if one.level == "candidate" and one.name == "0"]
     assert (found.candidate_name, found.verdict) == (own, "identical")
 
 

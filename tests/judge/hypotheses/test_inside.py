@@ -131,8 +131,8 @@ def test_a_branch_that_no_input_takes_is_told(tmp_path: Path) -> None:
 
 def test_a_loop_is_a_region(tmp_path: Path) -> None:
     result = checked(tmp_path, LOOP, LOOP)
-    fineness = result.fineness[0]
-    assert (fineness.largest_region, fineness.largest_region_end) == (5, "y")
+    granularity = result.granularity[0]
+    assert (granularity.largest_region, granularity.largest_region_end) == (5, "y")
 
 
 FUNCTIONS = """<ir_version: 8, opset_import: ["" : 17, "local" : 1]>
@@ -149,7 +149,7 @@ def test_functions_of_a_file_are_judged_op_by_op(tmp_path: Path, backend: str) -
     model = onnx.parser.parse_model(FUNCTIONS)
     onnx.save(model, tmp_path / "one.onnx")
     result = glass.check(tmp_path / "one.onnx", backend=backend)
-    assert result.ok and result.fineness[0].num_sites == 5
+    assert result.ok and result.granularity[0].num_sites == 5
     model.functions[0].node[0].op_type = "Tanh"
     onnx.save(model, tmp_path / "other.onnx")
     found = glass.check(tmp_path / "one.onnx", candidate=tmp_path / "other.onnx").first_divergence

@@ -131,7 +131,7 @@ class Sum(nn.Module):
 def test_a_sum_in_another_order_takes_no_blame_for_what_is_wrong_elsewhere(inputs: str) -> None:
     assert judged(Sum(in_order=True), Sum(in_order=False), inputs).ok
     result = judged(Sum(in_order=True), Sum(in_order=False, epsilon=0.1), inputs)
-    assert [origin.site for origin in result.origins if origin.rung == "candidate"] == ["./layer_norm.0"]
+    assert [origin.site for origin in result.origins if origin.level == "candidate"] == ["./layer_norm.0"]
 
 
 class Positions(nn.Module):

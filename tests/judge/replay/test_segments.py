@@ -41,9 +41,9 @@ def inputs(tmp_path: Path) -> str:
 
 
 def untouched(candidate: nn.Module, inputs: str) -> tuple[Comparison, list[str]]:
-    """Return the comparison, and what the untouched rung says the origins are."""
+    """Return the comparison, and what the untouched level says the origins are."""
     result = glass.check(models.drawn(Chain), candidate=candidate, inputs=inputs)
-    return result, [found.site for found in result.origins if found.rung == "candidate, untouched"]
+    return result, [found.site for found in result.origins if found.level == "candidate, untouched"]
 
 
 def test_every_segment_is_judged_by_its_own_inputs(inputs: str) -> None:
@@ -52,7 +52,7 @@ def test_every_segment_is_judged_by_its_own_inputs(inputs: str) -> None:
     candidate.blocks[6][2].eps = 0.03  # type: ignore[index]
     result, origins = untouched(candidate, inputs)
     assert origins == ["blocks.1.0/linear.0", "blocks.6.2"]
-    pairs = [pair for pair in result.pairs if pair.rung == "candidate, untouched"]
+    pairs = [pair for pair in result.pairs if pair.level == "candidate, untouched"]
     assert {pair.judged_by for pair in pairs} == {"segment"}
     # What lies between the two and behind them is clean: it was computed as it should be, from wrong inputs.
     assert sum(pair.verdict == "wrong" and not pair.inherited for pair in pairs) == 2
@@ -73,7 +73,7 @@ def test_a_side_that_rounds_otherwise_is_clean(inputs: str) -> None:
 
 def test_the_screen_says_which_guarantee_holds(inputs: str) -> None:
     result, _ = untouched(models.drawn(Chain), inputs)
-    assert {rung.name: rung.guarantee for rung in result.rungs} == {
+    assert {level.name: level.guarantee for level in result.levels} == {
         "program": "judged by segments",
         "candidate": "judged op by op",
         "candidate, untouched": "judged by segments",

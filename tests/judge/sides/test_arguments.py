@@ -251,7 +251,7 @@ def test_f26_methods_that_were_replaced_on_an_instance(factor: float, tmp_path: 
     result = check(baseline, candidate=port, inputs=save(tmp_path, [{"x": torch.randn(2, 4)}]))
     assert result.ok == (factor == 1.0)
     assert result.coverage == 1.0
-    assert "candidate" in {rung.name for rung in result.rungs}
+    assert "candidate" in {level.name for level in result.levels}
     assert isinstance(vars(port)["forward"], MethodType) and type(port) is Tied
 
 

@@ -71,8 +71,8 @@ def checked(tmp_path: Path, port: type[Block], dtype: str) -> Comparison:
 def test_regions_of_an_engine_are_credited(tmp_path: Path) -> None:
     found = checked(tmp_path, OtherNorm, "float32")
     assert found.ok and found.verdict == "rounding" and found.coverage == 1.0
-    assert {pair.site for pair in found.pairs if pair.method == "region" and pair.rung == "engine"} == {"./rsqrt.0"}
-    engine = next(one for one in found.fineness if one.rung == "engine")
+    assert {pair.site for pair in found.pairs if pair.method == "region" and pair.level == "engine"} == {"./rsqrt.0"}
+    engine = next(one for one in found.granularity if one.level == "engine")
     assert engine.in_regions > 0 and engine.results_only == 0
 
 

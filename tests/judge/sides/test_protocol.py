@@ -1,4 +1,4 @@
-"""A side says what it can: its rung, its level, what its coverage is a share of, what runs its program."""
+"""A side says what it can: its level, its level, what its coverage is a share of, what runs its program."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from glassengine.judge.graphs.by_name import SitePair
 from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.judge.sides.program import ProgramSide
-from glassengine.judge.sides.protocol import Collective, Guarantee, Level, Place
+from glassengine.judge.sides.protocol import Collective, Guarantee, ObservedAt, Place
 from glassengine.judge.verdict.coverage import coverage, region_nodes
 from glassengine.judge.verdict.score import Score
 from glassengine.program import Program
@@ -27,20 +27,20 @@ def pairs_of(program: Program, without: str = "") -> dict[str, SitePair]:
 @pytest.mark.parametrize("guarantee", list(Guarantee))
 def test_every_guarantee_has_words_and_a_level(guarantee: Guarantee) -> None:
     side = Numbers(chain(), place=Place.CANDIDATE, guarantee=guarantee)
-    assert side.guarantee.text.startswith("judged ") and side.level is guarantee.level
+    assert side.guarantee.text.startswith("judged ") and side.observed_at is guarantee.observed_at
 
 
-def test_the_name_of_a_rung_is_that_of_its_place() -> None:
-    assert Numbers(chain(), place=Place.RELEASE).rung == "release"
-    assert Numbers(chain(), place=Place.PASS, detail="f.py:fuse").rung == "pass f.py:fuse"
-    assert ModuleSide(Chain(), chain()).rung == "program"
+def test_the_name_of_a_level_is_that_of_its_place() -> None:
+    assert Numbers(chain(), place=Place.RELEASE).level == "release"
+    assert Numbers(chain(), place=Place.PASS, detail="f.py:fuse").level == "pass f.py:fuse"
+    assert ModuleSide(Chain(), chain()).level == "program"
 
 
 def test_what_a_module_is_judged_at_is_not_what_a_program_is() -> None:
     program = chain()
     assert Numbers(program, place=Place.CANDIDATE).countable(program) == set(OPS)
     module = ModuleSide(Chain(), program)
-    assert module.level is Level.SEGMENT and module.countable(program) < set(OPS)
+    assert module.observed_at is ObservedAt.SEGMENT and module.countable(program) < set(OPS)
     assert module.program is None and module.counterparts == {} and module.reordered == ()
 
 

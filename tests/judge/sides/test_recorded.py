@@ -42,15 +42,15 @@ def test_a_recording_of_an_engine_is_judged_op_by_op(tmp_path: Path, baseline: n
     )
     engine.generate(input_ids=PROMPTS, max_new_tokens=2, record=tmp_path / "recording")
     result = glass.check(baseline, candidate=tmp_path / "recording", min_coverage=0.8)
-    rungs = {rung.name: rung for rung in result.rungs}
-    assert rungs["record"].guarantee == "judged op by op"
+    levels = {level.name: level for level in result.levels}
+    assert levels["record"].guarantee == "judged op by op"
     # The tokens are the recording's: two steps of the batch that it was made with.
     assert {(pair.case, pair.step) for pair in result.pairs} == {("recorded", 0), ("recorded", 1)}
     if kind == "right":
         assert result.ok, result.not_ok_because
         return
     found = result.first_divergence
-    assert found is not None and (found.rung, found.step) == ("record", 0)
+    assert found is not None and (found.level, found.step) == ("record", 0)
     assert found.site == "model.layers.1.mlp.down_proj/linear.0"
     assert [d.site for d in result.origins] == [found.site], "later steps and ops inherit it"
 
@@ -62,8 +62,8 @@ def test_a_recording_of_modules_is_judged_by_segments(tmp_path: Path, baseline: 
     inputs = {"input_ids": ids, "attention_mask": (ids > 0).long()}
     commands.record_target(model, tmp_path / "recording", inputs=inputs, max_new_tokens=3)
     result = glass.check(baseline, candidate=tmp_path / "recording", min_coverage=0.5)
-    rungs = {rung.name: rung for rung in result.rungs}
-    assert rungs["record"].guarantee == "judged by segments"
+    levels = {level.name: level for level in result.levels}
+    assert levels["record"].guarantee == "judged by segments"
     assert result.ok == (kind == "right"), result.not_ok_because
     assert ("lm_head", "the record has it for some positions only") in [(s.site, s.reason) for s in result.skipped]
     if kind == "wrong":
@@ -137,7 +137,7 @@ def test_a_dump_with_a_map_is_judged_op_by_op(tmp_path: Path, dump: tuple[str, s
     s = tensors["s"] * 1.01
     torch.save({**tensors, "s": s, "y": tensors["t"] * s}, tmp_path / "dump.pt")
     result = glass.check(models.drawn(Net), **options)  # type: ignore[arg-type]
-    assert [d.site for d in result.origins if d.rung == "record"] == ["./sigmoid.0"]
+    assert [d.site for d in result.origins if d.level == "record"] == ["./sigmoid.0"]
     assert result.first_divergence is not None and result.first_divergence.candidate_site == "s"
 
 
@@ -145,7 +145,7 @@ def test_node_names_pair_by_themselves(tmp_path: Path, dump: tuple[str, str, dic
     inputs, _, tensors = dump
     torch.save({"tanh": tensors["t"], "sigmoid": tensors["s"], "mul": tensors["y"] + 1}, tmp_path / "dump.pt")
     result = glass.check(models.drawn(Net), candidate=tmp_path / "dump.pt", inputs=inputs)
-    assert [d.site for d in result.origins if d.rung == "record"] == ["./mul.0"]
+    assert [d.site for d in result.origins if d.level == "record"] == ["./mul.0"]
 
 
 def test_records_that_do_not_fit_are_refused(
@@ -268,7 +268,7 @@ def test_f47_results_of_a_dump_are_compared(
     made = net().eval()(X)
     first, second = (one.detach() for one in (made.values() if isinstance(made, dict) else made))
     result = checked(net(), tmp_path, **{names[0]: first, names[1]: second})
-    own = [one for one in result.results if one.rung == "record"]
+    own = [one for one in result.results if one.level == "record"]
     assert result.ok and [(one.candidate_name, one.method) for one in own] == [(name, method) for name in names]
     for wrong in ((first * 1.01, second), (first, second.flip(0))):
         result = checked(net(), tmp_path, **dict(zip(names, wrong, strict=True)))

@@ -80,13 +80,13 @@ def test_coverage_is_the_share_of_the_candidate_and_what_nobody_has_is_counted()
     assert concluded(chain(), scored(chain(), of_source)).coverage == pytest.approx(3 / 5)
 
 
-def test_the_first_rung_that_is_wrong_is_named() -> None:
+def test_the_first_level_that_is_wrong_is_named() -> None:
     sides = [side(Place.PASS, {"tanh": scaled}, detail="f.py:fuse"), side(Place.ENGINE, {"mul": scaled})]
     found = concluded(chain(), scored(chain(), sides))
     assert found.first_divergence is not None
-    assert (found.first_divergence.rung, found.first_divergence.site) == ("pass f.py:fuse", "./tanh.0")
-    assert [rung.name for rung in found.rungs] == ["pass f.py:fuse", "engine"]
-    assert found.rungs[0].candidate == "program after pass f.py:fuse"
+    assert (found.first_divergence.level, found.first_divergence.site) == ("pass f.py:fuse", "./tanh.0")
+    assert [level.name for level in found.levels] == ["pass f.py:fuse", "engine"]
+    assert found.levels[0].candidate == "program after pass f.py:fuse"
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_an_error_on_one_of_two_engines_is_an_effect_of_observing(wrong: Place, 
         side(Place.RELEASE, edits if wrong is Place.RELEASE else {}, ("add", "tanh"), AT_RESULTS),
     ]
     found = concluded(chain(), scored(chain(), sides))
-    assert found.first_divergence is not None and found.first_divergence.rung == wrong
+    assert found.first_divergence is not None and found.first_divergence.level == wrong
     assert any(hint.text.startswith(words) for hint in found.first_divergence.hints[:2])
 
 
@@ -113,13 +113,13 @@ def test_another_token_of_the_release_engine_is_not_ok() -> None:
     sides = [side(Place.ENGINE), side(Place.RELEASE, {}, ("add", "tanh"), AT_RESULTS)]
     found = concluded(chain(), scored(chain(), sides), severity={"release": severity})
     assert (found.ok, found.standing) == (False, "token changes")
-    assert found.rungs[1].note is not None and "changed token: case, step 1" in found.rungs[1].note
+    assert found.levels[1].note is not None and "changed token: case, step 1" in found.levels[1].note
 
 
 def test_a_release_engine_alone_is_a_small_share() -> None:
     release = side(Place.RELEASE, {}, ("add", "tanh"), AT_RESULTS)
     found = concluded(chain(), scored(chain(), [release]), min_coverage=0.3)
-    assert found.ok and found.coverage == pytest.approx(2 / 5) and found.rungs[0].coverage == pytest.approx(2 / 5)
+    assert found.ok and found.coverage == pytest.approx(2 / 5) and found.levels[0].coverage == pytest.approx(2 / 5)
     assert concluded(chain(), scored(chain(), [release]), min_coverage=0.9).too_little
 
 

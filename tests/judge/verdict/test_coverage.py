@@ -59,8 +59,8 @@ def checked(tmp_path: Path, candidate: nn.Module) -> Comparison:
 
 def test_f4_a_region_of_many_ops_is_named_and_counted_for_itself(tmp_path: Path) -> None:
     result = checked(tmp_path, Opaque())
-    found = result.fineness[0]
-    assert found.rung == "candidate" and found.num_sites == 2 * _STEPS
+    found = result.granularity[0]
+    assert found.level == "candidate" and found.num_sites == 2 * _STEPS
     assert found.largest_region == 2 * _STEPS > MOST_OPS
     assert found.largest_region_end == "./add.15"
     assert found.in_large_regions == pytest.approx(1.0) and found.op_by_op == 0
@@ -75,7 +75,7 @@ def test_f4_where_the_results_do_not_agree_a_large_region_counts_for_nothing(tmp
 
 
 def test_op_by_op_is_all_of_it_where_both_are_written_alike(tmp_path: Path) -> None:
-    found = checked(tmp_path, Long()).fineness[0]
+    found = checked(tmp_path, Long()).granularity[0]
     assert (found.op_by_op, found.in_regions, found.in_large_regions, found.results_only) == (1.0, 0.0, 0.0, 0.0)
 
 
@@ -98,5 +98,5 @@ class Shifted(nn.Module):
 def test_ops_that_make_a_mask_are_no_part_of_a_large_region(tmp_path: Path) -> None:
     torch.save({"x": torch.randn(1, 2, 5, 4, generator=torch.Generator().manual_seed(0))}, tmp_path / "x.pt")
     result = glass.check(Shifted(by_hand=True), candidate=Shifted(by_hand=False), inputs=str(tmp_path / "x.pt"))
-    fine = result.fineness[0]
+    fine = result.granularity[0]
     assert result.ok and fine.in_large_regions == 0.0 and fine.in_regions > 0.0 and fine.largest_region <= 2, fine

@@ -223,9 +223,9 @@ def test_numbers_in_paths_are_places_alike(site: str, place: str) -> None:
     assert place_of(site, None) == place
 
 
-def divergence(rung: str, node: str, *hints: Hint, step: int = 0) -> Divergence:
+def divergence(level: str, node: str, *hints: Hint, step: int = 0) -> Divergence:
     return Divergence(
-        rung=rung, step=step, site=node, node=node, candidate_site=node, source=None, verdict="wrong",
+        level=level, step=step, site=node, node=node, candidate_site=node, source=None, verdict="wrong",
         noise_ratio=9.0, bound_ratio=None, introduced=1.0, inherited=0.0, hints=hints,
     )  # fmt: skip
 

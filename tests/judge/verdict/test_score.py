@@ -112,7 +112,7 @@ def test_a_divergence_says_what_the_op_made_and_what_it_was_given() -> None:
     sin, exp = score.divergences["sin"], score.divergences["exp"]
     assert sin.introduced is not None and sin.inherited == pytest.approx(0.0, abs=1e-12)
     assert exp.introduced is not None and exp.inherited is not None and 0 < exp.inherited < exp.introduced * 10
-    assert (sin.candidate_site, sin.rung, sin.step) == ("own sin", "engine", 0)
+    assert (sin.candidate_site, sin.level, sin.step) == ("own sin", "engine", 0)
 
 
 def test_steps_of_a_case_are_judged_each_and_the_first_is_named() -> None:

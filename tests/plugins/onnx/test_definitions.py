@@ -44,7 +44,7 @@ def test_attention_is_judged(tmp_path: Path) -> None:
     onnx.save(onnx_text(ATTENTION, opset=23), tmp_path / "one.onnx")
     result = glass.check(tmp_path / "one.onnx", backend="onnxruntime")
     assert result.ok
-    assert all(pair.bound_ratio is not None for pair in result.pairs if pair.rung == "source")
+    assert all(pair.bound_ratio is not None for pair in result.pairs if pair.level == "source")
     onnx.save(onnx_text(ATTENTION.replace("is_causal = 1", "scale = 0.354"), opset=23), tmp_path / "other.onnx")
     assert not glass.check(tmp_path / "one.onnx", candidate=tmp_path / "other.onnx").ok
 

@@ -246,7 +246,7 @@ def test_mistakes_of_a_checkpoint_are_named_and_nothing_else(
     result = check(base, candidate=tmp_path, steps=0)
     assert not result.ok and result.verdict == "wrong"
     assert [origin.site for origin in result.origins] == [f"{name}.weight:param"]
-    assert result.first_divergence is not None and result.first_divergence.rung == "weights"
+    assert result.first_divergence is not None and result.first_divergence.level == "weights"
     hint = result.first_divergence.hints[0]
     assert hint.evidence == kind and text in hint.text
     shown = drawn(result)

@@ -140,7 +140,7 @@ def test_f8_a_right_file_is_drift_in_order_of_execution(name: str, files: dict[s
     model = name.partition(" ")[0]
     result = checked(files[model], files[name])
     assert result.ok and result.verdict == "rounding", (result.not_ok_because, result.origins)
-    assert result.coverage > 0.9 and result.fineness[0].rung == "quantized"
+    assert result.coverage > 0.9 and result.granularity[0].level == "quantized"
     rows = {row.site: row for row in result.drift}
     last = result.drift[-1]
     assert last.kind == "result" and last.site == ("logits" if model == "text" else "y") and 20 < last.snr_db < 60

@@ -67,7 +67,7 @@ def test_a_compiled_candidate_is_judged_op_by_op_and_as_it_runs(how: str, factor
         port = torch.compile(port, backend="eager")  # type: ignore[assignment]
     found = check(Net().eval(), candidate=port, inputs=str(tmp_path / "x.pt"))
     assert found.ok == (factor == 1)
-    assert {pair.rung for pair in found.pairs} == {"program", "candidate", "candidate, untouched"}
+    assert {pair.level for pair in found.pairs} == {"program", "candidate", "candidate, untouched"}
     if not found.ok:
         assert found.first_divergence is not None and found.first_divergence.site.startswith("layers.2")
 

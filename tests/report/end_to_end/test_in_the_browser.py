@@ -84,8 +84,8 @@ def test_the_guilty_line_is_on_the_first_screen_above_everything_else(
 
 def test_modules_stand_in_order_of_execution_and_names_show_their_ends(tab: Open, tmp_path: Path) -> None:
     names = [f"model.encoder.layers.{number}.attention.self.query/linear.0" for number in range(4)]
-    # A rung that sees only some of the modules does not put these first.
-    program = [pair(0, name, "identical", 0.0, rung="program") for name in names[1:3]]
+    # A level that sees only some of the modules does not put these first.
+    program = [pair(0, name, "identical", 0.0, level="program") for name in names[1:3]]
     own = [pair(0, name, "wrong", 1e3) for name in (*names[:2], names[3])]
     write_report(comparison([*program, *own]), tmp_path / "report")
     page = tab(tmp_path / "report").ready()

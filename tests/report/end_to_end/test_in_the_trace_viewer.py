@@ -64,7 +64,7 @@ def test_a_trace_opens_without_a_warning() -> None:
         assert errors == []
         read = page.evaluate(READ, json_text(perfetto(wrong)))
     assert read["warnings"] == []
-    assert read["processes"] == list(dict.fromkeys(pair.rung for pair in wrong.pairs))
+    assert read["processes"] == list(dict.fromkeys(pair.level for pair in wrong.pairs))
     assert len(read["slices"]) == len(wrong.pairs)
     # Every slice lies on the row of its step, in order of execution, a millisecond each.
     for step in range(4):

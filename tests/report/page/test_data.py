@@ -83,7 +83,7 @@ def test_columns_and_details_hold_the_pairs(tmp_path: Path) -> None:
         assert bool(found["flags"][row] & INHERITED) == one.inherited
         # All of it comes back; ratios to the digits of a float32.
         again = rows.pair(row)
-        assert (again.figures, again.reason, again.rung) == (one.figures, one.reason, one.rung)
+        assert (again.figures, again.reason, again.level) == (one.figures, one.reason, one.level)
 
 
 def test_worst_first_puts_what_has_no_size_above_any_number_and_introduced_above_inherited(tmp_path: Path) -> None:
@@ -108,9 +108,9 @@ def test_worst_first_puts_what_has_no_size_above_any_number_and_introduced_above
 
 def test_the_row_of_the_divergence_is_its_own_and_not_an_inherited_one(tmp_path: Path) -> None:
     pairs = [
-        pair(1, "a", "wrong", 3.0, rung="engine", inherited=True, case="one"),
-        pair(1, "a", "wrong", 3.0, rung="engine", case="two", rank=1),
-        pair(1, "a", "rounding", 0.1, rung="program"),
+        pair(1, "a", "wrong", 3.0, level="engine", inherited=True, case="one"),
+        pair(1, "a", "wrong", 3.0, level="engine", case="two", rank=1),
+        pair(1, "a", "rounding", 0.1, level="program"),
     ]
     rows, _ = rows_of(tmp_path, pairs)
     told: Any = {"node": None, "candidate_site": "a", "source": None, "verdict": "wrong", "noise_ratio": 3.0}
@@ -132,7 +132,7 @@ def test_the_end_of_a_region_is_no_origin_where_an_op_in_it_is_known(tmp_path: P
     reads = {"a/mm.0": ["x"], "b/sdpa.0": ["a/mm.0"], "b/linear.0": ["b/sdpa.0"], "c/linear.0": ["b/linear.0"]}
     rows = PageRows(DataFolder(tmp_path))
     own = [pair(0, "b/sdpa.0", "wrong", 9.0), pair(0, "b/linear.0", "wrong", 9.0, inherited=True)]
-    ends = [pair(0, name, "wrong", 9.0, judged_by="segment", rung="candidate, untouched") for name in "bc"]
+    ends = [pair(0, name, "wrong", 9.0, judged_by="segment", level="candidate, untouched") for name in "bc"]
     for one in (*own, *ends):
         rows.add(one, {})
     rows.leave_out_regions(reads)

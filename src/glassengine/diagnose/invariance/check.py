@@ -116,7 +116,7 @@ def judged(
 
 def _of_ranks(found: Comparison) -> Variation:
     """Return the change that the level of the ranks shows."""
-    result = next(one for one in found.results if one.rung == Place.RANKS)
+    result = next(one for one in found.results if one.level == Place.RANKS)
     verdict = CHANGE_VERDICTS[(0, 1, 1, 3)[VERDICTS.index(result.verdict)]] if result.is_decided else "undecided"
     first, is_same = found.first_divergence, verdict == CHANGE_VERDICTS[0]
     return Variation(

@@ -57,8 +57,8 @@ def judge_alike(climb: Climb, progress: Progress) -> str | None:
         climb.accumulation = ACCUMULATIONS[name]
         climb.scores = [_again(score, climb.accumulation) for score in first]
         judge(climb, climb.scores)
-        left = {score.side.rung: _products(climb.program, score) for score in climb.scores}
-        if not any(left[one.score.side.rung].flagged & one.flagged for one in suspects):
+        left = {score.side.level: _products(climb.program, score) for score in climb.scores}
+        if not any(left[one.score.side.level].flagged & one.flagged for one in suspects):
             worst = max(suspects, key=lambda one: len(one.flagged))
             number = f"{len(worst.flagged)} of {worst.num_judged}"
             return (

@@ -88,17 +88,17 @@ def nodes(pairs: Mapping[str, SitePair]) -> dict[str, str]:
     return {node: pair.candidate.node for node, pair in pairs.items()}
 
 
-def skip_unpaired(climb: Climb, program: Program, pairs: Mapping[str, SitePair], rung: str) -> None:
+def skip_unpaired(climb: Climb, program: Program, pairs: Mapping[str, SitePair], level: str) -> None:
     """List the ops of both programs that have no counterpart and are in no region."""
     taken = {pair.candidate.node for pair in pairs.values()}
     inside = covered(climb.program, pairs)
     for site in climb.program.sites:
         if site.kind == "op" and site.node not in pairs and site.node not in inside:
-            climb.skipped.append(Skipped(site.name, "baseline", "no counterpart in the candidate", rung=rung))
+            climb.skipped.append(Skipped(site.name, "baseline", "no counterpart in the candidate", level=level))
     reason = "written with other ops: no counterpart in the baseline"
     for site in program.sites:
         if site.kind == "op" and site.node not in taken:
-            climb.skipped.append(Skipped(site.name, "candidate", reason, rung=rung))
+            climb.skipped.append(Skipped(site.name, "candidate", reason, level=level))
 
 
 def observable(climb: Climb, program: Program) -> OutputPlan:
@@ -111,11 +111,11 @@ def observable(climb: Climb, program: Program) -> OutputPlan:
         sizes = {"batch": longest.batch, "sequence": longest.input_ids.shape[1], "cache": longest.cache_length}
     plan = plan_outputs(program, nodes, sizes=sizes, byte_budget=BYTE_BUDGET)
     for node, reason in plan.left_out.items():
-        climb.skipped.append(Skipped(program.sites.by_node[node][0].name, "candidate", reason, rung=Place.ENGINE))
+        climb.skipped.append(Skipped(program.sites.by_node[node][0].name, "candidate", reason, level=Place.ENGINE))
     constant = [node for node, derived in plan.derived.items() if derived.source is From.WEIGHTS]
     for node in constant:
         name = program.sites.by_node[node][0].name
-        climb.skipped.append(Skipped(name, "both", "depends on weights alone: folded by compilers", rung=Place.ENGINE))
+        climb.skipped.append(Skipped(name, "both", "depends on weights alone: folded by compilers", level=Place.ENGINE))
     kept = {node: derived for node, derived in plan.derived.items() if node not in constant}
     return OutputPlan(plan.added, kept, plan.left_out, plan.num_bytes)
 
@@ -139,11 +139,11 @@ def engine_nodes(climb: Climb, engine: Engine, observed: Sequence[str]) -> dict[
 
 def result_nodes(baseline: Program, engine: Engine) -> dict[str, tuple[str, str, str]]:
     """Baseline node -> (output name, engine site, method) for results and updated caches."""
-    own = {entry.name: entry.node for entry in engine.manifest.outputs}
+    node_of = {entry.name: entry.node for entry in engine.manifest.outputs}
     nodes = {}
     for name, node in baseline.output_nodes.items():
-        if name in own:
-            sites = engine.sites.by_node.get(own[name])
+        if name in node_of:
+            sites = engine.sites.by_node.get(node_of[name])
             nodes[node] = (name, sites[0].name if sites else name, "name")
     return nodes
 

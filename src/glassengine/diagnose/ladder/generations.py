@@ -53,7 +53,7 @@ from glassengine.program.kinds.image_text import (
 )
 from glassengine.program.user_code.module_state import own_copies
 from glassengine.progress import Progress, Work
-from glassengine.results import Findings, Rung, WeightsComparison, added, worst
+from glassengine.results import Findings, LevelResult, WeightsComparison, added, worst
 from glassengine.results.answer import Origin
 
 DECODER_IDS = "decoder_input_ids"
@@ -175,10 +175,10 @@ def _right_padded(model: LoadedModel, case: Case) -> dict[str, Any]:
 def joined(encoder: Findings, decoder: Findings) -> Findings:
     """Return what was found in both programs; coverage is the lower one of the two."""
     # A level that only explains, or a pass, may be there for one of them.
-    names = [rung.name for rung in max(encoder.rungs, decoder.rungs, key=len)]
+    names = [level.name for level in max(encoder.levels, decoder.levels, key=len)]
     firsts = [found.first_divergence for found in (encoder, decoder) if found.first_divergence is not None]
-    first = min(firsts, key=lambda one: names.index(one.rung or ""), default=None)
-    rungs = (*encoder.rungs, *decoder.rungs)
+    first = min(firsts, key=lambda one: names.index(one.level or ""), default=None)
+    levels = (*encoder.levels, *decoder.levels)
     less = min(encoder, decoder, key=lambda found: found.coverage)
     assert encoder.counts is not None and decoder.counts is not None
     return replace(
@@ -195,10 +195,10 @@ def joined(encoder: Findings, decoder: Findings) -> Findings:
         pairs=(*encoder.pairs, *decoder.pairs),
         skipped=[*encoder.skipped, *decoder.skipped],
         coverage=less.coverage,
-        rungs=[_joined_rung([rung for rung in rungs if rung.name == name]) for name in names],
+        levels=[_joined_level([level for level in levels if level.name == name]) for name in names],
         weights=_joined_weights(encoder.weights, decoder.weights),
         results=merged((*encoder.results, *decoder.results)),
-        fineness=[*encoder.fineness, *decoder.fineness],
+        granularity=[*encoder.granularity, *decoder.granularity],
         inputs=[*encoder.inputs, *decoder.inputs],
         drift=[*encoder.drift, *decoder.drift],
         written_differently=[*encoder.written_differently, *decoder.written_differently],
@@ -209,14 +209,14 @@ def joined(encoder: Findings, decoder: Findings) -> Findings:
     )
 
 
-def _joined_rung(found: Sequence[Rung]) -> Rung:
+def _joined_level(found: Sequence[LevelResult]) -> LevelResult:
     """Return the level of both programs; notes are the decoder's."""
     return replace(
         found[-1],
-        verdict=worst(rung.verdict for rung in found),
-        num_judged=sum(rung.num_judged for rung in found),
-        coverage=min((rung.coverage for rung in found if rung.coverage is not None), default=None),
-        first_divergence=next((rung.first_divergence for rung in found if rung.first_divergence is not None), None),
+        verdict=worst(level.verdict for level in found),
+        num_judged=sum(level.num_judged for level in found),
+        coverage=min((level.coverage for level in found if level.coverage is not None), default=None),
+        first_divergence=next((level.first_divergence for level in found if level.first_divergence is not None), None),
     )
 
 

@@ -53,7 +53,7 @@ def until_clean(request: CheckRequest, check: Callable[[CheckRequest], Compariso
 
 
 def _is_mistake(one: Divergence, policy: Policy) -> bool:
-    return one.rung == Place.CANDIDATE and policy.fails(one.verdict)
+    return one.level == Place.CANDIDATE and policy.fails(one.verdict)
 
 
 def _told(found: list[Divergence], last: Comparison, rounds: int, why: str | None) -> str:

@@ -106,7 +106,7 @@ def severity_counter(
                 continue
             logits = found[-1].tensor[:, -1]
             against = before if score.side.place is Place.RELEASE else model
-            climb.severity.setdefault(score.side.rung, Severity()).add(
+            climb.severity.setdefault(score.side.level, Severity()).add(
                 against, logits, noise, f"{case.name}, step {step}"
             )
             before = logits

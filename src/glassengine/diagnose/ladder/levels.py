@@ -148,7 +148,7 @@ def add_passes(climb: Climb, passes: Sequence[str], progress: Progress) -> None:
             climb.built, climb.pairs, place=Place.PASS, detail=spec, replay=replay_of(climb, climb.pairs)
         )
         climb.add(side)
-        skip_unpaired(climb, climb.built, climb.pairs, side.rung)
+        skip_unpaired(climb, climb.built, climb.pairs, side.level)
 
 
 def add_op_by_op(climb: Climb, backend: str | None, progress: Progress) -> None:
@@ -161,7 +161,7 @@ def add_op_by_op(climb: Climb, backend: str | None, progress: Progress) -> None:
     try:
         side = op_by_op(climb.program, program, climb.pairs, backend, around=around, accumulation=climb.accumulation)
     except UsageError as error:
-        climb.skipped.append(Skipped("*", "candidate", f"not judged op by op: {error.what}", rung=Place.OP_BY_OP))
+        climb.skipped.append(Skipped("*", "candidate", f"not judged op by op: {error.what}", level=Place.OP_BY_OP))
         return
     place = len(climb.scores) if engine is None else climb.scores.index(engine)
     climb.scores.insert(place, Score(side, climb.program))

@@ -62,7 +62,7 @@ def add_model(
         if grafts:
             raise UsageError("--graft needs a candidate that can be exported", got=exported.what)
         reason = f"not judged op by op: {exported.what} ({exported.got})"
-        climb.skipped.append(Skipped("*", "candidate", reason, rung=Place.CANDIDATE))
+        climb.skipped.append(Skipped("*", "candidate", reason, level=Place.CANDIDATE))
         climb.weights = _weights_by_name(climb, candidate)
     else:
         program = exported
@@ -119,12 +119,12 @@ def leave_out_export(climb: Climb) -> None:
     """Leave out what was judged of an export that returns something else than the candidate."""
     for score in [score for score in climb.scores if score.unlike is not None]:
         climb.scores.remove(score)
-        climb.severity.pop(score.side.rung, None)
+        climb.severity.pop(score.side.level, None)
         reason = (
             f"not judged op by op: its export returns other results than it does ({score.unlike}); "
             "its code decides by the length of the cache or of the step, which an export fixes"
         )
-        climb.skipped.append(Skipped("*", "candidate", reason, rung=Place.CANDIDATE))
+        climb.skipped.append(Skipped("*", "candidate", reason, level=Place.CANDIDATE))
 
 
 def _weights_by_name(climb: Climb, candidate: LoadedModel) -> WeightsComparison | None:

@@ -105,6 +105,6 @@ def _merge(climb: Climb, future: Future[bytes | Died]) -> None:
     scores, severity, chosen = found
     for score, later in zip(climb.scores, scores, strict=True):
         score.merge(later)
-    for rung, later in severity.items():
-        climb.severity.setdefault(rung, Severity()).merge(later)
+    for level, later in severity.items():
+        climb.severity.setdefault(level, Severity()).merge(later)
     climb.chosen |= chosen

@@ -1,4 +1,4 @@
-"""A record of another run as a rung: of one process, or of several that share the model."""
+"""A record of another run as a level: of one process, or of several that share the model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def add_record(climb: Climb, tensors: RecordedTensors) -> torch.dtype | None:
         else:
             climb.add(RecordedModules(nn.Identity(), climb.program, tensors=tensors, replay=segments))
     for item in tensors.source.skipped:
-        climb.skipped.append(Skipped(item.site, "candidate", item.reason, step=item.step, rung=Place.RECORD))
+        climb.skipped.append(Skipped(item.site, "candidate", item.reason, step=item.step, level=Place.RECORD))
     return dtype
 
 

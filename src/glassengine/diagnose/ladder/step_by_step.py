@@ -103,7 +103,7 @@ def specialized(stage: StepStage) -> list[Skipped]:
             is_scripted = any(isinstance(part, torch.jit.ScriptModule) for part in model.module.modules())
             why = "it is TorchScript" if is_scripted else "it looks at values"
             reason = f"{why}, so that it was {how}: branches and loops are those of this step"
-            found.append(Skipped("*", side, reason, rung="candidate"))
+            found.append(Skipped("*", side, reason, level="candidate"))
     return found
 
 

@@ -60,7 +60,7 @@ def with_reproduction(
     assert first is not None and first.node is not None
     # A level that only explains another one (ops compiled alone) keeps no tensors: the same op of that one will do.
     boxes = sorted(
-        (score for score in scores if score.evidence is not None), key=lambda score: score.side.rung != first.rung
+        (score for score in scores if score.evidence is not None), key=lambda score: score.side.level != first.level
     )
     kept = (score.evidence.get(first.node, first.step) for score in boxes if score.evidence is not None)
     evidence = next((found for found in kept if found is not None), None)
@@ -121,8 +121,8 @@ def _reproduce_onnx(directory: Path, recorded: Reproduction, evidence: Evidence)
     last: Reproduction | None = None
     for depth, region in _regions(evidence):
         runner = evidence.backend if evidence.backend in ("onnxruntime", "openvino") else "onnxruntime"
-        own = {**recorded.about, "shown by": f"{runner} alone"}
-        found = replace(recorded, about=own, runner=runner, candidate=region, graph=evidence.program)
+        facts = {**recorded.about, "shown by": f"{runner} alone"}
+        found = replace(recorded, about=facts, runner=runner, candidate=region, graph=evidence.program)
         last = last or replace(found, about=recorded.about, runner="recorded")
         found = found if depth == 1 else _of_region(found, region)
         if _shows(found):
@@ -142,12 +142,12 @@ def _attempts(recorded: Reproduction, evidence: Evidence) -> Iterator[Reproducti
     piece = evidence.candidate()
     if piece is None:
         return
-    own = {**recorded.about, "shown by": "the candidate's graph in eager mode"}
-    yield replace(recorded, about=own, runner="eager", candidate=piece)
+    facts = {**recorded.about, "shown by": "the candidate's graph in eager mode"}
+    yield replace(recorded, about=facts, runner="eager", candidate=piece)
     for depth, region in _regions(evidence):
         for runner, settings in _RUNNERS.get(evidence.backend or "", ()):
-            own = {**recorded.about, "shown by": f"{len(region.ops)} ops compiled by {runner}"}
-            found = replace(recorded, about=own, runner=runner, settings=settings, candidate=region)
+            facts = {**recorded.about, "shown by": f"{len(region.ops)} ops compiled by {runner}"}
+            found = replace(recorded, about=facts, runner=runner, settings=settings, candidate=region)
             yield found if depth == 1 else _of_region(found, region)
 
 
@@ -208,10 +208,10 @@ def reproduce_bisection(directory: Path, bisection: Bisection, piece: Piece) -> 
         "ops": ", ".join(op.op for op in bisection.ops),
         "source": next((op.source for op in bisection.ops if op.source), None),
     }
-    told = {label: text for label, text in about.items() if text is not None}
+    facts = {label: text for label, text in about.items() if text is not None}
     for runner, settings in _RUNNERS.get(bisection.backend, ()):
         settings = {**settings, **(compiler_settings() if bisection.backend == "inductor" else {})}
-        found = Reproduction(told, runner, piece, piece, exact, allowed, (), weights={}, settings=settings)
+        found = Reproduction(facts, runner, piece, piece, exact, allowed, (), weights={}, settings=settings)
         try:
             # What kills its process is written without being tried in this one.
             if bisection.failure == "crash" or _shows(found, raising=bisection.failure != "accuracy"):
@@ -235,13 +235,13 @@ def _allowed(reference: Reference) -> torch.Tensor:
 
 def _about(divergence: Divergence) -> dict[str, Any]:
     """What a reproduction tells its reader."""
-    told = {
+    facts = {
         "site": divergence.site,
         "candidate": divergence.candidate_site,
         "source": divergence.source,
-        "rung": divergence.rung,
+        "level": divergence.level,
         "step": divergence.step,
         "verdict": divergence.verdict,
         "hint": "; ".join(hint.text for hint in divergence.hints) or None,
     }
-    return {label: value for label, value in told.items() if value is not None}
+    return {label: value for label, value in facts.items() if value is not None}

@@ -60,8 +60,8 @@ class _GraphSide(Side):
     def step(self, inputs: Given) -> None:
         """Run the graph."""
         assert not isinstance(inputs, StepInputs)
-        found = dict(zip(self.nodes, self.run(), strict=True))
-        self._values = {node: value for node, value in found.items() if isinstance(value, torch.Tensor)}
+        values = dict(zip(self.nodes, self.run(), strict=True))
+        self._values = {node: value for node, value in values.items() if isinstance(value, torch.Tensor)}
         if self.replay is not None:
             self.replay.begin_step(inputs, self._values)
 
@@ -118,7 +118,7 @@ def judge_snapshot(
     skipped = []
     if is_random and snapshot.meta.get("backend") != "eager":
         skipped.append(
-            Skipped("*", "baseline", "what was recorded was drawn by another generator", rung=Place.RECORDED)
+            Skipped("*", "baseline", "what was recorded was drawn by another generator", level=Place.RECORDED)
         )
     elif snapshot.outputs is not None:
         values = _recorded(snapshot, program)
@@ -127,20 +127,20 @@ def judge_snapshot(
         sides.append(_GraphSide(program, lambda: [values[n] for n in kept], kept, **options))
     with tempfile.TemporaryDirectory(prefix="glassengine-replay-") as folder:
         asked = ((Place.ENGINE, ops), (Place.RELEASE, [name for name in dict.fromkeys(results) if name in judged]))
-        for rung, nodes in asked:
+        for level, nodes in asked:
             progress(Work.COMPILING.says(f"compiling with {backend.name}, {len(nodes)} results"))
             observable = _returning(graph, program, nodes)
-            directory = Path(folder, rung)
+            directory = Path(folder, level)
             directory.mkdir()
-            run = compile_run(f"{snapshot.name}/{rung}", observable, arguments, backend, directory)
+            run = compile_run(f"{snapshot.name}/{level}", observable, arguments, backend, directory)
             replay, guarantee = None, Guarantee.RESULTS
-            if rung is Place.ENGINE:
+            if level is Place.ENGINE:
                 guarantee = Guarantee.EVERY_OP
                 wide = backend.capabilities.wide_operands
                 replay = Replay(
                     program, compiled=backend.name != "eager", wide_operands=wide, accumulation=accumulation
                 )
-            sides.append(_GraphSide(program, run_of(run), nodes, place=rung, guarantee=guarantee, replay=replay))
+            sides.append(_GraphSide(program, run_of(run), nodes, place=level, guarantee=guarantee, replay=replay))
         progress(Work.JUDGING.says(f"judging {len(ops)} ops"))
         scores = [Score(side, program) for side in sides]
         # The model chooses the tokens of a generation; there are none here.

@@ -135,7 +135,7 @@ def _list_statistics(found: TrainingFindings, steps: Sequence[StepTaken]) -> Non
     """List the buffers that a run writes: each step is judged from the candidate's own."""
     for name in steps[-1].buffers_written:
         reason = "a buffer that the forward writes is not judged: running statistics, say"
-        found.skipped.append(Skipped(name, "both", reason, rung="update"))
+        found.skipped.append(Skipped(name, "both", reason, level="update"))
 
 
 @dataclass
@@ -204,12 +204,12 @@ def _judge_gradients(
     phases = {site.node: "backward" if is_backward(site.name) else "forward" for site in program.sites}
     at_site = {site.name: phases[site.node] for site in program.sites}
     own = sorted(ops.divergences.values(), key=lambda d: order[d.node or ""])
-    own = [replace(d, rung=phases[d.node or ""], step=number) for d in own]
+    own = [replace(d, level=phases[d.node or ""], step=number) for d in own]
     own, judged = _without_rewrites(own, ops.pairs, run.pairs, [*only_ours, *only_theirs])
     known = {d.site for d in found.origins}
     own = [as_written(ops, program, d) for d in own]
     found.origins += [d for d in own if d.site not in known]
-    found.pairs += [replace(pair, step=number, rung=at_site[pair.site]) for pair in judged]
+    found.pairs += [replace(pair, step=number, level=at_site[pair.site]) for pair in judged]
     found.pairs += [replace(p, step=number, site=p.candidate_site, inherited=bool(own)) for p in run.pairs]
     if not own:
         # The ops are all right as they were traced: what ran instead of them (a compiler's kernels) is not.
@@ -225,7 +225,7 @@ def _judge_gradients(
     found.judged |= {names[node] for node in wanted & ops.judged_nodes}
     if number == 0:
         reason = "no counterpart in the same module call of the other side"
-        found.skipped += [Skipped(site.name, "baseline", reason, rung=at_site[site.name]) for site in only_ours]
+        found.skipped += [Skipped(site.name, "baseline", reason, level=at_site[site.name]) for site in only_ours]
         found.skipped += [Skipped(site.name, "candidate", reason) for site in only_theirs]
 
 

@@ -12,9 +12,9 @@ from glassengine.results import (
     Comparison,
     Divergence,
     Findings,
+    LevelResult,
     Pair,
     Policy,
-    Rung,
     Skipped,
     WrittenDifferently,
     worst,
@@ -26,7 +26,7 @@ GUARANTEES = {
     "run": Guarantee.GRADIENTS.text,
     "update": "judged by the optimizer's step",
 }
-RUNGS = tuple(GUARANTEES)
+LEVELS = tuple(GUARANTEES)
 """In the order in which a step makes them: "run" is what the candidate's own forward and backward came to."""
 
 
@@ -43,13 +43,13 @@ class TrainingFindings:
 
     def conclude(self, baseline: str, candidate: str, policy: Policy) -> Comparison:
         """Return the comparison."""
-        rungs = []
+        levels = []
         for name, guarantee in GUARANTEES.items():
-            own = [pair for pair in self.pairs if pair.rung == name]
-            first = min((d for d in self.origins if d.rung == name), key=lambda d: d.step, default=None)
+            own = [pair for pair in self.pairs if pair.level == name]
+            first = min((d for d in self.origins if d.level == name), key=lambda d: d.step, default=None)
             verdict = worst(pair.verdict for pair in own)
             if own:
-                rungs.append(Rung(name, "baseline", "candidate", verdict, guarantee, len(own), None, first))
+                levels.append(LevelResult(name, "baseline", "candidate", verdict, guarantee, len(own), None, first))
         verdict = worst(pair.verdict for pair in self.pairs)
         first = self._first()
         found = Findings(
@@ -63,7 +63,7 @@ class TrainingFindings:
             pairs=self.pairs,
             skipped=self.skipped,
             coverage=len(self.judged) / len(self.wanted) if self.wanted else 1.0,
-            rungs=rungs,
+            levels=levels,
             written_differently=list(self.written.values()),
         )
         return found.conclude(policy)
@@ -74,18 +74,18 @@ class TrainingFindings:
             (some for level in reversed(FLAGGED) if (some := [d for d in self.origins if d.verdict == level])), []
         )
         flagged = {
-            pair.site: pair.step for pair in reversed(self.pairs) if pair.rung == "run" and pair.verdict in FLAGGED
+            pair.site: pair.step for pair in reversed(self.pairs) if pair.level == "run" and pair.verdict in FLAGGED
         }
         if flagged and LOSS not in flagged:
-            return next((d for d in worst_ones if d.rung != "forward"), None) or next(iter(worst_ones), None)
+            return next((d for d in worst_ones if d.level != "forward"), None) or next(iter(worst_ones), None)
         return next(iter(worst_ones), None)
 
     def _reason(self, first: Divergence) -> str:
         """Return what is wrong: the loss, how many gradients, or an op alone."""
-        run = [pair for pair in self.pairs if pair.rung == "run" and pair.step == first.step]
+        run = [pair for pair in self.pairs if pair.level == "run" and pair.step == first.step]
         gradients = [pair for pair in run if pair.site.endswith(GRADIENT)]
         wrong = [pair for pair in gradients if pair.verdict in FLAGGED]
-        op = f"the first {first.verdict} {first.noun} is {first.site} ({first.rung}, step {first.step})"
+        op = f"the first {first.verdict} {first.noun} is {first.site} ({first.level}, step {first.step})"
         if not wrong:
             return op
         is_loss_wrong = any(pair.site == LOSS and pair.verdict in FLAGGED for pair in run)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from glassengine.diagnose.training.findings import RUNGS, TrainingFindings
+from glassengine.diagnose.training.findings import LEVELS, TrainingFindings
 from glassengine.diagnose.training.run import OptimizerFactory, StepTaken, options_of, repeat_update, split
 from glassengine.diagnose.training.update_mistakes import Updates, kind_of_option
 from glassengine.numerics.float64 import double
@@ -56,16 +56,16 @@ def judge_updates(
                 verdict = judgement.verdict if known is None else worst([known.verdict, judgement.verdict])
                 found.written[hint] = WrittenDifferently(known.site if known else site, site, hint, verdict, "update")
             case = f"step {number}"
-            pair = Pair(number, site, site, "name", 1.0, judgement.verdict, "reverse replay", case=case, rung="update")
+            pair = Pair(number, site, site, "name", 1.0, judgement.verdict, "reverse replay", case=case, level="update")
             found.pairs.append(replace(pair, noise_ratio=judgement.noise_ratio, reason=judgement.reason))
             if judgement.verdict in FLAGGED and site not in flagged:
                 flagged.add(site)
                 tried = updates.explain(site, exact, native, theirs)
-                told = tried or (Hint(kind_of_option(hint.partition(":")[0]), hint, 1.0, "argument") if hint else None)
-                guesses = () if told is None else (told,)
+                guess = tried or (Hint(kind_of_option(hint.partition(":")[0]), hint, 1.0, "argument") if hint else None)
+                guesses = () if guess is None else (guess,)
                 found.origins.append(
                     Divergence(
-                        rung="update",
+                        level="update",
                         step=number,
                         site=site,
                         node=None,
@@ -82,7 +82,7 @@ def judge_updates(
         for _, scheduler, _ in lanes:
             if scheduler is not None:
                 scheduler.step()
-    found.origins.sort(key=lambda d: (d.step, RUNGS.index(d.rung or "")))
+    found.origins.sort(key=lambda d: (d.step, LEVELS.index(d.level or "")))
 
 
 def _updated(

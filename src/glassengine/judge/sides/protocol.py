@@ -179,7 +179,7 @@ class Place(StrEnum):
     RUN = "run"
 
 
-class Level(Enum):
+class ObservedAt(Enum):
     """What a side was observed at: every op that it has, module outputs, or results alone."""
 
     OP = "op"
@@ -190,14 +190,14 @@ class Level(Enum):
 class Guarantee(Enum):
     """What the verdicts of a side promise: in words, and at which level it is observed."""
 
-    EVERY_OP = "judged op by op", Level.OP
-    STORED_OPS = "judged at ops kept as stored", Level.OP
-    SEGMENTS = "judged by segments", Level.SEGMENT
-    RESULTS = "judged at results", Level.RESULT
-    RESULTS_AND_CACHES = "judged at results and caches", Level.RESULT
-    FEW_OUTPUTS = "judged at a few outputs a build", Level.RESULT
-    NEAR_THE_ERROR = "judged near the error", Level.RESULT
-    GRADIENTS = "judged at loss and gradients", Level.RESULT
+    EVERY_OP = "judged op by op", ObservedAt.OP
+    STORED_OPS = "judged at ops kept as stored", ObservedAt.OP
+    SEGMENTS = "judged by segments", ObservedAt.SEGMENT
+    RESULTS = "judged at results", ObservedAt.RESULT
+    RESULTS_AND_CACHES = "judged at results and caches", ObservedAt.RESULT
+    FEW_OUTPUTS = "judged at a few outputs a build", ObservedAt.RESULT
+    NEAR_THE_ERROR = "judged near the error", ObservedAt.RESULT
+    GRADIENTS = "judged at loss and gradients", ObservedAt.RESULT
 
     @property
     def text(self) -> str:
@@ -205,7 +205,7 @@ class Guarantee(Enum):
         return self.value[0]
 
     @property
-    def level(self) -> Level:
+    def observed_at(self) -> ObservedAt:
         """Where a side that promises this is observed."""
         return self.value[1]
 
@@ -260,14 +260,14 @@ class Side(ABC):
     plain: Mapping[str, Any] = field(default_factory=dict, init=False)
 
     @property
-    def rung(self) -> str:
+    def level(self) -> str:
         """Name of the level, on screen and in documents."""
         return f"{self.place} {self.detail}" if self.detail else self.place.value
 
     @property
-    def level(self) -> Level:
+    def observed_at(self) -> ObservedAt:
         """What it was observed at."""
-        return self.guarantee.level
+        return self.guarantee.observed_at
 
     @property
     def backend(self) -> str | None:

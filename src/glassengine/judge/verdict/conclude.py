@@ -17,9 +17,9 @@ from glassengine.judge.exclusions.dead_elements import unread_nodes
 from glassengine.judge.graphs.between import ancestors, origin_of
 from glassengine.judge.graphs.by_name import paired_results
 from glassengine.judge.replay.replay import covered
-from glassengine.judge.sides.protocol import Level, Place, float_nodes
+from glassengine.judge.sides.protocol import ObservedAt, Place, float_nodes
 from glassengine.judge.verdict.corrections import line_of_added_op, line_of_number, line_of_reader, with_lines
-from glassengine.judge.verdict.coverage import coverage, fineness, missing, not_judged, region_nodes
+from glassengine.judge.verdict.coverage import coverage, granularity, missing, not_judged, region_nodes
 from glassengine.judge.verdict.drift import table
 from glassengine.judge.verdict.origins import grouped, place_of, with_proofs
 from glassengine.judge.verdict.score import Score
@@ -33,8 +33,8 @@ from glassengine.results import (
     Divergence,
     Findings,
     Hint,
+    LevelResult,
     Pair,
-    Rung,
     Skipped,
     Verdict,
     WeightsComparison,
@@ -87,19 +87,21 @@ def findings_of(
         IncomparableError: Nothing was compared.
     """
     order = {node.name: index for index, node in enumerate(program.graph.nodes)}
-    rungs: list[Rung] = []
+    levels: list[LevelResult] = []
     origins: list[Divergence] = []
     soft = softened(scores, program)
-    verdicts = {rung: worst(pair.verdict for pair in found) for rung, found in soft.pairs.items()}
+    verdicts = {level: worst(pair.verdict for pair in found) for level, found in soft.pairs.items()}
     for score in scores:
-        found = sorted(soft.divergences[score.side.rung], key=lambda d: (d.step, order[d.node or ""]))
+        found = sorted(soft.divergences[score.side.level], key=lambda d: (d.step, order[d.node or ""]))
         found = [_with_observer_effect(divergence, verdicts) for divergence in found]
         found = [_with_ops_left_out(score, program, divergence) for divergence in found]
         found = [with_lines(as_written(score, program, divergence)) for divergence in found]
         origins += found
-        rungs.append(_rung(score, program, found, severity.get(score.side.rung), verdicts[score.side.rung]))
+        levels.append(_level(score, program, found, severity.get(score.side.level), verdicts[score.side.level]))
     origins = grouped(with_proofs(origins, program), program)
-    pairs = tuple(pair for score in scores for pair in [*soft.pairs[score.side.rung], *_within_regions(score, program)])
+    pairs = tuple(
+        pair for score in scores for pair in [*soft.pairs[score.side.level], *_within_regions(score, program)]
+    )
     if not pairs:
         raise IncomparableError("nothing was compared", expected="sites that both sides have")
     inside = worst(pair.verdict for pair in pairs)
@@ -114,11 +116,11 @@ def findings_of(
     results = tuple(r for score in scores for r in score.results.found if is_compared or not r.agrees)
     agree = bool(results) and all(result.agrees for result in results)
     judged = coverage(main, program, results_agree=agree)
-    if main.side.level is Level.RESULT:
+    if main.side.observed_at is ObservedAt.RESULT:
         # The ops were not observed: results alone are a small share.
         ops = float_nodes(program, ("op",))
         judged = len(ops & main.judged_nodes) / len(ops) if ops else 1.0
-    first = _first(origins, order, [score.side.rung for score in scores])
+    first = _first(origins, order, [score.side.level for score in scores])
     release = severity.get(Place.RELEASE)
     left_out = [item for score in scores for item in score.left_out.values()]
     all_skipped = [
@@ -141,18 +143,18 @@ def findings_of(
         counts=counts_of(
             pairs,
             unmatched_baseline=sum(s.side == "baseline" for s in all_skipped),
-            unmatched_candidate=sum(s.side == "candidate" and s.rung == Place.CANDIDATE for s in all_skipped),
-            not_recorded=sum(s.rung == Place.ENGINE for s in all_skipped),
+            unmatched_candidate=sum(s.side == "candidate" and s.level == Place.CANDIDATE for s in all_skipped),
+            not_recorded=sum(s.level == Place.ENGINE for s in all_skipped),
         ),
         pairs=pairs,
         skipped=all_skipped,
         coverage=judged,
-        rungs=rungs,
-        severity={rung: value.to_dict() for rung, value in severity.items()},
+        levels=levels,
+        severity={level: value.to_dict() for level, value in severity.items()},
         results=results,
         drift=table(program, [(score.drift, score.results) for score in scores if score.drift is not None]),
         # The one that the verdict rests on comes first.
-        fineness=[fineness(score, program) for score in [main, *(s for s in scores if s is not main)]],
+        granularity=[granularity(score, program) for score in [main, *(s for s in scores if s is not main)]],
         inputs=[CaseInputs(case.name, case.num_steps, case.inputs, (texts or {}).get(case.name, ())) for case in cases],
         weights=weights,
         written_differently=list(_written_differently(program, scores)),
@@ -194,7 +196,7 @@ def main_of(scores: Sequence[Score]) -> Score:
     The baseline's own file is not a candidate, and the result of a pass is built into what comes after it.
     """
     own = (Place.SOURCE, Place.PASS)
-    return next((s for s in scores if s.side.level is Level.OP and s.side.place not in own), scores[-1])
+    return next((s for s in scores if s.side.observed_at is ObservedAt.OP and s.side.place not in own), scores[-1])
 
 
 def _is_layer(node: Node) -> bool:
@@ -203,18 +205,18 @@ def _is_layer(node: Node) -> bool:
     return traits.multiplies and traits.addend == 2
 
 
-def _rung(
+def _level(
     score: Score, program: Program, divergences: Sequence[Divergence], severity: Severity | None, verdict: Verdict
-) -> Rung:
+) -> LevelResult:
     side = score.side
-    ours, theirs = _COMPARED.get(side.place, ("program", f"program after {side.rung}"))
+    ours, theirs = _COMPARED.get(side.place, ("program", f"program after {side.level}"))
     note = None
     if side.place is Place.RELEASE and severity is not None:
         note = f"bitwise equal to the engine in {severity.num_bitwise} of {severity.num_tokens} rows of logits"
         if severity.first_change:
             note += f"; changed token: {severity.first_change}"
-    return Rung(
-        name=side.rung,
+    return LevelResult(
+        name=side.level,
         baseline=ours,
         candidate=theirs,
         verdict=verdict,
@@ -228,8 +230,8 @@ def _rung(
 
 def _with_observer_effect(divergence: Divergence, verdicts: Mapping[str, str]) -> Divergence:
     """Report an error that exists only with, or only without, debug outputs."""
-    with_outputs = divergence.rung == Place.ENGINE
-    other = Place.RELEASE if with_outputs else Place.ENGINE if divergence.rung == Place.RELEASE else ""
+    with_outputs = divergence.level == Place.ENGINE
+    other = Place.RELEASE if with_outputs else Place.ENGINE if divergence.level == Place.RELEASE else ""
     if divergence.verdict != "wrong" or verdicts.get(other) not in ("identical", "rounding"):
         return divergence
     which = "with" if with_outputs else "without"
@@ -318,7 +320,7 @@ def _source_there(score: Score, divergence: Divergence) -> str | None:
 
 def _within_regions(score: Score, program: Program) -> Iterator[Pair]:
     """A pair for each op that the candidate writes differently, with the verdict of the region that it is in."""
-    inside = region_nodes(score, program) if score.side.level is Level.OP else {}
+    inside = region_nodes(score, program) if score.side.observed_at is ObservedAt.OP else {}
     found: dict[str, list[Pair]] = {}
     for pair in score.pairs:
         found.setdefault(pair.site, []).append(pair)
@@ -334,12 +336,12 @@ def _within_regions(score: Score, program: Program) -> Iterator[Pair]:
             yield dataclasses.replace(last, site=names[node], method="region", figures=None, reason=reason)
 
 
-def _first(origins: Sequence[Divergence], order: Mapping[str, int], rungs: Sequence[str]) -> Divergence | None:
+def _first(origins: Sequence[Divergence], order: Mapping[str, int], levels: Sequence[str]) -> Divergence | None:
     """The earliest wrong origin by level, step and graph order; the earliest suspicious one when none is wrong."""
     for level in reversed(FLAGGED):
         found = [d for d in origins if d.verdict == level]
         if found:
-            return min(found, key=lambda d: (rungs.index(d.rung or ""), d.step, order[d.node or ""]))
+            return min(found, key=lambda d: (levels.index(d.level or ""), d.step, order[d.node or ""]))
     return None
 
 
@@ -351,7 +353,7 @@ def _written_differently(program: Program, scores: Sequence[Score]) -> Iterator[
         for node, (own, how) in written_differently(program, score.side).items():
             site = program.sites.by_node[node][0].name
             if site in verdicts:
-                yield WrittenDifferently(site, own, how, verdicts[site], score.side.rung)
+                yield WrittenDifferently(site, own, how, verdicts[site], score.side.level)
 
 
 UNREAD = "nothing reads it: no result can depend on it"
@@ -369,7 +371,7 @@ class Softened:
 def softened(scores: Sequence[Score], program: Program) -> Softened:
     """Return what all sides found, with the two alarms of the module's docstring softened."""
     unread = unread_nodes(program)
-    main = [score for score in scores if score.side.level is Level.OP and score.side.place is not Place.PASS]
+    main = [score for score in scores if score.side.observed_at is ObservedAt.OP and score.side.place is not Place.PASS]
     agree = [score for score in scores if _agrees(score)]
     right: set[str] = set()
     for score in main:
@@ -380,13 +382,13 @@ def softened(scores: Sequence[Score], program: Program) -> Softened:
     pairs, divergences = {}, {}
     for score in scores:
         excused = dict.fromkeys(unread, UNREAD)
-        if score.side.level is Level.SEGMENT and score in agree and score is not scores[0]:
+        if score.side.observed_at is ObservedAt.SEGMENT and score in agree and score is not scores[0]:
             named = {site.name for node in right for site in program.sites.by_node.get(node, ())}
             if all(pair.site in named for pair in score.pairs if pair.verdict == "wrong"):
                 excused = dict.fromkeys(right, BY_NAME_ONLY) | excused
         sites = {site.name: why for node, why in excused.items() for site in program.sites.by_node.get(node, ())}
-        pairs[score.side.rung] = [_softer(pair, sites) for pair in score.pairs]
-        divergences[score.side.rung] = [
+        pairs[score.side.level] = [_softer(pair, sites) for pair in score.pairs]
+        divergences[score.side.level] = [
             dataclasses.replace(found, verdict="suspicious")
             if found.verdict == "wrong" and (found.node or "") in excused
             else found

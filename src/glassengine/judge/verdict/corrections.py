@@ -421,15 +421,15 @@ def with_configuration(result: Findings, module: Any) -> Findings:
     def named(found: Divergence) -> Divergence:
         return dataclasses.replace(found, hints=tuple(_named(hint, values) for hint in found.hints))
 
-    first, rungs = result.first_divergence, []
-    for rung in result.rungs:
-        own = rung.first_divergence
-        rungs.append(rung if own is None else dataclasses.replace(rung, first_divergence=named(own)))
+    first, levels = result.first_divergence, []
+    for level in result.levels:
+        own = level.first_divergence
+        levels.append(level if own is None else dataclasses.replace(level, first_divergence=named(own)))
     return dataclasses.replace(
         result,
         first_divergence=None if first is None else named(first),
         origins=tuple(map(named, result.origins)),
-        rungs=tuple(rungs),
+        levels=tuple(levels),
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from glassengine.judge.replay.values import called
-from glassengine.judge.sides.protocol import Level, Place, float_nodes
+from glassengine.judge.sides.protocol import ObservedAt, Place, float_nodes
 from glassengine.judge.verdict.score import Score
 from glassengine.ops.traits import traits_of
 from glassengine.program.onnx.operators.control import never_run, ops_inside
@@ -23,31 +23,33 @@ from glassengine.program.onnx.operators.fallback import is_of_runtime_alone
 from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.outputs import is_view
 from glassengine.program.representation.program import Program
-from glassengine.results import MOST_OPS, Fineness, Skipped
+from glassengine.results import MOST_OPS, Granularity, Skipped
 
 
-def fineness(score: Score, program: Program) -> Fineness:
+def granularity(score: Score, program: Program) -> Granularity:
     """Return how finely the float-valued ops of `program` were judged by `score`."""
     inside = region_nodes(score, program)
-    found = fineness_of(program, score.side.rung, score.judged_nodes, inside)
-    if score.side.level is Level.RESULT:
+    found = granularity_of(program, score.side.level, score.judged_nodes, inside)
+    if score.side.observed_at is ObservedAt.RESULT:
         # Of what was judged there, nothing says how it came about.
         found = replace(found, op_by_op=0.0, results_only=found.op_by_op + found.results_only)
     return found
 
 
-def fineness_of(program: Program, rung: str, judged: Collection[str], inside: Mapping[str, set[str]]) -> Fineness:
+def granularity_of(
+    program: Program, level: str, judged: Collection[str], inside: Mapping[str, set[str]]
+) -> Granularity:
     """Return how finely the float-valued ops of `program` were judged.
 
     Args:
         program: The baseline's.
-        rung: Where.
+        level: Where.
         judged: Nodes that were judged.
         inside: Nodes inside of regions -> judged nodes at which these end.
     """
     named = float_nodes(program, ("op",))
     if not named:
-        return Fineness(rung, 0, 1.0, 0.0, 0.0, 0.0)
+        return Granularity(level, 0, 1.0, 0.0, 0.0, 0.0)
     ends = {end for found in inside.values() for end in found} & named
     sizes = _sizes(program, inside)
     for node in program.graph.nodes:
@@ -63,8 +65,8 @@ def fineness_of(program: Program, rung: str, judged: Collection[str], inside: Ma
     # The first of equals: a set has another order in every process.
     largest = max((node.name for node in program.graph.nodes if node.name in ends), key=sizes.__getitem__, default=None)
     num_large = len(of_region) - len(small)
-    return Fineness(
-        rung=rung,
+    return Granularity(
+        level=level,
         num_sites=len(named),
         op_by_op=len(alone) / len(named),
         in_regions=len(small) / len(named),
@@ -107,8 +109,8 @@ def coverage(score: Score, program: Program, *, results_agree: bool) -> float:
 
     Of a side that was observed at modules or results alone, that is the share of those.
     """
-    if score.side.level is Level.OP:
-        found = fineness(score, program)
+    if score.side.observed_at is ObservedAt.OP:
+        found = granularity(score, program)
         return found.op_by_op + found.in_regions + (found.in_large_regions if results_agree else 0.0)
     named = score.side.countable(program)
     return len(named & score.judged_nodes) / len(named) if named else 1.0
@@ -119,7 +121,7 @@ _MOST_NAMES = 6
 
 def lacking(score: Score, program: Program) -> list[str]:
     """Return the sites that the coverage of a side asks for and that were not judged, in the order of the program."""
-    is_op = score.side.level is not Level.SEGMENT
+    is_op = score.side.observed_at is not ObservedAt.SEGMENT
     wanted = float_nodes(program, ("op",)) if is_op else score.side.countable(program)
     left = wanted - score.judged_nodes - (region_nodes(score, program).keys() if is_op else set())
     nodes = (program.sites.by_node[node.name] for node in program.graph.nodes if node.name in left)
@@ -161,7 +163,7 @@ def not_judged(program: Program, scores: Sequence[Score], main: Score, known: Se
 
 def _results_left_out(scores: Sequence[Score]) -> list[Skipped]:
     return [
-        Skipped(name, "both", f"not compared end to end: {why}", rung=score.side.rung)
+        Skipped(name, "both", f"not compared end to end: {why}", level=score.side.level)
         for score in scores
         for name, why in score.results.not_compared.items()
     ]
@@ -170,7 +172,7 @@ def _results_left_out(scores: Sequence[Score]) -> list[Skipped]:
 def _reordered(scores: Sequence[Score], program: Program) -> list[Skipped]:
     reason = "inside of experts: the program computes them in another order"
     return [
-        Skipped(site.name, "both", reason, rung=score.side.rung)
+        Skipped(site.name, "both", reason, level=score.side.level)
         for score in scores
         if score.side.reordered
         for site in program.sites
@@ -207,14 +209,14 @@ def _never_run(program: Program) -> list[Skipped]:
 def _unobserved(score: Score, program: Program, skipped: Sequence[Skipped]) -> list[Skipped]:
     """Float sites that are neither judged nor explained yet."""
     if score.side.place is Place.RECORD:
-        return [Skipped(site, "candidate", "not in the record", rung=Place.RECORD) for site in lacking(score, program)]
+        return [Skipped(site, "candidate", "not in the record", level=Place.RECORD) for site in lacking(score, program)]
     if score.side.program is None:
         return []
     known = {item.site for item in skipped}
     missing = float_nodes(program, ("op",)) - score.judged_nodes - region_nodes(score, program).keys()
     sites = [program.sites.by_node[node][0].name for node in missing]
     return [
-        Skipped(s, "candidate", "the candidate has no such tensor", rung=score.side.rung)
+        Skipped(s, "candidate", "the candidate has no such tensor", level=score.side.level)
         for s in sorted(sites)
         if s not in known
     ]

@@ -180,11 +180,11 @@ def grouped(origins: Sequence[Divergence], program: Program) -> list[Divergence]
     numbers = _counted(program.sites)
     members: dict[tuple[str | None, str], list[Divergence]] = {}
     for origin in origins:
-        members.setdefault((origin.rung, place_of(origin.site, origin.source)), []).append(origin)
+        members.setdefault((origin.level, place_of(origin.site, origin.source)), []).append(origin)
     found = []
     for origin in origins:
         place = place_of(origin.site, origin.source)
-        alike = members[origin.rung, place]
+        alike = members[origin.level, place]
         sites = list(dict.fromkeys(other.site for other in alike))
         if len(sites) < 2:
             found.append(origin)
@@ -205,14 +205,14 @@ def with_proofs(origins: Sequence[Divergence], program: Program) -> list[Diverge
     """
     firsts: dict[str | None, Divergence] = {}
     for origin in origins:
-        firsts.setdefault(origin.rung, origin)
+        firsts.setdefault(origin.level, origin)
     proven = [first for first in firsts.values() if _is_proven(first)]
     nodes = {node.name: node for node in program.graph.nodes} if 0 < len(proven) < len(firsts) else {}
     found = []
     for origin in origins:
         # Where the graphs inside of a branch or a loop part is known without a proof.
         is_known = _is_proven(origin) or any(hint.evidence == "inside" for hint in origin.hints)
-        is_asked = firsts[origin.rung] is origin and not is_known and origin.node in nodes
+        is_asked = firsts[origin.level] is origin and not is_known and origin.node in nodes
         known = (other for other in proven if is_asked and _is_of_one_run(origin, other))
         other = next((other for other in known if _is_made_of(nodes.get(other.node or ""), origin.node)), None)
         found.append(origin if other is None else replace(origin, hints=(other.hints[0], *origin.hints)))
@@ -225,7 +225,7 @@ def _is_proven(origin: Divergence) -> bool:
 
 def _is_of_one_run(one: Divergence, other: Divergence) -> bool:
     """Whether both are of one candidate, as "candidate" and "candidate, untouched" are, in one step."""
-    ours, theirs = ((found.rung or "").partition(",")[0] for found in (one, other))
+    ours, theirs = ((found.level or "").partition(",")[0] for found in (one, other))
     return ours == theirs and one.step == other.step
 
 

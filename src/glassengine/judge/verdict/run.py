@@ -165,7 +165,7 @@ def judge_collectives(score: Score, case: Case, step: int) -> None:
         ratios = one.bound_ratios()
         worst, site = max(ratios), score.program.sites.by_node[one.node][0]
         verdict: Verdict = "identical" if worst == 0 else "rounding" if worst <= 1 else "wrong"
-        name, rung = f"{site.name}:all_reduce", score.side.rung
+        name, level = f"{site.name}:all_reduce", score.side.level
         score.pairs.append(
             Pair(
                 step=step,
@@ -178,7 +178,7 @@ def judge_collectives(score: Score, case: Case, step: int) -> None:
                 figures=None,
                 noise_ratio=None,
                 bound_ratio=worst,
-                rung=rung,
+                level=level,
                 case=case.name,
                 dtype=str(one.terms[0].dtype).removeprefix("torch."),
                 shape=tuple(one.terms[0].shape),
@@ -187,7 +187,7 @@ def judge_collectives(score: Score, case: Case, step: int) -> None:
         if verdict == "wrong":
             wrong = [rank for rank, ratio in enumerate(ratios, one.first_rank) if ratio > 1]
             found = Divergence(
-                rung=rung,
+                level=level,
                 step=step,
                 site=name,
                 node=one.node,

@@ -237,7 +237,7 @@ class Score:
     @cached_property
     def results(self) -> EndToEnd:
         """The results of the side, end to end."""
-        return EndToEnd(self.program, self.side.rung, called=self.side.called)
+        return EndToEnd(self.program, self.side.level, called=self.side.called)
 
     def visit(self, node: Node, reference: Reference, case: Case, step: int, *, tied: bool) -> bool:
         """Judge this side's values of `node`. A verdict is made in this order.
@@ -326,7 +326,7 @@ class Score:
                 figures=figures_of(reference.native, judged.tensor) if flagged else None,
                 noise_ratio=judgement.noise_ratio,
                 bound_ratio=judgement.bound_ratio,
-                rung=self.side.rung,
+                level=self.side.level,
                 case=case.name,
                 inherited=visited.inherited,
                 reason=visited.reason or judgement.reason,
@@ -413,7 +413,7 @@ class Score:
             reasons = [f"all of it: {r}" for r in left_out or [other]]
         for reason in reasons:
             site = self._site(node, observed)
-            self.left_out.setdefault((site, reason), Skipped(site, "both", reason, step=step, rung=self.side.rung))
+            self.left_out.setdefault((site, reason), Skipped(site, "both", reason, step=step, level=self.side.level))
 
     def end_case(self) -> None:
         """Give every divergence the worst verdict of what it caused."""
@@ -485,7 +485,7 @@ class Score:
         rank, more = self.side.blamed(node, observed, expected)
         site = place or self.program.sites.by_node[node.name][0]
         return Divergence(
-            rung=self.side.rung,
+            level=self.side.level,
             step=step,
             site=self._site(node, observed) if place is None else place.name,
             node=node.name,

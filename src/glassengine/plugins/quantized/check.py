@@ -31,7 +31,7 @@ from glassengine.plugins.quantized.effects import (
     outcome_of,
     watching,
 )
-from glassengine.plugins.quantized.result import RUNG, findings_of, finished, result_of
+from glassengine.plugins.quantized.result import LEVEL, findings_of, finished, result_of
 from glassengine.program import LoadedModel, load_model
 from glassengine.program.loading.quantized import quantization_steps
 from glassengine.progress import Progress, Work, silent
@@ -133,12 +133,12 @@ def check_quantized(
         different=tuple(different),
     )
     only = [
-        Skipped(name, "baseline", "the candidate has no such weight of its shape", rung=RUNG)
+        Skipped(name, "baseline", "the candidate has no such weight of its shape", level=LEVEL)
         for name in ours
         if name not in both
     ]
     only += [
-        Skipped(name, "candidate", "the baseline has no such weight of its shape", rung=RUNG)
+        Skipped(name, "candidate", "the baseline has no such weight of its shape", level=LEVEL)
         for name in theirs
         if name not in both
     ]

@@ -15,7 +15,7 @@ from glassengine.judge.cases import Case
 from glassengine.judge.end_to_end import EndToEnd, results_left
 from glassengine.judge.graphs.by_name import in_order
 from glassengine.judge.replay.replay import covered
-from glassengine.judge.verdict.coverage import fineness_of
+from glassengine.judge.verdict.coverage import granularity_of
 from glassengine.numerics.metrics.drift import shared
 from glassengine.numerics.quantization.weight_error import WeightError
 from glassengine.plugins.quantized.file import QuantizedFile, QuantizedOp, judge_widths
@@ -32,15 +32,15 @@ from glassengine.results import (
     Divergence,
     Findings,
     Hint,
+    LevelResult,
     Pair,
-    Rung,
     Skipped,
     Verdict,
     counts_of,
     worst,
 )
 
-RUNG = "quantized"
+LEVEL = "quantized"
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Ends:
     program: Program
 
     def __post_init__(self) -> None:
-        self.run, self.written = EndToEnd(self.program, RUNG), EndToEnd(self.program, RUNG)
+        self.run, self.written = EndToEnd(self.program, LEVEL), EndToEnd(self.program, LEVEL)
 
     def compare(
         self, module: Any, inputs: Mapping[str, Tensor], ours: Mapping[str, Tensor], where: tuple[str, int]
@@ -139,15 +139,17 @@ def _findings(
     results = ends.run.found
     nodes = {op.node.name for op in ops}
     inside = {node: end for node, end in covered(program, nodes).items() if end <= nodes}
-    found = fineness_of(program, RUNG, nodes, inside)
+    found = granularity_of(program, LEVEL, nodes, inside)
     agree = bool(results) and all(result.agrees for result in results)
     share = found.op_by_op + found.in_regions + (found.in_large_regions if agree else 0.0)
     measured = [op for op in run.ops.values() if op.sums.num_tensors]
     rows = [op.sums.row(op.site, op.candidate_site, "op", op.sums.loss) for op in measured]
     returned = set(program.output_nodes)
     unknown = "it reads a weight of which the file's own is not known: measured, not judged"
-    skipped = [Skipped(op.site, "candidate", unknown, rung=RUNG) for op in run.ops.values() if op.worst is None]
-    rung = Rung(RUNG, baseline.spec, candidate.spec, verdict, "judged by its own grids", len(ops), share, first)
+    skipped = [Skipped(op.site, "candidate", unknown, level=LEVEL) for op in run.ops.values() if op.worst is None]
+    level = LevelResult(
+        LEVEL, baseline.spec, candidate.spec, verdict, "judged by its own grids", len(ops), share, first
+    )
     answer = Findings(
         baseline=baseline.spec,
         candidate=candidate.spec,
@@ -160,9 +162,9 @@ def _findings(
         pairs=tuple(pairs),
         skipped=skipped,
         coverage=share,
-        rungs=(rung,),
+        levels=(level,),
         results=results,
-        fineness=(found,),
+        granularity=(found,),
         inputs=[CaseInputs(case.name, case.num_steps, case.inputs) for case in cases],
         drift=(*shared([row for row in rows if row.site not in returned]), *ends.run.drift_rows()),
     )
@@ -185,7 +187,7 @@ def _pair(op: QuantizedOp) -> Pair:
         verdict=op.worst.verdict,
         judged_by=BY_GRID,
         noise_ratio=op.worst.noise_ratio,
-        rung=RUNG,
+        level=LEVEL,
         case=op.where[0],
         reason=op.worst.reason,
     )
@@ -197,7 +199,7 @@ def _divergence(program: Program, op: QuantizedOp) -> Divergence:
     sites = program.sites.by_node.get(op.node.name)
     found = op.worst
     return Divergence(
-        RUNG,
+        LEVEL,
         op.where[1],
         op.site,
         op.node.name,
@@ -220,8 +222,8 @@ def _verdict(error: WeightError) -> Verdict:
 
 def _pair_of_weight(name: str, error: WeightError) -> Pair:
     text = "; ".join(hint.text for hint in error.mistakes) or None
-    return Pair.of_weight(name, _verdict(error), error.rms_steps, text, rung=RUNG)
+    return Pair.of_weight(name, _verdict(error), error.rms_steps, text, level=LEVEL)
 
 
 def _of_weight(name: str, error: WeightError) -> Divergence:
-    return Divergence.without_run(f"{name}:param", "wrong", error.mistakes, rung=RUNG, noise_ratio=error.rms_steps)
+    return Divergence.without_run(f"{name}:param", "wrong", error.mistakes, level=LEVEL, noise_ratio=error.rms_steps)

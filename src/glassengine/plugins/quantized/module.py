@@ -22,7 +22,7 @@ from glassengine.diagnose.ladder.levels import arguments_of
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.plugins.quantized.check import check_quantized
 from glassengine.plugins.quantized.effects import difference, forwards_of, outcome_of
-from glassengine.plugins.quantized.result import RUNG
+from glassengine.plugins.quantized.result import LEVEL
 from glassengine.program import LoadedModel
 from glassengine.program.quantized.modules import QuantizedModule
 from glassengine.progress import Progress, silent
@@ -94,11 +94,11 @@ def _add_unexplained(found: Findings, apart: float, cost: float) -> None:
     name = found.results[0].name if found.results else "output"
     site = f".:out.{name}"
     hint = Hint("other", text, 0.9, evidence="not its weights")
-    origin = Divergence.without_run(site, "wrong", (hint,), rung=RUNG)
+    origin = Divergence.without_run(site, "wrong", (hint,), level=LEVEL)
     found.origins = [*found.origins, origin]
     found.first_divergence = found.first_divergence or origin
-    (rung,) = found.rungs
-    found.rungs = [dataclasses.replace(rung, verdict="wrong", first_divergence=rung.first_divergence or origin)]
+    (level,) = found.levels
+    found.levels = [dataclasses.replace(level, verdict="wrong", first_divergence=level.first_divergence or origin)]
 
 
 @contextlib.contextmanager

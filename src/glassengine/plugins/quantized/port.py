@@ -91,7 +91,7 @@ def check_quantized_file(
             for place, step in enumerate(cases[0].steps):
                 ends.compare(candidate.module, named_inputs(step), ours[place], (cases[0].name, place))
             of_graph.candidate, of_graph.results = candidate.spec, ends.run.found
-            of_graph.inside = worst(rung.verdict for rung in of_graph.rungs)
+            of_graph.inside = worst(level.verdict for level in of_graph.levels)
             of_graph.notes = [_WITHOUT_GRIDS, *of_graph.notes]
             again = of_graph.conclude(policy)
             if again.ok or again.too_little:

@@ -15,19 +15,19 @@ from glassengine.results import (
     Divergence,
     Findings,
     Hint,
+    LevelResult,
     Pair,
     Policy,
     Quantization,
     QuantizedWeight,
     ResultComparison,
-    Rung,
     Skipped,
     Verdict,
     WeightsComparison,
     worst,
 )
 
-RUNG = "weights"
+LEVEL = "weights"
 
 
 def finished(weights: Sequence[Weight]) -> tuple[QuantizedWeight, ...]:
@@ -119,7 +119,7 @@ def findings_of(
         pairs=tuple(pairs),
         skipped=skipped,
         coverage=len(both) / max(len(both) + sum(item.side == "baseline" for item in skipped), 1),
-        rungs=[Rung(RUNG, baseline.spec, candidate.spec, verdict, guarantee, len(pairs), 1.0, first)],
+        levels=[LevelResult(LEVEL, baseline.spec, candidate.spec, verdict, guarantee, len(pairs), 1.0, first)],
         weights=WeightsComparison(
             compared=len(both),
             different=tuple(pair.site.removesuffix(":param") for pair in pairs if pair.verdict != "identical"),
@@ -138,7 +138,7 @@ def result_of(expected: Outcome, found: Outcome, total: Mapping[str, Any], num_s
     return ResultComparison(
         name=name,
         candidate_name=name,
-        rung=RUNG,
+        level=LEVEL,
         method="name",
         verdict=judgement.verdict,
         reason=judgement.reason,
@@ -169,8 +169,8 @@ def _site(name: str) -> str:
 
 
 def _pair(name: str, verdict: Verdict, noise_ratio: float | None, reason: str | None) -> Pair:
-    return Pair.of_weight(name, verdict, noise_ratio, reason, rung=RUNG)
+    return Pair.of_weight(name, verdict, noise_ratio, reason, level=LEVEL)
 
 
 def _divergence(name: str, verdict: Verdict, hints: tuple[Hint, ...]) -> Divergence:
-    return Divergence.without_run(_site(name), verdict, hints, rung=RUNG)
+    return Divergence.without_run(_site(name), verdict, hints, level=LEVEL)

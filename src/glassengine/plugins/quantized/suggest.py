@@ -30,7 +30,7 @@ from glassengine.plugins.quantized.result import as_cost, result_of
 from glassengine.program import load_model
 from glassengine.program.loading.quantized import is_quantized, quantization_steps
 from glassengine.progress import Progress, Work
-from glassengine.results import Comparison, DriftRow, Findings, Rung
+from glassengine.results import Comparison, DriftRow, Findings, LevelResult
 
 _COARSE = ("bfloat16", "float16")
 _MOST_EXCHANGES = 500
@@ -95,7 +95,7 @@ def _of_dtype(request: CheckRequest, min_snr: float) -> Comparison:
         environment=environment.describe(),
         inside=ends.verdict if ends.reason is not None else "rounding",
         inside_reason=ends.reason,
-        rungs=[Rung("weights", baseline.spec, name, "rounding", "the same model", 1, 1.0, None)],
+        levels=[LevelResult("weights", baseline.spec, name, "rounding", "the same model", 1, 1.0, None)],
         costs=[as_cost(ends)] if ends.reason is None else [],
         results=[] if ends.reason is None else [ends],
         drift=[*drift, last],

@@ -39,9 +39,9 @@ _MOST_IN_ALL = 1 << 28
 _PER_FILE = 16
 ROWS_PER_FILE, SITES_PER_FILE, DETAILS_PER_FILE = 1 << 16, 1 << 15, 1 << 11
 INHERITED, NONFINITE, SHAPE = 1, 2, 4
-NAMES = ("rung", "case", "dtype", "judged_by")
+NAMES = ("level", "case", "dtype", "judged_by")
 _CODES = {
-    "site": "I", "candidate": "I", "step": "I", "rank": "I", "rung": "H", "case": "H", "dtype": "H", "judged_by": "H",
+    "site": "I", "candidate": "I", "step": "I", "rank": "I", "level": "H", "case": "H", "dtype": "H", "judged_by": "H",
     "verdict": "B", "flags": "B", "noise_ratio": "f", "bound_ratio": "f", "max_abs_diff": "f", "snr_db": "f",
 }  # fmt: skip
 _TYPES = {"B": "Uint8", "H": "Uint16", "I": "Uint32", "f": "Float32"}
@@ -243,7 +243,7 @@ class PageRows:
             candidate=self._sites[pair.candidate_site],
             step=min(max(pair.step, 0), 0xFFFFFFFF),
             rank=min(max(pair.rank, 0), 0xFFFFFFFF),
-            rung=self._place("rung", pair.rung),
+            level=self._place("level", pair.level),
             case=self._place("case", pair.case),
             dtype=self._place("dtype", dtype),
             judged_by=self._place("judged_by", pair.judged_by),
@@ -290,9 +290,9 @@ class PageRows:
         if found is None or site is None:
             return None
         fits = (self._array("site") == site) & (self._array("step") == found.step)
-        rung = self._names["rung"].get(found.rung or _NO_NAME)
-        by_rung = fits & (self._array("rung") == rung) if rung is not None else fits
-        fits = by_rung if by_rung.any() else fits
+        level = self._names["level"].get(found.level or _NO_NAME)
+        by_level = fits & (self._array("level") == level) if level is not None else fits
+        fits = by_level if by_level.any() else fits
         if found.rank is not None and (by_rank := fits & (self._array("rank") == found.rank)).any():
             fits = by_rank
         rows = np.flatnonzero(fits)
@@ -315,7 +315,7 @@ class PageRows:
             "candidate_site": self.sites[int(numbers["candidate"])],
             "verdict": VERDICTS[int(numbers["verdict"])],
             "judged_by": names["judged_by"][int(numbers["judged_by"])],
-            "rung": names["rung"][int(numbers["rung"])] or None,
+            "level": names["level"][int(numbers["level"])] or None,
             "dtype": names["dtype"][int(numbers["dtype"])] or None,
             "case": names["case"][int(numbers["case"])] or None,
             "inherited": bool(int(numbers["flags"]) & INHERITED),
@@ -355,15 +355,17 @@ class PageRows:
         for row in np.flatnonzero(own & ~by_region).tolist():
             guilty.setdefault(self._step_of(row), set()).add(names[self._columns["site"][row]])
         judged = {
-            rung: {ends.get(names[site], names[site]) for site in set(self._array("site")[self._array("rung") == rung])}
-            for rung in set(self._array("rung")[own & by_region].tolist())
+            level: {
+                ends.get(names[site], names[site]) for site in set(self._array("site")[self._array("level") == level])
+            }
+            for level in set(self._array("level")[own & by_region].tolist())
         }
         inside: dict[tuple[int, int], set[str]] = {}
         for row in np.flatnonzero(own & by_region).tolist():
-            rung, site = self._columns["rung"][row], self._columns["site"][row]
-            if (rung, site) not in inside:
-                inside[rung, site] = _region(ends.get(names[site], names[site]), reads, judged[rung])
-            if inside[rung, site] & guilty.get(self._step_of(row), set()):
+            level, site = self._columns["level"][row], self._columns["site"][row]
+            if (level, site) not in inside:
+                inside[level, site] = _region(ends.get(names[site], names[site]), reads, judged[level])
+            if inside[level, site] & guilty.get(self._step_of(row), set()):
                 flags[row] |= INHERITED
 
     def _step_of(self, row: int) -> tuple[int, int]:

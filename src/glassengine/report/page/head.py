@@ -71,7 +71,7 @@ class Head:
         candidate: Likewise.
         facts: Where both came from.
         same_facts: Whether both ran in one process.
-        rungs: What was compared: name, verdict, judged, number of tensors, coverage, first divergence, note.
+        levels: What was compared: name, verdict, judged, number of tensors, coverage, first divergence, note.
         results: Of the model: name, verdict, text, level.
         severity: Of tokens, a line a level.
         origins: Other ops that made an error.
@@ -92,7 +92,7 @@ class Head:
     candidate: str = ""
     facts: tuple[Fact, ...] = ()
     same_facts: bool = False
-    rungs: tuple[tuple[str, ...], ...] = ()
+    levels: tuple[tuple[str, ...], ...] = ()
     results: tuple[tuple[str, ...], ...] = ()
     severity: tuple[str, ...] = ()
     origins: tuple[tuple[str, ...], ...] = ()
@@ -144,7 +144,7 @@ def _compared(result: Comparison, pair: Pair | None) -> Head:
         candidate=printable(result.candidate),
         facts=tuple(facts_of(result.environment)),
         same_facts=is_of_one_process(result.environment),
-        rungs=tuple(_rungs(result)),
+        levels=tuple(_levels(result)),
         results=tuple(_results(result)),
         severity=tuple(_severity(result)),
         origins=tuple(_origins(result)),
@@ -172,10 +172,10 @@ def _hint(found: Divergence | None) -> tuple[tuple[str, str], ...]:
 
 
 def _sentence(result: Comparison, found: Divergence) -> str:
-    rung = f"{words.rung(found.rung)}, " if found.rung else ""
+    level = f"{words.level(found.level)}, " if found.level else ""
     rank = f", rank {found.rank}" if found.rank is not None else ""
     kind = {"wrong": "wrong", "suspicious": "suspicious"}.get(found.verdict, "different")
-    return f"The first {kind} {found.noun} is {found.site} ({rung}{words.step_of(result, found)}{rank})."
+    return f"The first {kind} {found.noun} is {found.site} ({level}{words.step_of(result, found)}{rank})."
 
 
 def _about(result: Comparison, found: Divergence, pair: Pair | None) -> list[tuple[str, str]]:
@@ -216,18 +216,18 @@ def _source(side: str, source: str | None, site: str) -> PageSource:
     return PageSource(side, printable(place), printable(code))
 
 
-def _rungs(result: Comparison) -> list[tuple[str, ...]]:
+def _levels(result: Comparison) -> list[tuple[str, ...]]:
     found = []
-    for rung in result.rungs:
-        first = rung.first_divergence
+    for level in result.levels:
+        first = level.first_divergence
         cells = (
-            words.rung(rung.name),
-            rung.verdict if rung.num_judged else "nothing judged",
-            words.guarantee(rung.guarantee),
-            f"{rung.num_judged:,}",
-            "" if rung.coverage is None or not rung.num_judged else f"{rung.coverage:.0%}",
+            words.level(level.name),
+            level.verdict if level.num_judged else "nothing judged",
+            words.guarantee(level.guarantee),
+            f"{level.num_judged:,}",
+            "" if level.coverage is None or not level.num_judged else f"{level.coverage:.0%}",
             "" if first is None else f"step {first.step}, {first.site}",
-            rung.note or "",
+            level.note or "",
         )
         found.append(tuple(map(printable, cells)))
     return found
@@ -237,14 +237,14 @@ def _results(result: Comparison) -> list[tuple[str, ...]]:
     found = []
     for one in result.results[:MOST_LINES]:
         text = words.result_line(one)
-        cells = (words.rung(one.rung), one.name, one.verdict, text, f"{one.dtype}[{', '.join(map(str, one.shape))}]")
+        cells = (words.level(one.level), one.name, one.verdict, text, f"{one.dtype}[{', '.join(map(str, one.shape))}]")
         found.append(tuple(map(printable, cells)))
     return found
 
 
 def _severity(result: Comparison) -> list[str]:
     lines = []
-    for rung, found in result.severity.items():
+    for level, found in result.severity.items():
         if found["num_tokens"]:
             share = "" if found["token_agreement"] is None else f"same next token in {found['token_agreement']:.1%} of "
             kl = (
@@ -254,7 +254,7 @@ def _severity(result: Comparison) -> list[str]:
             )
             ties = f"; {found['num_ties']} decided by ties" if found["num_ties"] else ""
             changed = f"; first change: {found['first_changed_token']}" if found["first_changed_token"] else ""
-            lines.append(printable(f"{words.rung(rung)}: {share}{found['num_tokens']} tokens{kl}{ties}{changed}"))
+            lines.append(printable(f"{words.level(level)}: {share}{found['num_tokens']} tokens{kl}{ties}{changed}"))
     return lines
 
 
@@ -267,8 +267,8 @@ def _origins(result: Comparison) -> list[tuple[str, ...]]:
     found = []
     for one in others[:_MOST_ORIGINS]:
         hint = one.hints[0].text if one.hints else ""
-        rung = words.rung(one.rung or "")
-        cells = (str(one.step), rung, one.site, one.verdict, one.where or "", one.source or "", hint)
+        level = words.level(one.level or "")
+        cells = (str(one.step), level, one.site, one.verdict, one.where or "", one.source or "", hint)
         found.append(tuple(map(printable, cells)))
     return found
 
@@ -323,7 +323,7 @@ def _replayed(result: Replayed, comparison: Comparison | None, pair: Pair | None
         candidate=printable(f"run again on {result.backend}"),
         facts=inner.facts,
         same_facts=inner.same_facts,
-        rungs=inner.rungs,
+        levels=inner.levels,
         results=inner.results,
         severity=inner.severity,
         origins=inner.origins,
@@ -442,8 +442,8 @@ def tables_of(result: Comparison) -> list[PageTable]:
         causes = [_prompt(one) for one in result.prompt.findings]
         what = "Tokens, templates and settings of both sides, tried before the first operation."
         found.append(table("Prompt", what, columns, causes, is_open=bool(result.prompt.wrong)))
-    if result.fineness:
-        rows = [(words.rung(one.rung), words.judged(one)) for one in result.fineness]
+    if result.granularity:
+        rows = [(words.level(one.level), words.judged(one)) for one in result.granularity]
         what = "Which share of the tensors was judged op by op, in regions of a few ops, or by the results."
         found.append(table("How closely it was judged", what, ("compared", "judged"), rows))
     if result.weights is not None and result.weights.different:
@@ -452,7 +452,8 @@ def tables_of(result: Comparison) -> list[PageTable]:
         found.append(table("Weights", what, ("weight",), ways))
     if result.written_differently:
         different = [
-            (words.rung(o.rung), o.site, o.candidate_site, o.difference, o.verdict) for o in result.written_differently
+            (words.level(o.level), o.site, o.candidate_site, o.difference, o.verdict)
+            for o in result.written_differently
         ]
         columns = ("compared", "baseline", "candidate", "difference", "verdict")
         found.append(table("Written differently", "The same op with other arguments.", columns, different))

@@ -278,7 +278,7 @@ def _page(
         files=tuple(folder.kinds.values()),
         columns=columns,
         names={
-            name: tuple(map({"rung": words.rung, "judged_by": words.judged_by}.get(name, str), found))
+            name: tuple(map({"level": words.level, "judged_by": words.judged_by}.get(name, str), found))
             for name, found in rows.names.items()
         },
         steps=_steps(rows.steps, result),

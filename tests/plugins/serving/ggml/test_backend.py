@@ -168,7 +168,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_check_judges_the_file_that_it_would_build(tmp_path: Path) -> None:
     save_checkpoint(made("llama"), tmp_path / "checkpoint")
     found = glass.check(tmp_path / "checkpoint", backend="gguf", steps=0)
-    assert found.ok and [rung.name for rung in found.rungs][:1] == ["weights"] and found.coverage == 1.0
+    assert found.ok and [level.name for level in found.levels][:1] == ["weights"] and found.coverage == 1.0
     with pytest.raises(UnknownNameError):
         glass.check(tmp_path / "checkpoint", backend="gguf", quantize="Q9_0")
 

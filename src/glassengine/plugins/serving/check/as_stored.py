@@ -19,7 +19,7 @@ from glassengine.judge.cases import Case
 from glassengine.judge.end_to_end import EndToEnd
 from glassengine.plugins.quantized.effects import Weight, checkpoint_drift, one_by_one, outcome_of, watching
 from glassengine.plugins.quantized.module import untied
-from glassengine.plugins.quantized.result import RUNG, as_cost, finished
+from glassengine.plugins.quantized.result import LEVEL, as_cost, finished
 from glassengine.plugins.serving.check.weights import WeightsFound
 from glassengine.program import Program
 from glassengine.program.representation.signature import named_results
@@ -92,7 +92,7 @@ class AsStored:
             case: What ran.
             step: Of it.
         """
-        self._results = self._results or EndToEnd(program, RUNG)
+        self._results = self._results or EndToEnd(program, LEVEL)
         ours = self._ours[case.name]
         if case.input_ids is not None:
             length = case.input_ids.shape[1]

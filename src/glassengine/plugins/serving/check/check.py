@@ -153,12 +153,12 @@ def check_served(request: CheckRequest, served: Served) -> Comparison:
         _judge(climb, coarse, stored, progress)
         for alignment in alignments:
             partial = sorted({name for tensors in alignment.by_case.values() for name in tensors.partial})
-            climb.skipped += [Skipped(name, "candidate", PARTIAL, rung=Place.RECORD) for name in partial]
+            climb.skipped += [Skipped(name, "candidate", PARTIAL, level=Place.RECORD) for name in partial]
         found = collected()
         graph = alignments[0].source.metadata.get("graph") or {}
         _replace_origins(found, with_settings(found.origins, graph, config, served.settings(config)))
-        words = {score.side.rung: one.words for score, one in zip(climb.scores[1:], coarse, strict=True)}
-        found.results = [_within(one, words.get(one.rung, ())) for one in found.results]
+        words = {score.side.level: one.words for score, one in zip(climb.scores[1:], coarse, strict=True)}
+        found.results = [_within(one, words.get(one.level, ())) for one in found.results]
         if weights is not None and has_weights:
             add_weights(found, weights)
         longest = max((case.cache_length for case in climb.cases if case.input_ids is not None), default=0)
@@ -196,7 +196,7 @@ def _add(
     """Add a side for the records of each level; return how each was aligned, and what it computes more coarsely."""
     alignments = []
     coarse: list[CoarseArithmetic] = []
-    for rung, sources in runs.records.items():
+    for level, sources in runs.records.items():
         alignment = Alignment(sources, climb.program, config, layout)
         operands, kinds = operands_of(alignment, climb.program)
         if kinds and not with_weights:
@@ -207,7 +207,7 @@ def _add(
                 hint="--candidate gguf:FILE",
             )
         hidden = max((ROUNDOFF[kind] for kind in hidden_kinds(alignment)), default=0.0)
-        is_deployed = rung == DEPLOYED
+        is_deployed = level == DEPLOYED
         dtype = dtype_of(alignment.source) or torch.float32
         accumulation = ACCUMULATIONS[alignment.table.deployed or "float32"] if is_deployed else Accumulation()
         replay = Replay(
@@ -269,7 +269,7 @@ def _replace_origins(found: Findings, origins: Sequence[Divergence]) -> None:
     first = found.first_divergence
     if first is not None:
         first = next(
-            (one for one in origins if (one.rung, one.step, one.site) == (first.rung, first.step, first.site)), first
+            (one for one in origins if (one.level, one.step, one.site) == (first.level, first.step, first.site)), first
         )
     found.origins, found.first_divergence = list(origins), first
 
@@ -284,7 +284,7 @@ def add_weights(found: Findings, weights: WeightsFound) -> None:
         counts[one.verdict] += 1
     found.counts = counts
     found.weights = weights.comparison()
-    found.rungs = [weights.rung(found.baseline, found.candidate), *found.rungs]
+    found.levels = [weights.level(found.baseline, found.candidate), *found.levels]
     found.pairs = [*weights.pairs(), *found.pairs]
     found.origins = [*divergences, *found.origins]
     if weights.wrong:

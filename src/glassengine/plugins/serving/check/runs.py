@@ -57,12 +57,12 @@ def runs_of(served: Served, model: LoadedModel, inputs: Inputs, steps: int, fold
         IncomparableError: A recording does not say on which tokens it was made.
     """
     if isinstance(served, RecordedEngine):
-        rung = DEPLOYED if served.source.metadata.get("as_deployed") else Place.RECORD.value
+        level = DEPLOYED if served.source.metadata.get("as_deployed") else Place.RECORD.value
         if "forwards" in served.source.metadata:
-            return _of_requests(served.source, rung, model)
+            return _of_requests(served.source, level, model)
         one = _given(served.source, model, inputs) or case_of(served.source, model.generation)
         assert one is not None
-        return Runs([one], {rung: {one.name: served.source}}, [])
+        return Runs([one], {level: {one.name: served.source}}, [])
     given, skipped = _cases(model, inputs, steps, alone=not isinstance(served, ServedTogether))
     records: dict[str, dict[str, TensorSource]] = {Place.RECORD.value: {}, DEPLOYED: {}}
     cases = []
@@ -83,7 +83,7 @@ def runs_of(served: Served, model: LoadedModel, inputs: Inputs, steps: int, fold
         deployed = dataclasses.replace(run, following=following, as_deployed=True)
         served.record(deployed, folder / f"deployed-{number}")
         records[DEPLOYED][case.name] = open_source(folder / f"deployed-{number}")
-    return Runs(cases, {rung: found for rung, found in records.items() if found}, skipped)
+    return Runs(cases, {level: found for level, found in records.items() if found}, skipped)
 
 
 def _given(source: TensorSource, model: LoadedModel, inputs: Inputs) -> Case | None:
@@ -94,7 +94,7 @@ def _given(source: TensorSource, model: LoadedModel, inputs: Inputs) -> Case | N
     return cases[0]
 
 
-def _of_requests(source: TensorSource, rung: str, model: LoadedModel) -> Runs:
+def _of_requests(source: TensorSource, level: str, model: LoadedModel) -> Runs:
     """Return what a server computed, a case for each request."""
     cases: list[Case] = []
     records: dict[str, TensorSource] = {}
@@ -115,7 +115,7 @@ def _of_requests(source: TensorSource, rung: str, model: LoadedModel) -> Runs:
             got=f"{source.path}: {skipped[0].site}: {skipped[0].reason}" if skipped else str(source.path),
             expected="at least one whose prompt was read while it was recorded",
         )
-    return Runs(cases, {rung: records}, skipped)
+    return Runs(cases, {level: records}, skipped)
 
 
 def _ranks(source: TensorSource, model: LoadedModel) -> list[TensorSource]:
@@ -142,17 +142,17 @@ def _together(
     sources = served.record_together(runs, folder, list(ways.values()))
     records: dict[str, dict[str, TensorSource]] = {}
     cases: list[Case] = []
-    for rung, way in ways.items():
+    for level, way in ways.items():
         found, lost = Forwards(sources[way]).requests()
         skipped = skipped + lost
-        records[rung] = {}
+        records[level] = {}
         for number, (case, run) in enumerate(zip(given, runs, strict=True)):
             # The last one of this prompt: what ran before it has only filled the prefix cache.
             one = next((one for one in reversed(found) if one.prompt == tuple(run.prompt)), None)
             if one is None:
                 raise BackendError(f"{served.spec} has not answered a prompt", got=f"{case.name}, {way}")
-            records[rung][case.name] = one
-            if rung == Place.RECORD.value:
+            records[level][case.name] = one
+            if level == Place.RECORD.value:
                 made = case_of(one, model.generation)
                 assert made is not None
                 cases.append(dataclasses.replace(made, name=case.name, origin=case.origin, recipes=case.recipes))
@@ -179,10 +179,10 @@ def run_of_encoder(served: Served, model: LoadedModel, inputs: Inputs, folder: P
     ids = torch.as_tensor(given["input_ids"])[:1]
     (case,) = module_cases([{"input_ids": ids}])
     records: dict[str, dict[str, TensorSource]] = {}
-    for rung, is_deployed in ((Place.RECORD.value, False), (DEPLOYED, True)):
+    for level, is_deployed in ((Place.RECORD.value, False), (DEPLOYED, True)):
         path = folder / f"encoder-{int(is_deployed)}"
         served.record(ServingRun([int(token) for token in ids[0]], 0, as_deployed=is_deployed), path)
-        records[rung] = {case.name: open_source(path)}
+        records[level] = {case.name: open_source(path)}
     return Runs([case], records, [])
 
 

@@ -57,7 +57,7 @@ async function item(kind, number) {
 }
 
 // --- state: what is chosen, as the part of the address behind # -----------------------------------------------------
-const DEFAULTS = { order: "worst", verdict: "", module: "", q: "", rung: "", case: "", dtype: "", step: "", rank: "", own: "", row: "" };
+const DEFAULTS = { order: "worst", verdict: "", module: "", q: "", level: "", case: "", dtype: "", step: "", rank: "", own: "", row: "" };
 const state = { ...DEFAULTS };
 const listeners = [];
 const onState = (act) => listeners.push(act);

@@ -19,9 +19,9 @@ function rowLinks(title, list) {
   return [el("h3", {}, title), el("div", { class: "links" }, ...list.slice(0, 24).map(one))];
 }
 
-const alike = (left, right) => ["step", "rung", "case", "rank"].every((name) => rows[name][left] === rows[name][right]);
+const alike = (left, right) => ["step", "level", "case", "rank"].every((name) => rows[name][left] === rows[name][right]);
 
-// The rows of other sites in the same step, rung, case and rank, as they lie around a row.
+// The rows of other sites in the same step, level, case and rank, as they lie around a row.
 function rowsOf(row, wanted) {
   const found = new Map();
   for (let by = -1; by <= 1; by += 2) {
@@ -59,7 +59,7 @@ async function drawDetail() {
   const worst = f?.worst_index ? `[${f.worst_index.join(", ")}]: candidate ${exact(f.candidate_at_worst)}, baseline ${exact(f.baseline_at_worst)}` : "";
   const list = [
     ["in the candidate", there === siteOf(row) ? "" : shown(there)], ["verdict", `${VERDICTS[rows.verdict[row]]}${rows.flags[row] & INHERITED ? ", passed on from its inputs" : ""}`],
-    ["step", stepName(rows.step[row])], ["compared", shown(nameOf("rung", row))], ["case", shown(nameOf("case", row))], ["rank", page.rank_matters ? String(rows.rank[row]) : ""],
+    ["step", stepName(rows.step[row])], ["compared", shown(nameOf("level", row))], ["case", shown(nameOf("case", row))], ["rank", page.rank_matters ? String(rows.rank[row]) : ""],
     ["tensor", detail.shape ? `${nameOf("dtype", row)}[${detail.shape.join(", ")}]` : nameOf("dtype", row)],
     ["judged by", shown(nameOf("judged_by", row))], ["paired by", `${shown(detail.method ?? "")}${detail.confidence < 1 ? `, confidence ${number(detail.confidence)}` : ""}`], ["because", shown(detail.reason ?? "")],
     ["error over noise floor", number(rows.noise_ratio[row], 4)], ["error over bound", number(rows.bound_ratio[row], 4)], ["largest at", worst],

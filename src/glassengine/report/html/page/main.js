@@ -23,9 +23,9 @@ function failed(error) {
 
 function redraw(changed) {
   const any = (...names) => names.some((name) => changed.has(name));
-  const filters = any("verdict", "module", "q", "rung", "case", "dtype", "step", "rank", "own");
-  if (any("module", "rung", "case", "rank", "dtype")) drawMap();
-  if (any("module", "rung", "case", "rank", "step", "dtype")) drawCourse();
+  const filters = any("verdict", "module", "q", "level", "case", "dtype", "step", "rank", "own");
+  if (any("module", "level", "case", "rank", "dtype")) drawMap();
+  if (any("module", "level", "case", "rank", "step", "dtype")) drawCourse();
   if (filters || any("order")) {
     // What is being typed stays where it is.
     const typing = document.activeElement?.id === "search" ? [at("search").selectionStart, at("search").selectionEnd] : null;

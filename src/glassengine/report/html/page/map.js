@@ -70,8 +70,8 @@ function drawMap() {
   for (const row of keptRows(["step", "module", "verdict", "q", "own"], false)) {
     const group = groupOf[rows.site[row]];
     if (group < 0) continue;
-    if (!seen.has(rows.rung[row])) seen.set(rows.rung[row], new Set());
-    seen.get(rows.rung[row]).add(group);
+    if (!seen.has(rows.level[row])) seen.set(rows.level[row], new Set());
+    seen.get(rows.level[row]).add(group);
     const line = cells[group];
     const column = columnOf.get(rows.step[row]);
     const level = levelOf(row);

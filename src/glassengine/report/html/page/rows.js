@@ -65,7 +65,7 @@ function keptRows(except = [], ordered = true) {
   let like = null;
   try { like = sitesLike(want("q")); } catch { like = null; }
   const place = (column) => { const found = page.names[column].indexOf(want(column)); return want(column) === "" ? -1 : found < 0 ? -2 : found; };
-  const [rung, kase, dtype] = [place("rung"), place("case"), place("dtype")];
+  const [level, kase, dtype] = [place("level"), place("case"), place("dtype")];
   const step = want("step") === "" ? -1 : Number(want("step"));
   const rank = want("rank") === "" ? -1 : Number(want("rank"));
   const verdicts = want("verdict") ? new Set(want("verdict").split(",").map((name) => VERDICTS.indexOf(name))) : null;
@@ -77,7 +77,7 @@ function keptRows(except = [], ordered = true) {
     const row = worst ? rows.worst[place] : place;
     if (verdicts && !verdicts.has(rows.verdict[row])) continue;
     if (own && rows.flags[row] & INHERITED) continue;
-    if (rung !== -1 && rows.rung[row] !== rung) continue;
+    if (level !== -1 && rows.level[row] !== level) continue;
     if (kase !== -1 && rows.case[row] !== kase) continue;
     if (dtype !== -1 && rows.dtype[row] !== dtype) continue;
     if (step !== -1 && rows.step[row] !== step) continue;

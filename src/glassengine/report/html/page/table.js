@@ -25,7 +25,7 @@ function drawFilters() {
   const own = el("input", { type: "checkbox", on: { change: (event) => change({ own: event.target.checked ? "1" : "" }) } });
   own.checked = state.own !== "";
   const module = state.module ? el("button", { type: "button", on: { click: () => change({ module: "" }) } }, `module ${short(state.module).slice(-60)} \u00d7`) : null;
-  at("filters").replaceChildren(...[order, verdicts, search, select("step", "step", page.steps.map(({ step }) => [String(step), stepName(step)])), select("rung", "comparison", ofNames("rung")), select("case", "case", ofNames("case")), select("dtype", "dtype", ofNames("dtype")), select("rank", "rank", ranks), page.knows_inherited ? el("label", {}, own, "without what is passed on") : null, module, el("span", { class: "kept", role: "status", id: "kept" })].filter(Boolean));
+  at("filters").replaceChildren(...[order, verdicts, search, select("step", "step", page.steps.map(({ step }) => [String(step), stepName(step)])), select("level", "comparison", ofNames("level")), select("case", "case", ofNames("case")), select("dtype", "dtype", ofNames("dtype")), select("rank", "rank", ranks), page.knows_inherited ? el("label", {}, own, "without what is passed on") : null, module, el("span", { class: "kept", role: "status", id: "kept" })].filter(Boolean));
 }
 
 function drawTable() {
@@ -81,7 +81,7 @@ function tableRow(row, place, top) {
   const node = el("div", { class: "row", role: "row", id: `row-${row}`, "aria-rowindex": place + 2, "aria-selected": isChosen ? "true" : "false", on: { click: () => choose(row, false) } },
     cell(chip(row)), cell(String(rows.step[row])), el("span", { role: "gridcell", title: short(siteOf(row)) }, el("code", {}, narrowed(short(siteOf(row))))),
     cell(number(rows.noise_ratio[row])), cell(number(rows.bound_ratio[row])), cell(rows.flags[row] & SHAPE ? "shape" : number(rows.max_abs_diff[row])), cell(decibels(rows.snr_db[row])),
-    cell(short([nameOf("rung", row), nameOf("case", row)].filter(Boolean).join(", "))));
+    cell(short([nameOf("level", row), nameOf("case", row)].filter(Boolean).join(", "))));
   node.style.top = `${top}px`;
   return node;
 }

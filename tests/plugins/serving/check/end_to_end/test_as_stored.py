@@ -139,7 +139,7 @@ def test_f49_the_types_of_a_file_are_listed(tmp_path: Path) -> None:
 def test_f82_coarser_arithmetic_is_said_as_that(family: str, tmp_path: Path) -> None:
     made(family, tmp_path, "F32")
     found = check(tmp_path)
-    exact, deployed = (one for one in found.results if one.rung.startswith("record"))
+    exact, deployed = (one for one in found.results if one.level.startswith("record"))
     assert found.ok and exact.within == "rounding" and (exact.snr_db or 0.0) > 100
     assert deployed.within == "the engine's float16 keys and values" and 50 < (deployed.snr_db or 0.0) < 90
     assert "within rounding" not in deployed.in_words()
@@ -172,7 +172,7 @@ def test_f50_the_floor_is_as_large_as_what_the_engine_does(family: str, kind: st
     """Neither an alarm, nor a floor so wide that it decides nothing."""
     made(family, tmp_path, kind)
     found = check(tmp_path, steps=2)
-    ratios = [one.noise_ratio or 0.0 for one in found.results if one.rung.startswith("record")]
+    ratios = [one.noise_ratio or 0.0 for one in found.results if one.level.startswith("record")]
     assert found.ok and all(0.05 < ratio < 3.0 for ratio in ratios), ratios
 
 
@@ -182,4 +182,4 @@ def test_f50_a_whole_weight_that_is_another_is_not_rounding(tmp_path: Path) -> N
     write_gguf(module, tmp_path / "model.gguf", changed={"blk.1.ffn_down.weight": right * 1.001})
     found = check(tmp_path, steps=0)
     assert not found.ok and found.weights is not None and len(found.weights.different) == 1
-    assert all(one.verdict == "wrong" for one in found.results if one.rung == "record")
+    assert all(one.verdict == "wrong" for one in found.results if one.level == "record")

@@ -61,7 +61,7 @@ def test_a_right_one_raises_no_alarm(folder: Path) -> None:
     found = glass.check(folder / "checkpoint", candidate=f"genai:{folder}/genai", steps=1)
     assert found.ok and found.verdict == "rounding" and not found.origins, found.not_ok_because
     assert found.coverage == 1.0
-    assert max(pair.bound_ratio or 0.0 for pair in found.pairs if pair.rung != "weights") <= 1.0
+    assert max(pair.bound_ratio or 0.0 for pair in found.pairs if pair.level != "weights") <= 1.0
 
 
 def attribute(key: str, value: Any) -> Callable[[onnx.ModelProto], None]:

@@ -64,9 +64,9 @@ def planted(folder: Path, tmp_path: Path, plant: Plant, steps: int = 1) -> Compa
 def require_healthy(found: Comparison) -> None:
     assert found.ok and found.verdict == "rounding" and not found.origins, found.not_ok_because
     assert found.coverage == 1.0
-    names = [rung.name for rung in found.rungs if rung.name != "prompt"]  # some folders have a tokenizer
+    names = [level.name for level in found.levels if level.name != "prompt"]  # some folders have a tokenizer
     assert names == ["weights", "program", "record", "record as deployed"]
-    assert max(pair.bound_ratio or 0.0 for pair in found.pairs if pair.rung != "weights") <= 1.0
+    assert max(pair.bound_ratio or 0.0 for pair in found.pairs if pair.level != "weights") <= 1.0
 
 
 def node_of(model: onnx.ModelProto, name: str) -> onnx.NodeProto:
@@ -141,7 +141,7 @@ def test_an_int4_folder_is_judged_op_by_op(llama_int4: Path) -> None:
     require_healthy(found)
     assert found.weights is not None and not found.weights.different
     # With one head of keys the program has fewer copies, and other numbers behind them.
-    judged = {pair.site for pair in found.pairs if pair.rung == "record"}
+    judged = {pair.site for pair in found.pairs if pair.level == "record"}
     assert {f"model.layers.{layer}.self_attn/view.6" for layer in (0, 1)} <= judged
 
 
@@ -176,7 +176,7 @@ def of_layer(kind: str) -> str:
 def test_settings_and_runtimes(plant: Plant, step: int, site: str, said: str, llama: Path, tmp_path: Path) -> None:
     found = planted(llama, tmp_path, plant, steps=step)
     first = found.first_divergence
-    assert not found.ok and first is not None and first.rung == "record"
+    assert not found.ok and first is not None and first.level == "record"
     assert first.step == step and site in first.site
     assert said == "" or any(said in hint.text for hint in first.hints)
 
@@ -207,8 +207,8 @@ def test_weights(plant: Plant, site: str, llama: Path, tmp_path: Path) -> None:
 
 def require_named(found: Comparison, site: str) -> None:
     assert not found.ok and found.first_divergence is not None
-    assert found.first_divergence.rung == "weights" and site in found.first_divergence.site
-    assert any(site in one.site and one.rung == "record" for one in found.origins)
+    assert found.first_divergence.level == "weights" and site in found.first_divergence.site
+    assert any(site in one.site and one.level == "record" for one in found.origins)
 
 
 def one_block(name: str) -> Plant:

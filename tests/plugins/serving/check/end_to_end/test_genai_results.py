@@ -51,7 +51,7 @@ def plain(folder: Path, genai: Path) -> float:
 
 
 def said(found: Comparison) -> float:
-    (last,) = [one for one in found.results if one.rung == "record as deployed"]
+    (last,) = [one for one in found.results if one.level == "record as deployed"]
     assert last.snr_db is not None
     return last.snr_db
 
@@ -86,7 +86,7 @@ def test_f80_a_gain_that_is_stored_without_its_1_is_no_mistake(tmp_path: Path) -
     (tmp_path / "planted").mkdir()
     found = checked(folder, tmp_path)
     assert not found.ok and found.first_divergence is not None
-    assert found.first_divergence.rung == "record" and "layernorm" in found.first_divergence.site
+    assert found.first_divergence.level == "record" and "layernorm" in found.first_divergence.site
     assert "eps" in str(found.first_divergence.hints)
     assert said(found) == pytest.approx(plain(folder, folder / "genai"), abs=0.1)
     assert checked(folder, tmp_path, right_epsilons).ok

@@ -35,8 +35,8 @@ def check(family: str, tmp_path: Path, steps: int = 1, kind: str = "F32", **sett
 def require_healthy(found: Comparison) -> None:
     assert found.ok and found.verdict == "rounding" and not found.origins, found.not_ok_because
     assert found.coverage == 1.0
-    assert [rung.name for rung in found.rungs] == ["weights", "program", "record", "record as deployed"]
-    bound = max(pair.bound_ratio or 0.0 for pair in found.pairs if pair.rung == "record")
+    assert [level.name for level in found.levels] == ["weights", "program", "record", "record as deployed"]
+    bound = max(pair.bound_ratio or 0.0 for pair in found.pairs if pair.level == "record")
     assert bound <= 1.0
 
 
@@ -51,7 +51,7 @@ def test_another_base_is_named_with_the_number(tmp_path: Path) -> None:
     found = check("llama", tmp_path, steps=0, rope_freq_base=500000.0)
     first = found.first_divergence
     assert not found.ok and first is not None
-    assert first.rung == "record" and first.step == 0 and "rope.0" in (first.candidate_site or "")
+    assert first.level == "record" and first.step == 0 and "rope.0" in (first.candidate_site or "")
     assert first.hints[0].text.startswith("freq_base is 500000 in Qcur-0/rope.0")
     assert all(
         "rotary" in o.site or "self_attn/add" in o.site or "rope" in (o.candidate_site or "") for o in found.origins
@@ -158,7 +158,7 @@ def test_a_bias_is_part_of_its_product(tmp_path: Path) -> None:
     other = {"blk.0.attn_output.bias": found["blk.0.ffn_down.bias"]}
     write_gguf(module, tmp_path / "model.gguf", changed=other)
     wrong = glass.check(tmp_path / "checkpoint", candidate=f"gguf:{tmp_path}/model.gguf", steps=0)
-    assert [(one.rung, one.site) for one in wrong.origins if one.rung != "record as deployed"] == [
+    assert [(one.level, one.site) for one in wrong.origins if one.level != "record as deployed"] == [
         ("weights", "model.layers.0.self_attn.o_proj.bias:param"),
         ("record", "model.layers.0.self_attn.o_proj/linear.0"),
     ]
@@ -216,7 +216,7 @@ def test_settings_of_other_configurations(name: str, setting: dict[str, Any], si
     write_gguf(configured(name, tmp_path / "checkpoint"), tmp_path / "model.gguf", **setting)
     found = glass.check(tmp_path / "checkpoint", candidate=f"gguf:{tmp_path}/model.gguf", steps=0)
     first = found.first_divergence
-    assert not found.ok and first is not None and (first.rung, first.step) == ("record", 0)
+    assert not found.ok and first is not None and (first.level, first.step) == ("record", 0)
     assert first.site.startswith(site), first
 
 
@@ -266,5 +266,5 @@ def test_gemma2(setting: dict[str, Any], site: str, tmp_path: Path) -> None:
 )
 def test_settings(family: str, setting: dict[str, float], said: str, tmp_path: Path) -> None:
     found = check(family, tmp_path, **setting)
-    assert not found.ok and found.first_divergence is not None and found.first_divergence.rung == "record"
+    assert not found.ok and found.first_divergence is not None and found.first_divergence.level == "record"
     assert any(said in hint.text for hint in found.first_divergence.hints)

@@ -37,7 +37,7 @@ def test_a_recording_is_judged_without_the_engine(folder: Path, tmp_path: Path) 
     made = commands.record_served(f"gguf:{folder}/base.gguf", tmp_path / "rec", inputs=ids, max_new_tokens=2)
     assert made.ok and made.num_steps == 2 and made.num_tensors > 50
     found = glass.check(folder / "checkpoint", candidate=tmp_path / "rec")
-    assert not found.ok and [rung.name for rung in found.rungs] == ["weights", "program", "record"]
+    assert not found.ok and [level.name for level in found.levels] == ["weights", "program", "record"]
     assert any("freq_base is 20000" in hint.text for hint in found.first_divergence.hints)  # type: ignore[union-attr]
     with pytest.raises(UsageError, match="exists"):
         commands.record_served(f"gguf:{folder}/base.gguf", tmp_path / "rec", inputs=ids)
@@ -46,7 +46,7 @@ def test_a_recording_is_judged_without_the_engine(folder: Path, tmp_path: Path) 
     )
     assert again.num_steps == 2
     found = glass.check(folder / "checkpoint", candidate=tmp_path / "rec")
-    assert found.ok and [rung.name for rung in found.rungs] == ["weights", "program", "record as deployed"]
+    assert found.ok and [level.name for level in found.levels] == ["weights", "program", "record as deployed"]
 
 
 def test_a_recording_that_names_no_layout_is_given_one(folder: Path, tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_of_llama_cpp(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("glassengine.plugins.serving.ggml.child._MODULE", "planted_capture")
     found = glass.check(tmp_path / "checkpoint", candidate=f"gguf:{tmp_path}/model.gguf", steps=1)
     named = found.first_divergence
-    assert not found.ok and named is not None and named.rung == "record" and named.step == 1 - first, named
+    assert not found.ok and named is not None and named.level == "record" and named.step == 1 - first, named
     place = "model.rotary_emb|model.layers.0.self_attn/add." if "positions" in mistake else "model.layers.0.self_attn/"
     assert named.site.startswith(tuple(place.split("|"))), named
 
@@ -129,5 +129,5 @@ def test_of_a_loop_around_onnx_runtime(
     monkeypatch.setattr(Feeds, "of", planted)
     found = glass.check(folder / "checkpoint", candidate=f"genai:{folder}/genai", steps=1)
     named = found.first_divergence
-    assert not found.ok and named is not None and (named.rung, named.step) == ("record", 1), named
+    assert not found.ok and named is not None and (named.level, named.step) == ("record", 1), named
     assert named.site.startswith("model.layers.0.self_attn"), named

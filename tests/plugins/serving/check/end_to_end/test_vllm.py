@@ -27,7 +27,7 @@ def test_a_right_server_raises_no_alarm(name: str, tmp_path: Path) -> None:
     found = judged(name, tmp_path)
     assert found.ok and found.verdict == "rounding" and not found.origins, found.not_ok_because
     assert found.coverage == 1.0 and not found.skipped
-    assert [rung.name for rung in found.rungs] == ["program", "record as deployed"]
+    assert [level.name for level in found.levels] == ["program", "record as deployed"]
     assert max(pair.bound_ratio or 0.0 for pair in found.pairs) <= 1.0
     assert {pair.case for pair in found.pairs} == {"request 0", "request 1"}
 
