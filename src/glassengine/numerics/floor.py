@@ -201,7 +201,7 @@ def error_means(
             squares = torch.where(mask[block], squares, 0.0)
         rows.append(squares.sum(-1))
         columns += squares.sum(1)
-    sums = [*_slice_sums(torch.cat(rows, 1).unflatten(1, shape[:-1]), 1), columns]
+    sums = [*_slice_sums(torch.cat(rows, 1).reshape(-1, *shape[:-1]), 1), columns]
     by_axis = [sums[order.index(axis)] for axis in range(exact.dim())]
     return _means(by_axis, columns.sum(-1), counted, exact.numel())
 
