@@ -276,8 +276,8 @@ class Reference:
             known = self._quickly() or self.measure_floor()
             assert known is not None
             return Judgement("identical", 0.0, math.sqrt(known.native))
-        if at_most and (found := self._within(candidate, at_most)) is not None:
-            return found
+        if at_most and (within := self._within(candidate, at_most)) is not None:
+            return within
         floor = self.measure_floor()
         assert floor is not None
         value = candidate.double()
