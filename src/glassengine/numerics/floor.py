@@ -87,8 +87,8 @@ def measured_floor(
         found = slice_means(squares, counted)
     power, whole = found.means[0], max(found.means[1:], default=0.0)
     relative = _relative(power, whole, dtype, relative)
-    share = max(relative**2, unit_roundoff(dtype) ** 2 / 3)
-    least = max(whole, power * share, smallest_precise(dtype) ** 2 / 3)
+    share = _share(relative, dtype)
+    least = _least(power, whole, share, dtype)
     for of_axis in found.by_axis:
         of_axis[0] *= share
     by_axis = [of_axis.amax(0).clamp_(min=least) for of_axis in found.by_axis]
@@ -101,10 +101,30 @@ def _relative(power: float, whole: float, dtype: torch.dtype, relative: float) -
     return max(relative, (whole / power) ** 0.5) if power > relative_from(dtype) ** 2 else relative
 
 
+def _share(relative: float, dtype: torch.dtype) -> float:
+    """Return which share of the power of P its floor is at least."""
+    return max(relative**2, unit_roundoff(dtype) ** 2 / 3)
+
+
+def _least(power: float, whole: float, share: float, dtype: torch.dtype) -> float:
+    """Return the floor of the whole tensor."""
+    return max(whole, power * share, smallest_precise(dtype) ** 2 / 3)
+
+
+@dataclass(frozen=True)
+class QuickFloor:
+    """A floor without its slices, where no element is special; attributes as of `Floor`."""
+
+    least: float
+    relative: float
+    largest: float
+    native: float
+
+
 def quick_floor(
     exact: torch.Tensor, runs: Sequence[torch.Tensor], judged: torch.Tensor | None, dtype: torch.dtype, relative: float
-) -> tuple[float, float] | None:
-    """Return `relative` and `native` of what `measured_floor` measures, without slices; None of special elements."""
+) -> QuickFloor | None:
+    """Return of what `measured_floor` measures that which needs no slices; None where elements are special."""
     exact, *rest = _dense(exact, *runs, *(() if judged is None else (judged,)))
     runs, mask = rest[: len(runs)], None if judged is None else rest[-1]
     totals = [0.0] * (1 + len(runs))
@@ -117,7 +137,10 @@ def quick_floor(
     if not (totals[0] ** 0.5 < sentinel(dtype) and all(total < math.inf for total in totals)):
         return None
     number = max(1, exact.numel() if mask is None else int(mask.sum()))
-    return _relative(totals[0] / number, max(totals[1:], default=0.0) / number, dtype, relative), totals[1] / number
+    power, whole = totals[0] / number, max(totals[1:]) / number
+    relative = _relative(power, whole, dtype, relative)
+    least = _least(power, whole, _share(relative, dtype), dtype)
+    return QuickFloor(least, relative, totals[0] ** 0.5, totals[1] / number)
 
 
 def _dense(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -132,9 +155,11 @@ def _memory_order(tensor: torch.Tensor) -> list[int]:
     return sorted(range(tensor.dim()), key=lambda axis: -strides[axis])
 
 
-def _squares(exact: torch.Tensor, runs: Sequence[torch.Tensor], *, power: bool = True) -> torch.Tensor:
-    """Return the squares of P, if asked for, and of the error of each run, stacked."""
-    made = torch.empty(power + len(runs), *exact.shape, dtype=torch.float64)
+def _squares(
+    exact: torch.Tensor, runs: Sequence[torch.Tensor], *, power: bool = True, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the squares of P, if asked for, and of the error of each run, stacked; in `out`, if given."""
+    made = torch.empty(power + len(runs), *exact.shape, dtype=torch.float64) if out is None else out
     if power:
         made[0] = exact
     for error, run in zip(made[power:], runs, strict=True):
@@ -142,7 +167,7 @@ def _squares(exact: torch.Tensor, runs: Sequence[torch.Tensor], *, power: bool =
     return made.mul_(made)
 
 
-_BLOCK = 1 << 15
+_BLOCK = 1 << 16
 """Elements of a tensor that are worked on at once: what becomes of so many stays in the cache of the processor."""
 
 
@@ -194,9 +219,11 @@ def error_means(
     mask = None if counted.mask is None else counted.mask.permute(order).reshape(-1, shape[-1])
     rows, columns = [], torch.zeros(power + len(runs), shape[-1], dtype=torch.float64)
     step = max(1, _BLOCK // shape[-1])
+    made = torch.empty(len(columns), step, shape[-1], dtype=torch.float64)  # once: the system zeroes new memory
     for at in range(0, len(own), step):
         block = slice(at, at + step)
-        squares = _squares(own[block], [run[block] for run in rest], power=power)
+        part = own[block]
+        squares = _squares(part, [run[block] for run in rest], power=power, out=made[:, : len(part)])
         if mask is not None:
             squares = torch.where(mask[block], squares, 0.0)
         rows.append(squares.sum(-1))

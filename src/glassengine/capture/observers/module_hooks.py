@@ -161,6 +161,9 @@ class ModuleHooks:
         self._forks = _Forks.count
         self._handles: dict[str, ObservedCall] = {}
         self._replaced: list[str] = []
+        self._rests = False
+        self._may_rest = not (gradients or holds_steps)
+        self._resting = threading.Lock()
         self._insides = frozenset(inside for module in self.names.known for inside in out_of_reach(module))
 
     def attach(self) -> None:
@@ -338,7 +341,8 @@ class ModuleHooks:
             self._delivery.deliver_caches(forward, whole=known.is_root)
             if known.is_root:
                 self._entry_points.note_result(forward.step, result)
-                rows = token_ids(args, kwargs, self._first_argument)
+                is_kept = forward.records or not forward.step
+                rows = token_ids(args, kwargs, self._first_argument) if is_kept else []
                 if forward.step == 0 and self.generation:
                     self.generation["prompt_lengths"] = [len(row) for row in rows]
                 self._end(forward, rows, None)
@@ -358,9 +362,28 @@ class ModuleHooks:
             forward.alone.add(known.module)
         forward.in_call = True
         forward.handled = sys.exc_info()[1]
+        if known.is_root:
+            self._rest(forward)
+        else:
+            self._may_rest = False  # parts are called by themselves
         current = forward
         forward.leave.enter_context(tap_sink(lambda name, tensor: self._delivery.deliver_tap(current, name, tensor)))
         return forward
+
+    def _rest(self, forward: OpenCalls) -> None:
+        """Observe nothing inside of the model in a step that is left out, once all of it was seen."""
+        rests = self._may_rest and not forward.records and forward.step > 0 and not self._entry_points.may_follow()
+        if rests == self._rests or forward.step == _NO_STEP:
+            return
+        with self._resting:
+            if rests and any(other.records for other in self._open.values()):  # in another thread
+                return
+            self._rests = True
+            for path, handle in self._handles.items():
+                if path != ROOT:
+                    handle.remove() if rests else handle.attach()
+            # Last, as what is interrupted in between is not attached as a whole.
+            self._rests = rests
 
     def _continued(self, known: KnownModule, args: Any, kwargs: Any) -> OpenCalls | None:
         """Return the last forward of this thread, if the call of a part of the model goes on where it ended."""
