@@ -509,7 +509,7 @@ class Severity:
         for row in (chosen[0] | chosen[1]).nonzero().flatten().tolist():
             self.num_tokens += 1
             self.num_bitwise += bool(torch.equal(baseline[row], candidate[row]))
-            if ours[row] == theirs[row]:
+            if ours[row] == theirs[row] and chosen[0][row] == chosen[1][row]:
                 self.num_agreeing += 1
                 continue
             margin = float(a[row, ours[row]] - a[row, theirs[row]])
