@@ -306,7 +306,7 @@ class Reference:
         if quick is None:
             return None
         squares = error_means(self.exact, [candidate], Counted(self._judged))
-        worst = max(squares.means[0], *(float(one.amax()) for one in squares.by_axis))
+        worst = max([squares.means[0], *(float(one.amax()) for one in squares.by_axis if one.numel())])
         is_small = quick.largest + squares.totals[0] ** 0.5 < self._limit
         if not is_small or not worst <= at_most**2 * quick.least:
             return None
