@@ -39,10 +39,13 @@ def test_means_are_those_of_the_elements_that_count(
             torch.testing.assert_close(means, total / count.clamp(min=1))
 
 
-@pytest.mark.parametrize("block", [3, 1 << 15])
+@pytest.mark.parametrize(("block", "small"), [(3, 1), (1 << 15, 1), (1 << 15, 1 << 12)])
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_quick_floor_is_that_without_slices(block: int, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_quick_floor_is_that_without_slices(
+    block: int, small: int, masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "_BLOCK", block)
+    monkeypatch.setattr(module, "_SMALL", small)
     generator = torch.Generator().manual_seed(1)
     exact = torch.rand(4, 5, generator=generator, dtype=torch.float64)
     runs = [exact.float(), exact + 1e-6 * torch.rand(4, 5, generator=generator)]

@@ -408,18 +408,28 @@ def result_figures(
 
 def _tokens(baseline: torch.Tensor, value: torch.Tensor, counted: torch.Tensor) -> dict[str, Any]:
     """Return what two sets of logits [..., V] say of the next token, at all positions that count; KL in nats."""
-    rows = counted.any(-1)
+    rows = counted.any(-1) & _choose(baseline) & _choose(value)
     if value is baseline and is_finite(baseline):
         number = int(rows.sum())
         return {"num_tokens": number, "same_tokens": number, "mean_kl": 0.0, "max_kl": 0.0} if number else {}
     b, c = baseline[rows], value[rows]
     if not len(b):
         return {}
-    ours, theirs = b.log_softmax(-1), c.log_softmax(-1)
-    # A token that one side masks out has no probability there: 0 * inf counts for nothing.
-    kl = (ours.exp() * (ours - theirs)).masked_fill(ours.isneginf(), 0.0).sum(-1)
+    kl = _kl(b, c)
     same = int((b.argmax(-1) == c.argmax(-1)).sum())
     return {"num_tokens": len(b), "same_tokens": same, "mean_kl": float(kl.mean()), "max_kl": float(kl.max())}
+
+
+def _choose(logits: torch.Tensor) -> torch.Tensor:
+    """Return for each row whether it has a likeliest token: one that is all masked, or has a NaN, has none."""
+    return logits.isfinite().any(-1) & ~logits.isnan().any(-1)
+
+
+def _kl(baseline: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return the KL divergence of each row of logits, in nats."""
+    ours, theirs = baseline.log_softmax(-1), value.log_softmax(-1)
+    # A token that one side masks out has no probability there: 0 * inf counts for nothing.
+    return (ours.exp() * (ours - theirs)).masked_fill(ours.isneginf(), 0.0).sum(-1)
 
 
 def _unit(largest: float, *sides: torch.Tensor) -> float:
@@ -491,15 +501,15 @@ class Severity:
     def add(self, baseline: torch.Tensor, candidate: torch.Tensor, noise: float, where: str) -> None:
         """Count one step: logits [B, V] of the last position; `noise` is the RMS of what rounding does to one."""
         a, b = baseline.double(), candidate.double()
-        log_a, log_b = torch.log_softmax(a, -1), torch.log_softmax(b, -1)
-        kl = (log_a.exp() * (log_a - log_b)).sum(-1)
+        chosen = _choose(a), _choose(b)
+        kl = _kl(a[chosen[0] & chosen[1]], b[chosen[0] & chosen[1]])
         self.total_kl += float(kl.sum())
-        self.max_kl = max(self.max_kl, float(kl.max()))
+        self.max_kl = max([self.max_kl, *kl.tolist()])
         ours, theirs = a.argmax(-1), b.argmax(-1)
-        for row in range(a.shape[0]):
+        for row in (chosen[0] | chosen[1]).nonzero().flatten().tolist():
             self.num_tokens += 1
             self.num_bitwise += bool(torch.equal(baseline[row], candidate[row]))
-            if ours[row] == theirs[row]:
+            if ours[row] == theirs[row] and chosen[0][row] == chosen[1][row]:
                 self.num_agreeing += 1
                 continue
             margin = float(a[row, ours[row]] - a[row, theirs[row]])

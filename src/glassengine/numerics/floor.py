@@ -125,6 +125,23 @@ def quick_floor(
     exact: torch.Tensor, runs: Sequence[torch.Tensor], judged: torch.Tensor | None, dtype: torch.dtype, relative: float
 ) -> QuickFloor | None:
     """Return of what `measured_floor` measures that which needs no slices; None where elements are special."""
+    if exact.numel() <= _SMALL:
+        squares = _squares(exact, runs)
+        kept = squares if judged is None else torch.where(judged, squares, 0.0)
+        totals = kept.flatten(1).sum(1).tolist() if exact.dim() else kept.tolist()
+    else:
+        totals = _totals(exact, runs, judged)
+    if not (totals[0] ** 0.5 < sentinel(dtype) and all(total < math.inf for total in totals)):
+        return None
+    number = max(1, exact.numel() if judged is None else int(judged.sum()))
+    power, whole = totals[0] / number, max(totals[1:]) / number
+    relative = _relative(power, whole, dtype, relative)
+    least = _least(power, whole, _share(relative, dtype), dtype)
+    return QuickFloor(least, relative, totals[0] ** 0.5, totals[1] / number)
+
+
+def _totals(exact: torch.Tensor, runs: Sequence[torch.Tensor], judged: torch.Tensor | None) -> list[float]:
+    """Return the sums of the squares of P and of the error of each run."""
     exact, *rest = _dense(exact, *runs, *(() if judged is None else (judged,)))
     runs, mask = rest[: len(runs)], None if judged is None else rest[-1]
     totals = [0.0] * (1 + len(runs))
@@ -134,13 +151,7 @@ def quick_floor(
         for index, error in enumerate([own, *(run[block].double() - own for run in runs)]):
             counted = error if mask is None else torch.where(mask[block], error, 0.0)
             totals[index] += float(counted.dot(counted))
-    if not (totals[0] ** 0.5 < sentinel(dtype) and all(total < math.inf for total in totals)):
-        return None
-    number = max(1, exact.numel() if mask is None else int(mask.sum()))
-    power, whole = totals[0] / number, max(totals[1:]) / number
-    relative = _relative(power, whole, dtype, relative)
-    least = _least(power, whole, _share(relative, dtype), dtype)
-    return QuickFloor(least, relative, totals[0] ** 0.5, totals[1] / number)
+    return totals
 
 
 def _dense(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -167,6 +178,8 @@ def _squares(
     return made.mul_(made)
 
 
+_SMALL = 1 << 12
+"""Elements up to which calls cost more than sums."""
 _BLOCK = 1 << 16
 """Elements of a tensor that are worked on at once: what becomes of so many stays in the cache of the processor."""
 

@@ -97,6 +97,7 @@ class Reference:
         self._relative_floor = relative_floor
         self._remember = remember
         self._floor: Floor | None = None
+        self._quick: QuickFloor | None = None
         self.unstable: torch.Tensor | None = None
         if not exact.is_floating_point():
             runs = () if exact.is_complex() else (native, *noisy)
@@ -135,13 +136,14 @@ class Reference:
         """Return the floor without slices; None where it is measured, or elements are special."""
         if self._floor is not None or self.known.hidden is not None:
             return None
-        runs = [self.native, *self._noisy]
-        quick = quick_floor(self.exact, runs, self._judged, self._dtype, self._relative_floor)
-        if quick is not None:
-            self._relative_floor = quick.relative
-            if self._remember is not None:
-                self._remember(self._relative_floor)
-        return quick
+        if self._quick is None:
+            runs = [self.native, *self._noisy]
+            self._quick = quick_floor(self.exact, runs, self._judged, self._dtype, self._relative_floor)
+            if self._quick is not None:
+                self._relative_floor = self._quick.relative
+                if self._remember is not None:
+                    self._remember(self._relative_floor)
+        return self._quick
 
     def with_run(self, run: torch.Tensor) -> Reference:
         """Return the reference with one more run behind its floor: another implementation that only rounds."""
@@ -304,7 +306,7 @@ class Reference:
         if quick is None:
             return None
         squares = error_means(self.exact, [candidate], Counted(self._judged))
-        worst = max(squares.means[0], *(float(one.amax()) for one in squares.by_axis))
+        worst = max([squares.means[0], *(float(one.amax()) for one in squares.by_axis if one.numel())])
         is_small = quick.largest + squares.totals[0] ** 0.5 < self._limit
         if not is_small or not worst <= at_most**2 * quick.least:
             return None

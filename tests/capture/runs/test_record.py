@@ -1023,6 +1023,37 @@ def test_nothing_inside_is_observed_in_steps_that_are_left_out(tmp_path: Path) -
     assert opened.sites(4) == opened.sites(0) and torch.equal(opened.tensor("layers.0:in[0]", 4), X + 4)
 
 
+def test_only_modules_that_patterns_may_name_are_observed_once_all_were_seen(tmp_path: Path) -> None:
+    def hooked(model: nn.Module) -> list[str]:
+        return [path for path, module in model.named_modules() if path and "_compiled_call_impl" in vars(module)]
+
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
+    for sites, kept in (
+        (["1.0"], ["1.0"]),
+        (["1.0:in[0]", "2"], ["1.0", "2"]),
+        (["1.*"], ["1.0", "1.1"]),
+        (["1*"], ["1", "1.0", "1.1"]),
+        (["re:1"], ["0", "1", "1.0", "1.1", "2"]),
+        (["*:kv.key", "2"], ["0", "1", "1.0", "1.1", "2"]),
+    ):
+        with contextlib.suppress(UnknownNameError), record(plain, tmp_path / "r", sites=sites, overwrite=True):
+            plain(X)
+            assert len(hooked(plain)) == 5
+            plain(X)
+            assert hooked(plain) == kept
+            plain(X)
+        assert hooked(plain) == []
+        opened = Recording.open(tmp_path / "r")
+        assert opened.sites(2) == opened.sites(0) and opened.metadata["not_called"] == []
+    # A tap is named by the innermost module that is observed.
+    tapped = Model()
+    with record(tapped, tmp_path / "taps", sites=["layers.1.inter", "head"]):
+        for _ in range(3):
+            tapped(X)
+        assert "layers.0" in hooked(tapped)
+    assert Recording.open(tmp_path / "taps").sites(2) == ["layers.1.inter", "head"]
+
+
 def test_a_left_out_step_of_one_thread_hides_nothing_of_another_one(tmp_path: Path) -> None:
     model, inside, may_go_on = Model(), threading.Event(), threading.Event()
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from glassengine.blocks import agree
 from glassengine.errors import BackendError, first_line
 from glassengine.program.onnx.stored.file import OnnxFile
 from glassengine.program.onnx.stored.options import SessionSettings
@@ -148,7 +149,9 @@ class OnnxModel(nn.Module):
             if value.is_floating_point() and name in plain and value.shape == plain[name].shape:
                 noise, signal = self.apart.get(name, (0.0, 0.0))
                 one, other = plain[name].double(), value.double()
-                self.apart[name] = noise + float((other - one).square().sum()), signal + float(one.square().sum())
+                error = torch.where(agree(one, other), 0.0, other - one)
+                size = torch.where(one.isfinite(), one, 0.0)
+                self.apart[name] = noise + float(error.square().sum()), signal + float(size.square().sum())
         return {name: made.get(name, value) for name, value in plain.items()}
 
     def _run(self, session: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
