@@ -1,7 +1,7 @@
 """Compares two scripts step by step while they run, and stops both at the first step that is beyond rounding.
 
-Each side runs in a process of its own (`paired_side`) and shares its steps in memory that has no name, so that nothing
-is left behind whoever is killed. A side is at most one step ahead of the comparison. A step whose bits are the
+Each side runs in a process of its own (`paired_side`) and shares its steps in memory without a name: nothing
+is left behind when a process is killed. A side is at most one step ahead of the comparison. A step whose bits are the
 baseline's needs no verdict; any other gets that of `compare`.
 """
 

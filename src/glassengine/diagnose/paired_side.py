@@ -64,7 +64,7 @@ class _Slots:
         self._entries = []
 
     def tell(self, **message: Any) -> None:
-        """Send a message; end this process where nobody is there to read it."""
+        """Send a message; end this process if the other one has ended."""
         try:
             self.line.send_bytes(json.dumps(message, default=str).encode())
         except OSError:
